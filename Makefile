@@ -1,0 +1,30 @@
+# Two commands do everything, set-up included: `make demo` and `make test`.
+# One torch thread and parallel tests: on small machines two threads can be far slower than one.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+# Some virtual CPUs advertise AMX but cannot run it.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+
+PYTHON ?= python3
+RUN = .venv/bin/python
+
+.PHONY: demo test lint bench
+
+demo: .venv/ready
+	$(RUN) examples/digits.py
+
+test: .venv/ready lint
+	$(RUN) -m pytest -n 2
+
+lint: .venv/ready
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+bench: .venv/ready
+	$(RUN) benchmarks/step.py
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(RUN) -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(RUN) -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@

@@ -1,0 +1,205 @@
+"""summary and estimate_cost: what a conversion did, layer by layer, and what one would cost."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.convert import Selection, conversions_of, plan
+from slimbayes.layers import bayes_class
+from slimbayes.layers.base import BayesLayer
+from slimbayes.posteriors.base import Config
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer of a summary. `before` counts the layer's own parameters, `after` those and its posterior's."""
+
+    name: str
+    layer: str
+    status: str  # "converted" or "skipped"
+    detail: str  # the method, or the reason
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Every layer with parameters, converted or skipped and why. `str()` gives a table, `to_dict()` plain data.
+
+    Parameters shared by several layers are counted once, where they first appear.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def before(self) -> int:
+        """Parameters of the plain model."""
+        return sum(r.before for r in self.rows)
+
+    @property
+    def after(self) -> int:
+        """Parameters of the converted model."""
+        return sum(r.after for r in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"before": self.before, "after": self.after, "layers": [asdict(r) for r in self.rows]}
+
+    def __str__(self) -> str:
+        lines = [("layer", "type", "status", "before", "after", "method or reason")]
+        lines += [(r.name or "(model)", r.layer, r.status, f"{r.before:,}", f"{r.after:,}", r.detail) for r in self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(5)]
+        text = ["  ".join(_pad(cell, w, i in (3, 4)) for i, (cell, w) in enumerate(zip(line, [*widths, 0], strict=True))).rstrip() for line in lines]
+        text.insert(1, "-" * min(110, max(len(t) for t in text)))
+        extra = (self.after - self.before) / max(self.before, 1)
+        converted = sum(r.status == "converted" for r in self.rows)
+        text.append(f"{converted} of {len(self.rows)} layers converted; {self.before:,} -> {self.after:,} parameters ({extra:+.2%})")
+        return "\n".join(text)
+
+
+def _pad(cell: str, width: int, right: bool) -> str:
+    return cell.rjust(width) if right else cell.ljust(width)
+
+
+def summary(model: nn.Module) -> Summary:
+    """List every layer of a converted model that has parameters: converted or skipped, why, and its parameter counts.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3))
+        >>> report = summary(sb.bayesianize(net, sb.Rank1(members=2)))
+        >>> [(r.name, r.status) for r in report.rows]
+        [('0', 'skipped'), ('1', 'converted')]
+        >>> report.before, report.after  # 2 members x 2 numbers for each of 4 + 3 factors, and one more bias of 3
+        (55, 86)
+    """
+    rows, seen = [], set[int]()
+    listed: set[str] = set()
+    for root, conversion in conversions_of(model):
+        for decision in conversion.decisions:
+            name = ".".join(part for part in (root, decision.name) if part)
+            layer = model.get_submodule(name)
+            if name in listed or (decision.config is None and isinstance(layer, BayesLayer)):
+                continue  # a conversion of an inner module speaks for it
+            listed.add(name)
+            posterior = list(layer.posterior.parameters()) if isinstance(layer, BayesLayer) else []
+            before = _count(_own_parameters(layer), seen)
+            status, detail = ("converted", describe(decision.config)) if decision.config else ("skipped", decision.reason)
+            rows.append(Row(name, decision.kind, status, detail, before, before + _count(posterior, seen)))
+    return Summary(tuple(rows))
+
+
+def _own_parameters(layer: nn.Module) -> list[nn.Parameter]:
+    """Parameters a layer answers for: its own, and those inside it where it owns its submodules."""
+    whole = isinstance(layer, nn.MultiheadAttention) or bayes_class(layer) is not None
+    return [p for n, p in layer.named_parameters(recurse=whole or isinstance(layer, BayesLayer)) if not n.startswith("posterior.")]
+
+
+def _count(parameters: list[nn.Parameter], seen: set[int]) -> int:
+    fresh = [p for p in parameters if id(p) not in seen]
+    seen.update(id(p) for p in fresh)
+    return sum(p.numel() for p in fresh)
+
+
+def describe(config: Config) -> str:
+    """A method in a few words: its name, members and, where it has one, its posterior."""
+    family = getattr(config, "posterior", None)
+    return f"{type(config).__name__}({f'{family}, ' if isinstance(family, str) else ''}members={config.members})"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a conversion adds.
+
+    Attributes:
+        parameters: parameters of the plain model.
+        extra_parameters: parameters of all posteriors.
+        extra_bytes: their size in memory (gradients and optimizer state come on top, as for any parameter).
+        relative_flops: arithmetic of one draw relative to the plain model's, at least 1.
+        forwards: how many times one `sample(model, x)` pays that price: the number of members.
+    """
+
+    parameters: int
+    extra_parameters: int
+    extra_bytes: int
+    relative_flops: float
+    forwards: int
+
+    @property
+    def relative_parameters(self) -> float:
+        """Extra parameters as a fraction of the plain model's."""
+        return self.extra_parameters / max(self.parameters, 1)
+
+
+def estimate_cost(
+    model: nn.Module,
+    config: Config | Mapping[str, Config],
+    include: Selection = None,
+    exclude: Selection = None,
+    example: Tensor | None = None,
+) -> Cost:
+    """What `bayesianize` with these arguments would cost, without changing the model or allocating its posteriors.
+
+    Args:
+        example: an input to run once (in eval mode), so that layers count as often as they are applied: convolutions at every position.
+            Without it each layer counts once.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> cost = estimate_cost(nn.Linear(1000, 1000), sb.Rank1(members=4))
+        >>> cost.extra_parameters, round(cost.relative_flops, 4)
+        (19000, 1.001)
+    """
+    decisions = plan(model, config, include, exclude)
+    positions = _positions(model, example)
+    extra = plain_flops = extra_flops = 0
+    sizes, forwards = 0, 1
+    for decision in decisions:
+        layer = model.get_submodule(decision.name)
+        cls = bayes_class(layer)
+        times = positions.get(decision.name, 1.0)
+        flops = 2 * sum(p.numel() for p in _own_parameters(layer) if p.dim() > 1) * (0 if "Embedding" in decision.kind else 1)
+        plain_flops += flops * times
+        if decision.config is None or cls is None:
+            continue
+        forwards = max(forwards, decision.config.members)
+        wide = torch.promote_types(next(layer.parameters()).dtype, torch.float32)
+        for site in cls.sites(layer):  # type: ignore[arg-type]
+            with torch.device("meta"):
+                count = sum(p.numel() for p in decision.config.build(site).parameters())
+            extra, sizes = extra + count, sizes + count * wide.itemsize
+            # One multiplication for every input and every output channel, at every position, for each product of factors.
+            extra_flops += (site.n_in + site.n_out) * times * getattr(decision.config, "rank", 1)
+            extra_flops += flops * times * (getattr(decision.config, "rank", 1) - 1) / len(cls.sites(layer))  # type: ignore[arg-type]
+    total = sum(p.numel() for p in model.parameters())
+    return Cost(total, extra, sizes, 1 + extra_flops / max(plain_flops, 1), forwards)
+
+
+def _positions(model: nn.Module, example: Tensor | None) -> dict[str, float]:
+    """How many positions of one row each layer is applied to, measured by running an example."""
+    if example is None:
+        return {}
+    found: dict[str, float] = {}
+    handles = []
+    for name, layer in model.named_modules():
+
+        def record(layer: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            out = output[0] if isinstance(output, tuple) else output
+            if isinstance(out, Tensor):
+                channels = out.shape[1] if isinstance(layer, nn.modules.conv._ConvNd) else out.shape[-1]
+                found[name] = found.get(name, 0.0) + out.numel() / channels / example.shape[0]
+
+        if bayes_class(layer):
+            handles.append(layer.register_forward_hook(record))
+    training = [(m, m.training) for m in model.modules()]
+    try:
+        with torch.no_grad():
+            model.eval()(example)
+    finally:
+        for module, flag in training:
+            module.training = flag
+        for handle in handles:
+            handle.remove()
+    return found

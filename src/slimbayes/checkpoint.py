@@ -1,0 +1,279 @@
+"""save and load: the posterior alone, beside an untouched base checkpoint. safetensors and JSON, never pickle.
+
+A checkpoint is a directory:
+
+    posterior.safetensors   every parameter with ".posterior." in its name
+    config.json             which layers are converted with which config, and the base model's fingerprint
+    base.safetensors        the network's own parameters and buffers, if asked for
+    manifest.json           format version and the sha256 of each other file
+
+It is written to a temporary directory, synced and renamed. A former checkpoint of the same name steps aside as "<name>.previous" for the
+moment between two renames; `load` finds it there if the process died in between.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as dump_tensors
+from torch import Tensor, nn
+
+from slimbayes.convert import Model, bayesianize, conversions_of
+from slimbayes.objective import check_finite
+from slimbayes.posteriors import config_from_dict
+
+FORMAT = 1
+_MARK = "posterior."
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged or does not fit; the message says what is wrong and where."""
+
+
+def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> Path:
+    """Write a converted model's posterior to a directory, atomically.
+
+    Args:
+        path: the directory; a checkpoint that is there already is replaced only once the new one is complete.
+        base: also write the network's own weights, for models that were trained together with their posterior.
+
+    Example:
+        >>> import slimbayes as sb, tempfile
+        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     sorted(p.name for p in save(net, f"{folder}/posterior").iterdir())
+        ['config.json', 'manifest.json', 'posterior.safetensors']
+    """
+    check_finite(model)
+    posterior, own = _split(model)
+    config = {"library": "slimbayes", "format": FORMAT, "conversions": _conversions(model), "base": _fingerprint(own)}
+    files = {"posterior.safetensors": dump_tensors(posterior), "config.json": _json(config)}
+    if base:
+        files["base.safetensors"] = dump_tensors(_untied(own))
+    files["manifest.json"] = _json({"format": FORMAT, "sha256": {n: hashlib.sha256(d).hexdigest() for n, d in files.items()}})
+    return _write_atomically(Path(path), files)
+
+
+def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weights", "structure"] = "weights") -> Model:
+    """Convert a plain base model as a checkpoint says and fill in its posterior; returns the same model.
+
+    Args:
+        model: the base model, not converted, with the weights it had at `save` (unless the checkpoint holds them).
+        path: a directory that `save` wrote.
+        check_base: "weights" demands the very same base weights; "structure" only the same names and shapes, for a base that was
+            fine-tuned or cast to another dtype since.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or of an unknown version, or the model does not fit. The model is unchanged.
+
+    Example:
+        >>> import slimbayes as sb, copy, tempfile
+        >>> plain = nn.Linear(4, 3)
+        >>> net = sb.bayesianize(copy.deepcopy(plain), sb.Rank1())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     again = load(plain, save(net, f"{folder}/posterior"))
+        >>> torch.equal(again.posterior["weight"].r.loc, net.posterior["weight"].r.loc)
+        True
+    """
+    folder = _present(Path(path))
+    files = _read_checked(folder)
+    config = json.loads(files["config.json"])
+    if any("_slimbayes" in m.__dict__ for m in model.modules()):
+        raise CheckpointError("load needs the plain base model, but this one is converted already. Call debayesianize first.")
+    own = dict(model.state_dict())
+    weights = "base.safetensors" in files
+    _check_base(config["base"], own, "structure" if weights else check_base)
+    posterior = _tensors(files["posterior.safetensors"], folder / "posterior.safetensors")
+    base = _tensors(files["base.safetensors"], folder / "base.safetensors") if weights else {}
+    _convert(model, config["conversions"], posterior, folder)
+    model.load_state_dict(posterior | base, strict=False)
+    return model
+
+
+def is_posterior(name: str) -> bool:
+    """Whether a parameter name belongs to a posterior: the rule behind adapter-only checkpoints and optimizer groups."""
+    return f".{_MARK}" in f".{name}"
+
+
+def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """State of the posteriors and of everything else."""
+    state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
+    posterior = {n: t.detach().cpu().contiguous() for n, t in state.items() if is_posterior(n)}
+    return posterior, {n: t for n, t in state.items() if not is_posterior(n)}
+
+
+def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that share memory once each: safetensors refuses aliases, and loading one fills them all."""
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    for name, tensor in state.items():
+        seen.setdefault((tensor.data_ptr() if tensor.numel() else hash(name), tuple(tensor.shape)), name)
+    return {name: state[name].detach().cpu().contiguous() for name in seen.values()}
+
+
+def _conversions(model: nn.Module) -> list[dict[str, Any]]:
+    """For each converted module: its name, batch_dim, and its layers grouped by config."""
+    out = []
+    for name, conversion in conversions_of(model):
+        groups: dict[str, dict[str, Any]] = {}
+        for d in conversion.decisions:
+            if d.config is not None:
+                group = groups.setdefault(json.dumps(d.config.to_dict()), {"config": d.config.to_dict(), "layers": []})
+                group["layers"].append(d.name)
+        root = model.get_submodule(name)
+        dims = {d.name: root.get_submodule(d.name).batch_dim for d in conversion.decisions if d.config}
+        dims = {n: dim for n, dim in dims.items() if dim}
+        out.append({"module": name, "batch_dim": conversion.batch_dim, "layer_batch_dims": dims, "groups": list(groups.values())})
+    return out
+
+
+def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dict[str, Tensor], folder: Path) -> None:
+    """Convert each module as recorded; on any misfit put the model back and say what it was."""
+    from slimbayes.convert import debayesianize
+
+    try:
+        for record in conversions:
+            module = model.get_submodule(record["module"])
+            for group in record["groups"] or [{"config": {"method": "Deterministic"}, "layers": []}]:
+                config = config_from_dict(group["config"])
+                wanted = set(group["layers"])
+                include = (lambda name, layer, wanted=wanted: name in wanted) if wanted else None
+                bayesianize(module, config, include=include, batch_dim=record["batch_dim"])
+            for name, dim in record["layer_batch_dims"].items():
+                module.get_submodule(name).batch_dim = dim
+        _check_tensors(model, posterior, folder)
+    except (ValueError, AttributeError, KeyError) as error:
+        debayesianize(model)
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder}: the checkpoint does not fit this model. {error}") from error
+
+
+def _check_tensors(model: nn.Module, posterior: dict[str, Tensor], folder: Path) -> None:
+    needed = {n: tuple(t.shape) for n, t in model.state_dict().items() if is_posterior(n)}
+    given = {n: tuple(t.shape) for n, t in posterior.items()}
+    faults = [f"missing {n}" for n in needed.keys() - given.keys()] + [f"unexpected {n}" for n in given.keys() - needed.keys()]
+    faults += [f"{n} is {given[n]} but {needed[n]} is needed" for n in needed.keys() & given.keys() if needed[n] != given[n]]
+    if faults:
+        raise CheckpointError(f"{folder / 'posterior.safetensors'} does not fit: {_some(sorted(faults))}.")
+
+
+def _fingerprint(state: dict[str, Tensor]) -> dict[str, Any]:
+    """Names, shapes and content of the base model, so that a posterior is never laid over another network by mistake."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return {"shapes": {n: list(t.shape) for n, t in sorted(state.items())}, "sha256": digest.hexdigest()}
+
+
+def _check_base(recorded: dict[str, Any], state: dict[str, Tensor], check: str) -> None:
+    if check not in ("weights", "structure"):
+        raise ValueError(f"check_base must be 'weights' or 'structure', got {check!r}.")
+    here = {n: list(t.shape) for n, t in state.items()}
+    wanted = recorded["shapes"]
+    faults = [f"the model lacks {n}" for n in sorted(wanted.keys() - here.keys())]
+    faults += [f"the model has {n}, which the checkpoint's base had not" for n in sorted(here.keys() - wanted.keys())]
+    faults += [f"{n} is {here[n]} here but was {wanted[n]}" for n in sorted(here.keys() & wanted.keys()) if here[n] != wanted[n]]
+    if faults:
+        raise CheckpointError(f"The base model is not the one this posterior was made for: {_some(faults)}.")
+    if check == "weights" and _fingerprint(state)["sha256"] != recorded["sha256"]:
+        raise CheckpointError(
+            "The base model has the right shapes but other weights than the one this posterior was saved with. Load its weights first, "
+            "or save with base=True, or pass check_base='structure' if the difference is meant (fine-tuned or cast since)."
+        )
+
+
+def _some(faults: list[str], most: int = 5) -> str:
+    more = f" and {len(faults) - most} more" if len(faults) > most else ""
+    return "; ".join(faults[:most]) + more
+
+
+def _json(data: Any) -> bytes:
+    return (json.dumps(data, indent=1) + "\n").encode()
+
+
+def _tensors(data: bytes, file: Path) -> dict[str, Tensor]:
+    try:
+        return load_tensors(data)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is not a valid safetensors file: {error}.") from error
+
+
+def _read_checked(folder: Path) -> dict[str, bytes]:
+    """All files of a checkpoint after comparing each with the manifest."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        version, hashes = manifest["format"], manifest["sha256"]
+        named = all(isinstance(n, str) and Path(n).name == n and isinstance(h, str) for n, h in hashes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / 'manifest.json'} is missing or damaged: {error}.") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{folder} has format {version!r}; this version of slimbayes reads format {FORMAT}.")
+    if not named or not {"config.json", "posterior.safetensors"} <= set(hashes):
+        raise CheckpointError(f"{folder / 'manifest.json'} is damaged: it does not list config.json and posterior.safetensors.")
+    files = {}
+    for name, expected in hashes.items():
+        try:
+            files[name] = (folder / name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error}.") from error
+        if hashlib.sha256(files[name]).hexdigest() != expected:
+            raise CheckpointError(f"{folder / name} is damaged: its sha256 differs from the manifest's. Restore it from a copy.")
+    return files
+
+
+def _present(path: Path) -> Path:
+    previous = path.with_name(path.name + ".previous")
+    if not path.exists() and previous.exists():
+        warnings.warn(f"{path} is missing, but an interrupted save left its former state: reading {previous}.", stacklevel=3)
+        return previous
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a checkpoint directory.")
+    return path
+
+
+def _write_atomically(path: Path, files: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not (path / "manifest.json").exists() and any(path.iterdir()):
+        raise CheckpointError(f"{path} exists and is not a slimbayes checkpoint; refusing to replace it.")
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    previous = path.with_name(path.name + ".previous")
+    try:
+        for name, data in files.items():
+            _write_synced(temporary / name, data)
+        _sync(temporary)
+        os.chmod(temporary, 0o755)
+        if path.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            os.rename(path, previous)
+        os.rename(temporary, path)
+        _sync(path.parent)
+        shutil.rmtree(previous, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return path
+
+
+def _write_synced(file: Path, data: bytes) -> None:
+    with open(file, "wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+

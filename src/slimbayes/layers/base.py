@@ -1,0 +1,106 @@
+"""What every converted layer shares: the class swap, the linear map it hands to posteriors, and stand-alone calls.
+
+A layer knows no method. It states, for each weight matrix (site), how to run the map and where its rows and channels lie;
+the posterior at `layer.posterior[site]` does the rest.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes import passes
+from slimbayes.passes import Pass, apply_rows
+from slimbayes.posteriors.base import Posterior, Site
+
+Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Outer = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class LinearMap:
+    """A linear map of a layer: y = op(x, weight, bias), rows along `batch_dim`, channels along `channel_dim` of x and of y.
+
+    `outer(r, s)` spreads output factors r (n_out,) and input factors s (n_in,) to a tensor that broadcasts against `weight`.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    op: Op
+    outer: Outer
+    batch_dim: int
+    channel_dim: int
+    name: str
+    foldable: bool = True  # one draw for all rows may be multiplied into the weight (a lookup touches few rows of it)
+
+    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
+        """op(x . s) . r without a bias, where . is `combine` (multiply or add), s is (n, n_in) and r is (n, n_out)."""
+        x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, self.name)
+        return self.rows(combine, self.op(x, self.weight, None), r, current)
+
+    def rows(self, combine: Any, y: Tensor, factor: Tensor, current: Pass) -> Tensor:
+        """Combine the outputs with one line of factors (n, n_out) for each draw."""
+        return apply_rows(combine, y, factor, current, self.batch_dim, self.channel_dim, self.name)
+
+    def add_bias(self, y: Tensor) -> Tensor:
+        """Add the layer's own bias (n_out,), if there is one."""
+        if self.bias is None:
+            return y
+        shape = [1] * y.dim()
+        shape[self.channel_dim] = -1
+        return y + self.bias.to(y.dtype).view(shape)
+
+
+class BayesLayer(nn.Module):
+    """Mixin of converted layers. Subclasses also inherit the plain torch class, which `plain` names."""
+
+    plain: ClassVar[type[nn.Module]]
+    posterior: nn.ModuleDict
+    channels_last: ClassVar[bool] = False  # rows may lie along any dimension but the last
+    batch_dim: int = 0  # instances override it where rows lie elsewhere
+
+    @classmethod
+    def refuse(cls, layer: nn.Module) -> str | None:
+        """Why a plain layer of this type cannot be converted, or None if it can."""
+        return None
+
+    def sites(self) -> list[Site]:
+        """The weight matrices that posteriors cover. Also called on the plain layer, before its class is swapped."""
+        raise NotImplementedError
+
+    def linear_map(self, site: str) -> LinearMap:
+        """The map of one site, with its present weight and bias."""
+        raise NotImplementedError
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward, written with `project`."""
+        raise NotImplementedError
+
+    def count_rows(self, *args: Any, **kwargs: Any) -> int:
+        """Rows of an input, for a call outside any pass of the whole model."""
+        rows = passes.infer_rows((args, kwargs), self.batch_dim)
+        return 1 if rows is None else rows
+
+    def posteriors(self) -> list[Posterior]:
+        return list(self.posterior.values())  # type: ignore[arg-type]
+
+    def project(self, site: str, x: Tensor) -> Tensor:
+        """Apply this pass's draw of one site's linear map."""
+        return self.posterior[site](x, self.linear_map(site))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        posteriors = self.posteriors()
+        if passes.is_open(posteriors):
+            return self.run(*args, **kwargs)
+        own = passes.begin_bare(posteriors, self.count_rows(*args, **kwargs))
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            own.open = False
+
+
+def matrix_outer(r: Tensor, s: Tensor) -> Tensor:
+    """r s^T for weights stored as (out, in)."""
+    return torch.outer(r, s)

@@ -1,0 +1,36 @@
+"""transformers' Conv1D (GPT-2): a Linear that stores its weight as (in, out). Imported only when such a layer is met."""
+
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from slimbayes.layers.base import BayesLayer, LinearMap
+from slimbayes.posteriors.base import Site
+
+
+def _op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x @ weight if bias is None else torch.addmm(bias, x.reshape(-1, x.size(-1)), weight)
+    return y.view(*x.shape[:-1], weight.shape[1])
+
+
+def _outer(r: Tensor, s: Tensor) -> Tensor:
+    return torch.outer(s, r)
+
+
+class BayesConv1D(BayesLayer, Conv1D):
+    """A transformers Conv1D whose weight is drawn from `posterior["weight"]`.
+
+    Shape: (R, ..., in) -> (R, ..., out).
+    """
+
+    plain = Conv1D
+    channels_last = True
+
+    def sites(self) -> list[Site]:
+        return [Site("weight", self.weight.shape[0], self.weight.shape[1], True)]
+
+    def linear_map(self, site: str) -> LinearMap:
+        return LinearMap(self.weight, self.bias, _op, _outer, self.batch_dim, -1, self.posterior[site].name)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.project("weight", x)

@@ -1,0 +1,248 @@
+"""LSTM, GRU and RNN layers and cells.
+
+Every input and every recurrent matrix is a site of its own, all gates of one matrix together: (4u, in) for an LSTM. Factors are
+drawn once per pass, so they stay fixed over time. Draws shared by a block of rows go through torch's fused kernel, once
+per block, with that draw's weights; fresh draws for every row need a loop over time, since no fused kernel takes them.
+
+Sizes: T steps, R rows, D inputs, u units, n draws of the pass.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, _VF, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from slimbayes.layers.base import BayesLayer, LinearMap, matrix_outer
+from slimbayes.passes import block_of_row
+from slimbayes.posteriors.base import Site
+
+
+def _lstm_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    i, f, g, o = (gi + gh).chunk(4, -1)
+    cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+def _gru_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    reset_i, update_i, new_i = gi.chunk(3, -1)
+    reset_h, update_h, new_h = gh.chunk(3, -1)
+    update = torch.sigmoid(update_i + update_h)
+    new = torch.tanh(new_i + torch.sigmoid(reset_i + reset_h) * new_h)
+    return (new + update * (state[0] - new),)
+
+
+def _tanh_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (torch.tanh(gi + gh),)
+
+
+def _relu_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (torch.relu(gi + gh),)
+
+
+_STEPS = {"LSTM": _lstm_step, "GRU": _gru_step, "RNN_TANH": _tanh_step, "RNN_RELU": _relu_step}
+_KERNELS = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
+
+
+def _stems(layer: Any) -> list[tuple[int, bool, str]]:
+    """(layer, runs backwards, suffix of its parameter names) in torch's order."""
+    directions = ("", "_reverse")[: 2 if layer.bidirectional else 1]
+    return [(i, bool(d), f"_l{i}{d}") for i in range(layer.num_layers) for d in directions]
+
+
+class _BayesRecurrent(BayesLayer):
+    @classmethod
+    def refuse(cls, layer: nn.Module) -> str | None:
+        if layer.proj_size:
+            return f"proj_size={layer.proj_size} adds a projection of the hidden state, which is not supported; use proj_size=0"
+        return None
+
+    def sites(self) -> list[Site]:
+        out = []
+        for _, _, stem in _stems(self):
+            for kind in ("ih", "hh"):
+                weight = getattr(self, f"weight_{kind}{stem}")
+                # Only the input matrix carries the members' bias: two offsets would add up to one.
+                out.append(Site(f"weight_{kind}{stem}", weight.shape[1], weight.shape[0], bool(self.bias) and kind == "ih"))
+        return out
+
+    def linear_map(self, site: str) -> LinearMap:
+        bias = getattr(self, site.replace("weight", "bias")) if self.bias else None
+        # Inside, sequences are (T, R, D) and hidden states (R, u).
+        batch_dim = 1 if "_ih_" in site else 0
+        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name)
+
+    def count_rows(self, input: Any, hx: Any = None) -> int:
+        if isinstance(input, PackedSequence):
+            return int(input.batch_sizes[0])
+        return 1 if input.dim() == 2 else input.shape[0 if self.batch_first else 1]
+
+    def run(self, input: Any, hx: Any = None) -> Any:
+        packed, lengths, batched = isinstance(input, PackedSequence), None, True
+        if packed:
+            x, lengths = pad_packed_sequence(input)
+        else:
+            batched = input.dim() == 3
+            x = input if batched else input.unsqueeze(1)
+            x = x.transpose(0, 1) if self.batch_first and batched else x
+        state = self._initial(x, hx, batched)
+        lead = self.posteriors()[0]
+        assert lead.current is not None
+        run = self._over_time if lead.drawn > 1 and lead.current.per_row(lead) else self._fused
+        y, state = run(x, state, lengths)
+        if packed:
+            y = pack_padded_sequence(y, lengths, enforce_sorted=False)
+        elif not batched:
+            y, state = y.squeeze(1), tuple(h.squeeze(1) for h in state)
+        elif self.batch_first:
+            y = y.transpose(0, 1)
+        return y, (state if self.mode == "LSTM" else state[0])
+
+    def _initial(self, x: Tensor, hx: Any, batched: bool) -> tuple[Tensor, ...]:
+        if hx is None:
+            shape = (self.num_layers * (2 if self.bidirectional else 1), x.shape[1], self.hidden_size)
+            zeros = x.new_zeros(shape)
+            return (zeros, zeros) if self.mode == "LSTM" else (zeros,)
+        state = hx if self.mode == "LSTM" else (hx,)
+        return tuple(state) if batched else tuple(h.unsqueeze(1) for h in state)
+
+    def _fused(self, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """torch's kernel once for each draw, on the rows that belong to it."""
+        blocks = self.posteriors()[0].drawn
+        sizes = torch.bincount(block_of_row(x.shape[1], blocks), minlength=blocks).tolist() if blocks > 1 else [x.shape[1]]
+        parts = zip(
+            x.split(sizes, 1),
+            zip(*(h.split(sizes, 1) for h in state), strict=True),
+            lengths.split(sizes) if lengths is not None else [None] * blocks,
+            strict=True,
+        )
+        done = [self._kernel(j, *part) for j, part in enumerate(parts) if part[0].shape[1]]
+        return torch.cat([y for y, _ in done], 1), tuple(torch.cat(h, 1) for h in zip(*(s for _, s in done), strict=True))
+
+    def _kernel(self, draw: int, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> Any:
+        weights, has_bias = self._weights(draw)
+        hx = [h.contiguous() for h in state] if self.mode == "LSTM" else state[0].contiguous()
+        options = (weights, has_bias, self.num_layers, self.dropout, self.training, self.bidirectional)
+        if lengths is None:
+            y, *state = _KERNELS[self.mode](x, hx, *options, False)
+            return y, state
+        packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
+        order, back = packed.sorted_indices, packed.unsorted_indices
+        hx = [h[:, order] for h in hx] if self.mode == "LSTM" else hx[:, order]
+        data, *state = _KERNELS[self.mode](packed.data, packed.batch_sizes, hx, *options)
+        y, _ = pad_packed_sequence(packed._replace(data=data), total_length=x.shape[0])
+        return y, [h[:, back] for h in state]
+
+    def _weights(self, draw: int) -> tuple[list[Tensor], bool]:
+        """The flat list of weights and biases of one draw that the kernel takes, and whether it holds biases."""
+        weights, biases = [], []
+        for _, _, stem in _stems(self):
+            for kind in ("ih", "hh"):
+                site = f"weight_{kind}{stem}"
+                weight, bias = self.posterior[site].materialise(self.linear_map(site), draw)
+                weights.append(weight)
+                biases.append(bias)
+        if all(b is None for b in biases):
+            return weights, False
+        biases = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+        flat = [t for i in range(0, len(weights), 2) for t in (*weights[i : i + 2], *biases[i : i + 2])]
+        return flat, True
+
+    def _over_time(self, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A loop over time in which every row has its own factors."""
+        last: list[tuple[Tensor, ...]] = []
+        outputs: list[Tensor] = []
+        for row, (layer, backwards, stem) in enumerate(_stems(self)):
+            if not backwards:
+                if layer and outputs:
+                    x = F.dropout(torch.cat(outputs, -1), self.dropout, self.training)
+                outputs = []
+            y, final = self._direction(x, tuple(h[row] for h in state), stem, backwards, lengths)
+            outputs.append(y)
+            last.append(final)
+        return torch.cat(outputs, -1), tuple(torch.stack(h) for h in zip(*last, strict=True))
+
+    def _direction(
+        self, x: Tensor, state: tuple[Tensor, ...], stem: str, backwards: bool, lengths: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        gates = self.project(f"weight_ih{stem}", x)
+        step, recurrent = _STEPS[self.mode], self.linear_map(f"weight_hh{stem}")
+        posterior = self.posterior[f"weight_hh{stem}"]
+        outputs: list[Tensor] = [x] * x.shape[0]
+        for t in reversed(range(x.shape[0])) if backwards else range(x.shape[0]):
+            new = step(gates[t], posterior(state[0], recurrent), state)
+            if lengths is None:
+                state, outputs[t] = new, new[0]
+            else:
+                live = (t < lengths).to(x.device).unsqueeze(-1)
+                state = tuple(torch.where(live, a, b) for a, b in zip(new, state, strict=True))
+                outputs[t] = torch.where(live, new[0], torch.zeros_like(new[0]))
+        return torch.stack(outputs), state
+
+
+class BayesLSTM(_BayesRecurrent, nn.LSTM):
+    """Shape: as nn.LSTM, stacked, bidirectional, packed or unbatched. Sites weight_ih_l0, weight_hh_l0, ..."""
+
+    plain = nn.LSTM
+
+
+class BayesGRU(_BayesRecurrent, nn.GRU):
+    """Shape: as nn.GRU. Sites weight_ih_l0, weight_hh_l0, ..."""
+
+    plain = nn.GRU
+
+
+class BayesRNN(_BayesRecurrent, nn.RNN):
+    """Shape: as nn.RNN, tanh or relu. Sites weight_ih_l0, weight_hh_l0, ..."""
+
+    plain = nn.RNN
+
+
+class _BayesCell(BayesLayer):
+    def sites(self) -> list[Site]:
+        gates = self.weight_ih.shape[0]
+        return [
+            Site("weight_ih", self.input_size, gates, self.bias_ih is not None),
+            Site("weight_hh", self.hidden_size, gates, False),
+        ]
+
+    def linear_map(self, site: str) -> LinearMap:
+        bias = getattr(self, site.replace("weight", "bias"))
+        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, 0, -1, self.posterior[site].name)
+
+    def count_rows(self, input: Tensor, hx: Any = None) -> int:
+        return 1 if input.dim() == 1 else input.shape[0]
+
+    def run(self, input: Tensor, hx: Any = None) -> Any:
+        batched = input.dim() == 2
+        x = input if batched else input.unsqueeze(0)
+        lstm = isinstance(self, nn.LSTMCell)
+        if hx is None:
+            zeros = x.new_zeros(x.shape[0], self.hidden_size)
+            state: tuple[Tensor, ...] = (zeros, zeros) if lstm else (zeros,)
+        else:
+            state = tuple(hx) if lstm else (hx,)
+            state = state if batched else tuple(h.unsqueeze(0) for h in state)
+        mode = "LSTM" if lstm else "GRU" if isinstance(self, nn.GRUCell) else f"RNN_{self.nonlinearity.upper()}"
+        new = _STEPS[mode](self.project("weight_ih", x), self.project("weight_hh", state[0]), state)
+        new = new if batched else tuple(h.squeeze(0) for h in new)
+        return new if lstm else new[0]
+
+
+class BayesLSTMCell(_BayesCell, nn.LSTMCell):
+    """Shape: as nn.LSTMCell. One draw serves every step of a pass of the model that holds the cell."""
+
+    plain = nn.LSTMCell
+
+
+class BayesGRUCell(_BayesCell, nn.GRUCell):
+    """Shape: as nn.GRUCell. One draw serves every step of a pass of the model that holds the cell."""
+
+    plain = nn.GRUCell
+
+
+class BayesRNNCell(_BayesCell, nn.RNNCell):
+    """Shape: as nn.RNNCell. One draw serves every step of a pass of the model that holds the cell."""
+
+    plain = nn.RNNCell

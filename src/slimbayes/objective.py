@@ -1,0 +1,236 @@
+"""Likelihoods, the KL of a model, and the ELBO that joins them. All terms are per datum.
+
+    loss = nll + kl_weight * KL / num_data          nll: mean over the batch;  KL: sum over layers, members and elements
+
+Each likelihood takes S draws of the model's outputs and combines them in one of the four forms of the rank-1 paper's Appendix D:
+
+    "average"   Eq. 13   mean over draws of -log p(y | draw)          the paper's training loss
+    "mixture"   Eq. 14   -log mean over draws of p(y | draw)          the evaluation loss, by logsumexp
+    "probs"     Eq. 12   -log p(y | mean over draws of the predicted parameters)
+    "logits"    Eq. 11   -log p(y | mean over draws of the outputs)
+
+Sizes: S draws, B rows, C classes, N data.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slimbayes.messages import did_you_mean
+from slimbayes.passes import posteriors_of
+
+Form = Literal["average", "mixture", "probs", "logits"]
+_FORMS = ("average", "mixture", "probs", "logits")
+
+
+class ELBO(NamedTuple):
+    """Terms of the negative evidence lower bound per datum: `loss` to minimise, `nll` and `kl` to log."""
+
+    loss: Tensor
+    nll: Tensor
+    kl: Tensor
+
+
+def elbo(nll: Tensor, model: nn.Module, num_data: int, kl_weight: float | Tensor = 1.0) -> ELBO:
+    """Negative ELBO per datum: nll + kl_weight * KL(model) / num_data.
+
+    Args:
+        nll: mean negative log-likelihood of the batch, a scalar from one of the likelihoods here or from your own loss.
+        model: a converted model.
+        num_data: size of the training set, not of the batch.
+        kl_weight: annealing weight, see `slimbayes.schedules`. `.kl` is reported without it.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
+        >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+        >>> terms = elbo(categorical(sb.sample(net, x), y), net, num_data=1000)
+        >>> torch.equal(terms.loss, terms.nll + terms.kl)
+        True
+    """
+    if not num_data > 0:
+        raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
+    divergence = kl(model) / num_data
+    loss = nll + kl_weight * divergence
+    if loss.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(loss.isfinite().all()):
+        check_finite(model)  # on a GPU this would stall every step; call it yourself when a loss turns NaN
+    return ELBO(loss, nll, divergence)
+
+
+def kl(model: nn.Module) -> Tensor:
+    """KL(posterior || prior) of a whole model: summed over layers, members and elements, not divided by anything.
+
+    Add `kl(model) / num_data` to the mean loss of any training loop of your own.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> bool(kl(sb.bayesianize(nn.Linear(4, 3), sb.Rank1())) > 0)
+        True
+    """
+    terms = [p.kl() for p in posteriors_of(model)]
+    if not terms:
+        first = next(model.parameters(), torch.zeros(()))
+        return torch.zeros((), device=first.device)
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term.to(total.device)
+    # Sharded parameters (FSDP2) give a sharded sum.
+    return total.full_tensor() if hasattr(total, "full_tensor") else total
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise if a posterior parameter is NaN or infinite, naming the layer.
+
+    `predict`, `save` and (on CPU) `elbo` call this by themselves.
+    """
+    for posterior in posteriors_of(model):
+        for name, parameter in posterior.named_parameters():
+            bad = int((~parameter.detach().isfinite()).sum())
+            if bad:
+                raise FloatingPointError(
+                    f"{posterior.name}: {bad} of {parameter.numel()} values of its posterior's {name} are NaN or infinite. Training has "
+                    f"diverged: lower the learning rate, clip gradients, or go back to an earlier checkpoint."
+                )
+
+
+def categorical(logits: Tensor, target: Tensor, form: Form = "average", class_dim: int = -1, ignore_index: int = -100) -> Tensor:
+    """Mean negative log-likelihood of class labels under S draws of logits.
+
+    Shape: logits (S, B, ..., C), classes along `class_dim`; target (B, ...) class indices, or (B, ..., C) probabilities (soft labels);
+    returns a scalar, the mean over all targets that are not `ignore_index`.
+
+    Example:
+        >>> categorical(torch.zeros(2, 3, 4), torch.tensor([0, 1, 2])).round(decimals=4)  # log 4
+        tensor(1.3863)
+    """
+    logits = logits.movedim(class_dim, -1)
+    if form == "logits":
+        logits, form = logits.mean(0, keepdim=True), "average"
+    logp = F.log_softmax(logits, -1)
+    if form == "probs":
+        logp, form = logp.exp().mean(0, keepdim=True).log(), "average"
+    if target.dim() == logp.dim() - 1 and target.is_floating_point():
+        if form == "mixture":  # the expected log of the mixture, label by label
+            return -(target * _log_mean(logp)).sum(-1).mean()
+        return -(target * logp).sum(-1).mean()
+    kept = target != ignore_index
+    picked = logp.gather(-1, target.where(kept, torch.zeros_like(target)).expand(logp.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+    return (_combine(picked, form) * kept).sum() / kept.sum()
+
+
+def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
+    """Mean negative log-likelihood of binary labels under S draws of logits.
+
+    Shape: logits (S, B, ...), target (B, ...) in [0, 1]; returns a scalar.
+
+    Example:
+        >>> bernoulli(torch.zeros(2, 3), torch.tensor([0.0, 1.0, 1.0])).round(decimals=4)  # log 2
+        tensor(0.6931)
+    """
+    if form == "logits":
+        logits, form = logits.mean(0, keepdim=True), "average"
+    yes, no = F.logsigmoid(logits), F.logsigmoid(-logits)
+    if form == "probs":
+        yes, no, form = yes.exp().mean(0, keepdim=True).log(), no.exp().mean(0, keepdim=True).log(), "average"
+    if form == "mixture" and bool(((target != 0) & (target != 1)).any()):
+        return -(target * _log_mean(yes) + (1 - target) * _log_mean(no)).mean()
+    target = target.to(logits.dtype)
+    return _combine(torch.where(target == 1, yes, torch.where(target == 0, no, target * yes + (1 - target) * no)), form).mean()
+
+
+def gaussian(mean: Tensor, target: Tensor, scale: float | Tensor = 1.0, form: Form = "average") -> Tensor:
+    """Mean negative log-likelihood of real targets with known or shared noise under S draws of means.
+
+    Shape: mean (S, B, ...), target (B, ...), scale a float or a tensor that broadcasts against target; returns a scalar: the mean over
+    rows of the sum over a row's outputs. "logits" and "probs" both average the means, which are the distribution's parameters.
+
+    Example:
+        >>> gaussian(torch.zeros(2, 3), torch.zeros(3)).round(decimals=4)  # log(2 pi) / 2
+        tensor(0.9189)
+    """
+    if form in ("logits", "probs"):
+        mean, form = mean.mean(0, keepdim=True), "average"
+    return _gaussian(mean, target, torch.as_tensor(scale, dtype=mean.dtype, device=mean.device), form)
+
+
+def heteroscedastic_gaussian(output: Tensor, target: Tensor, form: Form = "average") -> Tensor:
+    """Mean negative log-likelihood of real targets under S draws of means and noise scales.
+
+    The network gives two numbers for each target: the mean, and the noise scale before a softplus.
+
+    Shape: output (S, B, ..., 2), target (B, ...); returns a scalar, as `gaussian`. "probs" averages the mean and the variance,
+    "logits" the raw outputs.
+
+    Example:
+        >>> heteroscedastic_gaussian(torch.zeros(2, 3, 2), torch.zeros(3)).round(decimals=4)  # scale log 2, and the floor
+        tensor(0.5526)
+    """
+    if form == "logits":
+        output, form = output.mean(0, keepdim=True), "average"
+    mean, scale = output[..., 0], noise_scale(output[..., 1])
+    if form == "probs":
+        mean, scale, form = mean.mean(0, keepdim=True), scale.square().mean(0, keepdim=True).sqrt(), "average"
+    return _gaussian(mean, target, scale, form)
+
+
+def noise_scale(raw: Tensor) -> Tensor:
+    """The positive noise scale behind a raw network output: softplus, with a floor of 1e-4 against collapse."""
+    return F.softplus(raw) + 1e-4
+
+
+def _gaussian(mean: Tensor, target: Tensor, scale: Tensor, form: str) -> Tensor:
+    if mean.shape[1:] != target.shape:
+        # Broadcasting (S, B, 1) against (B,) would silently compare every row with every target.
+        raise ValueError(f"A target of shape {tuple(mean.shape[1:])} is needed for outputs of shape {tuple(mean.shape)}, got {tuple(target.shape)}.")
+    logp = -0.5 * ((target - mean) / scale) ** 2 - scale.log() - 0.5 * math.log(2 * math.pi)
+    return _combine(logp.flatten(2).sum(-1) if logp.dim() > 2 else logp, form).mean()
+
+
+def _combine(logp: Tensor, form: str) -> Tensor:
+    """Negative log-likelihood of each row from log densities (S, B, ...)."""
+    if form == "average":
+        return -logp.mean(0)  # Eq. 13
+    if form == "mixture":
+        return -_log_mean(logp)  # Eq. 14
+    raise ValueError(f"Unknown form {form!r}{did_you_mean(form, _FORMS)}")
+
+
+def _log_mean(logp: Tensor) -> Tensor:
+    return torch.logsumexp(logp, 0) - math.log(logp.shape[0])
+
+
+LIKELIHOODS: dict[str, Callable[..., Tensor]] = {
+    f.__name__: f for f in (categorical, bernoulli, gaussian, heteroscedastic_gaussian)
+}
+
+
+def param_groups(model: nn.Module, weight_decay: float = 0.0, lr: float | None = None, posterior_lr_multiplier: float = 1.0) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: decay on the network's own parameters, none on posteriors.
+
+    The prior on W is a weight decay on kernels, biases and norm parameters. An L2 penalty lambda * ||w||^2, as the papers write
+    it, is weight_decay = 2 * lambda here.
+
+    Args:
+        lr: base learning rate; needed when posterior_lr_multiplier is not 1.
+        posterior_lr_multiplier: learning rate of the posterior parameters relative to the rest (the papers' fast_weight_lr_multiplier).
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1())
+        >>> opt = torch.optim.SGD(param_groups(net, weight_decay=2e-4, lr=0.1, posterior_lr_multiplier=0.5), lr=0.1)
+        >>> [(g["weight_decay"], g["lr"]) for g in opt.param_groups]
+        [(0.0002, 0.1), (0.0, 0.05)]
+    """
+    if posterior_lr_multiplier != 1.0 and lr is None:
+        raise ValueError("param_groups needs lr= to apply a posterior_lr_multiplier.")
+    own = {id(p) for posterior in posteriors_of(model) for p in posterior.parameters()}
+    base = [p for p in model.parameters() if id(p) not in own and p.requires_grad]
+    fast = [p for p in model.parameters() if id(p) in own and p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": base, "weight_decay": weight_decay}, {"params": fast, "weight_decay": 0.0}]
+    if lr is not None:
+        groups[0]["lr"], groups[1]["lr"] = lr, lr * posterior_lr_multiplier
+    return [g for g in groups if g["params"]]

@@ -1,0 +1,22 @@
+"""One file per method: a Config and a Posterior. METHODS is the closed list that configs are read back from."""
+
+from typing import Any
+
+from slimbayes.messages import did_you_mean
+from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.deterministic import Deterministic
+from slimbayes.posteriors.rank1 import BatchEnsemble, Rank1
+
+METHODS: dict[str, type[Config]] = {c.__name__: c for c in (Rank1, BatchEnsemble, Deterministic)}
+
+
+def config_from_dict(data: dict[str, Any]) -> Config:
+    """Build the config of any method from its JSON form.
+
+    >>> config_from_dict({"method": "BatchEnsemble", "members": 8}).members
+    8
+    """
+    method = data.get("method")
+    if method not in METHODS:
+        raise ValueError(f"Unknown method {method!r}{did_you_mean(str(method), METHODS)}")
+    return METHODS[method].from_dict(data)

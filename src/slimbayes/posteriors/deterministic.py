@@ -1,0 +1,23 @@
+"""The plain model through the same API: no posterior, no draws that differ, no KL."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from slimbayes.posteriors.base import Config, Posterior, Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deterministic(Config):
+    """Leave the model as it is, so that baselines run through `sample`, `elbo`, `predict`, `save` and `load` too.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.Deterministic())
+        >>> sb.sample(net, torch.randn(5, 3)).shape
+        torch.Size([1, 5, 2])
+    """
+
+    converts: ClassVar[bool] = False
+
+    def build(self, site: Site) -> Posterior:
+        raise AssertionError("Deterministic converts no layer")

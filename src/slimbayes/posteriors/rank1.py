@@ -1,0 +1,264 @@
+"""Rank-1 Bayesian neural nets (Dusenberry et al. 2020), and BatchEnsemble (Wen et al. 2020) as their point-estimate case.
+
+    Eq. 1   W' = W o r s^T          y = (W (x o s)) o r + b
+    Eq. 2   K members, each with its own q(r_k) q(s_k); KL summed over members, the same prior for all
+
+r scales outputs, s scales inputs (the paper's text; its code calls them gamma and alpha). W stays a point estimate.
+`rank=p` averages p such products, W' = W o (1/p) sum_j r_j s_j^T, the paper's future work: all factors at one still give W.
+
+Where this deviates from the reference code is written in docs/deviations.md: the Cauchy KL is a closed form, members differ by
+K - 1 bias offsets beside the layer's own bias, log-normal factors start at median one, recurrent factors are clipped too.
+
+Sizes: K members, n draws of a pass, p rank, in and out the channels of the layer.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.distributions import (
+    Cauchy,
+    Distribution,
+    HalfCauchy,
+    LogNormal,
+    Normal,
+    Point,
+    Signs,
+    check_pair,
+    dropout_scale,
+    kl,
+    rho_from_scale,
+    scale_from_rho,
+)
+from slimbayes.posteriors.base import Config, Pick, Posterior, Site, check_choice, check_count
+
+if TYPE_CHECKING:
+    from slimbayes.layers.base import LinearMap
+
+Family = Literal["normal", "cauchy", "lognormal", "point"]
+_FAMILIES: dict[str, type[Distribution]] = {"normal": Normal, "cauchy": Cauchy, "lognormal": LogNormal, "point": Point}
+_FAMILY_OF_PRIOR = {Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal"}
+_EMBEDDINGS = {
+    "Embedding": "rank-1 methods leave embeddings alone, as the paper does; include it by name to convert it",
+    "EmbeddingBag": "rank-1 methods leave embeddings alone, as the paper does; include it by name to convert it",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank1(Config):
+    """Rank-1 Bayesian neural net: distributions over one input and one output factor of every weight matrix.
+
+    Args:
+        members: K, the number of mixture components.
+        posterior: family of q(r) and q(s); by default that of the prior.
+        prior: prior of every factor; by default the posterior's family around the neutral factor with scale 0.1.
+        random: which factors are distributions, "both", "r" (outputs) or "s" (inputs); the other stays a point estimate.
+        perturbation: "multiplicative" is Eq. 1; "additive" is y = W (x + s) + r + b.
+        mean_init: where posterior means start: `Normal(1, v)`, `Signs(p)` or `Point(1)` (the model exactly as it was).
+        scale_init: where posterior scales start. `dropout_scale(p)` turns a dropout rate into one; by default rate 1e-3
+            (cauchy: 1e-6), the paper's "deterministic" initialisation.
+        scale_jitter: standard deviation of the jitter around `scale_init`, in softplus space (cauchy: none).
+        clip: factors are clipped to [-clip, clip] after drawing; None turns it off.
+        member_bias: whether members get their own biases.
+        rank: p, the number of averaged rank-1 products.
+        draws: "example" draws fresh factors for every row (the paper); "member" once per member and pass.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> net = sb.bayesianize(net, sb.Rank1(members=4, prior=sb.Cauchy(1.0, 0.1)))
+        >>> sb.sample(net, torch.randn(5, 3)).shape
+        torch.Size([4, 5, 2])
+    """
+
+    members: int = 4
+    posterior: Family | None = None
+    prior: Distribution | None = None
+    random: Literal["both", "r", "s"] = "both"
+    perturbation: Literal["multiplicative", "additive"] = "multiplicative"
+    mean_init: Distribution | None = None
+    scale_init: float | None = None
+    scale_jitter: float | None = None
+    clip: float | None = 10.0
+    member_bias: bool = True
+    rank: int = 1
+    draws: Literal["example", "member"] = "example"
+    leaves_alone: ClassVar[dict[str, str]] = _EMBEDDINGS
+
+    def __post_init__(self) -> None:
+        check_count(self, "members", self.members)
+        check_count(self, "rank", self.rank)
+        check_choice(self, "random", self.random, ("both", "r", "s"))
+        check_choice(self, "perturbation", self.perturbation, ("multiplicative", "additive"))
+        check_choice(self, "draws", self.draws, ("example", "member"))
+        _resolve(self)
+        family = _FAMILIES[self.posterior or ""]
+        check_pair(family, type(self.prior))
+        if self.posterior == "lognormal" and self.perturbation == "additive":
+            raise ValueError("Rank1: a lognormal factor is never zero, so it has no neutral additive value. Use perturbation='multiplicative'.")
+        if self.posterior == "lognormal" and isinstance(self.mean_init, Signs):
+            raise ValueError("Rank1: lognormal factors are positive, so they cannot start at random signs. Use mean_init=Normal(0.0, v), in log space.")
+        if not (self.clip is None or self.clip > 0):
+            raise ValueError(f"Rank1: clip must be positive or None, got {self.clip!r}.")
+        if not (self.scale_jitter or 0.0) >= 0:
+            raise ValueError(f"Rank1: scale_jitter must not be negative, got {self.scale_jitter!r}.")
+        rho_from_scale(self.scale_init or 0.0)
+
+    def build(self, site: Site) -> Posterior:
+        return Rank1Posterior(self, site)
+
+
+def _resolve(config: Rank1) -> None:
+    """Fill what the user left open, so that a config says everything it does."""
+    family = config.posterior or _FAMILY_OF_PRIOR.get(type(config.prior), "normal")
+    check_choice(config, "posterior", family, tuple(_FAMILIES))
+    log_space = family == "lognormal"
+    neutral = 0.0 if log_space or config.perturbation == "additive" else 1.0
+    default_prior = {"cauchy": Cauchy, "lognormal": LogNormal}.get(family, Normal)(neutral, 0.1)
+    filled = {
+        "posterior": family,
+        "prior": config.prior or default_prior,
+        "mean_init": config.mean_init or Normal(neutral, 0.1),
+        "scale_init": config.scale_init or dropout_scale(1e-6 if family == "cauchy" else 1e-3),
+        "scale_jitter": (0.0 if family == "cauchy" else 0.1) if config.scale_jitter is None else config.scale_jitter,
+    }
+    for name, value in filled.items():
+        object.__setattr__(config, name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchEnsemble(Config):
+    """BatchEnsemble: K members that share W and differ by point-estimated rank-1 factors and biases.
+
+    Args: as in `Rank1`. Point factors have no prior and no scale, and a member makes the same prediction every time.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.BatchEnsemble(members=4))
+        >>> sb.kl(net)
+        tensor(0.)
+    """
+
+    members: int = 4
+    perturbation: Literal["multiplicative", "additive"] = "multiplicative"
+    mean_init: Distribution = Signs(0.5)
+    member_bias: bool = True
+    rank: int = 1
+    leaves_alone: ClassVar[dict[str, str]] = _EMBEDDINGS
+
+    def __post_init__(self) -> None:
+        self._rank1()
+
+    def _rank1(self) -> Rank1:
+        return Rank1(
+            members=self.members, posterior="point", perturbation=self.perturbation, mean_init=self.mean_init,
+            member_bias=self.member_bias, rank=self.rank, clip=None, draws="member",
+        )  # fmt: skip
+
+    def build(self, site: Site) -> Posterior:
+        return Rank1Posterior(self._rank1(), site)
+
+
+class Factor(nn.Module):
+    """Posterior of one factor, r or s: parameters of shape (K, p, channels)."""
+
+    def __init__(self, config: Rank1, channels: int, random: bool) -> None:
+        super().__init__()
+        shape = (config.members, config.rank, channels)
+        self.family: type[Any] = _FAMILIES[config.posterior or ""] if random else Point
+        self.prior = config.prior
+        assert config.mean_init is not None
+        mean = config.mean_init.initial(*shape)
+        self.loc = nn.Parameter(mean)
+        if self.family is not Point:
+            rho0 = rho_from_scale(config.scale_init or 0.0)
+            # Truncated at two standard deviations, as the reference initialiser does.
+            jitter = nn.init.trunc_normal_(torch.empty(shape), std=1.0, a=-2.0, b=2.0)
+            self.rho = nn.Parameter(rho0 + (config.scale_jitter or 0.0) * jitter)
+        self.width = 0 if self.family is Point else config.rank * channels
+
+    def distribution(self, pick: Pick = lambda parameter: parameter) -> Any:
+        """q of each member, or, with `pick`, of each draw's member; in float32 at least."""
+        loc = self.loc.float() if self.loc.dtype in (torch.float16, torch.bfloat16) else self.loc
+        if self.family is Point:
+            return Point(pick(loc))
+        return self.family(pick(loc), pick(scale_from_rho(self.rho)))
+
+    def kl(self) -> Tensor:
+        q = self.distribution()
+        return q.loc.new_zeros(()) if self.family is Point else kl(q, self.prior).sum()
+
+    def draw(self, noise: Tensor, pick: Pick) -> Tensor:
+        """n draws of shape (n, p, channels) from noise (n, p * channels)."""
+        q = self.distribution(pick)
+        return q.loc if self.family is Point else q.rsample(noise.reshape(q.loc.shape))
+
+
+class Drawn(NamedTuple):
+    """Factors of one pass: r (n, p, out), s (n, p, in) and the members' bias offsets (n, out) or None."""
+
+    r: Tensor
+    s: Tensor
+    bias: Tensor | None
+
+
+class Rank1Posterior(Posterior):
+    """Factor posteriors r and s of one weight matrix, and the members' bias offsets (K - 1, out)."""
+
+    def __init__(self, config: Rank1, site: Site) -> None:
+        super().__init__()
+        self.r = Factor(config, site.n_out, config.random in ("both", "r"))
+        self.s = Factor(config, site.n_in, config.random in ("both", "s"))
+        # Member 0 has the layer's own bias. K - 1 offsets then give K independent biases, the paper's count.
+        offsets = config.members - 1 if site.bias and config.member_bias else 0
+        self.bias = nn.Parameter(torch.zeros(offsets, site.n_out)) if offsets else None
+        self.members = config.members
+        self.rowwise = config.draws == "example" and config.posterior != "point"
+        self.width = self.r.width + self.s.width
+        self.clip = config.clip
+        self.additive = config.perturbation == "additive"
+
+    def realise(self, noise: Tensor, pick: Pick) -> Drawn:
+        noise_r, noise_s = noise.split([self.r.width, self.s.width], dim=1)
+        r, s = self.r.draw(noise_r, pick), self.s.draw(noise_s, pick)
+        if self.clip is not None:
+            r, s = r.clamp(-self.clip, self.clip), s.clamp(-self.clip, self.clip)
+        bias = None if self.bias is None else pick(torch.cat([torch.zeros_like(self.bias[:1]), self.bias]))
+        return Drawn(r, s, bias)
+
+    def kl(self) -> Tensor:
+        return self.r.kl() + self.s.kl()
+
+    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
+        drawn: Drawn = self.values()
+        assert self.current is not None
+        if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
+            return linear.op(x, *self.materialise(linear, 0))
+        combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
+        rank = drawn.r.shape[1]
+        # Eq. 1: y = (W (x o s)) o r, averaged over the p products
+        y = linear.modulated(combine, x, drawn.s[:, 0], drawn.r[:, 0], self.current)
+        for j in range(1, rank):
+            y = y + linear.modulated(combine, x, drawn.s[:, j], drawn.r[:, j], self.current)
+        y = linear.add_bias(y / rank if rank > 1 else y)
+        return y if drawn.bias is None else linear.rows(operator.add, y, drawn.bias, self.current)
+
+    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
+        drawn: Drawn = self.values()
+        r, s, weight = drawn.r[index], drawn.s[index], linear.weight
+        bias = linear.bias
+        if drawn.bias is not None:
+            bias = linear.bias + drawn.bias[index].to(weight.dtype)
+        if self.additive:
+            # W (x + s) + r = W x + (W s + r): the perturbation is a shift of the bias
+            shift = (torch.nn.functional.linear(s.to(weight.dtype), weight) + r.to(weight.dtype)).mean(0)
+            return weight, shift if bias is None else bias + shift
+        # Eq. 1: W' = W o r s^T
+        mask = sum(linear.outer(r[j], s[j]) for j in range(r.shape[0])) / r.shape[0]
+        return weight * mask.to(weight.dtype), bias

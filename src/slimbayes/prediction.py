@@ -1,0 +1,350 @@
+"""predict and Prediction: averages, uncertainties and their decomposition from S draws of a model.
+
+Probabilities are averaged, never logits. For classes the total uncertainty is an entropy, for real targets a variance, and
+
+    total = aleatoric + epistemic
+
+holds exactly: the two parts are computed, the total is their sum.
+
+Sizes: S draws, K members, N rows, C classes.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes import passes
+from slimbayes.convert import conversions_of
+from slimbayes.messages import did_you_mean
+from slimbayes.objective import check_finite, noise_scale
+from slimbayes.sampling import call_batch, members, sample
+
+Likelihood = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
+_LIKELIHOODS = ("categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian")
+
+
+@dataclass
+class Prediction:
+    """Predictions for N rows from S draws.
+
+    Attributes:
+        likelihood: what the samples parameterise.
+        count: S.
+        member_mean: mean over draws of each member's class probabilities (K, N, C), or of its means (K, N, ...).
+        aleatoric: uncertainty that stays if the weights were known: mean entropy in nats (N,), or mean noise variance (N, ...).
+        epistemic: uncertainty about the weights: mutual information (N,), or variance of the means (N, ...).
+        kept: the samples (S, N, ...), probabilities or means, unless predict was asked not to keep them.
+
+    Example:
+        >>> p = Prediction.from_outputs(torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]]), "categorical")
+        >>> p.probs
+        tensor([[0.5000, 0.5000]])
+        >>> torch.equal(p.total, p.aleatoric + p.epistemic)
+        True
+    """
+
+    likelihood: str
+    count: int
+    member_mean: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    kept: Tensor | None = field(default=None, repr=False)
+    noise: Tensor | None = field(default=None, repr=False)  # (S, N, ...) noise variance of each draw, for real targets
+
+    @classmethod
+    def from_outputs(cls, outputs: Tensor, likelihood: Likelihood = "categorical", members: int = 1, scale: float = 0.0) -> "Prediction":
+        """Summarise raw model outputs.
+
+        Shape: outputs (S, N, C) logits, (S, N) or (S, N, 1) binary logits, (S, N, ...) means, or (S, N, ..., 2) means and raw scales.
+        """
+        running = _Running(likelihood, members, scale, keep=True)
+        running.add(outputs)
+        return running.result()
+
+    @property
+    def mean(self) -> Tensor:
+        """Predictive mean: class probabilities (N, C), probability of class one (N,), or mean (N, ...)."""
+        return self.member_mean.mean(0)
+
+    @property
+    def probs(self) -> Tensor:
+        """Predictive class probabilities (N, C); for binary targets (N, ...), the probability of class one."""
+        self._need("categorical", "bernoulli")
+        return self.mean
+
+    @property
+    def member_probs(self) -> Tensor:
+        """Class probabilities of each member, averaged over its draws: (K, N, C)."""
+        self._need("categorical", "bernoulli")
+        return self.member_mean
+
+    @property
+    def samples(self) -> Tensor:
+        """Probabilities or means of every draw, (S, N, ...)."""
+        if self.kept is None:
+            raise ValueError("The samples were not kept; call predict(..., keep_samples=True).")
+        return self.kept
+
+    @property
+    def total(self) -> Tensor:
+        """Total predictive uncertainty: aleatoric + epistemic, exactly."""
+        return self.aleatoric + self.epistemic
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the predictive distribution in nats (N,): the total uncertainty about a class."""
+        self._need("categorical", "bernoulli")
+        return self.total
+
+    @property
+    def variance(self) -> Tensor:
+        """Predictive variance of a real target: the total uncertainty."""
+        self._need("gaussian", "heteroscedastic_gaussian")
+        return self.total
+
+    @property
+    def std(self) -> Tensor:
+        """Predictive standard deviation of a real target."""
+        return self.variance.sqrt()
+
+    @property
+    def label(self) -> Tensor:
+        """Most probable class (N,)."""
+        return self.probs.argmax(-1) if self.likelihood == "categorical" else (self.probs > 0.5).long()
+
+    @property
+    def confidence(self) -> Tensor:
+        """Probability of the most probable class (N,)."""
+        return self.probs.amax(-1) if self.likelihood == "categorical" else torch.maximum(self.probs, 1 - self.probs)
+
+    def interval(self, level: float = 0.9, generator: torch.Generator | None = None, per_draw: int = 32) -> tuple[Tensor, Tensor]:
+        """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
+
+        For real targets the observation noise is included: `per_draw` noise values are drawn for every sample.
+
+        Shape: two tensors of the shape of `mean`.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")
+        values = self.samples
+        if self.noise is not None and bool((self.noise > 0).any()):
+            wide = values.unsqueeze(0).expand(per_draw, *values.shape)
+            noise = torch.randn(wide.shape, generator=generator, device=generator.device if generator else values.device, dtype=values.dtype)
+            values = (wide + noise.to(values.device) * self.noise.sqrt()).flatten(0, 1)
+        edges = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype, device=values.device)
+        low, high = torch.quantile(values, edges, dim=0)
+        return low, high
+
+    def to_numpy(self) -> dict[str, Any]:
+        """Every summary as numpy arrays: mean, member_mean, total, aleatoric, epistemic and, if kept, samples."""
+        arrays = {"mean": self.mean, "member_mean": self.member_mean, "total": self.total}
+        arrays |= {"aleatoric": self.aleatoric, "epistemic": self.epistemic}
+        if self.kept is not None:
+            arrays["samples"] = self.kept
+        return {name: t.detach().float().cpu().numpy() if t.dtype == torch.bfloat16 else t.detach().cpu().numpy() for name, t in arrays.items()}
+
+    def _need(self, *kinds: str) -> None:
+        if self.likelihood not in kinds:
+            raise AttributeError(f"This Prediction has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}.")
+
+
+class _Running:
+    """Sums over draws that arrive in chunks, so that memory does not grow with S unless samples are kept."""
+
+    def __init__(self, likelihood: str, members: int, scale: float, keep: bool) -> None:
+        if likelihood not in _LIKELIHOODS:
+            raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, _LIKELIHOODS)}")
+        self.likelihood, self.members, self.scale, self.keep = likelihood, members, scale, keep
+        self.count = 0
+        self.member_sum: Any = None
+        self.noise_sum: Any = 0.0  # entropies of the draws, or their noise variances
+        self.square: Any = 0.0  # sum of squared deviations from the running mean (Chan's update)
+        self.samples: list[Tensor] = []
+        self.noises: list[Tensor] = []
+
+    def add(self, outputs: Tensor) -> None:
+        """Take outputs (S', N, ...) of further draws; their number must be a multiple of the members."""
+        values, noise = self._parameters(outputs.double() if outputs.dtype == torch.float64 else outputs.float())
+        fresh = values.unflatten(0, (-1, self.members)).sum(0)
+        if self.member_sum is None:
+            self.member_sum = torch.zeros_like(fresh)
+        elif not self._classes:
+            shift = values.mean(0) - self.member_sum.sum(0) / self.count
+            self.square = self.square + shift**2 * (self.count * len(values) / (self.count + len(values)))
+        if not self._classes:
+            self.square = self.square + (values - values.mean(0)).square().sum(0)
+        self.member_sum, self.noise_sum = self.member_sum + fresh, self.noise_sum + noise.sum(0)
+        self.count += len(values)
+        if self.keep:
+            self.samples.append(values)
+            self.noises.append(noise)
+
+    @property
+    def _classes(self) -> bool:
+        return self.likelihood in ("categorical", "bernoulli")
+
+    def _parameters(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities and entropies, or means and noise variances, of each draw."""
+        if self.likelihood == "categorical":
+            probs = outputs.softmax(-1)
+            return probs, _entropy(probs)
+        if self.likelihood == "bernoulli":
+            probs = (outputs.squeeze(-1) if outputs.dim() > 2 and outputs.shape[-1] == 1 else outputs).sigmoid()
+            return probs, _binary_entropy(probs)
+        if self.likelihood == "gaussian":
+            return outputs, torch.full_like(outputs, self.scale**2)
+        return outputs[..., 0], noise_scale(outputs[..., 1]).square()
+
+    def result(self) -> Prediction:
+        mean = self.member_sum.sum(0) / self.count
+        aleatoric = self.noise_sum / self.count
+        if self._classes:
+            total = _entropy(mean) if self.likelihood == "categorical" else _binary_entropy(mean)
+            epistemic = (total - aleatoric).clamp_min(0)  # a mutual information; rounding may dip below zero
+        else:
+            epistemic = self.square / self.count
+        kept = torch.cat(self.samples) if self.keep else None
+        noise = torch.cat(self.noises) if self.keep and not self._classes else None
+        return Prediction(
+            self.likelihood, self.count, self.member_sum / (self.count // self.members), aleatoric, epistemic, kept, noise
+        )
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    return torch.special.entr(probs).sum(-1)
+
+
+def _binary_entropy(probs: Tensor) -> Tensor:
+    return torch.special.entr(probs) + torch.special.entr(1 - probs)
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module,
+    x: Any,
+    draws: int = 1,
+    chunk: int | None = None,
+    likelihood: Likelihood = "categorical",
+    scale: float = 0.0,
+    keep_samples: bool = True,
+    output: str | int | None = None,
+) -> Prediction:
+    """Predict with uncertainty from S = members x draws draws, in eval mode and without gradients.
+
+    Args:
+        model: a converted model. Its training flags are restored afterwards.
+        x: a tensor, a dict or tuple the model takes, or an iterable of batches (a DataLoader; targets of (input, target) pairs are ignored).
+        draws: draws from every member.
+        chunk: at most so many rows (draws x inputs) in one forward; by default, as many as `x` or a batch gives.
+        likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
+            "heteroscedastic_gaussian" means and raw scales.
+        scale: standard deviation of the observation noise, for "gaussian".
+        keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
+        output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or the first tensor.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
+        >>> pred = predict(net, torch.randn(7, 4), draws=8)
+        >>> pred.probs.shape, pred.samples.shape
+        (torch.Size([7, 3]), torch.Size([16, 7, 3]))
+    """
+    if draws < 1 or (chunk is not None and chunk < 1):
+        raise ValueError(f"predict needs draws >= 1 and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.")
+    check_finite(model)
+    flags = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        parts = []
+        for args, kwargs in _batches(model, x, chunk):
+            running = _Running(likelihood, members(model), scale, keep_samples)
+            for outputs in _outputs(model, args, kwargs, draws, chunk, output):
+                running.add(outputs)
+            parts.append(running.result())
+        return _join(parts)
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def _batches(model: nn.Module, x: Any, chunk: int | None) -> Iterator[tuple[Any, Any]]:
+    """Inputs of the forwards: the loader's batches, or slices of one batch that fit the chunk with one draw of each member."""
+    if isinstance(x, Iterable) and not isinstance(x, (Tensor, dict, tuple, list)) and not hasattr(x, "keys"):
+        for batch in x:
+            yield from _slices(model, call_batch(model, batch), chunk)
+    else:
+        inputs = (tuple(x), {}) if isinstance(x, (tuple, list)) else call_batch(model, x)
+        yield from _slices(model, inputs, chunk)
+
+
+def _slices(model: nn.Module, inputs: tuple[Any, Any], chunk: int | None) -> Iterator[tuple[Any, Any]]:
+    batch_dim = conversions_of(model)[0][1].batch_dim
+    rows = passes.infer_rows(inputs, batch_dim)
+    size = max(1, chunk // members(model)) if chunk is not None else rows
+    if rows is None or size is None or rows <= size:
+        yield inputs
+        return
+    for start in range(0, rows, size):
+        yield _narrow(inputs, rows, start, min(size, rows - start), batch_dim)
+
+
+def _narrow(inputs: Any, rows: int, start: int, size: int, batch_dim: int) -> Any:
+    from torch.utils import _pytree as pytree
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() > batch_dim and leaf.shape[batch_dim] == rows:
+            return leaf.narrow(batch_dim, start, size)
+        return leaf
+
+    return pytree.tree_map(cut, inputs)
+
+
+def _outputs(model: nn.Module, args: Any, kwargs: Any, draws: int, chunk: int | None, output: str | int | None) -> Iterator[Tensor]:
+    rows = passes.infer_rows((args, kwargs), conversions_of(model)[0][1].batch_dim) or 1
+    at_once = draws if chunk is None else max(1, chunk // (rows * members(model)))
+    posteriors = passes.posteriors_of(model)
+    if posteriors and passes.is_open(posteriors):  # inside frozen: the held draws are all there are
+        yield _select(sample(model, *args, **kwargs), output)
+        return
+    for start in range(0, draws, at_once):
+        yield _select(sample(model, *args, draws=min(at_once, draws - start), **kwargs), output)
+
+
+def _select(outputs: Any, output: str | int | None) -> Tensor:
+    """The tensor of predictions in whatever a model returns."""
+    if output is not None:
+        return getattr(outputs, output) if isinstance(output, str) and hasattr(outputs, output) else outputs[output]
+    if isinstance(outputs, Tensor):
+        return outputs
+    logits = getattr(outputs, "logits", None)
+    if logits is None and isinstance(outputs, dict):
+        logits = outputs.get("logits")
+    if logits is not None:
+        return logits
+    for leaf in outputs.values() if isinstance(outputs, dict) else outputs:
+        if isinstance(leaf, Tensor):
+            return leaf
+    raise ValueError(f"No tensor found in the model's output of type {type(outputs).__name__}; name it with output=.")
+
+
+def _join(parts: list[Prediction]) -> Prediction:
+    if not parts:
+        raise ValueError("predict was given no batch.")
+    first = parts[0]
+
+    def joined(name: str, dim: int) -> Any:
+        tensors = [getattr(p, name) for p in parts]
+        return None if tensors[0] is None else torch.cat(tensors, dim)
+
+    return Prediction(
+        first.likelihood,
+        first.count,
+        joined("member_mean", 1),
+        joined("aleatoric", 0),
+        joined("epistemic", 0),
+        joined("kept", 1),
+        joined("noise", 1),
+    )
