@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
@@ -42,6 +43,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> 
     """Write a converted model's posterior to a directory, atomically.
 
     Args:
+        model: a converted model, or one inside DistributedDataParallel or torch.compile. Of a model sharded by FSDP2 every rank must
+            call save; rank 0 writes.
         path: the directory; a checkpoint that is there already is replaced only once the new one is complete.
         base: also write the network's own weights, for models that were trained together with their posterior.
 
@@ -52,14 +55,23 @@ def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> 
         ...     sorted(p.name for p in save(net, f"{folder}/posterior").iterdir())
         ['config.json', 'manifest.json', 'posterior.safetensors']
     """
+    model = _unwrapped(model)
     check_finite(model)
+    sharded = any(hasattr(t, "full_tensor") for t in model.state_dict().values())
     posterior, own = _split(model)
+    if sharded and dist.get_rank() != 0:
+        dist.barrier()  # rank 0 writes; nobody goes on before the checkpoint is there
+        return Path(path)
     config = {"library": "slimbayes", "format": FORMAT, "conversions": _conversions(model), "base": _fingerprint(own)}
     files = {"posterior.safetensors": dump_tensors(posterior), "config.json": _json(config)}
     if base:
         files["base.safetensors"] = dump_tensors(_untied(own))
     files["manifest.json"] = _json({"format": FORMAT, "sha256": {n: hashlib.sha256(d).hexdigest() for n, d in files.items()}})
-    return _write_atomically(Path(path), files)
+    try:
+        return _write_atomically(Path(path), files)
+    finally:
+        if sharded:
+            dist.barrier()
 
 
 def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weights", "structure"] = "weights") -> Model:
@@ -95,6 +107,13 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     base = _tensors(files["base.safetensors"], folder / "base.safetensors") if weights else {}
     _convert(model, config["conversions"], posterior, folder)
     model.load_state_dict(posterior | base, strict=False)
+    return model
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel or torch.compile, whose names would get a prefix."""
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
     return model
 
 

@@ -53,7 +53,7 @@ def bayesianize(
     config: Config | Mapping[str, Config],
     include: Selection = None,
     exclude: Selection = None,
-    batch_dim: int | Mapping[str, int] = 0,
+    batch_dim: int | Mapping[str, int] | None = None,
 ) -> Model:
     """Turn a model into a Bayesian neural net, in place, and return it.
 
@@ -64,8 +64,9 @@ def bayesianize(
             `(name, layer) -> bool`, or several of them. What is included by name is converted even if the method
             leaves its type alone by default.
         exclude: leave these layers as they are.
-        batch_dim: where the model's inputs and outputs hold their rows; 1 for sequence-first models. A mapping from
-            name patterns sets it for single layers.
+        batch_dim: where the model's inputs and outputs hold their rows: 1 for sequence-first models, which is the default if the model
+            itself is a torch recurrent or transformer module without batch_first, else 0. A mapping from name patterns sets it
+            for single layers.
 
     Raises:
         ValueError: a layer cannot be converted and is not excluded, or a pattern matches nothing. The model is then unchanged.
@@ -81,12 +82,12 @@ def bayesianize(
     decisions = plan(model, config, include, exclude)
     layers = dict(model.named_modules())
     built = [(layers[d.name], _posteriors(d, layers[d.name])) for d in decisions if d.config is not None]
-    dims = _batch_dims(model, batch_dim, [d.name for d in decisions if d.config is not None])
+    root_dim = batch_dim if isinstance(batch_dim, int) else _own_batch_dim(model)
+    dims = _batch_dims(model, batch_dim if isinstance(batch_dim, Mapping) else {}, root_dim, [d.name for d in decisions if d.config])
     for layer, posteriors in built:
         _swap(layer, posteriors)
     for name, dim in dims.items():
         layers[name].batch_dim = dim
-    root_dim = batch_dim if isinstance(batch_dim, int) else 0
     _attach(model, Conversion(decisions, root_dim, _turn_off_fast_paths(model)))
     return model
 
@@ -255,18 +256,25 @@ def _swap(layer: nn.Module, posteriors: nn.ModuleDict) -> None:
     layer.posterior = posteriors
 
 
-def _batch_dims(model: nn.Module, batch_dim: int | Mapping[str, int], converted: Sequence[str]) -> dict[str, int]:
-    """Layers whose rows do not lie along dimension 0, by declaration or inside torch's sequence-first transformer layers."""
+def _own_batch_dim(model: nn.Module) -> int:
+    """Where torch's own sequence modules hold their rows; 0 for anything else."""
+    if isinstance(model, (nn.TransformerEncoder, nn.TransformerDecoder)):
+        model = model.layers[0]
+    if isinstance(model, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        model = model.self_attn
+    sequential = isinstance(model, (nn.RNNBase, nn.Transformer, nn.MultiheadAttention))
+    return int(sequential and not model.batch_first)
+
+
+def _batch_dims(model: nn.Module, declared: Mapping[str, int], root_dim: int, converted: Sequence[str]) -> dict[str, int]:
+    """Layers whose rows do not lie along dimension 0: by declaration, or inside torch's sequence-first transformer layers."""
     layers = {name: model.get_submodule(name) for name in converted}
-    dims: dict[str, int] = {}
+    _check_patterns("batch_dim", list(declared), layers)
+    dims = {n: root_dim for n, layer in layers.items() if root_dim and getattr(bayes_class(layer), "channels_last", False)}
     for name, module in model.named_modules():
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and not module.self_attn.batch_first:
             dims |= {f"{name}.{part}".lstrip("."): 1 for part in ("linear1", "linear2")}
-    if isinstance(batch_dim, Mapping):
-        _check_patterns("batch_dim", list(batch_dim), layers)
-        dims |= {n: d for n in layers for pattern, d in batch_dim.items() if re.fullmatch(pattern, n)}
-    elif batch_dim:
-        dims |= {n: batch_dim for n, layer in layers.items() if getattr(bayes_class(layer), "channels_last", False)}
+    dims |= {n: d for n in layers for pattern, d in declared.items() if re.fullmatch(pattern, n)}
     return {n: d for n, d in dims.items() if n in layers}
 
 
@@ -312,6 +320,7 @@ def _begin(model: nn.Module, args: Any, kwargs: Any) -> None:
 def _end(model: nn.Module, args: Any, output: Any) -> None:
     conversion: Conversion = model._slimbayes  # type: ignore[assignment]
     if conversion.own is not None:
+        passes.remember(passes.posteriors_of(model), output)
         conversion.own.open = False
         conversion.own = None
 

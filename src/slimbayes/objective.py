@@ -75,11 +75,12 @@ def kl(model: nn.Module) -> Tensor:
     if not terms:
         first = next(model.parameters(), torch.zeros(()))
         return torch.zeros((), device=first.device)
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term.to(total.device)
-    # Sharded parameters (FSDP2) give a sharded sum.
-    return total.full_tensor() if hasattr(total, "full_tensor") else total
+    # FSDP2: parameters of a group that is resharded after its forward give sharded terms, the others whole ones.
+    sharded = [term for term in terms if hasattr(term, "full_tensor")]
+    whole = [term for term in terms if not hasattr(term, "full_tensor")]
+    if sharded:
+        whole.append(sum(sharded[1:], sharded[0]).full_tensor())
+    return sum((term.to(whole[0].device) for term in whole[1:]), whole[0])
 
 
 def check_finite(model: nn.Module) -> None:

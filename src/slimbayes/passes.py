@@ -11,6 +11,7 @@ to member (first + j) mod K. In a bare call there are K blocks, of as equal size
 row gets one draw of a uniformly random member.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from slimbayes.posteriors.base import Posterior
+
+# torch.compile looks at .grad of every tensor it meets on a module, drawn factors too, and would warn about them.
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning, r"torch\._dynamo")
 
 
 class Pass:
@@ -68,6 +72,16 @@ def block_of_row(rows: int, blocks: int, device: torch.device | None = None) -> 
     return torch.arange(rows, device=device) * blocks // max(rows, 1)
 
 
+def block_sizes(rows: int, blocks: int) -> list[int]:
+    """Number of rows in each block of `block_of_row`.
+
+    >>> block_sizes(5, 2)
+    [3, 2]
+    """
+    edges = [-(-j * rows // blocks) for j in range(blocks + 1)]  # the first row of block j is ceil(j * rows / blocks)
+    return [stop - start for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+
+
 def posteriors_of(module: nn.Module) -> list[Posterior]:
     """Every posterior under a module, each once, in a fixed order."""
     return [m for m in module.modules() if isinstance(m, Posterior)]
@@ -76,7 +90,9 @@ def posteriors_of(module: nn.Module) -> list[Posterior]:
 def is_open(posteriors: Sequence[Posterior]) -> bool:
     """Whether a pass is under way; inside a backward pass (gradient checkpointing) the last one counts as open."""
     current = posteriors[0].current if posteriors else None
-    return current is not None and (current.open or torch._C._current_graph_task_id() != -1)
+    if current is None or current.open:
+        return current is not None
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def begin(posteriors: Sequence[Posterior], new: Pass) -> Pass:
@@ -84,6 +100,26 @@ def begin(posteriors: Sequence[Posterior], new: Pass) -> Pass:
     for posterior, noise in zip(posteriors, _noise(posteriors, new), strict=True):
         posterior.start(new, noise)
     return new
+
+
+def remember(posteriors: Sequence[Posterior], outputs: Any) -> None:
+    """Let the backward pass through these outputs find this pass's draws again: gradient checkpointing recomputes layers then.
+
+    Autograd runs nodes in the reverse order of their creation: all of a later pass is done when an earlier output is reached.
+    """
+    if torch.compiler.is_compiling() or not posteriors or posteriors[0].current is None:
+        return
+    current, rows = posteriors[0].current, posteriors[0].current.rows
+    draws = [(p, p._noise, p._values) for p in posteriors]
+
+    def restore(gradients: Any) -> None:
+        current.rows = rows
+        for posterior, noise, values in draws:
+            posterior.current, posterior._noise, posterior._values = current, noise, values
+
+    for leaf in pytree.tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn.register_prehook(restore)
 
 
 def begin_bare(posteriors: Sequence[Posterior], rows: int) -> Pass:
@@ -100,7 +136,8 @@ def _noise(posteriors: Sequence[Posterior], new: Pass) -> list[Tensor]:
     """Standard normals of shape (count, W) for each posterior, cut from one flat draw per device and dtype.
 
     With several processes every rank draws the numbers of all ranks and takes its own share: equal seeds then still give
-    each rank different noise, and one process on the whole batch would have drawn the same numbers for the same rows.
+    each rank different noise, and one process on the whole batch would have drawn the same numbers for the same rows if the rows
+    were dealt out one by one, as DistributedSampler does.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
     out: list[Tensor | None] = [None] * len(posteriors)
@@ -111,8 +148,8 @@ def _noise(posteriors: Sequence[Posterior], new: Pass) -> list[Tensor]:
         if rowwise:
             widths = [posteriors[i].width for i in index]
             blocks = new.draws or 1
-            shape = (blocks, world, counts[0] // blocks, sum(widths))
-            flat = torch.randn(shape, device=device, dtype=dtype)[:, rank].reshape(counts[0], sum(widths))
+            shape = (blocks, counts[0] // blocks, world, sum(widths))
+            flat = torch.randn(shape, device=device, dtype=dtype)[:, :, rank].reshape(counts[0], sum(widths))
             parts: Iterable[Tensor] = flat.split(widths, dim=1)
         else:
             sizes = [n * posteriors[i].width for i, n in zip(index, counts, strict=True)]
@@ -133,18 +170,21 @@ def infer_rows(inputs: Any, batch_dim: int) -> int | None:
     return None
 
 
-def apply_rows(combine: Any, x: Tensor, factor: Tensor, current: Pass, batch_dim: int, channel_dim: int, name: str) -> Tensor:
+def apply_rows(
+    combine: Any, x: Tensor, factor: Tensor, current: Pass, batch_dim: int, channel_dim: int, name: str, certain: bool = False
+) -> Tensor:
     """Combine activations with factors that differ between rows.
 
     Shape: x has its rows along `batch_dim` and its channels along `channel_dim`; factor is (n, channels), one line for each
     draw of the pass. A layer may see more rows than the pass has (windows or time steps folded into the batch): each
-    row of the pass then owns a block of them. An x with a single row is broadcast.
+    row of the pass then owns a block of them. An x with a single row is broadcast. Unless the layer is `certain` of
+    `batch_dim`, rows that only fit another dimension are looked for there.
     """
     factor = factor.to(x.dtype)
     if factor.shape[0] == 1:
         return combine(x, _place(factor, x.dim(), batch_dim, channel_dim))
     rows = current.rows or 0
-    batch_dim = _batch_dim(x, rows, batch_dim, channel_dim, name)
+    batch_dim = _batch_dim(x, rows, batch_dim, channel_dim, name, certain)
     seen = x.shape[batch_dim]
     if rows % factor.shape[0] or (seen == 1 and rows > 1):
         factor = factor[block_of_row(rows, factor.shape[0], factor.device)]
@@ -173,7 +213,7 @@ def _place(factor: Tensor, dims: int, batch_dim: int, channel_dim: int) -> Tenso
     return factor.reshape(shape)
 
 
-def _batch_dim(x: Tensor, rows: int, batch_dim: int, channel_dim: int, name: str) -> int:
+def _batch_dim(x: Tensor, rows: int, batch_dim: int, channel_dim: int, name: str, certain: bool = False) -> int:
     """The dimension that holds the pass's rows: the declared one if it fits, else the only other one that does."""
     seen = x.shape[batch_dim]
     if seen in (rows, 1):
@@ -181,7 +221,7 @@ def _batch_dim(x: Tensor, rows: int, batch_dim: int, channel_dim: int, name: str
     others = [d for d in range(x.dim()) if d not in (batch_dim, channel_dim % x.dim()) and x.shape[d] == rows]
     if seen % rows == 0 and not others:
         return batch_dim
-    if seen % rows != 0 and len(others) == 1:
+    if seen % rows != 0 and len(others) == 1 and not certain:
         return others[0]
     raise ValueError(
         f"{name}: an input of shape {tuple(x.shape)} does not show which dimension holds the {rows} rows of this pass "

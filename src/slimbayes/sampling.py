@@ -83,14 +83,17 @@ def _run(
 ) -> Any:
     """One forward of draws x rows rows, unfolded into (draws, rows, ...)."""
     args, kwargs = tile_rows(inputs, rows, draws, batch_dim) if tile and draws > 1 else inputs
+    current = held
     if held is not None:
         held.rows = draws * rows
-        return split_rows(model(*args, **kwargs), draws, rows, batch_dim)
-    current = passes.begin(posteriors, Pass(draws, draws * rows, first)) if posteriors else None
+    elif posteriors:
+        current = passes.begin(posteriors, Pass(draws, draws * rows, first))
     try:
-        return split_rows(model(*args, **kwargs), draws, rows, batch_dim)
+        outputs = model(*args, **kwargs)
+        passes.remember(posteriors, outputs)
+        return split_rows(outputs, draws, rows, batch_dim)
     finally:
-        if current is not None:
+        if current is not None and held is None:
             current.open = False
 
 
@@ -172,5 +175,5 @@ def call_batch(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], Mapping[s
 
         accepted = inspect.signature(model.forward).parameters
         if any(p.kind is p.VAR_KEYWORD for p in accepted.values()) or set(batch) <= set(accepted):
-            return (), batch
+            return (), dict(batch)
     return (batch,), {}

@@ -39,7 +39,7 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
     def linear_map(self, site: str) -> LinearMap:
         weight, bias = self._parameters_of(site)
         batch_dim = 0 if self.batch_first else 1
-        return LinearMap(weight, bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name)
+        return LinearMap(weight, bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name, certain=True)
 
     def _parameters_of(self, site: str) -> tuple[Tensor, Tensor | None]:
         if site == "out":
@@ -95,12 +95,16 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
         """Both masks as one additive tensor that broadcasts to (R, h, L, S)."""
         total: Tensor | None = None
         if attn is not None:
+            if attn.dim() == 2:
+                attn = attn[: q.shape[1], : keys - extra]  # as many tokens as rows: sample took it for a batch and tiled it
             attn = F.pad(_additive(attn, q.dtype), (0, extra))
             if attn.dim() == 3:
                 # A mask for every head of every row of the untiled batch repeats for each draw.
                 attn = attn.repeat(q.shape[0] * self.num_heads // attn.shape[0], 1, 1).view(-1, self.num_heads, q.shape[1], keys)
             total = attn
         if padding is not None:
+            padding = padding[:, : keys - extra]
+            padding = padding.repeat(q.shape[0] // padding.shape[0], 1)  # (rows, keys) even where inputs are (keys, rows, channels)
             padding = F.pad(_additive(padding, q.dtype), (0, extra))[:, None, None]
             total = padding if total is None else total + padding
         return total

@@ -33,16 +33,17 @@ class LinearMap:
     batch_dim: int
     channel_dim: int
     name: str
+    certain: bool = False  # the layer itself defines batch_dim, so rows found elsewhere are a misunderstanding
     foldable: bool = True  # one draw for all rows may be multiplied into the weight (a lookup touches few rows of it)
 
     def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
         """op(x . s) . r without a bias, where . is `combine` (multiply or add), s is (n, n_in) and r is (n, n_out)."""
-        x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, self.name)
+        x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, self.name, self.certain)
         return self.rows(combine, self.op(x, self.weight, None), r, current)
 
     def rows(self, combine: Any, y: Tensor, factor: Tensor, current: Pass) -> Tensor:
         """Combine the outputs with one line of factors (n, n_out) for each draw."""
-        return apply_rows(combine, y, factor, current, self.batch_dim, self.channel_dim, self.name)
+        return apply_rows(combine, y, factor, current, self.batch_dim, self.channel_dim, self.name, self.certain)
 
     def add_bias(self, y: Tensor) -> Tensor:
         """Add the layer's own bias (n_out,), if there is one."""

@@ -15,7 +15,7 @@ from torch import Tensor, _VF, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from slimbayes.layers.base import BayesLayer, LinearMap, matrix_outer
-from slimbayes.passes import block_of_row
+from slimbayes.passes import block_sizes
 from slimbayes.posteriors.base import Site
 
 
@@ -71,7 +71,7 @@ class _BayesRecurrent(BayesLayer):
         bias = getattr(self, site.replace("weight", "bias")) if self.bias else None
         # Inside, sequences are (T, R, D) and hidden states (R, u).
         batch_dim = 1 if "_ih_" in site else 0
-        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name)
+        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name, certain=True)
 
     def count_rows(self, input: Any, hx: Any = None) -> int:
         if isinstance(input, PackedSequence):
@@ -110,7 +110,7 @@ class _BayesRecurrent(BayesLayer):
     def _fused(self, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """torch's kernel once for each draw, on the rows that belong to it."""
         blocks = self.posteriors()[0].drawn
-        sizes = torch.bincount(block_of_row(x.shape[1], blocks), minlength=blocks).tolist() if blocks > 1 else [x.shape[1]]
+        sizes = block_sizes(x.shape[1], blocks)
         parts = zip(
             x.split(sizes, 1),
             zip(*(h.split(sizes, 1) for h in state), strict=True),
@@ -167,6 +167,7 @@ class _BayesRecurrent(BayesLayer):
         self, x: Tensor, state: tuple[Tensor, ...], stem: str, backwards: bool, lengths: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         gates = self.project(f"weight_ih{stem}", x)
+        state = tuple(h.to(gates.dtype) for h in state)  # autocast lowers the gates, not the state
         step, recurrent = _STEPS[self.mode], self.linear_map(f"weight_hh{stem}")
         posterior = self.posterior[f"weight_hh{stem}"]
         outputs: list[Tensor] = [x] * x.shape[0]
@@ -225,7 +226,9 @@ class _BayesCell(BayesLayer):
             state = tuple(hx) if lstm else (hx,)
             state = state if batched else tuple(h.unsqueeze(0) for h in state)
         mode = "LSTM" if lstm else "GRU" if isinstance(self, nn.GRUCell) else f"RNN_{self.nonlinearity.upper()}"
-        new = _STEPS[mode](self.project("weight_ih", x), self.project("weight_hh", state[0]), state)
+        gates = self.project("weight_ih", x)
+        state = tuple(h.to(gates.dtype) for h in state)
+        new = _STEPS[mode](gates, self.project("weight_hh", state[0]), state)
         new = new if batched else tuple(h.squeeze(0) for h in new)
         return new if lstm else new[0]
 

@@ -1,0 +1,107 @@
+"""The two lists of the contract: methods and layers. A new method or layer adds one line here and passes every property."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+import slimbayes as sb
+
+METHODS: dict[str, sb.Config] = {
+    "rank1-normal": sb.Rank1(members=2, member_bias=True),
+    "rank1-cauchy": sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.1), scale_init=0.05),
+    "rank1-lognormal": sb.Rank1(members=2, posterior="lognormal"),
+    "rank1-per-member": sb.Rank1(members=2, draws="member"),
+    "rank1-r-only": sb.Rank1(members=2, random="r"),
+    "rank1-s-only": sb.Rank1(members=2, random="s"),
+    "rank1-additive": sb.Rank1(members=2, perturbation="additive"),
+    "rank1-rank-2": sb.Rank1(members=2, rank=2),
+    "rank1-heavy-prior": sb.Rank1(members=2, posterior="normal", prior=sb.Cauchy(1.0, 0.1)),
+    "batch-ensemble": sb.BatchEnsemble(members=2),
+    "deterministic": sb.Deterministic(),
+}
+
+
+@dataclass
+class LayerCase:
+    """A layer, an input of `rows` rows along `batch_dim`, and the shapes of its weight matrices (n_in, n_out, has bias)."""
+
+    make: Callable[[], nn.Module]
+    input: Callable[[], Any]
+    sites: tuple[tuple[int, int, bool], ...]
+    batch_dim: int = 0
+    rows: int = 3
+
+
+def _ints(*shape: int) -> Tensor:
+    return torch.randint(7, shape)
+
+
+def _x(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(shape)
+
+
+class SelfAttention(nn.Module):
+    """Lets a MultiheadAttention take one input, as the contract's other layers do."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class TwoSteps(nn.Module):
+    """Steps a cell twice, so that its recurrent matrix sees a state and its one draw serves two calls."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.cell(x, self.cell(x))
+        return state[0] if isinstance(state, tuple) else state
+
+
+_EIGHT = ((8, 8, True),) * 4
+LAYERS: dict[str, LayerCase] = {
+    "Linear": LayerCase(lambda: nn.Linear(4, 5), _x(3, 4), ((4, 5, True),)),
+    "Linear-no-bias": LayerCase(lambda: nn.Linear(4, 5, bias=False), _x(3, 4), ((4, 5, False),)),
+    "Linear-4d": LayerCase(lambda: nn.Linear(4, 5), _x(3, 2, 6, 4), ((4, 5, True),)),
+    "Conv1D": LayerCase(lambda: Conv1D(5, 4), _x(3, 2, 4), ((4, 5, True),)),
+    "Conv1d": LayerCase(lambda: nn.Conv1d(4, 6, 3), _x(3, 4, 9), ((4, 6, True),)),
+    "Conv2d": LayerCase(lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), _x(3, 4, 7, 7), ((4, 6, True),)),
+    "Conv2d-groups": LayerCase(lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), _x(3, 4, 7, 7), ((4, 6, False),)),
+    "Conv2d-reflect": LayerCase(lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), _x(3, 4, 7, 7), ((4, 6, True),)),
+    "Conv3d": LayerCase(lambda: nn.Conv3d(2, 3, 2), _x(3, 2, 4, 4, 4), ((2, 3, True),)),
+    "ConvTranspose1d": LayerCase(lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), _x(3, 4, 5), ((4, 6, True),)),
+    "ConvTranspose2d": LayerCase(lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, output_padding=1, stride=2), _x(3, 4, 5, 5), ((4, 6, True),)),
+    "ConvTranspose3d": LayerCase(lambda: nn.ConvTranspose3d(2, 3, 2), _x(3, 2, 3, 3, 3), ((2, 3, True),)),
+    "Embedding": LayerCase(lambda: nn.Embedding(7, 5, padding_idx=0), lambda: _ints(3, 4), ((7, 5, False),)),
+    "EmbeddingBag": LayerCase(lambda: nn.EmbeddingBag(7, 5, mode="mean"), lambda: _ints(3, 4), ((7, 5, False),)),
+    "LSTM": LayerCase(lambda: nn.LSTM(4, 5, batch_first=True), _x(3, 6, 4), ((4, 20, True), (5, 20, False))),
+    "LSTM-stacked-bi": LayerCase(
+        lambda: nn.LSTM(4, 5, num_layers=2, bidirectional=True),
+        _x(6, 3, 4),
+        ((4, 20, True), (5, 20, False), (4, 20, True), (5, 20, False), (10, 20, True), (5, 20, False), (10, 20, True), (5, 20, False)),
+        batch_dim=1,
+    ),
+    "GRU": LayerCase(lambda: nn.GRU(4, 5), _x(6, 3, 4), ((4, 15, True), (5, 15, False)), batch_dim=1),
+    "RNN": LayerCase(lambda: nn.RNN(4, 5, batch_first=True), _x(3, 6, 4), ((4, 5, True), (5, 5, False))),
+    "LSTMCell": LayerCase(lambda: TwoSteps(nn.LSTMCell(4, 5)), _x(3, 4), ((4, 20, True), (5, 20, False))),
+    "GRUCell": LayerCase(lambda: TwoSteps(nn.GRUCell(4, 5)), _x(3, 4), ((4, 15, True), (5, 15, False))),
+    "RNNCell": LayerCase(lambda: TwoSteps(nn.RNNCell(4, 5)), _x(3, 4), ((4, 5, True), (5, 5, False))),
+    "MultiheadAttention": LayerCase(lambda: SelfAttention(), _x(4, 3, 8), _EIGHT, batch_dim=1),
+    "MultiheadAttention-batch-first": LayerCase(lambda: SelfAttention(batch_first=True), _x(3, 4, 8), _EIGHT),
+}
+
+
+def convert(layer: nn.Module, method: str, case: LayerCase) -> nn.Module:
+    """Convert with every layer included, embeddings too, and without the padding row's vanishing gradient in the way."""
+    config = METHODS[method]
+    include = None if isinstance(config, sb.Deterministic) else (lambda name, layer: True)
+    return sb.bayesianize(layer, config, include=include, batch_dim=case.batch_dim)

@@ -1,0 +1,326 @@
+"""The contract that every method x layer pair passes (docs/design.md, "The contract")."""
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from cases import LAYERS, METHODS, LayerCase, convert
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import slimbayes as sb
+from slimbayes.distributions import rho_from_scale
+from slimbayes.layers.base import BayesLayer
+from slimbayes.passes import posteriors_of
+
+PAIRS = [pytest.param(m, name, id=f"{m}-{name}") for m in METHODS for name in LAYERS]
+RANDOM = [p for p in PAIRS if p.values[0] not in ("deterministic", "batch-ensemble")]
+BAYESIAN = [p for p in PAIRS if p.values[0] != "deterministic"]
+
+
+def main_output(output: Any) -> Tensor:
+    return pytree.tree_leaves(output)[0]
+
+
+def set_neutral(model: nn.Module, method: str) -> None:
+    """Unit factors (zero for additive ones) with no noise at all: scales have a floor, so the families become points."""
+    for posterior in posteriors_of(model):
+        for factor in (posterior.r, posterior.s):
+            nn.init.constant_(factor.loc, 0.0 if "additive" in method else 1.0)
+            factor.family = sb.Point
+
+
+@pytest.mark.parametrize(("method", "layer"), PAIRS)
+def test_base_checkpoint_loads_without_unexpected_keys(method: str, layer: str) -> None:
+    case = LAYERS[layer]
+    plain, model = case.make(), case.make()
+    convert(model, method, case)
+    result = model.load_state_dict(plain.state_dict(), strict=False)
+    assert not result.unexpected_keys
+    assert all(".posterior." in f".{key}" for key in result.missing_keys)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(("method", "layer"), PAIRS)
+def test_neutral_factors_without_noise_give_the_plain_output(method: str, layer: str) -> None:
+    case = LAYERS[layer]
+    plain, x = case.make(), case.input()
+    expected = main_output(plain(x))
+    model = convert(copy.deepcopy(plain), method, case)
+    if method != "deterministic":
+        set_neutral(model, method)
+    torch.testing.assert_close(main_output(model(x)), expected, rtol=1e-5, atol=1e-6)
+    sampled = main_output(sb.sample(model, x))
+    assert sampled.shape == (sb.members(model), *expected.shape)
+    torch.testing.assert_close(sampled, expected.expand_as(sampled), rtol=1e-5, atol=1e-6)
+    fused = not any(kind in layer for kind in ("Attention", "Cell", "EmbeddingBag"))  # ours are written out there
+    if method in ("batch-ensemble", "deterministic") and fused:
+        alone = main_output(sb.sample(model, x, fold=False))  # one draw at a time: the weight times exactly one
+        assert torch.equal(alone, expected.expand_as(alone))
+
+
+def weights_of_draw(plain: nn.Module, converted: nn.Module, draw: int) -> nn.Module:
+    """A copy of the plain model whose weights are those of one draw, spelled out: W[o, i] * mean_j r_j[o] * s_j[i]."""
+    out = copy.deepcopy(plain)
+    layers = dict(out.named_modules())
+    for name, layer in converted.named_modules():
+        if not isinstance(layer, BayesLayer):
+            continue
+        for site, posterior in layer.posterior.items():
+            drawn = posterior.values()
+            r, s = drawn.r[draw].detach(), drawn.s[draw].detach()
+            weight, bias = _target(layers[name], site)
+            with torch.no_grad():
+                weight.mul_(_spread(layers[name], r, s, weight.shape))
+                if drawn.bias is not None:
+                    bias.add_(drawn.bias[draw])
+    return out
+
+
+def _target(layer: nn.Module, site: str) -> tuple[Tensor, Tensor | None]:
+    if isinstance(layer, nn.MultiheadAttention):
+        if site == "out":
+            return layer.out_proj.weight, layer.out_proj.bias
+        block = slice({"q": 0, "k": 8, "v": 16}[site], {"q": 8, "k": 16, "v": 24}[site])
+        return layer.in_proj_weight[block], layer.in_proj_bias[block]
+    return getattr(layer, site), getattr(layer, site.replace("weight", "bias"), None)
+
+
+def _spread(layer: nn.Module, r: Tensor, s: Tensor, shape: torch.Size) -> Tensor:
+    """The factor product of every weight element, one element at a time."""
+    full = torch.einsum("jo,ji->oi", r, s) / r.shape[0]  # (out, in)
+    out = torch.empty(shape[:2], dtype=r.dtype)
+    groups, transposed = getattr(layer, "groups", 1), isinstance(layer, nn.modules.conv._ConvTransposeNd)
+    for a in range(shape[0]):
+        for b in range(shape[1]):
+            if isinstance(layer, nn.modules.conv._ConvNd) and not transposed:
+                out[a, b] = full[a, a // (shape[0] // groups) * shape[1] + b]
+            elif transposed:
+                out[a, b] = full[a // (shape[0] // groups) * shape[1] + b, a]
+            elif isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) or type(layer).__name__ == "Conv1D":
+                out[a, b] = full[b, a]
+            else:
+                out[a, b] = full[a, b]
+    return out.view(*out.shape, *[1] * (len(shape) - 2))
+
+
+def _row(x: Tensor, i: int, dim: int) -> Tensor:
+    return x.narrow(dim, i, 1)
+
+
+@pytest.mark.parametrize(("method", "layer"), [p for p in BAYESIAN if "additive" not in p.values[0]])
+def test_every_row_of_a_folded_batch_equals_a_plain_model_with_that_draws_weights(method: str, layer: str) -> None:
+    case = LAYERS[layer]
+    plain, x = case.make().double(), case.input()
+    x = x.double() if x.is_floating_point() else x
+    model = convert(copy.deepcopy(plain), method, case)
+    for posterior in posteriors_of(model):  # biases that differ between members
+        if posterior.bias is not None:
+            nn.init.normal_(posterior.bias)
+    batch_first_output = 0 if case.batch_dim == 0 else 1
+    sampled = main_output(sb.sample(model, x, draws=2))
+    total = 4
+    for draw in range(total):
+        for i in range(case.rows):
+            posterior = posteriors_of(model)[0]
+            index = draw * case.rows + i if posterior.drawn == total * case.rows else draw
+            alone = main_output(weights_of_draw(plain, model, index)(_row(x, i, case.batch_dim)))
+            torch.testing.assert_close(_row(sampled[draw], i, batch_first_output), alone, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("method", "layer"), BAYESIAN)
+def test_a_held_draw_is_the_same_function_folded_or_alone(method: str, layer: str) -> None:
+    case = LAYERS[layer]
+    model, x = convert(case.make(), method, case), case.input()
+    dim = case.batch_dim
+    with sb.frozen(model, draws=2):
+        together = main_output(sb.sample(model, x))
+        rows = [main_output(sb.sample(model, _row(x, i, dim))) for i in range(case.rows)]
+    out_dim = 1 if dim == 0 else 2
+    torch.testing.assert_close(together, torch.cat(rows, out_dim), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("method", "layer"), BAYESIAN)
+def test_every_posterior_parameter_gets_a_gradient(method: str, layer: str) -> None:
+    case = LAYERS[layer]
+    model = convert(case.make(), method, case)
+    main_output(sb.sample(model, case.input())).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if ".posterior." in f".{name}" and "Embedding" not in layer:
+            assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
+    if "Embedding" in layer:  # words that were not looked up have none
+        assert all(p.r.loc.grad.any() and p.s.loc.grad.any() for p in posteriors_of(model))
+
+
+@pytest.mark.parametrize(("method", "layer"), RANDOM)
+def test_kl_is_the_average_log_ratio_and_zero_at_the_prior(method: str, layer: str) -> None:
+    case = LAYERS[layer]
+    model = convert(case.make(), method, case)
+    factors = [f for p in posteriors_of(model) for f in (p.r, p.s) if f.family is not sb.Point]
+    mean, variance, draws = 0.0, 0.0, 2000
+    for factor in factors:
+        q = factor.distribution()
+        x = q.rsample(torch.randn(draws, *q.loc.shape)).detach()
+        ratio = (q.log_prob(x) - factor.prior.log_prob(x)).sum((1, 2, 3)).double()
+        mean, variance = mean + ratio.mean().item(), variance + ratio.var().item() / draws
+    value = sb.kl(model).item()
+    assert value > 0
+    assert abs(value - mean) < 5 * math.sqrt(variance)
+    for factor in factors:
+        if type(factor.prior) is factor.family:
+            nn.init.constant_(factor.loc, factor.prior.loc)
+            nn.init.constant_(factor.rho, rho_from_scale(factor.prior.scale))
+    if type(factors[0].prior) is factors[0].family:
+        assert abs(sb.kl(model).item()) < 1e-5
+
+
+@pytest.mark.parametrize(("method", "layer"), RANDOM)
+def test_same_seed_same_output_and_draws_differ_in_eval_too(method: str, layer: str) -> None:
+    case = LAYERS[layer]
+    model, x = convert(case.make(), method, case).eval(), case.input()
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return main_output(sb.sample(model, x, draws=2))
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+    once = run(1)
+    assert not torch.allclose(once[0], once[2], atol=1e-6)  # two draws of member 0
+
+
+@pytest.mark.parametrize(("method", "layer"), PAIRS)
+def test_save_and_load_round_trip_exactly(method: str, layer: str, tmp_path: Any) -> None:
+    case = LAYERS[layer]
+    plain = case.make()
+    model = convert(copy.deepcopy(plain), method, case)
+    again = sb.load(copy.deepcopy(plain), sb.save(model, tmp_path / "posterior"))
+    assert list(again.state_dict()) == list(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+    x = case.input()
+    torch.manual_seed(3)
+    first = main_output(sb.sample(model, x))
+    torch.manual_seed(3)
+    assert torch.equal(first, main_output(sb.sample(again, x)))
+
+
+# Compiling takes seconds: every layer with one drawing and one point method, every method on one layer.
+COMPILED = [p for p in PAIRS if p.values[0] in ("rank1-normal", "batch-ensemble") or p.values[1] == "Linear"]
+
+
+@pytest.mark.parametrize(("method", "layer"), COMPILED)
+def test_compiles_as_one_graph(method: str, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = LAYERS[layer]
+    model, x = convert(case.make(), method, case), case.input()
+    monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)  # off by default for torch's own recurrent layers
+    torch._dynamo.reset()
+    recurrent = any(kind in layer for kind in ("LSTM", "GRU", "RNN"))  # torch's autograd export of its LSTM kernel is broken
+    compiled = torch.compile(model, fullgraph=True, backend="eager" if recurrent else "aot_eager")
+    torch.manual_seed(0)
+    expected = main_output(sb.sample(model, x))
+    torch.manual_seed(0)
+    torch.testing.assert_close(main_output(sb.sample(compiled, x)), expected, rtol=1e-4, atol=1e-5)
+    assert main_output(compiled(x)).shape == main_output(model(x)).shape
+
+
+@pytest.mark.parametrize("kind", ["autocast", "bfloat16"])
+@pytest.mark.parametrize(("method", "layer"), PAIRS)
+def test_half_precision_is_finite(method: str, layer: str, kind: str) -> None:
+    case = LAYERS[layer]
+    x = case.input()
+    if kind == "bfloat16":
+        model = convert(case.make().bfloat16(), method, case)
+        y = main_output(sb.sample(model, x.bfloat16() if x.is_floating_point() else x))
+        assert y.dtype == torch.bfloat16
+        assert all(p.dtype == torch.float32 for p in model.parameters() if p.dtype != torch.bfloat16)
+    else:
+        model = convert(case.make(), method, case)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = main_output(sb.sample(model, x))
+            plain = main_output(case.make()(x))
+        if "GRU" not in layer and "Cell" not in layer:  # torch itself mixes types there: the state stays float32
+            assert y.dtype == plain.dtype
+    assert y.isfinite().all()
+    assert sb.kl(model).dtype == torch.float32 and sb.kl(model).isfinite()
+
+
+@pytest.mark.parametrize(("method", "layer"), PAIRS)
+def test_parameter_count_is_the_papers_formula(method: str, layer: str) -> None:
+    case, config = LAYERS[layer], METHODS[method]
+    plain = case.make()
+    before = sum(p.numel() for p in plain.parameters())
+    cost = sb.estimate_cost(plain, config, include=None if method == "deterministic" else (lambda n, m: True))
+    model = convert(plain, method, case)
+    extra = 0
+    if method != "deterministic":
+        members, rank = config.members, config.rank
+        for n_in, n_out, bias in case.sites:
+            numbers = {"batch-ensemble": n_in + n_out, "rank1-r-only": n_in + 2 * n_out, "rank1-s-only": 2 * n_in + n_out}
+            extra += members * rank * numbers.get(method, 2 * (n_in + n_out)) + (members - 1) * n_out * bias
+    assert sum(p.numel() for p in model.parameters()) == before + extra
+    assert (cost.parameters, cost.extra_parameters) == (before, extra)
+    report = sb.summary(model)
+    assert (report.before, report.after) == (before, before + extra)
+
+
+@pytest.mark.parametrize(("method", "layer"), PAIRS)
+def test_summary_lists_every_layer_with_parameters(method: str, layer: str) -> None:
+    case = LAYERS[layer]
+    model = nn.ModuleDict({"a": case.make(), "norm": nn.LayerNorm(3)})
+    convert(model, method, case)
+    rows = {r.name: r for r in sb.summary(model).rows}
+    inner = "a.attention" if "Attention" in layer else "a.cell" if "Cell" in layer else "a"
+    assert set(rows) == {inner, "norm"}
+    assert rows[inner].status == ("skipped" if method == "deterministic" else "converted")
+    assert rows["norm"].status == "skipped" and rows["norm"].detail
+    assert inner in str(sb.summary(model))
+
+
+@pytest.mark.parametrize(("method", "layer"), PAIRS)
+def test_copies_and_pickles_after_a_forward(method: str, layer: str) -> None:
+    case = LAYERS[layer]
+    model, x = convert(case.make(), method, case), case.input()
+    sb.sample(model, x)
+    model(x)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.manual_seed(5)
+        expected = main_output(model(x))
+        torch.manual_seed(5)
+        assert torch.equal(main_output(again(x)), expected)
+
+
+@pytest.mark.parametrize(("method", "layer"), PAIRS)
+def test_debayesianize_gives_the_plain_model_back(method: str, layer: str) -> None:
+    case = LAYERS[layer]
+    plain, x = case.make(), case.input()
+    model = convert(copy.deepcopy(plain), method, case)
+    model(x)
+    sb.debayesianize(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert torch.equal(main_output(model(x)), main_output(plain(x)))
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert model.__dict__.keys() == plain.__dict__.keys()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize(("method", "layer"), PAIRS)
+def test_a_bare_call_takes_any_number_of_rows(method: str, layer: str, rows: int) -> None:
+    case = LAYERS[layer]
+    model, x = convert(case.make(), method, case), case.input()
+    x = torch.cat([x, x], case.batch_dim).narrow(case.batch_dim, 0, rows)
+    assert main_output(model(x)).shape == main_output(case.make()(x)).shape
+
+
+def test_lists_hold_every_method_and_layer() -> None:
+    from slimbayes.layers import LAYERS as known
+    from slimbayes.posteriors import METHODS as methods
+
+    covered = {type(m) for case in LAYERS.values() for m in case.make().modules()}
+    assert {cls for cls in known if cls.__module__.startswith(("torch", "transformers"))} <= covered
+    assert set(methods.values()) <= {type(c) for c in METHODS.values()}
+    assert LayerCase

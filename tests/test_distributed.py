@@ -1,0 +1,405 @@
+"""Two gloo processes against one: DDP and FSDP2 compute what a single process computes on the whole batch.
+
+This file is also the worker: the fixture starts it twice, each process runs every scenario and writes its results, and the
+tests compare those of the two ranks with each other and with the same scenario run here, alone, on the whole batch.
+
+Sizes: N rows of the whole batch, K members, S draws.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slimbayes as sb
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
+
+WORLD, SECONDS = 2, 100
+ALONE = -1  # the rank of a scenario that runs in one process, on the whole batch
+NUM_DATA = 20
+Result = dict[str, Any]
+Scenario = Callable[[int, Path], Result]
+SCENARIOS: dict[str, Scenario] = {}
+CONFIGS: dict[str, sb.Config] = {
+    "example": sb.Rank1(members=2),
+    "member": sb.Rank1(members=2, draws="member"),
+    "odd": sb.Rank1(members=3, prior=sb.Cauchy(1.0, 0.1)),  # three members do not divide among two ranks
+    "batchensemble": sb.BatchEnsemble(members=2),
+}
+
+
+def scenario(run: Scenario) -> Scenario:
+    SCENARIOS[run.__name__] = run
+    return run
+
+
+def build(config: str) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    return sb.bayesianize(net, CONFIGS[config])
+
+
+def batch(rank: int, step: int = 0, size: int = 4) -> tuple[Tensor, Tensor]:
+    """A rank's rows of a step's batch, or all rows."""
+    data = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(WORLD * size, 4, generator=data)
+    y = torch.randint(0, 3, (WORLD * size,), generator=data)
+    return (x, y) if rank == ALONE else (x[rank::WORLD], y[rank::WORLD])  # dealt out as DistributedSampler does
+
+
+def ddp(model: nn.Module, rank: int) -> nn.Module:
+    return model if rank == ALONE else nn.parallel.DistributedDataParallel(model)
+
+
+def shard(model: nn.Module, rank: int, alone: tuple[int, ...] = (0, 2, 4)) -> nn.Module:
+    """FSDP2 with a group of its own for the layers at these positions; the root takes the others."""
+    if rank == ALONE:
+        return model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for i in alone:
+        fully_shard(model[i], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {n.removeprefix("module."): whole(p) for n, p in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n.removeprefix("module."): whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def loss(net: nn.Module, x: Tensor, y: Tensor, nll_weight: float = 1.0, kl_weight: float = 1.0) -> sb.ELBO:
+    return sb.elbo(nll_weight * sb.categorical(sb.sample(net, x), y), net, num_data=NUM_DATA, kl_weight=kl_weight)
+
+
+def train(net: nn.Module, rank: int, steps: int) -> None:
+    optimizer = torch.optim.SGD(sb.param_groups(net, weight_decay=0.01), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(net, *batch(rank, step)).loss.backward()
+        optimizer.step()
+
+
+def distance(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+    assert one.keys() == two.keys()
+    return max((one[n] - two[n]).abs().max().item() for n in one)
+
+
+# ---- scenarios: each runs on both ranks, and some here alone as well -------------------------------------------------------
+
+
+def _ddp_training(config: str, rank: int) -> Result:
+    net = ddp(build(config), rank)
+    start = parameters(net)
+    torch.manual_seed(1)
+    train(net, rank, steps=3)
+    return {"start": start, "end": parameters(net)}
+
+
+@scenario
+def ddp_training(rank: int, folder: Path) -> Result:
+    return {config: _ddp_training(config, rank) for config in CONFIGS}
+
+
+@scenario
+def ddp_noise(rank: int, folder: Path) -> Result:
+    """Every rank asks for draws at the very same input."""
+    out = {}
+    for config in ("example", "member"):
+        net = ddp(build(config), rank).eval()
+        torch.manual_seed(1)
+        with torch.no_grad():
+            out[config] = {"sample": sb.sample(net, torch.ones(3, 4)), "bare": net(torch.ones(3, 4))}
+    return out
+
+
+@scenario
+def ddp_gradients(rank: int, folder: Path) -> Result:
+    """One backward pass of the whole loss, of the likelihood alone, of the KL alone, and of a KL counted twice."""
+    out = {}
+    for name, weights in {"loss": (1.0, 1.0), "nll": (1.0, 0.0), "kl": (0.0, 1.0), "twice": (0.0, 2.0)}.items():
+        net = ddp(build("example"), rank)
+        torch.manual_seed(1)
+        terms = loss(net, *batch(rank), *weights)
+        terms.loss.backward()
+        out[name] = {"loss": terms.loss.detach(), "kl": terms.kl.detach(), "grad": gradients(net)}
+    return out
+
+
+@scenario
+def ddp_uneven(rank: int, folder: Path) -> Result:
+    """Three rows on one rank and five on the other, then equal shares again."""
+    net = ddp(build("example"), rank)
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for size in (3 + 2 * rank, 4):
+        optimizer.zero_grad()
+        loss(net, *batch(0, size=size)).loss.backward()
+        optimizer.step()
+    torch.manual_seed(1)
+    single = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=1, scale_init=0.3))
+    with torch.no_grad():
+        drawn = sb.sample(single, torch.ones(3 + 2 * rank, 4), draws=2)
+    return {"end": parameters(net), "drawn": drawn}
+
+
+@scenario
+def ddp_save(rank: int, folder: Path) -> Result:
+    """Nothing is sharded, so one rank saves alone, as people do; a collective inside would wait for ever."""
+    net = ddp(build("example"), rank)
+    train(net, rank, steps=1)
+    if rank == 0:
+        sb.save(net.module, folder / "inner", base=True)
+        sb.save(net, folder / "wrapper", base=True)
+    return {"end": parameters(net)}
+
+
+def _fsdp_step(config: str, rank: int, alone: tuple[int, ...] = (0, 2, 4)) -> Result:
+    net = shard(build(config), rank, alone)
+    before = sb.kl(net)
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(sb.param_groups(net, weight_decay=0.01), lr=0.1)
+    terms = loss(net, *batch(rank))
+    terms.loss.backward()
+    grad = gradients(net)
+    optimizer.step()
+    plain = all(type(t) is Tensor for t in (before, *terms))
+    return {"plain": plain, "kl": before.detach(), "nll": terms.nll.detach(), "grad": grad, "end": parameters(net)}
+
+
+@scenario
+def fsdp_step(rank: int, folder: Path) -> Result:
+    return {config: _fsdp_step(config, rank) for config in CONFIGS}
+
+
+@scenario
+def fsdp_root(rank: int, folder: Path) -> Result:
+    """All parameters in the root's group, which stays whole between forward and backward."""
+    return _fsdp_step("example", rank, alone=())
+
+
+@scenario
+def fsdp_mixed(rank: int, folder: Path) -> Result:
+    """The last layer in the root's group: whole after the forward, while the others are shards again."""
+    return _fsdp_step("example", rank, alone=(0, 2))
+
+
+@scenario
+def fsdp_kl_gradient(rank: int, folder: Path) -> Result:
+    net = shard(build("odd"), rank)
+    sb.kl(net).backward()
+    return {"grad": gradients(net)}
+
+
+@scenario
+def fsdp_predict(rank: int, folder: Path) -> Result:
+    net = shard(build("example"), rank).eval()
+    x = batch(rank)[0]
+    torch.manual_seed(1)
+    pred = sb.predict(net, x, draws=2)
+    with torch.no_grad(), sb.frozen(net):
+        held = torch.equal(sb.sample(net, x), sb.sample(net, x))
+    return {"samples": pred.samples, "held": held}
+
+
+@scenario
+def fsdp_save(rank: int, folder: Path) -> Result:
+    """Gathering shards is collective, so every rank calls save. The paths differ to show who writes."""
+    net = shard(build("example"), rank)
+    train(net, rank, steps=1)
+    sb.save(net, folder / f"sharded-{rank}", base=True)
+    return {"end": parameters(net), "complete": (folder / "sharded-0" / "manifest.json").exists()}
+
+
+# ---- the two processes -----------------------------------------------------------------------------------------------------
+
+
+def work(rank: int, folder: Path) -> None:
+    limit = timedelta(seconds=20)  # a rank that waits for one that failed must not wait for ever
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD, timeout=limit)
+    for name, run in SCENARIOS.items():
+        try:
+            result = run(rank, folder)
+        except Exception:
+            result = {"error": traceback.format_exc()}
+        torch.save(result, folder / f"{name}-{rank}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, "-W", "ignore", __file__, name]
+        ranks = []
+        for rank in range(WORLD):
+            with open(Path(name) / f"log-{rank}", "w") as log:
+                ranks.append(subprocess.Popen([*command, str(rank)], env=environment, stdout=log, stderr=subprocess.STDOUT))
+        stop = time.monotonic() + SECONDS
+        try:
+            for process in ranks:
+                with contextlib.suppress(subprocess.TimeoutExpired):  # scenarios without a result fail below
+                    process.wait(max(0.1, stop - time.monotonic()))
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        yield Path(name)
+
+
+def results(folder: Path, name: str) -> list[Result]:
+    out = []
+    for rank in range(WORLD):
+        file = folder / f"{name}-{rank}.pt"
+        assert file.exists(), f"rank {rank} left no result:\n{(folder / f'log-{rank}').read_text()[-2000:]}"
+        out.append(torch.load(file, weights_only=True))
+    errors = [f"rank {rank}: {r['error']}" for rank, r in enumerate(out) if "error" in r]
+    assert not errors, "\n".join(errors)
+    return out
+
+
+# ---- DDP -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_ddp_ranks_stay_equal_and_follow_one_process(folder: Path, config: str) -> None:
+    first, second = (r[config] for r in results(folder, "ddp_training"))
+    assert distance(first["end"], second["end"]) == 0
+    assert min((first["start"][n] - p).abs().max().item() for n, p in first["end"].items()) > 0
+    if config != "member":  # draws shared by a rank's rows are other draws than those shared by all rows
+        assert distance(first["end"], _ddp_training(config, ALONE)["end"]) < 1e-6
+
+
+@pytest.mark.parametrize("call", ["sample", "bare"])
+@pytest.mark.parametrize("config", ["example", "member"])
+def test_ddp_ranks_with_equal_seeds_draw_different_noise(folder: Path, config: str, call: str) -> None:
+    # Rounded, because equal rows of one product may differ in the last bit.
+    outputs = [r[config][call].reshape(-1, 3).round(decimals=4) for r in results(folder, "ddp_noise")]
+    one = [len(torch.unique(out, dim=0)) for out in outputs]
+    both = len(torch.unique(torch.cat(outputs), dim=0))
+    assert both == sum(one)
+    assert one == [len(out) if config == "example" else 2 for out in outputs]
+
+
+def test_ddp_loss_and_gradients_equal_those_of_one_process(folder: Path) -> None:
+    ranks, alone = results(folder, "ddp_gradients"), ddp_gradients(ALONE, folder)
+    for name in ("loss", "nll", "kl"):
+        mean = sum(r[name]["loss"] for r in ranks) / WORLD
+        torch.testing.assert_close(mean, alone[name]["loss"], atol=1e-6, rtol=1e-6)
+        for rank in ranks:
+            assert distance(rank[name]["grad"], alone[name]["grad"]) < 1e-6, name
+
+
+def test_ddp_counts_the_kl_once(folder: Path) -> None:
+    ranks, net = results(folder, "ddp_gradients"), build("example")
+    (sb.kl(net) / NUM_DATA).backward()
+    expected = gradients(net)
+    assert all(".posterior." in n for n in expected)
+    for rank in ranks:
+        torch.testing.assert_close(rank["kl"]["kl"] * NUM_DATA, sb.kl(net).detach())
+        found, twice = ({n: r["grad"][n] for n in expected} for r in (rank["kl"], rank["twice"]))
+        assert distance(found, expected) < 1e-6
+        assert distance(twice, expected) > 0.01  # one KL for each rank would show
+
+
+def test_ddp_uneven_batches_neither_hang_nor_part_the_ranks(folder: Path) -> None:
+    first, second = results(folder, "ddp_uneven")
+    assert distance(first["end"], second["end"]) == 0
+
+
+def test_ddp_uneven_batches_draw_different_noise(folder: Path) -> None:
+    rows = torch.cat([r["drawn"].reshape(-1, 3).round(decimals=4) for r in results(folder, "ddp_uneven")])
+    assert len(rows) == 16
+    assert len(torch.unique(rows, dim=0)) == 16
+
+
+@pytest.mark.parametrize("saved", ["inner", "wrapper"])
+def test_ddp_rank_zero_saves_alone(folder: Path, saved: str) -> None:
+    first, _ = results(folder, "ddp_save")
+    loaded = sb.load(sb.debayesianize(build("example")), folder / saved)
+    assert distance(parameters(loaded), first["end"]) == 0
+
+
+# ---- FSDP2 -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c != "member"])
+def test_fsdp_step_equals_one_process(folder: Path, config: str) -> None:
+    alone = _fsdp_step(config, ALONE)
+    ranks = [r[config] for r in results(folder, "fsdp_step")]
+    torch.testing.assert_close(sum(r["nll"] for r in ranks) / WORLD, alone["nll"], atol=1e-6, rtol=1e-6)
+    for rank in ranks:
+        assert rank["plain"]
+        torch.testing.assert_close(rank["kl"], alone["kl"])
+        assert distance(rank["grad"], alone["grad"]) < 1e-6
+        assert distance(rank["end"], alone["end"]) < 1e-6
+
+
+def test_fsdp_step_runs_with_draws_shared_by_a_rank(folder: Path) -> None:
+    first, second = (r["member"] for r in results(folder, "fsdp_step"))
+    assert distance(first["end"], second["end"]) == 0
+    assert first["nll"] != second["nll"]
+
+
+@pytest.mark.parametrize("name", ["fsdp_root", "fsdp_mixed"])
+def test_fsdp_groups_may_span_layers(folder: Path, name: str) -> None:
+    alone = _fsdp_step("example", ALONE)
+    for rank in results(folder, name):
+        assert rank["plain"]
+        assert distance(rank["grad"], alone["grad"]) < 1e-6
+        assert distance(rank["end"], alone["end"]) < 1e-6
+
+
+def test_fsdp_kl_gradient_equals_one_process(folder: Path) -> None:
+    alone = fsdp_kl_gradient(ALONE, folder)["grad"]
+    assert alone.keys() == {n for n, _ in build("odd").named_parameters() if n.endswith(("loc", "rho"))}
+    for rank in results(folder, "fsdp_kl_gradient"):
+        assert distance(rank["grad"], alone) < 1e-6
+
+
+def test_fsdp_predicts_as_one_process(folder: Path) -> None:
+    ranks, alone = results(folder, "fsdp_predict"), fsdp_predict(ALONE, folder)
+    torch.testing.assert_close(torch.stack([r["samples"] for r in ranks], 2).flatten(1, 2), alone["samples"], atol=1e-6, rtol=1e-6)
+    assert all(r["held"] for r in ranks)
+
+
+def test_fsdp_checkpoint_loads_into_one_process(folder: Path) -> None:
+    first, second = results(folder, "fsdp_save")
+    assert distance(first["end"], second["end"]) == 0
+    loaded = sb.load(sb.debayesianize(build("batchensemble")), folder / "sharded-0")
+    assert distance(parameters(loaded), first["end"]) == 0
+    assert not any(hasattr(p, "full_tensor") for p in loaded.parameters())
+
+
+def test_fsdp_one_rank_writes_and_all_wait_for_it(folder: Path) -> None:
+    assert all(r["complete"] for r in results(folder, "fsdp_save"))
+    assert [(folder / f"sharded-{rank}").exists() for rank in range(WORLD)] == [True, False]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    work(int(sys.argv[2]), Path(sys.argv[1]))
