@@ -154,8 +154,8 @@ def estimate_cost(
     """
     decisions = plan(model, config, include, exclude)
     positions = _positions(model, example)
-    extra = plain_flops = extra_flops = 0
-    sizes, forwards = 0, 1
+    extra, sizes, forwards = 0, 0, 1
+    plain_flops = extra_flops = 0.0
     for decision in decisions:
         layer = model.get_submodule(decision.name)
         cls = bayes_class(layer)

@@ -113,7 +113,7 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel or torch.compile, whose names would get a prefix."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
+        model = getattr(model, "_orig_mod", None) or model.module  # type: ignore[assignment]
     return model
 
 

@@ -103,7 +103,7 @@ def debayesianize(model: Model) -> Model:
     """
     for layer in list(model.modules()):
         if isinstance(layer, BayesLayer):
-            layer.__class__ = layer.plain
+            layer.__class__ = layer.plain  # type: ignore[assignment]
             del layer.posterior
             layer.__dict__.pop("batch_dim", None)
         conversion: Conversion | None = layer.__dict__.get("_slimbayes")
@@ -297,7 +297,7 @@ def _attach(model: nn.Module, new: Conversion) -> None:
         new.decisions = [kept.get(d.name, d) for d in new.decisions]
         new.patched = former.patched + new.patched
         _remove_hooks(model)
-    model._slimbayes = new
+    model._slimbayes = new  # type: ignore[assignment]
     model.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)
     model.register_forward_hook(_end, always_call=True)
 

@@ -13,6 +13,7 @@ row gets one draw of a uniformly random member.
 
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def block_sizes(rows: int, blocks: int) -> list[int]:
     [3, 2]
     """
     edges = [-(-j * rows // blocks) for j in range(blocks + 1)]  # the first row of block j is ceil(j * rows / blocks)
-    return [stop - start for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return [stop - start for start, stop in pairwise(edges)]
 
 
 def posteriors_of(module: nn.Module) -> list[Posterior]:

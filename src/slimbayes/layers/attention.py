@@ -84,7 +84,7 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
     def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
         """Append the learned and the zero key and value, where the layer has them: (R, S, E) -> (R, S + extra, E)."""
         size = k.shape[1]
-        if self.bias_k is not None:
+        if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.to(k.dtype).expand(k.shape[0], 1, -1)], 1)
             v = torch.cat([v, self.bias_v.to(v.dtype).expand(v.shape[0], 1, -1)], 1)
         if self.add_zero_attn:

@@ -6,7 +6,7 @@ the posterior at `layer.posterior[site]` does the rest.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,10 @@ class BayesLayer(nn.Module):
 
     plain: ClassVar[type[nn.Module]]
     posterior: nn.ModuleDict
+    if TYPE_CHECKING:  # a mixin reads attributes of the plain class it is mixed with
+
+        def __getattr__(self, name: str) -> Any: ...
+
     channels_last: ClassVar[bool] = False  # rows may lie along any dimension but the last
     batch_dim: int = 0  # instances override it where rows lie elsewhere
 

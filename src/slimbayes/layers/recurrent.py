@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, _VF, nn
+from torch import _VF, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from slimbayes.layers.base import BayesLayer, LinearMap, matrix_outer
@@ -80,6 +80,7 @@ class _BayesRecurrent(BayesLayer):
 
     def run(self, input: Any, hx: Any = None) -> Any:
         packed, lengths, batched = isinstance(input, PackedSequence), None, True
+        y: Any
         if packed:
             x, lengths = pad_packed_sequence(input)
         else:
@@ -122,7 +123,7 @@ class _BayesRecurrent(BayesLayer):
 
     def _kernel(self, draw: int, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> Any:
         weights, has_bias = self._weights(draw)
-        hx = [h.contiguous() for h in state] if self.mode == "LSTM" else state[0].contiguous()
+        hx: Any = [h.contiguous() for h in state] if self.mode == "LSTM" else state[0].contiguous()
         options = (weights, has_bias, self.num_layers, self.dropout, self.training, self.bidirectional)
         if lengths is None:
             y, *state = _KERNELS[self.mode](x, hx, *options, False)

@@ -147,7 +147,7 @@ class BatchEnsemble(Config):
 
     members: int = 4
     perturbation: Literal["multiplicative", "additive"] = "multiplicative"
-    mean_init: Distribution = Signs(0.5)
+    mean_init: Distribution = Signs(0.5)  # noqa: RUF009 (immutable)
     member_bias: bool = True
     rank: int = 1
     leaves_alone: ClassVar[dict[str, str]] = _EMBEDDINGS
@@ -260,5 +260,6 @@ class Rank1Posterior(Posterior):
             shift = (torch.nn.functional.linear(s.to(weight.dtype), weight) + r.to(weight.dtype)).mean(0)
             return weight, shift if bias is None else bias + shift
         # Eq. 1: W' = W o r s^T
-        mask = sum(linear.outer(r[j], s[j]) for j in range(r.shape[0])) / r.shape[0]
+        masks = [linear.outer(r[j], s[j]) for j in range(r.shape[0])]
+        mask = masks[0] if len(masks) == 1 else torch.stack(masks).mean(0)
         return weight * mask.to(weight.dtype), bias
