@@ -14,12 +14,14 @@ Sizes: S draws, B rows, C classes, N data.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slimbayes.layers.base import BayesLayer
 from slimbayes.messages import did_you_mean
 from slimbayes.passes import posteriors_of
 
@@ -71,7 +73,8 @@ def kl(model: nn.Module) -> Tensor:
         >>> bool(kl(sb.bayesianize(nn.Linear(4, 3), sb.Rank1())) > 0)
         True
     """
-    terms = [p.kl() for p in posteriors_of(model)]
+    layers = [m for m in model.modules() if isinstance(m, BayesLayer)]
+    terms = [p.kl(partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()]  # type: ignore[operator]
     if not terms:
         first = next(model.parameters(), torch.zeros(()))
         return torch.zeros((), device=first.device)
@@ -229,9 +232,24 @@ def param_groups(model: nn.Module, weight_decay: float = 0.0, lr: float | None =
     if posterior_lr_multiplier != 1.0 and lr is None:
         raise ValueError("param_groups needs lr= to apply a posterior_lr_multiplier.")
     own = {id(p) for posterior in posteriors_of(model) for p in posterior.parameters()}
+    means = {id(p) for p in _means_with_a_prior(model)}
     base = [p for p in model.parameters() if id(p) not in own and p.requires_grad]
     fast = [p for p in model.parameters() if id(p) in own and p.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": base, "weight_decay": weight_decay}, {"params": fast, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in base if id(p) not in means], "weight_decay": weight_decay},
+        {"params": [p for p in base if id(p) in means], "weight_decay": 0.0},
+        {"params": fast, "weight_decay": 0.0},
+    ]
     if lr is not None:
-        groups[0]["lr"], groups[1]["lr"] = lr, lr * posterior_lr_multiplier
+        for group, factor in zip(groups, (1.0, 1.0, posterior_lr_multiplier), strict=True):
+            group["lr"] = lr * factor
     return [g for g in groups if g["params"]]
+
+
+def _means_with_a_prior(model: nn.Module) -> list[nn.Parameter]:
+    """Weights that the KL regularises as posterior means: a decay on top would be a second prior."""
+    out = []
+    for layer in model.modules():
+        if isinstance(layer, BayesLayer):
+            out += [layer.get_parameter(s.parameter) for s in layer.sites() if layer.posterior[s.name].regularises_mean]
+    return out

@@ -4,7 +4,7 @@ A draw belongs to a forward pass of the whole model, not to one layer call: a mo
 one weight sample. A pass is opened by `sample`, by `frozen`, by a bare `model(x)` (a hook on the converted root), or by a
 converted layer that is called on its own.
 
-Sizes: S draws, R rows of the batch, B rows per draw, K members, W standard normals that one draw of one posterior takes.
+Sizes: S draws, R rows of the batch, B rows per draw, K members.
 
 Layout. Rows are cut into consecutive blocks, one block per draw: rows [j*B:(j+1)*B] belong to draw j, and draw j belongs
 to member (first + j) mod K. In a bare call there are K blocks, of as equal size as R allows, and `first` is random, so every
@@ -12,7 +12,7 @@ row gets one draw of a uniformly random member.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from slimbayes.posteriors.base import Posterior
+from slimbayes.posteriors.base import Noise, Posterior
 
 # torch.compile looks at .grad of every tensor it meets on a module, drawn factors too, and would warn about them.
 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning, r"torch\._dynamo")
@@ -38,21 +38,13 @@ class Pass:
         self.held = held
         self.open = True
 
-    def per_row(self, posterior: Posterior) -> bool:
-        """Whether a posterior draws for every row in this pass; a held draw must fit batches of any size."""
-        return posterior.rowwise and not self.held
-
-    def count(self, posterior: Posterior) -> int:
-        """How many draws this posterior makes: one per row, or one per block of rows."""
-        if self.per_row(posterior):
-            assert self.rows is not None
-            return self.rows
+    def blocks(self, posterior: Posterior) -> int:
+        """How many blocks of rows this posterior has draws for."""
         return posterior.members if self.draws is None else self.draws
 
-    def pick(self, posterior: Posterior, parameter: Tensor) -> Tensor:
-        """Lay a parameter (K, ...) out by the member of each draw: (count, ...)."""
-        members, count = posterior.members, self.count(posterior)
-        blocks = members if self.draws is None else self.draws
+    def pick(self, posterior: Posterior, parameter: Tensor, count: int) -> Tensor:
+        """Lay a parameter (K, ...) out by the member of each block, or of each row: (count, ...)."""
+        members, blocks = posterior.members, self.blocks(posterior)
         if not isinstance(self.first, int) or self.first % members or blocks % members:
             block = torch.arange(blocks, device=posterior.device)
             if count != blocks:
@@ -133,32 +125,30 @@ def begin_bare(posteriors: Sequence[Posterior], rows: int) -> Pass:
     return begin(posteriors, Pass(draws=None, rows=rows, first=first))
 
 
-def _noise(posteriors: Sequence[Posterior], new: Pass) -> list[Tensor]:
-    """Standard normals of shape (count, W) for each posterior, cut from one flat draw per device and dtype.
+def _noise(posteriors: Sequence[Posterior], new: Pass) -> list[Noise]:
+    """Standard normals for the blocks and the rows of each posterior, cut from two flat draws per device and dtype.
 
     With several processes every rank draws the numbers of all ranks and takes its own share: equal seeds then still give
     each rank different noise, and one process on the whole batch would have drawn the same numbers for the same rows if the rows
     were dealt out one by one, as DistributedSampler does.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-    out: list[Tensor | None] = [None] * len(posteriors)
-    kinds = [(p.device, p.dtype, new.per_row(p)) for p in posteriors]
-    for device, dtype, rowwise in dict.fromkeys(kinds):
-        index = [i for i, kind in enumerate(kinds) if kind == (device, dtype, rowwise)]
-        counts = [new.count(posteriors[i]) for i in index]
-        if rowwise:
-            widths = [posteriors[i].width for i in index]
-            blocks = new.draws or 1
-            shape = (blocks, counts[0] // blocks, world, sum(widths))
-            flat = torch.randn(shape, device=device, dtype=dtype)[:, :, rank].reshape(counts[0], sum(widths))
-            parts: Iterable[Tensor] = flat.split(widths, dim=1)
-        else:
-            sizes = [n * posteriors[i].width for i, n in zip(index, counts, strict=True)]
-            flat = torch.randn((world, sum(sizes)), device=device, dtype=dtype)[rank]
-            parts = [part.view(n, -1) if part.numel() else part.new_empty(n, 0) for part, n in zip(flat.split(sizes), counts, strict=True)]
-        for i, part in zip(index, parts, strict=True):
-            out[i] = part
-    return [part for part in out if part is not None]
+    out: list[Noise | None] = [None] * len(posteriors)
+    kinds = [(p.device, p.dtype) for p in posteriors]
+    for device, dtype in dict.fromkeys(kinds):
+        index = [i for i, kind in enumerate(kinds) if kind == (device, dtype)]
+        widths = [posteriors[i].widths(new.held) for i in index]
+        counts = [new.blocks(posteriors[i]) for i in index]
+        sizes = [count * width for count, (width, _) in zip(counts, widths, strict=True)]
+        flat = torch.randn((world, sum(sizes)), device=device, dtype=dtype)[rank]
+        blocks = [part.view(n, size // n) for part, n, size in zip(flat.split(sizes), counts, sizes, strict=True)]
+        per_row = [width for _, width in widths]
+        rows, groups = (new.rows or 0) if any(per_row) else 0, new.draws or 1
+        wide = torch.randn((groups, rows // groups, world, sum(per_row)), device=device, dtype=dtype)[:, :, rank]
+        lines = wide.reshape(rows, sum(per_row)).split(per_row, dim=1)
+        for i, block, row in zip(index, blocks, lines, strict=True):
+            out[i] = Noise(block, row)
+    return [noise for noise in out if noise is not None]
 
 
 def infer_rows(inputs: Any, batch_dim: int) -> int | None:
@@ -185,7 +175,7 @@ def apply_rows(
     if factor.shape[0] == 1:
         return combine(x, _place(factor, x.dim(), batch_dim, channel_dim))
     rows = current.rows or 0
-    batch_dim = _batch_dim(x, rows, batch_dim, channel_dim, name, certain)
+    batch_dim = batch_dim_of(x, rows, batch_dim, channel_dim, name, certain)
     seen = x.shape[batch_dim]
     if rows % factor.shape[0] or (seen == 1 and rows > 1):
         factor = factor[block_of_row(rows, factor.shape[0], factor.device)]
@@ -214,7 +204,7 @@ def _place(factor: Tensor, dims: int, batch_dim: int, channel_dim: int) -> Tenso
     return factor.reshape(shape)
 
 
-def _batch_dim(x: Tensor, rows: int, batch_dim: int, channel_dim: int, name: str, certain: bool = False) -> int:
+def batch_dim_of(x: Tensor, rows: int, batch_dim: int, channel_dim: int, name: str, certain: bool = False) -> int:
     """The dimension that holds the pass's rows: the declared one if it fits, else the only other one that does."""
     seen = x.shape[batch_dim]
     if seen in (rows, 1):

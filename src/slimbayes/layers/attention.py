@@ -29,12 +29,13 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
 
     def sites(self) -> list[Site]:
         bias, size = self.in_proj_bias is not None, self.embed_dim
-        return [
-            Site("q", size, size, bias),
-            Site("k", self.kdim, size, bias),
-            Site("v", self.vdim, size, bias),
-            Site("out", size, size, self.out_proj.bias is not None),
+        inputs = {"q": size, "k": self.kdim, "v": self.vdim}
+        packed = self._qkv_same_embed_dim
+        sites = [
+            Site(n, m, size, bias, "in_proj_weight" if packed else f"{n}_proj_weight", (size, m), positions="many")
+            for n, m in inputs.items()
         ]
+        return [*sites, Site("out", size, size, self.out_proj.bias is not None, "out_proj.weight", (size, size), positions="many")]
 
     def linear_map(self, site: str) -> LinearMap:
         weight, bias = self._parameters_of(site)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import passes
-from slimbayes.passes import Pass, apply_rows
+from slimbayes.passes import Pass, apply_rows, batch_dim_of, block_sizes
 from slimbayes.posteriors.base import Posterior, Site
 
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -44,6 +44,20 @@ class LinearMap:
     def rows(self, combine: Any, y: Tensor, factor: Tensor, current: Pass) -> Tensor:
         """Combine the outputs with one line of factors (n, n_out) for each draw."""
         return apply_rows(combine, y, factor, current, self.batch_dim, self.channel_dim, self.name, self.certain)
+
+    def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
+        """Apply one weight (n, ...) and bias (n, n_out) to each block of rows."""
+        if len(weights) == 1:
+            return self.op(x, weights[0], None if biases is None else biases[0])
+        batch_dim = batch_dim_of(x, current.rows or 0, self.batch_dim, self.channel_dim, self.name, self.certain)
+        if x.shape[batch_dim] % len(weights):
+            sizes = block_sizes(x.shape[batch_dim], len(weights))
+            parts = [self.op(part, weights[j], None if biases is None else biases[j]) for j, part in enumerate(x.split(sizes, batch_dim))]
+            return torch.cat(parts, batch_dim)
+        blocks = x.unflatten(batch_dim, (len(weights), -1))
+        in_dims = (batch_dim, 0, None if biases is None else 0)
+        y = torch.vmap(self.op, in_dims, out_dims=batch_dim)(blocks, weights, biases)
+        return y.flatten(batch_dim, batch_dim + 1)
 
     def add_bias(self, y: Tensor) -> Tensor:
         """Add the layer's own bias (n_out,), if there is one."""

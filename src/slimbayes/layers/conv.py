@@ -17,7 +17,9 @@ class _BayesConv(BayesLayer):
     spatial: int  # number of spatial dimensions
 
     def sites(self) -> list[Site]:
-        return [Site("weight", self.in_channels, self.out_channels, self.bias is not None)]
+        out_dim = int(isinstance(self, nn.modules.conv._ConvTransposeNd))  # a transposed kernel is stored inputs first
+        shape = tuple(self.weight.shape)
+        return [Site("weight", self.in_channels, self.out_channels, self.bias is not None, "weight", shape, out_dim, "many")]
 
     def _map(self, op: Any, outer: Any) -> LinearMap:
         name = self.posterior["weight"].name

@@ -47,7 +47,7 @@ class BayesEmbedding(BayesLayer, nn.Embedding):
         return "max_norm rewrites the table in place during lookup" if layer.max_norm is not None else None
 
     def sites(self) -> list[Site]:
-        return [Site("weight", self.num_embeddings, self.embedding_dim, False)]
+        return [Site("weight", *self.weight.shape, False, "weight", tuple(self.weight.shape), out_dim=1)]
 
     def _op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
@@ -117,7 +117,7 @@ class BayesEmbeddingBag(BayesLayer, nn.EmbeddingBag):
         return "max_norm rewrites the table in place during lookup" if layer.max_norm is not None else None
 
     def sites(self) -> list[Site]:
-        return [Site("weight", self.num_embeddings, self.embedding_dim, False)]
+        return [Site("weight", *self.weight.shape, False, "weight", tuple(self.weight.shape), out_dim=1)]
 
     def linear_map(self, site: str) -> LinearMap:
         name = self.posterior[site].name

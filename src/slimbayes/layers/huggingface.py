@@ -27,7 +27,7 @@ class BayesConv1D(BayesLayer, Conv1D):
     channels_last = True
 
     def sites(self) -> list[Site]:
-        return [Site("weight", self.weight.shape[0], self.weight.shape[1], True)]
+        return [Site("weight", *self.weight.shape, True, "weight", tuple(self.weight.shape), out_dim=1)]
 
     def linear_map(self, site: str) -> LinearMap:
         return LinearMap(self.weight, self.bias, _op, _outer, self.batch_dim, -1, self.posterior[site].name)

@@ -17,7 +17,7 @@ class BayesLinear(BayesLayer, nn.Linear):
     channels_last = True
 
     def sites(self) -> list[Site]:
-        return [Site("weight", self.in_features, self.out_features, self.bias is not None)]
+        return [Site("weight", self.in_features, self.out_features, self.bias is not None, "weight", tuple(self.weight.shape))]
 
     def linear_map(self, site: str) -> LinearMap:
         return LinearMap(self.weight, self.bias, F.linear, matrix_outer, self.batch_dim, -1, self.posterior[site].name)

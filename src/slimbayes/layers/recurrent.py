@@ -51,6 +51,11 @@ def _stems(layer: Any) -> list[tuple[int, bool, str]]:
     return [(i, bool(d), f"_l{i}{d}") for i in range(layer.num_layers) for d in directions]
 
 
+def _site(layer: Any, name: str, bias: bool) -> Site:
+    gates, inputs = getattr(layer, name).shape
+    return Site(name, inputs, gates, bias, name, (gates, inputs), positions="many")
+
+
 class _BayesRecurrent(BayesLayer):
     @classmethod
     def refuse(cls, layer: nn.Module) -> str | None:
@@ -62,9 +67,8 @@ class _BayesRecurrent(BayesLayer):
         out = []
         for _, _, stem in _stems(self):
             for kind in ("ih", "hh"):
-                weight = getattr(self, f"weight_{kind}{stem}")
                 # Only the input matrix carries the members' bias: two offsets would add up to one.
-                out.append(Site(f"weight_{kind}{stem}", weight.shape[1], weight.shape[0], bool(self.bias) and kind == "ih"))
+                out.append(_site(self, f"weight_{kind}{stem}", bool(self.bias) and kind == "ih"))
         return out
 
     def linear_map(self, site: str) -> LinearMap:
@@ -88,9 +92,7 @@ class _BayesRecurrent(BayesLayer):
             x = input if batched else input.unsqueeze(1)
             x = x.transpose(0, 1) if self.batch_first and batched else x
         state = self._initial(x, hx, batched)
-        lead = self.posteriors()[0]
-        assert lead.current is not None
-        run = self._over_time if lead.drawn > 1 and lead.current.per_row(lead) else self._fused
+        run = self._fused if self.posteriors()[0].has_weights else self._over_time
         y, state = run(x, state, lengths)
         if packed:
             y = pack_padded_sequence(y, lengths, enforce_sorted=False)
@@ -203,11 +205,7 @@ class BayesRNN(_BayesRecurrent, nn.RNN):
 
 class _BayesCell(BayesLayer):
     def sites(self) -> list[Site]:
-        gates = self.weight_ih.shape[0]
-        return [
-            Site("weight_ih", self.input_size, gates, self.bias_ih is not None),
-            Site("weight_hh", self.hidden_size, gates, False),
-        ]
+        return [_site(self, "weight_ih", self.bias_ih is not None), _site(self, "weight_hh", False)]
 
     def linear_map(self, site: str) -> LinearMap:
         bias = getattr(self, site.replace("weight", "bias"))

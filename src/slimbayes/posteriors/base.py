@@ -1,16 +1,17 @@
 """The abstract Config and Posterior: what a method must provide, and the only thing the rest of the library sees.
 
-Sizes: K members, n draws of one pass, W standard normals per draw.
+Sizes: K members, m x n the matrix view of a weight.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,37 +24,68 @@ if TYPE_CHECKING:
     from slimbayes.passes import Pass
 
 
-Pick = Callable[[Tensor], Tensor]  # a parameter (K, ...) -> one line for each draw of the pass (n, ...)
+Pick = Callable[[Tensor, int], Tensor]  # a parameter (K, ...) and a number of blocks or rows n -> (n, ...), by member
+MapOf = Callable[[], "LinearMap"]  # builds the linear map of a posterior's site
 
 
 @dataclass(frozen=True)
 class Site:
-    """One weight matrix of a layer that a posterior covers: its name, sizes and whether a bias follows it."""
+    """One weight matrix of a layer that a posterior covers.
+
+    Attributes:
+        name: key of its posterior in `layer.posterior`.
+        n_in, n_out: its input and output channels.
+        bias: whether a bias follows it.
+        parameter: name of the layer's parameter that holds it.
+        shape: shape of the weight as it is stored.
+        out_dim: which dimension of the stored weight counts outputs; the others, flattened, are the inputs of its matrix view.
+        positions: whether one row meets the matrix once, or at many places or times that share the weights.
+    """
 
     name: str
     n_in: int
     n_out: int
     bias: bool
+    parameter: str
+    shape: tuple[int, ...]
+    out_dim: int = 0
+    positions: Literal["one", "many"] = "one"
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Shape (m, n) of the matrix view: inputs (times the kernel's size) by outputs."""
+        n = self.shape[self.out_dim]
+        return math.prod(self.shape) // n, n
+
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        """A stored weight as a matrix (m, n)."""
+        return weight.movedim(self.out_dim, -1).reshape(self.matrix)
+
+    def from_matrix(self, matrix: Tensor) -> Tensor:
+        """A matrix (..., m, q) as a stored weight with q outputs, (..., *shape)."""
+        shape = [size for d, size in enumerate(self.shape) if d != self.out_dim]
+        lead = matrix.dim() - 2
+        return matrix.reshape(*matrix.shape[:-2], *shape, matrix.shape[-1]).movedim(-1, lead + self.out_dim)
+
+
+class Noise(NamedTuple):
+    """Standard normals of one pass for one posterior: one line for each block of rows, and one for each row."""
+
+    block: Tensor
+    row: Tensor
 
 
 class Posterior(nn.Module, ABC):
-    """Variational parameters of one weight matrix, their draws and their KL.
-
-    A subclass sets `members`, `rowwise` and `width` in its constructor and implements `realise`, `kl` and `forward`.
-    """
+    """Variational parameters of one weight matrix, their draws and their KL."""
 
     members: int = 1  # K
-    rowwise: bool = False  # a fresh draw for every row, or one for every block of rows
-    width: int = 0  # W
     name: str = ""  # for messages: "encoder.fc1.weight"
+    regularises_mean: bool = False  # whether the KL already holds a prior on the layer's own weight
 
     def __init__(self) -> None:
         super().__init__()
-        self._forget()
-
-    def _forget(self) -> None:
         self.current: Pass | None = None
-        self._noise: Tensor | None = None
+        self._noise: Noise | None = None
         self._values: Any = None
 
     @property
@@ -65,8 +97,8 @@ class Posterior(nn.Module, ABC):
         """Type of the noise: that of the parameters, float32 at least."""
         return torch.promote_types(next(self.parameters()).dtype, torch.float32)
 
-    def start(self, new: Pass, noise: Tensor) -> None:
-        """Take this pass's noise (n, W); realise the draw at once unless the parameters are sharded."""
+    def start(self, new: Pass, noise: Noise) -> None:
+        """Take this pass's noise; realise the draw at once unless the parameters are sharded."""
         self.current, self._noise, self._values = new, noise, None
         if not any(hasattr(p, "full_tensor") for p in self.parameters()):
             self.values()
@@ -74,23 +106,41 @@ class Posterior(nn.Module, ABC):
     def values(self) -> Any:
         """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here."""
         if self._values is None:
-            assert self._noise is not None and self.current is not None
-            self._values = self.realise(self._noise, partial(self.current.pick, self))
+            assert self.current is not None
+            self._values = self.realise(self.noise, partial(self.current.pick, self))
         return self._values
 
     @property
+    def noise(self) -> Noise:
+        assert self._noise is not None, "no pass has been opened"
+        return self._noise
+
+    @property
+    def per_row(self) -> bool:
+        """Whether this pass has noise for every row, not only for blocks of rows."""
+        return self.noise.row.shape[1] > 0
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether this pass has one weight draw for each block of rows, which `materialise` can give."""
+        return not self.per_row
+
+    @property
     def drawn(self) -> int:
-        """n, how many draws this pass has of this posterior."""
-        assert self._noise is not None
-        return self._noise.shape[0]
+        """How many draws this pass has: one for each row, or one for each block of rows."""
+        return len(self.noise.row if self.per_row else self.noise.block)
 
     @abstractmethod
-    def realise(self, noise: Tensor, pick: Pick) -> Any:
-        """Turn noise (n, W) into n draws; `pick` lays a parameter (K, ...) out by each draw's member, (n, ...)."""
+    def widths(self, held: bool) -> tuple[int, int]:
+        """How many standard normals a pass takes for each block and for each row; a held draw must do without the latter."""
 
     @abstractmethod
-    def kl(self) -> Tensor:
-        """KL to the prior, summed over elements and members: a scalar."""
+    def realise(self, noise: Noise, pick: Pick) -> Any:
+        """Turn noise into draws; `pick(parameter, n)` lays a parameter (K, ...) out by the member of each block or row."""
+
+    @abstractmethod
+    def kl(self, linear: MapOf) -> Tensor:
+        """KL to the prior, summed over elements and members: a scalar. `linear()` has the layer's own weight and bias."""
 
     @abstractmethod
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:

@@ -36,7 +36,7 @@ from slimbayes.distributions import (
     rho_from_scale,
     scale_from_rho,
 )
-from slimbayes.posteriors.base import Config, Pick, Posterior, Site, check_choice, check_count
+from slimbayes.posteriors.base import Config, MapOf, Noise, Pick, Posterior, Site, check_choice, check_count
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -183,7 +183,7 @@ class Factor(nn.Module):
             self.rho = nn.Parameter(rho0 + (config.scale_jitter or 0.0) * jitter)
         self.width = 0 if self.family is Point else config.rank * channels
 
-    def distribution(self, pick: Pick = lambda parameter: parameter) -> Any:
+    def distribution(self, pick: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> Any:
         """q of each member, or, with `pick`, of each draw's member; in float32 at least."""
         loc = self.loc.float() if self.loc.dtype in (torch.float16, torch.bfloat16) else self.loc
         if self.family is Point:
@@ -196,7 +196,7 @@ class Factor(nn.Module):
 
     def draw(self, noise: Tensor, pick: Pick) -> Tensor:
         """n draws of shape (n, p, channels) from noise (n, p * channels)."""
-        q = self.distribution(pick)
+        q = self.distribution(lambda parameter: pick(parameter, len(noise)))
         return q.loc if self.family is Point else q.rsample(noise.reshape(q.loc.shape))
 
 
@@ -220,19 +220,27 @@ class Rank1Posterior(Posterior):
         self.bias = nn.Parameter(torch.zeros(offsets, site.n_out)) if offsets else None
         self.members = config.members
         self.rowwise = config.draws == "example" and config.posterior != "point"
-        self.width = self.r.width + self.s.width
         self.clip = config.clip
         self.additive = config.perturbation == "additive"
 
-    def realise(self, noise: Tensor, pick: Pick) -> Drawn:
-        noise_r, noise_s = noise.split([self.r.width, self.s.width], dim=1)
+    def widths(self, held: bool) -> tuple[int, int]:
+        width = self.r.width + self.s.width
+        return (0, width) if self.rowwise and not held else (width, 0)
+
+    @property
+    def has_weights(self) -> bool:
+        return not self.per_row or self.drawn == 1
+
+    def realise(self, noise: Noise, pick: Pick) -> Drawn:
+        lines = noise.row if self.per_row else noise.block
+        noise_r, noise_s = lines.split([self.r.width, self.s.width], dim=1)
         r, s = self.r.draw(noise_r, pick), self.s.draw(noise_s, pick)
         if self.clip is not None:
             r, s = r.clamp(-self.clip, self.clip), s.clamp(-self.clip, self.clip)
-        bias = None if self.bias is None else pick(torch.cat([torch.zeros_like(self.bias[:1]), self.bias]))
+        bias = None if self.bias is None else pick(torch.cat([torch.zeros_like(self.bias[:1]), self.bias]), len(lines))
         return Drawn(r, s, bias)
 
-    def kl(self) -> Tensor:
+    def kl(self, linear: MapOf) -> Tensor:
         return self.r.kl() + self.s.kl()
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
