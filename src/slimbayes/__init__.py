@@ -29,9 +29,16 @@ from slimbayes.objective import kl as kl
 from slimbayes.objective import param_groups as param_groups
 from slimbayes.posteriors import BatchEnsemble as BatchEnsemble
 from slimbayes.posteriors import Deterministic as Deterministic
+from slimbayes.posteriors import KTied as KTied
+from slimbayes.posteriors import MatrixNormal as MatrixNormal
+from slimbayes.posteriors import MeanField as MeanField
 from slimbayes.posteriors import Rank1 as Rank1
 from slimbayes.posteriors import config_from_dict as config_from_dict
 from slimbayes.posteriors.base import Config as Config
+from slimbayes.posteriors.priors import EmpiricalBayes as EmpiricalBayes
+from slimbayes.posteriors.priors import HeNormal as HeNormal
+from slimbayes.posteriors.priors import ScaleMixture as ScaleMixture
+from slimbayes.posteriors.priors import TiedMean as TiedMean
 from slimbayes.prediction import Prediction as Prediction
 from slimbayes.prediction import predict as predict
 from slimbayes.sampling import frozen as frozen

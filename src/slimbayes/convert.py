@@ -243,8 +243,12 @@ def _posteriors(decision: Decision, layer: nn.Module) -> nn.ModuleDict:
     wide = torch.promote_types(first.dtype, torch.float32)
     out = nn.ModuleDict()
     for site in cls.sites(layer):  # type: ignore[arg-type]
-        posterior = decision.config.build(site).to(device=first.device, dtype=wide)
-        posterior.name = f"{decision.name}.{site.name}" if decision.name else site.name
+        name = f"{decision.name}.{site.name}" if decision.name else site.name
+        try:
+            posterior = decision.config.build(site).to(device=first.device, dtype=wide)
+        except ValueError as error:
+            raise ValueError(f"{name} ({decision.kind}): {error}.") from error
+        posterior.name = name
         out[site.name] = posterior
     return out.train(layer.training)
 

@@ -305,6 +305,8 @@ def _narrow(inputs: Any, rows: int, start: int, size: int, batch_dim: int) -> An
 def _outputs(model: nn.Module, args: Any, kwargs: Any, draws: int, chunk: int | None, output: str | int | None) -> Iterator[Tensor]:
     rows = passes.infer_rows((args, kwargs), conversions_of(model)[0][1].batch_dim) or 1
     at_once = draws if chunk is None else max(1, chunk // (rows * members(model)))
+    floats = sum(p.widths(False)[0] for p in passes.posteriors_of(model)) * members(model)
+    at_once = min(at_once, max(1, 2**24 // max(floats, 1)))  # posteriors that draw whole weights: some 64 MiB of them at once
     posteriors = passes.posteriors_of(model)
     if posteriors and passes.is_open(posteriors):  # inside frozen: the held draws are all there are
         yield _select(sample(model, *args, **kwargs), output)

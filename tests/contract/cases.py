@@ -21,19 +21,27 @@ METHODS: dict[str, sb.Config] = {
     "rank1-rank-2": sb.Rank1(members=2, rank=2),
     "rank1-heavy-prior": sb.Rank1(members=2, posterior="normal", prior=sb.Cauchy(1.0, 0.1)),
     "batch-ensemble": sb.BatchEnsemble(members=2),
+    "mean-field": sb.MeanField(prior=sb.Normal(0.0, 0.3), scale_init=0.1, bias="gaussian"),
+    "mean-field-flipout": sb.MeanField(estimator="flipout", scale_init=0.1),
+    "mean-field-local": sb.MeanField(estimator="local", scale_init=0.1, bias="gaussian", independent_positions=True),
+    "k-tied": sb.KTied(rank=2, scale_init=0.1),
+    "k-tied-flipout": sb.KTied(rank=2, estimator="flipout", scale_init=0.1, bias="gaussian"),
+    "k-tied-local": sb.KTied(rank=2, estimator="local", scale_init=0.1, independent_positions=True),
+    "matrix-normal": sb.MatrixNormal(scale_init=0.1),
     "deterministic": sb.Deterministic(),
 }
 
 
 @dataclass
 class LayerCase:
-    """A layer, an input of `rows` rows along `batch_dim`, and the shapes of its weight matrices (n_in, n_out, has bias)."""
+    """A layer, an input of `rows` rows along `batch_dim`, its weights' channels (n_in, n_out, has bias) and matrix views (m, n)."""
 
     make: Callable[[], nn.Module]
     input: Callable[[], Any]
     sites: tuple[tuple[int, int, bool], ...]
     batch_dim: int = 0
     rows: int = 3
+    matrix: tuple[int, int] | None = None  # if not (n_in, n_out)
 
 
 def _ints(*shape: int) -> Tensor:
@@ -73,14 +81,14 @@ LAYERS: dict[str, LayerCase] = {
     "Linear-no-bias": LayerCase(lambda: nn.Linear(4, 5, bias=False), _x(3, 4), ((4, 5, False),)),
     "Linear-4d": LayerCase(lambda: nn.Linear(4, 5), _x(3, 2, 6, 4), ((4, 5, True),)),
     "Conv1D": LayerCase(lambda: Conv1D(5, 4), _x(3, 2, 4), ((4, 5, True),)),
-    "Conv1d": LayerCase(lambda: nn.Conv1d(4, 6, 3), _x(3, 4, 9), ((4, 6, True),)),
-    "Conv2d": LayerCase(lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), _x(3, 4, 7, 7), ((4, 6, True),)),
-    "Conv2d-groups": LayerCase(lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), _x(3, 4, 7, 7), ((4, 6, False),)),
-    "Conv2d-reflect": LayerCase(lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), _x(3, 4, 7, 7), ((4, 6, True),)),
-    "Conv3d": LayerCase(lambda: nn.Conv3d(2, 3, 2), _x(3, 2, 4, 4, 4), ((2, 3, True),)),
-    "ConvTranspose1d": LayerCase(lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), _x(3, 4, 5), ((4, 6, True),)),
-    "ConvTranspose2d": LayerCase(lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, output_padding=1, stride=2), _x(3, 4, 5, 5), ((4, 6, True),)),
-    "ConvTranspose3d": LayerCase(lambda: nn.ConvTranspose3d(2, 3, 2), _x(3, 2, 3, 3, 3), ((2, 3, True),)),
+    "Conv1d": LayerCase(lambda: nn.Conv1d(4, 6, 3), _x(3, 4, 9), ((4, 6, True),), matrix=(12, 6)),
+    "Conv2d": LayerCase(lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), _x(3, 4, 7, 7), ((4, 6, True),), matrix=(36, 6)),
+    "Conv2d-groups": LayerCase(lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), _x(3, 4, 7, 7), ((4, 6, False),), matrix=(18, 6)),
+    "Conv2d-reflect": LayerCase(lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), _x(3, 4, 7, 7), ((4, 6, True),), matrix=(36, 6)),
+    "Conv3d": LayerCase(lambda: nn.Conv3d(2, 3, 2), _x(3, 2, 4, 4, 4), ((2, 3, True),), matrix=(16, 3)),
+    "ConvTranspose1d": LayerCase(lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), _x(3, 4, 5), ((4, 6, True),), matrix=(12, 6)),
+    "ConvTranspose2d": LayerCase(lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, output_padding=1, stride=2), _x(3, 4, 5, 5), ((4, 6, True),), matrix=(36, 3)),
+    "ConvTranspose3d": LayerCase(lambda: nn.ConvTranspose3d(2, 3, 2), _x(3, 2, 3, 3, 3), ((2, 3, True),), matrix=(16, 3)),
     "Embedding": LayerCase(lambda: nn.Embedding(7, 5, padding_idx=0), lambda: _ints(3, 4), ((7, 5, False),)),
     "EmbeddingBag": LayerCase(lambda: nn.EmbeddingBag(7, 5, mode="mean"), lambda: _ints(3, 4), ((7, 5, False),)),
     "LSTM": LayerCase(lambda: nn.LSTM(4, 5, batch_first=True), _x(3, 6, 4), ((4, 20, True), (5, 20, False))),

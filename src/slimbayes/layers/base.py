@@ -36,10 +36,21 @@ class LinearMap:
     certain: bool = False  # the layer itself defines batch_dim, so rows found elsewhere are a misunderstanding
     foldable: bool = True  # one draw for all rows may be multiplied into the weight (a lookup touches few rows of it)
 
-    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
-        """op(x . s) . r without a bias, where . is `combine` (multiply or add), s is (n, n_in) and r is (n, n_out)."""
+    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, weights: Tensor | None = None) -> Tensor:
+        """op(x . s) . r without a bias, where . is `combine` (multiply or add), s is (n, n_in) and r is (n, n_out).
+
+        With `weights` (blocks, ...) each block of rows has a weight of its own.
+        """
         x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, self.name, self.certain)
-        return self.rows(combine, self.op(x, self.weight, None), r, current)
+        return self.rows(combine, self.apply(x, weights, current), r, current)
+
+    def apply(self, x: Tensor, weights: Tensor | None, current: Pass) -> Tensor:
+        """op without a bias, with the layer's own weight or one for each block of rows."""
+        return self.op(x, self.weight, None) if weights is None else self.blocks(x, weights, None, current)
+
+    def squared(self, x: Tensor) -> Tensor:
+        """The inputs that carry variances where x carries means."""
+        return x.square()
 
     def rows(self, combine: Any, y: Tensor, factor: Tensor, current: Pass) -> Tensor:
         """Combine the outputs with one line of factors (n, n_out) for each draw."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.layers.base import BayesLayer, LinearMap
-from slimbayes.passes import Pass, per_row
+from slimbayes.passes import Pass, block_of_row, per_row
 from slimbayes.posteriors.base import Site
 
 
@@ -23,12 +23,15 @@ def _outer(r: Tensor, s: Tensor) -> Tensor:
 class LookupMap(LinearMap):
     """Rows of a table: the input factor of a word acts on that word's vector."""
 
-    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
+    def squared(self, x: Tensor) -> Tensor:
+        return x  # a lookup has weight one
+
+    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, weights: Tensor | None = None) -> Tensor:
         rows = x.movedim(self.batch_dim, 0)
         if rows.shape[0] == 1 and s.shape[0] > 1:
             rows = rows.expand(current.rows or 1, *rows.shape[1:])
         words = per_row(s, rows.shape[0], current).gather(1, rows.reshape(rows.shape[0], -1)).view(rows.shape)
-        y = self.op(x, self.weight, None)
+        y = self.apply(x, weights, current)
         y = combine(y, words.movedim(0, self.batch_dim).unsqueeze(-1).to(y.dtype))
         return self.rows(combine, y, r, current)
 
@@ -47,7 +50,7 @@ class BayesEmbedding(BayesLayer, nn.Embedding):
         return "max_norm rewrites the table in place during lookup" if layer.max_norm is not None else None
 
     def sites(self) -> list[Site]:
-        return [Site("weight", *self.weight.shape, False, "weight", tuple(self.weight.shape), out_dim=1)]
+        return [Site("weight", *self.weight.shape, False, "weight", tuple(self.weight.shape), 1, "many")]
 
     def _op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
@@ -74,22 +77,31 @@ class BagMap(LinearMap):
     bags: int = 0
     sample_weights: Tensor | None = None
 
-    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
+    def apply(self, x: Tensor, weights: Tensor | None, current: Pass) -> Tensor:
+        """The vector of each entry, before the bags are reduced."""
+        if weights is None or len(weights) == 1:
+            return F.embedding(x, self.weight if weights is None else weights[0])
+        return weights[block_of_row(self.bags, len(weights), x.device)[self.bag], x]
+
+    def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
+        return self._reduce(self.apply(x, weights, current), x)
+
+    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, weights: Tensor | None = None) -> Tensor:
         if s.shape[0] > 1 and current.rows != self.bags:
             raise ValueError(
                 f"{self.name}: {self.bags} bags for the {current.rows} rows of this pass. Give the indices as (rows, words), "
                 f"without offsets, or use draws='member' and sample(..., fold=False)."
             )
-        vectors = self.op(x, self.weight, None)
+        vectors = self.apply(x, weights, current)
         words = per_row(s, self.bags, current)[self.bag, x]
         vectors = combine(vectors, words.unsqueeze(-1).to(vectors.dtype))
         vectors = combine(vectors, per_row(r, self.bags, current)[self.bag].to(vectors.dtype))
-        if self.sample_weights is not None:
-            vectors = vectors * self.sample_weights.unsqueeze(-1)
         return self._reduce(vectors, x)
 
     def _reduce(self, vectors: Tensor, x: Tensor) -> Tensor:
         bag = self.bag
+        if self.sample_weights is not None:
+            vectors = vectors * self.sample_weights.unsqueeze(-1)
         if self.layer.padding_idx is not None:
             kept = x != self.layer.padding_idx
             vectors, bag = vectors[kept], bag[kept]
@@ -117,11 +129,13 @@ class BayesEmbeddingBag(BayesLayer, nn.EmbeddingBag):
         return "max_norm rewrites the table in place during lookup" if layer.max_norm is not None else None
 
     def sites(self) -> list[Site]:
-        return [Site("weight", *self.weight.shape, False, "weight", tuple(self.weight.shape), out_dim=1)]
+        return [Site("weight", *self.weight.shape, False, "weight", tuple(self.weight.shape), 1, "opaque")]
 
     def linear_map(self, site: str) -> LinearMap:
         name = self.posterior[site].name
-        return BagMap(self.weight, None, _lookup, _outer, 0, -1, name, foldable=False, layer=self)
+        linear = BagMap(self.weight, None, F.embedding, _outer, 0, -1, name, foldable=False, layer=self)
+        linear.op = lambda x, weight, bias: linear._reduce(F.embedding(x, weight), x)
+        return linear
 
     def count_rows(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> int:
         return input.shape[0] if offsets is None else offsets.shape[0] - int(self.include_last_offset)
@@ -137,9 +151,3 @@ class BayesEmbeddingBag(BayesLayer, nn.EmbeddingBag):
             linear.bag = torch.searchsorted(starts, torch.arange(input.shape[0], device=input.device), right=True) - 1
         linear.sample_weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
         return self.posterior["weight"](input.reshape(-1), linear)
-
-
-def _lookup(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.embedding(x, weight)
-
-

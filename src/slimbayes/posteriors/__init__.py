@@ -5,9 +5,11 @@ from typing import Any
 from slimbayes.messages import did_you_mean
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.deterministic import Deterministic
+from slimbayes.posteriors.k_tied import KTied, MatrixNormal
+from slimbayes.posteriors.mean_field import MeanField
 from slimbayes.posteriors.rank1 import BatchEnsemble, Rank1
 
-METHODS: dict[str, type[Config]] = {c.__name__: c for c in (Rank1, BatchEnsemble, Deterministic)}
+METHODS: dict[str, type[Config]] = {c.__name__: c for c in (Rank1, BatchEnsemble, MeanField, KTied, MatrixNormal, Deterministic)}
 
 
 def config_from_dict(data: dict[str, Any]) -> Config:

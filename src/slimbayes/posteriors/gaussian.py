@@ -1,0 +1,178 @@
+"""What mean-field and k-tied Gaussian posteriors share: draws, three estimators, and the KL.
+
+    W ~ Normal(mean, sigma)     mean: the layer's own weight;  sigma: the subclass's
+
+Estimators of the expected likelihood, all unbiased:
+
+    "reparam"   one weight draw for each block of rows: W = mean + sigma * e
+    "flipout"   the same draw with random signs for each row: y = W x + ((dW (x o s)) o r), s and r in {-1, +1}  (Wen et al. 2018)
+    "local"     the outputs are drawn instead of the weights: y ~ Normal(mean x, sigma^2 x^2)  (Kingma et al. 2015). Exact where a
+                row meets the weights once; elsewhere positions draw independently, which must be asked for.
+
+In a held pass (`frozen`) every estimator uses the plain weight draw: a function must stay the same over calls.
+
+Sizes: n draws or blocks of rows, R rows, in and out channels, m x n the matrix view.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.posteriors.base import MapOf, Noise, Pick, Posterior, Site
+from slimbayes.posteriors.priors import TiedMean, gaussian_kl
+
+if TYPE_CHECKING:
+    from slimbayes.layers.base import LinearMap
+
+Estimator = Literal["reparam", "flipout", "local"]
+ESTIMATORS = ("reparam", "flipout", "local")
+
+
+class Perturbation(NamedTuple):
+    """Deviations from the mean in one pass: weights (n, *shape), biases (n, out), and signs (R, in) and (R, out)."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    sign_in: Tensor | None = None
+    sign_out: Tensor | None = None
+
+
+class GaussianPosterior(Posterior):
+    """Scales of a Gaussian posterior around the layer's own weight; subclasses say how the scales are parameterised."""
+
+    def __init__(self, config: Any, site: Site) -> None:
+        super().__init__()
+        self.site, self.prior, self.estimator = site, config.prior, config.estimator
+        self.log_cap = None if config.max_scale is None else torch.tensor(config.max_scale).log().item()
+        self.independent_positions = config.independent_positions
+        self.regularises_mean = not isinstance(config.prior, TiedMean)
+        if self.estimator == "local":
+            self._check_local(site)
+        gaussian_bias = site.bias and config.bias == "gaussian"
+        self.bias_log_scale = nn.Parameter(initial_log_scale(config, (site.n_out,))) if gaussian_bias else None
+
+    def _check_local(self, site: Site) -> None:
+        if site.positions == "opaque":
+            raise ValueError("the local estimator needs outputs that are linear in the weights; use 'reparam' or 'flipout'")
+        if site.positions == "many" and not self.independent_positions:
+            raise ValueError(
+                "the local estimator is exact only where each row meets the weights once, and this layer shares them over positions or "
+                "steps. Set independent_positions=True to accept independent noise at each, or use 'flipout'"
+            )
+
+    def raw_log_scale(self) -> Tensor:
+        """log sigma in the shape of the stored weight, before the cap."""
+        raise NotImplementedError
+
+    def log_scale(self) -> Tensor:
+        """log sigma in the shape of the stored weight, in float32 at least."""
+        return self._capped(self.raw_log_scale())
+
+    def _capped(self, log_scale: Tensor) -> Tensor:
+        log_scale = log_scale.float() if log_scale.dtype in (torch.float16, torch.bfloat16) else log_scale
+        if self.log_cap is None:
+            return log_scale
+        # The value is capped, the gradient is not: a scale above the cap can come down again.
+        return log_scale - (log_scale.detach() - self.log_cap).clamp_min(0)
+
+    def widths(self, held: bool) -> tuple[int, int]:
+        weights = self.site.matrix[0] * self.site.matrix[1] + (0 if self.bias_log_scale is None else self.site.n_out)
+        if held or self.estimator == "reparam":
+            return weights, 0
+        return (weights, self.site.n_in + self.site.n_out) if self.estimator == "flipout" else (0, 0)
+
+    @property
+    def has_weights(self) -> bool:
+        return self.noise.block.shape[1] > 0 and not self.per_row
+
+    def realise(self, noise: Noise, pick: Pick) -> Perturbation:
+        if not noise.block.shape[1]:
+            return Perturbation(None, None)
+        weights = noise.block.shape[1] - (0 if self.bias_log_scale is None else self.site.n_out)
+        weight = self.log_scale().exp() * noise.block[:, :weights].reshape(-1, *self.site.shape)
+        bias = None if self.bias_log_scale is None else self._capped(self.bias_log_scale).exp() * noise.block[:, weights:]
+        if not self.per_row:
+            return Perturbation(weight, bias)
+        signs = 1 - 2 * torch.signbit(noise.row).to(noise.row.dtype)  # true Rademacher signs
+        return Perturbation(weight, bias, *signs.split([self.site.n_in, self.site.n_out], dim=1))
+
+    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
+        drawn: Perturbation = self.values()
+        assert self.current is not None
+        if drawn.weight is None:
+            return self._local(x, linear)
+        weight = drawn.weight.to(linear.weight.dtype)
+        if drawn.sign_in is None:
+            return linear.blocks(x, linear.weight + weight, self._biases(drawn, linear), self.current)
+        y = linear.modulated(operator.mul, x, drawn.sign_in, drawn.sign_out, self.current, weights=weight)
+        if drawn.bias is not None:
+            y = linear.rows(operator.add, y, drawn.bias, self.current)
+        return y + linear.op(x, linear.weight, linear.bias)
+
+    def _biases(self, drawn: Perturbation, linear: LinearMap) -> Tensor | None:
+        assert drawn.weight is not None
+        if linear.bias is None:
+            return None
+        if drawn.bias is None:
+            return linear.bias.expand(len(drawn.weight), -1)
+        return linear.bias + drawn.bias.to(linear.bias.dtype)
+
+    def _local(self, x: Tensor, linear: LinearMap) -> Tensor:
+        if x.dim() > 2 and not self.independent_positions and x.is_floating_point():
+            raise ValueError(
+                f"{self.name}: the local estimator is exact for inputs (rows, channels), got {tuple(x.shape)}, whose positions share the "
+                f"weights. Set independent_positions=True to accept independent noise at each, or use 'flipout'."
+            )
+        mean = linear.op(x, linear.weight, linear.bias)
+        variance = self.output_variance(linear.squared(x), linear)
+        if self.bias_log_scale is not None:
+            shape = [1] * variance.dim()
+            shape[linear.channel_dim] = -1
+            variance = variance + (2 * self._capped(self.bias_log_scale)).exp().to(variance.dtype).view(shape)
+        # Clamped, because the root of an exact zero (a row of zeros) has no gradient.
+        return mean + variance.clamp_min(torch.finfo(variance.dtype).tiny * 1e4).sqrt() * torch.randn_like(mean)
+
+    def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
+        """Variance of the outputs given the squared inputs: sigma^2 x^2."""
+        return linear.op(squared, (2 * self.log_scale()).exp().to(linear.weight.dtype), None)
+
+    def kl(self, linear: MapOf) -> Tensor:
+        mapped = linear()
+        fan_in = self.site.matrix[0]
+        total = gaussian_kl(_wide(mapped.weight), self.log_scale(), self.prior, fan_in)
+        if self.bias_log_scale is not None and mapped.bias is not None:
+            total = total + gaussian_kl(_wide(mapped.bias), self._capped(self.bias_log_scale), self.prior, fan_in)
+        return total
+
+    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
+        drawn: Perturbation = self.values()
+        assert drawn.weight is not None
+        biases = self._biases(drawn, linear)
+        return linear.weight + drawn.weight[index].to(linear.weight.dtype), None if biases is None else biases[index]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def initial_log_scale(config: Any, shape: tuple[int, ...]) -> Tensor:
+    """log of scales that start at Normal(scale_init, scale_jitter), kept above a tenth of scale_init."""
+    scale = config.scale_init + config.scale_jitter * torch.randn(shape)
+    return scale.clamp_min(0.1 * config.scale_init).log()
+
+
+def check_gaussian(config: Any) -> None:
+    """Refuse fields of a mean-field or k-tied config that cannot work, naming them."""
+    name = type(config).__name__
+    if not config.scale_init > 0:
+        raise ValueError(f"{name}: scale_init must be positive, got {config.scale_init!r}.")
+    if not config.scale_jitter >= 0:
+        raise ValueError(f"{name}: scale_jitter must not be negative, got {config.scale_jitter!r}.")
+    if config.max_scale is not None and not config.max_scale > config.scale_init:
+        raise ValueError(f"{name}: max_scale={config.max_scale!r} must be above scale_init={config.scale_init!r}, where scales start.")
+    if not hasattr(config.prior, "gaussian_kl") and type(config.prior).__name__ != "Normal":
+        raise ValueError(f"{name}: {type(config.prior).__name__} is no prior for weights; use Normal, HeNormal, TiedMean, EmpiricalBayes or ScaleMixture.")

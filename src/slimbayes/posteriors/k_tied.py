@@ -1,0 +1,133 @@
+"""The k-tied Normal (Swiatkowski et al. 2020): mean-field posteriors whose standard deviations factor.
+
+    W_ij ~ Normal(mean_ij, sigma_ij)      sigma = U V^T,  U (m x k), V (n x k) positive      k (m + n) numbers instead of m n
+
+U and V are kept as logs and joined by logsumexp. Convolutions count as (inputs x kernel) x outputs, an LSTM's matrices as one
+(inputs x 4 units) each. With k = 1 this is the matrix normal with diagonal covariances.
+
+The local estimator never forms sigma: sigma o sigma has rank q = k (k + 1) / 2, so the outputs' variance is two thin products,
+
+    x^2 (sigma o sigma) = [x^2 P] Q^T,    P_i,ab = u_ia u_ib,   Q_j,ab = c_ab v_ja v_jb,   a <= b,  c = 1 on the diagonal, else 2
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.distributions import Distribution, Normal
+from slimbayes.posteriors.base import Config, Posterior, Site, check_choice, check_count
+from slimbayes.posteriors.gaussian import ESTIMATORS, Estimator, GaussianPosterior, check_gaussian
+
+if TYPE_CHECKING:
+    from slimbayes.layers.base import LinearMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTied(Config):
+    """k-tied Normal posterior: mean-field with standard deviations of rank k.
+
+    Args: as in `MeanField`, and
+        rank: k.
+        scale_jitter: standard deviation of the noise on the initial log U and log V.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(400, 400), sb.KTied(rank=2))
+        >>> sum(p.numel() for p in net.posterior.parameters())
+        1600
+    """
+
+    rank: int = 2
+    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    estimator: Estimator = "reparam"
+    scale_init: float = 0.01
+    scale_jitter: float = 0.1
+    bias: Literal["point", "gaussian"] = "point"
+    max_scale: float | None = None
+    independent_positions: bool = False
+
+    def __post_init__(self) -> None:
+        check_count(self, "rank", self.rank)
+        check_choice(self, "estimator", self.estimator, ESTIMATORS)
+        check_choice(self, "bias", self.bias, ("point", "gaussian"))
+        check_gaussian(self)
+
+    def build(self, site: Site) -> Posterior:
+        return KTiedPosterior(self, site)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixNormal(Config):
+    """Matrix normal posterior with diagonal row and column covariances (Louizos & Welling 2016): the 1-tied Normal.
+
+    Args: as in `KTied`.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.MatrixNormal())
+        >>> sum(p.numel() for p in net.posterior.parameters())
+        5
+    """
+
+    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    estimator: Estimator = "reparam"
+    scale_init: float = 0.01
+    scale_jitter: float = 0.1
+    bias: Literal["point", "gaussian"] = "point"
+    max_scale: float | None = None
+    independent_positions: bool = False
+
+    def __post_init__(self) -> None:
+        self._one_tied()
+
+    def _one_tied(self) -> KTied:
+        return KTied(rank=1, **{name: getattr(self, name) for name in self.__dataclass_fields__})
+
+    def build(self, site: Site) -> Posterior:
+        return KTiedPosterior(self._one_tied(), site)
+
+
+class KTiedPosterior(GaussianPosterior):
+    """log U (m, k) and log V (n, k)."""
+
+    def __init__(self, config: KTied, site: Site) -> None:
+        super().__init__(config, site)
+        m, n = site.matrix
+        if config.rank > min(m, n):
+            raise ValueError(f"rank={config.rank} is more than a {m} x {n} matrix of standard deviations can have, which is {min(m, n)}")
+        # Each of the k products starts at scale_init / k, so that their sum starts where mean-field does.
+        start = 0.5 * (math.log(config.scale_init) - math.log(config.rank))
+        self.log_u = nn.Parameter(start + config.scale_jitter * torch.randn(m, config.rank))
+        self.log_v = nn.Parameter(start + config.scale_jitter * torch.randn(n, config.rank))
+
+    def raw_log_scale(self) -> Tensor:
+        log_u, log_v = _wide(self.log_u), _wide(self.log_v)
+        total = log_u[:, None, 0] + log_v[None, :, 0]
+        for k in range(1, log_u.shape[1]):  # pairwise: k terms of m x n never stand side by side
+            total = torch.logaddexp(total, log_u[:, None, k] + log_v[None, :, k])
+        return self.site.from_matrix(total)
+
+    def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
+        stored = self.site.shape
+        grouped = (stored[1 - self.site.out_dim], stored[self.site.out_dim]) != (self.site.n_in, self.site.n_out)
+        if self.log_cap is not None or grouped:  # a cap breaks the factorisation, groups the shape
+            return super().output_variance(squared, linear)
+        p, q = self.variance_factors()
+        thin = linear.op(squared, self.site.from_matrix(p).to(linear.weight.dtype), None)
+        return (thin.movedim(linear.channel_dim, -1) @ q.T.to(thin.dtype)).movedim(-1, linear.channel_dim)
+
+    def variance_factors(self) -> tuple[Tensor, Tensor]:
+        """P (m, q) and Q (n, q) with sigma o sigma = P Q^T."""
+        u, v = _wide(self.log_u).exp(), _wide(self.log_v).exp()
+        first, second = torch.triu_indices(u.shape[1], u.shape[1], device=u.device)
+        double = torch.where(first == second, 1.0, 2.0).to(v.dtype)
+        return u[:, first] * u[:, second], double * v[:, first] * v[:, second]
+
+
+def _wide(tensor: Tensor) -> Any:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -1,0 +1,66 @@
+"""Mean-field variational inference: a Normal posterior for every weight (Blundell et al. 2015; the baseline of both papers).
+
+    W_ij ~ Normal(mean_ij, sigma_ij)      mean: the layer's own weight;  log sigma: a free parameter for each weight
+
+The means are the layer's weights themselves, so a trained network stays itself and a base checkpoint loads. They train together with
+the posterior: save with base=True, unless the base is frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from slimbayes.distributions import Distribution, Normal
+from slimbayes.posteriors.base import Config, Posterior, Site, check_choice
+from slimbayes.posteriors.gaussian import ESTIMATORS, Estimator, GaussianPosterior, check_gaussian, initial_log_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanField(Config):
+    """Mean-field Gaussian posterior over all weights: twice the parameters of the plain model.
+
+    Args:
+        prior: `Normal`, `HeNormal`, `TiedMean`, `EmpiricalBayes` or `ScaleMixture`. Different layers may have different ones: give
+            bayesianize a mapping from name patterns to configs.
+        estimator: "reparam", "flipout" or "local" (see posteriors/gaussian.py).
+        scale_init, scale_jitter: scales start at Normal(scale_init, scale_jitter).
+        bias: "point" keeps biases point estimates, "gaussian" gives them posteriors too.
+        max_scale: cap on the scales.
+        independent_positions: lets "local" draw independent noise at positions that share their weights.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.MeanField(prior=sb.Normal(0.0, 0.3), estimator="flipout"))
+        >>> sb.sample(net, torch.randn(5, 3), draws=4).shape
+        torch.Size([4, 5, 2])
+    """
+
+    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    estimator: Estimator = "reparam"
+    scale_init: float = 0.01
+    scale_jitter: float = 0.001
+    bias: Literal["point", "gaussian"] = "point"
+    max_scale: float | None = None
+    independent_positions: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice(self, "estimator", self.estimator, ESTIMATORS)
+        check_choice(self, "bias", self.bias, ("point", "gaussian"))
+        check_gaussian(self)
+
+    def build(self, site: Site) -> Posterior:
+        return MeanFieldPosterior(self, site)
+
+
+class MeanFieldPosterior(GaussianPosterior):
+    """One log scale for each weight."""
+
+    def __init__(self, config: MeanField, site: Site) -> None:
+        super().__init__(config, site)
+        self.weight_log_scale = nn.Parameter(initial_log_scale(config, site.shape))
+
+    def raw_log_scale(self) -> Tensor:
+        return self.weight_log_scale

@@ -1,0 +1,135 @@
+"""Priors on the weights of mean-field posteriors: each gives the KL of a Gaussian posterior with means and log scales.
+
+Sizes: m the fan-in of a weight matrix, the number of inputs that feed one output.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from slimbayes.distributions import FAMILIES, Distribution, Normal, _check_scale
+
+
+def gaussian_kl(mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
+    """KL of independent Normal(mean, exp(log_scale)) weights to a prior, summed: a scalar.
+
+    Args:
+        mean, log_scale: tensors of one shape.
+        prior: `Normal`, or one of this file.
+        fan_in: m, for priors that scale with it.
+
+    >>> gaussian_kl(torch.zeros(3), torch.zeros(3), Normal(0.0, 1.0), fan_in=1)
+    tensor(0.)
+    """
+    if isinstance(prior, Normal):
+        return _normal(mean, log_scale, prior.loc, prior.scale)
+    return prior.gaussian_kl(mean, log_scale, fan_in)
+
+
+def _normal(mean: Tensor, log_scale: Tensor, loc: Any, scale: Any) -> Tensor:
+    # With t = 2 log(s / s0): (e^t - 1 - t) / 2 per weight, which is exact at t = 0 and never negative.
+    t = 2 * (log_scale - math.log(scale))
+    return 0.5 * (torch.expm1(t) - t).sum() + 0.5 * ((mean - loc) / scale).square().sum()
+
+
+@dataclass(frozen=True)
+class HeNormal(Distribution):
+    """Normal(0, sqrt(gain / m)): the prior of He initialisation, so that wide layers do not shrink the signal.
+
+    >>> HeNormal().gaussian_kl(torch.zeros(2), torch.zeros(2), fan_in=2)
+    tensor(0.)
+    """
+
+    gain: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_scale(self, self.gain)
+
+    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
+        return _normal(mean, log_scale, 0.0, math.sqrt(self.gain / fan_in))
+
+
+@dataclass(frozen=True)
+class TiedMean(Distribution):
+    """Normal(posterior mean, scale): regularises scales alone, as the rank-1 paper's mean-field baseline does.
+
+    >>> TiedMean(1.0).gaussian_kl(torch.tensor([5.0]), torch.zeros(1), fan_in=1)
+    tensor(0.)
+    """
+
+    scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_scale(self, self.scale)
+
+    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
+        return _normal(torch.zeros_like(mean), log_scale, 0.0, self.scale)
+
+
+@dataclass(frozen=True)
+class EmpiricalBayes(Distribution):
+    """Normal(0, v) whose variance v is the best one for the layer, under an inverse-gamma hyperprior.
+
+        v* = (sum of scale^2 + mean^2 + 2 b) / (n + 2 a + 2)
+
+    The term is KL(q || Normal(0, v*)) - log InverseGamma(v*; a, b); gradients flow through v*.
+
+    >>> EmpiricalBayes().gaussian_kl(torch.zeros(4), torch.zeros(4), fan_in=2).isfinite()
+    tensor(True)
+    """
+
+    concentration: float = 2.01
+    rate: float = 0.101
+
+    def __post_init__(self) -> None:
+        _check_scale(self, self.concentration)
+        _check_scale(self, self.rate)
+
+    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
+        a, b, n = self.concentration, self.rate, mean.numel()
+        moment = torch.exp(2 * log_scale).sum() + mean.square().sum()
+        variance = (moment + 2 * b) / (n + 2 * a + 2)
+        divergence = 0.5 * (moment / variance + n * variance.log() - n) - log_scale.sum()
+        hyperprior = a * math.log(b) - math.lgamma(a) - (a + 1) * variance.log() - b / variance
+        return divergence - hyperprior
+
+
+@dataclass(frozen=True)
+class ScaleMixture(Distribution):
+    """A wide and a narrow zero-mean Gaussian, mixed: weights are either used or nearly zero (Blundell et al. 2015).
+
+    Its KL has no closed form; the expected log prior is a quadrature over each weight's posterior, without sampling noise.
+
+    >>> bool(ScaleMixture().gaussian_kl(torch.zeros(3), torch.zeros(3), fan_in=1) > 0)
+    True
+    """
+
+    mix: float = 0.5  # weight of the wide component
+    wide: float = 1.0
+    narrow: float = 0.0025
+    nodes: ClassVar[int] = 65
+
+    def __post_init__(self) -> None:
+        _check_scale(self, self.wide)
+        _check_scale(self, self.narrow)
+        if not 0 < self.mix < 1:
+            raise ValueError(f"ScaleMixture: mix must lie strictly between 0 and 1, got {self.mix!r}.")
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        wide = Normal(0.0, self.wide).log_prob(x) + math.log(self.mix)
+        return torch.logaddexp(wide, Normal(0.0, self.narrow).log_prob(x) + math.log(1 - self.mix))
+
+    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
+        z = torch.linspace(-7.0, 7.0, self.nodes, dtype=mean.dtype, device=mean.device)
+        weight = torch.softmax(-0.5 * z**2, 0)
+        expected = torch.zeros_like(mean)
+        for node, w in zip(z, weight, strict=True):  # a loop over nodes keeps memory at a few copies of the weights
+            expected = expected + w * self.log_prob(mean + log_scale.exp() * node)
+        entropy = log_scale + 0.5 * math.log(2 * math.pi * math.e)
+        return -(expected + entropy).sum()
+
+
+FAMILIES |= {c.__name__: c for c in (HeNormal, TiedMean, EmpiricalBayes, ScaleMixture)}
