@@ -14,3 +14,7 @@ import torch
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+if device := os.environ.get("SLIMBAYES_TEST_DEVICE"):  # run the suite on a GPU: SLIMBAYES_TEST_DEVICE=cuda
+    torch.set_default_device(device)
+    torch.backends.cudnn.allow_tf32 = False  # its default; comparisons need full single precision

@@ -74,7 +74,14 @@ def kl(model: nn.Module) -> Tensor:
         True
     """
     layers = [m for m in model.modules() if isinstance(m, BayesLayer)]
-    terms = [p.kl(partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()]  # type: ignore[operator]
+    found = [(p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()]
+    terms: list[Tensor] = []
+    for kind in dict.fromkeys((type(p), p.sharded) for p, _ in found):
+        same = [pair for pair in found if (type(pair[0]), pair[0].sharded) == kind]
+        if kind[1]:
+            terms += [p.kl(linear) for p, linear in same]
+        else:
+            terms += kind[0].kl_together([p for p, _ in same], [linear for _, linear in same])
     if not terms:
         first = next(model.parameters(), torch.zeros(()))
         return torch.zeros((), device=first.device)

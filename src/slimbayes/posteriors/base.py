@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
@@ -99,10 +99,19 @@ class Posterior(nn.Module, ABC):
         return torch.promote_types(next(self.parameters()).dtype, torch.float32)
 
     def start(self, new: Pass, noise: Noise) -> None:
-        """Take this pass's noise; realise the draw at once unless the parameters are sharded."""
+        """Take this pass's noise."""
         self.current, self._noise, self._values = new, noise, None
-        if not any(hasattr(p, "full_tensor") for p in self.parameters()):
-            self.values()
+
+    @classmethod
+    def realise_together(cls, posteriors: Sequence[Self]) -> None:
+        """Realise the draws of all posteriors of this class in a model; a method may do so in fewer, larger operations."""
+        for posterior in posteriors:
+            posterior.values()
+
+    @classmethod
+    def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
+        """KL terms that add up to the KL of all posteriors of this class in a model; a method may join them."""
+        return [posterior.kl(linear) for posterior, linear in zip(posteriors, linears, strict=True)]
 
     def values(self) -> Any:
         """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here."""
@@ -110,6 +119,11 @@ class Posterior(nn.Module, ABC):
             assert self.current is not None
             self._values = self.realise(self.noise, partial(self.current.pick, self))
         return self._values
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the parameters are split over processes (FSDP2)."""
+        return any(hasattr(p, "full_tensor") for p in self.parameters())
 
     @property
     def noise(self) -> Noise:

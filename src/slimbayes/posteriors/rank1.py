@@ -15,9 +15,9 @@ Sizes: K members, n draws of a pass, p rank, in and out the channels of the laye
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -174,8 +174,7 @@ class Factor(nn.Module):
         self.family: type[Any] = _FAMILIES[config.posterior or ""] if random else Point
         self.prior = config.prior
         assert config.mean_init is not None
-        mean = config.mean_init.initial(*shape)
-        self.loc = nn.Parameter(mean)
+        self.loc = nn.Parameter(config.mean_init.initial(*shape))
         if self.family is not Point:
             rho0 = rho_from_scale(config.scale_init or 0.0)
             # Truncated at two standard deviations, as the reference initialiser does.
@@ -183,21 +182,21 @@ class Factor(nn.Module):
             self.rho = nn.Parameter(rho0 + (config.scale_jitter or 0.0) * jitter)
         self.width = 0 if self.family is Point else config.rank * channels
 
-    def distribution(self, pick: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> Any:
-        """q of each member, or, with `pick`, of each draw's member; in float32 at least."""
-        loc = self.loc.float() if self.loc.dtype in (torch.float16, torch.bfloat16) else self.loc
-        if self.family is Point:
-            return Point(pick(loc))
-        return self.family(pick(loc), pick(scale_from_rho(self.rho)))
+    def distribution(self) -> Any:
+        """q of each member, (K, p, channels), in float32 at least."""
+        return joint([self], lambda parameter: parameter.view(self.loc.shape))
 
-    def kl(self) -> Tensor:
-        q = self.distribution()
-        return q.loc.new_zeros(()) if self.family is Point else kl(q, self.prior).sum()
 
-    def draw(self, noise: Tensor, pick: Pick) -> Tensor:
-        """n draws of shape (n, p, channels) from noise (n, p * channels)."""
-        q = self.distribution(lambda parameter: pick(parameter, len(noise)))
-        return q.loc if self.family is Point else q.rsample(noise.reshape(q.loc.shape))
+def joint(factors: Sequence[Factor], pick: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> Any:
+    """q of several factors of one family side by side, (K, sum of p * channels), laid out by `pick`; in float32 at least."""
+
+    def flat(name: str) -> Tensor:
+        parts = [getattr(f, name).flatten(1) for f in factors]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return whole.float() if whole.dtype in (torch.float16, torch.bfloat16) else whole
+
+    family = factors[0].family
+    return Point(pick(flat("loc"))) if family is Point else family(pick(flat("loc")), pick(scale_from_rho(flat("rho"))))
 
 
 class Drawn(NamedTuple):
@@ -232,16 +231,29 @@ class Rank1Posterior(Posterior):
         return not self.per_row or self.drawn == 1
 
     def realise(self, noise: Noise, pick: Pick) -> Drawn:
-        lines = noise.row if self.per_row else noise.block
-        noise_r, noise_s = lines.split([self.r.width, self.s.width], dim=1)
-        r, s = self.r.draw(noise_r, pick), self.s.draw(noise_s, pick)
-        if self.clip is not None:
-            r, s = r.clamp(-self.clip, self.clip), s.clamp(-self.clip, self.clip)
-        bias = None if self.bias is None else pick(torch.cat([torch.zeros_like(self.bias[:1]), self.bias]), len(lines))
-        return Drawn(r, s, bias)
+        self.realise_together([self])
+        return self._values
+
+    @classmethod
+    def realise_together(cls, posteriors: Sequence[Self]) -> None:
+        """All factors that are drawn alike in a handful of large operations, instead of a dozen small ones for each layer."""
+        for alike in _grouped(posteriors, lambda p: (p.members, p.per_row, p.clip, p.device, p.dtype)):
+            _realise(alike, alike[0])
+
+    def _drawn_bias(self, count: int) -> Tensor | None:
+        if self.bias is None:
+            return None
+        assert self.current is not None
+        return self.current.pick(self, torch.cat([torch.zeros_like(self.bias[:1]), self.bias]), count)
 
     def kl(self, linear: MapOf) -> Tensor:
-        return self.r.kl() + self.s.kl()
+        return sum(self.kl_together([self], [linear]), self.r.loc.new_zeros(()))
+
+    @classmethod
+    def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
+        factors = [f for p in posteriors for f in (p.r, p.s) if f.family is not Point]
+        groups = _grouped(factors, lambda f: (f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype))
+        return [kl(joint(same), same[0].prior).sum() for same in groups] or [posteriors[0].r.loc.new_zeros(())]
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         drawn: Drawn = self.values()
@@ -271,3 +283,33 @@ class Rank1Posterior(Posterior):
         masks = [linear.outer(r[j], s[j]) for j in range(r.shape[0])]
         mask = masks[0] if len(masks) == 1 else torch.stack(masks).mean(0)
         return weight * mask.to(weight.dtype), bias
+
+
+def _grouped(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Items with equal keys together, in order of first appearance."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def _realise(alike: Sequence[Rank1Posterior], lead: Rank1Posterior) -> None:
+    """Draw the factors of posteriors with equal members, clip and kind of draw."""
+    noise: dict[Factor, Tensor] = {}
+    for p in alike:
+        lines = p.noise.row if p.per_row else p.noise.block
+        noise[p.r], noise[p.s] = lines.split([p.r.width, p.s.width], dim=1)
+
+    def pick(parameter: Tensor) -> Tensor:
+        assert lead.current is not None
+        return lead.current.pick(lead, parameter, lead.drawn)
+
+    drawn: dict[Factor, Tensor] = {}
+    for same in _grouped(list(noise), lambda factor: factor.family):
+        q = joint(same, pick)
+        values = q.loc if same[0].family is Point else q.rsample(torch.cat([noise[f] for f in same], 1))
+        values = values if lead.clip is None else values.clamp(-lead.clip, lead.clip)
+        parts = values.split([f.loc[0].numel() for f in same], dim=1)
+        drawn |= {f: part.unflatten(1, f.loc.shape[1:]) for f, part in zip(same, parts, strict=True)}
+    for p in alike:
+        p._values = Drawn(drawn[p.r], drawn[p.s], p._drawn_bias(lead.drawn))
