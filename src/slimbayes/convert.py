@@ -312,7 +312,10 @@ def _begin(model: nn.Module, args: Any, kwargs: Any) -> None:
     if not posteriors:
         return
     conversion: Conversion = model._slimbayes  # type: ignore[assignment]
-    rows = passes.infer_rows((args, kwargs), conversion.batch_dim) or 1
+    if isinstance(model, BayesLayer):  # it knows which of its inputs are unbatched
+        rows = model.count_rows(*args, **kwargs)
+    else:
+        rows = passes.infer_rows((args, kwargs), conversion.batch_dim) or 1
     if passes.is_open(posteriors):
         current = posteriors[0].current
         if current is not None and current.held:

@@ -296,8 +296,9 @@ def _kl_cauchy(q: Any, p: Any) -> Tensor:
 
 def _kl_lognormal_normal(q: Any, p: Any) -> Tensor:
     mean = torch.exp(q.loc + 0.5 * q.scale**2)
-    second = torch.exp(2 * q.loc + 2 * q.scale**2)
-    cross = 0.5 * (second - 2 * p.loc * mean + p.loc**2) / p.scale**2 + _log(p.scale) + 0.5 * math.log(2 * math.pi)
+    # E(x - loc)^2 as squared bias + variance: the plain second moment cancels in float32
+    square = (mean - p.loc) ** 2 + mean**2 * torch.expm1(q.scale**2)
+    cross = 0.5 * square / p.scale**2 + _log(p.scale) + 0.5 * math.log(2 * math.pi)
     return cross - _entropy(q)
 
 
@@ -307,12 +308,31 @@ def _entropy(q: Any) -> Tensor:
 
 
 def _kl_by_quadrature(q: Any, p: Any) -> Tensor:
-    # Trapezoid rule for E over N(0, 1): spectrally accurate, and better than Gauss-Hermite when the prior is narrow
-    # (129 nodes: below 1e-7 while q.scale <= 3 p.scale, 1e-3 at ten times).
+    # Trapezoid rule for E over N(0, 1): spectrally accurate, and better than Gauss-Hermite when the prior is narrower
+    # than the posterior, all the more once its poles are accounted for.
     z = torch.linspace(-8.5, 8.5, 129, dtype=q.loc.dtype, device=q.loc.device)
     weight = torch.softmax(-0.5 * z**2, 0)
     wide = type(q)(q.loc.unsqueeze(-1), q.scale.unsqueeze(-1))
-    return -(weight * p.log_prob(wide.rsample(z))).sum(-1) - _entropy(q)
+    return -(weight * p.log_prob(wide.rsample(z))).sum(-1) - _entropy(q) - _pole(q, p, z)
+
+
+def _pole(q: Any, p: Any, z: Tensor) -> Tensor:
+    """What the trapezoid rule of step h adds by stepping over the Cauchy's poles at loc +- i scale.
+
+    In the rule's variable one pole lies at z0 = a + i b, and the excess is 2 h Re[phi(z0) log(1 - exp(2 pi i (z0 - z_1) / h))].
+    """
+    step, loc = 17 / 128, getattr(p, "loc", 0.0)
+    real, imag = torch.as_tensor(loc).to(q.loc), torch.as_tensor(p.scale).to(q.loc)
+    if isinstance(q, LogNormal):
+        real, imag = 0.5 * torch.log(real**2 + imag**2), torch.atan2(imag, real)
+    a, b = (real - q.loc) / q.scale, imag / q.scale
+    a = a.clamp(-40, 40)
+    b = b.clamp(max=4.0)  # beyond, e^(-2 pi b / h) is zero
+    turn, decay = 2 * math.pi * (a + 8.5) / step, torch.exp(-2 * math.pi * b / step)
+    size = 0.5 * torch.log1p(decay**2 - 2 * decay * torch.cos(turn))
+    angle = torch.atan2(-decay * torch.sin(turn), 1 - decay * torch.cos(turn))
+    phi = torch.exp(0.5 * (b**2 - a**2)) / math.sqrt(2 * math.pi)
+    return 2 * step * phi * (torch.cos(a * b) * size + torch.sin(a * b) * angle)
 
 
 _CLOSED_FORMS: dict[tuple[type, type], Callable[[Any, Any], Tensor]] = {

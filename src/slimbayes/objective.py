@@ -119,12 +119,14 @@ def categorical(logits: Tensor, target: Tensor, form: Form = "average", class_di
         tensor(1.3863)
     """
     logits = logits.movedim(class_dim, -1)
+    soft = target.is_floating_point()
+    _check(logits, target, logits.shape[1:] if soft else logits.shape[1:-1], form)
     if form == "logits":
         logits, form = logits.mean(0, keepdim=True), "average"
     logp = F.log_softmax(logits, -1)
     if form == "probs":
         logp, form = logp.exp().mean(0, keepdim=True).log(), "average"
-    if target.dim() == logp.dim() - 1 and target.is_floating_point():
+    if soft:
         if form == "mixture":  # the expected log of the mixture, label by label
             return -(target * _log_mean(logp)).sum(-1).mean()
         return -(target * logp).sum(-1).mean()
@@ -142,6 +144,7 @@ def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
         >>> bernoulli(torch.zeros(2, 3), torch.tensor([0.0, 1.0, 1.0])).round(decimals=4)  # log 2
         tensor(0.6931)
     """
+    _check(logits, target, logits.shape[1:], form)
     if form == "logits":
         logits, form = logits.mean(0, keepdim=True), "average"
     yes, no = F.logsigmoid(logits), F.logsigmoid(-logits)
@@ -191,6 +194,14 @@ def heteroscedastic_gaussian(output: Tensor, target: Tensor, form: Form = "avera
 def noise_scale(raw: Tensor) -> Tensor:
     """The positive noise scale behind a raw network output: softplus, with a floor of 1e-4 against collapse."""
     return F.softplus(raw) + 1e-4
+
+
+def _check(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) -> None:
+    """Refuse a target that would broadcast, as (B,) against (S, B, 1) does, and a form that is none."""
+    if target.shape != needed:
+        raise ValueError(f"A target of shape {tuple(needed)} is needed for outputs of shape {tuple(outputs.shape)}, got {tuple(target.shape)}.")
+    if form not in _FORMS:
+        raise ValueError(f"Unknown form {form!r}{did_you_mean(form, _FORMS)}")
 
 
 def _gaussian(mean: Tensor, target: Tensor, scale: Tensor, form: str) -> Tensor:

@@ -254,6 +254,8 @@ def predict(
     """
     if draws < 1 or (chunk is not None and chunk < 1):
         raise ValueError(f"predict needs draws >= 1 and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.")
+    if chunk is not None and chunk < members(model):
+        raise ValueError(f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}.")
     check_finite(model)
     flags = [(m, m.training) for m in model.modules()]
     model.eval()

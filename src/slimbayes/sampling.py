@@ -83,6 +83,9 @@ def _run(
 ) -> Any:
     """One forward of draws x rows rows, unfolded into (draws, rows, ...)."""
     args, kwargs = tile_rows(inputs, rows, draws, batch_dim) if tile and draws > 1 else inputs
+    recurrent = isinstance(model, nn.RNNBase)
+    if recurrent and tile and len(inputs[0]) > 1:  # states hold their rows along dimension 1 and may hold as many layers as rows
+        args = (args[0], tile_rows(inputs[0][1], rows, draws, 1))
     current = held
     if held is not None:
         held.rows = draws * rows
@@ -91,6 +94,8 @@ def _run(
     try:
         outputs = model(*args, **kwargs)
         passes.remember(posteriors, outputs)
+        if recurrent:
+            return split_rows(outputs[0], draws, rows, batch_dim), split_rows(outputs[1], draws, rows, 1)
         return split_rows(outputs, draws, rows, batch_dim)
     finally:
         if current is not None and held is None:
@@ -126,15 +131,17 @@ def split_rows(outputs: Any, draws: int, rows: int, batch_dim: int = 0) -> Any:
     """
 
     def split(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            raise ValueError("A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence.")
         if not isinstance(leaf, Tensor):
             return leaf
         fits = [d for d in range(leaf.dim()) if leaf.shape[d] == draws * rows]
-        if batch_dim not in fits and len(fits) != 1:
+        if not fits:
             return leaf.expand(draws, *leaf.shape)  # no rows in it: the same for every draw
         dim = batch_dim if batch_dim in fits else fits[0]  # a recurrent state keeps its rows elsewhere
         return leaf.unflatten(dim, (draws, rows)).movedim(dim, 0)
 
-    return pytree.tree_map(split, outputs)
+    return pytree.tree_map(split, outputs, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
 
 
 @contextmanager

@@ -52,6 +52,13 @@ class LinearMap:
         """The inputs that carry variances where x carries means."""
         return x.square()
 
+    def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
+        """Mean of `modulated` over p products of factors: s is (n, p, n_in), r is (n, p, n_out)."""
+        y = self.modulated(combine, x, s[:, 0], r[:, 0], current)
+        for j in range(1, s.shape[1]):
+            y = y + self.modulated(combine, x, s[:, j], r[:, j], current)
+        return y / s.shape[1] if s.shape[1] > 1 else y
+
     def rows(self, combine: Any, y: Tensor, factor: Tensor, current: Pass) -> Tensor:
         """Combine the outputs with one line of factors (n, n_out) for each draw."""
         return apply_rows(combine, y, factor, current, self.batch_dim, self.channel_dim, self.name, self.certain)

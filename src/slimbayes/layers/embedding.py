@@ -87,6 +87,14 @@ class BagMap(LinearMap):
         return self._reduce(self.apply(x, weights, current), x)
 
     def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, weights: Tensor | None = None) -> Tensor:
+        return self._reduce(self._vectors(combine, x, s, r, current, weights), x)
+
+    def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
+        # A maximum does not commute with the mean over products either.
+        products = [self._vectors(combine, x, s[:, j], r[:, j], current, None) for j in range(s.shape[1])]
+        return self._reduce(torch.stack(products).mean(0), x)
+
+    def _vectors(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, weights: Tensor | None) -> Tensor:
         if s.shape[0] > 1 and current.rows != self.bags:
             raise ValueError(
                 f"{self.name}: {self.bags} bags for the {current.rows} rows of this pass. Give the indices as (rows, words), "
@@ -95,8 +103,7 @@ class BagMap(LinearMap):
         vectors = self.apply(x, weights, current)
         words = per_row(s, self.bags, current)[self.bag, x]
         vectors = combine(vectors, words.unsqueeze(-1).to(vectors.dtype))
-        vectors = combine(vectors, per_row(r, self.bags, current)[self.bag].to(vectors.dtype))
-        return self._reduce(vectors, x)
+        return combine(vectors, per_row(r, self.bags, current)[self.bag].to(vectors.dtype))
 
     def _reduce(self, vectors: Tensor, x: Tensor) -> Tensor:
         bag = self.bag
@@ -129,7 +136,7 @@ class BayesEmbeddingBag(BayesLayer, nn.EmbeddingBag):
         return "max_norm rewrites the table in place during lookup" if layer.max_norm is not None else None
 
     def sites(self) -> list[Site]:
-        return [Site("weight", *self.weight.shape, False, "weight", tuple(self.weight.shape), 1, "opaque")]
+        return [Site("weight", *self.weight.shape, False, "weight", tuple(self.weight.shape), 1, "nonlinear" if self.mode == "max" else "pooled")]
 
     def linear_map(self, site: str) -> LinearMap:
         name = self.posterior[site].name

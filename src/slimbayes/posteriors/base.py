@@ -39,8 +39,8 @@ class Site:
         parameter: name of the layer's parameter that holds it.
         shape: shape of the weight as it is stored.
         out_dim: which dimension of the stored weight counts outputs; the others, flattened, are the inputs of its matrix view.
-        positions: whether one row meets the matrix once, or at many places or times that share the weights; "opaque" if the output
-            is not linear in them.
+        positions: whether one row meets the matrix once, or at many places or times that share the weights; "pooled" if such
+            places are averaged, "nonlinear" if the output is not linear in the weights.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Site:
     parameter: str
     shape: tuple[int, ...]
     out_dim: int = 0
-    positions: Literal["one", "many", "opaque"] = "one"
+    positions: Literal["one", "many", "pooled", "nonlinear"] = "one"
 
     @property
     def matrix(self) -> tuple[int, int]:

@@ -52,12 +52,14 @@ class GaussianPosterior(Posterior):
         self.regularises_mean = not isinstance(config.prior, TiedMean)
         if self.estimator == "local":
             self._check_local(site)
+        if self.estimator == "flipout" and site.positions == "nonlinear":
+            raise ValueError("flipout needs outputs that are linear in the weights, which a maximum is not; use 'reparam'")
         gaussian_bias = site.bias and config.bias == "gaussian"
         self.bias_log_scale = nn.Parameter(initial_log_scale(config, (site.n_out,))) if gaussian_bias else None
 
     def _check_local(self, site: Site) -> None:
-        if site.positions == "opaque":
-            raise ValueError("the local estimator needs outputs that are linear in the weights; use 'reparam' or 'flipout'")
+        if site.positions in ("pooled", "nonlinear"):
+            raise ValueError("the local estimator cannot tell the variance of pooled vectors; use 'reparam'")
         if site.positions == "many" and not self.independent_positions:
             raise ValueError(
                 "the local estimator is exact only where each row meets the weights once, and this layer shares them over positions or "

@@ -261,12 +261,8 @@ class Rank1Posterior(Posterior):
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
-        rank = drawn.r.shape[1]
         # Eq. 1: y = (W (x o s)) o r, averaged over the p products
-        y = linear.modulated(combine, x, drawn.s[:, 0], drawn.r[:, 0], self.current)
-        for j in range(1, rank):
-            y = y + linear.modulated(combine, x, drawn.s[:, j], drawn.r[:, j], self.current)
-        y = linear.add_bias(y / rank if rank > 1 else y)
+        y = linear.add_bias(linear.averaged(combine, x, drawn.s, drawn.r, self.current))
         return y if drawn.bias is None else linear.rows(operator.add, y, drawn.bias, self.current)
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
