@@ -17,7 +17,7 @@ from slimbayes import passes
 from slimbayes.layers import bayes_class
 from slimbayes.layers.base import BayesLayer
 from slimbayes.messages import did_you_mean
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.base import Config, Posterior
 
 Model = TypeVar("Model", bound=nn.Module)
 Predicate = Callable[[str, nn.Module], bool]
@@ -42,6 +42,7 @@ class Conversion:
     decisions: list[Decision]
     batch_dim: int
     patched: list[tuple[str, str, Any]] = field(default_factory=list)  # (module, attribute, former value)
+    lead: Posterior | None = None  # any posterior of the module: it knows whether a pass is open
     own: passes.Pass | None = None  # the pass that a bare call of this module has opened
 
     def __getstate__(self) -> dict[str, Any]:
@@ -301,6 +302,7 @@ def _attach(model: nn.Module, new: Conversion) -> None:
         new.decisions = [kept.get(d.name, d) for d in new.decisions]
         new.patched = former.patched + new.patched
         _remove_hooks(model)
+    new.lead = next(iter(passes.posteriors_of(model)), None)
     model._slimbayes = new  # type: ignore[assignment]
     model.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)
     model.register_forward_hook(_end, always_call=True)
@@ -308,20 +310,19 @@ def _attach(model: nn.Module, new: Conversion) -> None:
 
 def _begin(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Open a pass when the converted module is called outside any other."""
-    posteriors = passes.posteriors_of(model)
-    if not posteriors:
-        return
     conversion: Conversion = model._slimbayes  # type: ignore[assignment]
+    lead = conversion.lead
+    if lead is None:
+        return
     if isinstance(model, BayesLayer):  # it knows which of its inputs are unbatched
         rows = model.count_rows(*args, **kwargs)
     else:
         rows = passes.infer_rows((args, kwargs), conversion.batch_dim) or 1
-    if passes.is_open(posteriors):
-        current = posteriors[0].current
-        if current is not None and current.held:
-            current.rows = rows
+    if passes.is_open([lead]):
+        if lead.current is not None and lead.current.held:
+            lead.current.rows = rows
         return
-    conversion.own = passes.begin_bare(posteriors, rows)
+    conversion.own = passes.begin_bare(passes.posteriors_of(model), rows)
 
 
 def _end(model: nn.Module, args: Any, output: Any) -> None:

@@ -4,14 +4,16 @@
     nonnegative_factors   U (m x k) >= 0, V (n x k) >= 0 with U V^T near A: what a k-tied posterior can hold
 
 The first is a lower bound on the error of the second. They agree for k = 1 (the first singular vectors of a positive matrix are
-positive: Perron-Frobenius), for k = 2 wherever A_2 is not negative, and whenever the further singular values are small beside the first, as
-those of trained standard deviations are. They need not agree for k >= 3: a matrix may have a larger nonnegative rank than rank.
+positive: Perron-Frobenius), for k = 2 wherever A_2 is not negative, and whenever the further singular values are small beside
+the first, as those of trained standard deviations are. They need not agree for k >= 3: a matrix may have a larger nonnegative
+rank than rank.
 
-The start. With A_k = P Q^T, any invertible T gives U = P T and V = Q T^-T with the same product. Divided by their first entries, the rows
-of P are points p in k - 1 dimensions; U >= 0 says that a simplex holds them all. We take the tight simplex of fixed directions, so U >= 0
-always, and V >= 0 unless its corners reach too far; then what is negative is cut off and coordinate descent (HALS, Cichocki &
-Phan 2009) repairs it. Multiplicative updates (Lee & Seung 2001) from the usual SVD start were tried first and stood still at the
-rank-1 solution for hundreds of steps: standard deviations that are nearly of rank one are their worst case.
+The start. With A_k = P Q^T, any invertible T gives U = P T and V = Q T^-T with the same product. Divided by their first
+entries, the rows of P are points p in k - 1 dimensions; U >= 0 says that a simplex holds them all. We take the all but tight
+simplex of fixed directions, so U > 0 always, and V >= 0 unless its corners reach too far; then what is negative is cut off and
+coordinate descent (HALS, Cichocki & Phan 2009) repairs it. Multiplicative updates (Lee & Seung 2001) from the usual SVD start
+were tried first and stood still at the rank-1 solution for hundreds of steps: standard deviations that are nearly of rank one
+are their worst case.
 """
 
 from __future__ import annotations
@@ -79,11 +81,12 @@ def _simplex_start(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     k = p.shape[1]
     if k == 1:
         return p, q
-    points = p[:, 1:] / p[:, :1].clamp_min(1e-300)
-    # Facet normals of a regular simplex: k unit-like vectors that sum to zero, scaled to the points' extent along each axis.
-    frame = torch.cat([torch.ones(k, 1, dtype=p.dtype, device=p.device), torch.eye(k, dtype=p.dtype, device=p.device)[:, :-1]], 1)
-    normals = torch.linalg.qr(frame)[0][:, 1:] / points.abs().amax(0).clamp_min(1e-12)
-    heights = -(points @ normals.T).amin(0)  # each facet touches a point
+    # The floors are for matrices of exact blocks, or of lower rank than k: there a first entry or an axis can be mere rounding.
+    points = p[:, 1:] / p[:, :1].clamp_min(1e-6 * float(p[:, 0].max()))
+    # Facet normals of a regular simplex: k vectors that sum to zero, scaled to the points' extent along each axis.
+    frame = torch.cat([p.new_ones(k, 1), torch.eye(k, dtype=p.dtype, device=p.device)[:, :-1]], 1)
+    normals = torch.linalg.qr(frame)[0][:, 1:] / points.abs().amax(0).clamp_min(1e-6)
+    heights = -(points @ normals.T).amin(0) + 1e-3  # each facet all but touches a point: a factor of zero has no log
     t = torch.cat([heights[None], normals.T]) / heights.sum()
     return p @ t, q @ torch.linalg.inv(t).T
 

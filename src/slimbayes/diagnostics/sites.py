@@ -100,7 +100,9 @@ def decisions_of(model: nn.Module) -> dict[str, Decision]:
 def refuse_open_pass(model: nn.Module, verb: str) -> None:
     """Draws that are held were made from the scales about to change."""
     if is_open(posteriors_of(model)):
-        raise ValueError(f"{verb} cannot change a model whose draws are held. Call it outside `frozen` and outside the model's forward.")
+        raise ValueError(
+            f"{verb} cannot change a model whose draws are held. Call it outside `frozen` and the model's forward."
+        )
 
 
 def converted_config(config: Any, kind: type[AnyConfig], **changes: Any) -> AnyConfig:
@@ -110,7 +112,7 @@ def converted_config(config: Any, kind: type[AnyConfig], **changes: Any) -> AnyC
 
 @torch.no_grad()
 def rebuilt(old: GaussianPosterior, config: Config) -> GaussianPosterior:
-    """A posterior of another method in the place of an old one; its weights' scales are still to be set, its bias's are copied."""
+    """A posterior of another method for the place of an old one; the weights' scales are still to be set, the bias's are not."""
     with torch.random.fork_rng(devices=[]):  # the start is random but overwritten: the caller's noise must not depend on it
         new = config.build(old.site)
     assert isinstance(new, GaussianPosterior)
@@ -122,11 +124,24 @@ def rebuilt(old: GaussianPosterior, config: Config) -> GaussianPosterior:
     return new
 
 
-def exchange(model: nn.Module, sites: list[GaussianSite], new: Mapping[str, GaussianPosterior], configs: Mapping[str, Config]) -> None:
-    """Put new posteriors (by site name) in their places and record the layers' new configs (by layer name)."""
+def exchange(
+    model: nn.Module, sites: list[GaussianSite], new: Mapping[str, GaussianPosterior], configs: Mapping[str, Config]
+) -> None:
+    """Let posteriors become the new ones (by site name) and record the layers' new configs (by layer name)."""
     decisions = decisions_of(model)
     for site in sites:
-        if site.name in new:
-            site.layer.posterior[site.key] = new[site.name]
+        fresh = new.get(site.name)
+        if fresh is None:
+            continue
+        if _shapes(fresh) == _shapes(site.posterior):  # the same parameters with other values: an optimizer keeps hold of them
+            site.posterior.load_state_dict(fresh.state_dict())
+        else:  # the object stays and its class is swapped, like a layer's: whoever knows the posterior goes on knowing it
+            site.posterior.__class__ = type(fresh)
+            site.posterior.__dict__.clear()
+            site.posterior.__dict__.update(fresh.__dict__)
     for name, config in configs.items():
         decisions[name].config = config
+
+
+def _shapes(posterior: GaussianPosterior) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in posterior.state_dict().items()}

@@ -1,0 +1,101 @@
+"""GradientSNR: signal-to-noise ratio of the gradients that train posterior scales (Swiatkowski et al. 2020, section 3.2).
+
+    SNR = E[g^2] / Var[g] = 1 + E[g]^2 / Var[g] >= 1        over the last `window` steps, for each scalar parameter
+
+A layer's value is the mean over its parameters: log sigma of a mean-field posterior, log U and log V of a k-tied one. A tied
+scale sums the gradients of many weights, of which the KL's part adds up and the noise partly cancels, so its ratio is higher.
+Pure noise gives 1 + 1 / (window - 3).
+
+The mean is the paper's, and a few weights can make it: where the likelihood hardly depends on a weight, its gradient is the
+KL's alone and nearly constant. In a mean-field layer such weights stand by themselves, so its mean may exceed a k-tied layer's
+although almost all of its gradients are noisier. The median is there to tell.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.diagnostics.sites import gaussian_sites
+from slimbayes.messages import did_you_mean
+
+_SCALES = ("weight_log_scale", "log_u", "log_v")
+
+
+class GradientSNR:
+    """Track the gradients of all posterior scales and tell their signal-to-noise ratio, layer by layer.
+
+    A parameter whose gradient did not vary at all within the window has no ratio and is left out of its layer's average. A
+    layer in which no gradient varied gets inf, and nan if all its gradients were zero.
+
+    Memory: `window` gradients in float64, so 8 x window bytes for each scale: with the default, 80 bytes for each weight of a
+    mean-field layer and 80 k (m + n) for a k-tied one.
+
+    Args:
+        model: a model converted with `MeanField`, `KTied` or `MatrixNormal`.
+        window: how many of the latest steps count, at least 2.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Sequential(nn.Linear(4, 3)), sb.KTied(rank=1))
+        >>> snr = GradientSNR(net, window=5)
+        >>> for _ in range(5):
+        ...     net.zero_grad()
+        ...     (net(torch.randn(8, 4)).square().mean() + sb.kl(net) / 100).backward()
+        ...     snr.update()
+        >>> snr.result()["0"] >= 1
+        True
+    """
+
+    def __init__(self, model: nn.Module, window: int = 10) -> None:
+        if window < 2:
+            raise ValueError(f"A variance needs a window of at least 2 steps, got window={window!r}.")
+        self.window, self.steps = window, 0
+        self.parameters: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for site in gaussian_sites(model):
+            scales = [(f"{site.name} {n}", p) for n, p in site.posterior.named_parameters() if n in _SCALES]
+            self.parameters.setdefault(site.layer_name, []).extend(scales)
+        self._history = {
+            name: torch.zeros(window, p.numel(), dtype=torch.float64, device=p.device)
+            for scales in self.parameters.values()
+            for name, p in scales
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the present gradients: call it once a step, after backward and before they are clipped or set to zero."""
+        scales = [pair for layer in self.parameters.values() for pair in layer]
+        missing = [name for name, p in scales if p.grad is None]
+        if missing:
+            raise ValueError(f"{missing[0]} has no gradient. Call update() after loss.backward() and before zero_grad().")
+        for name, p in scales:
+            self._history[name][self.steps % self.window].copy_(p.grad.reshape(-1))  # type: ignore[union-attr]
+        self.steps += 1
+
+    def result(self, average: Literal["mean", "median"] = "mean") -> dict[str, float]:
+        """The ratio of each layer, by its name, over the last `window` steps or as many as there were."""
+        if average not in ("mean", "median"):
+            raise ValueError(f"Unknown average {average!r}{did_you_mean(str(average), ('mean', 'median'))}")
+        seen = min(self.steps, self.window)
+        if seen < 2:
+            raise ValueError(f"A variance needs at least 2 steps, got {seen}. Call update() after each backward.")
+        return {
+            layer: _average_snr(torch.cat([self._history[name][:seen] for name, _ in scales], 1), average)
+            for layer, scales in self.parameters.items()
+        }
+
+
+def _average_snr(gradients: Tensor, average: str) -> float:
+    """Mean or median over the columns of gradients (window, parameters) of 1 + mean^2 / variance."""
+    # Taken relative to the first step, equal gradients have a variance of exactly zero, not of rounding errors.
+    shifted = gradients - gradients[0]
+    variance = shifted.var(0, correction=0)
+    mean = gradients[0] + shifted.mean(0)
+    varies = variance > 0
+    if not bool(varies.any()):
+        return math.inf if bool(mean.any()) else math.nan
+    ratios = 1 + mean[varies].square() / variance[varies]
+    return float(ratios.mean() if average == "mean" else ratios.median())
