@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from slimbayes import passes
 from slimbayes.convert import conversions_of
 from slimbayes.passes import Pass
+from slimbayes.posteriors.base import Posterior
 
 
 def members(model: nn.Module) -> int:
@@ -54,13 +55,15 @@ def sample(
     """
     if draws < 1:
         raise ValueError(f"sample needs at least one draw, got draws={draws!r}.")
-    batch_dim = conversions_of(model)[0][1].batch_dim
+    modules = list(model.modules())  # walked once: on small networks this is most of the overhead
+    posteriors = [m for m in modules if isinstance(m, Posterior)]
+    conversion = next((m.__dict__["_slimbayes"] for m in modules if "_slimbayes" in m.__dict__), None)
+    batch_dim = conversions_of(model)[0][1].batch_dim if conversion is None else conversion.batch_dim
     size = passes.infer_rows((args, kwargs), batch_dim)
     if size is None:
         raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
-    posteriors = passes.posteriors_of(model)
     held = posteriors[0].current if posteriors and passes.is_open(posteriors) else None
-    total = members(model) * draws
+    total = math.lcm(*(p.members for p in posteriors)) * draws
     if held is not None:
         if not held.held:
             raise ValueError("sample was called inside a forward pass of the same model; call it from outside.")

@@ -90,13 +90,18 @@ class Posterior(nn.Module, ABC):
         self._values: Any = None
 
     @property
+    def anchor(self) -> Tensor:
+        """A parameter that stands for all: they share device, dtype and sharding. Override it where one is at hand."""
+        return next(self.parameters())
+
+    @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return self.anchor.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the noise: that of the parameters, float32 at least."""
-        return torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        return torch.promote_types(self.anchor.dtype, torch.float32)
 
     def start(self, new: Pass, noise: Noise) -> None:
         """Take this pass's noise."""
@@ -123,7 +128,7 @@ class Posterior(nn.Module, ABC):
     @property
     def sharded(self) -> bool:
         """Whether the parameters are split over processes (FSDP2)."""
-        return any(hasattr(p, "full_tensor") for p in self.parameters())
+        return hasattr(self.anchor, "full_tensor")
 
     @property
     def noise(self) -> Noise:

@@ -222,6 +222,10 @@ class Rank1Posterior(Posterior):
         self.clip = config.clip
         self.additive = config.perturbation == "additive"
 
+    @property
+    def anchor(self) -> Tensor:
+        return self.r.loc
+
     def widths(self, held: bool) -> tuple[int, int]:
         width = self.r.width + self.s.width
         return (0, width) if self.rowwise and not held else (width, 0)
