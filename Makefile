@@ -8,7 +8,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench bench-ktied
 
 demo: .venv/ready
 	$(RUN) examples/digits.py
@@ -22,6 +22,9 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(RUN) benchmarks/step.py
+
+bench-ktied: .venv/ready
+	$(RUN) benchmarks/k_tied.py
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

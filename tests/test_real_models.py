@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
-from slimbayes.convert import BayesLayer
+from slimbayes.layers.base import BayesLayer
 from slimbayes.passes import posteriors_of
 
 transformers = pytest.importorskip("transformers")

@@ -1,5 +1,6 @@
 """slimbayes: turn any PyTorch model into a parameter-efficient Bayesian neural net."""
 
+from slimbayes import diagnostics as diagnostics
 from slimbayes import schedules as schedules
 from slimbayes.accounting import Cost as Cost
 from slimbayes.accounting import Summary as Summary
@@ -17,6 +18,7 @@ from slimbayes.distributions import Normal as Normal
 from slimbayes.distributions import Point as Point
 from slimbayes.distributions import Signs as Signs
 from slimbayes.distributions import dropout_scale as dropout_scale
+from slimbayes.inference import predict as predict
 from slimbayes.layers import register_layer as register_layer
 from slimbayes.objective import ELBO as ELBO
 from slimbayes.objective import bernoulli as bernoulli
@@ -40,7 +42,6 @@ from slimbayes.posteriors.priors import HeNormal as HeNormal
 from slimbayes.posteriors.priors import ScaleMixture as ScaleMixture
 from slimbayes.posteriors.priors import TiedMean as TiedMean
 from slimbayes.prediction import Prediction as Prediction
-from slimbayes.prediction import predict as predict
 from slimbayes.sampling import frozen as frozen
 from slimbayes.sampling import members as members
 from slimbayes.sampling import sample as sample

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert import Selection, conversions_of, plan
+from slimbayes.convert import conversions_of
 from slimbayes.layers import bayes_class
 from slimbayes.layers.base import BayesLayer
+from slimbayes.planning import Selection, plan
 from slimbayes.posteriors.base import Config
 
 

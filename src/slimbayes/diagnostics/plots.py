@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert import Selection
 from slimbayes.diagnostics.low_rank import low_rank
 from slimbayes.diagnostics.sites import GaussianSite, gaussian_sites
 from slimbayes.diagnostics.spectra import Of, SiteSpectrum, spectrum
 from slimbayes.messages import did_you_mean
+from slimbayes.planning import Selection
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,8 +1,8 @@
 """pareto_k and k_hat: how heavy the tail of importance ratios is, and so how far a variational posterior can be trusted.
 
-The largest ratios follow a generalised Pareto distribution whose shape k decides which of their moments exist: the mean needs k
-< 1, the variance k < 1/2. Draws from q can be reweighted to the true posterior only if k is small (Vehtari et al. 2024), and a
-large k says that q misses mass of the posterior (Yao et al. 2018, "Yes, but did it work?").
+The largest ratios follow a generalised Pareto distribution whose shape k decides which of their moments exist: the mean if
+k < 1, the variance if k < 1/2. Draws from q can be reweighted to the true posterior only if k is small (Vehtari et al. 2024),
+and a large k says that q misses mass of the posterior (Yao et al. 2018, "Yes, but did it work?").
 
     tail       the ceil(min(S / 5, 3 sqrt(S))) largest of S ratios, less the largest one outside
     fit        Zhang & Stephens 2009: the posterior mean of theta = -k / sigma on a grid under the profile likelihood,
@@ -51,7 +51,7 @@ def pareto_k(log_ratios: Tensor) -> float:
     if bool((ratios.isnan() | ratios.isposinf()).any()) or bool(ratios.isneginf().all()):
         raise ValueError("pareto_k needs finite log ratios (some may be -inf), got NaN, +inf, or nothing but -inf.")
     ordered = (ratios - ratios.max()).sort().values
-    tail = math.ceil(min(len(ratios) / 5, 4 * math.sqrt(len(ratios))))
+    tail = math.ceil(min(len(ratios) / 5, 3 * math.sqrt(len(ratios))))
     edge = max(float(ordered[-tail - 1]), _SMALLEST)
     beyond = ordered[-tail:]
     if float(beyond[-1] - beyond[0]) <= 1e-12 * max(1.0, float(ratios.max().abs())):

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert import Decision, Selection, _check_patterns, _matches, conversions_of
+from slimbayes.convert import conversions_of
 from slimbayes.layers.base import BayesLayer
 from slimbayes.objective import check_finite
 from slimbayes.passes import is_open, posteriors_of
+from slimbayes.planning import Decision, Selection, check_patterns, matches
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.gaussian import GaussianPosterior
 
@@ -73,9 +74,9 @@ def gaussian_sites(model: nn.Module, include: Selection = None, exclude: Selecti
             f"No layer of this {type(model).__name__} has a Gaussian posterior over its weights; found: {', '.join(kinds)}. "
             f"Convert it with MeanField, KTied or MatrixNormal."
         )
-    _check_patterns("include", include, layers)
-    _check_patterns("exclude", exclude, layers)
-    chosen = {n: l for n, l in layers.items() if _matches(include, n, l, True) and not _matches(exclude, n, l, False)}
+    check_patterns("include", include, layers)
+    check_patterns("exclude", exclude, layers)
+    chosen = {n: l for n, l in layers.items() if matches(include, n, l, True) and not matches(exclude, n, l, False)}
     return [
         GaussianSite(f"{name}.{key}".lstrip("."), name, layer, key, posterior)  # type: ignore[arg-type]
         for name, layer in chosen.items()
@@ -112,7 +113,7 @@ def converted_config(config: Any, kind: type[AnyConfig], **changes: Any) -> AnyC
 
 @torch.no_grad()
 def rebuilt(old: GaussianPosterior, config: Config) -> GaussianPosterior:
-    """A posterior of another method for the place of an old one; the weights' scales are still to be set, the bias's are not."""
+    """A posterior of another method for an old one's place: biases' scales are copied, weights' are still to be set."""
     with torch.random.fork_rng(devices=[]):  # the start is random but overwritten: the caller's noise must not depend on it
         new = config.build(old.site)
     assert isinstance(new, GaussianPosterior)

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from slimbayes.convert import Selection
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.messages import did_you_mean
+from slimbayes.planning import Selection
 
 Of = Literal["means", "scales"]
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert import Model, Selection
+from slimbayes.convert import Model
 from slimbayes.diagnostics.low_rank import low_rank, nonnegative_factors
 from slimbayes.diagnostics.sites import (
     GaussianSite,
@@ -27,6 +27,7 @@ from slimbayes.diagnostics.sites import (
     refuse_open_pass,
 )
 from slimbayes.messages import did_you_mean
+from slimbayes.planning import Selection
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.posteriors.k_tied import KTied, KTiedPosterior

@@ -16,6 +16,7 @@ Sizes: n draws or blocks of rows, R rows, in and out channels, m x n the matrix 
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -47,7 +48,7 @@ class GaussianPosterior(Posterior):
     def __init__(self, config: Any, site: Site) -> None:
         super().__init__()
         self.site, self.prior, self.estimator = site, config.prior, config.estimator
-        self.log_cap = None if config.max_scale is None else torch.tensor(config.max_scale).log().item()
+        self.log_cap = None if config.max_scale is None else math.log(config.max_scale)
         self.independent_positions = config.independent_positions
         self.regularises_mean = not isinstance(config.prior, TiedMean)
         if self.estimator == "local":

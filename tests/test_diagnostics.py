@@ -1,0 +1,803 @@
+"""Diagnostics against closed forms, a published implementation's numbers and the k-tied paper's tables (F23 to F29)."""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slimbayes as sb
+from slimbayes import diagnostics as dg
+from slimbayes.diagnostics.low_rank import low_rank, nonnegative_factors
+from slimbayes.diagnostics.sites import gaussian_sites
+
+METHODS = [sb.MeanField(), sb.KTied(rank=2), sb.MatrixNormal()]
+
+
+def mlp(config: sb.Config | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 4))
+    return sb.bayesianize(net, config or sb.MeanField(scale_init=0.1, scale_jitter=0.05))
+
+
+def single(m: int, n: int, config: sb.Config) -> nn.Linear:
+    """One layer in float64, so that comparisons are exact."""
+    return sb.bayesianize(nn.Linear(m, n).double(), config)
+
+
+def sigma(net: nn.Module, name: str = "weight") -> Tensor:
+    return next(s for s in gaussian_sites(net) if s.name == name).scales()
+
+
+def positive(m: int, n: int, k: int, spread: float = 0.7) -> Tensor:
+    """A matrix of rank k with positive factors."""
+    u, v = torch.randn(m, k, dtype=torch.float64), torch.randn(n, k, dtype=torch.float64)
+    return (spread * u - 2).exp() @ (spread * v - 2).exp().T
+
+
+def with_sigma(matrix: Tensor, **options: object) -> nn.Linear:
+    net = single(*matrix.shape, sb.MeanField(**options))
+    with torch.no_grad():
+        net.posterior["weight"].weight_log_scale.copy_(matrix.T.log())
+    return net
+
+
+def state(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+# The k-tied family (F23 to F26)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_f23_scales_are_the_positive_product_of_the_factors(k: int) -> None:
+    net = single(6, 5, sb.KTied(rank=k, scale_jitter=2.0))
+    q = net.posterior["weight"]
+    product = q.log_u.exp() @ q.log_v.exp().T
+    torch.testing.assert_close(sigma(net), product, rtol=1e-12, atol=0)
+    assert (product > 0).all()
+
+
+def test_f23_one_tied_is_the_matrix_normal_with_diagonal_covariances() -> None:
+    """Covariance of vec(W), columns stacked, is P (x) Q with diagonal P = v^2 and Q = u^2."""
+    net = single(6, 5, sb.MatrixNormal(scale_jitter=1.0))
+    q = net.posterior["weight"]
+    kronecker = torch.kron((2 * q.log_v[:, 0]).exp().diag(), (2 * q.log_u[:, 0]).exp().diag())
+    covariance = sigma(net).T.reshape(-1).square().diag()
+    torch.testing.assert_close(covariance, kronecker, rtol=1e-12, atol=1e-30)
+    additive = q.log_u + q.log_v.T
+    torch.testing.assert_close(sigma(net).log(), additive, rtol=1e-12, atol=1e-14)
+
+
+def test_f23_sample_covariance() -> None:
+    net = single(3, 2, sb.KTied(rank=2, scale_init=0.5, scale_jitter=0.5))
+    with torch.no_grad(), sb.frozen(net, draws=40_000):
+        drawn = net.posterior["weight"].values().weight.flatten(1)  # (draws, out x in)
+    expected = sigma(net).T.reshape(-1).square().diag()
+    size = expected.diag().sqrt()
+    error = (torch.cov(drawn.T) - expected) / torch.outer(size, size)
+    assert error.abs().max() < 5 * math.sqrt(2 / 40_000)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_f24_higher_ranks_have_no_kronecker_factorisation(k: int) -> None:
+    """Variances of a matrix normal have rank one; those of a k-tied Normal have rank k (k + 1) / 2."""
+    variance = sigma(single(12, 10, sb.KTied(rank=k, scale_jitter=1.0))).square()
+    values = torch.linalg.svdvals(variance)
+    assert int((values > 1e-10 * values[0]).sum()) == k * (k + 1) // 2
+    assert (variance - low_rank(variance, 1)).norm() > 1e-3 * variance.norm()
+
+
+def test_f25_gradients_of_the_factors() -> None:
+    """dL/dlog u_ik = sum_j dL/dsigma_ij u_ik v_jk, with L the ELBO of a mean-field net that has the same sigma and noise."""
+    tied = single(6, 5, sb.KTied(rank=2, scale_init=0.3, scale_jitter=0.5))
+    free = dg.truncate(copy.deepcopy(tied), rank=2, form="mean-field")
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+    for net in (tied, free):
+        torch.manual_seed(1)
+        sb.elbo(sb.categorical(sb.sample(net, x, draws=3), y), net, num_data=50).loss.backward()
+    q = tied.posterior["weight"]
+    u, v = q.log_u.detach().exp(), q.log_v.detach().exp()
+    by_sigma = free.posterior["weight"].weight_log_scale.grad.T / sigma(tied)
+    torch.testing.assert_close(q.log_u.grad, u * (by_sigma @ v), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(q.log_v.grad, v * (by_sigma.T @ u), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_f26_initial_scales(k: int) -> None:
+    assert sigma(sb.bayesianize(nn.Linear(1500, 1200), sb.KTied(rank=k))).mean() == pytest.approx(0.0101, abs=6e-5)
+
+
+PRIORS = [sb.Normal(0.0, 0.3), sb.HeNormal(), sb.TiedMean(0.2), sb.EmpiricalBayes(), sb.ScaleMixture()]
+
+
+@pytest.mark.parametrize("prior", PRIORS, ids=lambda p: type(p).__name__)
+def test_f26_equal_scales_have_equal_kl(prior: sb.distributions.Distribution) -> None:
+    tied = single(6, 5, sb.KTied(rank=2, prior=prior, bias="gaussian"))
+    free = dg.truncate(copy.deepcopy(tied), rank=2, form="mean-field")
+    assert isinstance(free._slimbayes.decisions[0].config, sb.MeanField)
+    torch.testing.assert_close(sb.kl(free), sb.kl(tied), rtol=1e-10, atol=0)
+
+
+# Spectra and low-rank approximations (F27, F28)
+
+
+def test_f27_eckart_young() -> None:
+    a = torch.rand(9, 6, dtype=torch.float64) + 0.1
+    gamma = torch.linalg.svdvals(a)
+    for k in range(1, 6):
+        torch.testing.assert_close((a - low_rank(a, k)).norm(), gamma[k:].square().sum().sqrt(), rtol=1e-12, atol=1e-12)
+        error = dg.truncation_errors(with_sigma(a), rank=k, epsilon=1e-300)["weight"]
+        assert error <= float(gamma[k:].norm() / gamma.norm()) * (1 + 1e-9)  # clamping can only help: sigma is positive
+
+
+@pytest.mark.parametrize("config", METHODS, ids=lambda c: type(c).__name__)
+def test_f27_explained_variance(config: sb.Config) -> None:
+    net = mlp(config)
+    report = dg.spectrum(net)
+    assert [s.name for s in report.sites] == ["0.weight", "2.weight", "4.weight"]
+    for site in report.sites:
+        assert sum(site.explained("means")) == pytest.approx(1) and sum(site.explained("scales")) == pytest.approx(1)
+        assert site.first(min(site.shape)) == pytest.approx(1)
+    values = torch.linalg.svdvals(net[2].weight.detach().double())
+    assert report["2"].means == pytest.approx(values.tolist(), rel=1e-10)
+    assert report["2"].explained("means") == pytest.approx((values**2 / (values**2).sum()).tolist(), rel=1e-10)
+    rank = {sb.KTied: 2, sb.MatrixNormal: 1}.get(type(config))
+    if rank:
+        assert report["0"].first(rank) == pytest.approx(1, abs=1e-12)
+
+
+def test_f27_rank_one_of_a_positive_matrix_is_positive_and_only_higher_ranks_are_clamped() -> None:
+    cut = 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        a = (2 * torch.randn(8, 7, dtype=torch.float64)).exp()
+        assert (low_rank(a, 1) > 0).all()
+        cut += int((low_rank(a, 2) <= 0).any())
+        scales = sigma(dg.truncate(with_sigma(a), rank=2, epsilon=1e-3))
+        torch.testing.assert_close(scales, low_rank(a, 2).clamp_min(1e-3), rtol=1e-12, atol=0)
+    assert cut > 10
+
+
+@pytest.mark.parametrize(
+    ("layer", "sites"),
+    [
+        (nn.Conv2d(6, 8, 3), {"weight": (54, 8)}),
+        (nn.Conv2d(6, 8, 3, groups=2), {"weight": (27, 8)}),
+        (nn.ConvTranspose1d(6, 8, 3), {"weight": (18, 8)}),
+        (nn.Embedding(11, 5), {"weight": (11, 5)}),
+        (nn.LSTM(5, 6), {"weight_ih_l0": (5, 24), "weight_hh_l0": (6, 24)}),
+        (nn.MultiheadAttention(8, 2), {n: (8, 8) for n in ("q", "k", "v", "out")}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_f27_every_layer_has_a_matrix_view_that_round_trips(layer: nn.Module, sites: dict[str, tuple[int, int]]) -> None:
+    net = sb.bayesianize(layer, sb.MeanField(scale_jitter=0.003))
+    assert {s.name: s.shape for s in dg.spectrum(net).sites} == sites
+    before = {s.name: s.scales() for s in gaussian_sites(net)}
+    for site in gaussian_sites(net):
+        view = site.posterior.site
+        assert torch.equal(view.from_matrix(view.to_matrix(site.weight)), site.weight)
+    best, reached = (dg.truncation_errors(net, 2, form) for form in ("mean-field", "k-tied"))
+    free, tied = (dg.truncate(copy.deepcopy(net), 2, form) for form in ("mean-field", "k-tied"))
+    for name, a in before.items():
+        torch.testing.assert_close(sigma(free, name), low_rank(a, 2).clamp_min(1e-6), rtol=1e-5, atol=0)
+        assert float((sigma(tied, name) - a).norm() / a.norm()) == pytest.approx(reached[name])
+        assert best[name] * (1 - 1e-6) <= reached[name] <= 1.02 * best[name]
+    assert sum(p.numel() for p in tied.posterior.parameters()) == sum(2 * (m + n) for m, n in sites.values())
+
+
+def test_f27_any_order_of_a_kernels_rows_gives_the_papers_spectrum() -> None:
+    net = sb.bayesianize(nn.Conv2d(6, 8, 3), sb.MeanField())
+    paper = net.weight.detach().permute(2, 3, 1, 0).reshape(-1, 8).double()  # (kh, kw, in, out), all but the last flattened
+    assert dg.spectrum(net)["weight"].means == pytest.approx(torch.linalg.svdvals(paper).tolist(), rel=1e-6)
+
+
+def test_f28_rank_two_needs_no_more_than_two_nonnegative_factors() -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        assert nonnegative_factors(positive(15, 11, 2), 2).error < 1e-12
+        a = (0.5 * torch.randn(15, 11, dtype=torch.float64)).exp()
+        if (low_rank(a, 2) > 0).all():
+            assert nonnegative_factors(a, 2).error == pytest.approx(float((a - low_rank(a, 2)).norm() / a.norm()), rel=1e-9)
+
+
+def test_f28_rank_three_may_need_four() -> None:
+    """The vertices and edges of a square: rank 3, nonnegative rank 4."""
+    square = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]], dtype=torch.float64)
+    assert (square - low_rank(square, 3)).norm() < 1e-12
+    assert nonnegative_factors(square, 3).error > 0.2
+    assert nonnegative_factors(square, 4).error < 1e-9
+
+
+@pytest.mark.parametrize("k", [1, 3, 4])
+def test_nonnegative_factors_are_near_the_bound(k: int) -> None:
+    """Weakly structured matrices, like trained standard deviations, reach Eckart and Young's bound."""
+    for spread in (0.1, 0.5):
+        a = positive(40, 30, k, spread) * (0.05 * torch.randn(40, 30, dtype=torch.float64)).exp()
+        u, v, error = nonnegative_factors(a, k)
+        assert (u >= 0).all() and (v >= 0).all()
+        bound = float((a - low_rank(a, k)).norm() / a.norm())
+        assert bound * (1 - 1e-9) <= error < 1.02 * bound
+
+
+def test_nonnegative_factors_of_strongly_structured_matrices() -> None:
+    """Where the start is far off, coordinate descent finds the exact factors."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        assert nonnegative_factors(positive(60, 40, 3), 3).error < 1e-5
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_nonnegative_factors_of_degenerate_matrices(k: int) -> None:
+    constant = torch.full((7, 6), 0.01, dtype=torch.float64)
+    blocks = torch.full((7, 6), 1e-20, dtype=torch.float64)
+    blocks[:3, :3] = blocks[3:, 3:] = 1.0
+    for a in (constant, blocks):
+        u, v, error = nonnegative_factors(a, k)
+        assert u.isfinite().all() and v.isfinite().all() and error < 1e-6
+
+
+# Truncation
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_truncating_an_exactly_k_tied_model_reproduces_it(k: int) -> None:
+    a = positive(20, 15, k, 0.4)
+    for form in ("mean-field", "k-tied"):
+        net = with_sigma(a)
+        assert dg.truncation_errors(net, k, form)["weight"] < 1e-5
+        torch.testing.assert_close(sigma(dg.truncate(net, k, form)), a, rtol=1e-4, atol=0)
+    tied = single(20, 15, sb.KTied(rank=k, scale_jitter=0.5))
+    before = state(tied)
+    assert same(before, state(dg.truncate(tied, rank=k, form="k-tied")))
+    assert same(before, state(dg.truncate(tied, rank=k + 1, form="k-tied")))
+
+
+def test_truncation_keeps_means_biases_outputs_and_the_callers_noise() -> None:
+    shared = {"prior": sb.Normal(0.0, 0.3), "estimator": "flipout", "bias": "gaussian", "max_scale": 0.4, "scale_init": 0.1}
+    net = mlp(sb.MeanField(**shared, scale_jitter=0.02))
+    net[0].posterior.requires_grad_(False)
+    means, biases = net[0].weight.clone(), net[0].posterior["weight"].bias_log_scale.clone()
+    torch.manual_seed(3)
+    assert dg.truncate(net, rank=2, form="k-tied") is net
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))
+    assert torch.equal(net[0].weight, means) and torch.equal(net[0].posterior["weight"].bias_log_scale, biases)
+    assert net[0].posterior["weight"].name == "0.weight"
+    assert net._slimbayes.decisions[0].config == sb.KTied(rank=2, **shared)
+    assert not any(p.requires_grad for p in net[0].posterior.parameters())
+    assert all(p.requires_grad for p in net[2].posterior.parameters())
+    assert sb.sample(net, torch.randn(5, 12), draws=3).shape == (3, 5, 4) and "KTied" in str(sb.summary(net))
+
+
+def test_mean_field_truncation_keeps_the_parameters_an_optimizer_holds() -> None:
+    net = mlp()
+    former = list(net.parameters())
+    dg.truncate(net, rank=1)
+    assert all(a is b for a, b in zip(former, net.parameters(), strict=True))
+    assert dg.spectrum(net)["2"].first(1) == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize("form", ["mean-field", "k-tied"])
+@pytest.mark.parametrize(
+    "source", [sb.MeanField(bias="gaussian"), sb.KTied(rank=4), sb.MatrixNormal()], ids=lambda c: type(c).__name__
+)
+def test_truncated_models_save_and_load(source: sb.Config, form: str, tmp_path: Path) -> None:
+    net = dg.truncate(mlp(source), rank=2, form=form, exclude="4")
+    again = sb.load(sb.debayesianize(mlp(source)), sb.save(net, tmp_path / "q", base=True))
+    assert same(state(net), state(again))
+    torch.manual_seed(1)
+    one = sb.sample(net, torch.ones(3, 12), draws=2)
+    torch.manual_seed(1)
+    assert torch.equal(one, sb.sample(again, torch.ones(3, 12), draws=2))
+
+
+def test_truncation_of_a_module_converted_inside_another() -> None:
+    net = nn.Sequential(sb.bayesianize(nn.Sequential(nn.Linear(6, 5)), sb.MeanField()), nn.Linear(5, 3))
+    sb.bayesianize(net, sb.Rank1(members=2), exclude=r"0\..*")
+    dg.truncate(net, rank=1, form="k-tied")
+    assert isinstance(net[0]._slimbayes.decisions[0].config, sb.KTied)
+    assert [s.name for s in dg.spectrum(net).sites] == ["0.0.weight"]  # rank-1 layers are passed over
+
+
+@pytest.mark.parametrize("form", ["mean-field", "k-tied"])
+def test_a_refused_truncation_changes_nothing(form: str) -> None:
+    net = mlp()
+    before, types = state(net), [type(p) for p in net[0].posteriors()]
+    with pytest.raises(ValueError, match=r"4\.weight: rank=5 is more than its 7 x 4 matrix .* which is 4.*exclude='4'"):
+        dg.truncate(net, rank=5, form=form)
+    assert same(before, state(net)) and types == [type(p) for p in net[0].posteriors()]
+    dg.truncate(net, rank=5, form=form, exclude="4")
+    with pytest.raises(ValueError, match="Unknown form 'ktied'; did you mean 'k-tied'"):
+        dg.truncate(net, rank=1, form="ktied")
+    for wrong in (0, 1.0, True):
+        with pytest.raises(ValueError, match="rank must be a whole number of at least 1"):
+            dg.truncate(net, rank=wrong)
+    with pytest.raises(ValueError, match="epsilon must be positive"):
+        dg.truncate(net, rank=1, epsilon=0.0)
+    with pytest.raises(ValueError, match="include='9' matches no layer"):
+        dg.truncate(net, rank=1, include="9")
+    with sb.frozen(net), pytest.raises(ValueError, match="truncate cannot change a model whose draws are held"):
+        dg.truncate(net, rank=1)
+
+
+def test_tied_scales_never_fall_below_epsilon() -> None:
+    """Two blocks that do not touch: the best factors have zeros wherever the other block is."""
+    a = torch.full((6, 6), 1e-9, dtype=torch.float64)
+    a[:3, :3] = a[3:, 3:] = 0.1
+    for k in (1, 2, 3):
+        tied = sigma(dg.truncate(with_sigma(a), rank=k, form="k-tied", epsilon=1e-6))
+        assert tied.min() >= 1e-6 * (1 - 1e-9)
+    assert dg.truncation_errors(with_sigma(a), rank=2, form="k-tied")["weight"] < 0.01
+    assert sb.kl(dg.truncate(with_sigma(a), rank=2, form="k-tied")).isfinite()
+
+
+def test_more_factors_than_the_scales_have_rank() -> None:
+    a = positive(10, 8, 1)
+    for k in (2, 4, 8):
+        torch.testing.assert_close(sigma(dg.truncate(with_sigma(a), rank=k, form="k-tied")), a, rtol=1e-5, atol=0)
+
+
+# Gradient noise (F29)
+
+
+def feed(net: nn.Module, tracker: dg.GradientSNR, gradients: Tensor) -> None:
+    parameter = net.posterior["weight"].weight_log_scale
+    for gradient in gradients:
+        parameter.grad = gradient.reshape(parameter.shape).clone()
+        tracker.update()
+
+
+def test_f29_pure_noise_gives_one_and_a_seventh() -> None:
+    """E[1 + mean^2 / var] with population variance over 10 steps is 1 + E[t^2] / 9 = 1 + 1 / 7, t with 9 degrees of freedom."""
+    net = single(300, 400, sb.MeanField())
+    tracker = dg.GradientSNR(net, window=10)
+    feed(net, tracker, torch.randn(10, 120_000, dtype=torch.float64))
+    assert tracker.result()[""] == pytest.approx(1 + 1 / 7, abs=3e-3)
+
+
+def test_f29_equals_the_definition_over_the_last_window() -> None:
+    net = single(4, 3, sb.MeanField())
+    tracker = dg.GradientSNR(net, window=5)
+    gradients = torch.randn(13, 12, dtype=torch.float64) + 2
+    feed(net, tracker, gradients[:3])
+    for seen in (gradients[:3], gradients[8:]):
+        expected = (seen.square().mean(0) / seen.var(0, correction=0)).mean()
+        assert tracker.result()[""] == pytest.approx(float(expected), rel=1e-10)
+        assert tracker.result()[""] >= 1
+        feed(net, tracker, gradients[3:] if tracker.steps == 3 else gradients[:0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_f29_constant_gradients(dtype: torch.dtype) -> None:
+    net = sb.bayesianize(nn.Linear(4, 3).to(dtype), sb.MeanField())
+    for value, expected in ((0.1, math.inf), (0.0, math.nan)):
+        tracker = dg.GradientSNR(net, window=7)
+        feed(net, tracker, torch.full((7, 12), value, dtype=dtype))
+        assert tracker.result()[""] == pytest.approx(expected, nan_ok=True)
+    mixed = torch.full((7, 12), 0.1, dtype=dtype)
+    mixed[:, 0] = torch.randn(7, dtype=dtype)
+    feed(net, tracker, mixed)
+    one = mixed[:, 0].double()
+    assert tracker.result()[""] == pytest.approx(float(one.square().mean() / one.var(correction=0)), rel=1e-9)
+
+
+def test_tied_scales_have_less_noisy_gradients() -> None:
+    """The KL's share adds up over the weights that share a scale, the noise does not: most ratios exceed mean-field's."""
+    x, y = torch.randn(64, 50), torch.randint(40, (64,))
+    found = []
+    for config in (sb.MeanField(), sb.KTied(rank=1), sb.KTied(rank=2)):
+        net = sb.bayesianize(nn.Sequential(nn.Linear(50, 40)), config)
+        tracker = dg.GradientSNR(net)
+        for _ in range(10):
+            net.zero_grad()
+            sb.elbo(sb.categorical(sb.sample(net, x), y), net, num_data=20_000).loss.backward()
+            tracker.update()
+        assert tracker.result()["0"] > tracker.result("median")["0"] >= 1
+        found.append(tracker.result("median")["0"])
+    assert min(found[1:]) > 2 * found[0]
+
+
+def test_a_tracker_keeps_layers_apart_and_joins_a_layers_weights() -> None:
+    net = sb.bayesianize(nn.ModuleDict({"rnn": nn.LSTM(3, 2), "head": nn.Linear(2, 2)}), sb.KTied(rank=1))
+    tracker = dg.GradientSNR(net)
+    for value in (1.0, 3.0):
+        for name, p in net.named_parameters():
+            p.grad = torch.full_like(p, value if "hh" in name else 2 * value - 1)
+        tracker.update()
+    # g = 1, 3: 5 / 1; g = 1, 5: 13 / 4. log U and log V have 3 + 8 and 2 + 8 entries.
+    assert tracker.result() == pytest.approx({"rnn": (11 * 13 / 4 + 10 * 5) / 21, "head": 13 / 4})
+
+
+def test_a_tracker_says_what_it_lacks() -> None:
+    net = mlp()
+    with pytest.raises(ValueError, match="window of at least 2 steps, got window=1"):
+        dg.GradientSNR(net, window=1)
+    tracker = dg.GradientSNR(net)
+    with pytest.raises(ValueError, match=r"0\.weight weight_log_scale has no gradient. Call update\(\) after loss.backward"):
+        tracker.update()
+    with pytest.raises(ValueError, match="at least 2 steps, got 0"):
+        tracker.result()
+    with pytest.raises(ValueError, match="Unknown average 'medium'; did you mean 'median'"):
+        tracker.result("medium")
+
+
+# Pareto tails
+
+
+def uniforms(count: int) -> Tensor:
+    """Numbers that look random and are the same everywhere."""
+    i = torch.arange(1, count + 1, dtype=torch.float64)
+    return (torch.sin(i * 12.9898 + 78.233).abs() * 43758.5453).frac() * (1 - 1e-9) + 5e-10
+
+
+def pareto(u: Tensor, k: float) -> Tensor:
+    """Quantiles of the generalised Pareto distribution."""
+    return -torch.log1p(-u) if k == 0 else torch.expm1(-k * torch.log1p(-u)) / k
+
+
+# What ArviZ 0.19.0, arviz.psislw(log_weights)[1], gives for the logs of pareto(uniforms(count), k).
+ARVIZ = {
+    (0.0, 100): 0.0382642804, (0.0, 1000): 0.2332849346, (0.0, 4000): 0.0040398451,
+    (0.3, 100): 0.1515427108, (0.3, 1000): 0.5114181643, (0.3, 4000): 0.3039891465,
+    (0.5, 100): 0.2278929387, (0.5, 1000): 0.6929054265, (0.5, 4000): 0.5028630624,
+    (0.8, 100): 0.3444195634, (0.8, 1000): 0.9596127720, (0.8, 4000): 0.7991089585,
+    (1.2, 100): 0.5050368555, (1.2, 1000): 1.3064012717, (1.2, 4000): 1.1903927656,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("k", "count"), ARVIZ)
+def test_pareto_k_equals_a_published_implementation(k: float, count: int) -> None:
+    log_ratios = pareto(uniforms(count), k).log()
+    assert dg.pareto_k(log_ratios) == pytest.approx(ARVIZ[k, count], abs=1e-7)
+    assert dg.pareto_k(log_ratios - 12_345.0) == pytest.approx(ARVIZ[k, count], abs=1e-7)  # any constant drops out
+
+
+@pytest.mark.parametrize("k", [0.0, 0.3, 0.5, 0.8, 1.2])
+def test_pareto_k_finds_the_shape_of_known_tails(k: float) -> None:
+    from scipy.stats import genpareto
+
+    found, fitted, wanted = [], [], []
+    for seed in range(20):
+        u = torch.rand(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        x = pareto(u, k)
+        found.append(dg.pareto_k(x.log()))
+        if seed < 3:
+            tail = x.sort().values[-301:]
+            fitted.append(genpareto.fit((tail[1:] - tail[0]).numpy(), floc=0)[0])
+            wanted.append((310 * found[-1] - 5) / 300)  # without the prior
+    assert sum(found) / 20 == pytest.approx((300 * k + 5) / 310, abs=0.05)  # with the prior at one half
+    assert wanted == pytest.approx(fitted, abs=0.1)
+
+
+def test_pareto_k_at_its_limits() -> None:
+    assert dg.pareto_k(torch.full((100,), 3.7)) == -math.inf
+    i = torch.arange(1, 501, dtype=torch.float64)
+    assert dg.pareto_k(300 * torch.sin(i * 12.9898)) == pytest.approx(7.049865099, abs=1e-6)  # ArviZ again: a tail of 10^200
+    assert dg.pareto_k(i * 400) == math.inf  # all but a few ratios underflow beside the largest
+    assert dg.pareto_k(torch.cat([i.log(), torch.tensor([-math.inf])])) < 0
+    for wrong in (torch.zeros(10), torch.zeros(5, 50)):
+        with pytest.raises(ValueError, match="a vector of at least 25 log ratios, got shape"):
+            dg.pareto_k(wrong)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="needs finite log ratios"):
+            dg.pareto_k(torch.cat([torch.zeros(50), torch.tensor([bad])]))
+
+
+# How good a posterior is
+
+
+def none(net: nn.Module) -> Tensor:
+    """No data: the posterior is the prior."""
+    return torch.zeros(net[0].posterior["weight"].current.draws)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(
+            sb.MeanField(prior=prior, scale_init=0.1, scale_jitter=0.03, bias="gaussian")
+            for prior in (sb.Normal(0.1, 0.3), sb.HeNormal(), sb.TiedMean(0.2), sb.ScaleMixture(narrow=0.1))
+        ),
+        sb.MeanField(estimator="flipout", scale_init=0.2, scale_jitter=0.1, max_scale=0.21, bias="gaussian"),
+        sb.KTied(rank=2, estimator="local", scale_init=0.3),
+        sb.Rank1(members=3, scale_init=0.2),
+        sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.1), scale_init=0.2),
+        sb.Rank1(members=1, prior=sb.LogNormal(0.0, 0.3), scale_init=0.2, rank=2),
+        sb.Rank1(members=1, random="s", prior=sb.Cauchy(1.0, 0.3), posterior="normal", scale_init=0.2, clip=1.1),
+    ],
+)
+def test_without_data_the_mean_log_ratio_is_minus_the_kl(config: sb.Config) -> None:
+    net = sb.bayesianize(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), config)
+    ratios = dg.log_ratios(net, none, draws=6000, chunk=1000)
+    assert ratios.shape == (config.members, 6000)
+    total = ratios.sum(0)  # the KL is summed over members too
+    error = total.std() / math.sqrt(6000)
+    assert total.mean() == pytest.approx(-float(sb.kl(net).detach()), abs=5 * float(error))
+
+
+def test_ratios_of_members_and_of_capped_biases_are_their_own() -> None:
+    net = sb.bayesianize(nn.Sequential(nn.Linear(4, 3)), sb.Rank1(members=2, random="r", prior=sb.Normal(1.0, 0.1)))
+    factor = net[0].posterior["weight"].r
+    with torch.no_grad():
+        factor.loc[1] = 3.0
+    apart = sb.distributions.kl(factor.distribution(), factor.prior).detach().flatten(1).sum(1)
+    found = dg.log_ratios(net, none, draws=3000, chunk=7).mean(1)
+    torch.testing.assert_close(found.float(), -apart, rtol=0.02, atol=0.1)
+    net = sb.bayesianize(nn.Sequential(nn.Linear(4, 3)), sb.MeanField(scale_init=0.1, max_scale=0.2, bias="gaussian"))
+    with torch.no_grad():
+        net[0].posterior["weight"].bias_log_scale.fill_(1.0)
+    ratios = dg.log_ratios(net, none, draws=4000, chunk=1000)[0]
+    assert ratios.mean() == pytest.approx(-float(sb.kl(net).detach()), abs=5 * float(ratios.std()) / math.sqrt(4000))
+
+
+def test_empirical_bayes_ratios_differ_from_the_kl_by_the_hyperprior() -> None:
+    prior = sb.EmpiricalBayes()
+    net = sb.bayesianize(nn.Sequential(nn.Linear(4, 3)), sb.MeanField(prior=prior, scale_init=0.1))
+    ratios = dg.log_ratios(net, none, draws=4000, chunk=1000)[0]
+    mean, scale = net[0].weight.detach(), sigma(net, "0.weight")
+    variance = (scale.square().sum() + mean.square().sum() + 2 * prior.rate) / (12 + 2 * prior.concentration + 2)
+    gamma = torch.distributions.Gamma(torch.tensor(prior.concentration), torch.tensor(prior.rate))
+    log_hyperprior = gamma.log_prob(1 / variance) - 2 * variance.log()
+    expected = -float(sb.kl(net).detach() + log_hyperprior)
+    assert ratios.mean() == pytest.approx(expected, abs=5 * float(ratios.std()) / math.sqrt(4000))
+
+
+def regression(shrink: float, features: int = 1) -> tuple[nn.Module, object]:
+    """A linear model whose exact posterior is a diagonal Gaussian, and a q whose scales are `shrink` times the true ones."""
+    torch.manual_seed(0)
+    x = torch.linalg.qr(torch.randn(40, features, dtype=torch.float64))[0] * 3
+    y = x @ torch.ones(features, 1, dtype=torch.float64) + torch.randn(40, 1, dtype=torch.float64)
+    net = sb.bayesianize(nn.Sequential(nn.Linear(features, 1, bias=False).double()), sb.MeanField(prior=sb.Normal(0.0, 1.0)))
+    with torch.no_grad():
+        net[0].weight.copy_((x.T @ y / (9 + 1)).T)
+        net[0].posterior["weight"].weight_log_scale.fill_(math.log(shrink / math.sqrt(9 + 1)))
+    return net, lambda model: -0.5 * (sb.sample(model, x) - y).square().sum((1, 2))
+
+
+def test_the_exact_posterior_has_constant_ratios() -> None:
+    net, log_likelihood = regression(1.0, features=3)
+    ratios = dg.log_ratios(net, log_likelihood, draws=100)
+    torch.testing.assert_close(ratios, ratios[:, :1].expand_as(ratios), rtol=1e-10, atol=1e-10)
+    report = dg.k_hat(net, log_likelihood, draws=100)
+    assert report.k == -math.inf and report.verdict == "reliable"
+
+
+@pytest.mark.parametrize(("shrink", "verdict"), [(0.9, "reliable"), (0.4, "unreliable"), (2.0, "reliable")])
+def test_k_hat_of_a_gaussian_with_wrong_scales(shrink: float, verdict: str) -> None:
+    """Scales shrunk by c give ratios exp(a z^2) with tail index k = 1 - c^2; scales that are too wide give bounded ratios."""
+    net, log_likelihood = regression(shrink)
+    report = dg.k_hat(net, log_likelihood, draws=4000, chunk=500)
+    if shrink < 1:
+        assert report.k == pytest.approx(1 - shrink**2, abs=0.15)
+    else:
+        assert report.k < 0.2
+    assert report.verdict == verdict and report.threshold == 0.7
+
+
+def test_k_hat_of_many_weights_and_of_members() -> None:
+    net, log_likelihood = regression(0.3, features=30)
+    assert dg.k_hat(net, log_likelihood, draws=500).verdict == "failed"
+    plain = nn.Linear(2, 1)
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    net = sb.bayesianize(plain, sb.Rank1(members=3))
+    report = dg.k_hat(net, lambda model: -0.5 * (sb.sample(model, x) - y).square().sum((1, 2)), draws=50)
+    assert len(report.members) == 3 and report.k == max(report.members)
+    assert report.threshold == pytest.approx(1 - 1 / math.log10(50)) and report.verdict in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["draws"] == 50
+
+
+def test_k_hat_refuses_what_it_cannot_judge() -> None:
+    net = mlp().train()
+    with pytest.raises(ValueError, match=r"a tensor of shape \(16,\), got \(\)"):
+        dg.k_hat(net, lambda model: torch.tensor(1.0), draws=50)
+    assert net.training and all(m.training for m in net.modules())
+    with pytest.raises(ValueError, match="at least 25 draws, got draws=10"):
+        dg.k_hat(net, none, draws=10)
+    with pytest.raises(ValueError, match="has no posterior"):
+        dg.k_hat(sb.bayesianize(nn.Linear(2, 2), sb.Deterministic()), none)
+
+
+# Pruning
+
+
+@pytest.mark.parametrize("config", METHODS, ids=lambda c: type(c).__name__)
+def test_pruning_takes_the_lowest_ratios_of_all_layers(config: sb.Config) -> None:
+    net = mlp(config)
+    before = {s.name: (s.means(), s.scales()) for s in gaussian_sites(net)}
+    ratios = torch.cat([(m.abs() / s).flatten() for m, s in before.values()])
+    report = dg.prune(net, 0.7)
+    assert report.sparsity == pytest.approx(0.7, abs=0.5 / len(ratios))
+    assert report.threshold == pytest.approx(float(ratios.sort().values[round(0.7 * len(ratios)) - 1]))
+    for site, line in zip(gaussian_sites(net), report.sites, strict=True):
+        mean, scale = before[site.name]
+        gone = mean.abs() / scale <= report.threshold
+        assert int(gone.sum()) == line.pruned and line.name == site.name
+        torch.testing.assert_close(site.means(), mean.masked_fill(gone, 0.0))
+        torch.testing.assert_close(site.scales(), scale.masked_fill(gone, 1e-6), rtol=1e-4, atol=0)
+    assert sb.kl(net).isfinite() and sb.predict(net, torch.randn(3, 12), draws=2).probs.isfinite().all()
+
+
+def test_pruning_by_threshold_and_by_layer() -> None:
+    net = mlp()
+    kept = state(net[2])
+    report = dg.prune(net, snr_threshold=1.5, exclude="2")
+    assert same(kept, state(net[2])) and [s.name for s in report.sites] == ["0.weight", "4.weight"]
+    ratios = [(s.means().abs() / s.scales()) for s in gaussian_sites(net, exclude="2")]
+    assert all(bool(((r == 0) | (r >= 1.5)).all()) for r in ratios) and report.threshold < 1.5
+    assert "all" in str(report) and json.loads(json.dumps(report.to_dict()))["sparsity"] == report.sparsity
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.MultiheadAttention(8, 2), nn.LSTM(5, 6), nn.Conv2d(4, 6, 3)], ids=lambda m: type(m).__name__
+)
+def test_pruning_layers_with_several_or_many_sided_weights(layer: nn.Module) -> None:
+    net = sb.bayesianize(layer, sb.KTied(rank=2))
+    report = dg.prune(net, 0.5)
+    zeros = sum(int((p == 0).sum()) for n, p in net.named_parameters() if "weight" in n and "posterior" not in n)
+    assert zeros == sum(s.pruned for s in report.sites)
+
+
+@pytest.mark.parametrize("config", METHODS, ids=lambda c: type(c).__name__)
+def test_pruning_nothing_changes_nothing(config: sb.Config) -> None:
+    net = mlp(config)
+    before = state(net)
+    report = dg.prune(net, 0.0)
+    assert same(before, state(net)) and report.sparsity == 0 and report.threshold == -math.inf
+    assert net._slimbayes.decisions[0].config == config
+
+
+@pytest.mark.parametrize("config", METHODS, ids=lambda c: type(c).__name__)
+def test_a_pruning_curve_is_nested_and_leaves_the_model_alone(config: sb.Config) -> None:
+    net = mlp(config)
+    before = state(net)
+    fractions = (0.0, 0.3, 0.6, 0.9, 1.0)
+    points = dg.pruning_curve(net, lambda copy: [copy[i].weight.detach() == 0 for i in (0, 2, 4)], fractions)
+    assert same(before, state(net)) and net._slimbayes.decisions[0].config == config
+    sparsities = [p.sparsity for p in points]
+    assert sparsities == sorted(sparsities) and sparsities == pytest.approx(fractions, abs=5e-3)
+    for less, more in pairwise(points):
+        assert all(bool((b | ~a).all()) for a, b in zip(less.value, more.value, strict=True))  # what was pruned stays pruned
+
+
+def test_a_layer_that_loses_weights_of_one_matrix_changes_as_a_whole(tmp_path: Path) -> None:
+    net = sb.bayesianize(nn.LSTM(5, 6), sb.KTied(rank=2))
+    with torch.no_grad():
+        net.weight_ih_l0.fill_(10.0)
+    scales = sigma(net, "weight_ih_l0")
+    assert [s.pruned > 0 for s in dg.prune(net, 0.2).sites] == [False, True]
+    torch.testing.assert_close(sigma(net, "weight_ih_l0"), scales, rtol=1e-6, atol=0)
+    again = sb.load(nn.LSTM(5, 6), sb.save(net, tmp_path / "q", base=True))
+    assert same(state(net), state(again)) and {type(p).__name__ for p in again.posteriors()} == {"MeanFieldPosterior"}
+
+
+def test_pruned_models_save_and_load(tmp_path: Path) -> None:
+    net = mlp(sb.KTied(rank=2))
+    dg.prune(net, 0.5, include=["0", "2"])
+    again = sb.load(sb.debayesianize(mlp()), sb.save(net, tmp_path / "q", base=True))
+    assert same(state(net), state(again)) and type(again[4].posteriors()[0]).__name__ == "KTiedPosterior"
+
+
+def test_prune_refuses_unclear_orders() -> None:
+    net = mlp()
+    before = state(net)
+    for wrong in ({}, {"fraction": 0.5, "snr_threshold": 1.0}):
+        with pytest.raises(ValueError, match="either a fraction or an snr_threshold"):
+            dg.prune(net, **wrong)
+    with pytest.raises(ValueError, match=r"fraction must lie between 0 and 1, got 1\.5"):
+        dg.prune(net, 1.5)
+    with sb.frozen(net), pytest.raises(ValueError, match="prune cannot change"):
+        dg.prune(net, 0.5)
+    assert same(before, state(net))
+
+
+# Counts
+
+
+@pytest.mark.parametrize(("m", "n"), [(5, 3), (400, 10)])
+def test_table_1_counts_are_those_of_the_posteriors(m: int, n: int) -> None:
+    def real(config: sb.Config) -> int:
+        return sum(p.numel() for p in sb.bayesianize(nn.Linear(m, n, bias=False), config).parameters())
+
+    assert dg.variational_parameters("mean-field", m, n) == real(sb.MeanField())
+    assert dg.variational_parameters("matrix-normal-diagonal", m, n) == real(sb.MatrixNormal())
+    for k in (1, 2, 3):
+        assert dg.variational_parameters("k-tied", m, n, k) == real(sb.KTied(rank=k))
+    full = torch.ones(m * n, m * n).tril() if m * n < 100 else None
+    if full is not None:
+        assert dg.variational_parameters("multivariate-normal", m, n) == m * n + int(full.sum())
+        rows, columns = int(torch.ones(m, m).tril().sum()), int(torch.ones(n, n).tril().sum())
+        assert dg.variational_parameters("matrix-normal", m, n) == m * n + rows + columns
+
+
+def test_counts_of_the_papers_mnist_network() -> None:
+    """Figure 6: 957, 482, 484 and 486 thousand, biases Gaussian and never tied."""
+    shapes, biases = [(784, 400), (400, 400), (400, 10)], 2 * 810
+    counts = [sum(dg.variational_parameters("mean-field", *s) for s in shapes) + biases]
+    counts += [sum(dg.variational_parameters("k-tied", *s, k=k) for s in shapes) + biases for k in (1, 2, 3)]
+    assert [round(c / 1000) for c in counts] == [957, 482, 484, 486]
+
+
+def test_counts_refuse_what_has_none() -> None:
+    with pytest.raises(ValueError, match="Unknown family 'meanfield'; did you mean 'mean-field'"):
+        dg.variational_parameters("meanfield", 2, 2)
+    for family, k in (("k-tied", None), ("mean-field", 2), ("k-tied", 0)):
+        with pytest.raises(ValueError, match="k is the rank, at least 1, of the family 'k-tied' and of no other"):
+            dg.variational_parameters(family, 2, 2, k)
+    with pytest.raises(ValueError, match="at least one row and one column, got m=0"):
+        dg.variational_parameters("mean-field", 0, 2)
+
+
+# Reports and plots
+
+
+def test_a_spectrum_reads_as_a_table_and_as_data() -> None:
+    report = dg.spectrum(mlp())
+    lines = str(report).splitlines()
+    assert len(lines) == 6 and lines[3].startswith("0.weight") and f"{report['0'].first(1, 'means'):.2%}" in lines[3]
+    assert f"{report['4'].first(3):.2%}" in lines[5] and len({len(line) for line in lines[1:]}) == 1
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["0.weight"]["shape"] == [12, 9] and len(data["4.weight"]["scales"]["explained"]) == 4
+    with pytest.raises(KeyError, match="did you mean '0.weight'"):
+        report["0.weigh"]
+    with pytest.raises(ValueError, match="Unknown spectrum 'stds'"):
+        report["0"].explained("stds")
+    attention = dg.spectrum(sb.bayesianize(nn.MultiheadAttention(8, 2), sb.MeanField()))
+    assert attention["q"].shape == (8, 8)
+
+
+def test_models_without_gaussian_posteriors_are_refused() -> None:
+    with pytest.raises(ValueError, match="has not been converted"):
+        dg.spectrum(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"has a Gaussian posterior .* found: Rank1Posterior\. Convert it with MeanField"):
+        dg.truncate(sb.bayesianize(nn.Linear(2, 2), sb.Rank1()), 1)
+    broken = mlp()
+    with torch.no_grad():
+        broken[0].posterior["weight"].weight_log_scale[0, 0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"0\.weight"):
+        dg.spectrum(broken)
+
+
+def test_plots_show_every_layer(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    net = mlp()
+    figure = dg.plot_spectrum(net, count=3)
+    assert [a.get_title() for a in figure.axes] == ["0.weight  (12 x 9)", "2.weight  (9 x 7)", "4.weight  (7 x 4)"]
+    means, scales = figure.axes[0].lines
+    assert list(scales.get_ydata()) == pytest.approx(dg.spectrum(net)["0"].explained()[:3])
+    assert list(means.get_ydata()) == pytest.approx(dg.spectrum(net)["0"].explained("means")[:3])
+    many = sb.bayesianize(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))), sb.MeanField())
+    assert len(dg.plot_spectrum(many).axes) == 5
+    maps = dg.plot_scales(net, "0")
+    drawn = [torch.tensor(a.images[0].get_array().data) for a in maps.axes[:3]]
+    exact = sigma(net, "0.weight")
+    torch.testing.assert_close(drawn, [exact, low_rank(exact, 1), low_rank(exact, 2)])
+    maps.savefig(tmp_path / "maps.png")
+    assert (tmp_path / "maps.png").stat().st_size > 5000
+    assert len(dg.plot_scales(sb.bayesianize(nn.Linear(4, 1), sb.MeanField()), "weight").axes) == 3  # no rank 2 in a vector
+    with pytest.raises(ValueError, match=r"layer='1' has no Gaussian posterior or is not there"):
+        dg.plot_scales(net, "1")
+    with pytest.raises(ValueError, match="has several weights; name one"):
+        dg.plot_scales(sb.bayesianize(nn.LSTM(3, 2), sb.MeanField()), "")
+
+
+def test_without_matplotlib_only_plots_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for plot in (lambda: dg.plot_spectrum(mlp()), lambda: dg.plot_scales(mlp(), "0")):
+        with pytest.raises(ImportError, match="needs matplotlib, .* pip install matplotlib"):
+            plot()
+    script = "import sys, slimbayes.diagnostics; print([m for m in ('matplotlib', 'scipy', 'numpy.f2py') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
