@@ -269,5 +269,10 @@ def _means_with_a_prior(model: nn.Module) -> list[nn.Parameter]:
     out = []
     for layer in model.modules():
         if isinstance(layer, BayesLayer):
-            out += [layer.get_parameter(s.parameter) for s in layer.sites() if layer.posterior[s.name].regularises_mean]
+            for site in layer.sites():
+                posterior: Any = layer.posterior[site.name]
+                if posterior.regularises_mean:
+                    out.append(layer.get_parameter(site.parameter))
+                if posterior.regularises_bias:
+                    out.append(layer.get_parameter(site.bias_parameter))
     return out

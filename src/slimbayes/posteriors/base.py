@@ -53,6 +53,12 @@ class Site:
     positions: Literal["one", "many", "pooled", "nonlinear"] = "one"
 
     @property
+    def bias_parameter(self) -> str:
+        """Name of the layer's parameter that holds the bias; attention keeps those of its three inputs in one."""
+        separate = self.parameter.endswith("_proj_weight")
+        return "in_proj_bias" if separate else self.parameter.replace("weight", "bias")
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """Shape (m, n) of the matrix view: inputs (times the kernel's size) by outputs."""
         n = self.shape[self.out_dim]
@@ -82,6 +88,7 @@ class Posterior(nn.Module, ABC):
     members: int = 1  # K
     name: str = ""  # for messages: "encoder.fc1.weight"
     regularises_mean: bool = False  # whether the KL already holds a prior on the layer's own weight
+    regularises_bias: bool = False  # and on its bias
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +179,8 @@ class Posterior(nn.Module, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # A draw is no state: copies and pickles made after a forward start without one.
-        return self.__dict__ | {"current": None, "_noise": None, "_values": None}
+        transient = {"current": None, "_noise": None, "_values": None, "_met": None}
+        return self.__dict__ | {name: value for name, value in transient.items() if name in self.__dict__}
 
 
 class Config(ABC):

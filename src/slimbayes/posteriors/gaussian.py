@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from slimbayes.distributions import Normal
 from slimbayes.posteriors.base import MapOf, Noise, Pick, Posterior, Site
-from slimbayes.posteriors.priors import TiedMean, gaussian_kl
+from slimbayes.posteriors.priors import HeNormal, TiedMean, gaussian_kl
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -55,8 +56,10 @@ class GaussianPosterior(Posterior):
             self._check_local(site)
         if self.estimator == "flipout" and site.positions == "nonlinear":
             raise ValueError("flipout needs outputs that are linear in the weights, which a maximum is not; use 'reparam'")
+        self._met: Any = None  # the pass in which the local estimator was last used
         gaussian_bias = site.bias and config.bias == "gaussian"
         self.bias_log_scale = nn.Parameter(initial_log_scale(config, (site.n_out,))) if gaussian_bias else None
+        self.regularises_bias = gaussian_bias and self.regularises_mean
 
     def _check_local(self, site: Site) -> None:
         if site.positions in ("pooled", "nonlinear"):
@@ -79,8 +82,7 @@ class GaussianPosterior(Posterior):
         log_scale = log_scale.float() if log_scale.dtype in (torch.float16, torch.bfloat16) else log_scale
         if self.log_cap is None:
             return log_scale
-        # The value is capped, the gradient is not: a scale above the cap can come down again.
-        return log_scale - (log_scale.detach() - self.log_cap).clamp_min(0)
+        return _Cap.apply(log_scale, self.log_cap)
 
     def widths(self, held: bool) -> tuple[int, int]:
         weights = self.site.matrix[0] * self.site.matrix[1] + (0 if self.bias_log_scale is None else self.site.n_out)
@@ -125,11 +127,8 @@ class GaussianPosterior(Posterior):
         return linear.bias + drawn.bias.to(linear.bias.dtype)
 
     def _local(self, x: Tensor, linear: LinearMap) -> Tensor:
-        if x.dim() > 2 and not self.independent_positions and x.is_floating_point():
-            raise ValueError(
-                f"{self.name}: the local estimator is exact for inputs (rows, channels), got {tuple(x.shape)}, whose positions share the "
-                f"weights. Set independent_positions=True to accept independent noise at each, or use 'flipout'."
-            )
+        if not self.independent_positions:
+            self._check_met_once(x)
         mean = linear.op(x, linear.weight, linear.bias)
         variance = self.output_variance(linear.squared(x), linear)
         if self.bias_log_scale is not None:
@@ -138,6 +137,20 @@ class GaussianPosterior(Posterior):
             variance = variance + (2 * self._capped(self.bias_log_scale)).exp().to(variance.dtype).view(shape)
         # Clamped, because the root of an exact zero (a row of zeros) has no gradient.
         return mean + variance.clamp_min(torch.finfo(variance.dtype).tiny * 1e4).sqrt() * torch.randn_like(mean)
+
+    def _check_met_once(self, x: Tensor) -> None:
+        """Refuse inputs in which a row meets the weights more than once: several positions, or a second call in one pass."""
+        current = self.current
+        assert current is not None
+        again = self._met is current and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1)
+        self._met = current
+        if x.dim() > 2 or len(x) != current.rows or again:
+            met = "a second time in one pass" if again else "at several positions"
+            raise ValueError(
+                f"{self.name}: the local estimator is exact where each row meets the weights once; here rows came {met}, got "
+                f"{tuple(x.shape)}, whose positions share the weights. Set independent_positions=True to accept independent noise at each, "
+                f"or use 'flipout'."
+            )
 
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
         """Variance of the outputs given the squared inputs: sigma^2 x^2."""
@@ -148,7 +161,8 @@ class GaussianPosterior(Posterior):
         fan_in = self.site.matrix[0]
         total = gaussian_kl(_wide(mapped.weight), self.log_scale(), self.prior, fan_in)
         if self.bias_log_scale is not None and mapped.bias is not None:
-            total = total + gaussian_kl(_wide(mapped.bias), self._capped(self.bias_log_scale), self.prior, fan_in)
+            prior = Normal(0.0, 1.0) if isinstance(self.prior, HeNormal) else self.prior  # He's rule has no word on biases
+            total = total + gaussian_kl(_wide(mapped.bias), self._capped(self.bias_log_scale), prior, fan_in)
         return total
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
@@ -156,6 +170,20 @@ class GaussianPosterior(Posterior):
         assert drawn.weight is not None
         biases = self._biases(drawn, linear)
         return linear.weight + drawn.weight[index].to(linear.weight.dtype), None if biases is None else biases[index]
+
+
+class _Cap(torch.autograd.Function):
+    """A cap that lets scales at it come down again but not climb further, as a projection after each step would."""
+
+    @staticmethod
+    def forward(ctx: Any, log_scale: Tensor, cap: float) -> Tensor:
+        ctx.save_for_backward(log_scale > cap)
+        return log_scale.clamp_max(cap)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (above,) = ctx.saved_tensors
+        return gradient.masked_fill(above & (gradient < 0), 0.0), None
 
 
 def _wide(tensor: Tensor) -> Tensor:

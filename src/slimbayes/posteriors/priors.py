@@ -123,13 +123,29 @@ class ScaleMixture(Distribution):
         return torch.logaddexp(wide, Normal(0.0, self.narrow).log_prob(x) + math.log(1 - self.mix))
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
-        z = torch.linspace(-7.0, 7.0, self.nodes, dtype=mean.dtype, device=mean.device)
-        weight = torch.softmax(-0.5 * z**2, 0)
-        expected = torch.zeros_like(mean)
-        for node, w in zip(z, weight, strict=True):  # a loop over nodes keeps memory at a few copies of the weights
-            expected = expected + w * self.log_prob(mean + log_scale.exp() * node)
-        entropy = log_scale + 0.5 * math.log(2 * math.pi * math.e)
-        return -(expected + entropy).sum()
+        # log p = log(mix N_wide) + bump, where the bump lives on the narrow component's scale: the first has a closed form, and the
+        # second is integrated over posterior nodes where the posterior is narrower than it, over its own nodes where it is wider.
+        scale = log_scale.exp()
+        reach = math.sqrt(2 * max(math.log((1 - self.mix) / self.mix * self.wide / self.narrow), 0.0) + 40)
+        wide = scale > self.narrow
+        by_posterior = torch.zeros_like(mean)
+        by_bump = torch.zeros_like(mean)
+        nodes = torch.linspace(-1.0, 1.0, self.nodes, dtype=mean.dtype, device=mean.device)
+        weight = torch.softmax(-0.5 * (7 * nodes) ** 2, 0)
+        step = 2 * reach * self.narrow / (self.nodes - 1)
+        q = Normal(mean, torch.where(wide, scale, torch.ones_like(scale)))
+        for node, w in zip(nodes, weight, strict=True):  # a loop over nodes keeps memory at a few copies of the weights
+            by_posterior = by_posterior + w * self._bump(mean + 7 * node * scale)
+            x = reach * self.narrow * node
+            by_bump = by_bump + step * self._bump(x) * q.log_prob(x).exp()
+        expected = -0.5 * (mean.square() + scale.square()) / self.wide**2 - math.log(self.wide / self.mix)
+        expected = expected + torch.where(wide, by_bump, by_posterior)
+        return -(expected + log_scale + 0.5).sum()
+
+    def _bump(self, x: Tensor) -> Tensor:
+        """log(1 + (1 - mix) N_narrow(x) / (mix N_wide(x)))."""
+        log_ratio = math.log((1 - self.mix) / self.mix * self.wide / self.narrow)
+        return torch.nn.functional.softplus(log_ratio - 0.5 * x**2 * (self.narrow**-2 - self.wide**-2))
 
 
 FAMILIES |= {c.__name__: c for c in (HeNormal, TiedMean, EmpiricalBayes, ScaleMixture)}
