@@ -1,0 +1,134 @@
+"""The demo and the benchmark run end to end, and the demo's own measures are right."""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def load(path: str) -> ModuleType:
+    name = f"script_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    return load("examples/digits.py")
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    return load("benchmarks/step.py")
+
+
+@pytest.fixture(scope="module")
+def run(demo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    out = tmp_path_factory.mktemp("demo") / "new folder" / "digits.png"
+    return demo.main(epochs=2, out=out), out
+
+
+def test_demo_draws_a_picture(run: tuple[dict[str, Any], Path]) -> None:
+    from matplotlib.image import imread
+
+    pixels = imread(run[1])
+    assert pixels.shape[0] > 600 and pixels.shape[1] > 1000
+    assert pixels[..., :3].std() > 0.05  # not a blank page
+
+
+def test_demo_metrics_are_finite_and_in_range(run: tuple[dict[str, Any], Path]) -> None:
+    results = run[0]
+    assert set(results) == {"plain", "rank-1"}
+    for method in results.values():
+        for scores in method["scores"].values():
+            assert 0 <= scores["accuracy"] <= 1 and 0 <= scores["ece"] <= 1
+            assert 0 <= scores["nll"] < math.inf
+        assert all(0 <= value <= 1 for kinds in method["auroc"].values() for value in kinds.values())
+        assert method["scores"]["clean"]["accuracy"] > 0.3  # two epochs are enough to beat chance, 0.1
+
+
+def test_demo_counts_the_rank1_parameters(run: tuple[dict[str, Any], Path]) -> None:
+    channels = [(1, 32), (32, 64), (64, 64), (1024, 128), (128, 10)]
+    # 4 members x (location, scale) for each input and output channel, and three more biases.
+    extra = sum(8 * (i + o) + 3 * o for i, o in channels)
+    assert run[0]["rank-1"]["parameters"] == run[0]["plain"]["parameters"] + extra
+
+
+@pytest.mark.parametrize(
+    ("probs", "target", "expected"),
+    [
+        ([[1.0, 0.0]], [0], 0.0),  # sure and right: the last bin is closed
+        ([[1.0, 0.0]], [1], 1.0),  # sure and wrong
+        ([[0.75, 0.25]] * 4, [0, 0, 0, 1], 0.0),  # right three times in four, as claimed
+        ([[0.75, 0.25]] * 4, [1, 1, 1, 1], 0.75),
+        ([[1.0, 0.0], [1.0, 0.0], [0.6, 0.4], [0.6, 0.4]], [0, 1, 0, 0], 0.5 * 0.5 + 0.5 * 0.4),  # two bins, half the weight each
+        ([[0.95, 0.05], [0.99, 0.01]], [0, 1], 0.47),  # one bin: the mean confidence 0.97 against one half
+    ],
+)
+def test_demo_calibration_error(demo: ModuleType, probs: list[list[float]], target: list[int], expected: float) -> None:
+    assert demo.ece(torch.tensor(probs), torch.tensor(target)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_demo_calibration_error_equals_a_slow_loop(demo: ModuleType) -> None:
+    probs, target = torch.randn(500, 10).mul(2).softmax(1), torch.randint(10, (500,))
+    confidence, label = probs.double().max(1)
+    expected = 0.0
+    for b in range(15):
+        inside = (confidence >= b / 15) & (confidence < (b + 1) / 15)
+        if inside.any():
+            gap = (label[inside] == target[inside]).double().mean() - confidence[inside].mean()
+            expected += float(inside.double().mean() * gap.abs())
+    assert demo.ece(probs, target) == pytest.approx(expected, abs=1e-9)
+
+
+def test_demo_separation_is_an_auroc(demo: ModuleType) -> None:
+    import slimbayes as sb
+
+    sure = sb.Prediction.from_outputs(torch.tensor([[[9.0, 0.0], [8.0, 0.0]]]))
+    unsure = sb.Prediction.from_outputs(torch.tensor([[[0.1, 0.0], [0.2, 0.0]]]))
+    assert demo.separation(sure, unsure, "total") == 1.0
+    assert demo.separation(unsure, sure, "total") == 0.0
+    assert demo.separation(sure, sure, "total") == 0.5
+
+
+def test_benchmark_times_every_method(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "step.json"
+    bench.main(["--device", "cpu", "--cases", "mlp", "--modes", "eager", "--rounds", "2", "--out", str(out)])
+    record = json.loads(out.read_text())
+    assert [r["method"] for r in record["results"]] == list(bench.METHODS)
+    for row in record["results"]:
+        assert row["train_ms"] > 0 and row["predict_ms"] > 0 and row["train_ratio"] > 0 and row["predict_ratio"] > 0
+    assert record["results"][0]["train_ratio"] == record["results"][0]["predict_ratio"] == 1.0
+    assert record["machine"]["torch"] == torch.__version__
+    assert "rank1 draws=member" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", ["mlp", "conv", "lstm"])
+def test_benchmark_gives_every_method_the_same_rows(bench: ModuleType, case: str) -> None:
+    chosen = bench.CASES["cpu"][case]
+    for config in bench.METHODS.values():
+        trial = bench.Trial(chosen, config, torch.device("cpu"), compiled=False)
+        outputs = trial.predict()
+        assert outputs.shape[0] * outputs.shape[1] == chosen.rows
+        before = [p.detach().clone() for p in trial.model.parameters()]
+        trial.train()
+        assert all(not torch.equal(a, b) for a, b in zip(before, trial.model.parameters(), strict=True))
+
+
+def test_benchmark_says_what_failed(bench: ModuleType) -> None:
+    def broken() -> torch.nn.Module:
+        raise RuntimeError("no such network")
+
+    results = bench.measure(bench.Case("", broken, (1,), 4), torch.device("cpu"), rounds=1)
+    assert results["plain"] == {"error": "RuntimeError: no such network"}
