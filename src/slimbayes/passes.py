@@ -17,12 +17,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from slimbayes.posteriors.base import Noise, Posterior
+from slimbayes.posteriors.base import Noise, Posterior, processes
 
 # torch.compile looks at .grad of every tensor it meets on a module, drawn factors too, and would warn about them.
 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning, r"torch\._dynamo")
@@ -135,7 +134,7 @@ def _noise(posteriors: Sequence[Posterior], new: Pass) -> list[Noise]:
     each rank different noise, and one process on the whole batch would have drawn the same numbers for the same rows if the rows
     were dealt out one by one, as DistributedSampler does.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    rank, world = processes()
     out: list[Noise | None] = [None] * len(posteriors)
     kinds = [(p.device, p.dtype) for p in posteriors]
     for device, dtype in dict.fromkeys(kinds):

@@ -23,7 +23,7 @@ from slimbayes.layers.base import BayesLayer, LinearMap
 from slimbayes.passes import posteriors_of
 from slimbayes.posteriors.base import Posterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
-from slimbayes.posteriors.priors import EmpiricalBayes, HeNormal, TiedMean
+from slimbayes.posteriors.priors import EmpiricalBayes, HeNormal, TiedMean, prior_of_biases
 from slimbayes.posteriors.rank1 import Factor, Rank1Posterior
 from slimbayes.sampling import frozen, members
 
@@ -110,7 +110,7 @@ def _gaussian_terms(posterior: GaussianPosterior, linear: LinearMap) -> Tensor:
     if drawn.bias is not None:
         assert linear.bias is not None and posterior.bias_log_scale is not None
         log_scale = posterior._capped(posterior.bias_log_scale)
-        total = total + _gaussian(drawn.bias, linear.bias, log_scale, posterior.prior, fan_in)
+        total = total + _gaussian(drawn.bias, linear.bias, log_scale, prior_of_biases(posterior.prior), fan_in)
     return total
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimbayes.distributions import Distribution, distribution_from_dict
@@ -218,6 +219,12 @@ class Config(ABC):
                 raise ValueError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
             values[name] = distribution_from_dict(value) if isinstance(value, dict) else value
         return cls(**values)
+
+
+def processes() -> tuple[int, int]:
+    """This process's rank and the number of processes that train together."""
+    together = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
 
 
 def check_choice(owner: object, field: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions import Normal
-from slimbayes.posteriors.base import MapOf, Noise, Pick, Posterior, Site
-from slimbayes.posteriors.priors import HeNormal, TiedMean, gaussian_kl
+from slimbayes.posteriors.base import MapOf, Noise, Pick, Posterior, Site, processes
+from slimbayes.posteriors.priors import TiedMean, gaussian_kl, prior_of_biases
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -78,6 +77,10 @@ class GaussianPosterior(Posterior):
         """log sigma in the shape of the stored weight, in float32 at least."""
         return self._capped(self.raw_log_scale())
 
+    def scale(self) -> Tensor:
+        """sigma in the shape of the stored weight."""
+        return self.log_scale().exp()
+
     def _capped(self, log_scale: Tensor) -> Tensor:
         log_scale = log_scale.float() if log_scale.dtype in (torch.float16, torch.bfloat16) else log_scale
         if self.log_cap is None:
@@ -98,7 +101,7 @@ class GaussianPosterior(Posterior):
         if not noise.block.shape[1]:
             return Perturbation(None, None)
         weights = noise.block.shape[1] - (0 if self.bias_log_scale is None else self.site.n_out)
-        weight = self.log_scale().exp() * noise.block[:, :weights].reshape(-1, *self.site.shape)
+        weight = self.scale() * noise.block[:, :weights].reshape(-1, *self.site.shape)
         bias = None if self.bias_log_scale is None else self._capped(self.bias_log_scale).exp() * noise.block[:, weights:]
         if not self.per_row:
             return Perturbation(weight, bias)
@@ -136,7 +139,9 @@ class GaussianPosterior(Posterior):
             shape[linear.channel_dim] = -1
             variance = variance + (2 * self._capped(self.bias_log_scale)).exp().to(variance.dtype).view(shape)
         # Clamped, because the root of an exact zero (a row of zeros) has no gradient.
-        return mean + variance.clamp_min(torch.finfo(variance.dtype).tiny * 1e4).sqrt() * torch.randn_like(mean)
+        rank, world = processes()
+        noise = torch.randn((world, *mean.shape), dtype=mean.dtype, device=mean.device)[rank]
+        return mean + variance.clamp_min(torch.finfo(variance.dtype).tiny * 1e4).sqrt() * noise
 
     def _check_met_once(self, x: Tensor) -> None:
         """Refuse inputs in which a row meets the weights more than once: several positions, or a second call in one pass."""
@@ -161,8 +166,8 @@ class GaussianPosterior(Posterior):
         fan_in = self.site.matrix[0]
         total = gaussian_kl(_wide(mapped.weight), self.log_scale(), self.prior, fan_in)
         if self.bias_log_scale is not None and mapped.bias is not None:
-            prior = Normal(0.0, 1.0) if isinstance(self.prior, HeNormal) else self.prior  # He's rule has no word on biases
-            total = total + gaussian_kl(_wide(mapped.bias), self._capped(self.bias_log_scale), prior, fan_in)
+            scale = self._capped(self.bias_log_scale)
+            total = total + gaussian_kl(_wide(mapped.bias), scale, prior_of_biases(self.prior), fan_in)
         return total
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:

@@ -2,7 +2,7 @@
 
     W_ij ~ Normal(mean_ij, sigma_ij)      sigma = U V^T,  U (m x k), V (n x k) positive      k (m + n) numbers instead of m n
 
-U and V are kept as logs and joined by logsumexp. Convolutions count as (inputs x kernel) x outputs, an LSTM's matrices as one
+U and V are kept as logs, and log sigma is their logsumexp. Convolutions count as (inputs x kernel) x outputs, an LSTM's matrices as one
 (inputs x 4 units) each. With k = 1 this is the matrix normal with diagonal covariances.
 
 The local estimator never forms sigma: sigma o sigma has rank q = k (k + 1) / 2, so the outputs' variance is two thin products,
@@ -106,11 +106,24 @@ class KTiedPosterior(GaussianPosterior):
         self.log_v = nn.Parameter(start + config.scale_jitter * torch.randn(n, config.rank))
 
     def raw_log_scale(self) -> Tensor:
+        # logsumexp over k with one shift for the whole matrix: k multiplications and one logarithm for each weight
         log_u, log_v = _wide(self.log_u), _wide(self.log_v)
-        total = log_u[:, None, 0] + log_v[None, :, 0]
-        for k in range(1, log_u.shape[1]):  # pairwise: k terms of m x n never stand side by side
-            total = torch.logaddexp(total, log_u[:, None, k] + log_v[None, :, k])
-        return self.site.from_matrix(total)
+        shift_u, shift_v = log_u.detach().amax(), log_v.detach().amax()
+        product = self._product((log_u - shift_u).exp(), (log_v - shift_v).exp())
+        return product.clamp_min(torch.finfo(product.dtype).tiny).log() + (shift_u + shift_v)
+
+    def scale(self) -> Tensor:
+        if self.log_cap is not None:
+            return super().scale()
+        return self._product(_wide(self.log_u).exp(), _wide(self.log_v).exp())
+
+    def _product(self, u: Tensor, v: Tensor) -> Tensor:
+        """U V^T in the shape and the memory order of the stored weight; elementwise, so that no reduced-precision product is used."""
+        rows, columns = (v, u) if self.site.out_dim == 0 else (u, v)
+        total = rows[:, None, 0] * columns[None, :, 0]
+        for k in range(1, u.shape[1]):
+            total = torch.addcmul(total, rows[:, None, k], columns[None, :, k])
+        return total.view(self.site.shape) if self.site.out_dim == 0 else self.site.from_matrix(total)
 
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
         stored = self.site.shape

@@ -35,9 +35,14 @@ def _normal(mean: Tensor, log_scale: Tensor, loc: Any, scale: Any) -> Tensor:
     return 0.5 * (torch.expm1(t) - t).sum() + 0.5 * ((mean - loc) / scale).square().sum()
 
 
+def prior_of_biases(prior: Any) -> Any:
+    """The prior of Gaussian biases beside weights with this prior: the same, but He's rule has no word on biases."""
+    return Normal(0.0, 1.0) if isinstance(prior, HeNormal) else prior
+
+
 @dataclass(frozen=True)
 class HeNormal(Distribution):
-    """Normal(0, sqrt(gain / m)): the prior of He initialisation, so that wide layers do not shrink the signal.
+    """Normal(0, sqrt(gain / m)): the prior of He initialisation, so that wide layers do not shrink the signal. Biases get Normal(0, 1).
 
     >>> HeNormal().gaussian_kl(torch.zeros(2), torch.zeros(2), fan_in=2)
     tensor(0.)
@@ -115,6 +120,8 @@ class ScaleMixture(Distribution):
     def __post_init__(self) -> None:
         _check_scale(self, self.wide)
         _check_scale(self, self.narrow)
+        if not self.narrow < self.wide:
+            raise ValueError(f"ScaleMixture: narrow={self.narrow!r} must be below wide={self.wide!r}.")
         if not 0 < self.mix < 1:
             raise ValueError(f"ScaleMixture: mix must lie strictly between 0 and 1, got {self.mix!r}.")
 
