@@ -1,10 +1,11 @@
 """What a Bayesian step costs: its time over a plain network's on the same number of rows.
 
-    python benchmarks/step.py [--device cuda] [--cases mlp,conv,lstm] [--modes eager,compile] [--methods plain,batchensemble] [--rounds 20] [--out FILE]
+    python benchmarks/step.py [--device cuda] [--cases mlp,conv,lstm] [--modes eager,compile]
+                              [--methods plain,batchensemble] [--rounds 20] [--out FILE]
 
-A training step is draw, forward, KL, backward and optimizer; a prediction is draw and forward, in eval mode without gradients. The
-plain network gets K * B different rows; K members get B rows each, all of them. Methods take turns, so that whatever else the machine
-does slows them alike: milliseconds are medians over rounds, a ratio is the median of the ratios within a round.
+A training step is draw, forward, KL, backward and optimizer; a prediction is draw and forward, in eval mode without gradients.
+The plain network gets K * B different rows; K members get B rows each, all of them. Methods take turns, so that whatever else
+the machine does slows them alike: milliseconds are medians over rounds, a ratio is the median of the ratios within a round.
 """
 
 import argparse
@@ -57,11 +58,13 @@ class Block(nn.Module):
 
 
 def wide_resnet(depth: int, widen: int, classes: int = 10) -> nn.Module:
-    widths, layers = [16, 16 * widen, 32 * widen, 64 * widen], [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
+    widths = [16, 16 * widen, 32 * widen, 64 * widen]
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
     for group in range(3):
         for i in range((depth - 4) // 6):
             layers.append(Block(widths[group + (i > 0)], widths[group + 1], 2 if group and not i else 1))
-    return nn.Sequential(*layers, nn.BatchNorm2d(widths[3]), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[3], classes))
+    layers += [nn.BatchNorm2d(widths[3]), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[3], classes)]
+    return nn.Sequential(*layers)
 
 
 class LSTMClassifier(nn.Module):
@@ -83,7 +86,7 @@ class Case:
     rows: int  # K * B
 
 
-# CPU sizes keep the whole run near two minutes; CUDA sizes are those of the papers' networks, where arithmetic outweighs launches.
+# CPU sizes keep the whole run near two minutes, most of it compiling; CUDA sizes let arithmetic outweigh kernel launches.
 CASES = {
     "cpu": {
         "mlp": Case("4 x 512, 256 rows", partial(mlp, 512), (512,), 256),
@@ -110,8 +113,9 @@ class Trial:
         self.y = torch.randint(10, (batch,), device=device)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
         self.optimizer = torch.optim.Adam(sb.param_groups(self.model), lr=1e-4, fused=True)
-        # The model alone is compiled: factors are drawn before it runs, so that noise is not inlined into kernels over activations.
-        self.call = torch.compile(self.model) if compiled else self.model
+        # The model alone is compiled: factors are drawn before it runs, so noise is not inlined into kernels over activations.
+        # Sizes change between methods only: dynamic=False keeps the compiler from making later methods' sizes symbolic.
+        self.call = torch.compile(self.model, dynamic=False) if compiled else self.model
 
     def train(self) -> None:
         self.model.train()
@@ -165,9 +169,9 @@ def measure(
     """Time every method on one case: {method: {train_ms, train_ratio, predict_ms, predict_ratio, peak_mib}}."""
     if compiled:
         torch.compiler.reset()
-        # All methods share the code that is compiled, and each adds two versions of it; past the default limit of 8 they would run eagerly.
+        # All methods share the code that is compiled, and each adds two versions; past the default 8 they would run eagerly.
         torch._dynamo.config.recompile_limit = 64
-        # torch 2.11 fails an assertion of its own where this fuses batch norm's sums over rows with a factor's sums over positions.
+        # torch 2.11 fails an assertion of its own where this fuses batch norm's sums over rows with a factor's over positions.
         if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
             torch._inductor.config.triton.mix_order_reduction = False
     trials, peaks, failed = {}, {}, {}
@@ -206,7 +210,8 @@ def show(name: str, case: Case, mode: str, results: dict[str, dict[str, Any]]) -
             print(f"  {method:22}{r['error']}")
             continue
         peak = "-" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
-        print(f"  {method:22}{r['train_ms']:10.2f}{r['train_ratio']:9.2f}{r['predict_ms']:12.2f}{r['predict_ratio']:9.2f}{peak:>10}")
+        step, predict = f"{r['train_ms']:10.2f}{r['train_ratio']:9.2f}", f"{r['predict_ms']:12.2f}{r['predict_ratio']:9.2f}"
+        print(f"  {method:22}{step}{predict}{peak:>10}")
     sys.stdout.flush()
 
 
@@ -227,7 +232,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             case = CASES[args.device][name]
             results = measure(case, device, mode == "compile", args.rounds, args.methods.split(","))
             show(name, case, mode, results)
-            record["results"] += [{"case": name, "mode": mode, "sizes": case.sizes, "rows": case.rows, "method": m} | r for m, r in results.items()]
+            setting = {"case": name, "mode": mode, "sizes": case.sizes, "rows": case.rows}
+            record["results"] += [setting | {"method": m} | r for m, r in results.items()]
             if args.out:  # after every case: a run that is cut short keeps what it has
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
     return record

@@ -377,3 +377,12 @@ def test_importing_needs_torch_and_safetensors_only() -> None:
         "assert new <= {'slimbayes', 'torch', 'safetensors'}, new; assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.timeout(60)  # a symbolic size that nests with depth would take hours here
+def test_a_compiled_model_takes_other_numbers_of_draws() -> None:
+    model = sb.bayesianize(nn.Sequential(*[nn.Linear(8, 8) for _ in range(7)]), sb.BatchEnsemble(members=4))
+    torch._dynamo.reset()
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(6, 8)
+    for draws in (1, 2, 3):
+        torch.testing.assert_close(sb.sample(compiled, x, draws=draws), sb.sample(model, x, draws=draws))

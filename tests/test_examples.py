@@ -72,7 +72,7 @@ def test_demo_counts_the_rank1_parameters(run: tuple[dict[str, Any], Path]) -> N
         ([[1.0, 0.0]], [1], 1.0),  # sure and wrong
         ([[0.75, 0.25]] * 4, [0, 0, 0, 1], 0.0),  # right three times in four, as claimed
         ([[0.75, 0.25]] * 4, [1, 1, 1, 1], 0.75),
-        ([[1.0, 0.0], [1.0, 0.0], [0.6, 0.4], [0.6, 0.4]], [0, 1, 0, 0], 0.5 * 0.5 + 0.5 * 0.4),  # two bins, half the weight each
+        ([[1.0, 0.0], [1.0, 0.0], [0.6, 0.4], [0.6, 0.4]], [0, 1, 0, 0], 0.5 * 0.5 + 0.5 * 0.4),  # two bins of equal weight
         ([[0.95, 0.05], [0.99, 0.01]], [0, 1], 0.47),  # one bin: the mean confidence 0.97 against one half
     ],
 )

@@ -181,13 +181,17 @@ def apply_rows(
     seen = x.shape[batch_dim]
     if rows % factor.shape[0] or (seen == 1 and rows > 1):
         factor = factor[block_of_row(rows, factor.shape[0], factor.device)]
+    if torch.compiler.is_compiling() and seen not in (factor.shape[0], 1):
+        # Cutting x into blocks divides its symbolic size anew in every layer, and the compiler's algebra explodes; a lookup does not.
+        factor = factor[block_of_row(seen, factor.shape[0], factor.device)]
     count = factor.shape[0]
     if seen in (count, 1):
         return combine(x, _place(factor, x.dim(), batch_dim, channel_dim))
     if channel_dim > batch_dim:
         channel_dim += 1
     blocks = x.unflatten(batch_dim, (count, seen // count))
-    return combine(blocks, _place(factor, blocks.dim(), batch_dim, channel_dim)).flatten(batch_dim, batch_dim + 1)
+    # Back to the very shape of x: flattening would nest a division in every layer's symbolic shape when it is compiled.
+    return combine(blocks, _place(factor, blocks.dim(), batch_dim, channel_dim)).reshape(x.shape)
 
 
 def per_row(factor: Tensor, seen: int, current: Pass) -> Tensor:

@@ -60,7 +60,8 @@ class Rank1(Config):
         prior: prior of every factor; by default the posterior's family around the neutral factor with scale 0.1.
         random: which factors are distributions, "both", "r" (outputs) or "s" (inputs); the other stays a point estimate.
         perturbation: "multiplicative" is Eq. 1; "additive" is y = W (x + s) + r + b.
-        mean_init: where posterior means start: `Normal(1, v)`, `Signs(p)` or `Point(1)` (the model exactly as it was).
+        mean_init: where posterior means start: `Normal(1, v)`, `Signs(p)` or `Point(1)` (the model exactly as it was). By default
+            Normal(1, 0.05): members differ, but a trained network stays close to itself. The paper trains from Normal(1, 0.5).
         scale_init: where posterior scales start. `dropout_scale(p)` turns a dropout rate into one; by default rate 1e-3
             (cauchy: 1e-6), the paper's "deterministic" initialisation.
         scale_jitter: standard deviation of the jitter around `scale_init`, in softplus space (cauchy: none).
@@ -124,7 +125,7 @@ def _resolve(config: Rank1) -> None:
     filled = {
         "posterior": family,
         "prior": config.prior or default_prior,
-        "mean_init": config.mean_init or Normal(neutral, 0.1),
+        "mean_init": config.mean_init or Normal(neutral, 0.05),
         "scale_init": config.scale_init or dropout_scale(1e-6 if family == "cauchy" else 1e-3),
         "scale_jitter": (0.0 if family == "cauchy" else 0.1) if config.scale_jitter is None else config.scale_jitter,
     }
