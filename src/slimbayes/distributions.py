@@ -31,14 +31,18 @@ SCALE_FLOOR = 1e-7  # the reference code's constraint adds it, so that a scale i
 D = TypeVar("D", bound="Distribution")
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """Half-precision tensors as float32, others as they are: scales and KLs need the digits."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def scale_from_rho(rho: Tensor) -> Tensor:
     """Map an unconstrained parameter to a positive scale: softplus(rho) + 1e-7, in float32 or wider.
 
     >>> round(scale_from_rho(torch.tensor(-3.437516)).item(), 6)
     0.031639
     """
-    wide = rho.float() if rho.dtype in (torch.float16, torch.bfloat16) else rho
-    return F.softplus(wide) + SCALE_FLOOR
+    return F.softplus(wide(rho)) + SCALE_FLOOR
 
 
 def rho_from_scale(scale: float) -> float:

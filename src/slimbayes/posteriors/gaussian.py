@@ -18,19 +18,47 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.posteriors.base import MapOf, Noise, Pick, Posterior, Site, processes
+from slimbayes.distributions import Distribution, Normal, wide
+from slimbayes.posteriors.base import Config, MapOf, Noise, Pick, Posterior, Site, check_choice, processes
 from slimbayes.posteriors.priors import TiedMean, gaussian_kl, prior_of_biases
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
 
 Estimator = Literal["reparam", "flipout", "local"]
-ESTIMATORS = ("reparam", "flipout", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianConfig(Config):
+    """What mean-field and k-tied configs share; `MeanField` describes the fields."""
+
+    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    estimator: Estimator = "reparam"
+    scale_init: float = 0.01
+    scale_jitter: float = 0.001
+    bias: Literal["point", "gaussian"] = "point"
+    max_scale: float | None = None
+    independent_positions: bool = False
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        check_choice(self, "estimator", self.estimator, ("reparam", "flipout", "local"))
+        check_choice(self, "bias", self.bias, ("point", "gaussian"))
+        if not self.scale_init > 0:
+            raise ValueError(f"{name}: scale_init must be positive, got {self.scale_init!r}.")
+        if not self.scale_jitter >= 0:
+            raise ValueError(f"{name}: scale_jitter must not be negative, got {self.scale_jitter!r}.")
+        if self.max_scale is not None and not self.max_scale > self.scale_init:
+            raise ValueError(f"{name}: max_scale={self.max_scale!r} must be above scale_init={self.scale_init!r}, where scales start.")
+        if not isinstance(self.prior, Normal) and not hasattr(self.prior, "gaussian_kl"):
+            known = "Normal, HeNormal, TiedMean, EmpiricalBayes or ScaleMixture"
+            raise ValueError(f"{name}: {type(self.prior).__name__} is no prior for weights; use {known}.")
 
 
 class Perturbation(NamedTuple):
@@ -45,7 +73,7 @@ class Perturbation(NamedTuple):
 class GaussianPosterior(Posterior):
     """Scales of a Gaussian posterior around the layer's own weight; subclasses say how the scales are parameterised."""
 
-    def __init__(self, config: Any, site: Site) -> None:
+    def __init__(self, config: GaussianConfig, site: Site) -> None:
         super().__init__()
         self.site, self.prior, self.estimator = site, config.prior, config.estimator
         self.log_cap = None if config.max_scale is None else math.log(config.max_scale)
@@ -82,7 +110,7 @@ class GaussianPosterior(Posterior):
         return self.log_scale().exp()
 
     def _capped(self, log_scale: Tensor) -> Tensor:
-        log_scale = log_scale.float() if log_scale.dtype in (torch.float16, torch.bfloat16) else log_scale
+        log_scale = wide(log_scale)
         if self.log_cap is None:
             return log_scale
         return _Cap.apply(log_scale, self.log_cap)
@@ -164,10 +192,10 @@ class GaussianPosterior(Posterior):
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
         fan_in = self.site.matrix[0]
-        total = gaussian_kl(_wide(mapped.weight), self.log_scale(), self.prior, fan_in)
+        total = gaussian_kl(wide(mapped.weight), self.log_scale(), self.prior, fan_in)
         if self.bias_log_scale is not None and mapped.bias is not None:
             scale = self._capped(self.bias_log_scale)
-            total = total + gaussian_kl(_wide(mapped.bias), scale, prior_of_biases(self.prior), fan_in)
+            total = total + gaussian_kl(wide(mapped.bias), scale, prior_of_biases(self.prior), fan_in)
         return total
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
@@ -191,24 +219,7 @@ class _Cap(torch.autograd.Function):
         return gradient.masked_fill(above & (gradient < 0), 0.0), None
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def initial_log_scale(config: Any, shape: tuple[int, ...]) -> Tensor:
+def initial_log_scale(config: GaussianConfig, shape: tuple[int, ...]) -> Tensor:
     """log of scales that start at Normal(scale_init, scale_jitter), kept above a tenth of scale_init."""
     scale = config.scale_init + config.scale_jitter * torch.randn(shape)
     return scale.clamp_min(0.1 * config.scale_init).log()
-
-
-def check_gaussian(config: Any) -> None:
-    """Refuse fields of a mean-field or k-tied config that cannot work, naming them."""
-    name = type(config).__name__
-    if not config.scale_init > 0:
-        raise ValueError(f"{name}: scale_init must be positive, got {config.scale_init!r}.")
-    if not config.scale_jitter >= 0:
-        raise ValueError(f"{name}: scale_jitter must not be negative, got {config.scale_jitter!r}.")
-    if config.max_scale is not None and not config.max_scale > config.scale_init:
-        raise ValueError(f"{name}: max_scale={config.max_scale!r} must be above scale_init={config.scale_init!r}, where scales start.")
-    if not hasattr(config.prior, "gaussian_kl") and type(config.prior).__name__ != "Normal":
-        raise ValueError(f"{name}: {type(config.prior).__name__} is no prior for weights; use Normal, HeNormal, TiedMean, EmpiricalBayes or ScaleMixture.")

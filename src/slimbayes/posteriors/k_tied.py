@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions import Distribution, Normal
-from slimbayes.posteriors.base import Config, Posterior, Site, check_choice, check_count
-from slimbayes.posteriors.gaussian import ESTIMATORS, Estimator, GaussianPosterior, check_gaussian
+from slimbayes.distributions import wide
+from slimbayes.posteriors.base import Posterior, Site, check_count
+from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
 
 
 @dataclass(frozen=True, kw_only=True)
-class KTied(Config):
+class KTied(GaussianConfig):
     """k-tied Normal posterior: mean-field with standard deviations of rank k.
 
     Args: as in `MeanField`, and
@@ -43,26 +43,18 @@ class KTied(Config):
     """
 
     rank: int = 2
-    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
-    estimator: Estimator = "reparam"
-    scale_init: float = 0.01
     scale_jitter: float = 0.1
-    bias: Literal["point", "gaussian"] = "point"
-    max_scale: float | None = None
-    independent_positions: bool = False
 
     def __post_init__(self) -> None:
         check_count(self, "rank", self.rank)
-        check_choice(self, "estimator", self.estimator, ESTIMATORS)
-        check_choice(self, "bias", self.bias, ("point", "gaussian"))
-        check_gaussian(self)
+        super().__post_init__()
 
     def build(self, site: Site) -> Posterior:
-        return KTiedPosterior(self, site)
+        return KTiedPosterior(self, site, self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixNormal(Config):
+class MatrixNormal(GaussianConfig):
     """Matrix normal posterior with diagonal row and column covariances (Louizos & Welling 2016): the 1-tied Normal.
 
     Args: as in `KTied`.
@@ -74,40 +66,28 @@ class MatrixNormal(Config):
         5
     """
 
-    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
-    estimator: Estimator = "reparam"
-    scale_init: float = 0.01
     scale_jitter: float = 0.1
-    bias: Literal["point", "gaussian"] = "point"
-    max_scale: float | None = None
-    independent_positions: bool = False
-
-    def __post_init__(self) -> None:
-        self._one_tied()
-
-    def _one_tied(self) -> KTied:
-        return KTied(rank=1, **{name: getattr(self, name) for name in self.__dataclass_fields__})
 
     def build(self, site: Site) -> Posterior:
-        return KTiedPosterior(self._one_tied(), site)
+        return KTiedPosterior(self, site, rank=1)
 
 
 class KTiedPosterior(GaussianPosterior):
     """log U (m, k) and log V (n, k)."""
 
-    def __init__(self, config: KTied, site: Site) -> None:
+    def __init__(self, config: GaussianConfig, site: Site, rank: int) -> None:
         super().__init__(config, site)
         m, n = site.matrix
-        if config.rank > min(m, n):
-            raise ValueError(f"rank={config.rank} is more than a {m} x {n} matrix of standard deviations can have, which is {min(m, n)}")
+        if rank > min(m, n):
+            raise ValueError(f"rank={rank} is more than a {m} x {n} matrix of standard deviations can have, which is {min(m, n)}")
         # Each of the k products starts at scale_init / k, so that their sum starts where mean-field does.
-        start = 0.5 * (math.log(config.scale_init) - math.log(config.rank))
-        self.log_u = nn.Parameter(start + config.scale_jitter * torch.randn(m, config.rank))
-        self.log_v = nn.Parameter(start + config.scale_jitter * torch.randn(n, config.rank))
+        start = 0.5 * (math.log(config.scale_init) - math.log(rank))
+        self.log_u = nn.Parameter(start + config.scale_jitter * torch.randn(m, rank))
+        self.log_v = nn.Parameter(start + config.scale_jitter * torch.randn(n, rank))
 
     def raw_log_scale(self) -> Tensor:
         # logsumexp over k with one shift for the whole matrix: k multiplications and one logarithm for each weight
-        log_u, log_v = _wide(self.log_u), _wide(self.log_v)
+        log_u, log_v = wide(self.log_u), wide(self.log_v)
         shift_u, shift_v = log_u.detach().amax(), log_v.detach().amax()
         product = self._product((log_u - shift_u).exp(), (log_v - shift_v).exp())
         return product.clamp_min(torch.finfo(product.dtype).tiny).log() + (shift_u + shift_v)
@@ -115,7 +95,7 @@ class KTiedPosterior(GaussianPosterior):
     def scale(self) -> Tensor:
         if self.log_cap is not None:
             return super().scale()
-        return self._product(_wide(self.log_u).exp(), _wide(self.log_v).exp())
+        return self._product(wide(self.log_u).exp(), wide(self.log_v).exp())
 
     def _product(self, u: Tensor, v: Tensor) -> Tensor:
         """U V^T in the shape and the memory order of the stored weight; elementwise, so that no reduced-precision product is used."""
@@ -136,11 +116,7 @@ class KTiedPosterior(GaussianPosterior):
 
     def variance_factors(self) -> tuple[Tensor, Tensor]:
         """P (m, q) and Q (n, q) with sigma o sigma = P Q^T."""
-        u, v = _wide(self.log_u).exp(), _wide(self.log_v).exp()
+        u, v = wide(self.log_u).exp(), wide(self.log_v).exp()
         first, second = torch.triu_indices(u.shape[1], u.shape[1], device=u.device)
         double = torch.where(first == second, 1.0, 2.0).to(v.dtype)
         return u[:, first] * u[:, second], double * v[:, first] * v[:, second]
-
-
-def _wide(tensor: Tensor) -> Any:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -9,17 +9,15 @@ the posterior: save with base=True, unless the base is frozen.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor, nn
 
-from slimbayes.distributions import Distribution, Normal
-from slimbayes.posteriors.base import Config, Posterior, Site, check_choice
-from slimbayes.posteriors.gaussian import ESTIMATORS, Estimator, GaussianPosterior, check_gaussian, initial_log_scale
+from slimbayes.posteriors.base import Posterior, Site
+from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior, initial_log_scale
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeanField(Config):
+class MeanField(GaussianConfig):
     """Mean-field Gaussian posterior over all weights: twice the parameters of the plain model.
 
     Args:
@@ -37,19 +35,6 @@ class MeanField(Config):
         >>> sb.sample(net, torch.randn(5, 3), draws=4).shape
         torch.Size([4, 5, 2])
     """
-
-    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
-    estimator: Estimator = "reparam"
-    scale_init: float = 0.01
-    scale_jitter: float = 0.001
-    bias: Literal["point", "gaussian"] = "point"
-    max_scale: float | None = None
-    independent_positions: bool = False
-
-    def __post_init__(self) -> None:
-        check_choice(self, "estimator", self.estimator, ESTIMATORS)
-        check_choice(self, "bias", self.bias, ("point", "gaussian"))
-        check_gaussian(self)
 
     def build(self, site: Site) -> Posterior:
         return MeanFieldPosterior(self, site)

@@ -35,6 +35,7 @@ from slimbayes.distributions import (
     kl,
     rho_from_scale,
     scale_from_rho,
+    wide,
 )
 from slimbayes.posteriors.base import Config, MapOf, Noise, Pick, Posterior, Site, check_choice, check_count
 
@@ -194,7 +195,7 @@ def joint(factors: Sequence[Factor], pick: Callable[[Tensor], Tensor] = lambda p
     def flat(name: str) -> Tensor:
         parts = [getattr(f, name).flatten(1) for f in factors]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return whole.float() if whole.dtype in (torch.float16, torch.bfloat16) else whole
+        return wide(whole)
 
     family = factors[0].family
     return Point(pick(flat("loc"))) if family is Point else family(pick(flat("loc")), pick(scale_from_rho(flat("rho"))))
