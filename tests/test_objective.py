@@ -578,3 +578,14 @@ def test_summaries_of_the_other_kind_of_target_are_refused() -> None:
             getattr(pred, name)
     with pytest.raises(ValueError, match="did you mean 'categorical'"):
         sb.predict(guarded(), torch.randn(2, 3), likelihood="categorial")
+
+
+def test_predict_finds_the_classes_of_images() -> None:
+    """A segmentation net has them second, where a softmax over the last dimension would go along the width in silence."""
+    net = sb.bayesianize(torch.nn.Conv2d(1, C, 3, padding=1), sb.BatchEnsemble(members=2))
+    x = torch.randn(B, 1, 6, 7)
+    with torch.no_grad():
+        expected = sb.sample(net, x).softmax(2).mean(0)
+    pred = sb.predict(net, x, class_dim=2)
+    torch.testing.assert_close(pred.probs, expected.movedim(1, -1))
+    assert pred.entropy.shape == (B, 6, 7)

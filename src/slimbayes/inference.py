@@ -27,6 +27,7 @@ def predict(
     scale: float = 0.0,
     keep_samples: bool = True,
     output: str | int | None = None,
+    class_dim: int = -1,
 ) -> Prediction:
     """Predict with uncertainty from S = members x draws draws, in eval mode and without gradients.
 
@@ -40,6 +41,7 @@ def predict(
         scale: standard deviation of the observation noise, for "gaussian".
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or the first tensor.
+        class_dim: where `sample` has the classes, as in `categorical`: 2 for images (S, N, C, H, W). They come last in the Prediction.
 
     Example:
         >>> import slimbayes as sb
@@ -58,7 +60,7 @@ def predict(
     try:
         parts = []
         for args, kwargs in _batches(model, x, chunk):
-            running = Running(likelihood, members(model), scale, keep_samples)
+            running = Running(likelihood, members(model), scale, keep_samples, class_dim)
             for outputs in _outputs(model, args, kwargs, draws, chunk, output):
                 running.add(outputs)
             parts.append(running.result())

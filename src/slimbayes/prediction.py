@@ -51,12 +51,12 @@ class Prediction:
     noise: Tensor | None = field(default=None, repr=False)  # (S, N, ...) noise variance of each draw, for real targets
 
     @classmethod
-    def from_outputs(cls, outputs: Tensor, likelihood: Likelihood = "categorical", members: int = 1, scale: float = 0.0) -> "Prediction":
+    def from_outputs(cls, outputs: Tensor, likelihood: Likelihood = "categorical", members: int = 1, scale: float = 0.0, class_dim: int = -1) -> "Prediction":
         """Summarise raw model outputs.
 
-        Shape: outputs (S, N, C) logits, (S, N) or (S, N, 1) binary logits, (S, N, ...) means, or (S, N, ..., 2) means and raw scales.
+        Shape: outputs (S, N, ..., C) logits, whose classes may lie along another `class_dim` but come last in the result; (S, N) or (S, N, 1) binary logits, (S, N, ...) means, or (S, N, ..., 2) means and raw scales.
         """
-        running = Running(likelihood, members, scale, keep=True)
+        running = Running(likelihood, members, scale, keep=True, class_dim=class_dim)
         running.add(outputs)
         return running.result()
 
@@ -150,10 +150,11 @@ class Prediction:
 class Running:
     """Sums over draws that arrive in chunks, so that memory does not grow with S unless samples are kept."""
 
-    def __init__(self, likelihood: str, members: int, scale: float, keep: bool) -> None:
+    def __init__(self, likelihood: str, members: int, scale: float, keep: bool, class_dim: int = -1) -> None:
         if likelihood not in _LIKELIHOODS:
             raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, _LIKELIHOODS)}")
         self.likelihood, self.members, self.scale, self.keep = likelihood, members, scale, keep
+        self.class_dim = class_dim
         self.count = 0
         self.member_sum: Any = None
         self.noise_sum: Any = 0.0  # entropies of the draws, or their noise variances
@@ -185,7 +186,7 @@ class Running:
     def _parameters(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities and entropies, or means and noise variances, of each draw."""
         if self.likelihood == "categorical":
-            probs = outputs.softmax(-1)
+            probs = outputs.movedim(self.class_dim, -1).softmax(-1)
             return probs, _entropy(probs)
         if self.likelihood == "bernoulli":
             probs = (outputs.squeeze(-1) if outputs.dim() > 2 and outputs.shape[-1] == 1 else outputs).sigmoid()
