@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from networks import resnet50, wrn
 from scipy import integrate, special, stats
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes.models import resnet50, wrn
 
 Spatial = tuple[int, ...]
 
