@@ -11,6 +11,7 @@ from slimbayes.checkpoint import load as load
 from slimbayes.checkpoint import save as save
 from slimbayes.convert import bayesianize as bayesianize
 from slimbayes.convert import debayesianize as debayesianize
+from slimbayes.convert import ensemble as ensemble
 from slimbayes.distributions import Cauchy as Cauchy
 from slimbayes.distributions import HalfCauchy as HalfCauchy
 from slimbayes.distributions import LogNormal as LogNormal
@@ -28,12 +29,18 @@ from slimbayes.objective import elbo as elbo
 from slimbayes.objective import gaussian as gaussian
 from slimbayes.objective import heteroscedastic_gaussian as heteroscedastic_gaussian
 from slimbayes.objective import kl as kl
+from slimbayes.objective import l2 as l2
 from slimbayes.objective import param_groups as param_groups
 from slimbayes.posteriors import BatchEnsemble as BatchEnsemble
 from slimbayes.posteriors import Deterministic as Deterministic
+from slimbayes.posteriors import DropConnect as DropConnect
+from slimbayes.posteriors import Ensemble as Ensemble
 from slimbayes.posteriors import KTied as KTied
 from slimbayes.posteriors import MatrixNormal as MatrixNormal
+from slimbayes.posteriors import MCDropout as MCDropout
 from slimbayes.posteriors import MeanField as MeanField
+from slimbayes.posteriors import Mixture as Mixture
+from slimbayes.posteriors import ModelPatch as ModelPatch
 from slimbayes.posteriors import Rank1 as Rank1
 from slimbayes.posteriors import config_from_dict as config_from_dict
 from slimbayes.posteriors.base import Config as Config

@@ -1,5 +1,6 @@
 """summary and estimate_cost: what a conversion did, layer by layer, and what one would cost."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from slimbayes.convert import conversions_of
 from slimbayes.layers import bayes_class
 from slimbayes.layers.base import BayesLayer
+from slimbayes.passes import posteriors_of
 from slimbayes.planning import Selection, plan
 from slimbayes.posteriors.base import Config
 
@@ -34,6 +36,12 @@ class Summary:
     """
 
     rows: tuple[Row, ...]
+    log_ensemble_size: float = 0.0  # natural logarithm: the number itself soon exceeds what a float holds
+
+    @property
+    def ensemble_size(self) -> str:
+        """How many different networks the posterior holds: a product over layers for picks, infinitely many for real numbers."""
+        return _size(self.log_ensemble_size)
 
     @property
     def before(self) -> int:
@@ -46,7 +54,8 @@ class Summary:
         return sum(r.after for r in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"before": self.before, "after": self.after, "layers": [asdict(r) for r in self.rows]}
+        size = None if math.isinf(self.log_ensemble_size) else self.log_ensemble_size
+        return {"before": self.before, "after": self.after, "log_ensemble_size": size, "layers": [asdict(r) for r in self.rows]}
 
     def __str__(self) -> str:
         lines = [("layer", "type", "status", "before", "after", "method or reason")]
@@ -56,8 +65,18 @@ class Summary:
         text.insert(1, "-" * min(110, max(len(t) for t in text)))
         extra = (self.after - self.before) / max(self.before, 1)
         converted = sum(r.status == "converted" for r in self.rows)
-        text.append(f"{converted} of {len(self.rows)} layers converted; {self.before:,} -> {self.after:,} parameters ({extra:+.2%})")
+        text.append(
+            f"{converted} of {len(self.rows)} layers converted; {self.before:,} -> {self.after:,} parameters ({extra:+.2%}); "
+            f"effective ensemble size {self.ensemble_size}"
+        )
         return "\n".join(text)
+
+
+def _size(log_size: float) -> str:
+    if math.isinf(log_size):
+        return "infinite (continuous)"
+    exponent = log_size / math.log(10)
+    return f"{round(math.exp(log_size)):,}" if exponent < 6 else f"10^{exponent:,.1f}"
 
 
 def _pad(cell: str, width: int, right: bool) -> str:
@@ -87,9 +106,12 @@ def summary(model: nn.Module) -> Summary:
             listed.add(name)
             posterior = list(layer.posterior.parameters()) if isinstance(layer, BayesLayer) else []
             before = _count(_own_parameters(layer), seen)
-            status, detail = ("converted", describe(decision.config)) if decision.config else ("skipped", decision.reason)
+            status, detail = ("converted", decision.config.describe()) if decision.config else ("skipped", decision.reason)
             rows.append(Row(name, decision.kind, status, detail, before, before + _count(posterior, seen)))
-    return Summary(tuple(rows))
+    posteriors = posteriors_of(model)
+    # Members are shared by all layers and count once; what layers pick by themselves multiplies.
+    size = sum(p.log_size for p in posteriors) + math.log(math.lcm(*(p.members for p in posteriors)))
+    return Summary(tuple(rows), size)
 
 
 def _own_parameters(layer: nn.Module) -> list[nn.Parameter]:
@@ -102,12 +124,6 @@ def _count(parameters: list[nn.Parameter], seen: set[int]) -> int:
     fresh = [p for p in parameters if id(p) not in seen]
     seen.update(id(p) for p in fresh)
     return sum(p.numel() for p in fresh)
-
-
-def describe(config: Config) -> str:
-    """A method in a few words: its name, members and, where it has one, its posterior."""
-    family = getattr(config, "posterior", None)
-    return f"{type(config).__name__}({f'{family}, ' if isinstance(family, str) else ''}members={config.members})"
 
 
 @dataclass(frozen=True)
@@ -160,13 +176,19 @@ def estimate_cost(
     for decision in decisions:
         layer = model.get_submodule(decision.name)
         cls = bayes_class(layer)
+        if decision.config is not None and decision.config.whole:
+            copies = decision.config.members - 1
+            own = list(layer.parameters())
+            extra, sizes = extra + copies * sum(p.numel() for p in own), sizes + copies * sum(p.numel() * p.element_size() for p in own)
+            forwards = max(forwards, decision.config.members)
+            continue
         times = positions.get(decision.name, 1.0)
         flops = 2 * sum(p.numel() for p in _own_parameters(layer) if p.dim() > 1) * (0 if "Embedding" in decision.kind else 1)
         plain_flops += flops * times
         if decision.config is None or cls is None:
             continue
         forwards = max(forwards, decision.config.members)
-        wide = torch.promote_types(next(layer.parameters()).dtype, torch.float32)
+        wide = torch.promote_types(next(layer.parameters(), torch.empty(0)).dtype, torch.float32)
         for site in cls.sites(layer):  # type: ignore[arg-type]
             with torch.device("meta"):
                 count = sum(p.numel() for p in decision.config.build(site).parameters())

@@ -5,6 +5,7 @@ is as it was. Weights, buffers, hooks, flags and the names of all parameters sta
 """
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,8 +16,12 @@ from torch import nn
 from slimbayes import passes
 from slimbayes.layers import bayes_class
 from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.copied import copied_class
+from slimbayes.layers.dropout import functional_dropout
 from slimbayes.planning import Decision, Selection, check_patterns, plan
 from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.ensemble import Ensemble, EnsemblePosterior
+from slimbayes.posteriors.mc_dropout import MCDropout
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -67,16 +72,46 @@ def bayesianize(
         ('BayesLinear', 'Linear')
     """
     decisions = plan(model, config, include, exclude)
+    _report_functional_dropout(model, decisions)
     layers = dict(model.named_modules())
-    built = [(layers[d.name], _posteriors(d, layers[d.name])) for d in decisions if d.config is not None]
+    built = [(layers[d.name], *_posteriors(d, layers[d.name])) for d in decisions if d.config is not None]
     root_dim = batch_dim if isinstance(batch_dim, int) else _own_batch_dim(model)
     dims = _batch_dims(model, batch_dim if isinstance(batch_dim, Mapping) else {}, root_dim, [d.name for d in decisions if d.config])
-    for layer, posteriors in built:
-        _swap(layer, posteriors)
+    for layer, cls, posteriors in built:
+        _swap(layer, cls, posteriors)
     for name, dim in dims.items():
         layers[name].batch_dim = dim
     _attach(model, Conversion(decisions, root_dim, _turn_off_fast_paths(model)))
     return model
+
+
+def ensemble(models: Sequence[Model]) -> Model:
+    """Join networks of one architecture, trained apart or built apart, into a deep ensemble; returns the first, now with the others in it.
+
+    Args:
+        models: two or more modules of one type whose parameters and buffers have the same names and shapes. They are not copied.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> nets = [nn.Linear(4, 3) for _ in range(5)]
+        >>> pred = sb.predict(ensemble(nets), torch.randn(7, 4))
+        >>> pred.member_probs.shape
+        torch.Size([5, 7, 3])
+    """
+    if len(models) < 2:
+        raise ValueError(f"ensemble needs at least two models, got {len(models)}.")
+    first = models[0]
+    shapes = {name: tuple(t.shape) for name, t in first.state_dict().items()}
+    for i, other in enumerate(models):
+        theirs = {name: tuple(t.shape) for name, t in other.state_dict().items()}
+        differ = sorted(n for n in shapes.keys() | theirs.keys() if shapes.get(n) != theirs.get(n))
+        if type(other) is not type(first) or differ or (i and other is first):
+            what = "is the same object" if other is first else f"is a {type(other).__name__} that differs in {', '.join(differ[:5]) or 'its type'}"
+            raise ValueError(f"ensemble needs separate models like the first ({type(first).__name__}), but model {i} {what}.")
+    bayesianize(first, Ensemble(members=len(models), init="copies"))
+    posterior = passes.posteriors_of(first)[0]
+    posterior.others = nn.ModuleList(models[1:])
+    return first
 
 
 def debayesianize(model: Model) -> Model:
@@ -113,11 +148,33 @@ def conversions_of(model: nn.Module) -> list[tuple[str, Conversion]]:
     return found
 
 
-def _posteriors(decision: Decision, layer: nn.Module) -> nn.ModuleDict:
-    """Posteriors of all sites of a layer, on its device, in its dtype or float32, whichever is wider."""
+def _report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> None:
+    """Where the model's own dropout layers are turned on, dropout inside a forward stays off in eval mode: say so."""
+    if not any(isinstance(d.config, MCDropout) and "Dropout" in d.kind for d in decisions):
+        return
+    for name, what in functional_dropout(model).items():
+        warnings.warn(
+            f"{name or 'the model itself'} {what}: MCDropout turns on dropout layers, but this stays off in eval mode. Make it an nn.Dropout "
+            f"layer if it is meant to be part of the posterior.",
+            stacklevel=3,
+        )
+        known = next((d for d in decisions if d.name == name and d.config is None), None)
+        if known is None:
+            decisions.append(Decision(name, type(model.get_submodule(name)).__name__, None, f"functional dropout: {what}"))
+        else:
+            known.reason += f"; functional dropout: {what}"
+
+
+def _posteriors(decision: Decision, layer: nn.Module) -> tuple[type[BayesLayer], nn.ModuleDict]:
+    """The class a layer gets, and posteriors of all its sites, on its device, in its dtype or float32, whichever is wider."""
+    assert decision.config is not None
+    if isinstance(decision.config, Ensemble):
+        members = decision.config.copies(layer)
+        members.name = decision.name
+        return copied_class(type(layer)), nn.ModuleDict({"members": members}).train(layer.training)
     cls = bayes_class(layer)
-    assert cls is not None and decision.config is not None
-    first = next(layer.parameters())
+    assert cls is not None
+    first = next(layer.parameters(), torch.empty(0))
     wide = torch.promote_types(first.dtype, torch.float32)
     out = nn.ModuleDict()
     for site in cls.sites(layer):  # type: ignore[arg-type]
@@ -128,14 +185,15 @@ def _posteriors(decision: Decision, layer: nn.Module) -> nn.ModuleDict:
             raise ValueError(f"{name} ({decision.kind}): {error}.") from error
         posterior.name = name
         out[site.name] = posterior
-    return out.train(layer.training)
+    return cls, out.train(layer.training)
 
 
-def _swap(layer: nn.Module, posteriors: nn.ModuleDict) -> None:
-    cls = bayes_class(layer)
-    assert cls is not None
+def _swap(layer: nn.Module, cls: type[BayesLayer], posteriors: nn.ModuleDict) -> None:
     layer.__class__ = cls
     layer.posterior = posteriors
+    for site, posterior in posteriors.items():
+        if not isinstance(posterior, EnsemblePosterior):
+            posterior.adopt(layer.linear_map(site))
 
 
 def _own_batch_dim(model: nn.Module) -> int:
@@ -155,7 +213,7 @@ def _batch_dims(model: nn.Module, declared: Mapping[str, int], root_dim: int, co
     dims = {n: root_dim for n, layer in layers.items() if root_dim and getattr(bayes_class(layer), "channels_last", False)}
     for name, module in model.named_modules():
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and not module.self_attn.batch_first:
-            dims |= {f"{name}.{part}".lstrip("."): 1 for part in ("linear1", "linear2")}
+            dims |= {f"{name}.{part}".lstrip("."): 1 for part, _ in module.named_children() if part.startswith(("linear", "norm", "dropout"))}
     dims |= {n: d for n in layers for pattern, d in declared.items() if re.fullmatch(pattern, n)}
     return {n: d for n, d in dims.items() if n in layers}
 
@@ -199,7 +257,7 @@ def _begin(model: nn.Module, args: Any, kwargs: Any) -> None:
     if passes.is_open(posteriors):
         current = posteriors[0].current
         if current is not None and current.held:
-            current.rows = rows
+            current.rows, current.turn = rows, current.turn + 1
         return
     conversion.own = passes.begin_bare(passes.posteriors_of(model), rows)
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from slimbayes.layers.base import BayesLayer
 from slimbayes.messages import did_you_mean
 from slimbayes.passes import posteriors_of
+from slimbayes.posteriors.mixture import MixturePosterior
 
 Form = Literal["average", "mixture", "probs", "logits"]
 _FORMS = ("average", "mixture", "probs", "logits")
@@ -231,7 +232,9 @@ LIKELIHOODS: dict[str, Callable[..., Tensor]] = {
 
 
 def param_groups(model: nn.Module, weight_decay: float = 0.0, lr: float | None = None, posterior_lr_multiplier: float = 1.0) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: decay on the network's own parameters, none on posteriors.
+    """Parameter groups for an optimizer: decay on the network's own parameters and on copies of them, none on other posteriors.
+
+    Copies are the members of an `Ensemble`, and components of the patching family whose prior is left to weight decay (tau=None).
 
     The prior on W is a weight decay on kernels, biases and norm parameters. An L2 penalty lambda * ||w||^2, as the papers write
     it, is weight_decay = 2 * lambda here.
@@ -253,15 +256,63 @@ def param_groups(model: nn.Module, weight_decay: float = 0.0, lr: float | None =
     means = {id(p) for p in _means_with_a_prior(model)}
     base = [p for p in model.parameters() if id(p) not in own and p.requires_grad]
     fast = [p for p in model.parameters() if id(p) in own and p.requires_grad]
+    weights = {id(p) for posterior in posteriors_of(model) if posterior.decays for p in posterior.parameters()}
     groups: list[dict[str, Any]] = [
         {"params": [p for p in base if id(p) not in means], "weight_decay": weight_decay},
         {"params": [p for p in base if id(p) in means], "weight_decay": 0.0},
-        {"params": fast, "weight_decay": 0.0},
+        {"params": [p for p in fast if id(p) in weights], "weight_decay": weight_decay},
+        {"params": [p for p in fast if id(p) not in weights], "weight_decay": 0.0},
     ]
     if lr is not None:
-        for group, factor in zip(groups, (1.0, 1.0, posterior_lr_multiplier), strict=True):
+        for group, factor in zip(groups, (1.0, 1.0, posterior_lr_multiplier, posterior_lr_multiplier), strict=True):
             group["lr"] = lr * factor
     return [g for g in groups if g["params"]]
+
+
+def l2(
+    model: nn.Module,
+    patched_weights: float = 0.0,
+    patched_biases: float = 0.0,
+    shared_weights: float = 0.0,
+    shared_biases: float = 0.0,
+) -> Tensor:
+    """The L2 penalty with four factors that Ensemble Model Patching trains with (its Appendix C.1).
+
+        patched_weights sum_ik |M_ik|^2 + patched_biases sum_jk |m_jk|^2 + shared_weights sum_i |M_i|^2 + shared_biases sum_j |m_j|^2
+
+    "Patched" are the layers with components (all K of them, the layer's own included), "shared" all others; the fourth sum runs over
+    the shared layers, not over the patched ones as printed. Weights are parameters named "weight" or of two and more dimensions. The paper
+    takes 0.001 / batch size for all four. Together with `kl`, whose terms for patched layers carry tau, rho and the probabilities,
+    l2(model, shared_weights=tau / 2, shared_biases=rho / 2) is Eq. 6.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), sb.ModelPatch(components=3, init="ones"))
+        >>> l2(net, patched_weights=1.0)  # three scales of one for each of two channels
+        tensor(6., grad_fn=<AddBackward0>)
+    """
+    patched: dict[int, bool] = {}  # parameter -> whether it is a weight
+    for layer in model.modules():
+        if isinstance(layer, BayesLayer):
+            for site in layer.sites():
+                posterior: Any = layer.posterior[site.name]
+                if isinstance(posterior, MixturePosterior):
+                    patched |= {id(p): n == "weight" for n, p in posterior.named_parameters() if n != "logits"}
+                    patched[id(layer.get_parameter(site.parameter))] = True
+                    if site.bias:
+                        patched[id(layer.get_parameter(site.bias_parameter))] = False
+    total = torch.zeros((), device=next(model.parameters()).device)
+    others = {id(p) for posterior in posteriors_of(model) for p in posterior.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in patched:
+            factor = patched_weights if patched[id(parameter)] else patched_biases
+        elif id(parameter) in others:
+            continue
+        else:
+            factor = shared_weights if name.endswith("weight") or parameter.dim() > 1 else shared_biases
+        if factor:
+            total = total + factor * parameter.float().square().sum()
+    return total
 
 
 def _means_with_a_prior(model: nn.Module) -> list[nn.Parameter]:

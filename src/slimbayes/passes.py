@@ -36,6 +36,8 @@ class Pass:
         self.first = first
         self.held = held
         self.open = True
+        self.turn = 0  # forwards that a held pass has seen
+        self.calls: dict[int, tuple[int, int]] = {}  # of layers in the forward under way, by posterior: (turn, count)
 
     def blocks(self, posterior: Posterior) -> int:
         """How many blocks of rows this posterior has draws for."""

@@ -29,15 +29,21 @@ class Decision:
 
 def plan(model: nn.Module, config: Config | Mapping[str, Config], include: Selection, exclude: Selection) -> list[Decision]:
     """Decide for every layer with parameters what a conversion does to it, without changing anything."""
-    layers = dict(_parametric_layers(model))
+    if isinstance(config, Config) and config.whole and exclude is None and matches(include, "", model, default=True):
+        return [_whole(model, config)]
+    layers = dict(_layers(model))
     check_patterns("include", include, layers)
     check_patterns("exclude", exclude, layers)
     if isinstance(config, Mapping):
         check_patterns("config", list(config), layers)
+    chosen = {name: _choose(name, layer, config, include, exclude) for name, layer in layers.items()}
+    targets = _targets(model, layers, chosen, named=include is not None or isinstance(config, Mapping))
     decisions, problems = [], []
     for name, layer in layers.items():
-        decision, problem = _decide(name, layer, config, include, exclude)
-        decisions.append(decision)
+        decision, problem = _decide(name, layer, chosen[name], targets)
+        # Layers without parameters (dropout, norms without scale) are listed only where they become part of a posterior.
+        if decision.config is not None or problem or next(layer.parameters(), None) is not None:
+            decisions.append(decision)
         if problem:
             problems.append(f"  {name or '(the model itself)'} ({decision.kind}): {problem}")
     if problems:
@@ -51,12 +57,26 @@ def plan(model: nn.Module, config: Config | Mapping[str, Config], include: Selec
     return decisions
 
 
+def _whole(model: nn.Module, config: Config) -> Decision:
+    if any(isinstance(m, BayesLayer) for m in model.modules()):
+        raise ValueError("The model has converted layers already: call debayesianize first, or pick other layers with include.")
+    return Decision("", type(model).__name__, config)
+
+
+def _targets(
+    model: nn.Module, layers: Mapping[str, nn.Module], chosen: Mapping[str, tuple[Config | None, str]], named: bool
+) -> dict[Config, set[str] | None]:
+    """For each config the names it picks out of the layers offered to it, None for all."""
+    configs = dict.fromkeys(config for config, _ in chosen.values() if config is not None)
+    return {c: c.targets(model, {n: layers[n] for n, (own, _) in chosen.items() if own == c}, named) for c in configs}
+
+
 def _all_deterministic(config: Config | Mapping[str, Config]) -> bool:
     return not any(c.converts for c in (config.values() if isinstance(config, Mapping) else [config]))
 
 
-def _parametric_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own. What lies inside an attention layer or a posterior belongs to it."""
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with parameters of their own, and dropout layers. What lies inside an attention layer or a posterior belongs to it."""
     owned: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if owned and name.startswith(owned):
@@ -69,42 +89,58 @@ def _parametric_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _decide(
+def _choose(
     name: str, layer: nn.Module, config: Config | Mapping[str, Config], include: Selection, exclude: Selection
-) -> tuple[Decision, str]:
-    """The decision for one layer, and what makes its conversion impossible, if anything."""
-    kind = type(layer).__name__
+) -> tuple[Config | None, str]:
+    """The config that is offered a layer, or why none is."""
     chosen = config
     if isinstance(config, Mapping):
         chosen = next((c for pattern, c in config.items() if re.fullmatch(pattern, name)), None)  # type: ignore[assignment]
     if chosen is None or not matches(include, name, layer, default=True):
-        return Decision(name, kind, None, "not included"), ""
+        return None, "not included"
     if matches(exclude, name, layer, default=False):
-        return Decision(name, kind, None, "excluded"), ""
+        return None, "excluded"
     assert isinstance(chosen, Config)
     if not chosen.converts:
-        return Decision(name, kind, None, f"{type(chosen).__name__} converts nothing"), ""
+        return None, f"{type(chosen).__name__} converts nothing"
+    kind = type(layer).__name__
+    if kind in chosen.leaves_alone and include is None and not isinstance(config, Mapping):
+        return None, chosen.leaves_alone[kind]
+    return chosen, ""
+
+
+def _decide(
+    name: str, layer: nn.Module, chosen: tuple[Config | None, str], targets: Mapping[Config, set[str] | None]
+) -> tuple[Decision, str]:
+    """The decision for one layer, and what makes its conversion impossible, if anything."""
+    (config, reason), kind = chosen, type(layer).__name__
+    if config is None:
+        return Decision(name, kind, None, reason), ""
+    wanted = targets[config]
+    if wanted is not None and name not in wanted:
+        return Decision(name, kind, None, f"not among the layers that {config.describe()} is for"), ""
     if isinstance(layer, BayesLayer):
         return Decision(name, kind, None), "it is converted already; call debayesianize first, or exclude it"
-    named = include is not None or isinstance(config, Mapping)
-    if kind in chosen.leaves_alone and not named:
-        return Decision(name, kind, None, chosen.leaves_alone[kind]), ""
-    return _decide_type(Decision(name, kind, chosen), layer)
+    return _decide_type(Decision(name, kind, config), layer)
 
 
 def _decide_type(decision: Decision, layer: nn.Module) -> tuple[Decision, str]:
-    cls = bayes_class(layer)
-    if cls is not None:
+    cls, config = bayes_class(layer), decision.config
+    assert config is not None
+    container = cls is None and any(True for _ in layer.children())
+    if config.whole and not container:
+        return decision, ""
+    if cls is not None and cls.kind in config.covers:
         return decision, cls.refuse(layer) or ""
     decision.config = None
     if parametrize.is_parametrized(layer):
         return decision, "its weight is computed by torch.nn.utils.parametrize; remove the parametrization first"
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         return decision, "it is not initialised yet; run one batch through the model first"
-    if all(p.dim() < 2 for p in layer.parameters(recurse=False)):
+    if (cls is not None or all(p.dim() < 2 for p in layer.parameters(recurse=False))) and not config.whole:
         decision.reason = "it has no weight matrix: norm and scale parameters are shared by all members"
         return decision, ""
-    if any(True for _ in layer.children()):
+    if container:
         decision.reason = "its own parameters, beside those of its submodules, stay point estimates"
         return decision, ""
     return decision, f"no Bayesian form of {type(layer).__module__}.{decision.kind} is known"

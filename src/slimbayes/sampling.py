@@ -91,7 +91,7 @@ def _run(
         args = (args[0], tile_rows(inputs[0][1], rows, draws, 1))
     current = held
     if held is not None:
-        held.rows = draws * rows
+        held.rows, held.turn = draws * rows, held.turn + 1
     elif posteriors:
         current = passes.begin(posteriors, Pass(draws, draws * rows, first))
     try:

@@ -14,8 +14,10 @@ from slimbayes.layers.conv import (
     BayesConvTranspose2d,
     BayesConvTranspose3d,
 )
+from slimbayes.layers.dropout import DROPOUTS
 from slimbayes.layers.embedding import BayesEmbedding, BayesEmbeddingBag
 from slimbayes.layers.linear import BayesLinear
+from slimbayes.layers.norm import NORMS
 from slimbayes.layers.recurrent import BayesGRU, BayesGRUCell, BayesLSTM, BayesLSTMCell, BayesRNN, BayesRNNCell
 
 LAYERS: dict[type[nn.Module], type[BayesLayer]] = {
@@ -37,6 +39,8 @@ LAYERS: dict[type[nn.Module], type[BayesLayer]] = {
         BayesGRUCell,
         BayesRNNCell,
         BayesMultiheadAttention,
+        *NORMS,
+        *DROPOUTS,
     )
 }
 

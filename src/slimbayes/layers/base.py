@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes import passes
-from slimbayes.passes import Pass, apply_rows, batch_dim_of, block_sizes
-from slimbayes.posteriors.base import Posterior, Site
+from slimbayes.passes import Pass, apply_rows, batch_dim_of, block_of_row, block_sizes
+from slimbayes.posteriors.base import Kind, Posterior, Site
 
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Outer = Callable[[Tensor, Tensor], Tensor]
@@ -36,13 +36,14 @@ class LinearMap:
     certain: bool = False  # the layer itself defines batch_dim, so rows found elsewhere are a misunderstanding
     foldable: bool = True  # one draw for all rows may be multiplied into the weight (a lookup touches few rows of it)
 
-    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, weights: Tensor | None = None) -> Tensor:
-        """op(x . s) . r without a bias, where . is `combine` (multiply or add), s is (n, n_in) and r is (n, n_out).
+    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None) -> Tensor:
+        """op(x . s) . r without a bias, where . is `combine` (multiply or add), s is (n, n_in) and r is (n, n_out) or None.
 
         With `weights` (blocks, ...) each block of rows has a weight of its own.
         """
         x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, self.name, self.certain)
-        return self.rows(combine, self.apply(x, weights, current), r, current)
+        y = self.apply(x, weights, current)
+        return y if r is None else self.rows(combine, y, r, current)
 
     def apply(self, x: Tensor, weights: Tensor | None, current: Pass) -> Tensor:
         """op without a bias, with the layer's own weight or one for each block of rows."""
@@ -59,6 +60,15 @@ class LinearMap:
             y = y + self.modulated(combine, x, s[:, j], r[:, j], current)
         return y / s.shape[1] if s.shape[1] > 1 else y
 
+    def batch_dim_in(self, x: Tensor, current: Pass) -> int:
+        """The dimension of x that holds the rows of this pass."""
+        return batch_dim_of(x, current.rows or 0, self.batch_dim, self.channel_dim, self.name, self.certain)
+
+    def by_row(self, lines: Tensor, x: Tensor, current: Pass) -> Tensor:
+        """Repeat what has one line for each draw along the rows of x: (.., n, ..) -> (.., rows, ..)."""
+        dim = self.batch_dim_in(x, current)
+        return lines.index_select(dim, block_of_row(x.shape[dim], lines.shape[dim], x.device))
+
     def rows(self, combine: Any, y: Tensor, factor: Tensor, current: Pass) -> Tensor:
         """Combine the outputs with one line of factors (n, n_out) for each draw."""
         return apply_rows(combine, y, factor, current, self.batch_dim, self.channel_dim, self.name, self.certain)
@@ -67,7 +77,7 @@ class LinearMap:
         """Apply one weight (n, ...) and bias (n, n_out) to each block of rows."""
         if len(weights) == 1:
             return self.op(x, weights[0], None if biases is None else biases[0])
-        batch_dim = batch_dim_of(x, current.rows or 0, self.batch_dim, self.channel_dim, self.name, self.certain)
+        batch_dim = self.batch_dim_in(x, current)
         if x.shape[batch_dim] % len(weights):
             sizes = block_sizes(x.shape[batch_dim], len(weights))
             parts = [self.op(part, weights[j], None if biases is None else biases[j]) for j, part in enumerate(x.split(sizes, batch_dim))]
@@ -76,6 +86,20 @@ class LinearMap:
         in_dims = (batch_dim, 0, None if biases is None else 0)
         y = torch.vmap(self.op, in_dims, out_dims=batch_dim)(blocks, weights, biases)
         return y.flatten(batch_dim, batch_dim + 1)
+
+    def chosen(self, x: Tensor, weights: Tensor, biases: Tensor | None, index: Tensor, current: Pass) -> Tensor:
+        """`blocks` with weights[index[j]] for block j: rows that share one of few weights (K, ...) meet it together."""
+        batch_dim = self.batch_dim_in(x, current)
+        if torch.compiler.is_compiling() or not self.foldable or x.shape[batch_dim] % len(index):
+            return self.blocks(x, weights[index], None if biases is None else biases[index], current)
+        order = index.argsort()
+        blocks = x.unflatten(batch_dim, (len(index), -1))
+        rows = blocks.shape[batch_dim + 1]
+        sizes = [rows * count for count in index.bincount(minlength=len(weights)).tolist()]
+        parts = blocks.index_select(batch_dim, order).flatten(batch_dim, batch_dim + 1).split(sizes, batch_dim)
+        done = [self.op(part, weights[k], None if biases is None else biases[k]) for k, part in enumerate(parts) if sizes[k]]
+        y = torch.cat(done, batch_dim).unflatten(batch_dim, (len(index), -1))
+        return y.index_select(batch_dim, order.argsort()).flatten(batch_dim, batch_dim + 1)
 
     def add_bias(self, y: Tensor) -> Tensor:
         """Add the layer's own bias (n_out,), if there is one."""
@@ -90,6 +114,7 @@ class BayesLayer(nn.Module):
     """Mixin of converted layers. Subclasses also inherit the plain torch class, which `plain` names."""
 
     plain: ClassVar[type[nn.Module]]
+    kind: ClassVar[Kind] = "matrix"
     posterior: nn.ModuleDict
     if TYPE_CHECKING:  # a mixin reads attributes of the plain class it is mixed with
 

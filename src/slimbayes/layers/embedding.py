@@ -26,14 +26,14 @@ class LookupMap(LinearMap):
     def squared(self, x: Tensor) -> Tensor:
         return x  # a lookup has weight one
 
-    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, weights: Tensor | None = None) -> Tensor:
+    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None) -> Tensor:
         rows = x.movedim(self.batch_dim, 0)
         if rows.shape[0] == 1 and s.shape[0] > 1:
             rows = rows.expand(current.rows or 1, *rows.shape[1:])
         words = per_row(s, rows.shape[0], current).gather(1, rows.reshape(rows.shape[0], -1)).view(rows.shape)
         y = self.apply(x, weights, current)
         y = combine(y, words.movedim(0, self.batch_dim).unsqueeze(-1).to(y.dtype))
-        return self.rows(combine, y, r, current)
+        return y if r is None else self.rows(combine, y, r, current)
 
 
 class BayesEmbedding(BayesLayer, nn.Embedding):
@@ -86,7 +86,7 @@ class BagMap(LinearMap):
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         return self._reduce(self.apply(x, weights, current), x)
 
-    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, weights: Tensor | None = None) -> Tensor:
+    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None) -> Tensor:
         return self._reduce(self._vectors(combine, x, s, r, current, weights), x)
 
     def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
@@ -94,7 +94,7 @@ class BagMap(LinearMap):
         products = [self._vectors(combine, x, s[:, j], r[:, j], current, None) for j in range(s.shape[1])]
         return self._reduce(torch.stack(products).mean(0), x)
 
-    def _vectors(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, weights: Tensor | None) -> Tensor:
+    def _vectors(self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None) -> Tensor:
         if s.shape[0] > 1 and current.rows != self.bags:
             raise ValueError(
                 f"{self.name}: {self.bags} bags for the {current.rows} rows of this pass. Give the indices as (rows, words), "
@@ -103,7 +103,7 @@ class BagMap(LinearMap):
         vectors = self.apply(x, weights, current)
         words = per_row(s, self.bags, current)[self.bag, x]
         vectors = combine(vectors, words.unsqueeze(-1).to(vectors.dtype))
-        return combine(vectors, per_row(r, self.bags, current)[self.bag].to(vectors.dtype))
+        return vectors if r is None else combine(vectors, per_row(r, self.bags, current)[self.bag].to(vectors.dtype))
 
     def _reduce(self, vectors: Tensor, x: Tensor) -> Tensor:
         bag = self.bag

@@ -5,11 +5,31 @@ from typing import Any
 from slimbayes.messages import did_you_mean
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.deterministic import Deterministic
+from slimbayes.posteriors.drop_connect import DropConnect
+from slimbayes.posteriors.ensemble import Ensemble
 from slimbayes.posteriors.k_tied import KTied, MatrixNormal
+from slimbayes.posteriors.mc_dropout import MCDropout
 from slimbayes.posteriors.mean_field import MeanField
+from slimbayes.posteriors.mixture import Mixture
+from slimbayes.posteriors.model_patch import ModelPatch
 from slimbayes.posteriors.rank1 import BatchEnsemble, Rank1
 
-METHODS: dict[str, type[Config]] = {c.__name__: c for c in (Rank1, BatchEnsemble, MeanField, KTied, MatrixNormal, Deterministic)}
+METHODS: dict[str, type[Config]] = {
+    c.__name__: c
+    for c in (
+        Rank1,
+        BatchEnsemble,
+        MeanField,
+        KTied,
+        MatrixNormal,
+        ModelPatch,
+        MCDropout,
+        DropConnect,
+        Ensemble,
+        Mixture,
+        Deterministic,
+    )
+}
 
 
 def config_from_dict(data: dict[str, Any]) -> Config:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
 Pick = Callable[[Tensor, int], Tensor]  # a parameter (K, ...) and a number of blocks or rows n -> (n, ...), by member
 MapOf = Callable[[], "LinearMap"]  # builds the linear map of a posterior's site
+Kind = Literal["matrix", "norm", "dropout"]
 
 
 @dataclass(frozen=True)
 class Site:
-    """One weight matrix of a layer that a posterior covers.
+    """One weight matrix of a layer that a posterior covers, or the scale of a norm layer, or the units of a dropout layer.
 
     Attributes:
         name: key of its posterior in `layer.posterior`.
@@ -42,6 +44,7 @@ class Site:
         out_dim: which dimension of the stored weight counts outputs; the others, flattened, are the inputs of its matrix view.
         positions: whether one row meets the matrix once, or at many places or times that share the weights; "pooled" if such
             places are averaged, "nonlinear" if the output is not linear in the weights.
+        kind: "matrix"; "norm" for a scale, one number for each channel; "dropout" for a layer without weights.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Site:
     shape: tuple[int, ...]
     out_dim: int = 0
     positions: Literal["one", "many", "pooled", "nonlinear"] = "one"
+    kind: Kind = "matrix"
 
     @property
     def bias_parameter(self) -> str:
@@ -90,6 +94,7 @@ class Posterior(nn.Module, ABC):
     name: str = ""  # for messages: "encoder.fc1.weight"
     regularises_mean: bool = False  # whether the KL already holds a prior on the layer's own weight
     regularises_bias: bool = False  # and on its bias
+    decays: bool = False  # whether its parameters are weights like the layer's own, for weight decay to cover
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,8 +104,8 @@ class Posterior(nn.Module, ABC):
 
     @property
     def anchor(self) -> Tensor:
-        """A parameter that stands for all: they share device, dtype and sharding. Override it where one is at hand."""
-        return next(self.parameters())
+        """A parameter (or else a buffer) that stands for all: they share device, dtype and sharding. Override it where one is at hand."""
+        return next(chain(self.parameters(), self.buffers()))
 
     @property
     def device(self) -> torch.device:
@@ -114,6 +119,18 @@ class Posterior(nn.Module, ABC):
     def start(self, new: Pass, noise: Noise) -> None:
         """Take this pass's noise."""
         self.current, self._noise, self._values = new, noise, None
+
+    def adopt(self, linear: LinearMap) -> None:
+        """Start from the layer's own weight and bias; called once, when the layer is converted."""
+
+    def choices(self) -> Tensor | None:
+        """Which of finitely many functions each draw of this pass is, as integers (n,); None where no two draws are alike."""
+        return None
+
+    @property
+    def log_size(self) -> float:
+        """Natural logarithm of how many different functions a draw of one member can be."""
+        return math.inf
 
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
@@ -190,6 +207,20 @@ class Config(ABC):
     members: int = 1
     converts: ClassVar[bool] = True
     leaves_alone: ClassVar[dict[str, str]] = {}  # layer type name -> why this method skips it unless it is included by name
+    whole: ClassVar[bool] = False  # whether it converts modules of any type as a whole
+
+    @property
+    def covers(self) -> tuple[Kind, ...]:
+        """The kinds of layer this method can convert."""
+        return ("matrix",)
+
+    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+        """Names of the layers to convert out of those offered; None for all it covers. `named`: the user picked them by name."""
+        return None
+
+    def describe(self) -> str:
+        """The method in a few words, for summaries."""
+        return f"{type(self).__name__}(members={self.members})"
 
     @abstractmethod
     def build(self, site: Site) -> Posterior:
@@ -231,6 +262,12 @@ def check_choice(owner: object, field: str, value: object, allowed: tuple[str, .
     """Refuse a value outside a closed set, naming the owner, the field and the nearest valid choice."""
     if value not in allowed:
         raise ValueError(f"{type(owner).__name__}: unknown {field} {value!r}{did_you_mean(str(value), allowed)}")
+
+
+def check_rate(owner: object, field: str, value: object) -> None:
+    """Refuse anything but a number in [0, 1)."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+        raise ValueError(f"{type(owner).__name__}: {field} must lie in [0, 1), got {value!r}.")
 
 
 def check_count(owner: object, field: str, value: object) -> None:

@@ -14,6 +14,7 @@ Sizes: K members, n draws of a pass, p rank, in and out the channels of the laye
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,9 @@ class Rank1(Config):
 
     def build(self, site: Site) -> Posterior:
         return Rank1Posterior(self, site)
+
+    def describe(self) -> str:
+        return f"Rank1({self.posterior}, members={self.members})"
 
 
 def _resolve(config: Rank1) -> None:
@@ -227,6 +231,16 @@ class Rank1Posterior(Posterior):
     @property
     def anchor(self) -> Tensor:
         return self.r.loc
+
+    def choices(self) -> Tensor | None:
+        if self.r.family is not Point or self.s.family is not Point:
+            return None
+        assert self.current is not None
+        return self.current.pick(self, torch.arange(self.members, device=self.device), self.drawn)
+
+    @property
+    def log_size(self) -> float:
+        return 0.0 if self.r.family is Point and self.s.family is Point else math.inf
 
     def widths(self, held: bool) -> tuple[int, int]:
         width = self.r.width + self.s.width

@@ -1,0 +1,175 @@
+"""Norm layers: the site "weight" is the scale of each channel, and the bias goes with it.
+
+Statistics are those of the plain layer, computed over all rows of a folded batch and kept once: draws share them, only the
+scale and the bias differ. Sizes: n draws of the pass, C channels (all elements of a LayerNorm's normalized_shape).
+"""
+
+import operator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slimbayes.layers.base import BayesLayer, LinearMap
+from slimbayes.passes import Pass
+from slimbayes.posteriors.base import Site
+
+
+def _outer(r: Tensor, s: Tensor) -> Tensor:
+    raise AssertionError("a scale has no matrix of factors")
+
+
+class NormMap(LinearMap):
+    """y = normalised(x) * weight + bias: only the last two steps depend on the draw."""
+
+    def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
+        if len(weights) == 1:
+            return self.op(x, weights[0], None if biases is None else biases[0])
+        y = self.op(x, None, None)  # type: ignore[arg-type]
+        shape, tail = y.shape, weights.dim() - 1
+        if tail > 1:  # a LayerNorm over several dimensions: its elements are the channels
+            y, weights = y.flatten(-tail), weights.flatten(1)
+            biases = None if biases is None else biases.flatten(1)
+        y = self.rows(operator.mul, y, weights, current)
+        y = y if biases is None else self.rows(operator.add, y, biases, current)
+        return y.view(shape)
+
+
+class _BayesNorm(BayesLayer):
+    kind = "norm"
+    channel_dim = 1
+
+    def sites(self) -> list[Site]:
+        if self.weight is None:  # nothing to draw, but dropout can act on its input
+            return [Site("weight", 0, 0, False, "weight", (0,), positions="many", kind="norm")]
+        size, bias = self.weight.numel(), getattr(self, "bias", None) is not None
+        return [Site("weight", size, size, bias, "weight", tuple(self.weight.shape), positions="many", kind="norm")]
+
+    def linear_map(self, site: str) -> LinearMap:
+        bias = getattr(self, "bias", None)
+        return NormMap(self.weight, bias, self._op, _outer, self.batch_dim, self.channel_dim, self.posterior[site].name)
+
+    def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def run(self, input: Tensor) -> Tensor:
+        return self.project("weight", input)
+
+
+class _BatchNorm(_BayesNorm):
+    def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        self._check_input_dim(x)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # a cumulative average
+                momentum = 1.0 / float(self.num_batches_tracked)
+        batch = self.training or (self.running_mean is None and self.running_var is None)
+        kept = not self.training or self.track_running_stats
+        mean, variance = (self.running_mean, self.running_var) if kept else (None, None)
+        return F.batch_norm(x, mean, variance, weight, bias, batch, momentum, self.eps)
+
+
+class BayesBatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """Shape: (R, C) or (R, C, L); running statistics are shared by all draws."""
+
+    plain = nn.BatchNorm1d
+
+
+class BayesBatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """Shape: (R, C, H, W); running statistics are shared by all draws."""
+
+    plain = nn.BatchNorm2d
+
+
+class BayesBatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """Shape: (R, C, D, H, W); running statistics are shared by all draws."""
+
+    plain = nn.BatchNorm3d
+
+
+class _InstanceNorm(_BayesNorm):
+    def count_rows(self, input: Tensor) -> int:
+        return 1 if input.dim() == self._get_no_batch_dim() else input.shape[0]
+
+    def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        momentum = 0.0 if self.momentum is None else self.momentum
+        batch = self.training or not self.track_running_stats
+        return F.instance_norm(x, self.running_mean, self.running_var, weight, bias, batch, momentum, self.eps)
+
+    def run(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if input.dim() == self._get_no_batch_dim():
+            return self.project("weight", input.unsqueeze(0)).squeeze(0)
+        return self.project("weight", input)
+
+
+class BayesInstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
+    """Shape: (R, C, L), or unbatched (C, L)."""
+
+    plain = nn.InstanceNorm1d
+
+
+class BayesInstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
+    """Shape: (R, C, H, W), or unbatched."""
+
+    plain = nn.InstanceNorm2d
+
+
+class BayesInstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
+    """Shape: (R, C, D, H, W), or unbatched."""
+
+    plain = nn.InstanceNorm3d
+
+
+class BayesGroupNorm(_BayesNorm, nn.GroupNorm):
+    """Shape: (R, C, ...)."""
+
+    plain = nn.GroupNorm
+
+    def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.group_norm(x, self.num_groups, weight, bias, self.eps)
+
+
+class _LastDimensions(_BayesNorm):
+    channels_last = True
+    channel_dim = -1
+
+    def count_rows(self, input: Tensor) -> int:
+        return 1 if input.dim() == len(self.normalized_shape) else input.shape[self.batch_dim]
+
+    def run(self, input: Tensor) -> Tensor:
+        if input.dim() == len(self.normalized_shape):
+            return self.project("weight", input.unsqueeze(0)).squeeze(0)
+        return self.project("weight", input)
+
+
+class BayesLayerNorm(_LastDimensions, nn.LayerNorm):
+    """Shape: (R, ..., *normalized_shape)."""
+
+    plain = nn.LayerNorm
+
+    def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class BayesRMSNorm(_LastDimensions, nn.RMSNorm):
+    """Shape: (R, ..., *normalized_shape); it has no bias."""
+
+    plain = nn.RMSNorm
+
+    def _op(self, x: Tensor, weight: Tensor | None, bias: Any) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+NORMS = (
+    BayesBatchNorm1d,
+    BayesBatchNorm2d,
+    BayesBatchNorm3d,
+    BayesInstanceNorm1d,
+    BayesInstanceNorm2d,
+    BayesInstanceNorm3d,
+    BayesGroupNorm,
+    BayesLayerNorm,
+    BayesRMSNorm,
+)

@@ -1,0 +1,151 @@
+"""Deep ensembles (Lakshminarayanan et al. 2017): K whole networks behind one model.
+
+    Table 2 of Chang et al. 2019:   one pick for the whole model; every component is a network of its own
+
+The same distribution as `Mixture(assignment="model")`, but by copying modules: that holds for any module, buffers included, so members keep
+batch-norm statistics of their own. Member 0 is the model itself; the posterior holds the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.posteriors.base import Config, Kind, MapOf, Noise, Pick, Posterior, Site, check_choice, check_count
+
+if TYPE_CHECKING:
+    from slimbayes.layers.base import LinearMap
+
+Execution = Literal["auto", "loop", "batched"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ensemble(Config):
+    """K networks that share nothing, trained and asked as one: the baseline of all three papers.
+
+    Without `include`, `exclude` or a mapping the whole model is copied, whatever it is made of; with them, single layers are.
+    `ensemble([...])` joins networks that exist already.
+
+    Args:
+        members: K.
+        init: "fresh" starts the other members anew with each layer's `reset_parameters`; "copies" repeats the weights.
+        jitter: standard deviation of the noise on copied parameters, relative to their root mean square.
+        execution: "loop" runs members one after another, "batched" all at once through torch.vmap, "auto" batched where that was measured
+            to be faster: small networks of plain layers.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), Ensemble(members=5))
+        >>> sb.sample(net, torch.randn(7, 3)).shape, sum(p.numel() for p in net.parameters())
+        (torch.Size([5, 7, 2]), 250)
+    """
+
+    members: int = 5
+    init: Literal["fresh", "copies"] = "fresh"
+    jitter: float = 0.0
+    execution: Execution = "auto"
+    whole: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count(self, "members", self.members)
+        check_choice(self, "init", self.init, ("fresh", "copies"))
+        check_choice(self, "execution", self.execution, ("auto", "loop", "batched"))
+        if not self.jitter >= 0 or (self.jitter and self.init == "fresh"):
+            raise ValueError(f"Ensemble: jitter is noise on copies: it needs init='copies' and must not be negative, got {self.jitter!r}.")
+
+    @property
+    def covers(self) -> tuple[Kind, ...]:
+        return ("matrix", "norm")
+
+    def build(self, site: Site) -> Posterior:
+        raise AssertionError("an ensemble copies modules, not sites")
+
+    def copies(self, module: nn.Module) -> EnsemblePosterior:
+        """The posterior of one module: its K - 1 further members."""
+        others = [copy.deepcopy(module) for _ in range(self.members - 1)]
+        for other in others:
+            _start(other, self)
+        return EnsemblePosterior(module, others, self.execution)
+
+
+def _start(member: nn.Module, config: Ensemble) -> None:
+    if config.init == "fresh":
+        _reset(member)
+        return
+    with torch.no_grad():
+        for parameter in member.parameters():
+            parameter.add_(config.jitter * parameter.square().mean().sqrt() * torch.randn_like(parameter))
+
+
+def _reset(member: nn.Module) -> None:
+    """Start a network anew, or say which of its parameters nothing resets."""
+    for module in member.modules():
+        # Attention and other containers start the parameters they own, with a private name in torch.
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if callable(reset):
+            reset()
+        elif own:
+            raise ValueError(
+                f"Ensemble(init='fresh') cannot start {type(module).__name__}'s {', '.join(own)} anew: it has no reset_parameters. Use "
+                f"init='copies', or build the members yourself and join them with ensemble([...])"
+            )
+
+
+class EnsemblePosterior(Posterior):
+    """Members 1 to K - 1 of a module; member 0 is the module itself."""
+
+    decays = True
+    weights: Tensor
+    others: nn.ModuleList
+
+    def __init__(self, module: nn.Module, others: Sequence[nn.Module], execution: Execution) -> None:
+        super().__init__()
+        self.members = len(others) + 1
+        self.others = nn.ModuleList(others)
+        self.register_buffer("weights", torch.full((self.members,), 1.0 / self.members))
+        self.batched = len(others) > 0 and (execution == "batched" or (execution == "auto" and batches_well(module)))
+
+    @property
+    def anchor(self) -> Tensor:
+        return next(self.others.parameters(), self.weights)
+
+    @property
+    def log_size(self) -> float:
+        return 0.0
+
+    def widths(self, held: bool) -> tuple[int, int]:
+        return 0, 0
+
+    def realise(self, noise: Noise, pick: Pick) -> Tensor:
+        """The member of each block of rows, (n,)."""
+        return pick(torch.arange(self.members, device=self.device), len(noise.block))
+
+    def choices(self) -> Tensor | None:
+        return self.values()
+
+    def kl(self, linear: MapOf) -> Tensor:
+        return self.weights.new_zeros(())
+
+    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
+        raise AssertionError("an ensemble runs whole modules")
+
+    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
+        raise AssertionError("an ensemble runs whole modules")
+
+
+_PLAIN: tuple[type[nn.Module], ...] = (
+    nn.Sequential, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Flatten, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU,
+    nn.LeakyReLU, nn.Softplus, nn.SELU,
+)  # fmt: skip
+
+
+def batches_well(module: Any, most: int = 200_000) -> bool:
+    """Whether running all members at once was measured to be faster: plain dense layers, few parameters (benchmarks/ensemble.py)."""
+    plain = all(type(m) in _PLAIN for m in module.modules())
+    return plain and sum(p.numel() for p in module.parameters()) <= most

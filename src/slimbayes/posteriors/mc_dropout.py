@@ -1,0 +1,198 @@
+"""MC dropout (Gal & Ghahramani 2016): dropout that stays on at prediction.
+
+    Table 2 of Chang et al. 2019:   K = 2, M_2 = 0, one pick for every input channel of a matrix; biases are never dropped.
+
+With `unit="channel"` in front of a matrix this is that case of `Mixture`, a distribution over weights. With `unit="element"`, torch's
+nn.Dropout, every position of an image or a sequence drops on its own, so that no single weight matrix describes a draw; for
+plain vectors the two are the same. In front of a norm layer the normalised inputs are dropped, not the scale: the paper's baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.posteriors.base import (
+    Config,
+    Kind,
+    MapOf,
+    Noise,
+    Pick,
+    Posterior,
+    Site,
+    check_choice,
+    check_rate,
+    processes,
+)
+from slimbayes.posteriors.mixture import Mixture, MixturePosterior
+from slimbayes.posteriors.model_patch import check_layers, chosen_layers
+
+if TYPE_CHECKING:
+    from slimbayes.layers.base import LinearMap
+    from slimbayes.layers.dropout import Unit
+
+_SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
+
+
+@dataclass(frozen=True, kw_only=True)
+class MCDropout(Config):
+    """Dropout that is part of the posterior: active in eval mode, drawn afresh for every row, held by `frozen`.
+
+    Args:
+        rate: probability of dropping a unit; by default a dropout layer's own, and 0.005 (the paper's) elsewhere.
+        before: None turns on the model's own dropout layers, or acts on the inputs of the layers that `include` or a mapping's pattern
+            picks. "norm", "output", "input", joined by "+", or a regular expression put dropout in front of those layers.
+        unit: "element" drops every number on its own (nn.Dropout); "channel" drops whole channels (nn.Dropout2d), or the same inputs at
+            all positions. A dropout layer of the model keeps its own unit.
+        tau, rho: prior precisions, for matrices with unit="channel" (Eq. 2). By default the prior is left to weight decay.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+        >>> pred = sb.predict(sb.bayesianize(net, MCDropout()), torch.randn(5, 3), draws=20)
+        >>> bool((pred.epistemic > 0).all())
+        True
+    """
+
+    rate: float | None = None
+    before: str | None = None
+    unit: Unit = "element"
+    tau: float | None = None
+    rho: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate is not None:
+            check_rate(self, "rate", self.rate)
+        check_choice(self, "unit", self.unit, ("element", "channel"))
+        if self.before is not None:
+            check_layers(self, "before", self.before)
+        if self.tau is not None and self.unit != "channel":
+            raise ValueError("MCDropout: tau needs unit='channel', where a draw is a weight matrix; use weight decay with unit='element'.")
+
+    @property
+    def covers(self) -> tuple[Kind, ...]:
+        return ("matrix", "norm", "dropout")
+
+    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+        if self.before is not None:
+            return chosen_layers(f"MCDropout(before={self.before!r})", self.before, model, offered)
+        if named:
+            return None
+        return _own_dropout(model, offered)
+
+    def build(self, site: Site) -> Posterior:
+        rate = 0.005 if self.rate is None else self.rate
+        if site.kind == "matrix" and self.unit == "channel":
+            mixture = Mixture(
+                components=2, assignment="input", zero=True, probs=(1 - rate, rate), draws="example", tau=self.tau, rho=self.rho
+            )
+            return MixturePosterior(mixture, site)
+        return DropoutPosterior(rate, self.unit, own=site.kind == "dropout", fixed=self.rate is not None)
+
+    def describe(self) -> str:
+        return f"MCDropout(rate={'own or 0.005' if self.rate is None else self.rate})"
+
+
+def _own_dropout(model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]:
+    from slimbayes.layers.dropout import DROPOUTS, functional_dropout
+
+    found = {name for name, layer in offered.items() if type(layer) in [cls.plain for cls in DROPOUTS]}
+    if found:
+        return found
+    functional = "; ".join(f"{name or '(the model itself)'} {what}" for name, what in functional_dropout(model).items())
+    inside = f" Dropout inside a forward was found, which cannot be converted: {functional}. Make it an nn.Dropout layer." if functional else ""
+    raise ValueError(
+        f"MCDropout() looked for dropout layers ({', '.join(cls.plain.__name__ for cls in DROPOUTS)}) in this {type(model).__name__} and "
+        f"found none.{inside} Put dropout in front of layers with before=\"norm\" (as the EMP paper does), \"output\" or a regular expression."
+    )
+
+
+class DropoutPosterior(Posterior):
+    """Which units of a layer's input are dropped. It has no parameters; masks are drawn when the input's shape is known."""
+
+    place: Tensor
+
+    def __init__(self, rate: float, unit: Unit, own: bool, fixed: bool) -> None:
+        super().__init__()
+        self.rate, self.unit, self.own, self.fixed = rate, unit, own, fixed
+        self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def has_weights(self) -> bool:
+        return False
+
+    @property
+    def log_size(self) -> float:
+        return 0.0  # how many units there are shows only when it runs
+
+    def widths(self, held: bool) -> tuple[int, int]:
+        return 0, 0
+
+    def realise(self, noise: Noise, pick: Pick) -> list[Tensor]:
+        """Masks of a held pass, in the order in which a forward asks for them."""
+        return []
+
+    def kl(self, linear: MapOf) -> Tensor:
+        return self.place.new_zeros(())
+
+    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
+        rate = linear.rate if self.own and not self.fixed else self.rate
+        if rate == 0:
+            return linear.op(x, linear.weight, linear.bias)
+        kept = self._kept(x, linear, rate)
+        if getattr(linear, "selu", False):
+            scale = ((1 - rate) * (1 + rate * _SELU_LIMIT**2)) ** -0.5
+            dropped = scale * torch.where(kept, x, _SELU_LIMIT) - scale * _SELU_LIMIT * rate
+        else:
+            dropped = x * kept.to(x.dtype) / (1 - rate)
+        return linear.op(dropped, linear.weight, linear.bias)
+
+    def _kept(self, x: Tensor, linear: LinearMap, rate: float) -> Tensor:
+        """Which units stay, as a boolean tensor that broadcasts against x."""
+        assert self.current is not None
+        shape = list(x.shape)
+        batch_dim = linear.batch_dim if x.dim() > linear.batch_dim else 0
+        if (linear.unit if self.own else self.unit) == "channel":  # type: ignore[attr-defined]
+            channel = linear.channel_dim % x.dim()
+            shape = [size if d in (batch_dim, channel) else 1 for d, size in enumerate(shape)]
+        if not self.current.held:
+            return _random(shape, x) >= rate
+        # A function stays the same over calls: one mask for each draw, whatever the rows.
+        batch_dim = linear.batch_dim_in(x, self.current)
+        shape[batch_dim] = self.current.draws or 1
+        return linear.by_row(self._held(x, shape, rate), x, self.current)
+
+    def _held(self, x: Tensor, shape: list[int], rate: float) -> Tensor:
+        """The mask that this call of the forward under way had in the first forward of the held pass."""
+        masks: list[Tensor] = self.values()
+        call = self._call()
+        while len(masks) <= call:
+            masks.append(_random(shape, x) >= rate)
+        if list(masks[call].shape) != shape:
+            raise ValueError(f"{self.name}: held draws drop units of inputs {list(masks[call].shape)}, but this call needs {shape}; use unit='channel'.")
+        return masks[call]
+
+    def _call(self) -> int:
+        """How many times this forward has called the layer before."""
+        current: Any = self.current
+        turn, calls = current.calls.get(id(self), (None, 0))
+        calls = calls if turn == current.turn else 0
+        current.calls[id(self)] = (current.turn, calls + 1)
+        return calls
+
+    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
+        raise AssertionError("dropout of single elements is no weight matrix")
+
+
+def _random(shape: list[int], x: Tensor) -> Tensor:
+    """Uniform numbers; with several processes each takes its own share of what all draw, so that equal seeds still differ."""
+    rank, world = processes()
+    return torch.rand((world, *shape), device=x.device)[rank]

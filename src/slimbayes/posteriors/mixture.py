@@ -1,0 +1,384 @@
+"""The general variational family of Ensemble Model Patching (Chang et al. 2019), of which its other methods are cases.
+
+    Eq. 1   W = sum_k 1[Z = k] o (M_k + sigma e_k)        b likewise, with z
+    Eq. 8   KL ~ sum_k p_k (tau/2 |M_k|^2 + rho/2 |m_k|^2)  up to a constant, for components that do not overlap
+
+M_1 is the layer's own weight, so that its checkpoint still loads; the posterior holds the K - 1 others. What makes a method is how
+the assignment Z is drawn (Table 2):
+
+    assignment   one value of Z for                     method
+    "layer"      the whole layer, its bias included     EMP
+    "element"    each weight and each bias              ECMP; DropConnect with the last component at zero
+    "input"      each input channel                     dropout, with the last component at zero
+    "model"      the whole model: a member              explicit ensemble
+
+A component at zero leaves the bias alone, and the others are divided by the probability of not being zero, as inverted dropout
+does, so that the mean of W is what it would be without it. Components that a pass does not pick get a gradient of zero, not None: weight
+decay and momentum still move them. Errata of the paper's Eqs. 6, 7 and 9 are in docs/deviations.md.
+
+Sizes: K components, n draws of a pass, in and out the channels of the layer.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.distributions import wide
+from slimbayes.posteriors.base import Config, Kind, MapOf, Noise, Pick, Posterior, Site, check_choice, check_count
+
+if TYPE_CHECKING:
+    from slimbayes.layers.base import LinearMap
+
+Assignment = Literal["layer", "element", "input", "model"]
+Draws = Literal["forward", "example"]
+_INITS = ("copies", "fresh", "ones", "uniform")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture(Config):
+    """Weights that are picked from K components: the family that holds EMP, ECMP, dropout, DropConnect and ensembles.
+
+    Args:
+        components: K. The first is the layer's own weight.
+        assignment: what shares one pick: the "layer", each "element", each "input" channel, or the whole "model" (K members).
+        zero: fix the last component at zero.
+        probs: probabilities of the components; uniform by default.
+        learn_probs: train them, by straight-through Gumbel-softmax gradients; their divergence from uniform joins the KL.
+        sigma: standard deviation of Gaussian noise around every component.
+        draws: "forward" picks once for each draw of a pass (the paper), "example" for every row.
+        init: how components start: "copies" of the layer's own weight; "fresh", as torch starts such a layer; for norm scales also
+            "ones", "uniform" in [0, 1] or a number. All but "copies" and "fresh" set the layer's own scale too, and start biases at zero.
+        jitter: standard deviation of the noise on copies, relative to the root mean square of what is copied.
+        tau, rho: prior precisions of weights and biases (rho is tau by default). None leaves the prior to weight decay.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Mixture(components=2, assignment="input", zero=True, probs=(0.9, 0.1)))
+        >>> sb.sample(net, torch.randn(5, 3), draws=4).shape  # dropout with rate 0.1
+        torch.Size([4, 5, 2])
+    """
+
+    components: int = 5
+    assignment: Assignment = "layer"
+    zero: bool = False
+    probs: tuple[float, ...] | None = None
+    learn_probs: bool = False
+    sigma: float = 0.0
+    draws: Draws = "forward"
+    init: Literal["copies", "fresh", "ones", "uniform"] | float = "copies"
+    jitter: float = 0.05
+    tau: float | None = 1.0
+    rho: float | None = None
+
+    def __post_init__(self) -> None:
+        check_mixture(self)
+        check_choice(self, "assignment", self.assignment, ("layer", "element", "input", "model"))
+        if self.zero and self.components < 2:
+            raise ValueError("Mixture: zero=True fixes the last component, so at least 2 are needed.")
+        if self.assignment == "input" and not (self.zero and self.components == 2):
+            raise ValueError("Mixture: assignment='input' is dropout's, with components=2 and zero=True; otherwise use 'element'.")
+        if self.assignment == "model" and (self.learn_probs or self.draws == "example" or self.zero):
+            raise ValueError("Mixture: assignment='model' has K members, each present in every sample: nothing is drawn, learned or zero.")
+        if self.zero and (self.probs or (0.0,))[-1] >= 1:
+            raise ValueError("Mixture: the component at zero has probability one.")
+        if not self.sigma >= 0:
+            raise ValueError(f"Mixture: sigma must not be negative, got {self.sigma!r}.")
+
+    @property
+    def members(self) -> int:  # type: ignore[override]
+        return self.components if self.assignment == "model" else 1
+
+    @property
+    def covers(self) -> tuple[Kind, ...]:
+        return ("matrix",) if self.assignment == "input" else ("matrix", "norm")
+
+    def build(self, site: Site) -> Posterior:
+        return MixturePosterior(self, site)
+
+    def describe(self) -> str:
+        return f"Mixture({self.assignment}, components={self.components}{', zero' if self.zero else ''})"
+
+
+def check_mixture(config: Any) -> None:
+    """Refuse impossible values of the fields that configs of this family share; read probabilities from JSON lists."""
+    name = type(config).__name__
+    check_count(config, "components", config.components)
+    check_choice(config, "draws", config.draws, ("forward", "example"))
+    if not isinstance(config.init, (int, float)):
+        check_choice(config, "init", config.init, _INITS)
+    for field in ("tau", "rho"):
+        value = getattr(config, field)
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name}: {field} is a precision and must not be negative, got {value!r}.")
+    if config.tau is None and config.rho is not None:
+        raise ValueError(f"{name}: rho={config.rho!r} without tau would leave only the weights to weight decay; give both or neither.")
+    if not config.jitter >= 0:
+        raise ValueError(f"{name}: jitter must not be negative, got {config.jitter!r}.")
+    if config.probs is not None:
+        probs = tuple(float(p) for p in config.probs)
+        if len(probs) != config.components or not min(probs) >= 0 or not abs(sum(probs) - 1) < 1e-6:
+            needed = f"{config.components} numbers (one for each component), none negative, that sum to 1"
+            raise ValueError(f"{name}: probs must be {needed}; got {probs}, whose sum is {sum(probs):.6g}.")
+        if config.learn_probs and not min(probs) > 0:
+            raise ValueError(f"{name}: a probability that starts at zero cannot be learned; got probs={probs}.")
+        object.__setattr__(config, "probs", probs)
+
+
+class Assigned(NamedTuple):
+    """Picks of one pass for weights and biases: integers, or one-hot numbers that carry a gradient; and the noise of Eq. 1.
+
+    Integers are (n,), (n, *shape) or (n, in); one-hot numbers have an axis K after n.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    noise: Tensor | None
+
+
+class MixturePosterior(Posterior):
+    """The K - 1 further components of one weight and bias, and the probabilities of all K."""
+
+    probs: Tensor
+
+    def __init__(self, config: Mixture, site: Site) -> None:
+        super().__init__()
+        if site.kind == "norm" and not site.n_out:
+            raise ValueError("it has no scale or bias to put components on (affine=False)")
+        self.site, self.config = site, config
+        self.components, self.members = config.components, config.members
+        learned = config.components - 1 - config.zero
+        mixes_bias = site.bias and not config.zero
+        self.weight = nn.Parameter(torch.zeros(learned, *site.shape)) if learned else None
+        self.bias = nn.Parameter(torch.zeros(learned, *_bias_shape(site))) if learned and mixes_bias else None
+        uniform = (1.0 / config.components,) * config.components
+        self.register_buffer("probs", torch.tensor(config.probs or uniform))
+        self.logits = nn.Parameter(self.probs.log()) if config.learn_probs else None
+        self.rho = config.tau if config.rho is None else config.rho
+        self.regularises_mean = config.tau is not None
+        self.regularises_bias = site.bias and self.rho is not None
+        self.decays = not self.regularises_mean
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        exact = self.probs
+        super()._apply(fn, recurse)
+        self.probs = exact.to(self.probs.device)  # a model cast to bfloat16 must not have its dropout rates rounded
+        return self
+
+    @property
+    def anchor(self) -> Tensor:
+        return self.probs if self.weight is None else self.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.weight is None else super().dtype
+
+    def adopt(self, linear: LinearMap) -> None:
+        init = self.config.init
+        scale = self.site.kind == "norm" and init not in ("copies", "fresh")
+        with torch.no_grad():
+            if scale:
+                for tensor in (linear.weight, self.weight):
+                    _fill(tensor, init)
+                for tensor in (linear.bias, self.bias):
+                    _fill(tensor, 0.0)
+                return
+            for tensor, own in ((self.weight, linear.weight), (self.bias, linear.bias)):
+                if tensor is None or own is None:
+                    continue
+                if init == "copies":
+                    own = own.to(tensor.dtype)
+                    tensor.copy_(own + self.config.jitter * own.square().mean().sqrt() * torch.randn_like(tensor))
+                elif self.site.kind == "norm":
+                    tensor.fill_(1.0 if tensor is self.weight else 0.0)
+                else:  # torch's start of dense and convolutional layers
+                    tensor.uniform_(-1.0, 1.0).div_(math.sqrt(self.site.matrix[0]))
+
+    @property
+    def picks(self) -> int:
+        """How many independent values of Z one draw has."""
+        site = self.site
+        if self.components == 1 or self.config.assignment == "model":
+            return 0
+        elements = math.prod(site.shape) + (site.n_out if self.bias is not None else 0)
+        return {"layer": 1, "element": elements, "input": site.n_in}[self.config.assignment]
+
+    @property
+    def log_size(self) -> float:
+        return math.inf if self.config.sigma else self.picks * math.log(self.components)
+
+    def widths(self, held: bool) -> tuple[int, int]:
+        width = self.picks * (1 if self.logits is None else self.components)
+        if self.config.sigma:
+            width += math.prod(self.site.shape) + (self.site.n_out if self.site.bias else 0)
+        return (0, width) if self.config.draws == "example" and not held else (width, 0)
+
+    def probabilities(self) -> Tensor:
+        """Probabilities of the components, (K,), in float32 at least."""
+        return self.probs if self.logits is None else torch.softmax(wide(self.logits), 0)
+
+    @classmethod
+    def realise_together(cls, posteriors: Sequence[Self]) -> None:
+        """One pick for each of many layers takes a handful of operations in all."""
+        alike: dict[Any, list[Self]] = {}
+        for p in posteriors:
+            single = p.picks == 1 and p.config.assignment == "layer" and p.logits is None and not p.config.sigma
+            if single:
+                alike.setdefault((p.components, p.per_row, p.device, p.dtype), []).append(p)
+            else:
+                p.values()
+        for same in alike.values():
+            lines = torch.cat([p.noise.row if p.per_row else p.noise.block for p in same], 1)
+            edges = torch.stack([p.probs for p in same]).cumsum(1)[:, :-1]
+            picked = (torch.special.ndtr(lines).unsqueeze(-1) >= edges).sum(-1)
+            for p, z in zip(same, picked.unbind(1), strict=True):
+                p._values = Assigned(z, z, None)
+
+    def realise(self, noise: Noise, pick: Pick) -> Assigned:
+        lines = noise.row if self.per_row else noise.block
+        if self.config.assignment == "model" or self.components == 1:
+            z = pick(torch.arange(self.members, device=self.device), len(lines))
+            return Assigned(z, z, lines if self.config.sigma else None)
+        count = self.picks * (1 if self.logits is None else self.components)
+        drawn, eps = lines[:, :count], lines[:, count:] if self.config.sigma else None
+        z = self._pick(drawn)
+        if self.config.assignment == "layer":
+            z = z[..., 0]
+            return Assigned(z, z, eps)
+        if self.config.assignment == "input":
+            return Assigned(z, z, eps)
+        size = math.prod(self.site.shape)
+        bias = z[..., size:] if self.bias is None else z[..., size:].unflatten(-1, _bias_shape(self.site))
+        return Assigned(z[..., :size].unflatten(-1, self.site.shape), bias, eps)
+
+    def _pick(self, lines: Tensor) -> Tensor:
+        """Picks (n, picks) from standard normals; one-hot (n, K, picks) if the probabilities are learned."""
+        if self.logits is None:
+            edges = self.probs.cumsum(0)[:-1].to(lines.dtype)
+            return torch.bucketize(torch.special.ndtr(lines), edges, right=True)
+        tiny = torch.finfo(lines.dtype).eps
+        uniform = torch.special.ndtr(lines.unflatten(1, (self.components, -1))).clamp(tiny, 1 - tiny)
+        scores = torch.log_softmax(wide(self.logits), 0).unsqueeze(-1) - (-uniform.log()).log()  # Gumbel noise
+        soft = torch.softmax(scores, 1)
+        hard = torch.zeros_like(soft).scatter_(1, scores.argmax(1, keepdim=True), 1.0)
+        return hard + soft - soft.detach()
+
+    def choices(self) -> Tensor | None:
+        z = self.values().weight
+        one = z.dim() == 1 and not z.is_floating_point() and not self.config.sigma
+        return z if one else None
+
+    def _stacked(self, own: Tensor, others: Tensor | None) -> Tensor:
+        """All components of a weight or bias, (K, ...), with the layer's own first."""
+        zero = self.config.zero
+        parts = [own.unsqueeze(0) / (self._kept() if zero else 1)]
+        if others is not None:
+            others = others.to(own.dtype)
+            parts.append(others / self._kept() if zero else others)
+        if zero:
+            parts.append(torch.zeros_like(parts[0]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _kept(self) -> Tensor:
+        return (1 - self.probabilities()[-1]).to(self.dtype)
+
+    def _components(self, linear: LinearMap) -> tuple[Tensor, Tensor | None]:
+        """Components of the weight, and of the bias where they are mixed: (K, ...)."""
+        return self._stacked(linear.weight, self.weight), None if self.bias is None else self._stacked(linear.bias, self.bias)
+
+    def _mixed(self, linear: LinearMap, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """Weights (n, *shape) and biases (n, out) of all draws, or of those in `rows`."""
+        drawn: Assigned = self.values()
+        picked = drawn.weight[rows]
+        if self.config.assignment == "input":
+            mask = torch.stack([linear.outer(s.new_ones(self.site.n_out), s) for s in self._mask()[rows]])
+            weights, components = linear.weight * mask.to(linear.weight.dtype), None
+        else:
+            stacked, components = self._components(linear)
+            weights = _select(stacked, picked)
+        biases = linear.bias if linear.bias is None else linear.bias.expand(len(picked), *linear.bias.shape)
+        biases = biases if components is None else _select(components, drawn.bias[rows])
+        return (weights, biases) if drawn.noise is None else self._noisy(weights, biases, drawn.noise[rows])
+
+    def _noisy(self, weights: Tensor, biases: Tensor | None, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Eq. 1: sigma * e around the picked components."""
+        eps, size = self.config.sigma * noise.to(weights.dtype), math.prod(self.site.shape)
+        if biases is not None and self.site.bias:
+            biases = biases + eps[:, size:].view(biases.shape)
+        return weights + eps[:, :size].view(weights.shape), biases
+
+    def _mask(self) -> Tensor:
+        """Input factors of dropout, (n, in): zero, or one over the probability of being kept."""
+        z = self.values().weight
+        kept = z[:, :-1].sum(1) if z.is_floating_point() else (z < self.components - 1).to(self.dtype)
+        return kept / self._kept()
+
+    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
+        assert self.current is not None
+        drawn: Assigned = self.values()
+        if self.components == 1 and drawn.noise is None:
+            return linear.op(x, linear.weight, linear.bias)
+        if self.config.assignment == "input" and drawn.noise is None:
+            return linear.add_bias(linear.modulated(operator.mul, x, self._mask(), None, self.current))
+        picked = self.choices()
+        if picked is not None and len(picked) > self.components and self.site.kind == "matrix":
+            weights, biases = self._components(linear)
+            if biases is None and linear.bias is not None:
+                biases = linear.bias.expand(self.components, -1)
+            return linear.chosen(x, weights, biases, picked, self.current)
+        return linear.blocks(x, *self._mixed(linear), self.current)
+
+    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
+        weights, biases = self._mixed(linear, slice(index, index + 1))
+        return weights[0], None if biases is None else biases[0]
+
+    def kl(self, linear: MapOf) -> Tensor:
+        p = self.probabilities().to(self.dtype)
+        total = p.new_zeros(())
+        if self.logits is not None:  # one categorical variable for each pick, against a uniform one
+            total = total + self.picks * (p * (p * self.components).log()).sum()
+        if self.config.tau is None or self.rho is None:
+            return total
+        mapped = linear()
+        # Eq. 8: sum_k p_k tau / 2 |M_k|^2
+        total = total + self.config.tau / 2 * (p * _squares(self._stacked(wide(mapped.weight), self.weight))).sum()
+        if self.bias is not None:
+            total = total + self.rho / 2 * (p * _squares(self._stacked(wide(mapped.bias), self.bias))).sum()
+        elif self.site.bias and mapped.bias is not None:  # a bias that is not mixed has probability one
+            total = total + self.rho / 2 * wide(mapped.bias).square().sum()
+        return total
+
+
+def _squares(components: Tensor) -> Tensor:
+    return components.flatten(1).square().sum(1)
+
+
+def _bias_shape(site: Site) -> tuple[int, ...]:
+    return site.shape if site.kind == "norm" else (site.n_out,)
+
+
+def _fill(tensor: Tensor | None, init: str | float) -> None:
+    if tensor is None:
+        return
+    if init == "uniform":
+        tensor.uniform_(0.0, 1.0)
+    else:
+        tensor.fill_(1.0 if init == "ones" else float(init))
+
+
+def _select(components: Tensor, picked: Tensor) -> Tensor:
+    """Components (K, *shape) by picks: (n,) or (n, *shape) integers, or one-hot (n, K) or (n, K, *shape): (n, *shape)."""
+    shape = components.shape[1:]
+    if picked.is_floating_point():
+        picked = picked.to(components.dtype)
+        spread = picked.view(*picked.shape, *[1] * len(shape)) if picked.dim() == 2 else picked
+        return (spread * components).sum(1)
+    if picked.dim() == 1:
+        return components[picked]
+    return components.expand(len(picked), *components.shape).gather(1, picked.unsqueeze(1)).squeeze(1)

@@ -1,0 +1,128 @@
+"""Ensemble Model Patching (Chang et al. 2019): K components on norm layers, and perhaps the first and last layer.
+
+    EMP    Eq. 4   one pick for each patched layer: its weight and bias come from the same component
+    ECMP   Eq. 5   one pick for every element
+
+Everything else stays shared and a point estimate. The mechanism is `Mixture`; this file says where it goes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from slimbayes.posteriors.base import Config, Kind, Posterior, Site
+from slimbayes.posteriors.mixture import Draws, Mixture, MixturePosterior, check_mixture
+
+NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d", "RMSNorm")
+_MATRICES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPatch(Config):
+    """EMP, or with `cross=True` ECMP: a categorical mixture of K components on the layers that matter most for their size.
+
+    Args:
+        components: K, in each patched layer.
+        cross: pick a component for every element (ECMP) instead of one for the layer (EMP).
+        patch: which layers: "norm", "output" and "input" (the first and the last dense or convolutional layer), joined by "+", or a
+            regular expression for their names. By default the norm layers, or whatever `include` or a mapping's pattern picks.
+        probs, learn_probs, draws, init, jitter, tau, rho: as in `Mixture`. The paper's regressions start scales at init=0.2.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        >>> net = sb.bayesianize(net, ModelPatch(components=5, patch="norm+output"))
+        >>> [row.status for row in sb.summary(net).rows]
+        ['skipped', 'converted', 'converted']
+    """
+
+    components: int = 5
+    cross: bool = False
+    patch: str | None = None
+    probs: tuple[float, ...] | None = None
+    learn_probs: bool = False
+    draws: Draws = "forward"
+    init: Literal["copies", "fresh", "ones", "uniform"] | float = "copies"
+    jitter: float = 0.05
+    tau: float | None = 1.0
+    rho: float | None = None
+
+    def __post_init__(self) -> None:
+        check_mixture(self)
+        if self.patch is not None:
+            check_layers(self, "patch", self.patch)
+
+    @property
+    def covers(self) -> tuple[Kind, ...]:
+        return ("matrix", "norm")
+
+    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+        patch = self.patch or (None if named else "norm")
+        return None if patch is None else chosen_layers(f"ModelPatch(patch={patch!r})", patch, model, offered)
+
+    def build(self, site: Site) -> Posterior:
+        assignment: Literal["element", "layer"] = "element" if self.cross else "layer"
+        mixture = Mixture(
+            components=self.components, assignment=assignment, probs=self.probs, learn_probs=self.learn_probs, draws=self.draws,
+            init=self.init, jitter=self.jitter, tau=self.tau, rho=self.rho,
+        )  # fmt: skip
+        return MixturePosterior(mixture, site)
+
+    def describe(self) -> str:
+        return f"ModelPatch({'ECMP' if self.cross else 'EMP'}, components={self.components})"
+
+
+def check_layers(config: object, field: str, value: str) -> None:
+    """Refuse a selection that is neither words joined by "+" nor a regular expression."""
+    if not _words(value):
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{type(config).__name__}: {field}={value!r} is neither norm, output, input nor a regular expression: {error}.") from error
+
+
+def _words(value: str) -> list[str]:
+    words = value.split("+")
+    return words if set(words) <= {"norm", "output", "input"} else []
+
+
+def chosen_layers(asker: str, value: str, model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]:
+    """Names of the offered layers that a selection means; refuses one that means none, saying what was looked for and found."""
+    words = _words(value)
+    if not words:
+        found = {name for name in offered if re.fullmatch(value, name)}
+        return found or _nothing(asker, f"layers whose whole name matches {value!r}", offered)
+    found = set()
+    for word in words:
+        if word == "norm":
+            part = {name for name, layer in offered.items() if type(layer).__name__ in NORMS and next(layer.parameters(), None) is not None}
+            found |= part or _nothing(asker, f"norm layers with scales ({', '.join(NORMS)})", offered)
+        else:
+            found |= _end_layer(asker, word, model, offered)
+    return found
+
+
+def _end_layer(asker: str, word: str, model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]:
+    """The first or the last dense or convolutional layer, in the order in which modules were assigned."""
+    names = [name for name, layer in offered.items() if type(layer).__name__ in _MATRICES]
+    if not names:
+        return _nothing(asker, f"an {word} layer ({', '.join(_MATRICES)})", offered)
+    if word == "output" and callable(getattr(model, "get_classifier", None)):  # timm's models name theirs
+        head = model.get_classifier()
+        named = [name for name in names if offered[name] is head]
+        names = named or names
+    return {names[0] if word == "input" else names[-1]}
+
+
+def _nothing(asker: str, looked_for: str, offered: Mapping[str, nn.Module]) -> set[str]:
+    kinds = sorted({type(layer).__name__ for layer in offered.values()})
+    some = ", ".join(f"{n or '(model)'}" for n in list(offered)[:8])
+    raise ValueError(
+        f"{asker} looked for {looked_for} and found none. The layers on offer are of type {', '.join(kinds) or 'none'} ({some}"
+        f"{', ...' if len(offered) > 8 else ''}). Choose others with \"norm\", \"output\", \"input\" or a regular expression for names."
+    )
