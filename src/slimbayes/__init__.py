@@ -1,6 +1,7 @@
 """slimbayes: turn any PyTorch model into a parameter-efficient Bayesian neural net."""
 
 from slimbayes import diagnostics as diagnostics
+from slimbayes import metrics as metrics
 from slimbayes import schedules as schedules
 from slimbayes.accounting import Cost as Cost
 from slimbayes.accounting import Summary as Summary
@@ -52,5 +53,7 @@ from slimbayes.prediction import Prediction as Prediction
 from slimbayes.sampling import frozen as frozen
 from slimbayes.sampling import members as members
 from slimbayes.sampling import sample as sample
+from slimbayes.stacking import stack as stack
+from slimbayes.stacking import stacking_weights as stacking_weights
 
 __version__ = "0.1.0"

@@ -210,7 +210,7 @@ def _batch_dims(model: nn.Module, declared: Mapping[str, int], root_dim: int, co
     """Layers whose rows do not lie along dimension 0: by declaration, or inside torch's sequence-first transformer layers."""
     layers = {name: model.get_submodule(name) for name in converted}
     check_patterns("batch_dim", list(declared), layers)
-    dims = {n: root_dim for n, layer in layers.items() if root_dim and getattr(bayes_class(layer), "channels_last", False)}
+    dims = {n: root_dim for n, layer in layers.items() if root_dim and (not n or getattr(bayes_class(layer), "channels_last", False))}
     for name, module in model.named_modules():
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and not module.self_attn.batch_first:
             dims |= {f"{name}.{part}".lstrip("."): 1 for part, _ in module.named_children() if part.startswith(("linear", "norm", "dropout"))}

@@ -3,7 +3,8 @@
 Sizes: S draws, K members, N rows.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ from torch.utils import _pytree as pytree
 from slimbayes import passes
 from slimbayes.convert import conversions_of
 from slimbayes.objective import check_finite
+from slimbayes.passes import Pass, posteriors_of
+from slimbayes.posteriors.base import Noise, Posterior
+from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction import Likelihood, Prediction, Running
-from slimbayes.sampling import call_batch, members, sample
+from slimbayes.sampling import call_batch, members, run_pass, sample
+from slimbayes.sharing import shared
 
 
 @torch.no_grad()
@@ -24,10 +29,11 @@ def predict(
     draws: int = 1,
     chunk: int | None = None,
     likelihood: Likelihood = "categorical",
-    scale: float = 0.0,
+    scale: float | Tensor = 0.0,
     keep_samples: bool = True,
     output: str | int | None = None,
     class_dim: int = -1,
+    share: bool = True,
 ) -> Prediction:
     """Predict with uncertainty from S = members x draws draws, in eval mode and without gradients.
 
@@ -35,13 +41,18 @@ def predict(
         model: a converted model. Its training flags are restored afterwards.
         x: a tensor, a dict or tuple the model takes, or an iterable of batches (a DataLoader; targets of (input, target) pairs are ignored).
         draws: draws from every member.
-        chunk: at most so many rows (draws x inputs) in one forward; by default, as many as `x` or a batch gives.
+        chunk: at most so many rows (draws x inputs) in one forward. By default a batch is never cut, and runs under as many draws at once as
+            make some 2^23 input numbers.
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
             "heteroscedastic_gaussian" means and raw scales.
-        scale: standard deviation of the observation noise, for "gaussian".
+        scale: standard deviation of the observation noise, for "gaussian"; a tensor for several targets.
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or the first tensor.
         class_dim: where `sample` has the classes, as in `categorical`: 2 for images (S, N, C, H, W). They come last in the Prediction.
+        share: compute once what draws have in common: layers before the first that draws, and networks or parts of networks that several
+            draws picked alike. Turn it off for models whose layers mix the rows of a batch.
+
+    Members of an `Ensemble` are averaged with its stacking weights, if `stack` has set them.
 
     Example:
         >>> import slimbayes as sb
@@ -57,17 +68,29 @@ def predict(
     check_finite(model)
     flags = [(m, m.training) for m in model.modules()]
     model.eval()
+    batch_dim = conversions_of(model)[0][1].batch_dim
+    # Hooks of a compiled model's inner modules are not seen, so only whole draws are shared there.
+    context = shared(model, batch_dim) if share and posteriors_of(model) and not hasattr(model, "_orig_mod") else nullcontext()
     try:
         parts = []
-        for args, kwargs in _batches(model, x, chunk):
-            running = Running(likelihood, members(model), scale, keep_samples, class_dim)
-            for outputs in _outputs(model, args, kwargs, draws, chunk, output):
-                running.add(outputs)
-            parts.append(running.result())
+        with context:
+            for args, kwargs in _batches(model, x, chunk):
+                running = Running(likelihood, members(model), scale, keep_samples, class_dim, member_weights(model))
+                for outputs in _outputs(model, args, kwargs, draws, chunk, share):
+                    running.add(_select(outputs, output))
+                parts.append(running.result())
         return _join(parts)
     finally:
         for module, training in flags:
             module.training = training
+
+
+def member_weights(model: nn.Module) -> Tensor | None:
+    """Stacking weights of a model's members, (K,), or None where they count alike."""
+    found = [p.weights for p in posteriors_of(model) if isinstance(p, EnsemblePosterior)]
+    if not found or bool((found[0] == found[0][0]).all()):
+        return None
+    return found[0].repeat(members(model) // len(found[0])) * len(found[0]) / members(model)
 
 
 def _batches(model: nn.Module, x: Any, chunk: int | None) -> Iterator[tuple[Any, Any]]:
@@ -100,17 +123,57 @@ def _narrow(inputs: Any, rows: int, start: int, size: int, batch_dim: int) -> An
     return pytree.tree_map(cut, inputs)
 
 
-def _outputs(model: nn.Module, args: Any, kwargs: Any, draws: int, chunk: int | None, output: str | int | None) -> Iterator[Tensor]:
-    rows = passes.infer_rows((args, kwargs), conversions_of(model)[0][1].batch_dim) or 1
-    at_once = draws if chunk is None else max(1, chunk // (rows * members(model)))
-    floats = sum(p.widths(False)[0] for p in passes.posteriors_of(model)) * members(model)
-    at_once = min(at_once, max(1, 2**24 // max(floats, 1)))  # posteriors that draw whole weights: some 64 MiB of them at once
-    posteriors = passes.posteriors_of(model)
+def _outputs(model: nn.Module, args: Any, kwargs: Any, draws: int, chunk: int | None, share: bool) -> Iterator[Any]:
+    """Outputs (S', N, ...) of all draws of one batch, so many at a time as fit."""
+    posteriors = posteriors_of(model)
+    batch_dim = conversions_of(model)[0][1].batch_dim
+    rows = passes.infer_rows((args, kwargs), batch_dim) or 1
     if posteriors and passes.is_open(posteriors):  # inside frozen: the held draws are all there are
-        yield _select(sample(model, *args, **kwargs), output)
+        yield sample(model, *args, **kwargs)
+        return
+    at_once = min(draws, _draws_at_once(model, (args, kwargs), rows, chunk))
+    if share and draws > 1 and members(model) == 1 and all(p.countable for p in posteriors):
+        yield from _distinct(model, (args, kwargs), draws, rows, at_once, batch_dim)
         return
     for start in range(0, draws, at_once):
-        yield _select(sample(model, *args, draws=min(at_once, draws - start), **kwargs), output)
+        yield sample(model, *args, draws=min(at_once, draws - start), **kwargs)
+
+
+def _draws_at_once(model: nn.Module, inputs: Any, rows: int, chunk: int | None) -> int:
+    """How many draws of each member one forward takes."""
+    numbers = max(leaf.numel() for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+    wanted = min(2**23 * rows // max(numbers, 1), 2**15) if chunk is None else chunk
+    at_once = max(1, wanted // (rows * members(model)))
+    floats = sum(p.widths(False)[0] for p in posteriors_of(model)) * members(model)
+    return min(at_once, max(1, 2**24 // max(floats, 1)))  # posteriors that draw whole weights: some 64 MiB of them at once
+
+
+def choices_of(posteriors: Sequence[Posterior]) -> list[Tensor]:
+    """Which function each draw of this pass picked at each posterior: L tensors (S,)."""
+    found = [p.choices() for p in posteriors]
+    assert all(c is not None for c in found)
+    return found  # type: ignore[return-value]
+
+
+def _distinct(model: nn.Module, inputs: Any, draws: int, rows: int, at_once: int, batch_dim: int) -> Iterator[Any]:
+    """Outputs of S draws that pick from finitely many networks: each network that was picked runs once."""
+    posteriors = posteriors_of(model)
+    passes.begin(posteriors, Pass(draws, draws * rows)).open = False
+    picked, which = torch.unique(torch.stack(choices_of(posteriors)), dim=1, return_inverse=True)
+    first = torch.empty(picked.shape[1], dtype=torch.long, device=which.device).scatter_(0, which, torch.arange(draws, device=which.device))
+    noises = [p.noise for p in posteriors]
+    parts = []
+    for index in first.split(at_once):
+        current = Pass(len(index), len(index) * rows)
+        for posterior, noise in zip(posteriors, noises, strict=True):
+            posterior.start(current, Noise(noise.block[index], noise.row.new_empty(len(index) * rows, 0)))
+        try:
+            parts.append(run_pass(model, posteriors, inputs, current, rows, batch_dim))
+        finally:
+            current.open = False
+    networks = pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+    for index in which.split(max(at_once, 64)):
+        yield pytree.tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)
 
 
 def _select(outputs: Any, output: str | int | None) -> Tensor:
@@ -147,4 +210,5 @@ def _join(parts: list[Prediction]) -> Prediction:
         joined("epistemic", 0),
         joined("kept", 1),
         joined("noise", 1),
+        first.weights,
     )

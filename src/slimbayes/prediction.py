@@ -4,12 +4,15 @@ Probabilities are averaged, never logits. For classes the total uncertainty is a
 
     total = aleatoric + epistemic
 
-holds exactly: the two parts are computed, the total is their sum.
+holds exactly: the two parts are computed, the total is their sum. Members count equally unless they have weights, say from
+`slimbayes.stacking`; a member's draws always share its weight equally.
 
 Sizes: S draws, K members, N rows, C classes.
 """
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -33,6 +36,7 @@ class Prediction:
         aleatoric: uncertainty that stays if the weights were known: mean entropy in nats (N,), or mean noise variance (N, ...).
         epistemic: uncertainty about the weights: mutual information (N,), or variance of the means (N, ...).
         kept: the samples (S, N, ...), probabilities or means, unless predict was asked not to keep them.
+        weights: share (K,) of each member in every average here; None means equal ones.
 
     Example:
         >>> p = Prediction.from_outputs(torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]]), "categorical")
@@ -49,21 +53,38 @@ class Prediction:
     epistemic: Tensor
     kept: Tensor | None = field(default=None, repr=False)
     noise: Tensor | None = field(default=None, repr=False)  # (S, N, ...) noise variance of each draw, for real targets
+    weights: Tensor | None = None
 
     @classmethod
-    def from_outputs(cls, outputs: Tensor, likelihood: Likelihood = "categorical", members: int = 1, scale: float = 0.0, class_dim: int = -1) -> "Prediction":
+    def from_outputs(
+        cls,
+        outputs: Tensor,
+        likelihood: Likelihood = "categorical",
+        members: int = 1,
+        scale: float | Tensor = 0.0,
+        class_dim: int = -1,
+        weights: Tensor | Sequence[float] | None = None,
+    ) -> "Prediction":
         """Summarise raw model outputs.
 
-        Shape: outputs (S, N, ..., C) logits, whose classes may lie along another `class_dim` but come last in the result; (S, N) or (S, N, 1) binary logits, (S, N, ...) means, or (S, N, ..., 2) means and raw scales.
+        Shape: outputs (S, N, ..., C) logits, whose classes may lie along another `class_dim` but come last in the result; (S, N) or
+        (S, N, 1) binary logits, (S, N, ...) means, or (S, N, ..., 2) means and raw scales. Draw j belongs to member j mod K. scale
+        broadcasts against (N, ...); weights (K,).
+
+        Example:
+            >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean
+            tensor([2.])
         """
-        running = Running(likelihood, members, scale, keep=True, class_dim=class_dim)
+        running = Running(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
         running.add(outputs)
         return running.result()
 
     @property
     def mean(self) -> Tensor:
         """Predictive mean: class probabilities (N, C), probability of class one (N,), or mean (N, ...)."""
-        return self.member_mean.mean(0)
+        if self.weights is None:
+            return self.member_mean.mean(0)
+        return torch.tensordot(self.weights.to(self.member_mean), self.member_mean, 1)
 
     @property
     def probs(self) -> Tensor:
@@ -116,6 +137,72 @@ class Prediction:
         """Probability of the most probable class (N,)."""
         return self.probs.amax(-1) if self.likelihood == "categorical" else torch.maximum(self.probs, 1 - self.probs)
 
+    def log_prob(self, target: Tensor) -> Tensor:
+        """Log predictive density of each target (the LPD): of the mixture of all draws, not the mean of their logs.
+
+        A real target of several dimensions gets a density for each one, as Chang et al. 2019 average them in Table 13. Real targets
+        need the samples kept, classes do not. A probability that was rounded to zero gives -inf.
+
+        Shape: target (N, ...) class indices, 0 or 1, or real values; returns (N, ...).
+
+        Example:
+            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=1.0)
+            >>> p.log_prob(torch.zeros(1))  # log of N(1; 0, 1)
+            tensor([-1.4189])
+        """
+        if self.likelihood in ("categorical", "bernoulli"):
+            self._check_target(target)
+            return self._log_at(self.probs, target)
+        logp = self.draw_log_prob(target)
+        if self.weights is None:
+            return torch.logsumexp(logp, 0) - math.log(len(logp))
+        return torch.logsumexp(logp + _along_draws(_shares(self.weights, logp).log().to(logp), logp), 0)
+
+    def draw_log_prob(self, target: Tensor) -> Tensor:
+        """Log probability, or density, of each target under every draw by itself: what `slimbayes.stacking` weighs.
+
+        Shape: target as in `log_prob`; returns (S, N, ...).
+
+        Example:
+            >>> p = Prediction.from_outputs(torch.zeros(3, 1, 4), "categorical")
+            >>> p.draw_log_prob(torch.tensor([2])).T  # log of 1 / 4
+            tensor([[-1.3863, -1.3863, -1.3863]])
+        """
+        values = self.samples
+        self._check_target(target)
+        if self.noise is None:
+            return self._log_at(values, target)
+        if bool((self.noise == 0).any()):
+            raise ValueError("A density needs observation noise, got scale 0; call predict(..., scale=) with its standard deviation.")
+        return -0.5 * ((target - values).square() / self.noise + self.noise.log() + math.log(2 * math.pi))
+
+    def rescaled(self, mean: float | Tensor, std: float | Tensor) -> "Prediction":
+        """The prediction in a target's own units, y = mean + std * f, for a model that was trained on (y - mean) / std.
+
+        The output precision tau of Chang et al. 2019, appendix B.3, is in those units: after `predict(..., scale=tau**-0.5 / std)`
+        the variance is that of the means plus 1 / tau.
+
+        Shape: mean and std are numbers, or broadcast against one row's targets.
+
+        Example:
+            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=0.5).rescaled(mean=10.0, std=2.0)
+            >>> p.mean, p.epistemic, p.aleatoric
+            (tensor([10.]), tensor([4.]), tensor([1.]))
+        """
+        self._need("gaussian", "heteroscedastic_gaussian")
+        shift, factor = self._of_a_row("mean", mean), self._of_a_row("std", std)
+        if not bool((factor > 0).all()):
+            raise ValueError(f"std must be positive, got {std!r}.")
+        square = factor.square()
+        return replace(
+            self,
+            member_mean=shift + factor * self.member_mean,
+            aleatoric=square * self.aleatoric,
+            epistemic=square * self.epistemic,
+            kept=None if self.kept is None else shift + factor * self.kept,
+            noise=None if self.noise is None else square * self.noise,
+        )
+
     def interval(self, level: float = 0.9, generator: torch.Generator | None = None, per_draw: int = 32) -> tuple[Tensor, Tensor]:
         """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
 
@@ -131,8 +218,11 @@ class Prediction:
             noise = torch.randn(wide.shape, generator=generator, device=generator.device if generator else values.device, dtype=values.dtype)
             values = (wide + noise.to(values.device) * self.noise.sqrt()).flatten(0, 1)
         edges = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype, device=values.device)
-        low, high = torch.quantile(values, edges, dim=0)
-        return low, high
+        if self.weights is None:
+            low, high = torch.quantile(values, edges, dim=0)
+            return low, high
+        shares = _shares(self.weights, values)
+        return _quantile(values, shares, (1 - level) / 2), _quantile(values, shares, (1 + level) / 2)
 
     def to_numpy(self) -> dict[str, Any]:
         """Every summary as numpy arrays: mean, member_mean, total, aleatoric, epistemic and, if kept, samples."""
@@ -146,15 +236,50 @@ class Prediction:
         if self.likelihood not in kinds:
             raise AttributeError(f"This Prediction has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}.")
 
+    def _check_target(self, target: Tensor) -> None:
+        needed = self.member_mean.shape[1:-1] if self.likelihood == "categorical" else self.member_mean.shape[1:]
+        if target.shape != needed:
+            raise ValueError(f"A target of shape {tuple(needed)} is needed for this prediction, got {tuple(target.shape)}.")
+        if self.likelihood in ("categorical", "bernoulli"):
+            check_labels(target, self.member_mean.shape[-1] if self.likelihood == "categorical" else None)
+
+    def _log_at(self, probs: Tensor, target: Tensor) -> Tensor:
+        """Logs of the probabilities (..., N) that `probs`, (..., N, C) or (..., N) of class one, give to the targets."""
+        if self.likelihood == "bernoulli":
+            return torch.where(target == 1, probs, 1 - probs).log()
+        return probs.gather(-1, target.long().expand(probs.shape[:-1]).unsqueeze(-1)).squeeze(-1).log()
+
+    def _of_a_row(self, name: str, value: float | Tensor) -> Tensor:
+        """A number or a tensor that broadcasts against one row's targets, as (1, ...) to meet (K, N, ...) and (N, ...)."""
+        shape = (1, *self.member_mean.shape[2:])
+        tensor = torch.as_tensor(value, dtype=self.member_mean.dtype, device=self.member_mean.device)
+        try:
+            out = torch.broadcast_to(tensor.reshape(()) if tensor.numel() == 1 else tensor, shape)
+        except RuntimeError:
+            message = f"{name} must be a number or broadcast against one row's targets, shape {shape[1:]}, got shape {tuple(tensor.shape)}."
+            raise ValueError(message) from None
+        if not bool(out.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got {value!r}.")
+        return out
+
 
 class Running:
     """Sums over draws that arrive in chunks, so that memory does not grow with S unless samples are kept."""
 
-    def __init__(self, likelihood: str, members: int, scale: float, keep: bool, class_dim: int = -1) -> None:
+    def __init__(
+        self,
+        likelihood: str,
+        members: int,
+        scale: float | Tensor,
+        keep: bool,
+        class_dim: int = -1,
+        weights: Tensor | Sequence[float] | None = None,
+    ) -> None:
         if likelihood not in _LIKELIHOODS:
             raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, _LIKELIHOODS)}")
         self.likelihood, self.members, self.scale, self.keep = likelihood, members, scale, keep
         self.class_dim = class_dim
+        self.weights = None if weights is None else _checked_weights(weights, members)
         self.count = 0
         self.member_sum: Any = None
         self.noise_sum: Any = 0.0  # entropies of the draws, or their noise variances
@@ -169,15 +294,22 @@ class Running:
         if self.member_sum is None:
             self.member_sum = torch.zeros_like(fresh)
         elif not self._classes:
-            shift = values.mean(0) - self.member_sum.sum(0) / self.count
+            shift = self._weighted(values).mean(0) - self._weighted(self.member_sum).sum(0) / self.count
             self.square = self.square + shift**2 * (self.count * len(values) / (self.count + len(values)))
         if not self._classes:
-            self.square = self.square + (values - values.mean(0)).square().sum(0)
-        self.member_sum, self.noise_sum = self.member_sum + fresh, self.noise_sum + noise.sum(0)
+            self.square = self.square + self._weighted((values - self._weighted(values).mean(0)).square()).sum(0)
+        self.member_sum, self.noise_sum = self.member_sum + fresh, self.noise_sum + self._weighted(noise).sum(0)
         self.count += len(values)
         if self.keep:
             self.samples.append(values)
             self.noises.append(noise)
+
+    def _weighted(self, values: Tensor) -> Tensor:
+        """Values (S', ...) of draws, or (K, ...) of members, times K w of their member: factors of mean one, so sums and counts stay."""
+        if self.weights is None:
+            return values
+        factors = (self.members * self.weights).to(values).repeat(len(values) // self.members)
+        return values * _along_draws(factors, values)
 
     @property
     def _classes(self) -> bool:
@@ -192,11 +324,11 @@ class Running:
             probs = (outputs.squeeze(-1) if outputs.dim() > 2 and outputs.shape[-1] == 1 else outputs).sigmoid()
             return probs, _binary_entropy(probs)
         if self.likelihood == "gaussian":
-            return outputs, torch.full_like(outputs, self.scale**2)
+            return outputs, torch.empty_like(outputs).copy_(torch.as_tensor(self.scale**2, dtype=outputs.dtype))
         return outputs[..., 0], noise_scale(outputs[..., 1]).square()
 
     def result(self) -> Prediction:
-        mean = self.member_sum.sum(0) / self.count
+        mean = self._weighted(self.member_sum).sum(0) / self.count
         aleatoric = self.noise_sum / self.count
         if self._classes:
             total = _entropy(mean) if self.likelihood == "categorical" else _binary_entropy(mean)
@@ -205,9 +337,52 @@ class Running:
             epistemic = self.square / self.count
         kept = torch.cat(self.samples) if self.keep else None
         noise = torch.cat(self.noises) if self.keep and not self._classes else None
-        return Prediction(
-            self.likelihood, self.count, self.member_sum / (self.count // self.members), aleatoric, epistemic, kept, noise
-        )
+        member_mean = self.member_sum / (self.count // self.members)
+        return Prediction(self.likelihood, self.count, member_mean, aleatoric, epistemic, kept, noise, self.weights)
+
+
+def check_labels(target: Tensor, classes: int | None) -> None:
+    """Refuse targets that are not class indices below `classes`, or with None not 0 or 1, of whatever type."""
+    if classes is not None and target.is_floating_point():
+        raise ValueError(f"Targets must be class indices from 0 to {classes - 1}, got dtype {target.dtype}.")
+    bad = (target != 0) & (target != 1) if classes is None else (target < 0) | (target >= classes)
+    if bool(bad.any()):
+        needed = "0 or 1" if classes is None else f"class indices from 0 to {classes - 1}"
+        raise ValueError(f"Targets must be {needed}, got {target[bad][0].item()!r}.")
+
+
+def _checked_weights(weights: Tensor | Sequence[float], members: int) -> Tensor:
+    """Weights (K,) in float64, scaled to sum to one beyond the rounding of what was given."""
+    w = torch.as_tensor(weights, dtype=torch.float64).detach()
+    if w.shape != (members,) or not bool((w >= 0).all()) or not abs(float(w.sum()) - 1) <= 1e-4:
+        raise ValueError(f"weights must be {members} non-negative numbers that sum to 1, one for each member, got {w.tolist()}.")
+    return w / w.sum()
+
+
+def _shares(weights: Tensor, values: Tensor) -> Tensor:
+    """Weight of each of the values (S, ...), of which every member, in turn, has equally many."""
+    each = len(values) // len(weights)
+    return weights.to(values.device).repeat(each) / each
+
+
+def _along_draws(factors: Tensor, values: Tensor) -> Tensor:
+    """Factors (S,) shaped to meet values (S, N, ...)."""
+    return factors.reshape(-1, *[1] * (values.dim() - 1))
+
+
+def _quantile(values: Tensor, shares: Tensor, level: float) -> Tensor:
+    """Quantile of values (M, ...) that carry shares (M,), linearly interpolated as torch.quantile does for equal ones.
+
+    That is the mean of the inverse distribution function over a window of one observation's width. For unequal shares the width
+    comes from Kish's effective number of observations (Akinshin 2023), so a share of nearly zero has nearly no influence.
+    """
+    ordered, order = values.sort(0)
+    share = shares[order]
+    width = shares.square().sum()
+    start = level * (1 - width)
+    upper = share.cumsum(0)
+    inside = upper.clamp(start, start + width) - (upper - share).clamp(start, start + width)
+    return (inside / inside.sum(0) * ordered).sum(0).to(values.dtype)
 
 
 def _entropy(probs: Tensor) -> Tensor:

@@ -105,6 +105,11 @@ def _run(
             current.open = False
 
 
+def run_pass(model: nn.Module, posteriors: list[Any], inputs: Any, current: Pass, rows: int, batch_dim: int) -> Any:
+    """Outputs (S, rows, ...) of a pass that is open already."""
+    return _run(model, posteriors, inputs, current.draws or 1, rows, batch_dim, current, first=0, tile=True)
+
+
 def tile_rows(inputs: Any, rows: int, draws: int, batch_dim: int = 0) -> Any:
     """Repeat every tensor of `rows` rows once for each draw, whole block after whole block.
 

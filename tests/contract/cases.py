@@ -28,6 +28,18 @@ METHODS: dict[str, sb.Config] = {
     "k-tied-flipout": sb.KTied(rank=2, estimator="flipout", scale_init=0.1, bias="gaussian"),
     "k-tied-local": sb.KTied(rank=2, estimator="local", scale_init=0.1, independent_positions=True),
     "matrix-normal": sb.MatrixNormal(scale_init=0.1),
+    "emp": sb.ModelPatch(components=3, jitter=0.5),
+    "emp-example": sb.ModelPatch(components=3, jitter=0.5, draws="example"),
+    "emp-learned": sb.ModelPatch(components=3, jitter=0.5, learn_probs=True),
+    "ecmp": sb.ModelPatch(components=3, cross=True, jitter=0.5, probs=(0.5, 0.3, 0.2), rho=0.5),
+    "ecmp-example": sb.ModelPatch(components=3, cross=True, jitter=0.5, draws="example"),
+    "ecmp-learned": sb.ModelPatch(components=3, cross=True, jitter=0.5, learn_probs=True),
+    "mixture-noise": sb.Mixture(components=2, sigma=0.1, jitter=0.5),
+    "mixture-members": sb.Mixture(components=2, assignment="model", jitter=0.5),
+    "drop-connect": sb.DropConnect(rate=0.4, tau=1.0),
+    "mc-dropout": sb.MCDropout(rate=0.4),
+    "mc-dropout-channel": sb.MCDropout(rate=0.4, unit="channel"),
+    "ensemble": sb.Ensemble(members=2, init="copies", jitter=0.5),
     "deterministic": sb.Deterministic(),
 }
 
@@ -42,6 +54,7 @@ class LayerCase:
     batch_dim: int = 0
     rows: int = 3
     matrix: tuple[int, int] | None = None  # if not (n_in, n_out)
+    kind: str = "matrix"
 
 
 def _ints(*shape: int) -> Tensor:
@@ -75,6 +88,18 @@ class TwoSteps(nn.Module):
         return state[0] if isinstance(state, tuple) else state
 
 
+def _norm(cls: Any, *args: Any, **options: Any) -> Callable[[], nn.Module]:
+    """A norm layer with scales, biases and statistics that were trained; rows are independent in eval mode only."""
+
+    def make() -> nn.Module:
+        layer = cls(*args, **options)
+        for tensor in (*layer.parameters(), *(b for b in layer.buffers() if b.is_floating_point())):
+            nn.init.uniform_(tensor, 0.5, 1.5)
+        return layer.eval()
+
+    return make
+
+
 _EIGHT = ((8, 8, True),) * 4
 LAYERS: dict[str, LayerCase] = {
     "Linear": LayerCase(lambda: nn.Linear(4, 5), _x(3, 4), ((4, 5, True),)),
@@ -105,7 +130,33 @@ LAYERS: dict[str, LayerCase] = {
     "RNNCell": LayerCase(lambda: TwoSteps(nn.RNNCell(4, 5)), _x(3, 4), ((4, 5, True), (5, 5, False))),
     "MultiheadAttention": LayerCase(lambda: SelfAttention(), _x(4, 3, 8), _EIGHT, batch_dim=1),
     "MultiheadAttention-batch-first": LayerCase(lambda: SelfAttention(batch_first=True), _x(3, 4, 8), _EIGHT),
+    "BatchNorm1d": LayerCase(_norm(nn.BatchNorm1d, 4), _x(3, 4), ((4, 4, True),), matrix=(1, 4), kind="norm"),
+    "BatchNorm2d": LayerCase(_norm(nn.BatchNorm2d, 4), _x(3, 4, 5, 5), ((4, 4, True),), matrix=(1, 4), kind="norm"),
+    "BatchNorm3d": LayerCase(_norm(nn.BatchNorm3d, 4), _x(3, 4, 2, 3, 3), ((4, 4, True),), matrix=(1, 4), kind="norm"),
+    "InstanceNorm1d": LayerCase(_norm(nn.InstanceNorm1d, 4, affine=True), _x(3, 4, 6), ((4, 4, True),), matrix=(1, 4), kind="norm"),
+    "InstanceNorm2d": LayerCase(_norm(nn.InstanceNorm2d, 4, affine=True, track_running_stats=True), _x(3, 4, 5, 5), ((4, 4, True),), matrix=(1, 4), kind="norm"),
+    "InstanceNorm3d": LayerCase(_norm(nn.InstanceNorm3d, 4, affine=True), _x(3, 4, 2, 3, 3), ((4, 4, True),), matrix=(1, 4), kind="norm"),
+    "GroupNorm": LayerCase(_norm(nn.GroupNorm, 2, 4), _x(3, 4, 5), ((4, 4, True),), matrix=(1, 4), kind="norm"),
+    "LayerNorm": LayerCase(_norm(nn.LayerNorm, 4), _x(3, 6, 4), ((4, 4, True),), matrix=(1, 4), kind="norm"),
+    "LayerNorm-2d": LayerCase(_norm(nn.LayerNorm, (5, 4)), _x(3, 2, 5, 4), ((20, 20, True),), matrix=(1, 20), kind="norm"),
+    "RMSNorm": LayerCase(_norm(nn.RMSNorm, 4), _x(3, 6, 4), ((4, 4, False),), matrix=(1, 4), kind="norm"),
+    "Dropout": LayerCase(lambda: nn.Dropout(0.3).eval(), _x(3, 4, 5), (), kind="dropout"),
+    "Dropout1d": LayerCase(lambda: nn.Dropout1d(0.3).eval(), _x(3, 20, 5), (), kind="dropout"),
+    "Dropout2d": LayerCase(lambda: nn.Dropout2d(0.3).eval(), _x(3, 20, 5, 5), (), kind="dropout"),
+    "Dropout3d": LayerCase(lambda: nn.Dropout3d(0.3).eval(), _x(3, 20, 2, 2, 2), (), kind="dropout"),
+    "AlphaDropout": LayerCase(lambda: nn.AlphaDropout(0.3).eval(), _x(3, 4, 5), (), kind="dropout"),
+    "FeatureAlphaDropout": LayerCase(lambda: nn.FeatureAlphaDropout(0.3).eval(), _x(3, 20, 5), (), kind="dropout"),
 }
+
+
+def fits(method: str, layer: str) -> bool:
+    """Whether a method is for this layer."""
+    config, kind = METHODS[method], LAYERS[layer].kind
+    if isinstance(config, sb.Deterministic):
+        return kind == "matrix"
+    # The local estimator draws outputs, which a bag does not give linearly; dropout acts on the inputs of a layer, which indices are not.
+    lookup = (method.endswith("local") and layer == "EmbeddingBag") or (method == "mc-dropout" and "Embedding" in layer)
+    return kind in config.covers and not lookup
 
 
 def convert(layer: nn.Module, method: str, case: LayerCase) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LAYERS, METHODS, LayerCase, convert
+from cases import LAYERS, METHODS, LayerCase, convert, fits
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -16,13 +16,18 @@ import slimbayes as sb
 from slimbayes.distributions import rho_from_scale
 from slimbayes.layers.base import BayesLayer
 from slimbayes.passes import posteriors_of
+from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
+from slimbayes.posteriors.mc_dropout import DropoutPosterior
+from slimbayes.posteriors.mixture import MixturePosterior
 from slimbayes.posteriors.rank1 import Rank1Posterior
 
-# The local estimator draws outputs, which a bag does not give linearly; it refuses (tests/test_mean_field.py).
-PAIRS = [pytest.param(m, n, id=f"{m}-{n}") for m in METHODS for n in LAYERS if not (m.endswith("local") and n == "EmbeddingBag")]
-RANDOM = [p for p in PAIRS if p.values[0] not in ("deterministic", "batch-ensemble")]
+PAIRS = [pytest.param(m, n, id=f"{m}-{n}") for m in METHODS for n in LAYERS if fits(m, n)]
+RANDOM = [p for p in PAIRS if p.values[0] not in ("deterministic", "batch-ensemble", "mixture-members", "ensemble")]
 BAYESIAN = [p for p in PAIRS if p.values[0] != "deterministic"]
+PICKED = [p for p in PAIRS if p.values[0].startswith(("emp", "ecmp", "mixture", "drop-connect"))]
+DROPS = lambda p: p.values[0].startswith("mc-dropout") and LAYERS[p.values[1]].kind != "matrix"  # noqa: E731 (activations, no weights)
+CONTINUOUS = [p for p in RANDOM if p not in PICKED and not p.values[0].startswith("mc-dropout")]
 
 
 def main_output(output: Any) -> Tensor:
@@ -36,9 +41,33 @@ def set_neutral(model: nn.Module, method: str) -> None:
             for parameter in posterior.parameters():
                 nn.init.constant_(parameter, -40.0)
             continue
+        if isinstance(posterior, DropoutPosterior):
+            posterior.rate, posterior.fixed = 0.0, True
+            continue
+        if isinstance(posterior, (MixturePosterior, EnsemblePosterior)):
+            continue
         for factor in (posterior.r, posterior.s):
             nn.init.constant_(factor.loc, 0.0 if "additive" in method else 1.0)
             factor.family = sb.Point
+    for layer in model.modules():
+        for site, posterior in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
+            if isinstance(posterior, EnsemblePosterior):
+                own = {n: t for n, t in layer.state_dict().items() if not n.startswith("posterior.")}
+                for other in posterior.others:
+                    other.load_state_dict(own)
+            elif isinstance(posterior, MixturePosterior):
+                _equal_components(posterior, layer.linear_map(site))
+
+
+def _equal_components(posterior: MixturePosterior, linear: Any) -> None:
+    """Every component the layer's own; a component at zero gets no probability."""
+    object.__setattr__(posterior.config, "sigma", 0.0)
+    if posterior.config.zero:
+        posterior.probs.copy_(torch.tensor([1.0, 0.0]))
+    with torch.no_grad():
+        for others, own in ((posterior.weight, linear.weight), (posterior.bias, linear.bias)):
+            if others is not None:
+                others.copy_(own)
 
 
 @pytest.mark.parametrize(("method", "layer"), PAIRS)
@@ -66,7 +95,7 @@ def test_neutral_factors_without_noise_give_the_plain_output(method: str, layer:
     assert sampled.shape == (sb.members(model), *expected.shape)
     torch.testing.assert_close(sampled, expected.expand_as(sampled), rtol=1e-5, atol=1e-6)
     fused = not any(kind in layer for kind in ("Attention", "Cell", "EmbeddingBag"))  # ours are written out there
-    if method in ("batch-ensemble", "deterministic") and fused:
+    if method in ("batch-ensemble", "deterministic", "emp", "mixture-members", "drop-connect", "ensemble") and fused:
         alone = main_output(sb.sample(model, x, fold=False))  # one draw at a time: the weight times exactly one
         assert torch.equal(alone, expected.expand_as(alone))
 
@@ -78,6 +107,13 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
     for name, layer in converted.named_modules():
         if not isinstance(layer, BayesLayer):
             continue
+        if "members" in layer.posterior:
+            others = layer.posterior["members"].others
+            assert block < 2 * (len(others) + 1)
+            member = block % (len(others) + 1)
+            if member:
+                layers[name].load_state_dict(others[member - 1].state_dict())
+            continue
         for site, posterior in layer.posterior.items():
             drawn = posterior.values()
             weight, bias = _target(layers[name], site)
@@ -86,6 +122,9 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
                 if isinstance(posterior, Rank1Posterior):  # W[o, i] * mean_j r_j[o] * s_j[i]
                     weight.mul_(_spread(layers[name], drawn.r[line], drawn.s[line], weight.shape))
                     offset = None if drawn.bias is None else drawn.bias[line]
+                elif isinstance(posterior, MixturePosterior):
+                    _pick_by_hand(layers[name], posterior, drawn, line, weight, bias)
+                    offset = None
                 else:  # W + dW, with signs in Flipout
                     signed = drawn.sign_in is not None
                     signs = _spread(layers[name], drawn.sign_out[row][None], drawn.sign_in[row][None], weight.shape) if signed else 1.0
@@ -94,6 +133,35 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
                 if offset is not None:
                     bias.add_(offset)
     return out
+
+
+def _pick_by_hand(layer: nn.Module, posterior: MixturePosterior, drawn: Any, line: int, weight: Tensor, bias: Tensor | None) -> None:
+    """Overwrite weight and bias with the picked components, element by element."""
+
+    def picked(z: Tensor, place: tuple[int, ...]) -> int:
+        z = z[line]
+        if z.is_floating_point():  # one-hot along the first axis
+            z = z.argmax(0)
+        return int(z if z.dim() == 0 else z[place])
+
+    zero, kept = posterior.config.zero, float(1 - posterior.probs[-1]) if posterior.config.zero else 1.0
+    if posterior.config.assignment == "input":
+        mask = (drawn.weight[line] == 0).double() / kept
+        weight.mul_(_spread(layer, torch.ones(1, posterior.site.n_out).double(), mask[None], weight.shape))
+        return
+    noise = posterior.config.sigma
+    for target, others, z, start in ((weight, posterior.weight, drawn.weight, 0), (bias, posterior.bias, drawn.bias, weight.numel())):
+        if target is None or (target is bias and zero):
+            continue
+        own = target.clone()
+        for flat, place in enumerate(torch.cartesian_prod(*(torch.arange(n) for n in target.shape)).view(-1, target.dim()).tolist()):
+            place, k = tuple(place), picked(z, tuple(place)) if others is not None or zero else 0
+            if zero:
+                target[place] = own[place] / kept if k == 0 else 0.0
+            elif k:
+                target[place] = others[(k - 1, *place)]
+            if noise and (target is weight or posterior.site.bias):
+                target[place] += noise * drawn.noise[line, start + flat]
 
 
 def _target(layer: nn.Module, site: str) -> tuple[Tensor, Tensor | None]:
@@ -127,20 +195,21 @@ def _row(x: Tensor, i: int, dim: int) -> Tensor:
     return x.narrow(dim, i, 1)
 
 
-@pytest.mark.parametrize(("method", "layer"), [p for p in BAYESIAN if not p.values[0].endswith(("additive", "local"))])
+@pytest.mark.parametrize(("method", "layer"), [p for p in BAYESIAN if p.values[0] != "mc-dropout" and not p.values[0].endswith(("additive", "local")) and not DROPS(p)])
 def test_every_row_of_a_folded_batch_equals_a_plain_model_with_that_draws_weights(method: str, layer: str) -> None:
     case = LAYERS[layer]
     plain, x = case.make().double(), case.input()
     x = x.double() if x.is_floating_point() else x
     model = convert(copy.deepcopy(plain), method, case)
     for posterior in posteriors_of(model):  # biases that differ between members
-        if getattr(posterior, "bias", None) is not None:
+        if isinstance(getattr(posterior, "bias", None), nn.Parameter):
             nn.init.normal_(posterior.bias)
     sampled = main_output(sb.sample(model, x, draws=2))
     for draw in range(len(sampled)):
         for i in range(case.rows):
             alone = main_output(weights_of_row(plain, model, draw, draw * case.rows + i)(_row(x, i, case.batch_dim)))
-            torch.testing.assert_close(_row(sampled[draw], i, case.batch_dim), alone, rtol=1e-9, atol=1e-10)
+            rtol, atol = (1e-6, 1e-7) if "drop" in method else (1e-9, 1e-10)  # dropout rates are float32
+            torch.testing.assert_close(_row(sampled[draw], i, case.batch_dim), alone, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(("method", "layer"), BAYESIAN)
@@ -155,11 +224,12 @@ def test_a_held_draw_is_the_same_function_folded_or_alone(method: str, layer: st
     torch.testing.assert_close(together, torch.cat(rows, out_dim), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("method", "layer"), BAYESIAN)
+@pytest.mark.parametrize(("method", "layer"), [p for p in BAYESIAN if not DROPS(p)])
 def test_every_posterior_parameter_gets_a_gradient(method: str, layer: str) -> None:
     case = LAYERS[layer]
     model = convert(case.make(), method, case)
-    main_output(sb.sample(model, case.input())).square().sum().backward()
+    draws = 12 if (method, layer) in [p.values for p in PICKED] else 1  # enough for every component to be picked
+    main_output(sb.sample(model, case.input(), draws=draws)).square().sum().backward()
     for name, parameter in model.named_parameters():
         if ".posterior." in f".{name}" and "Embedding" not in layer:
             assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
@@ -199,7 +269,32 @@ def _to_prior_weights(linear: Any, posterior: GaussianPosterior) -> None:
         nn.init.constant_(parameter, share * (math.log(posterior.prior.scale) - math.log(ranks)))
 
 
-@pytest.mark.parametrize(("method", "layer"), RANDOM)
+@pytest.mark.parametrize(("method", "layer"), PICKED)
+def test_kl_of_picked_components_is_eq_8(method: str, layer: str) -> None:
+    case, config = LAYERS[layer], METHODS[method]
+    model = convert(case.make(), method, case)
+    tau = config.tau
+    rho = tau if config.rho is None else config.rho
+    total = 0.0
+    for module in model.modules():
+        for site, posterior in module.posterior.items() if isinstance(module, BayesLayer) else ():
+            if posterior.logits is not None:
+                nn.init.normal_(posterior.logits)
+            linear, p = module.linear_map(site), posterior.probabilities().tolist()
+            kept = 1 - p[-1] if posterior.config.zero else 1.0
+            weights = [linear.weight / kept, *(posterior.weight if posterior.weight is not None else ())]
+            total += sum(tau / 2 * pk * w.detach().double().square().sum().item() for pk, w in zip(p, weights, strict=False))
+            if posterior.site.bias:
+                biases = [linear.bias, *(posterior.bias if posterior.bias is not None else ())]
+                shares = [1.0] if len(biases) == 1 else p
+                total += sum(rho / 2 * pk * b.detach().double().square().sum().item() for pk, b in zip(shares, biases, strict=True))
+            if posterior.logits is not None:
+                picks = 1 if "ecmp" not in method else weights[0].numel() + (linear.bias.numel() if posterior.site.bias else 0)
+                total += picks * sum(pk * math.log(pk * len(p)) for pk in p)
+    assert sb.kl(model).item() == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize(("method", "layer"), CONTINUOUS)
 def test_kl_is_the_average_log_ratio_and_zero_at_the_prior(method: str, layer: str) -> None:
     case = LAYERS[layer]
     model = convert(case.make(), method, case)
@@ -225,12 +320,12 @@ def test_same_seed_same_output_and_draws_differ_in_eval_too(method: str, layer: 
 
     def run(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return main_output(sb.sample(model, x, draws=2))
+        return main_output(sb.sample(model, x, draws=6))
 
     assert torch.equal(run(1), run(1))
     assert not torch.equal(run(1), run(2))
-    once = run(1)
-    assert not torch.allclose(once[0], once[sb.members(model)], atol=1e-6)  # two draws of member 0
+    once = run(1)[:: sb.members(model)]  # six draws of member 0, of which two may pick the same component
+    assert not torch.allclose(once[:1].expand_as(once), once, atol=1e-6)
 
 
 @pytest.mark.parametrize(("method", "layer"), PAIRS)
@@ -249,7 +344,7 @@ def test_save_and_load_round_trip_exactly(method: str, layer: str, tmp_path: Any
 
 
 # Compiling takes seconds: every layer with one drawing and one point method, every method on one layer.
-COMPILED = [p for p in PAIRS if p.values[0] in ("rank1-normal", "batch-ensemble") or p.values[1] == "Linear"]
+COMPILED = [p for p in PAIRS if p.values[0] in ("rank1-normal", "batch-ensemble") or p.values[1] in ("Linear", "BatchNorm2d", "Dropout")]
 
 
 @pytest.mark.parametrize(("method", "layer"), COMPILED)
@@ -291,8 +386,10 @@ def test_half_precision_is_finite(method: str, layer: str, kind: str) -> None:
 def _extra(method: str, config: Any, site: tuple[int, int, bool], matrix: tuple[int, int]) -> int:
     """Posterior parameters of one weight matrix by the papers' formulas."""
     (n_in, n_out, bias), (m, n) = site, matrix
-    if method == "deterministic":
+    if method == "deterministic" or method.startswith(("mc-dropout", "drop-connect")):
         return 0
+    if method.startswith(("emp", "ecmp", "mixture")):  # (K - 1)((I + 1) O), and K numbers if probabilities are learned
+        return (config.components - 1) * (m * n + n_out * bias) + config.components * ("learned" in method)
     if method.startswith("mean-field"):
         return m * n + n_out * (bias and config.bias == "gaussian")
     if method.startswith(("k-tied", "matrix-normal")):
@@ -308,7 +405,7 @@ def test_parameter_count_is_the_papers_formula(method: str, layer: str) -> None:
     before = sum(p.numel() for p in plain.parameters())
     cost = sb.estimate_cost(plain, config, include=None if method == "deterministic" else (lambda n, m: True))
     model = convert(plain, method, case)
-    extra = sum(_extra(method, config, site, case.matrix or site[:2]) for site in case.sites)
+    extra = sum(_extra(method, config, site, case.matrix or site[:2]) for site in case.sites) if method != "ensemble" else before
     assert sum(p.numel() for p in model.parameters()) == before + extra
     assert (cost.parameters, cost.extra_parameters) == (before, extra)
     report = sb.summary(model)
@@ -322,9 +419,13 @@ def test_summary_lists_every_layer_with_parameters(method: str, layer: str) -> N
     convert(model, method, case)
     rows = {r.name: r for r in sb.summary(model).rows}
     inner = "a.attention" if "Attention" in layer else "a.cell" if "Cell" in layer else "a"
-    assert set(rows) == {inner, "norm"}
+    if method == "ensemble":  # copies the whole model
+        inner = ""
+        assert set(rows) == {""}
+    else:
+        assert set(rows) == {inner, "norm"}
+        assert rows["norm"].status == ("converted" if "norm" in METHODS[method].covers else "skipped") and rows["norm"].detail
     assert rows[inner].status == ("skipped" if method == "deterministic" else "converted")
-    assert rows["norm"].status == "skipped" and rows["norm"].detail
     assert inner in str(sb.summary(model))
 
 

@@ -82,6 +82,10 @@ class LinearMap:
             sizes = block_sizes(x.shape[batch_dim], len(weights))
             parts = [self.op(part, weights[j], None if biases is None else biases[j]) for j, part in enumerate(x.split(sizes, batch_dim))]
             return torch.cat(parts, batch_dim)
+        if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):  # vmap runs past autocast
+            lower = torch.get_autocast_dtype(x.device.type)
+            with torch.autocast(x.device.type, enabled=False):
+                return self.blocks(x.to(lower), weights.to(lower), None if biases is None else biases.to(lower), current)
         blocks = x.unflatten(batch_dim, (len(weights), -1))
         in_dims = (batch_dim, 0, None if biases is None else 0)
         y = torch.vmap(self.op, in_dims, out_dims=batch_dim)(blocks, weights, biases)

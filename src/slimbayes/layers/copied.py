@@ -48,12 +48,13 @@ class Copied(BayesLayer):
         index, back = _deal(rows, blocks, current.first, posterior.members, posterior.device)
         states = isinstance(self, nn.RNNBase)
         inputs = [_take((args, kwargs), line, rows, self.batch_dim, states) for line in index]
-        outputs = self._batched(inputs) if posterior.batched and not self._updates_statistics() else self._loop(inputs)
+        together = posterior.batched and not self._needs_loop(posterior.device)
+        outputs = self._batched(inputs) if together else self._loop(inputs)
         return _join(outputs, back, index.shape[1], self.batch_dim)
 
-    def _updates_statistics(self) -> bool:
-        """Batch norm updates its statistics in place while it trains, which vmap cannot follow."""
-        return any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in self.modules())
+    def _needs_loop(self, device: torch.device) -> bool:
+        """Batch norm updates its statistics in place while it trains, which vmap cannot follow; and it runs past autocast."""
+        return torch.is_autocast_enabled(device.type) or any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in self.modules())
 
     def _loop(self, inputs: list[Any]) -> list[Any]:
         return [self.member(k)(*args, **kwargs) for k, (args, kwargs) in enumerate(inputs)]

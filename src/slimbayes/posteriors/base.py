@@ -123,8 +123,13 @@ class Posterior(nn.Module, ABC):
     def adopt(self, linear: LinearMap) -> None:
         """Start from the layer's own weight and bias; called once, when the layer is converted."""
 
+    @property
+    def countable(self) -> bool:
+        """Whether each draw is one of a few functions, which `choices` tells apart."""
+        return False
+
     def choices(self) -> Tensor | None:
-        """Which of finitely many functions each draw of this pass is, as integers (n,); None where no two draws are alike."""
+        """Which of a few functions each draw of this pass is, as integers (n,); None where draws are not countable."""
         return None
 
     @property

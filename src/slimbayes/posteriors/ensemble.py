@@ -84,6 +84,10 @@ def _start(member: nn.Module, config: Ensemble) -> None:
 
 def _reset(member: nn.Module) -> None:
     """Start a network anew, or say which of its parameters nothing resets."""
+    if callable(getattr(member, "_init_weights", None)):  # transformers' models know how to start each of their modules
+        for module in member.modules():
+            member._init_weights(module)
+        return
     for module in member.modules():
         # Attention and other containers start the parameters they own, with a private name in torch.
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -125,6 +129,10 @@ class EnsemblePosterior(Posterior):
     def realise(self, noise: Noise, pick: Pick) -> Tensor:
         """The member of each block of rows, (n,)."""
         return pick(torch.arange(self.members, device=self.device), len(noise.block))
+
+    @property
+    def countable(self) -> bool:
+        return True
 
     def choices(self) -> Tensor | None:
         return self.values()

@@ -122,10 +122,6 @@ class DropoutPosterior(Posterior):
         self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device
 
     @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
-
-    @property
     def has_weights(self) -> bool:
         return False
 

@@ -175,10 +175,6 @@ class MixturePosterior(Posterior):
     def anchor(self) -> Tensor:
         return self.probs if self.weight is None else self.weight
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self.weight is None else super().dtype
-
     def adopt(self, linear: LinearMap) -> None:
         init = self.config.init
         scale = self.site.kind == "norm" and init not in ("copies", "fresh")
@@ -222,6 +218,13 @@ class MixturePosterior(Posterior):
     def probabilities(self) -> Tensor:
         """Probabilities of the components, (K,), in float32 at least."""
         return self.probs if self.logits is None else torch.softmax(wide(self.logits), 0)
+
+    @torch.no_grad()
+    def set_probabilities(self, probs: Tensor) -> None:
+        """Replace the probabilities of the components."""
+        self.probs.copy_(probs)
+        if self.logits is not None:
+            self.logits.copy_(probs.clamp_min(torch.finfo(torch.float32).tiny).log())
 
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
@@ -269,10 +272,17 @@ class MixturePosterior(Posterior):
         hard = torch.zeros_like(soft).scatter_(1, scores.argmax(1, keepdim=True), 1.0)
         return hard + soft - soft.detach()
 
+    @property
+    def countable(self) -> bool:
+        config = self.config
+        single = config.components == 1 or (config.assignment in ("layer", "model") and config.draws == "forward")
+        return single and not config.sigma
+
     def choices(self) -> Tensor | None:
+        if not self.countable:
+            return None
         z = self.values().weight
-        one = z.dim() == 1 and not z.is_floating_point() and not self.config.sigma
-        return z if one else None
+        return z.argmax(1) if z.is_floating_point() else z
 
     def _stacked(self, own: Tensor, others: Tensor | None) -> Tensor:
         """All components of a weight or bias, (K, ...), with the layer's own first."""
@@ -326,8 +336,9 @@ class MixturePosterior(Posterior):
             return linear.op(x, linear.weight, linear.bias)
         if self.config.assignment == "input" and drawn.noise is None:
             return linear.add_bias(linear.modulated(operator.mul, x, self._mask(), None, self.current))
-        picked = self.choices()
-        if picked is not None and len(picked) > self.components and self.site.kind == "matrix":
+        picked = drawn.weight
+        one = picked.dim() == 1 and not picked.is_floating_point() and drawn.noise is None
+        if one and len(picked) > self.components and self.site.kind == "matrix":
             weights, biases = self._components(linear)
             if biases is None and linear.bias is not None:
                 biases = linear.bias.expand(self.components, -1)

@@ -232,15 +232,19 @@ class Rank1Posterior(Posterior):
     def anchor(self) -> Tensor:
         return self.r.loc
 
+    @property
+    def countable(self) -> bool:
+        return self.r.family is Point and self.s.family is Point
+
     def choices(self) -> Tensor | None:
-        if self.r.family is not Point or self.s.family is not Point:
+        if not self.countable:
             return None
         assert self.current is not None
         return self.current.pick(self, torch.arange(self.members, device=self.device), self.drawn)
 
     @property
     def log_size(self) -> float:
-        return 0.0 if self.r.family is Point and self.s.family is Point else math.inf
+        return 0.0 if self.countable else math.inf
 
     def widths(self, held: bool) -> tuple[int, int]:
         width = self.r.width + self.s.width
