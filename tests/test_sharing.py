@@ -175,7 +175,7 @@ def test_stacking_an_ensemble_prefers_the_good_member_and_predict_follows(tmp_pa
     x, y = _blobs(200)
     before = sb.predict(model, x).log_prob(y).mean()
     weights = sb.stack(model, x, y)[""]
-    assert weights[0] > 0.8 and weights.sum() == pytest.approx(1.0)
+    assert weights[0] > 0.8 and weights.sum().item() == pytest.approx(1.0)
     pred = sb.predict(model, x)
     assert pred.log_prob(y).mean() > before
     torch.testing.assert_close(pred.probs, torch.einsum("k,knc->nc", weights, pred.member_probs))
@@ -190,7 +190,7 @@ def test_stacking_patched_layers_moves_probability_to_good_components(learn: boo
     model = sb.bayesianize(
         nn.Sequential(nn.LayerNorm(2, eps=10.0), nn.Linear(2, 2)), sb.ModelPatch(components=2, patch="norm+output", jitter=0.0, learn_probs=learn)
     ).eval()
-    norm, output = posteriors_of(model)
+    _, output = posteriors_of(model)
     x = torch.randn(400, 2)
     y = (x[:, 0] > x[:, 1]).long()
     with torch.no_grad():

@@ -192,6 +192,7 @@ def _swap(layer: nn.Module, cls: type[BayesLayer], posteriors: nn.ModuleDict) ->
     layer.__class__ = cls
     layer.posterior = posteriors
     for site, posterior in posteriors.items():
+        posterior.join(layer)
         if not isinstance(posterior, EnsemblePosterior):
             posterior.adopt(layer.linear_map(site))
 

@@ -291,28 +291,32 @@ def l2(
         >>> l2(net, patched_weights=1.0)  # three scales of one for each of two channels
         tensor(6., grad_fn=<AddBackward0>)
     """
-    patched: dict[int, bool] = {}  # parameter -> whether it is a weight
-    for layer in model.modules():
-        if isinstance(layer, BayesLayer):
-            for site in layer.sites():
-                posterior: Any = layer.posterior[site.name]
-                if isinstance(posterior, MixturePosterior):
-                    patched |= {id(p): n == "weight" for n, p in posterior.named_parameters() if n != "logits"}
-                    patched[id(layer.get_parameter(site.parameter))] = True
-                    if site.bias:
-                        patched[id(layer.get_parameter(site.bias_parameter))] = False
-    total = torch.zeros((), device=next(model.parameters()).device)
-    others = {id(p) for posterior in posteriors_of(model) for p in posterior.parameters()}
+    patched = _patched(model)
+    others = {id(p) for posterior in posteriors_of(model) for p in posterior.parameters()} - patched.keys()
+    groups: dict[float, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
-        if id(parameter) in patched:
-            factor = patched_weights if patched[id(parameter)] else patched_biases
-        elif id(parameter) in others:
+        if id(parameter) in others:
             continue
-        else:
-            factor = shared_weights if name.endswith("weight") or parameter.dim() > 1 else shared_biases
-        if factor:
-            total = total + factor * parameter.float().square().sum()
-    return total
+        weight = patched.get(id(parameter), name.endswith("weight") or parameter.dim() > 1)
+        factors = (patched_weights, patched_biases) if id(parameter) in patched else (shared_weights, shared_biases)
+        groups.setdefault(factors[0] if weight else factors[1], []).append(parameter.flatten())
+    # One sum for each factor: a network has hundreds of small parameters.
+    terms = [factor * torch.cat(same).float().square().sum() for factor, same in groups.items() if factor]
+    return sum(terms, torch.zeros((), device=next(model.parameters()).device))
+
+
+def _patched(model: nn.Module) -> dict[int, bool]:
+    """Parameters (by identity) that are components of patched layers, the layers' own included: whether they are weights."""
+    out: dict[int, bool] = {}
+    for layer in (m for m in model.modules() if isinstance(m, BayesLayer)):
+        for site in layer.sites():
+            posterior = layer.posterior[site.name]
+            if isinstance(posterior, MixturePosterior):
+                out |= {id(p): n == "weight" for n, p in posterior.named_parameters() if n != "logits"}
+                out[id(layer.get_parameter(site.parameter))] = True
+                if site.bias:
+                    out[id(layer.get_parameter(site.bias_parameter))] = False
+    return out
 
 
 def _means_with_a_prior(model: nn.Module) -> list[nn.Parameter]:

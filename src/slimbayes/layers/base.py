@@ -76,7 +76,7 @@ class LinearMap:
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         """Apply one weight (n, ...) and bias (n, n_out) to each block of rows."""
         if len(weights) == 1:
-            return self.op(x, weights[0], None if biases is None else biases[0])
+            return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))  # cheaper backward than [0]
         batch_dim = self.batch_dim_in(x, current)
         if x.shape[batch_dim] % len(weights):
             sizes = block_sizes(x.shape[batch_dim], len(weights))
@@ -95,7 +95,7 @@ class LinearMap:
         """`blocks` with weights[index[j]] for block j: rows that share one of few weights (K, ...) meet it together."""
         batch_dim = self.batch_dim_in(x, current)
         if torch.compiler.is_compiling() or not self.foldable or x.shape[batch_dim] % len(index):
-            return self.blocks(x, weights[index], None if biases is None else biases[index], current)
+            return self.blocks(x, weights.index_select(0, index), None if biases is None else biases.index_select(0, index), current)
         order = index.argsort()
         blocks = x.unflatten(batch_dim, (len(index), -1))
         rows = blocks.shape[batch_dim + 1]

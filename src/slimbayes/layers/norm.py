@@ -24,7 +24,7 @@ class NormMap(LinearMap):
 
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         if len(weights) == 1:
-            return self.op(x, weights[0], None if biases is None else biases[0])
+            return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))
         y = self.op(x, None, None)  # type: ignore[arg-type]
         shape, tail = y.shape, weights.dim() - 1
         if tail > 1:  # a LayerNorm over several dimensions: its elements are the channels

@@ -7,6 +7,9 @@ per block, with that draw's weights; fresh draws for every row need a loop over 
 Sizes: T steps, R rows, D inputs, u units, n draws of the pass.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +46,17 @@ def _relu_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tenso
 
 _STEPS = {"LSTM": _lstm_step, "GRU": _gru_step, "RNN_TANH": _tanh_step, "RNN_RELU": _relu_step}
 _KERNELS = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
+
+
+@contextmanager
+def _drawn_weights(x: Tensor) -> Iterator[None]:
+    """cuDNN warns that weights should lie in one piece of memory, which drawn ones never do."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", UserWarning)
+        yield
 
 
 def _stems(layer: Any) -> list[tuple[int, bool, str]]:
@@ -127,6 +141,10 @@ class _BayesRecurrent(BayesLayer):
         weights, has_bias = self._weights(draw)
         hx: Any = [h.contiguous() for h in state] if self.mode == "LSTM" else state[0].contiguous()
         options = (weights, has_bias, self.num_layers, self.dropout, self.training, self.bidirectional)
+        with _drawn_weights(x):
+            return self._call_kernel(x, hx, options, lengths)
+
+    def _call_kernel(self, x: Tensor, hx: Any, options: tuple[Any, ...], lengths: Tensor | None) -> Any:
         if lengths is None:
             y, *state = _KERNELS[self.mode](x, hx, *options, False)
             return y, state

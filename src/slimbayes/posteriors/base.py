@@ -98,6 +98,7 @@ class Posterior(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
+        self.layer: Any = None
         self.current: Pass | None = None
         self._noise: Noise | None = None
         self._values: Any = None
@@ -119,6 +120,10 @@ class Posterior(nn.Module, ABC):
     def start(self, new: Pass, noise: Noise) -> None:
         """Take this pass's noise."""
         self.current, self._noise, self._values = new, noise, None
+
+    def join(self, layer: Any) -> None:
+        """Become part of a layer; called once, when it is converted. The layer is kept out of the module tree, which it contains."""
+        object.__setattr__(self, "layer", layer)
 
     def adopt(self, linear: LinearMap) -> None:
         """Start from the layer's own weight and bias; called once, when the layer is converted."""

@@ -36,7 +36,7 @@ class Ensemble(Config):
         init: "fresh" starts the other members anew with each layer's `reset_parameters`; "copies" repeats the weights.
         jitter: standard deviation of the noise on copied parameters, relative to their root mean square.
         execution: "loop" runs members one after another, "batched" all at once through torch.vmap, "auto" batched where that was measured
-            to be faster: small networks of plain layers.
+            to be faster (benchmarks/ensembles.py): 16 and more members made of plain dense layers.
 
     Example:
         >>> import slimbayes as sb
@@ -113,7 +113,7 @@ class EnsemblePosterior(Posterior):
         self.members = len(others) + 1
         self.others = nn.ModuleList(others)
         self.register_buffer("weights", torch.full((self.members,), 1.0 / self.members))
-        self.batched = len(others) > 0 and (execution == "batched" or (execution == "auto" and batches_well(module)))
+        self.batched = len(others) > 0 and (execution == "batched" or (execution == "auto" and batches_well(module, self.members)))
 
     @property
     def anchor(self) -> Tensor:
@@ -153,7 +153,7 @@ _PLAIN: tuple[type[nn.Module], ...] = (
 )  # fmt: skip
 
 
-def batches_well(module: Any, most: int = 200_000) -> bool:
-    """Whether running all members at once was measured to be faster: plain dense layers, few parameters (benchmarks/ensemble.py)."""
+def batches_well(module: Any, members: int) -> bool:
+    """Whether running all members at once was measured to be faster: plain dense layers, many members, not too many parameters."""
     plain = all(type(m) in _PLAIN for m in module.modules())
-    return plain and sum(p.numel() for p in module.parameters()) <= most
+    return plain and members >= 16 and sum(p.numel() for p in module.parameters()) <= 2_000_000

@@ -140,6 +140,7 @@ class Assigned(NamedTuple):
     weight: Tensor
     bias: Tensor
     noise: Tensor | None
+    mixed: tuple[Tensor, Tensor | None] | None = None  # weights (n, ...) and biases, where they were formed along with the picks
 
 
 class MixturePosterior(Posterior):
@@ -228,20 +229,22 @@ class MixturePosterior(Posterior):
 
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
-        """One pick for each of many layers takes a handful of operations in all."""
+        """The picks of all norm layers, and those of whole layers, in a handful of operations each."""
         alike: dict[Any, list[Self]] = {}
         for p in posteriors:
-            single = p.picks == 1 and p.config.assignment == "layer" and p.logits is None and not p.config.sigma
-            if single:
-                alike.setdefault((p.components, p.per_row, p.device, p.dtype), []).append(p)
+            config = p.config
+            joint = config.assignment in ("layer", "element") and p.picks and p.logits is None and not (config.sigma or config.zero)
+            if joint and (p.site.kind == "norm" or config.assignment == "layer"):
+                alike.setdefault((p.components, config.assignment, p.site.kind, p.per_row, p.device, p.dtype), []).append(p)
             else:
                 p.values()
-        for same in alike.values():
-            lines = torch.cat([p.noise.row if p.per_row else p.noise.block for p in same], 1)
-            edges = torch.stack([p.probs for p in same]).cumsum(1)[:, :-1]
-            picked = (torch.special.ndtr(lines).unsqueeze(-1) >= edges).sum(-1)
-            for p, z in zip(same, picked.unbind(1), strict=True):
-                p._values = Assigned(z, z, None)
+        for (_, assignment, kind, *_), same in alike.items():
+            picked = _pick_together(same)
+            if kind == "norm":
+                _mix_together(same, picked, assignment == "layer")
+            else:
+                for p, z in zip(same, picked.unbind(1), strict=True):
+                    p._values = Assigned(z, z, None)
 
     def realise(self, noise: Noise, pick: Pick) -> Assigned:
         lines = noise.row if self.per_row else noise.block
@@ -286,12 +289,9 @@ class MixturePosterior(Posterior):
 
     def _stacked(self, own: Tensor, others: Tensor | None) -> Tensor:
         """All components of a weight or bias, (K, ...), with the layer's own first."""
-        zero = self.config.zero
-        parts = [own.unsqueeze(0) / (self._kept() if zero else 1)]
-        if others is not None:
-            others = others.to(own.dtype)
-            parts.append(others / self._kept() if zero else others)
-        if zero:
+        parts = [own.unsqueeze(0)] if others is None else [own.unsqueeze(0), others.to(own.dtype)]
+        if self.config.zero:
+            parts = [part / self._kept() for part in parts]
             parts.append(torch.zeros_like(parts[0]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -332,6 +332,8 @@ class MixturePosterior(Posterior):
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         assert self.current is not None
         drawn: Assigned = self.values()
+        if drawn.mixed is not None:
+            return linear.blocks(x, *drawn.mixed, self.current)
         if self.components == 1 and drawn.noise is None:
             return linear.op(x, linear.weight, linear.bias)
         if self.config.assignment == "input" and drawn.noise is None:
@@ -366,6 +368,38 @@ class MixturePosterior(Posterior):
         return total
 
 
+def _pick_together(same: Sequence[MixturePosterior]) -> Tensor:
+    """Picks of posteriors with equally many components side by side: (n, total number of picks)."""
+    lines = torch.cat([p.noise.row if p.per_row else p.noise.block for p in same], 1)
+    edges = torch.stack([p.probs for p in same]).cumsum(1)[:, :-1]
+    if lines.shape[1] > len(same):
+        edges = edges.repeat_interleave(torch.tensor([p.picks for p in same], device=edges.device), 0, output_size=lines.shape[1])
+    return (torch.special.ndtr(lines).unsqueeze(-1) >= edges).sum(-1)
+
+
+def _mix_together(same: Sequence[MixturePosterior], picked: Tensor, by_layer: bool) -> None:
+    """Scales and biases of many norm layers: few large operations, where each layer by itself would take many small ones."""
+    maps = [p.layer.linear_map(p.site.name) for p in same]
+    own = [t.flatten() for m, p in zip(maps, same, strict=True) for t in ((m.weight, m.bias) if p.bias is not None else (m.weight,))]
+    others = [t.flatten(1) for p in same for t in (p.weight, p.bias) if t is not None]
+    components = torch.cat([torch.cat(own).unsqueeze(0), torch.cat(others, 1).to(own[0].dtype)])
+    sizes = [t.numel() for t in own]
+    index = picked
+    if by_layer:
+        counts = torch.tensor([p.site.n_out * (1 if p.bias is None else 2) for p in same], device=picked.device)
+        index = picked.repeat_interleave(counts, 1, output_size=sum(sizes))
+    parts = iter(components.gather(0, index).split(sizes, 1))
+    picks = iter(picked.unbind(1) if by_layer else picked.split(sizes, 1))
+    for p, m in zip(same, maps, strict=True):
+        shape, z = p.site.shape, next(picks)
+        weight = next(parts).unflatten(1, shape) if len(shape) > 1 else next(parts)
+        bias = m.bias if p.bias is None or m.bias is None else next(parts).view(-1, *m.bias.shape)
+        z_bias = z if by_layer or p.bias is None else next(picks)
+        if not by_layer:
+            z, z_bias = z.unflatten(1, shape), z_bias.view(len(z), -1) if p.bias is None else z_bias.unflatten(1, _bias_shape(p.site))
+        p._values = Assigned(z, z_bias, None, (weight, bias if bias is None or p.bias is not None else bias.expand(len(weight), *bias.shape)))
+
+
 def _squares(components: Tensor) -> Tensor:
     return components.flatten(1).square().sum(1)
 
@@ -391,5 +425,5 @@ def _select(components: Tensor, picked: Tensor) -> Tensor:
         spread = picked.view(*picked.shape, *[1] * len(shape)) if picked.dim() == 2 else picked
         return (spread * components).sum(1)
     if picked.dim() == 1:
-        return components[picked]
+        return components.index_select(0, picked)  # its backward adds; that of indexing sorts first
     return components.expand(len(picked), *components.shape).gather(1, picked.unsqueeze(1)).squeeze(1)
