@@ -125,7 +125,8 @@ def is_posterior(name: str) -> bool:
 def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """State of the posteriors and of everything else."""
     state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
-    posterior = {n: t.detach().cpu().contiguous() for n, t in state.items() if is_posterior(n)}
+    # Members of an ensemble may have tied weights, which safetensors wants apart.
+    posterior = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in state.items() if is_posterior(n)}
     return posterior, {n: t for n, t in state.items() if not is_posterior(n)}
 
 

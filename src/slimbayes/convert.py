@@ -77,8 +77,13 @@ def bayesianize(
     built = [(layers[d.name], *_posteriors(d, layers[d.name])) for d in decisions if d.config is not None]
     root_dim = batch_dim if isinstance(batch_dim, int) else _own_batch_dim(model)
     dims = _batch_dims(model, batch_dim if isinstance(batch_dim, Mapping) else {}, root_dim, [d.name for d in decisions if d.config])
-    for layer, cls, posteriors in built:
-        _swap(layer, cls, posteriors)
+    try:
+        for layer, cls, posteriors in built:
+            _swap(layer, cls, posteriors)
+    except Exception:
+        for layer, _, posteriors in built:
+            _restore(layer, posteriors)
+        raise
     for name, dim in dims.items():
         layers[name].batch_dim = dim
     _attach(model, Conversion(decisions, root_dim, _turn_off_fast_paths(model)))
@@ -100,17 +105,19 @@ def ensemble(models: Sequence[Model]) -> Model:
     """
     if len(models) < 2:
         raise ValueError(f"ensemble needs at least two models, got {len(models)}.")
-    first = models[0]
+    first, looks = models[0], {str(model) for model in models}
     shapes = {name: tuple(t.shape) for name, t in first.state_dict().items()}
     for i, other in enumerate(models):
         theirs = {name: tuple(t.shape) for name, t in other.state_dict().items()}
         differ = sorted(n for n in shapes.keys() | theirs.keys() if shapes.get(n) != theirs.get(n))
-        if type(other) is not type(first) or differ or (i and other is first):
-            what = "is the same object" if other is first else f"is a {type(other).__name__} that differs in {', '.join(differ[:5]) or 'its type'}"
+        again = any(other is former for former in models[:i])
+        if type(other) is not type(first) or differ or again:
+            what = "is the same object as one before" if again else f"is a {type(other).__name__} that differs in {', '.join(differ[:5]) or 'its type'}"
             raise ValueError(f"ensemble needs separate models like the first ({type(first).__name__}), but model {i} {what}.")
     bayesianize(first, Ensemble(members=len(models), init="copies"))
-    posterior = passes.posteriors_of(first)[0]
+    posterior: Any = passes.posteriors_of(first)[0]
     posterior.others = nn.ModuleList(models[1:])
+    posterior.batched = posterior.batched and len(looks) == 1  # networks that differ in what they do must run one by one
     return first
 
 
@@ -125,9 +132,7 @@ def debayesianize(model: Model) -> Model:
     """
     for layer in list(model.modules()):
         if isinstance(layer, BayesLayer):
-            layer.__class__ = layer.plain  # type: ignore[assignment]
-            del layer.posterior
-            layer.__dict__.pop("batch_dim", None)
+            _restore(layer, layer.posterior)
         conversion: Conversion | None = layer.__dict__.get("_slimbayes")
         if conversion is not None:
             for name, attribute, former in conversion.patched:
@@ -197,6 +202,14 @@ def _swap(layer: nn.Module, cls: type[BayesLayer], posteriors: nn.ModuleDict) ->
             posterior.adopt(layer.linear_map(site))
 
 
+def _restore(layer: Any, posteriors: nn.ModuleDict) -> None:
+    """Undo `_swap`, if it was done with these posteriors."""
+    if getattr(layer, "posterior", None) is posteriors:
+        layer.__class__ = layer.plain
+        del layer.posterior
+        layer.__dict__.pop("batch_dim", None)
+
+
 def _own_batch_dim(model: nn.Module) -> int:
     """Where torch's own sequence modules hold their rows; 0 for anything else."""
     if isinstance(model, (nn.TransformerEncoder, nn.TransformerDecoder)):
@@ -213,6 +226,8 @@ def _batch_dims(model: nn.Module, declared: Mapping[str, int], root_dim: int, co
     check_patterns("batch_dim", list(declared), layers)
     dims = {n: root_dim for n, layer in layers.items() if root_dim and (not n or getattr(bayes_class(layer), "channels_last", False))}
     for name, module in model.named_modules():
+        if isinstance(module, (nn.TransformerEncoder, nn.TransformerDecoder)) and not module.layers[0].self_attn.batch_first:
+            dims[f"{name}.norm".lstrip(".")] = 1
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and not module.self_attn.batch_first:
             dims |= {f"{name}.{part}".lstrip("."): 1 for part, _ in module.named_children() if part.startswith(("linear", "norm", "dropout"))}
     dims |= {n: d for n in layers for pattern, d in declared.items() if re.fullmatch(pattern, n)}
@@ -235,7 +250,8 @@ def _attach(model: nn.Module, new: Conversion) -> None:
     if former is not None:  # a second method on other layers of the same model
         redone = {d.name for d in new.decisions if d.config}
         kept = {d.name: d for d in former.decisions if d.name not in redone}
-        new.decisions = [kept.get(d.name, d) for d in new.decisions]
+        listed = {d.name for d in new.decisions}  # a converted dropout layer is not listed again
+        new.decisions = [kept.get(d.name, d) for d in new.decisions] + [d for d in kept.values() if d.name not in listed]
         new.patched = former.patched + new.patched
         _remove_hooks(model)
     new.lead = next((m for m in model.modules() if isinstance(m, BayesLayer)), None)

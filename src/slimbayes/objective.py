@@ -21,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slimbayes.distributions import wide
 from slimbayes.layers.base import BayesLayer
 from slimbayes.messages import did_you_mean
 from slimbayes.passes import posteriors_of
+from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.mixture import MixturePosterior
 
 Form = Literal["average", "mixture", "probs", "logits"]
@@ -256,7 +258,7 @@ def param_groups(model: nn.Module, weight_decay: float = 0.0, lr: float | None =
     means = {id(p) for p in _means_with_a_prior(model)}
     base = [p for p in model.parameters() if id(p) not in own and p.requires_grad]
     fast = [p for p in model.parameters() if id(p) in own and p.requires_grad]
-    weights = {id(p) for posterior in posteriors_of(model) if posterior.decays for p in posterior.parameters()}
+    weights = {id(p) for posterior in posteriors_of(model) for p in posterior.decayed()}
     groups: list[dict[str, Any]] = [
         {"params": [p for p in base if id(p) not in means], "weight_decay": weight_decay},
         {"params": [p for p in base if id(p) in means], "weight_decay": 0.0},
@@ -292,7 +294,9 @@ def l2(
         tensor(6., grad_fn=<AddBackward0>)
     """
     patched = _patched(model)
-    others = {id(p) for posterior in posteriors_of(model) for p in posterior.parameters()} - patched.keys()
+    plain = (MixturePosterior, EnsemblePosterior)  # what they hold are weights; an ensemble's members count as shared layers
+    others = {id(p) for posterior in posteriors_of(model) if not isinstance(posterior, plain) for p in posterior.parameters()}
+    others |= {id(p.logits) for p in posteriors_of(model) if isinstance(p, MixturePosterior)}
     groups: dict[float, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) in others:
@@ -301,7 +305,7 @@ def l2(
         factors = (patched_weights, patched_biases) if id(parameter) in patched else (shared_weights, shared_biases)
         groups.setdefault(factors[0] if weight else factors[1], []).append(parameter.flatten())
     # One sum for each factor: a network has hundreds of small parameters.
-    terms = [factor * torch.cat(same).float().square().sum() for factor, same in groups.items() if factor]
+    terms = [factor * wide(torch.cat(same)).square().sum() for factor, same in groups.items() if factor]
     return sum(terms, torch.zeros((), device=next(model.parameters()).device))
 
 

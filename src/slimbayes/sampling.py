@@ -125,6 +125,8 @@ def tile_rows(inputs: Any, rows: int, draws: int, batch_dim: int = 0) -> Any:
             return leaf
         repeats = [1] * leaf.dim()
         repeats[batch_dim] = draws
+        if leaf.dim() == 4 and batch_dim == 0 and not leaf.is_contiguous() and leaf.is_contiguous(memory_format=torch.channels_last):
+            return leaf.permute(0, 2, 3, 1).repeat(repeats).permute(0, 3, 1, 2)  # repeat forgets the memory format
         return leaf.repeat(repeats)
 
     return pytree.tree_map(tile, inputs, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))

@@ -78,6 +78,12 @@ class LinearMap:
         if len(weights) == 1:
             return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))  # cheaper backward than [0]
         batch_dim = self.batch_dim_in(x, current)
+        if x.shape[batch_dim] == 1 and (current.rows or 1) > 1:  # one row that stands for all: every draw sees it
+            shape = list(x.shape)
+            shape[batch_dim] = len(weights)
+            alone = Pass(len(weights), len(weights))
+            y = self.blocks(x.expand(shape), weights, biases, alone)
+            return y.index_select(batch_dim, block_of_row(current.rows or 1, len(weights), x.device))
         if x.shape[batch_dim] % len(weights):
             sizes = block_sizes(x.shape[batch_dim], len(weights))
             parts = [self.op(part, weights[j], None if biases is None else biases[j]) for j, part in enumerate(x.split(sizes, batch_dim))]

@@ -108,6 +108,16 @@ def _empty(plain: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
+class NotJoined:
+    """Stands for what members return one by one and nobody can join, such as transformers' caches."""
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts = parts
+
+    def __repr__(self) -> str:
+        return f"{len(self.parts)} separate {type(self.parts[0]).__name__}s"
+
+
 def _deal(rows: int, blocks: int, first: int | Tensor, members: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows of each member, (K, most), and where in all of them each row's output lies, (R,).
 
@@ -129,6 +139,8 @@ def _take(inputs: Any, line: Tensor, rows: int, batch_dim: int, states: bool) ->
     """The rows of one member, out of every tensor that has as many rows as the batch; recurrent states hold theirs along dimension 1."""
 
     def take(leaf: Any) -> Any:
+        if isinstance(leaf, NotJoined) or hasattr(leaf, "get_seq_length"):
+            raise ValueError(f"A cache of keys and values ({leaf!r}) cannot be shared out among members: call the model with use_cache=False.")
         for dim in (batch_dim, 1) if states else (batch_dim,):
             if isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == rows:
                 return leaf.index_select(dim, line)
@@ -142,7 +154,7 @@ def _join(outputs: list[Any], back: Tensor, most: int, batch_dim: int) -> Any:
 
     def join(*leaves: Any) -> Any:
         if not isinstance(leaves[0], Tensor):
-            return leaves[0]
+            return NotJoined(leaves) if hasattr(leaves[0], "get_seq_length") else leaves[0]
         fits = [d for d in range(leaves[0].dim()) if leaves[0].shape[d] == most]
         if not fits:
             return torch.stack(leaves).mean(0) if leaves[0].is_floating_point() else leaves[0]

@@ -35,6 +35,7 @@ class _BayesDropout(BayesLayer):
     kind = "dropout"
     unit: Unit = "element"
     selu = False
+    unbatched: int | None = None  # dimensions of an input without a row axis, where torch allows one
 
     def sites(self) -> list[Site]:
         return [Site("units", 0, 0, False, "", (0,), positions="many", kind="dropout")]
@@ -44,9 +45,11 @@ class _BayesDropout(BayesLayer):
         return DropMap(torch.empty(0), None, _identity, _identity, self.batch_dim, 1, name, rate=self.p, unit=self.unit, selu=self.selu)  # type: ignore[arg-type]
 
     def count_rows(self, input: Tensor) -> int:
-        return input.shape[self.batch_dim] if input.dim() > self.batch_dim else 1
+        return input.shape[self.batch_dim] if input.dim() > self.batch_dim and input.dim() != self.unbatched else 1
 
     def run(self, input: Tensor) -> Tensor:
+        if input.dim() == self.unbatched:
+            return self.project("units", input.unsqueeze(0)).squeeze(0)
         return self.project("units", input)
 
 
@@ -59,7 +62,7 @@ class BayesDropout(_BayesDropout, nn.Dropout):
 class BayesDropout1d(_BayesDropout, nn.Dropout1d):
     """Shape: (R, C, L); whole channels are dropped."""
 
-    plain, unit = nn.Dropout1d, "channel"
+    plain, unit, unbatched = nn.Dropout1d, "channel", 2
 
 
 class BayesDropout2d(_BayesDropout, nn.Dropout2d):
@@ -71,7 +74,7 @@ class BayesDropout2d(_BayesDropout, nn.Dropout2d):
 class BayesDropout3d(_BayesDropout, nn.Dropout3d):
     """Shape: (R, C, D, H, W); whole channels are dropped."""
 
-    plain, unit = nn.Dropout3d, "channel"
+    plain, unit, unbatched = nn.Dropout3d, "channel", 4
 
 
 class BayesAlphaDropout(_BayesDropout, nn.AlphaDropout):
@@ -126,6 +129,7 @@ def _dropout_calls(cls: type[nn.Module]) -> list[str]:
         last = name.rsplit(".", 1)[-1]
         own = name.startswith("self.")  # a submodule: a dropout layer is found as such
         plain = last in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_")
-        if not own and (plain or any(k.arg == "dropout_p" for k in node.keywords)):
+        attends = last == "scaled_dot_product_attention" and len(node.args) > 4  # the fifth is dropout_p
+        if not own and (plain or attends or any(k.arg in ("dropout_p", "dropout") for k in node.keywords)):
             calls.append(name)
     return list(dict.fromkeys(calls))

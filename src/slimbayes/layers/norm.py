@@ -32,7 +32,7 @@ class NormMap(LinearMap):
             biases = None if biases is None else biases.flatten(1)
         y = self.rows(operator.mul, y, weights, current)
         y = y if biases is None else self.rows(operator.add, y, biases, current)
-        return y.view(shape)
+        return y.unflatten(-1, shape[-tail:]) if tail > 1 else y
 
 
 class _BayesNorm(BayesLayer):

@@ -94,7 +94,6 @@ class Posterior(nn.Module, ABC):
     name: str = ""  # for messages: "encoder.fc1.weight"
     regularises_mean: bool = False  # whether the KL already holds a prior on the layer's own weight
     regularises_bias: bool = False  # and on its bias
-    decays: bool = False  # whether its parameters are weights like the layer's own, for weight decay to cover
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,6 +126,10 @@ class Posterior(nn.Module, ABC):
 
     def adopt(self, linear: LinearMap) -> None:
         """Start from the layer's own weight and bias; called once, when the layer is converted."""
+
+    def decayed(self) -> list[nn.Parameter]:
+        """Parameters that are weights like the layer's own and have no prior in the KL: weight decay covers them."""
+        return []
 
     @property
     def countable(self) -> bool:

@@ -104,7 +104,6 @@ def _reset(member: nn.Module) -> None:
 class EnsemblePosterior(Posterior):
     """Members 1 to K - 1 of a module; member 0 is the module itself."""
 
-    decays = True
     weights: Tensor
     others: nn.ModuleList
 
@@ -129,6 +128,9 @@ class EnsemblePosterior(Posterior):
     def realise(self, noise: Noise, pick: Pick) -> Tensor:
         """The member of each block of rows, (n,)."""
         return pick(torch.arange(self.members, device=self.device), len(noise.block))
+
+    def decayed(self) -> list[nn.Parameter]:
+        return list(self.parameters())
 
     @property
     def countable(self) -> bool:

@@ -79,7 +79,7 @@ class MCDropout(Config):
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         if self.before is not None:
-            return chosen_layers(f"MCDropout(before={self.before!r})", self.before, model, offered)
+            return chosen_layers(f"MCDropout(before={self.before!r})", self.before, model, offered, scales=False)
         if named:
             return None
         return _own_dropout(model, offered)
@@ -143,6 +143,11 @@ class DropoutPosterior(Posterior):
         rate = linear.rate if self.own and not self.fixed else self.rate
         if rate == 0:
             return linear.op(x, linear.weight, linear.bias)
+        if not x.is_floating_point():
+            raise ValueError(f"{self.name}: dropping single word indices means nothing; use unit='channel', which drops whole words.")
+        if rate == 1:
+            return linear.op(x * 0.0, linear.weight, linear.bias)
+        x = self._one_for_all(x, linear)
         kept = self._kept(x, linear, rate)
         if getattr(linear, "selu", False):
             scale = ((1 - rate) * (1 + rate * _SELU_LIMIT**2)) ** -0.5
@@ -150,6 +155,14 @@ class DropoutPosterior(Posterior):
         else:
             dropped = x * kept.to(x.dtype) / (1 - rate)
         return linear.op(dropped, linear.weight, linear.bias)
+
+    def _one_for_all(self, x: Tensor, linear: LinearMap) -> Tensor:
+        """An input with one row that stands for all is dropped anew for each of them."""
+        assert self.current is not None
+        rows, dim = self.current.rows or 1, linear.batch_dim
+        if rows == 1 or x.dim() <= dim or x.shape[dim] != 1:
+            return x
+        return x.expand([rows if d == dim else size for d, size in enumerate(x.shape)])
 
     def _kept(self, x: Tensor, linear: LinearMap, rate: float) -> Tensor:
         """Which units stay, as a boolean tensor that broadcasts against x."""
@@ -180,6 +193,10 @@ class DropoutPosterior(Posterior):
         """How many times this forward has called the layer before."""
         current: Any = self.current
         turn, calls = current.calls.get(id(self), (None, 0))
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # gradient checkpointing computes it again
+            if calls > 1:
+                raise ValueError(f"{self.name}: held dropout at several places of a forward cannot be told apart by gradient checkpointing; use one layer for each.")
+            return 0
         calls = calls if turn == current.turn else 0
         current.calls[id(self)] = (current.turn, calls + 1)
         return calls

@@ -21,6 +21,7 @@ Sizes: K components, n draws of a pass, in and out the channels of the layer.
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -84,8 +85,8 @@ class Mixture(Config):
             raise ValueError("Mixture: zero=True fixes the last component, so at least 2 are needed.")
         if self.assignment == "input" and not (self.zero and self.components == 2):
             raise ValueError("Mixture: assignment='input' is dropout's, with components=2 and zero=True; otherwise use 'element'.")
-        if self.assignment == "model" and (self.learn_probs or self.draws == "example" or self.zero):
-            raise ValueError("Mixture: assignment='model' has K members, each present in every sample: nothing is drawn, learned or zero.")
+        if self.assignment == "model" and (self.learn_probs or self.draws == "example" or self.zero or self.probs):
+            raise ValueError("Mixture: assignment='model' has K members, each present in every sample: it takes no probs, zero or draws per example.")
         if self.zero and (self.probs or (0.0,))[-1] >= 1:
             raise ValueError("Mixture: the component at zero has probability one.")
         if not self.sigma >= 0:
@@ -164,7 +165,6 @@ class MixturePosterior(Posterior):
         self.rho = config.tau if config.rho is None else config.rho
         self.regularises_mean = config.tau is not None
         self.regularises_bias = site.bias and self.rho is not None
-        self.decays = not self.regularises_mean
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         exact = self.probs
@@ -176,26 +176,36 @@ class MixturePosterior(Posterior):
     def anchor(self) -> Tensor:
         return self.probs if self.weight is None else self.weight
 
+    @torch.no_grad()
     def adopt(self, linear: LinearMap) -> None:
         init = self.config.init
-        scale = self.site.kind == "norm" and init not in ("copies", "fresh")
-        with torch.no_grad():
-            if scale:
-                for tensor in (linear.weight, self.weight):
-                    _fill(tensor, init)
-                for tensor in (linear.bias, self.bias):
-                    _fill(tensor, 0.0)
-                return
+        if init == "copies":
             for tensor, own in ((self.weight, linear.weight), (self.bias, linear.bias)):
-                if tensor is None or own is None:
-                    continue
-                if init == "copies":
+                if tensor is not None and own is not None:
                     own = own.to(tensor.dtype)
                     tensor.copy_(own + self.config.jitter * own.square().mean().sqrt() * torch.randn_like(tensor))
-                elif self.site.kind == "norm":
-                    tensor.fill_(1.0 if tensor is self.weight else 0.0)
-                else:  # torch's start of dense and convolutional layers
-                    tensor.uniform_(-1.0, 1.0).div_(math.sqrt(self.site.matrix[0]))
+        elif self.site.kind == "norm" and init != "fresh":
+            for scale, bias in ((linear.weight, linear.bias), (self.weight, self.bias)):
+                _fill(scale, init)
+                _fill(bias, 0.0)
+        else:  # a matrix has no ones to start at
+            for k in range(0 if self.weight is None else len(self.weight)):
+                self._start(k)
+
+    def _start(self, k: int) -> None:
+        """Component k as torch starts the layer: with a copy of it that is reset."""
+        fresh = copy.deepcopy(self.layer)
+        reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
+        if reset is None:
+            raise ValueError(f"{self.name}: a {type(self.layer).plain.__name__} has no reset_parameters to start components afresh; use init='copies'.")
+        reset()
+        linear = fresh.linear_map(self.site.name)
+        for tensor, start in ((self.weight, linear.weight), (self.bias, linear.bias)):
+            if tensor is not None:
+                tensor[k] = start
+
+    def decayed(self) -> list[nn.Parameter]:
+        return [] if self.regularises_mean else [p for p in (self.weight, self.bias) if p is not None]
 
     @property
     def picks(self) -> int:
@@ -267,13 +277,12 @@ class MixturePosterior(Posterior):
         """Picks (n, picks) from standard normals; one-hot (n, K, picks) if the probabilities are learned."""
         if self.logits is None:
             edges = self.probs.cumsum(0)[:-1].to(lines.dtype)
-            return torch.bucketize(torch.special.ndtr(lines), edges, right=True)
-        tiny = torch.finfo(lines.dtype).eps
-        uniform = torch.special.ndtr(lines.unflatten(1, (self.components, -1))).clamp(tiny, 1 - tiny)
+            return torch.bucketize(_uniform(lines), edges, right=True)
+        uniform = _uniform(lines.unflatten(1, (self.components, -1)))
         scores = torch.log_softmax(wide(self.logits), 0).unsqueeze(-1) - (-uniform.log()).log()  # Gumbel noise
         soft = torch.softmax(scores, 1)
         hard = torch.zeros_like(soft).scatter_(1, scores.argmax(1, keepdim=True), 1.0)
-        return hard + soft - soft.detach()
+        return hard + (soft - soft.detach())  # exactly one-hot, with the gradient of the softmax
 
     @property
     def countable(self) -> bool:
@@ -368,13 +377,19 @@ class MixturePosterior(Posterior):
         return total
 
 
+def _uniform(lines: Tensor) -> Tensor:
+    """Uniform numbers strictly between 0 and 1 from standard normals: at the ends lie components of probability zero."""
+    tiny = torch.finfo(lines.dtype).eps
+    return torch.special.ndtr(lines).clamp(tiny, 1 - tiny)
+
+
 def _pick_together(same: Sequence[MixturePosterior]) -> Tensor:
     """Picks of posteriors with equally many components side by side: (n, total number of picks)."""
     lines = torch.cat([p.noise.row if p.per_row else p.noise.block for p in same], 1)
     edges = torch.stack([p.probs for p in same]).cumsum(1)[:, :-1]
     if lines.shape[1] > len(same):
         edges = edges.repeat_interleave(torch.tensor([p.picks for p in same], device=edges.device), 0, output_size=lines.shape[1])
-    return (torch.special.ndtr(lines).unsqueeze(-1) >= edges).sum(-1)
+    return (_uniform(lines).unsqueeze(-1) >= edges).sum(-1)
 
 
 def _mix_together(same: Sequence[MixturePosterior], picked: Tensor, by_layer: bool) -> None:

@@ -91,8 +91,11 @@ def _words(value: str) -> list[str]:
     return words if set(words) <= {"norm", "output", "input"} else []
 
 
-def chosen_layers(asker: str, value: str, model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]:
-    """Names of the offered layers that a selection means; refuses one that means none, saying what was looked for and found."""
+def chosen_layers(asker: str, value: str, model: nn.Module, offered: Mapping[str, nn.Module], scales: bool = True) -> set[str]:
+    """Names of the offered layers that a selection means; refuses one that means none, saying what was looked for and found.
+
+    With `scales`, norm layers without any (affine=False) do not count.
+    """
     words = _words(value)
     if not words:
         found = {name for name in offered if re.fullmatch(value, name)}
@@ -100,8 +103,9 @@ def chosen_layers(asker: str, value: str, model: nn.Module, offered: Mapping[str
     found = set()
     for word in words:
         if word == "norm":
-            part = {name for name, layer in offered.items() if type(layer).__name__ in NORMS and next(layer.parameters(), None) is not None}
-            found |= part or _nothing(asker, f"norm layers with scales ({', '.join(NORMS)})", offered)
+            norms = {name: layer for name, layer in offered.items() if type(layer).__name__ in NORMS}
+            part = {name for name, layer in norms.items() if not scales or next(layer.parameters(), None) is not None}
+            found |= part or _nothing(asker, f"norm layers{' with scales' if scales else ''} ({', '.join(NORMS)})", offered)
         else:
             found |= _end_layer(asker, word, model, offered)
     return found
