@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert import conversions_of
 from slimbayes.layers import bayes_class
-from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.base import Converted
 from slimbayes.passes import posteriors_of
 from slimbayes.planning import Selection, plan
 from slimbayes.posteriors.base import Config
@@ -101,10 +101,10 @@ def summary(model: nn.Module) -> Summary:
         for decision in conversion.decisions:
             name = ".".join(part for part in (root, decision.name) if part)
             layer = model.get_submodule(name)
-            if name in listed or (decision.config is None and isinstance(layer, BayesLayer)):
+            if name in listed or (decision.config is None and isinstance(layer, Converted)):
                 continue  # a conversion of an inner module speaks for it
             listed.add(name)
-            posterior = list(layer.posterior.parameters()) if isinstance(layer, BayesLayer) else []
+            posterior = list(layer.posterior.parameters()) if isinstance(layer, Converted) else []
             before = _count(_own_parameters(layer), seen)
             status, detail = ("converted", decision.config.describe()) if decision.config else ("skipped", decision.reason)
             rows.append(Row(name, decision.kind, status, detail, before, before + _count(posterior, seen)))
@@ -117,7 +117,7 @@ def summary(model: nn.Module) -> Summary:
 def _own_parameters(layer: nn.Module) -> list[nn.Parameter]:
     """Parameters a layer answers for: its own, and those inside it where it owns its submodules."""
     whole = isinstance(layer, nn.MultiheadAttention) or bayes_class(layer) is not None
-    return [p for n, p in layer.named_parameters(recurse=whole or isinstance(layer, BayesLayer)) if not n.startswith("posterior.")]
+    return [p for n, p in layer.named_parameters(recurse=whole or isinstance(layer, Converted)) if not n.startswith("posterior.")]
 
 
 def _count(parameters: list[nn.Parameter], seen: set[int]) -> int:

@@ -27,7 +27,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
-from slimbayes.convert import Model, bayesianize, conversions_of
+from slimbayes.convert import Model, batch_dim_of_layer, bayesianize, conversions_of, set_batch_dim
 from slimbayes.objective import check_finite
 from slimbayes.posteriors import config_from_dict
 
@@ -148,7 +148,7 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
                 group = groups.setdefault(json.dumps(d.config.to_dict()), {"config": d.config.to_dict(), "layers": []})
                 group["layers"].append(d.name)
         root = model.get_submodule(name)
-        dims = {d.name: root.get_submodule(d.name).batch_dim for d in conversion.decisions if d.config}
+        dims = {d.name: batch_dim_of_layer(root.get_submodule(d.name)) for d in conversion.decisions if d.config}
         dims = {n: dim for n, dim in dims.items() if dim}
         out.append({"module": name, "batch_dim": conversion.batch_dim, "layer_batch_dims": dims, "groups": list(groups.values())})
     return out
@@ -167,7 +167,7 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
                 include = (lambda name, layer, wanted=wanted: name in wanted) if wanted else None
                 bayesianize(module, config, include=include, batch_dim=record["batch_dim"])
             for name, dim in record["layer_batch_dims"].items():
-                module.get_submodule(name).batch_dim = dim
+                set_batch_dim(module.get_submodule(name), dim)
         _check_tensors(model, posterior, folder)
     except (ValueError, AttributeError, KeyError) as error:
         debayesianize(model)

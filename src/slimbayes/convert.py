@@ -15,8 +15,8 @@ from torch import nn
 
 from slimbayes import passes
 from slimbayes.layers import bayes_class
-from slimbayes.layers.base import BayesLayer
-from slimbayes.layers.copied import copied_class
+from slimbayes.layers.base import BayesLayer, Converted, posteriors_at
+from slimbayes.layers.copied import Copied, copied_class
 from slimbayes.layers.dropout import functional_dropout
 from slimbayes.planning import Decision, Selection, check_patterns, plan
 from slimbayes.posteriors.base import Config
@@ -33,7 +33,7 @@ class Conversion:
     decisions: list[Decision]
     batch_dim: int
     patched: list[tuple[str, str, Any]] = field(default_factory=list)  # (module, attribute, former value)
-    lead: BayesLayer | None = None  # any converted layer of the module: its posteriors know whether a pass is open
+    lead: Converted | None = None  # any converted layer of the module: its posteriors know whether a pass is open
     own: passes.Pass | None = None  # the pass that a bare call of this module has opened
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def bayesianize(
             _restore(layer, posteriors)
         raise
     for name, dim in dims.items():
-        layers[name].batch_dim = dim
+        set_batch_dim(layers[name], dim)
     _attach(model, Conversion(decisions, root_dim, _turn_off_fast_paths(model)))
     return model
 
@@ -131,7 +131,7 @@ def debayesianize(model: Model) -> Model:
         ('Linear', ['weight', 'bias'])
     """
     for layer in list(model.modules()):
-        if isinstance(layer, BayesLayer):
+        if isinstance(layer, Converted):
             _restore(layer, layer.posterior)
         conversion: Conversion | None = layer.__dict__.get("_slimbayes")
         if conversion is not None:
@@ -170,7 +170,7 @@ def _report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> N
             known.reason += f"; functional dropout: {what}"
 
 
-def _posteriors(decision: Decision, layer: nn.Module) -> tuple[type[BayesLayer], nn.ModuleDict]:
+def _posteriors(decision: Decision, layer: nn.Module) -> tuple[type[Converted], nn.ModuleDict]:
     """The class a layer gets, and posteriors of all its sites, on its device, in its dtype or float32, whichever is wider."""
     assert decision.config is not None
     if isinstance(decision.config, Ensemble):
@@ -193,7 +193,7 @@ def _posteriors(decision: Decision, layer: nn.Module) -> tuple[type[BayesLayer],
     return cls, out.train(layer.training)
 
 
-def _swap(layer: nn.Module, cls: type[BayesLayer], posteriors: nn.ModuleDict) -> None:
+def _swap(layer: nn.Module, cls: type[Converted], posteriors: nn.ModuleDict) -> None:
     layer.__class__ = cls
     layer.posterior = posteriors
     for site, posterior in posteriors.items():
@@ -202,12 +202,25 @@ def _swap(layer: nn.Module, cls: type[BayesLayer], posteriors: nn.ModuleDict) ->
             posterior.adopt(layer.linear_map(site))
 
 
+def set_batch_dim(layer: nn.Module, dim: int) -> None:
+    """Say where a converted layer's inputs hold their rows."""
+    owner = layer.posterior["members"] if isinstance(layer, Copied) else layer
+    owner.batch_dim = dim  # type: ignore[assignment]
+
+
+def batch_dim_of_layer(layer: Any) -> int:
+    """Where a converted layer's inputs hold their rows."""
+    owner: Any = layer.posterior["members"] if isinstance(layer, Copied) else layer
+    return owner.batch_dim
+
+
 def _restore(layer: Any, posteriors: nn.ModuleDict) -> None:
     """Undo `_swap`, if it was done with these posteriors."""
-    if getattr(layer, "posterior", None) is posteriors:
-        layer.__class__ = layer.plain
+    if isinstance(layer, Converted) and layer.posterior is posteriors:
+        if not isinstance(layer, Copied):
+            layer.__dict__.pop("batch_dim", None)
+        layer.__class__ = layer.plain  # type: ignore[assignment]
         del layer.posterior
-        layer.__dict__.pop("batch_dim", None)
 
 
 def _own_batch_dim(model: nn.Module) -> int:
@@ -225,6 +238,8 @@ def _batch_dims(model: nn.Module, declared: Mapping[str, int], root_dim: int, co
     layers = {name: model.get_submodule(name) for name in converted}
     check_patterns("batch_dim", list(declared), layers)
     dims = {n: root_dim for n, layer in layers.items() if root_dim and (not n or getattr(bayes_class(layer), "channels_last", False))}
+    # Copied sequence modules of torch say themselves where their rows are.
+    dims |= {n: 1 for n, layer in layers.items() if n and _own_batch_dim(layer)}
     for name, module in model.named_modules():
         if isinstance(module, (nn.TransformerEncoder, nn.TransformerDecoder)) and not module.layers[0].self_attn.batch_first:
             dims[f"{name}.norm".lstrip(".")] = 1
@@ -239,7 +254,7 @@ def _turn_off_fast_paths(model: nn.Module) -> list[tuple[str, str, Any]]:
     patched = []
     for name, module in model.named_modules():
         attribute = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}.get(type(module))
-        if attribute and any(isinstance(m, BayesLayer) for m in module.modules()):
+        if attribute and any(isinstance(m, Converted) for m in module.modules()):
             patched.append((name, attribute, getattr(module, attribute)))
             setattr(module, attribute, 0 if attribute == "activation_relu_or_gelu" else False)
     return patched
@@ -251,10 +266,12 @@ def _attach(model: nn.Module, new: Conversion) -> None:
         redone = {d.name for d in new.decisions if d.config}
         kept = {d.name: d for d in former.decisions if d.name not in redone}
         listed = {d.name for d in new.decisions}  # a converted dropout layer is not listed again
-        new.decisions = [kept.get(d.name, d) for d in new.decisions] + [d for d in kept.values() if d.name not in listed]
+        order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+        merged = [kept.get(d.name, d) for d in new.decisions] + [d for d in kept.values() if d.name not in listed]
+        new.decisions = sorted(merged, key=lambda d: order[d.name])
         new.patched = former.patched + new.patched
         _remove_hooks(model)
-    new.lead = next((m for m in model.modules() if isinstance(m, BayesLayer)), None)
+    new.lead = next((m for m in model.modules() if isinstance(m, Converted)), None)
     model._slimbayes = new  # type: ignore[assignment]
     model.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)
     model.register_forward_hook(_end, always_call=True)
@@ -266,7 +283,7 @@ def _begin(model: nn.Module, args: Any, kwargs: Any) -> None:
     lead = conversion.lead
     if lead is None:
         return
-    posteriors = lead.posteriors()
+    posteriors = posteriors_at(lead)
     if isinstance(model, BayesLayer):  # it knows which of its inputs are unbatched
         rows = model.count_rows(*args, **kwargs)
     else:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from slimbayes.layers import bayes_class
-from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.base import Converted
 from slimbayes.messages import did_you_mean
 from slimbayes.posteriors.base import Config
 
@@ -58,8 +58,10 @@ def plan(model: nn.Module, config: Config | Mapping[str, Config], include: Selec
 
 
 def _whole(model: nn.Module, config: Config) -> Decision:
-    if any(isinstance(m, BayesLayer) for m in model.modules()):
+    if any(isinstance(m, Converted) for m in model.modules()):
         raise ValueError("The model has converted layers already: call debayesianize first, or pick other layers with include.")
+    if hasattr(model, "posterior"):
+        raise ValueError(f"This {type(model).__name__} has an attribute `posterior` of its own, where its members would go. Wrap it: nn.Sequential(model).")
     return Decision("", type(model).__name__, config)
 
 
@@ -81,7 +83,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if owned and name.startswith(owned):
             continue
-        if isinstance(module, (nn.MultiheadAttention, BayesLayer)):
+        if isinstance(module, (nn.MultiheadAttention, Converted)):
             owned += (f"{name}.",) if name else ("",)
         if parametrize.is_parametrized(module):
             owned += (f"{name}.parametrizations.",) if name else ("parametrizations.",)
@@ -119,7 +121,7 @@ def _decide(
     wanted = targets[config]
     if wanted is not None and name not in wanted:
         return Decision(name, kind, None, f"not among the layers that {config.describe()} is for"), ""
-    if isinstance(layer, BayesLayer):
+    if isinstance(layer, Converted):
         return Decision(name, kind, None), "it is converted already; call debayesianize first, or exclude it"
     return _decide_type(Decision(name, kind, config), layer)
 

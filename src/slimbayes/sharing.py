@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.base import Converted, posteriors_at
 from slimbayes.passes import Pass, posteriors_of
 
 
@@ -33,7 +33,7 @@ class shared:
 
     def __enter__(self) -> "shared":
         for layer in self.model.modules():
-            if isinstance(layer, BayesLayer):
+            if isinstance(layer, Converted):
                 self.handles.append(layer.register_forward_hook(self._split))
         for module in _plain_modules(self.model):
             self.handles.append(module.register_forward_pre_hook(self._narrow, with_kwargs=True))
@@ -61,7 +61,7 @@ class shared:
         if not self._begin():
             return
         assert self.group is not None
-        for posterior in layer.posteriors():
+        for posterior in posteriors_at(layer):
             choices = posterior.choices()
             if choices is None or len(choices) != len(self.group):
                 self.group = self.first = None
@@ -122,7 +122,7 @@ def _plain_modules(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
-        if isinstance(module, BayesLayer):
+        if isinstance(module, Converted):
             return
         heavy = any(p.dim() > 1 for p in module.parameters())
         if heavy and not posteriors_of(module) and type(module).forward is not nn.Module.forward:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import slimbayes as sb
 from slimbayes.distributions import rho_from_scale
-from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
@@ -50,7 +50,7 @@ def set_neutral(model: nn.Module, method: str) -> None:
             nn.init.constant_(factor.loc, 0.0 if "additive" in method else 1.0)
             factor.family = sb.Point
     for layer in model.modules():
-        for site, posterior in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
+        for site, posterior in layer.posterior.items() if isinstance(layer, Converted) else ():
             if isinstance(posterior, EnsemblePosterior):
                 own = {n: t for n, t in layer.state_dict().items() if not n.startswith("posterior.")}
                 for other in posterior.others:
@@ -105,7 +105,7 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
     out = copy.deepcopy(plain)
     layers = dict(out.named_modules())
     for name, layer in converted.named_modules():
-        if not isinstance(layer, BayesLayer):
+        if not isinstance(layer, Converted):
             continue
         if "members" in layer.posterior:
             others = layer.posterior["members"].others

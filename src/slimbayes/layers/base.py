@@ -120,12 +120,22 @@ class LinearMap:
         return y + self.bias.to(y.dtype).view(shape)
 
 
-class BayesLayer(nn.Module):
-    """Mixin of converted layers. Subclasses also inherit the plain torch class, which `plain` names."""
+class Converted(nn.Module):
+    """A module whose class was swapped: `plain` is the class it had, `posterior` what it gained."""
 
     plain: ClassVar[type[nn.Module]]
-    kind: ClassVar[Kind] = "matrix"
     posterior: nn.ModuleDict
+
+
+def posteriors_at(module: Converted) -> list[Posterior]:
+    """The posteriors that belong to a converted module itself."""
+    return list(module.posterior.values())  # type: ignore[arg-type]
+
+
+class BayesLayer(Converted):
+    """Mixin of converted layers. Subclasses also inherit the plain torch class, which `plain` names."""
+
+    kind: ClassVar[Kind] = "matrix"
     if TYPE_CHECKING:  # a mixin reads attributes of the plain class it is mixed with
 
         def __getattr__(self, name: str) -> Any: ...
@@ -156,7 +166,7 @@ class BayesLayer(nn.Module):
         return 1 if rows is None else rows
 
     def posteriors(self) -> list[Posterior]:
-        return list(self.posterior.values())  # type: ignore[arg-type]
+        return posteriors_at(self)
 
     def project(self, site: str, x: Tensor) -> Tensor:
         """Apply this pass's draw of one site's linear map."""

@@ -25,6 +25,7 @@ class DropMap(LinearMap):
     rate: float = 0.0
     unit: Unit = "element"
     selu: bool = False
+    unbatched: bool = False
 
 
 def _identity(x: Tensor, weight: Any, bias: Any) -> Tensor:
@@ -49,7 +50,9 @@ class _BayesDropout(BayesLayer):
 
     def run(self, input: Tensor) -> Tensor:
         if input.dim() == self.unbatched:
-            return self.project("units", input.unsqueeze(0)).squeeze(0)
+            linear = self.linear_map("units")
+            linear.unbatched = True
+            return self.posterior["units"](input.unsqueeze(0), linear).squeeze(0)
         return self.project("units", input)
 
 

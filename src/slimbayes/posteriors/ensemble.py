@@ -84,11 +84,11 @@ def _start(member: nn.Module, config: Ensemble) -> None:
 
 def _reset(member: nn.Module) -> None:
     """Start a network anew, or say which of its parameters nothing resets."""
-    if callable(getattr(member, "_init_weights", None)):  # transformers' models know how to start each of their modules
+    if any(cls.__name__ == "PreTrainedModel" for cls in type(member).__mro__):  # transformers' know how to start each of their modules
         for module in member.modules():
-            member._init_weights(module)
+            member._init_weights(module)  # type: ignore[operator]
         return
-    for module in member.modules():
+    for module in reversed(list(member.modules())):  # parents last: they may start what their children own in another way
         # Attention and other containers start the parameters they own, with a private name in torch.
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         own = [name for name, _ in module.named_parameters(recurse=False)]
@@ -111,6 +111,7 @@ class EnsemblePosterior(Posterior):
         super().__init__()
         self.members = len(others) + 1
         self.others = nn.ModuleList(others)
+        self.batch_dim = 0  # kept here, not on the module, whose attributes are its own
         self.register_buffer("weights", torch.full((self.members,), 1.0 / self.members))
         self.batched = len(others) > 0 and (execution == "batched" or (execution == "auto" and batches_well(module, self.members)))
 

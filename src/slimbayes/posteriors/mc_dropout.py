@@ -160,7 +160,7 @@ class DropoutPosterior(Posterior):
         """An input with one row that stands for all is dropped anew for each of them."""
         assert self.current is not None
         rows, dim = self.current.rows or 1, linear.batch_dim
-        if rows == 1 or x.dim() <= dim or x.shape[dim] != 1:
+        if rows == 1 or x.dim() <= dim or x.shape[dim] != 1 or getattr(linear, "unbatched", False):
             return x
         return x.expand([rows if d == dim else size for d, size in enumerate(x.shape)])
 
