@@ -8,7 +8,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo test lint bench bench-ktied
+.PHONY: demo test lint bench bench-ktied bench-ensembles figure3
 
 demo: .venv/ready
 	$(RUN) examples/digits.py
@@ -25,6 +25,12 @@ bench: .venv/ready
 
 bench-ktied: .venv/ready
 	$(RUN) benchmarks/k_tied.py
+
+bench-ensembles: .venv/ready
+	$(RUN) benchmarks/ensembles.py
+
+figure3: .venv/ready
+	$(RUN) -m slimbayes.diagnostics.prior_functions --out docs/figure3.png
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,6 +1,7 @@
 """What the ensemble-based family costs: training steps, prediction with many draws, and members at once or in turn.
 
     python benchmarks/ensembles.py [--device cuda] [--parts step,predict,members] [--rounds 10] [--out FILE]
+    python benchmarks/ensembles.py --tables FILE        write its numbers into docs/ensembles.md
 
 step     a training step (draw, forward, L2, backward, Adam) of ResNet-18 and PyramidNet-110 over the plain network's
 predict  S draws for a batch with `share` on and off: what draws have in common runs once
@@ -144,6 +145,25 @@ def members(device: torch.device, rounds: int, small: bool) -> dict[str, Any]:
     return out
 
 
+def write_tables(record: Path, page: Path) -> None:
+    """Put the step and prediction times of a record between the page's marks."""
+    data = json.loads(record.read_text())
+    steps = data["step"]
+    head = f"{data['device']}, torch {data['torch']}, eager, bfloat16 autocast, 256 images of 32 x 32; milliseconds for a training step, and over the plain network's."
+    names = list(next(iter(steps.values())))
+    lines = [head, "", "| | " + " | ".join(steps) + " |", "|---|" + "---|" * len(steps)]
+    for name in names:
+        cells = [f"{case[name]['ms']:.1f} ({case[name]['ratio']:.2f})" if name in case else "" for case in steps.values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    shared = ["| `predict` for 100 images, or 31 rows of 6 numbers | share off, ms | share on, ms | ratio |", "|---|---|---|---|"]
+    shared += [f"| {name} | {case['share off']['ms']:.1f} | {case['share on']['ms']:.1f} | {case['share on']['ratio']:.2f} |" for name, case in data["predict"].items()]
+    text = page.read_text()
+    for mark, body in (("sharing", shared), ("steps", lines)):
+        before, rest = text.split(f"<!-- {mark} -->")
+        text = before + f"<!-- {mark} -->\n" + "\n".join(body) + "\n<!-- end -->" + rest.split("<!-- end -->", 1)[1]
+    page.write_text(text)
+
+
 PARTS = {"step": steps, "predict": predictions, "members": members}
 
 
@@ -153,7 +173,11 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--tables", type=Path)
     args = parser.parse_args()
+    if args.tables:
+        write_tables(args.tables, Path(__file__).parents[1] / "docs" / "ensembles.md")
+        return
     device = torch.device(args.device)
     torch.manual_seed(0)
     results: dict[str, Any] = {
