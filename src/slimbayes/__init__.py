@@ -13,6 +13,8 @@ from slimbayes.checkpoint import save as save
 from slimbayes.convert import bayesianize as bayesianize
 from slimbayes.convert import debayesianize as debayesianize
 from slimbayes.convert import ensemble as ensemble
+from slimbayes.decay import l2 as l2
+from slimbayes.decay import param_groups as param_groups
 from slimbayes.distributions import Cauchy as Cauchy
 from slimbayes.distributions import HalfCauchy as HalfCauchy
 from slimbayes.distributions import LogNormal as LogNormal
@@ -30,8 +32,6 @@ from slimbayes.objective import elbo as elbo
 from slimbayes.objective import gaussian as gaussian
 from slimbayes.objective import heteroscedastic_gaussian as heteroscedastic_gaussian
 from slimbayes.objective import kl as kl
-from slimbayes.objective import l2 as l2
-from slimbayes.objective import param_groups as param_groups
 from slimbayes.posteriors import BatchEnsemble as BatchEnsemble
 from slimbayes.posteriors import Deterministic as Deterministic
 from slimbayes.posteriors import DropConnect as DropConnect

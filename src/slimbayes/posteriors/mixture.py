@@ -26,13 +26,14 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions import wide
 from slimbayes.posteriors.base import Config, Kind, MapOf, Noise, Pick, Posterior, Site, check_choice, check_count
+from slimbayes.posteriors.picks import Assigned, bias_shape, mix_together, pick_together, select, uniform
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -132,18 +133,6 @@ def check_mixture(config: Any) -> None:
         object.__setattr__(config, "probs", probs)
 
 
-class Assigned(NamedTuple):
-    """Picks of one pass for weights and biases: integers, or one-hot numbers that carry a gradient; and the noise of Eq. 1.
-
-    Integers are (n,), (n, *shape) or (n, in); one-hot numbers have an axis K after n.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    noise: Tensor | None
-    mixed: tuple[Tensor, Tensor | None] | None = None  # weights (n, ...) and biases, where they were formed along with the picks
-
-
 class MixturePosterior(Posterior):
     """The K - 1 further components of one weight and bias, and the probabilities of all K."""
 
@@ -158,9 +147,9 @@ class MixturePosterior(Posterior):
         learned = config.components - 1 - config.zero
         mixes_bias = site.bias and not config.zero
         self.weight = nn.Parameter(torch.zeros(learned, *site.shape)) if learned else None
-        self.bias = nn.Parameter(torch.zeros(learned, *_bias_shape(site))) if learned and mixes_bias else None
-        uniform = (1.0 / config.components,) * config.components
-        self.register_buffer("probs", torch.tensor(config.probs or uniform))
+        self.bias = nn.Parameter(torch.zeros(learned, *bias_shape(site))) if learned and mixes_bias else None
+        equal = (1.0 / config.components,) * config.components
+        self.register_buffer("probs", torch.tensor(config.probs or equal))
         self.logits = nn.Parameter(self.probs.log()) if config.learn_probs else None
         self.rho = config.tau if config.rho is None else config.rho
         self.regularises_mean = config.tau is not None
@@ -249,9 +238,9 @@ class MixturePosterior(Posterior):
             else:
                 p.values()
         for (_, assignment, kind, *_), same in alike.items():
-            picked = _pick_together(same)
+            picked = pick_together(same)
             if kind == "norm":
-                _mix_together(same, picked, assignment == "layer")
+                mix_together(same, picked, assignment == "layer")
             else:
                 for p, z in zip(same, picked.unbind(1), strict=True):
                     p._values = Assigned(z, z, None)
@@ -270,16 +259,16 @@ class MixturePosterior(Posterior):
         if self.config.assignment == "input":
             return Assigned(z, z, eps)
         size = math.prod(self.site.shape)
-        bias = z[..., size:] if self.bias is None else z[..., size:].unflatten(-1, _bias_shape(self.site))
+        bias = z[..., size:] if self.bias is None else z[..., size:].unflatten(-1, bias_shape(self.site))
         return Assigned(z[..., :size].unflatten(-1, self.site.shape), bias, eps)
 
     def _pick(self, lines: Tensor) -> Tensor:
         """Picks (n, picks) from standard normals; one-hot (n, K, picks) if the probabilities are learned."""
         if self.logits is None:
             edges = self.probs.cumsum(0)[:-1].to(lines.dtype)
-            return torch.bucketize(_uniform(lines), edges, right=True)
-        uniform = _uniform(lines.unflatten(1, (self.components, -1)))
-        scores = torch.log_softmax(wide(self.logits), 0).unsqueeze(-1) - (-uniform.log()).log()  # Gumbel noise
+            return torch.bucketize(uniform(lines), edges, right=True)
+        numbers = uniform(lines.unflatten(1, (self.components, -1)))
+        scores = torch.log_softmax(wide(self.logits), 0).unsqueeze(-1) - (-numbers.log()).log()  # Gumbel noise
         soft = torch.softmax(scores, 1)
         hard = torch.zeros_like(soft).scatter_(1, scores.argmax(1, keepdim=True), 1.0)
         return hard + (soft - soft.detach())  # exactly one-hot, with the gradient of the softmax
@@ -320,9 +309,9 @@ class MixturePosterior(Posterior):
             weights, components = linear.weight * mask.to(linear.weight.dtype), None
         else:
             stacked, components = self._components(linear)
-            weights = _select(stacked, picked)
+            weights = select(stacked, picked)
         biases = linear.bias if linear.bias is None else linear.bias.expand(len(picked), *linear.bias.shape)
-        biases = biases if components is None else _select(components, drawn.bias[rows])
+        biases = biases if components is None else select(components, drawn.bias[rows])
         return (weights, biases) if drawn.noise is None else self._noisy(weights, biases, drawn.noise[rows])
 
     def _noisy(self, weights: Tensor, biases: Tensor | None, noise: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -377,50 +366,8 @@ class MixturePosterior(Posterior):
         return total
 
 
-def _uniform(lines: Tensor) -> Tensor:
-    """Uniform numbers strictly between 0 and 1 from standard normals: at the ends lie components of probability zero."""
-    tiny = torch.finfo(lines.dtype).eps
-    return torch.special.ndtr(lines).clamp(tiny, 1 - tiny)
-
-
-def _pick_together(same: Sequence[MixturePosterior]) -> Tensor:
-    """Picks of posteriors with equally many components side by side: (n, total number of picks)."""
-    lines = torch.cat([p.noise.row if p.per_row else p.noise.block for p in same], 1)
-    edges = torch.stack([p.probs for p in same]).cumsum(1)[:, :-1]
-    if lines.shape[1] > len(same):
-        edges = edges.repeat_interleave(torch.tensor([p.picks for p in same], device=edges.device), 0, output_size=lines.shape[1])
-    return (_uniform(lines).unsqueeze(-1) >= edges).sum(-1)
-
-
-def _mix_together(same: Sequence[MixturePosterior], picked: Tensor, by_layer: bool) -> None:
-    """Scales and biases of many norm layers: few large operations, where each layer by itself would take many small ones."""
-    maps = [p.layer.linear_map(p.site.name) for p in same]
-    own = [t.flatten() for m, p in zip(maps, same, strict=True) for t in ((m.weight, m.bias) if p.bias is not None else (m.weight,))]
-    others = [t.flatten(1) for p in same for t in (p.weight, p.bias) if t is not None]
-    components = torch.cat([torch.cat(own).unsqueeze(0), torch.cat(others, 1).to(own[0].dtype)])
-    sizes = [t.numel() for t in own]
-    index = picked
-    if by_layer:
-        counts = torch.tensor([p.site.n_out * (1 if p.bias is None else 2) for p in same], device=picked.device)
-        index = picked.repeat_interleave(counts, 1, output_size=sum(sizes))
-    parts = iter(components.gather(0, index).split(sizes, 1))
-    picks = iter(picked.unbind(1) if by_layer else picked.split(sizes, 1))
-    for p, m in zip(same, maps, strict=True):
-        shape, z = p.site.shape, next(picks)
-        weight = next(parts).unflatten(1, shape) if len(shape) > 1 else next(parts)
-        bias = m.bias if p.bias is None or m.bias is None else next(parts).view(-1, *m.bias.shape)
-        z_bias = z if by_layer or p.bias is None else next(picks)
-        if not by_layer:
-            z, z_bias = z.unflatten(1, shape), z_bias.view(len(z), -1) if p.bias is None else z_bias.unflatten(1, _bias_shape(p.site))
-        p._values = Assigned(z, z_bias, None, (weight, bias if bias is None or p.bias is not None else bias.expand(len(weight), *bias.shape)))
-
-
 def _squares(components: Tensor) -> Tensor:
     return components.flatten(1).square().sum(1)
-
-
-def _bias_shape(site: Site) -> tuple[int, ...]:
-    return site.shape if site.kind == "norm" else (site.n_out,)
 
 
 def _fill(tensor: Tensor | None, init: str | float) -> None:
@@ -430,15 +377,3 @@ def _fill(tensor: Tensor | None, init: str | float) -> None:
         tensor.uniform_(0.0, 1.0)
     else:
         tensor.fill_(1.0 if init == "ones" else float(init))
-
-
-def _select(components: Tensor, picked: Tensor) -> Tensor:
-    """Components (K, *shape) by picks: (n,) or (n, *shape) integers, or one-hot (n, K) or (n, K, *shape): (n, *shape)."""
-    shape = components.shape[1:]
-    if picked.is_floating_point():
-        picked = picked.to(components.dtype)
-        spread = picked.view(*picked.shape, *[1] * len(shape)) if picked.dim() == 2 else picked
-        return (spread * components).sum(1)
-    if picked.dim() == 1:
-        return components.index_select(0, picked)  # its backward adds; that of indexing sorts first
-    return components.expand(len(picked), *components.shape).gather(1, picked.unsqueeze(1)).squeeze(1)

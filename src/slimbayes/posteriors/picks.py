@@ -1,0 +1,78 @@
+"""Picks of components, and the picked weights: for one layer, or for many at once.
+
+Sizes: K components, n draws of a pass.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slimbayes.posteriors.base import Site
+
+
+class Assigned(NamedTuple):
+    """Picks of one pass for weights and biases: integers, or one-hot numbers that carry a gradient; and the noise of Eq. 1.
+
+    Integers are (n,), (n, *shape) or (n, in); one-hot numbers have an axis K after n.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    noise: Tensor | None
+    mixed: tuple[Tensor, Tensor | None] | None = None  # weights (n, ...) and biases, where they were formed along with the picks
+
+
+def select(components: Tensor, picked: Tensor) -> Tensor:
+    """Components (K, *shape) by picks: (n,) or (n, *shape) integers, or one-hot (n, K) or (n, K, *shape): (n, *shape)."""
+    shape = components.shape[1:]
+    if picked.is_floating_point():
+        picked = picked.to(components.dtype)
+        spread = picked.view(*picked.shape, *[1] * len(shape)) if picked.dim() == 2 else picked
+        return (spread * components).sum(1)
+    if picked.dim() == 1:
+        return components.indexselect(0, picked)  # its backward adds; that of indexing sorts first
+    return components.expand(len(picked), *components.shape).gather(1, picked.unsqueeze(1)).squeeze(1)
+
+
+def bias_shape(site: Site) -> tuple[int, ...]:
+    return site.shape if site.kind == "norm" else (site.n_out,)
+
+
+def uniform(lines: Tensor) -> Tensor:
+    """Uniform numbers strictly between 0 and 1 from standard normals: at the ends lie components of probability zero."""
+    tiny = torch.finfo(lines.dtype).eps
+    return torch.special.ndtr(lines).clamp(tiny, 1 - tiny)
+
+
+def pick_together(same: Sequence[Any]) -> Tensor:
+    """Picks of posteriors with equally many components side by side: (n, total number of picks)."""
+    lines = torch.cat([p.noise.row if p.per_row else p.noise.block for p in same], 1)
+    edges = torch.stack([p.probs for p in same]).cumsum(1)[:, :-1]
+    if lines.shape[1] > len(same):
+        edges = edges.repeat_interleave(torch.tensor([p.picks for p in same], device=edges.device), 0, output_size=lines.shape[1])
+    return (uniform(lines).unsqueeze(-1) >= edges).sum(-1)
+
+
+def mix_together(same: Sequence[Any], picked: Tensor, by_layer: bool) -> None:
+    """Scales and biases of many norm layers: few large operations, where each layer by itself would take many small ones."""
+    maps = [p.layer.linear_map(p.site.name) for p in same]
+    own = [t.flatten() for m, p in zip(maps, same, strict=True) for t in ((m.weight, m.bias) if p.bias is not None else (m.weight,))]
+    others = [t.flatten(1) for p in same for t in (p.weight, p.bias) if t is not None]
+    components = torch.cat([torch.cat(own).unsqueeze(0), torch.cat(others, 1).to(own[0].dtype)])
+    sizes = [t.numel() for t in own]
+    index = picked
+    if by_layer:
+        counts = torch.tensor([p.site.n_out * (1 if p.bias is None else 2) for p in same], device=picked.device)
+        index = picked.repeat_interleave(counts, 1, output_size=sum(sizes))
+    parts = iter(components.gather(0, index).split(sizes, 1))
+    picks = iter(picked.unbind(1) if by_layer else picked.split(sizes, 1))
+    for p, m in zip(same, maps, strict=True):
+        shape, z = p.site.shape, next(picks)
+        weight = next(parts).unflatten(1, shape) if len(shape) > 1 else next(parts)
+        bias = m.bias if p.bias is None or m.bias is None else next(parts).view(-1, *m.bias.shape)
+        z_bias = z if by_layer or p.bias is None else next(picks)
+        if not by_layer:
+            z, z_bias = z.unflatten(1, shape), z_bias.view(len(z), -1) if p.bias is None else z_bias.unflatten(1, bias_shape(p.site))
+        p._values = Assigned(z, z_bias, None, (weight, bias if bias is None or p.bias is not None else bias.expand(len(weight), *bias.shape)))
