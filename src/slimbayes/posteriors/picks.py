@@ -32,7 +32,7 @@ def select(components: Tensor, picked: Tensor) -> Tensor:
         spread = picked.view(*picked.shape, *[1] * len(shape)) if picked.dim() == 2 else picked
         return (spread * components).sum(1)
     if picked.dim() == 1:
-        return components.indexselect(0, picked)  # its backward adds; that of indexing sorts first
+        return components.index_select(0, picked)  # its backward adds; that of indexing sorts first
     return components.expand(len(picked), *components.shape).gather(1, picked.unsqueeze(1)).squeeze(1)
 
 
