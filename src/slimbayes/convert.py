@@ -80,6 +80,8 @@ def bayesianize(
     try:
         for layer, cls, posteriors in built:
             _swap(layer, cls, posteriors)
+        for layer, _, posteriors in built:  # only now, when nothing else can fail: starting components may set the layer's own scales
+            _start(layer, posteriors)
     except Exception:
         for layer, _, posteriors in built:
             _restore(layer, posteriors)
@@ -117,6 +119,7 @@ def ensemble(models: Sequence[Model]) -> Model:
     bayesianize(first, Ensemble(members=len(models), init="copies"))
     posterior: Any = passes.posteriors_of(first)[0]
     posterior.others = nn.ModuleList(models[1:])
+    posterior.train(first.training)
     posterior.batched = posterior.batched and len(looks) == 1  # networks that differ in what they do must run one by one
     return first
 
@@ -196,10 +199,14 @@ def _posteriors(decision: Decision, layer: nn.Module) -> tuple[type[Converted], 
 def _swap(layer: nn.Module, cls: type[Converted], posteriors: nn.ModuleDict) -> None:
     layer.__class__ = cls
     layer.posterior = posteriors
+    for posterior in posteriors.values():
+        posterior.join(layer)  # type: ignore[operator]
+
+
+def _start(layer: Any, posteriors: nn.ModuleDict) -> None:
     for site, posterior in posteriors.items():
-        posterior.join(layer)
         if not isinstance(posterior, EnsemblePosterior):
-            posterior.adopt(layer.linear_map(site))
+            posterior.adopt(layer.linear_map(site))  # type: ignore[operator]
 
 
 def set_batch_dim(layer: nn.Module, dim: int) -> None:

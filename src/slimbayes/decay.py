@@ -22,7 +22,8 @@ def param_groups(model: nn.Module, weight_decay: float = 0.0, lr: float | None =
 
     Args:
         lr: base learning rate; needed when posterior_lr_multiplier is not 1.
-        posterior_lr_multiplier: learning rate of the posterior parameters relative to the rest (the papers' fast_weight_lr_multiplier).
+        posterior_lr_multiplier: learning rate of the posterior parameters relative to the rest (the papers' fast_weight_lr_multiplier);
+            components and members are weights like any, and train at the base rate.
 
     Example:
         >>> import slimbayes as sb
@@ -37,15 +38,17 @@ def param_groups(model: nn.Module, weight_decay: float = 0.0, lr: float | None =
     means = {id(p) for p in _means_with_a_prior(model)}
     base = [p for p in model.parameters() if id(p) not in own and p.requires_grad]
     fast = [p for p in model.parameters() if id(p) in own and p.requires_grad]
-    weights = {id(p) for posterior in posteriors_of(model) for p in posterior.decayed()}
+    decayed = {id(p) for posterior in posteriors_of(model) for p in posterior.decayed()}
+    alike = {id(p) for posterior in posteriors_of(model) for p in posterior.weights_of_components()}
     groups: list[dict[str, Any]] = [
         {"params": [p for p in base if id(p) not in means], "weight_decay": weight_decay},
         {"params": [p for p in base if id(p) in means], "weight_decay": 0.0},
-        {"params": [p for p in fast if id(p) in weights], "weight_decay": weight_decay},
-        {"params": [p for p in fast if id(p) not in weights], "weight_decay": 0.0},
+        {"params": [p for p in fast if id(p) in decayed], "weight_decay": weight_decay},
+        {"params": [p for p in fast if id(p) in alike - decayed], "weight_decay": 0.0},
+        {"params": [p for p in fast if id(p) not in alike], "weight_decay": 0.0},
     ]
     if lr is not None:
-        for group, factor in zip(groups, (1.0, 1.0, posterior_lr_multiplier, posterior_lr_multiplier), strict=True):
+        for group, factor in zip(groups, (1.0, 1.0, 1.0, 1.0, posterior_lr_multiplier), strict=True):
             group["lr"] = lr * factor
     return [g for g in groups if g["params"]]
 

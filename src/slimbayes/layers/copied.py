@@ -133,8 +133,9 @@ def _for_all(module: Any, members: Any, args: Any, kwargs: Any) -> Any:
 def _rows(inputs: Any, rows: int, batch_dim: int) -> int | None:
     """Rows of the first input that has those of the pass, perhaps several for each; None where none has."""
     for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.dim() > batch_dim and leaf.shape[batch_dim] % rows == 0 and leaf.shape[batch_dim]:
-            return leaf.shape[batch_dim]
+        seen = leaf.shape[batch_dim] if isinstance(leaf, Tensor) and leaf.dim() > batch_dim else 0
+        if seen == rows or (seen and rows > 1 and seen % rows == 0):  # of a single row anything would be a multiple
+            return seen
     return None
 
 

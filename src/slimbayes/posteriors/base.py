@@ -127,8 +127,12 @@ class Posterior(nn.Module, ABC):
     def adopt(self, linear: LinearMap) -> None:
         """Start from the layer's own weight and bias; called once, when the layer is converted."""
 
+    def weights_of_components(self) -> list[nn.Parameter]:
+        """Parameters that are weights like the layer's own, of other components or members: they train at the network's pace."""
+        return []
+
     def decayed(self) -> list[nn.Parameter]:
-        """Parameters that are weights like the layer's own and have no prior in the KL: weight decay covers them."""
+        """Those of them that have no prior in the KL: weight decay covers them."""
         return []
 
     @property

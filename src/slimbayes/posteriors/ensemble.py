@@ -130,6 +130,9 @@ class EnsemblePosterior(Posterior):
         """The member of each block of rows, (n,)."""
         return pick(torch.arange(self.members, device=self.device), len(noise.block))
 
+    def weights_of_components(self) -> list[nn.Parameter]:
+        return list(self.parameters())
+
     def decayed(self) -> list[nn.Parameter]:
         return list(self.parameters())
 

@@ -162,6 +162,8 @@ class DropoutPosterior(Posterior):
         rows, dim = self.current.rows or 1, linear.batch_dim
         if rows == 1 or x.dim() <= dim or x.shape[dim] != 1 or getattr(linear, "unbatched", False):
             return x
+        if rows in x.shape:
+            return x  # a sequence of one step, with its rows elsewhere
         return x.expand([rows if d == dim else size for d, size in enumerate(x.shape)])
 
     def _kept(self, x: Tensor, linear: LinearMap, rate: float) -> Tensor:

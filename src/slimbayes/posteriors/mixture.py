@@ -158,12 +158,21 @@ class MixturePosterior(Posterior):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         exact = self.probs
         super()._apply(fn, recurse)
-        self.probs = exact.to(self.probs.device)  # a model cast to bfloat16 must not have its dropout rates rounded
+        if exact.is_meta:  # materialised by to_empty: the values are those of the config
+            exact = torch.tensor(self.config.probs or (1.0 / self.components,) * self.components, device="cpu")
+        if not self.probs.is_meta:
+            self.probs = exact.to(self.probs.device)  # a model cast to bfloat16 must not have its dropout rates rounded
         return self
 
     @property
     def anchor(self) -> Tensor:
         return self.probs if self.weight is None else self.weight
+
+    def join(self, layer: Any) -> None:
+        super().join(layer)
+        afresh = self.weight is not None and self.config.init != "copies" and self.site.kind == "matrix"
+        if afresh and not _resets(layer):
+            raise ValueError(f"{self.name}: a {type(layer).plain.__name__} has no reset_parameters to start components afresh; use init='copies'.")
 
     @torch.no_grad()
     def adopt(self, linear: LinearMap) -> None:
@@ -184,17 +193,18 @@ class MixturePosterior(Posterior):
     def _start(self, k: int) -> None:
         """Component k as torch starts the layer: with a copy of it that is reset."""
         fresh = copy.deepcopy(self.layer)
-        reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
-        if reset is None:
-            raise ValueError(f"{self.name}: a {type(self.layer).plain.__name__} has no reset_parameters to start components afresh; use init='copies'.")
-        reset()
+        for reset in _resets(fresh):
+            reset()
         linear = fresh.linear_map(self.site.name)
         for tensor, start in ((self.weight, linear.weight), (self.bias, linear.bias)):
             if tensor is not None:
                 tensor[k] = start
 
+    def weights_of_components(self) -> list[nn.Parameter]:
+        return [p for p in (self.weight, self.bias) if p is not None]
+
     def decayed(self) -> list[nn.Parameter]:
-        return [] if self.regularises_mean else [p for p in (self.weight, self.bias) if p is not None]
+        return [] if self.regularises_mean else self.weights_of_components()
 
     @property
     def picks(self) -> int:
@@ -234,7 +244,8 @@ class MixturePosterior(Posterior):
             config = p.config
             joint = config.assignment in ("layer", "element") and p.picks and p.logits is None and not (config.sigma or config.zero)
             if joint and (p.site.kind == "norm" or config.assignment == "layer"):
-                alike.setdefault((p.components, config.assignment, p.site.kind, p.per_row, p.device, p.dtype), []).append(p)
+                own = p.layer.get_parameter(p.site.parameter).dtype if p.site.kind == "norm" else None
+                alike.setdefault((p.components, config.assignment, p.site.kind, p.per_row, p.device, p.dtype, own), []).append(p)
             else:
                 p.values()
         for (_, assignment, kind, *_), same in alike.items():
@@ -368,6 +379,13 @@ class MixturePosterior(Posterior):
 
 def _squares(components: Tensor) -> Tensor:
     return components.flatten(1).square().sum(1)
+
+
+def _resets(layer: nn.Module) -> list[Callable[[], None]]:
+    """What starts a layer's parameters, children first: attention starts its output projection in its own way."""
+    parts = [m for m in layer.modules() if not isinstance(m, (Posterior, nn.ModuleDict))]
+    found = [getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None) for m in reversed(parts)]
+    return [reset for reset in found if reset is not None]
 
 
 def _fill(tensor: Tensor | None, init: str | float) -> None:

@@ -1,0 +1,573 @@
+"""Norm layers with components: against plain torch in every mode, rank and layout, and inside models nobody here wrote.
+
+The reference is always the plain layer (or F.*_norm) with the picked scale and bias written in. Sizes: S draws, B rows, K components.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import slimbayes as sb
+from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.norm import NORMS
+from slimbayes.passes import posteriors_of
+
+# torch says so of every sequence-first nn.TransformerEncoder.
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+
+B, C = 4, 6
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(C), (B, C)),
+    "BatchNorm1d-sequence": (lambda: nn.BatchNorm1d(C), (B, C, 5)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(C), (B, C, 3, 5)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(C), (B, C, 2, 3, 4)),
+    "BatchNorm-cumulative": (lambda: nn.BatchNorm2d(C, momentum=None), (B, C, 3, 5)),
+    "BatchNorm-momentum": (lambda: nn.BatchNorm2d(C, momentum=0.7, eps=0.1), (B, C, 3, 5)),
+    "BatchNorm-no-statistics": (lambda: nn.BatchNorm2d(C, track_running_stats=False), (B, C, 3, 5)),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(C, affine=True), (B, C, 5)),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(C, affine=True, track_running_stats=True), (B, C, 3, 5)),
+    "InstanceNorm2d-cumulative": (lambda: nn.InstanceNorm2d(C, affine=True, track_running_stats=True, momentum=None), (B, C, 3, 5)),
+    "InstanceNorm3d": (lambda: nn.InstanceNorm3d(C, affine=True), (B, C, 2, 3, 4)),
+    "GroupNorm": (lambda: nn.GroupNorm(3, C, eps=0.1), (B, C, 3, 5)),
+    "GroupNorm-flat": (lambda: nn.GroupNorm(2, C), (B, C)),
+    "LayerNorm": (lambda: nn.LayerNorm(C), (B, C)),
+    "LayerNorm-tokens": (lambda: nn.LayerNorm(C, eps=0.1), (B, 5, C)),
+    "LayerNorm-4d": (lambda: nn.LayerNorm(C), (B, 2, 5, C)),
+    "LayerNorm-two-dimensions": (lambda: nn.LayerNorm((5, C)), (B, 5, C)),
+    "LayerNorm-three-dimensions": (lambda: nn.LayerNorm((2, 5, C)), (B, 3, 2, 5, C)),
+    "LayerNorm-no-bias": (lambda: nn.LayerNorm(C, bias=False), (B, 5, C)),
+    "RMSNorm": (lambda: nn.RMSNorm(C), (B, 5, C)),
+    "RMSNorm-two-dimensions": (lambda: nn.RMSNorm((5, C), eps=0.1), (B, 5, C)),
+}
+
+
+def shaken(layer: nn.Module) -> nn.Module:
+    """Scales, biases and statistics away from their neutral values."""
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.5 * torch.randn_like(p))
+        for name, b in layer.named_buffers():
+            if name.endswith("running_mean"):
+                b.normal_()
+            elif name.endswith("running_var"):
+                b.uniform_(0.5, 2.0)
+    return layer
+
+
+def made(case: str) -> tuple[nn.Module, Tensor]:
+    build, shape = CASES[case]
+    return shaken(build()), 2 * torch.randn(shape) + 0.5
+
+
+def picked(layer: Any, draw: int) -> tuple[Tensor, Tensor | None]:
+    """Scale and bias of one draw of the last pass, element by element."""
+    posterior = layer.posterior["weight"]
+    z = posterior.values()
+
+    def choose(own: Tensor, others: Tensor, picks: Tensor) -> Tensor:
+        stacked, flat = torch.cat([own[None], others]).flatten(1), picks[draw].expand(own.shape).flatten()
+        return torch.stack([stacked[k, i] for i, k in enumerate(flat.tolist())]).view(own.shape)
+
+    weight = choose(layer.weight, posterior.weight, z.weight)
+    return weight, None if posterior.bias is None else choose(layer.bias, posterior.bias, z.bias)
+
+
+def with_values(plain: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """A copy of a plain norm layer with another scale and bias."""
+    out = copy.deepcopy(plain)
+    with torch.no_grad():
+        out.weight.copy_(weight)
+        if bias is not None:
+            out.bias.copy_(bias)
+    return out
+
+
+def test_every_norm_of_the_library_is_in_the_list() -> None:
+    assert {cls.plain for cls in NORMS} == {type(build()) for build, _ in CASES.values()}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("case", CASES)
+def test_one_component_is_the_plain_layer_over_many_calls(case: str, mode: str) -> None:
+    """Outputs and running statistics, bit for bit."""
+    plain, _ = made(case)
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=1))
+    assert isinstance(layer, BayesLayer) and layer.kind == "norm"
+    for net in (plain, layer):
+        net.train(mode == "train")
+    for _ in range(3):
+        x = 2 * torch.randn(CASES[case][1]) + 0.5
+        expected = plain(x)
+        torch.manual_seed(1)
+        assert torch.equal(layer(x), expected)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(layer.get_buffer(name), buffer), name
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.parametrize("assignment", ["layer", "element"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_draw_in_eval_mode_is_the_plain_layer_with_that_draws_values(case: str, assignment: str, draws: int) -> None:
+    plain, x = made(case)
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, assignment=assignment, jitter=0.5)).eval()
+    plain.eval()
+    y = sb.sample(layer, x, draws=draws)
+    assert y.shape == (draws, *x.shape)
+    for j in range(draws):
+        torch.testing.assert_close(y[j], with_values(plain, *picked(layer, j))(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("assignment", ["layer", "element"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_has_its_own_draw_where_it_is_asked_for(case: str, assignment: str) -> None:
+    plain, x = made(case)
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, assignment=assignment, draws="example", jitter=0.5)).eval()
+    plain.eval()
+    for run in (lambda: sb.sample(layer, x, draws=1)[0], lambda: layer(x)):
+        y = run()
+        reference = torch.stack([with_values(plain, *picked(layer, i))(x)[i] for i in range(B)])
+        torch.testing.assert_close(y, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folded_draws_in_training_mode_normalise_over_all_rows(case: str) -> None:
+    """Statistics are those of the tiled batch; with equal components that is the plain layer on it."""
+    plain, x = made(case)
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5))
+    y = sb.sample(layer, x, draws=3)
+    tiled = x.repeat(3, *[1] * (x.dim() - 1))
+    for j in range(3):
+        one = with_values(plain, *picked(layer, j))(tiled).unflatten(0, (3, B))[j]
+        torch.testing.assert_close(y[j], one, rtol=1e-4, atol=1e-5)
+    plain(tiled)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(layer.get_buffer(name), buffer)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folded_and_one_at_a_time_agree_in_eval_mode(case: str) -> None:
+    layer, x = made(case)
+    sb.bayesianize(layer, sb.Mixture(components=3, assignment="model", jitter=0.5)).eval()
+    torch.testing.assert_close(sb.sample(layer, x, draws=2), sb.sample(layer, x, draws=2, fold=False), rtol=1e-5, atol=1e-5)
+    bare = torch.cat([layer(x) for _ in range(4)]).view(4, *x.shape)  # 4 rows for 3 members
+    members = sb.sample(layer, x)
+    gap = (bare[:, None] - members).abs().flatten(3).amax(3)  # (calls, members, rows)
+    assert gap.amin(1).max() < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_those_of_the_plain_layers_of_the_draws(case: str) -> None:
+    plain, x = made(case)
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5))
+    plain, layer, x = plain.double().eval(), layer.double().eval(), x.double()
+    weight_of_loss = torch.randn(4, *x.shape).double()
+    (sb.sample(layer, x, draws=4) * weight_of_loss).sum().backward()
+    posterior = layer.posterior["weight"]
+    z = posterior.values().weight.tolist()
+    expected = torch.zeros(3, *layer.weight.shape).double()
+    for j, k in enumerate(z):
+        one = with_values(plain, *picked(layer, j))
+        (one(x) * weight_of_loss[j]).sum().backward()
+        expected[k] += one.weight.grad
+    torch.testing.assert_close(torch.cat([layer.weight.grad[None], posterior.weight.grad]), expected)
+
+
+@pytest.mark.parametrize("name", ["InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"])
+@pytest.mark.parametrize("tracks", [False, True])
+def test_unbatched_instance_norm(name: str, tracks: bool) -> None:
+    plain = shaken(getattr(nn, name)(C, affine=True, track_running_stats=tracks))
+    x = torch.randn((C, 4, 3, 2)[: 1 + int(name[-2])])
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.ModelPatch(components=3, jitter=0.5))
+    for net in (plain, layer):
+        net.eval()
+    y = layer(x)
+    torch.testing.assert_close(y, with_values(plain, *picked(layer, 0))(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [lambda: nn.LayerNorm(C), lambda: nn.RMSNorm(C), lambda: nn.LayerNorm((2, C))])
+def test_a_single_vector_is_one_row(build: Any) -> None:
+    plain = shaken(build())
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.ModelPatch(components=3, jitter=0.5))
+    x = torch.randn(plain.normalized_shape)
+    y = layer(x)
+    torch.testing.assert_close(y, with_values(plain, *picked(layer, 0))(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [lambda: nn.LayerNorm(C), lambda: nn.RMSNorm(C), lambda: nn.LayerNorm((2, C))])
+def test_a_single_vector_meets_held_draws(build: Any) -> None:
+    """Three draws are held; one row belongs to the first of them."""
+    plain = shaken(build())
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5))
+    x = torch.randn(plain.normalized_shape)
+    with sb.frozen(layer, draws=3):
+        y = layer(x)
+        torch.testing.assert_close(y, layer(x.unsqueeze(0))[0])
+        torch.testing.assert_close(y, with_values(plain, *picked(layer, 0))(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_statistics_that_are_turned_off_later(mode: str) -> None:
+    """track_running_stats may be set to False on a layer that has statistics: torch uses the batch in training, them in eval mode."""
+    plain = shaken(nn.BatchNorm1d(C))
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=2, jitter=0.0))
+    x = torch.randn(5, C)
+    for net in (plain, layer):
+        net.track_running_stats = False
+        net.train(mode == "train")
+    torch.testing.assert_close(layer(x), plain(x))
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(layer.get_buffer(name), buffer), name
+
+
+@pytest.mark.parametrize("build", [lambda: nn.BatchNorm1d(C, affine=False), lambda: nn.LayerNorm(C, elementwise_affine=False), lambda: nn.GroupNorm(2, C, affine=False), lambda: nn.InstanceNorm1d(C)])
+def test_dropout_acts_on_norms_without_scales(build: Any) -> None:
+    """There is nothing to patch, but their inputs can be dropped: against plain torch on the dropped input."""
+    plain = build().eval()
+    net = sb.bayesianize(nn.Sequential(copy.deepcopy(plain)), sb.MCDropout(before="0", rate=0.5)).eval()
+    x = torch.rand(3, C) + 1 if not isinstance(plain, nn.InstanceNorm1d) else torch.rand(3, C, 4) + 1
+    y = sb.sample(net, x, draws=200)
+    assert y.shape == (200, *x.shape)
+    assert len(y.flatten(1).unique(dim=0)) > 100
+    if isinstance(plain, nn.BatchNorm1d):  # running statistics 0 and 1: the layer is the identity
+        torch.testing.assert_close(torch.where(y == 0, 2 * x, y), 2 * x.expand_as(y), rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_before_norm_means_every_norm() -> None:
+    net = nn.Sequential(nn.Linear(3, C), nn.BatchNorm1d(C, affine=False), nn.Linear(C, C), nn.BatchNorm1d(C))
+    sb.bayesianize(net, sb.MCDropout(before="norm"))
+    assert [isinstance(m, BayesLayer) for m in net] == [False, True, False, True]
+
+
+# Precision and memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's own RMSNorm under autocast
+@pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
+@pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_has_the_plain_layers_type_and_values(case: str, kind: str, draws: int) -> None:
+    plain, x = made(case)
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5)).eval()
+    plain.eval()
+    exact = sb.sample(layer, x, draws=draws)  # sets the picks that `picked` reads
+    reference = torch.stack([with_values(plain, *picked(layer, j))(x) for j in range(draws)])
+    torch.testing.assert_close(exact, reference, rtol=1e-5, atol=1e-5)
+    x = x.bfloat16()
+    if kind == "bfloat16":
+        layer, plain = layer.bfloat16(), plain.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        y, one = sb.sample(layer, x, draws=draws), plain(x)
+    assert y.dtype == one.dtype
+    reference = torch.stack([with_values(plain, *picked(layer, j)).float()(x.float()) for j in range(draws)])
+    torch.testing.assert_close(y.float(), reference, rtol=0.03, atol=0.1)
+
+
+class TwoPrecisions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.LayerNorm(C).bfloat16(), nn.LayerNorm(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).float())
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+def test_norms_of_different_precision_keep_theirs(draws: int) -> None:
+    net = sb.bayesianize(TwoPrecisions(), sb.ModelPatch(components=3, jitter=0.3))
+    x, seen = torch.randn(4, C).bfloat16(), []
+    net.b.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    y = sb.sample(net, x, draws=draws)
+    for j, one in enumerate(seen[0].unflatten(0, (draws, 4))):
+        torch.testing.assert_close(y[j], with_values(nn.LayerNorm(C), *picked(net.b, j))(one), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("draws", ["forward", "example"])
+@pytest.mark.parametrize("build", [lambda: nn.BatchNorm2d(C), lambda: nn.GroupNorm(2, C), lambda: nn.InstanceNorm2d(C, affine=True)])
+def test_channels_last_memory_stays(build: Any, draws: str) -> None:
+    plain = shaken(build()).eval()
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5, draws=draws)).eval()
+    x = torch.randn(B, C, 3, 5).to(memory_format=torch.channels_last)
+    torch.manual_seed(3)
+    y = layer(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(y, layer(x.contiguous()), rtol=1e-5, atol=1e-5)
+    if plain(x).is_contiguous(memory_format=torch.channels_last):
+        assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_folded_draws_keep_channels_last_memory() -> None:
+    layer = sb.bayesianize(nn.BatchNorm2d(C), sb.Mixture(components=3)).eval()
+    seen = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last)))
+    sb.sample(layer, torch.randn(B, C, 3, 5).to(memory_format=torch.channels_last), draws=3)
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("case", ["BatchNorm2d", "LayerNorm-two-dimensions", "GroupNorm", "InstanceNorm2d"])  # torch's cumulative one breaks the graph
+def test_compiles_as_one_graph_and_trains(case: str) -> None:
+    layer, x = made(case)
+    sb.bayesianize(layer, sb.Mixture(components=3, jitter=0.5))
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    twin = copy.deepcopy(layer)
+    for step in range(2):
+        torch.manual_seed(step)
+        expected = sb.sample(twin, x, draws=3)
+        torch.manual_seed(step)
+        y = sb.sample(compiled, x, draws=3)
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    y.square().sum().backward()
+    assert layer.posterior["weight"].weight.grad is not None
+    for name, buffer in twin.named_buffers():
+        torch.testing.assert_close(layer.get_buffer(name), buffer)
+
+
+def test_inputs_of_the_wrong_rank_are_refused_as_torch_refuses_them() -> None:
+    for build, shape in ((lambda: nn.BatchNorm2d(C), (B, C, 3)), (lambda: nn.InstanceNorm2d(C, affine=True), (B, C)), (lambda: nn.BatchNorm1d(C), (C,))):
+        with pytest.raises(ValueError) as plain:
+            build()(torch.randn(shape))
+        with pytest.raises(ValueError) as ours:
+            sb.bayesianize(build(), sb.Mixture(components=2))(torch.randn(shape))
+        assert str(ours.value) == str(plain.value)
+
+
+def test_one_value_per_channel_cannot_be_normalised_in_training() -> None:
+    layer = sb.bayesianize(nn.BatchNorm1d(C), sb.Mixture(components=3))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer(torch.randn(1, C))
+
+
+# Inside transformers ---------------------------------------------------------------------------------------------------
+
+
+def encoder(batch_first: bool, norm_first: bool = False, norm: bool = True) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=batch_first, norm_first=norm_first)
+    return shaken(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8) if norm else None)).eval()
+
+
+class Wrapped(nn.Module):
+    """A sequence-first encoder inside a model that takes its rows first."""
+
+    def __init__(self, inner: nn.TransformerEncoder) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
+def reference_draws(net: nn.Module, x: Tensor, draws: int) -> Tensor:
+    """Plain copies of the model with the picks of the last pass written into every patched layer, run one after another."""
+    out = []
+    for j in range(draws):
+        plain = sb.debayesianize(copy.deepcopy(net))
+        for name, layer in net.named_modules():
+            if isinstance(layer, BayesLayer):
+                target = plain.get_submodule(name)
+                weight, bias = picked(layer, j)
+                with torch.no_grad():
+                    target.weight.copy_(weight)
+                    if bias is not None:
+                        target.bias.copy_(bias)
+        out.append(plain(x))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("tokens", [5, 12])  # 12 tokens: as many as rows in a folded batch of 3 x 4
+def test_an_encoder_with_patched_norms_equals_plain_encoders(batch_first: bool, norm_first: bool, tokens: int) -> None:
+    net = sb.bayesianize(encoder(batch_first, norm_first), sb.ModelPatch(components=3, jitter=0.5))
+    assert len(posteriors_of(net)) == 5
+    x = torch.randn((B, tokens, 8) if batch_first else (tokens, B, 8))
+    with torch.no_grad():
+        y = sb.sample(net, x, draws=3)
+        torch.testing.assert_close(y, reference_draws(net, x, 3), rtol=1e-4, atol=1e-5)
+        torch.manual_seed(4)
+        bare = net(x)
+        torch.testing.assert_close(bare, reference_draws(net, x, 1)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [5, 8, 12])
+def test_a_sequence_first_encoder_inside_a_model_equals_plain_ones(tokens: int) -> None:
+    net = sb.bayesianize(Wrapped(encoder(False)), sb.ModelPatch(components=3, jitter=0.5))
+    x = torch.randn(B, tokens, 8)
+    with torch.no_grad():
+        y = sb.sample(net, x, draws=3)
+        torch.testing.assert_close(y, reference_draws(net, x, 3), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [5, 12])
+def test_the_norms_of_sequence_first_layers_inside_a_model_know_their_rows(tokens: int) -> None:
+    net = sb.bayesianize(Wrapped(encoder(False, norm=False)), sb.ModelPatch(components=3, jitter=0.5))
+    x = torch.randn(B, tokens, 8)
+    with torch.no_grad():
+        y = sb.sample(net, x, draws=3)
+        torch.testing.assert_close(y, reference_draws(net, x, 3), rtol=1e-4, atol=1e-5)
+
+
+def test_a_decoder_with_patched_norms_equals_plain_decoders() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True)
+            self.decoder = shaken(nn.TransformerDecoder(layer, 2, norm=nn.LayerNorm(8)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.decoder(x, x.flip(1))
+
+    net = sb.bayesianize(Decoder().eval(), sb.ModelPatch(components=3, jitter=0.5))
+    assert len(posteriors_of(net)) == 7
+    x = torch.randn(B, 5, 8)
+    with torch.no_grad():
+        y = sb.sample(net, x, draws=3)
+        torch.testing.assert_close(y, reference_draws(net, x, 3), rtol=1e-4, atol=1e-5)
+
+
+def test_the_fast_path_of_torchs_encoder_does_not_hide_the_draws() -> None:
+    """In eval mode without gradients torch would read weights past the layers' forward."""
+    net = sb.bayesianize(encoder(True), sb.ModelPatch(components=3, jitter=0.5))
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        assert len(torch.stack([net(x) for _ in range(20)]).flatten(1).round(decimals=4).unique(dim=0)) > 5
+
+
+# Models nobody here wrote ----------------------------------------------------------------------------------------------
+
+transformers = pytest.importorskip("transformers")
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, max_position_embeddings=8, num_labels=3, initializer_range=0.3
+    )
+    return shaken(transformers.BertForSequenceClassification(config)).eval()
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4, num_labels=3, initializer_range=0.3
+    )
+    return shaken(transformers.ViTForImageClassification(config)).eval()
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0, initializer_range=0.3, tie_word_embeddings=False
+    )
+    return shaken(transformers.GPT2LMHeadModel(config)).eval()
+
+
+def resnet() -> nn.Module:
+    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=3)
+    return shaken(transformers.ResNetForImageClassification(config)).eval()
+
+
+def ids() -> Tensor:
+    return torch.randint(20, (3, 6))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, int]] = {
+    "bert": (bert, ids, "classifier", 5),
+    "vit": (vit, lambda: torch.randn(3, 3, 8, 8), "classifier", 5),
+    "gpt2": (gpt2, ids, "lm_head", 5),
+    "resnet": (resnet, lambda: torch.randn(3, 3, 16, 16), r"classifier\.1", 6),
+}
+
+
+@pytest.mark.parametrize("patch", ["norm", "norm+output"])
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_patched_models_equal_plain_ones_draw_by_draw(model: str, cross: bool, patch: str) -> None:
+    build, inputs, head, norms = MODELS[model]
+    net = sb.bayesianize(build(), sb.ModelPatch(components=3, cross=cross, patch=patch, jitter=0.5))
+    converted = [r for r in sb.summary(net).rows if r.status == "converted"]
+    assert len([r for r in converted if "Norm" in r.layer]) == norms
+    assert [r.name for r in converted if "Norm" not in r.layer] == ([head.replace("\\", "")] if patch == "norm+output" else [])
+    x = inputs()
+    with torch.no_grad():
+        y = sb.sample(net, x, draws=4).logits
+        for j in range(4):
+            plain = sb.debayesianize(copy.deepcopy(net))
+            for name, layer in net.named_modules():
+                if isinstance(layer, BayesLayer):
+                    weight, bias = picked(layer, j)
+                    plain.get_submodule(name).weight.copy_(weight)
+                    if bias is not None:
+                        plain.get_submodule(name).bias.copy_(bias)
+            torch.testing.assert_close(y[j], plain(x).logits, rtol=1e-3, atol=1e-4)
+    assert len(y.flatten(1).round(decimals=3).unique(dim=0)) > 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_patched_models_train_and_predict(model: str) -> None:
+    build, inputs, _, _ = MODELS[model]
+    net = sb.bayesianize(build(), sb.ModelPatch(components=3, patch="norm+output", tau=None)).train()
+    x = inputs()
+    y = torch.randint(3, (3,)) if model != "gpt2" else x
+    optimizer = torch.optim.Adam(sb.param_groups(net, weight_decay=1e-3), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        terms = sb.elbo(sb.categorical(sb.sample(net, x).logits, y), net, num_data=100)
+        terms.loss.backward()
+        optimizer.step()
+        losses.append(terms.nll.item())
+    assert min(losses[-4:]) < 0.8 * losses[0]
+    for posterior in posteriors_of(net):
+        assert posterior.weight.grad is not None
+    pred = sb.predict(net, x, draws=20)
+    assert pred.probs.shape == (*y.shape, 20 if model == "gpt2" else 3)
+    assert bool((pred.epistemic > 0).all())
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.parametrize("model", ["bert", "gpt2", "vit"])
+def test_gradient_checkpointing_gives_the_same_gradients(model: str, draws: int) -> None:
+    build, inputs, _, _ = MODELS[model]
+    net = sb.bayesianize(build(), sb.ModelPatch(components=3, patch="norm+output", jitter=0.5)).train()
+    for m in net.modules():  # dropout has noise of its own
+        if isinstance(m, nn.Dropout):
+            m.p = 0.0
+    x, grads = inputs(), []
+    for on in (False, True):
+        if on:
+            net.gradient_checkpointing_enable({"use_reentrant": False})
+        net.zero_grad()
+        torch.manual_seed(7)
+        options = {"use_cache": False} if model == "gpt2" else {}
+        sb.sample(net, x, draws=draws, **options).logits.square().sum().backward()
+        grads.append({name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    assert any(".posterior." in name for name in grads[0])
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_checkpointed_batch_norm_recomputes_with_the_same_picks() -> None:
+    class Net(nn.Module):
+        def __init__(self, on: bool) -> None:
+            super().__init__()
+            self.body, self.on = nn.Sequential(nn.Linear(3, C), nn.BatchNorm1d(C), nn.Tanh(), nn.Linear(C, C), nn.LayerNorm(C)), on
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False) if self.on else self.body(x)
+
+    plain, saving = Net(False), Net(True)
+    for net in (plain, saving):
+        torch.manual_seed(0)
+        sb.bayesianize(net, sb.ModelPatch(components=3, cross=True, jitter=0.5))
+    saving.load_state_dict(plain.state_dict())
+    x = torch.randn(8, 3)
+    for net in (plain, saving):
+        torch.manual_seed(2)
+        losses = [sb.sample(net, x, draws=2).square().sum(), net(x).square().sum()]  # two passes before the backward
+        sum(losses).backward()
+    for (name, p), q in zip(plain.named_parameters(), saving.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
