@@ -1,7 +1,7 @@
 """The EMP paper's CIFAR-100 experiment (Tables 6 and 9 to 11) on a smaller network, for a GPU.
 
     python experiments/emp/cifar100.py train --method ecmp --data DIR [DIR ...] --out results/emp/cifar100-ecmp.json
-    python experiments/emp/cifar100.py table results/emp/cifar100-*.json
+    python experiments/emp/cifar100.py table results/emp/cifar100-*.json          into README.md
 
 The paper trains PyramidNet-110 for 400 epochs; here it is WRN-16-4 for 25. The rest is the paper's: Adam at its defaults, batches of 256, crops
 of images padded by 4 and flips, K = 5 on batch norm and output layer, dropout 0.005 before every batch norm, the L2 penalty of Appendix
@@ -169,7 +169,11 @@ def main() -> None:
     if args.command == "train":
         run(args)
     else:
-        print(table([json.loads(path.read_text()) for path in args.records]))
+        text = table([json.loads(path.read_text()) for path in args.records])
+        page = Path(__file__).with_name("README.md")
+        before, after = page.read_text().split("<!-- cifar100 -->")[0], page.read_text().split("<!-- end cifar100 -->")[1]
+        page.write_text(f"{before}<!-- cifar100 -->\n{text}\n<!-- end cifar100 -->{after}")
+        print(text)
 
 
 if __name__ == "__main__":
