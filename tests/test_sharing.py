@@ -87,6 +87,16 @@ def test_sharing_ends_where_draws_are_real_numbers_or_mostly_differ() -> None:
         assert conv == expected
 
 
+def test_where_the_first_pass_shares_nothing_no_hooks_stay() -> None:
+    model = sb.bayesianize(models.regression_net(6).eval(), sb.ModelPatch(cross=True, init="uniform"))
+    x = torch.randn(4, 6)
+    with torch.no_grad(), shared(model, 0):
+        sb.sample(model, x, draws=8)
+        assert model.dense1._forward_pre_hooks
+        sb.sample(model, x, draws=8)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if m is not model)
+
+
 def test_a_dimension_that_only_looks_like_the_batch_is_left_alone() -> None:
     class Transposed(nn.Module):
         """Its Linear sees (features, rows): as many features as folded rows."""
@@ -210,3 +220,9 @@ def test_stacking_refuses_what_it_cannot_reweight(config: sb.Config) -> None:
     model: Callable[..., Any] = sb.bayesianize(nn.Sequential(nn.Linear(2, 2)), config)
     with pytest.raises(ValueError, match="stack is for an Ensemble"):
         sb.stack(model, *_blobs(5))
+
+
+def test_a_plain_model_has_the_same_prediction_in_every_draw() -> None:
+    model = sb.bayesianize(nn.Linear(2, 2), sb.Deterministic())
+    pred = sb.predict(model, torch.randn(3, 2), draws=4)
+    assert pred.samples.shape == (4, 3, 2) and pred.epistemic.abs().max() < 1e-6

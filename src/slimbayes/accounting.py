@@ -14,6 +14,7 @@ from slimbayes.layers.base import Converted
 from slimbayes.passes import posteriors_of
 from slimbayes.planning import Selection, plan
 from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.mc_dropout import DropoutPosterior
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,14 @@ class Summary:
 
     rows: tuple[Row, ...]
     log_ensemble_size: float = 0.0  # natural logarithm: the number itself soon exceeds what a float holds
+    at_least: bool = False  # dropout's units are only known when it runs
 
     @property
     def ensemble_size(self) -> str:
         """How many different networks the posterior holds: a product over layers for picks, infinitely many for real numbers."""
-        return _size(self.log_ensemble_size)
+        if self.at_least and not self.log_ensemble_size:
+            return "2^units, as many as its dropout layers see"
+        return ("at least " if self.at_least else "") + _size(self.log_ensemble_size)
 
     @property
     def before(self) -> int:
@@ -111,7 +115,7 @@ def summary(model: nn.Module) -> Summary:
     posteriors = posteriors_of(model)
     # Members are shared by all layers and count once; what layers pick by themselves multiplies.
     size = sum(p.log_size for p in posteriors) + math.log(math.lcm(*(p.members for p in posteriors)))
-    return Summary(tuple(rows), size)
+    return Summary(tuple(rows), size, any(isinstance(p, DropoutPosterior) for p in posteriors) and math.isfinite(size))
 
 
 def _own_parameters(layer: nn.Module) -> list[nn.Parameter]:

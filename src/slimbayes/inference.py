@@ -132,7 +132,7 @@ def _outputs(model: nn.Module, args: Any, kwargs: Any, draws: int, chunk: int | 
         yield sample(model, *args, **kwargs)
         return
     at_once = min(draws, _draws_at_once(model, (args, kwargs), rows, chunk))
-    if share and draws > 1 and members(model) == 1 and all(p.countable for p in posteriors):
+    if share and posteriors and draws > 1 and members(model) == 1 and all(p.countable for p in posteriors):
         yield from _distinct(model, (args, kwargs), draws, rows, at_once, batch_dim)
         return
     for start in range(0, draws, at_once):

@@ -30,6 +30,7 @@ class shared:
         self.group: Tensor | None = None  # (S,) group of each draw; None when no two draws agree any more
         self.first: Tensor | None = None  # (G,) one draw of each group
         self.waiting: list[nn.Module] = []  # the module whose output is to be dealt out
+        self.saved = False  # whether any module of the first pass had something to share
 
     def __enter__(self) -> "shared":
         for layer in self.model.modules():
@@ -41,14 +42,21 @@ class shared:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+        self.group = self.first = None
 
     def _begin(self) -> bool:
         """Whether there is anything to share in the pass under way."""
         current = self.posteriors[0].current
         assert current is not None
         if self.current is not current:  # a new pass: all its draws agree
+            if self.current is not None and not self.saved:  # where the first pass shared nothing the others will not either
+                self._remove()
+                return False
             self.current, self.waiting = current, []
             self.group = self.first = None
             if (current.draws or 1) > 1:
@@ -82,6 +90,7 @@ class shared:
         if not leaves or not all(self._alike(leaf) for leaf in leaves):
             return None
         self.waiting.append(module)
+        self.saved = True
         return pytree.tree_map(self._representatives, (args, kwargs))
 
     def _alike(self, x: Tensor) -> bool:

@@ -146,7 +146,7 @@ class Posterior(nn.Module, ABC):
 
     @property
     def log_size(self) -> float:
-        """Natural logarithm of how many different functions a draw of one member can be."""
+        """Natural logarithm of how many different functions a draw of one member can be, or of a number it is not below."""
         return math.inf
 
     @classmethod

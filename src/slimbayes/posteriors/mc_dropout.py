@@ -9,6 +9,7 @@ plain vectors the two are the same. In front of a norm layer the normalised inpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,7 @@ class MCDropout(Config):
                 components=2, assignment="input", zero=True, probs=(1 - rate, rate), draws="example", tau=self.tau, rho=self.rho
             )
             return MixturePosterior(mixture, site)
-        return DropoutPosterior(rate, self.unit, own=site.kind == "dropout", fixed=self.rate is not None)
+        return DropoutPosterior(rate, self.unit, site, fixed=self.rate is not None)
 
     def describe(self) -> str:
         return f"MCDropout(rate={'own or 0.005' if self.rate is None else self.rate})"
@@ -116,9 +117,11 @@ class DropoutPosterior(Posterior):
 
     place: Tensor
 
-    def __init__(self, rate: float, unit: Unit, own: bool, fixed: bool) -> None:
+    def __init__(self, rate: float, unit: Unit, site: Site, fixed: bool) -> None:
         super().__init__()
-        self.rate, self.unit, self.own, self.fixed = rate, unit, own, fixed
+        self.rate, self.unit, self.fixed = rate, unit, fixed
+        self.own = site.kind == "dropout"  # a dropout layer of the model, with a rate and a unit of its own
+        self.units = site.n_in
         self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device
 
     @property
@@ -127,7 +130,7 @@ class DropoutPosterior(Posterior):
 
     @property
     def log_size(self) -> float:
-        return 0.0  # how many units there are shows only when it runs
+        return self.units * math.log(2)  # at least: how many positions there are, or what a dropout layer sees, shows only when it runs
 
     def widths(self, held: bool) -> tuple[int, int]:
         return 0, 0
