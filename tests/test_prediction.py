@@ -15,7 +15,7 @@ from torch import Tensor
 
 import slimbayes as sb
 from slimbayes.objective import noise_scale
-from slimbayes.prediction import Running
+from slimbayes.running import Running
 
 S, K, N, C = 12, 3, 40, 4
 WEIGHTS = (0.5, 0.25, 0.25)

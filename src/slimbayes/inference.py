@@ -17,7 +17,8 @@ from slimbayes.objective import check_finite
 from slimbayes.passes import Pass, posteriors_of
 from slimbayes.posteriors.base import Noise, Posterior
 from slimbayes.posteriors.ensemble import EnsemblePosterior
-from slimbayes.prediction import Likelihood, Prediction, Running
+from slimbayes.prediction import Likelihood, Prediction
+from slimbayes.running import Running
 from slimbayes.sampling import call_batch, members, run_pass, sample
 from slimbayes.sharing import shared
 
