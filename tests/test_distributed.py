@@ -39,6 +39,8 @@ CONFIGS: dict[str, sb.Config] = {
     "member": sb.Rank1(members=2, draws="member"),
     "odd": sb.Rank1(members=3, prior=sb.Cauchy(1.0, 0.1)),  # three members do not divide among two ranks
     "batchensemble": sb.BatchEnsemble(members=2),
+    "picks": sb.ModelPatch(components=3, patch=".*", draws="example", jitter=0.5),
+    "ensemble": sb.Ensemble(members=2, init="copies", jitter=0.5),
 }
 
 

@@ -369,16 +369,25 @@ class MixturePosterior(Posterior):
             return total
         mapped = linear()
         # Eq. 8: sum_k p_k tau / 2 |M_k|^2
-        total = total + self.config.tau / 2 * (p * _squares(self._stacked(wide(mapped.weight), self.weight))).sum()
+        total = total + self.config.tau / 2 * self._expected_square(p, mapped.weight, self.weight)
         if self.bias is not None:
-            total = total + self.rho / 2 * (p * _squares(self._stacked(wide(mapped.bias), self.bias))).sum()
+            total = total + self.rho / 2 * self._expected_square(p, mapped.bias, self.bias)
         elif self.site.bias and mapped.bias is not None:  # a bias that is not mixed has probability one
-            total = total + self.rho / 2 * wide(mapped.bias).square().sum()
+            total = total + self.rho / 2 * _squares(mapped.bias, 0)
         return total
 
+    def _expected_square(self, p: Tensor, own: Tensor, others: Tensor | None) -> Tensor:
+        """sum_k p_k |M_k|^2, apart for the layer's own and the others: what FSDP2 shards cannot be joined."""
+        total = p[0] * _squares(own, 0)
+        if others is not None:
+            total = total + (p[1 : 1 + len(others)] * _squares(others, 1)).sum()
+        return total / self._kept() ** 2 if self.config.zero else total
 
-def _squares(components: Tensor) -> Tensor:
-    return components.flatten(1).square().sum(1)
+
+def _squares(tensor: Tensor, first: int) -> Tensor:
+    """Sum of squares over the dimensions from `first` on, whole on every process."""
+    total = wide(tensor).square().sum(list(range(first, tensor.dim())))
+    return total.full_tensor() if hasattr(total, "full_tensor") else total
 
 
 def _resets(layer: nn.Module) -> list[Callable[[], None]]:
