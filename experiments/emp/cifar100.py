@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import models
+from slimbayes.data.augment import pad_crop_flip
 from slimbayes.metrics import calibration
 
 CONFIGS: dict[str, sb.Config] = {
@@ -69,17 +70,6 @@ def normalise(images: Tensor) -> Tensor:
     return ((images.float() - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
-def augment(images: Tensor) -> Tensor:
-    """Random crops of images padded by 4, half of them flipped: one index for all."""
-    n, device = len(images), images.device
-    padded = F.pad(images, (4, 4, 4, 4))
-    rows = torch.arange(32, device=device) + torch.randint(9, (n, 1), device=device)
-    columns = torch.arange(32, device=device) + torch.randint(9, (n, 1), device=device)
-    columns = torch.where(torch.rand(n, 1, device=device) < 0.5, columns.flip(1), columns)
-    index = torch.arange(n, device=device)[:, None, None]
-    return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
-
 def train(net: nn.Module, x: Tensor, y: Tensor, epochs: int, batch: int, dtype: torch.dtype) -> list[float]:
     """Adam at its defaults, one draw a step; returns the mean loss of each epoch."""
     optimizer = torch.optim.Adam(net.parameters(), fused=x.is_cuda)
@@ -90,7 +80,7 @@ def train(net: nn.Module, x: Tensor, y: Tensor, epochs: int, batch: int, dtype: 
         for index in torch.randperm(len(x), device=x.device).split(batch)[: len(x) // batch]:
             optimizer.zero_grad()
             with torch.autocast(x.device.type, dtype):
-                logits = net(augment(normalise(x[index])))
+                logits = net(pad_crop_flip(normalise(x[index])))
             nll = F.cross_entropy(logits.float(), y[index])
             (nll + sb.l2(net, penalty, penalty, penalty, penalty)).backward()
             optimizer.step()

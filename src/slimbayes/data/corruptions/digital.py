@@ -1,0 +1,104 @@
+"""Contrast, colour, geometry and resolution.
+
+Shape, everywhere: images (B, C, H, W) in [0, 1], result alike and not yet clipped.
+"""
+
+import torch
+from torch import Tensor
+
+from slimbayes.data.corruptions import filters
+from slimbayes.data.corruptions.draws import Draws
+
+
+def contrast(x: Tensor, draw: Draws, factor: float) -> Tensor:
+    """Pull every channel towards its mean."""
+    mean = x.mean((2, 3), keepdim=True)
+    return (x - mean) * factor + mean
+
+
+def saturate(x: Tensor, draw: Draws, factor: float, offset: float) -> Tensor:
+    """S' = clip(factor S + offset) of hue, saturation and value, written without the hue.
+
+    A colour is V - V S k, where k in [0, 1] says how far each channel lies from the largest one and holds the hue. Quirk:
+    gray has no hue, the reference takes hue 0 for it, so an offset paints gray red.
+    """
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+    red = x.new_tensor([0.0, 1.0, 1.0]).view(1, 3, 1, 1)
+    k = torch.where(chroma > 0, (value - x) / chroma, red)
+    saturation = torch.where(value > 0, chroma / value, 0)
+    return value * (1 - (saturation * factor + offset).clamp(0, 1) * k)
+
+
+def elastic_transform(x: Tensor, draw: Draws, alpha: float, sigma: float, affine: float, factor: float) -> Tensor:
+    """A random affine map followed by a smooth random displacement.
+
+    The constants are shares of the size: 32 for CIFAR and, as the reference has it, 244 for images of 224 pixels.
+    """
+    batch, _, height, width = x.shape
+    size = min(height, width) * factor
+    offsets = draw.uniform(batch, 3, 2, low=-affine * size, high=affine * size)
+    down, right = draw.uniform(2, batch, height, width, low=-1, high=1)
+    x = warp_affine(x, offsets)
+    down, right = (filters.gaussian(field, sigma * size, "reflect", truncate=3.0) * alpha * size for field in (down, right))
+    rows, columns = _grid(x)
+    return filters.bilinear(x, rows + down, columns + right, "reflect")
+
+
+def warp_affine(x: Tensor, offsets: Tensor) -> Tensor:
+    """Map three corners of the image's middle ninth, moved by `offsets`, and all else with them; borders are mirrored.
+
+    Quirk: the corners are (row, column) pairs used as (x, y), which shows in images that are not square.
+
+    Shape: x (B, C, H, W), offsets (B, 3, 2) in pixels as (x, y), result like x.
+    """
+    height, width = x.shape[-2:]
+    side = min(height, width) // 3
+    if side == 0:
+        raise ValueError(f"elastic_transform needs images of at least 3 x 3 pixels, got {height} x {width}.")
+    middle = x.new_tensor([height // 2, width // 2])
+    corners = x.new_tensor([[1, 1], [1, -1], [-1, -1]])  # seen from the middle, in units of `side`, to keep the system tame
+    moved = torch.cat([corners + offsets / side, torch.ones_like(offsets[..., :1])], 2)
+    back = torch.linalg.solve(moved, corners.expand(len(x), -1, -1))  # (moved x, moved y, 1) @ back = corner
+    rows, columns = _grid(x)
+    at = torch.stack([(columns - middle[0]) / side, (rows - middle[1]) / side, torch.ones_like(rows)], -1)
+    # A sum instead of a product of matrices, which TF32 would round to a tenth of a pixel.
+    there = (at.unsqueeze(-1) * back.view(-1, 1, 1, 3, 2)).sum(-2) * side + middle
+    return filters.bilinear(x, there[..., 1], there[..., 0], "mirror")
+
+
+def _grid(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column of every pixel, each (1, H, W)."""
+    height, width = x.shape[-2:]
+    rows = torch.arange(height, dtype=x.dtype, device=x.device).view(1, -1, 1)
+    columns = torch.arange(width, dtype=x.dtype, device=x.device).view(1, 1, -1)
+    return rows.expand(1, height, width), columns.expand(1, height, width)
+
+
+def pixelate(x: Tensor, draw: Draws, factor: float) -> Tensor:
+    """Shrink with a box filter and grow back, as Pillow does: bytes, columns before rows, rounded after each."""
+    height, width = x.shape[-2:]
+    pixels = filters.round_levels(x)
+    for size in (max(int(width * factor), 1), max(int(height * factor), 1), width, height):
+        pixels = filters.mix_columns(pixels, box_matrix(pixels.shape[-1], size))
+        pixels = torch.floor(pixels + 0.5 + 1e-4).mT  # the slack keeps halves, which thirds and sevenths in float32 just miss
+    return pixels / 255
+
+
+def box_matrix(size: int, target: int) -> Tensor:
+    """Pillow's box filter from `size` to `target` points as a matrix: means of whole pixels, never of parts of them.
+
+    Shape: result (target, size).
+
+    Example:
+        >>> box_matrix(4, 3).tolist()[1]  # the middle third of four pixels touches two
+        [0.0, 0.5, 0.5, 0.0]
+    """
+    scale = size / target
+    wide = max(scale, 1.0)
+    centre = (torch.arange(target, dtype=torch.float64, device="cpu").unsqueeze(1) + 0.5) * scale
+    pixel = torch.arange(size, dtype=torch.float64, device="cpu")
+    away = (pixel - centre + 0.5) * (1 / wide)  # in Pillow's order of operations, on which ties depend
+    window = (pixel >= (centre - wide / 2 + 0.5).floor()) & (pixel < (centre + wide / 2 + 0.5).floor())
+    inside = ((away > -0.5) & (away <= 0.5) & window).double()
+    return inside / inside.sum(1, keepdim=True)

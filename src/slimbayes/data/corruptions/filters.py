@@ -1,0 +1,195 @@
+"""Linear filters and resampling with the border rules of the libraries that the reference corruptions call.
+
+Sizes: B images, C channels, H rows, W columns.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# Outside the image: a a|a b c|c c (OpenCV replicate), b a|a b c|c b (SciPy reflect), c b|a b c|b a (OpenCV reflect 101).
+Border = Literal["nearest", "reflect", "mirror"]
+
+
+def fold(index: Tensor, size: int, border: Border) -> Tensor:
+    """Bring positions outside 0 .. size - 1 back inside.
+
+    Example:
+        >>> [fold(torch.arange(-2, 5), 3, border).tolist() for border in ("nearest", "reflect", "mirror")]
+        [[0, 0, 0, 1, 2, 2, 2], [1, 0, 0, 1, 2, 2, 1], [2, 1, 0, 1, 2, 1, 0]]
+    """
+    if border == "nearest" or size == 1:
+        return index.clamp(0, size - 1)
+    overlap = int(border == "reflect")
+    period = 2 * (size - 1 + overlap)
+    index = index.remainder(period)
+    return torch.where(index >= size, period - overlap - index, index)
+
+
+def truncate_levels(x: Tensor) -> Tensor:
+    """Round down to multiples of 1/255, as numpy does when it casts 255 x to uint8.
+
+    Example:
+        >>> truncate_levels(torch.tensor([0.0, 1.9, 2.0, 255.0]) / 255).mul(255).tolist()
+        [0.0, 1.0, 2.0, 255.0]
+    """
+    return torch.floor(x * 255 + 1e-3) / 255  # the slack keeps a level that float32 holds as 1.9999998
+
+
+def round_levels(x: Tensor) -> Tensor:
+    """255 x as whole numbers: the bytes an image in [0, 1] was made from."""
+    return torch.floor(x * 255 + 0.5)
+
+
+def mix_columns(x: Tensor, matrix: Tensor) -> Tensor:
+    """x @ matrix.T for every image and channel.
+
+    Shape: x (..., H, W), matrix (w, W), result (..., H, w).
+    """
+    dtype = torch.float64 if x.is_cuda else x.dtype  # in float32 a GPU may be set to round factors to TF32: wrong by a level
+    return (x.contiguous().to(dtype) @ matrix.to(x.device, dtype).mT).to(x.dtype)
+
+
+def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """rows @ x @ columns.T for every image and channel.
+
+    Shape: x (..., H, W), rows (h, H), columns (w, W), result (..., h, w).
+    """
+    return mix_columns(mix_columns(x, columns).mT, rows).mT
+
+
+def gaussian_matrix(size: int, sigma: float, border: Border = "nearest", truncate: float = 4.0) -> Tensor:
+    """Gaussian smoothing of `size` points as a matrix, cut off at `truncate` sigma like scipy.ndimage.
+
+    Shape: result (size, size).
+
+    Example:
+        >>> gaussian_matrix(4, 0.05).equal(torch.eye(4).double())  # too narrow to reach a neighbour
+        True
+    """
+    radius = int(truncate * sigma + 0.5)
+    if radius == 0:
+        return torch.eye(size, dtype=torch.float64, device="cpu")
+    taps = torch.arange(-radius, radius + 1, device="cpu")
+    weights = torch.softmax(-0.5 * (taps.double() / sigma) ** 2, 0)
+    index = fold(torch.arange(size, device="cpu").unsqueeze(1) + taps, size, border)
+    matrix = torch.zeros(size, size, dtype=torch.float64, device="cpu")
+    return matrix.scatter_add_(1, index, weights.expand(size, -1))
+
+
+def gaussian(x: Tensor, sigma: float, border: Border = "nearest", truncate: float = 4.0) -> Tensor:
+    """Smooth images with a Gaussian of `sigma` pixels.
+
+    Shape: x (..., H, W), result alike.
+    """
+    rows, columns = (gaussian_matrix(n, sigma, border, truncate) for n in x.shape[-2:])
+    return separable(x, rows, columns)
+
+
+def zoom_matrix(size: int, factor: float) -> Tensor:
+    """Enlarge the middle of `size` points by `factor`, linearly, and keep `size` of them, as a matrix.
+
+    Shape: result (size, size).
+
+    Example:
+        >>> zoom_matrix(4, 2.0)[1].tolist()  # the middle two points become four
+        [0.0, 0.6666666666666667, 0.3333333333333333, 0.0]
+    """
+    crop = math.ceil(size / factor)
+    grown = round(crop * factor)
+    start, trim = (size - crop) // 2, (grown - size) // 2
+    at = (trim + torch.arange(size, dtype=torch.float64, device="cpu")) * (crop - 1) / max(grown - 1, 1)
+    left = at.long().clamp(max=max(crop - 2, 0))
+    share = (at - left).unsqueeze(1)
+    eye = torch.eye(size, dtype=torch.float64, device="cpu")
+    return (1 - share) * eye[start + left] + share * eye[start + (left + 1).clamp(max=crop - 1)]
+
+
+def zoom(x: Tensor, factor: float) -> Tensor:
+    """Enlarge the middle of images, which keep their size.
+
+    Shape: x (..., H, W), result alike.
+    """
+    return separable(x, *(zoom_matrix(n, factor) for n in x.shape[-2:]))
+
+
+def pad(x: Tensor, margin: int, border: Border) -> Tensor:
+    """Add `margin` pixels on every side.
+
+    Shape: x (..., H, W), result (..., H + 2 margin, W + 2 margin).
+    """
+    for dim in (-2, -1):
+        size = x.shape[dim]
+        x = x.index_select(dim, fold(torch.arange(-margin, size + margin, device=x.device), size, border))
+    return x
+
+
+def correlate(x: Tensor, kernel: Tensor, border: Border = "mirror") -> Tensor:
+    """Weigh every pixel's neighbourhood with an odd square kernel, like cv2.filter2D.
+
+    Sums shifted images: kernels here are small or sparse, and a cuDNN convolution would round factors to TF32.
+
+    Shape: x (..., H, W), kernel (k, k), result like x.
+    """
+    height, width = x.shape[-2:]
+    padded = pad(x, len(kernel) // 2, border)
+    out = torch.zeros_like(x)
+    for i, row in enumerate(kernel.tolist()):
+        for j, weight in enumerate(row):
+            if weight:
+                out.add_(padded[..., i : i + height, j : j + width], alpha=weight)
+    return out
+
+
+def motion(x: Tensor, radius: float, sigma: float, angle: Tensor) -> Tensor:
+    """ImageMagick's motion blur: a one-sided Gaussian tail along a line of 2 radius + 1 whole-pixel steps, edges repeated.
+
+    Shape: x (B, C, H, W), angle (B,) in radians, result like x.
+    """
+    taps = torch.arange(2 * int(radius) + 1, device="cpu")
+    weights = torch.softmax(-0.5 * (taps.double() / sigma) ** 2, 0).tolist()
+    out = torch.zeros_like(x)
+    for i, weight in enumerate(weights):
+        down = torch.ceil(i * angle.sin() - 0.5).long()
+        right = torch.ceil(i * angle.cos() - 0.5).long()
+        out.add_(shift(x, down, right), alpha=weight)
+    return out
+
+
+def shift(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
+    """Pixel (y, x) of the result is pixel (y + down, x + right) of the image, edges repeated.
+
+    Shape: x (B, C, H, W), down and right (B,), result like x.
+    """
+    height, width = x.shape[-2:]
+    rows = (torch.arange(height, device=x.device) + down.unsqueeze(1)).clamp(0, height - 1)
+    columns = (torch.arange(width, device=x.device) + right.unsqueeze(1)).clamp(0, width - 1)
+    return take(x, rows.unsqueeze(2) * width + columns.unsqueeze(1))
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Pixels by their number in row-major order, the same for all channels.
+
+    Shape: x (B, C, H, W), index (B, H, W), result like x.
+    """
+    index = index.flatten(1).unsqueeze(1).expand(-1, x.shape[1], -1)
+    return x.flatten(2).gather(2, index).view_as(x)
+
+
+def bilinear(x: Tensor, rows: Tensor, columns: Tensor, border: Border) -> Tensor:
+    """Sample images between pixels.
+
+    Shape: x (B, C, H, W), rows and columns (B, H, W), result like x.
+    """
+    height, width = x.shape[-2:]
+    top, left = rows.floor(), columns.floor()
+    below, beside = (rows - top).unsqueeze(1), (columns - left).unsqueeze(1)
+
+    def line(y: Tensor) -> Tensor:
+        start = fold(y.long(), height, border) * width
+        first, second = (take(x, start + fold(left.long() + i, width, border)) for i in (0, 1))
+        return torch.lerp(first, second, beside)
+
+    return torch.lerp(line(top), line(top + 1), below)
