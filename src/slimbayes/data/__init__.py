@@ -1,7 +1,15 @@
-"""Data to train on and to judge uncertainty by: augmentation and the corruptions of CIFAR-10-C and ImageNet-C, as batched tensor operations."""
+"""Data to train on and to judge uncertainty by: readers for what users have, batched augmentation, the corruptions of CIFAR-10-C and ImageNet-C."""
 
 from slimbayes.data.augment import pad_crop_flip as pad_crop_flip
 from slimbayes.data.augment import resized_crop as resized_crop
 from slimbayes.data.corruptions import CORRUPTIONS as CORRUPTIONS
 from slimbayes.data.corruptions import EXTRA as EXTRA
 from slimbayes.data.corruptions import corrupt as corrupt
+from slimbayes.data.dataset import Dataset as Dataset
+from slimbayes.data.dataset import Split as Split
+from slimbayes.data.datasets import available as available
+from slimbayes.data.datasets import check as check
+from slimbayes.data.datasets import load as load
+from slimbayes.data.folders import ImageFolder as ImageFolder
+from slimbayes.data.tables import Regression as Regression
+from slimbayes.data.tables import standard_split as standard_split
