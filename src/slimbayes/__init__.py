@@ -1,7 +1,9 @@
 """slimbayes: turn any PyTorch model into a parameter-efficient Bayesian neural net."""
 
+from slimbayes import data as data
 from slimbayes import diagnostics as diagnostics
 from slimbayes import metrics as metrics
+from slimbayes import models as models
 from slimbayes import schedules as schedules
 from slimbayes.accounting import Cost as Cost
 from slimbayes.accounting import Summary as Summary
