@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimbayes.prediction import Prediction, check_labels
+from slimbayes.metrics.inputs import labelled
+from slimbayes.prediction import Prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,47 +67,50 @@ def calibration(probs: Prediction | Tensor, target: Tensor, bins: int = 20, drop
     """
     if bins < 1 or drop < 0:
         raise ValueError(f"calibration needs bins >= 1 and drop >= 0, got bins={bins!r}, drop={drop!r}.")
-    confidence, right = _judge(probs, target)
-    edges = (torch.arange(bins + 1, dtype=torch.float64, device=confidence.device) / bins).to(confidence.dtype).double()
-    confidence = confidence.double()
-    index = torch.bucketize(confidence, edges[1:-1])  # right=False: an edge belongs to the bin below
-    count = torch.bincount(index, minlength=bins)
-    accuracy = torch.bincount(index, right.double(), bins) / count
-    mean = torch.bincount(index, confidence, bins) / count
-    kept = count > drop
-    gap = (accuracy - mean).abs()[kept]
-    ece = float((gap * count[kept]).sum() / len(confidence)) if len(gap) else math.nan
-    return Calibration(ece, float(gap.max()) if len(gap) else math.nan, accuracy, mean, count, edges, kept)
+    confidence, right = judged(probs, target)
+    sums = bin_sums(confidence, right, bins)
+    ece, mce = bin_errors(sums, drop)
+    accuracy, mean = sums[1:] / sums[0]
+    return Calibration(float(ece), float(mce), accuracy, mean, sums[0].long(), bin_edges(confidence, bins), sums[0] > drop)
 
 
-def _judge(probs: Prediction | Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def judged(probs: Prediction | Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Confidence in each predicted class and whether it is the right one, as vectors."""
-    if isinstance(probs, Prediction):
-        binary, probs = probs.likelihood == "bernoulli", probs.probs
-    else:
-        binary = probs.dim() == 1
-    needed = probs.shape if binary else probs.shape[:-1]
-    if probs.dim() == 0 or target.shape != needed or target.numel() == 0:
-        raise ValueError(
-            f"calibration needs probabilities (N, ..., C) and targets (N, ...), or both (N,) for two classes, with N >= 1, "
-            f"got shapes {tuple(probs.shape)} and {tuple(target.shape)}."
-        )
-    _check_probabilities(probs, binary)
-    check_labels(target, None if binary else probs.shape[-1])
-    if binary:
-        label, confidence = probs > 0.5, torch.maximum(probs, 1 - probs)
-    else:
-        confidence, label = probs.max(-1)
-    return confidence.flatten(), (label == target).flatten()
+    rows, label = labelled(probs, target)
+    confidence, predicted = rows.max(-1)
+    return confidence, predicted == label
 
 
-def _check_probabilities(probs: Tensor, binary: bool) -> None:
-    if not probs.is_floating_point():
-        raise ValueError(f"calibration needs probabilities, got dtype {probs.dtype}.")
-    slack = max(1e-3, torch.finfo(probs.dtype).eps)
-    wrong = ~((probs >= 0) & (probs <= 1 + slack))  # written so that nan is wrong too
-    if bool(wrong.any()):
-        raise ValueError(f"Probabilities must lie in [0, 1], got {probs[wrong][0].item()!r}; logits need a softmax first.")
-    off = (probs.double().sum(-1) - 1).abs() > slack
-    if not binary and bool(off.any()):
-        raise ValueError(f"The probabilities of a row must sum to 1, got {probs[off][0].double().sum().item():.4f}.")
+def bin_sums(confidence: Tensor, right: Tensor, bins: int) -> Tensor:
+    """How many confidences fall into each bin, how many of them are right, and what they sum to: (3, R), which add over batches.
+
+    Shape: confidence and right (M,).
+
+    Example:
+        >>> bin_sums(torch.tensor([0.5, 0.75, 1.0]), torch.tensor([True, False, True]), 2)
+        tensor([[1.0000, 2.0000],
+                [1.0000, 1.0000],
+                [0.5000, 1.7500]], dtype=torch.float64)
+    """
+    index = bin_index(confidence, bins)
+    confidence = confidence.double()
+    return torch.stack([torch.bincount(index, weights, bins) for weights in (torch.ones_like(confidence), right.double(), confidence)])
+
+
+def bin_index(confidence: Tensor, bins: int) -> Tensor:
+    """Bin of each probability, from 0 to R - 1; an edge, in the precision of the probabilities, belongs to the bin below."""
+    return torch.bucketize(confidence.double(), bin_edges(confidence, bins)[1:-1])
+
+
+def bin_edges(confidence: Tensor, bins: int) -> Tensor:
+    """The bins' ends (R + 1,), rounded to the precision of the probabilities."""
+    return (torch.arange(bins + 1, dtype=torch.float64, device=confidence.device) / bins).to(confidence.dtype).double()
+
+
+def bin_errors(sums: Tensor, drop: int) -> tuple[Tensor, Tensor]:
+    """ECE and MCE from the sums (3, R) of `bin_sums`; nan if no bin is kept."""
+    count, right, confidence = sums[:, sums[0] > drop]
+    if len(count) == 0:
+        return sums.new_tensor(math.nan), sums.new_tensor(math.nan)
+    gap = (right - confidence).abs()
+    return gap.sum() / sums[0].sum(), (gap / count).max()

@@ -1,0 +1,175 @@
+"""Accuracy and proper scores of predicted classes.
+
+    Accuracy       mean of 1[argmax_c p_c = y]
+    TopK           mean of 1[y is among the k most probable classes]
+    NLL            mean of -log p_y
+    Brier          mean of sum_c (p_c - 1[c = y])^2, between 0 and 2
+    SoftLabelNLL   mean of -sum_c q_c log p_c for a distribution q of labels
+
+All take a Prediction, probabilities (N, ..., C), or probabilities (N,) of class one, which stand for (1 - p, p): the Brier score
+of two classes is twice (p - y)^2. Memory is constant.
+
+Sizes: N rows, C classes.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from slimbayes.metrics.inputs import class_probabilities, labelled, need_tensor
+from slimbayes.metrics.streaming import Mean
+from slimbayes.prediction import Prediction
+
+
+class Accuracy(Mean):
+    """Share of rows whose most probable class is the target; the first class wins a tie.
+
+    Shape: update(probs (N, ..., C), target (N, ...)), or both (N,).
+
+    Example:
+        >>> metric = Accuracy()
+        >>> metric.update(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0]))
+        >>> float(metric.compute())
+        0.5
+    """
+
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        super().__init__("right")
+
+    def update(self, probs: Prediction | Tensor, target: Tensor) -> None:
+        """Take a batch."""
+        rows, label = labelled(probs, target)
+        self.add(rows.argmax(-1) == label)
+
+
+class TopK(Mean):
+    """Share of rows whose target is among the k most probable classes; of equal probabilities the first classes count.
+
+    Args:
+        k: how many guesses; no more than there are classes.
+
+    Shape: update(probs (N, ..., C), target (N, ...)).
+
+    Example:
+        >>> metric = TopK(k=2)
+        >>> metric.update(torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]), torch.tensor([1, 2]))
+        >>> float(metric.compute())
+        0.5
+    """
+
+    higher_is_better = True
+
+    def __init__(self, k: int = 5) -> None:
+        if k < 1:
+            raise ValueError(f"TopK needs k >= 1, got k={k!r}.")
+        super().__init__(f"top{k}")
+        self.k = k
+
+    def update(self, probs: Prediction | Tensor, target: Tensor) -> None:
+        """Take a batch."""
+        rows, label = labelled(probs, target)
+        if self.k > rows.shape[-1]:
+            raise ValueError(f"TopK with k={self.k} needs at least as many classes, got {rows.shape[-1]}.")
+        mine = rows.gather(-1, label[:, None])
+        earlier = torch.arange(rows.shape[-1], device=rows.device) < label[:, None]
+        self.add(((rows > mine) | (rows == mine) & earlier).sum(-1) < self.k)
+
+
+class NLL(Mean):
+    """Negative log-likelihood of the targets under the averaged probabilities, in nats (Dusenberry et al. 2020, Eq. 14).
+
+    A target whose probability was rounded to zero makes it infinite.
+
+    Shape: update(probs (N, ..., C), target (N, ...)), or both (N,).
+
+    Example:
+        >>> metric = NLL()
+        >>> metric.update(torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([0, 1]))
+        >>> round(float(metric.compute()), 4)
+        0.6931
+    """
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        super().__init__("nll")
+
+    def update(self, probs: Prediction | Tensor, target: Tensor) -> None:
+        """Take a batch."""
+        rows, label = labelled(probs, target)
+        self.add(-rows.gather(-1, label[:, None]).double().log())
+
+
+class Brier(Mean):
+    """Brier score: squared distance of the probabilities from the target's corner of the simplex.
+
+    Args:
+        convention: "standard" is sum_c (p_c - 1[c = y])^2, from 0 to 2. "tfp" is sum_c p_c^2 - 2 p_y, one less, as TensorFlow
+            Probability computes it and the tables of the k-tied Normal print it.
+
+    Shape: update(probs (N, ..., C), target (N, ...)), or both (N,).
+
+    Example:
+        >>> metric, tfp = Brier(), Brier(convention="tfp")
+        >>> for m in (metric, tfp):
+        ...     m.update(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
+        >>> float(metric.compute()), float(tfp.compute())
+        (0.5, -0.5)
+    """
+
+    higher_is_better = False
+
+    def __init__(self, convention: Literal["standard", "tfp"] = "standard") -> None:
+        if convention not in ("standard", "tfp"):
+            raise ValueError(f"convention must be 'standard' or 'tfp', got {convention!r}.")
+        super().__init__("brier")
+        self.convention = convention
+
+    def update(self, probs: Prediction | Tensor, target: Tensor) -> None:
+        """Take a batch."""
+        rows, label = labelled(probs, target)
+        off = rows.double()
+        off = off.scatter_add(-1, label[:, None], off.new_full((len(off), 1), -1.0))
+        self.add(off.square().sum(-1))
+
+    def compute(self) -> Tensor:
+        """The mean over all rows so far, of all processes."""
+        return super().compute() - (1 if self.convention == "tfp" else 0)
+
+
+class SoftLabelNLL(Mean):
+    """Cross-entropy of the predictions under many people's labels, in nats (Peterson et al. 2019, CIFAR-10H).
+
+    Each row counts once, however many people judged it. The least possible value is the mean entropy of the labels.
+
+    Shape: update(probs (N, ..., C), labels (N, ..., C)): counts or probabilities of each class, scaled here to sum to one; for binary
+    probabilities (N,), labels (N, 2).
+
+    Example:
+        >>> metric = SoftLabelNLL()
+        >>> metric.update(torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[25, 25, 0]]))  # 50 people
+        >>> round(float(metric.compute()), 4)
+        1.0397
+    """
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        super().__init__("soft_nll")
+
+    def update(self, probs: Prediction | Tensor, labels: Tensor) -> None:
+        """Take a batch."""
+        rows = class_probabilities(probs)
+        if need_tensor("Labels", labels).shape != rows.shape or labels.numel() == 0:
+            raise ValueError(f"Labels need the probabilities' shape {tuple(rows.shape)} and at least one row, got {tuple(labels.shape)}.")
+        share = labels.double()
+        wrong = ~((share >= 0) & share.isfinite())
+        if bool(wrong.any()):
+            raise ValueError(f"Labels must be counts or probabilities, not negative and finite, got {labels[wrong][0].item()!r}.")
+        people = share.sum(-1, keepdim=True)
+        if bool((people == 0).any()):
+            raise ValueError("Each row of labels needs a class with a count or probability above zero, got a row of zeros.")
+        self.add(-torch.special.xlogy(share / people, rows.double()).sum(-1))

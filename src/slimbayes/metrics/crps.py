@@ -1,0 +1,81 @@
+"""The continuous ranked probability score of a predictive distribution F at y, in y's units; less is better.
+
+    CRPS(F, y) = integral (F(x) - 1[x >= y])^2 dx = E|X - y| - E|X - X'| / 2          X, X' independent from F
+
+    crps_samples    F puts weight w_i on x_i; sorted, E|X - X'| / 2 = sum_i w_i x_i (2 W_i - w_i - 1) with W_i = w_1 + ... + w_i,
+                    in O(M log M) time and O(M) memory, against O(M^2) for all pairs
+    crps_mixture    F = sum_i w_i N(mu_i, s_i^2) (Grimit et al. 2006): with A(m, s) = E|N(m, s^2)|,
+                    sum_i w_i A(y - mu_i, s_i) - 1/2 sum_ij w_i w_j A(mu_i - mu_j, sqrt(s_i^2 + s_j^2)); O(M^2) time, O(M) memory
+    crps_gaussian   its case M = 1
+
+For one value, or scale 0, it is the absolute error. With M samples of a wider F, `crps_samples` scores what it is given, the empirical
+distribution, so it is larger on average than F's score, by E|X - X'| / (2 M).
+
+Sizes: M samples or components, N rows.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def crps_samples(samples: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+    """CRPS of the empirical distribution of samples.
+
+    Shape: samples (M, N, ...), target (N, ...), weights (M,) that sum to one; returns (N, ...) in float64.
+
+    Example:
+        >>> crps_samples(torch.tensor([[0.0], [2.0]]), torch.tensor([1.0]))  # 1 - 2 * 1/4
+        tensor([0.5000], dtype=torch.float64)
+    """
+    off = samples.double() - target.double()  # differences do not change, and small numbers round less
+    share = _shares(weights, off)
+    off, order = off.sort(0)
+    share = share.expand_as(off).gather(0, order)
+    return (share * (off.abs() - off * (2 * share.cumsum(0) - share - 1))).sum(0)
+
+
+def crps_mixture(means: Tensor, scales: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+    """CRPS of a mixture of normal distributions; a scale of zero is a point.
+
+    Shape: means (M, N, ...), scales broadcast against means, target (N, ...), weights (M,) that sum to one; returns (N, ...) in float64.
+
+    Example:
+        >>> crps_mixture(torch.zeros(2, 1), torch.ones(2, 1), torch.zeros(1))  # (sqrt(2) - 1) / sqrt(pi), that of N(0, 1)
+        tensor([0.2337], dtype=torch.float64)
+    """
+    off = means.double() - target.double()
+    variance = scales.double().square().expand_as(off)
+    share = _shares(weights, off)
+    spread = torch.zeros_like(off[0])
+    for i in range(len(off)):  # the pairs j > i count twice, the pair (i, i) once
+        later = share[i] * share[i:] * _mean_distance(off[i] - off[i:], variance[i] + variance[i:])
+        spread = spread + later.sum(0) - later[0] / 2
+    return (share * _mean_distance(off, variance)).sum(0) - spread
+
+
+def crps_gaussian(mean: Tensor, scale: Tensor | float, target: Tensor) -> Tensor:
+    """CRPS of a normal distribution: scale * (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi)) with z = (y - mean) / scale.
+
+    Shape: mean (N, ...), scale broadcasts against it, target (N, ...); returns (N, ...) in float64.
+
+    Example:
+        >>> crps_gaussian(torch.tensor([1.0]), 0.0, torch.tensor([3.0]))
+        tensor([2.], dtype=torch.float64)
+    """
+    return crps_mixture(mean[None], torch.as_tensor(scale, device=mean.device), target)
+
+
+def _mean_distance(m: Tensor, variance: Tensor) -> Tensor:
+    """E|X| for X from N(m, variance)."""
+    scale = variance.sqrt()
+    z = m / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    return math.sqrt(2 / math.pi) * scale * torch.exp(-0.5 * z.square()) + m * torch.erf(z / math.sqrt(2))
+
+
+def _shares(weights: Tensor | None, values: Tensor) -> Tensor:
+    """Weights (M, 1, ...) to meet values (M, N, ...); equal ones if None."""
+    if weights is None:
+        weights = torch.full((len(values),), 1 / len(values), dtype=values.dtype, device=values.device)
+    return weights.to(values).reshape(-1, *[1] * (values.dim() - 1))

@@ -1,0 +1,96 @@
+"""What metrics accept: class probabilities from a Prediction or a tensor, checked and brought to one shape.
+
+A binary probability p stands for the two classes (1 - p, p), so every metric of classes has one definition.
+
+Sizes: N rows, C classes, K members, M = N times further dimensions, such as pixels.
+"""
+
+import torch
+from torch import Tensor
+
+from slimbayes.prediction import Prediction, check_labels
+
+
+def class_probabilities(probs: Prediction | Tensor) -> Tensor:
+    """Probabilities with the classes last, (N, ..., C), of a Prediction of classes, of (N, ..., C), or of class one, (N,).
+
+    Example:
+        >>> class_probabilities(torch.tensor([0.25]))
+        tensor([[0.7500, 0.2500]])
+    """
+    if isinstance(probs, Prediction):
+        binary, probs = probs.likelihood == "bernoulli", probs.probs
+    else:
+        need_tensor("Probabilities", probs)
+        binary = probs.dim() == 1
+    return two_classes(probs) if binary else checked(probs)
+
+
+def labelled(probs: Prediction | Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities (M, C) and class indices (M,).
+
+    Shape: probs (N, ..., C) with target (N, ...), or both (N,) for two classes.
+
+    Example:
+        >>> labelled(torch.tensor([0.25]), torch.tensor([1]))
+        (tensor([[0.7500, 0.2500]]), tensor([1]))
+    """
+    need_tensor("Targets", target)
+    given = probs.probs if isinstance(probs, Prediction) else probs
+    binary = probs.likelihood == "bernoulli" if isinstance(probs, Prediction) else need_tensor("Probabilities", probs).dim() == 1
+    needed = given.shape if binary else given.shape[:-1]
+    if given.dim() == 0 or target.shape != needed or target.numel() == 0:
+        raise ValueError(
+            f"Probabilities (N, ..., C) and targets (N, ...) are needed, or both (N,) for two classes, with N >= 1, "
+            f"got shapes {tuple(given.shape)} and {tuple(target.shape)}."
+        )
+    rows = class_probabilities(probs)
+    check_labels(target, None if binary else rows.shape[-1])
+    return rows.flatten(0, -2), target.long().flatten()
+
+
+def member_probabilities(members: Prediction | Tensor) -> Tensor:
+    """Class probabilities of each member (K, M, C), from a Prediction, (K, N, ..., C), or (K, N) of class one, with K >= 2.
+
+    Example:
+        >>> member_probabilities(torch.tensor([[0.25], [0.5]])).shape
+        torch.Size([2, 1, 2])
+    """
+    if isinstance(members, Prediction):
+        binary, members = members.likelihood == "bernoulli", members.member_probs
+    else:
+        binary = need_tensor("Member probabilities", members).dim() == 2
+    if members.dim() < 2 or members.numel() == 0 or len(members) < 2:
+        raise ValueError(f"Probabilities (K, N, C) of K >= 2 members are needed, with N >= 1, got shape {tuple(members.shape)}.")
+    return (two_classes(members) if binary else checked(members)).flatten(1, -2)
+
+
+def need_tensor(role: str, value: Tensor) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{role} must be a tensor, got {type(value).__name__}.")
+    return value
+
+
+def two_classes(probs: Tensor) -> Tensor:
+    _check_range(probs)
+    return torch.stack([1 - probs, probs], -1)
+
+
+def checked(probs: Tensor) -> Tensor:
+    _check_range(probs)
+    off = (probs.double().sum(-1) - 1).abs() > _slack(probs)
+    if bool(off.any()):
+        raise ValueError(f"The probabilities of a row must sum to 1, got {probs[off][0].double().sum().item():.4f}.")
+    return probs
+
+
+def _check_range(probs: Tensor) -> None:
+    if not probs.is_floating_point():
+        raise ValueError(f"Probabilities of a floating type are needed, got dtype {probs.dtype}.")
+    wrong = ~((probs >= 0) & (probs <= 1 + _slack(probs)))  # written so that nan is wrong too
+    if bool(wrong.any()):
+        raise ValueError(f"Probabilities must lie in [0, 1], got {probs[wrong][0].item()!r}; logits need a softmax first.")
+
+
+def _slack(probs: Tensor) -> float:
+    return max(1e-3, torch.finfo(probs.dtype).eps)

@@ -1,0 +1,162 @@
+"""Telling unfamiliar inputs from familiar ones by a score, and any other ranking of positives above negatives.
+
+With the out-of-distribution rows as positives, at every threshold t "score >= t" has
+
+    recall = TP / positives        false positive rate = FP / negatives        precision = TP / (TP + FP)
+
+    AUROC    the chance that a positive outranks a negative, ties counting one half
+    AUCPR    average precision, sum_t (recall_t - recall_t-1) * precision_t, without interpolation, as scikit-learn
+    FPR95    the least false positive rate at a recall of at least 95%
+
+torchmetrics' BinaryAUROC and BinaryAveragePrecision are for probabilities: a batch with a score outside [0, 1], such as an entropy,
+goes through a sigmoid, the batches without do not, and so the ranking across batches is lost. These rank scores as they come.
+Ranking needs every score: each metric keeps 16 bytes per row.
+
+Sizes: M rows, T distinct scores.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from slimbayes.metrics.inputs import class_probabilities, need_tensor
+from slimbayes.metrics.streaming import Streaming
+from slimbayes.prediction import Prediction, check_labels
+
+Score = Literal["entropy", "confidence", "mutual_information"]
+
+
+def ood_score(probs: Prediction | Tensor, score: Score = "entropy") -> Tensor:
+    """How unfamiliar each row looks to a classifier; more is more unfamiliar.
+
+    Args:
+        score: "entropy" of the averaged probabilities in nats; "confidence": 1 - max_c p_c; "mutual_information" between the class and
+            the weights, which is the epistemic part of the entropy and needs a Prediction of several draws.
+
+    Shape: probs (N, ..., C), or (N,) of class one, or a Prediction; returns (N, ...).
+
+    Example:
+        >>> ood_score(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), "confidence")
+        tensor([0.5000, 0.0000])
+    """
+    if score not in ("entropy", "confidence", "mutual_information"):
+        raise ValueError(f"score must be 'entropy', 'confidence' or 'mutual_information', got {score!r}.")
+    rows = class_probabilities(probs)
+    if score == "entropy":
+        return torch.special.entr(rows).sum(-1)
+    if score == "confidence":
+        return 1 - rows.amax(-1)
+    if not isinstance(probs, Prediction):
+        raise TypeError("The mutual information is between draws: it needs a Prediction, got averaged probabilities.")
+    if probs.count < 2:
+        raise ValueError("The mutual information needs at least two draws, got 1; call predict(..., draws=).")
+    return probs.epistemic
+
+
+class Ranking(Streaming):
+    """Keeps scores and which rows are positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_list("scores", "positive")
+
+    def update(self, scores: Tensor | Prediction, is_ood: Tensor) -> None:
+        """Take a batch; a binary Prediction stands for its probabilities of class one."""
+        if isinstance(scores, Prediction):
+            if scores.likelihood != "bernoulli":
+                raise TypeError(f"{type(self).__name__} ranks scores, got a Prediction of {scores.likelihood} targets; use ood_score(prediction).")
+            scores = scores.probs
+        if need_tensor("Scores", scores).shape != need_tensor("Labels", is_ood).shape or scores.numel() == 0:
+            raise ValueError(f"Scores and labels of equal shape (N,) are needed, N >= 1, got {tuple(scores.shape)} and {tuple(is_ood.shape)}.")
+        if bool(scores.isnan().any()):
+            raise ValueError("Scores must be numbers, got nan.")
+        check_labels(is_ood, None)
+        self.add_to("scores", scores)
+        self.add_to("positive", is_ood)
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """True and false positives (T,) at every distinct score as threshold, the highest first."""
+        scores, order = self.all_of("scores").sort(descending=True)
+        last = torch.ones_like(scores, dtype=torch.bool)
+        last[:-1] = scores[1:] != scores[:-1]
+        rank = torch.arange(1, len(scores) + 1, dtype=torch.float64, device=scores.device)
+        true = self.all_of("positive")[order].cumsum(0)
+        if not 0 < true[-1] < len(scores):
+            kind = "negative (0)" if true[-1] == 0 else "positive (1)"
+            raise ValueError(f"{type(self).__name__} needs rows of both kinds, got {len(scores)} rows, all {kind}.")
+        return true[last], (rank - true)[last]
+
+
+class AUROC(Ranking):
+    """Area under the receiver operating characteristic: 1 for a perfect ranking, one half for a random one. Keeps all scores.
+
+    Shape: update(scores (N,), is_ood (N,) of 0 and 1), or any scores and positives, such as probabilities of class one and targets.
+
+    Example:
+        >>> metric = AUROC()
+        >>> metric.update(torch.tensor([2.0, 0.1, 0.3]), torch.tensor([1, 0, 0]))
+        >>> metric.update(torch.tensor([0.2]), torch.tensor([1]))
+        >>> float(metric.compute())
+        0.75
+    """
+
+    higher_is_better = True
+
+    def compute(self) -> Tensor:
+        """The area over all rows so far, of all processes."""
+        true, false = self.counts()
+        zero = true.new_zeros(1)
+        return torch.trapezoid(torch.cat([zero, true]), torch.cat([zero, false])) / (true[-1] * false[-1])
+
+
+class AUCPR(Ranking):
+    """Area under the precision-recall curve, as average precision: 1 for a perfect ranking, the share of positives for constant scores.
+
+    Keeps all scores. In-distribution rows as positives give another number: swap both, update(-scores, 1 - is_ood).
+
+    Shape: update(scores (N,), is_ood (N,) of 0 and 1), or probabilities of class one and targets.
+
+    Example:
+        >>> metric = AUCPR()
+        >>> metric.update(torch.tensor([0.9, 0.8, 0.7, 0.1]), torch.tensor([1, 0, 1, 0]))
+        >>> round(float(metric.compute()), 4)  # 1/2 * 1 + 1/2 * 2/3
+        0.8333
+    """
+
+    higher_is_better = True
+
+    def compute(self) -> Tensor:
+        """The area over all rows so far, of all processes."""
+        true, false = self.counts()
+        return (true.diff(prepend=true.new_zeros(1)) * true / (true + false)).sum() / true[-1]
+
+
+class FPR95(Ranking):
+    """Share of familiar rows flagged by the highest threshold that finds 95% of the unfamiliar ones. Keeps all scores.
+
+    Args:
+        recall: what to find instead of 95%.
+
+    Shape: update(scores (N,), is_ood (N,) of 0 and 1).
+
+    Example:
+        >>> metric = FPR95()
+        >>> metric.update(torch.tensor([0.9, 0.8, 0.7, 0.1]), torch.tensor([1, 0, 1, 0]))
+        >>> float(metric.compute())
+        0.5
+    """
+
+    higher_is_better = False
+
+    def __init__(self, recall: float = 0.95) -> None:
+        if not 0 < recall <= 1:
+            raise ValueError(f"recall must lie in (0, 1], got {recall!r}.")
+        super().__init__()
+        self.recall = recall
+
+    def compute(self) -> Tensor:
+        """The rate over all rows so far, of all processes."""
+        true, false = self.counts()
+        enough = true >= self.recall * true[-1] - 1e-9  # 0.55 * 100 is a little more than 55
+        return false[enough][0] / false[-1]
