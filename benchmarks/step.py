@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch._inductor.config
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes import models
 
 K = 4  # members; the plain network's rows are K times the batch
 METHODS: dict[str, sb.Config] = {
@@ -40,31 +40,6 @@ METHODS: dict[str, sb.Config] = {
 def mlp(width: int, layers: int = 4) -> nn.Module:
     hidden = [m for _ in range(layers - 1) for m in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(width, width))
-
-
-class Block(nn.Module):
-    """Pre-activation residual block of a wide ResNet."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.shortcut = nn.Identity() if inputs == outputs else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv1(F.relu(self.norm1(x)))
-        return self.conv2(F.relu(self.norm2(y))) + self.shortcut(x)
-
-
-def wide_resnet(depth: int, widen: int, classes: int = 10) -> nn.Module:
-    widths = [16, 16 * widen, 32 * widen, 64 * widen]
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
-    for group in range(3):
-        for i in range((depth - 4) // 6):
-            layers.append(Block(widths[group + (i > 0)], widths[group + 1], 2 if group and not i else 1))
-    layers += [nn.BatchNorm2d(widths[3]), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[3], classes)]
-    return nn.Sequential(*layers)
 
 
 class LSTMClassifier(nn.Module):
@@ -90,12 +65,12 @@ class Case:
 CASES = {
     "cpu": {
         "mlp": Case("4 x 512, 256 rows", partial(mlp, 512), (512,), 256),
-        "conv": Case("WRN-10-1, 32 rows of 16x16", partial(wide_resnet, 10, 1), (3, 16, 16), 32),
+        "conv": Case("WRN-10-1, 32 rows of 16x16", partial(models.wrn, 10, 1), (3, 16, 16), 32),
         "lstm": Case("128 units, T=16, 128 rows", partial(LSTMClassifier, 32, 128), (16, 32), 128),
     },
     "cuda": {
         "mlp": Case("4 x 4096, 4096 rows, bf16", partial(mlp, 4096), (4096,), 4096),
-        "conv": Case("WRN-28-10, 512 rows of 32x32, bf16, channels-last", partial(wide_resnet, 28, 10), (3, 32, 32), 512),
+        "conv": Case("WRN-28-10, 512 rows of 32x32, bf16, channels-last", partial(models.wrn, 28, 10), (3, 32, 32), 512),
         "lstm": Case("512 units, T=64, 512 rows, bf16", partial(LSTMClassifier, 128, 512), (64, 128), 512),
     },
 }
