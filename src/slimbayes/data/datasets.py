@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slimbayes.data import cifar, images, tables, text
+from slimbayes.data import cifar, images, physionet, tables, text
 from slimbayes.data.dataset import Dataset, Found, Source, Split
 
 _CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -87,6 +87,10 @@ SOURCES = {
         Source(
             "imdb", "https://ai.stanford.edu/~amaas/data/sentiment", "{train,test}/{neg,pos}/<id>_<rating>.txt, or reviews.txt.xz and ratings.npy",
             ("imdb", "aclImdb"), (text.tree, text.packed), {"train": 25_000, "test": 25_000}, True,
+        ),
+        Source(
+            "physionet2012", "https://physionet.org/content/challenge-2012/", "set-{a,b,c}/<RecordID>.txt with Outcomes-{a,b,c}.txt, or challenge2012.npz.xz",
+            ("physionet2012",), (physionet.bags,), {"train": 4000, "validation": 4000, "test": 4000},
         ),
         *map(_table, tables.UCI),
     )

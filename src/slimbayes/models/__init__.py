@@ -6,6 +6,7 @@ from slimbayes.models.counting import matching_width as matching_width
 from slimbayes.models.dense import deep_mlp as deep_mlp
 from slimbayes.models.dense import mlp as mlp
 from slimbayes.models.dense import regression_net as regression_net
+from slimbayes.models.health import mortality_lstm as mortality_lstm
 from slimbayes.models.pyramid import pyramidnet as pyramidnet
 from slimbayes.models.recurrent import imdb_lstm as imdb_lstm
 from slimbayes.models.residual import small_resnet as small_resnet
