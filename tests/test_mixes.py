@@ -75,3 +75,20 @@ def test_members_of_different_methods_are_matched_row_by_row(first: str, second:
         bare = net(x)
         nearest = (together - bare).abs().amax(-1).amin(0)
         assert nearest.max() < 1e-5
+
+
+def test_the_kl_of_many_patched_layers_is_the_sum_of_their_own() -> None:
+    net = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4))))
+    configs = {
+        "[0-4]": sb.ModelPatch(components=3, jitter=0.5, tau=2.0, rho=0.5),
+        "[5-7]": sb.ModelPatch(components=3, jitter=0.5, cross=True, probs=(0.2, 0.3, 0.5)),
+        "8|9": sb.ModelPatch(components=2, jitter=0.5, learn_probs=True),
+        "10": sb.DropConnect(rate=0.2, tau=1.0),
+        "11": sb.ModelPatch(components=1),
+    }
+    sb.bayesianize(net, configs)
+    for name, parameter in net.named_parameters():
+        if name.endswith("logits"):
+            nn.init.normal_(parameter)
+    apart = sum(float(p.kl(lambda layer=layer, site=site: layer.linear_map(site)).detach()) for layer in net for site, p in layer.posterior.items())
+    assert float(sb.kl(net).detach()) == pytest.approx(apart, rel=1e-5)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from slimbayes.distributions import wide
 from slimbayes.posteriors.base import Config, Kind, MapOf, Noise, Pick, Posterior, Site, check_choice, check_count
-from slimbayes.posteriors.picks import Assigned, bias_shape, mix_together, pick_together, select, uniform
+from slimbayes.posteriors.picks import Assigned, bias_shape, expected_squares, mix_together, pick_together, select, uniform
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -360,11 +360,27 @@ class MixturePosterior(Posterior):
         weights, biases = self._mixed(linear, slice(index, index + 1))
         return weights[0], None if biases is None else biases[0]
 
+    @classmethod
+    def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
+        """Eq. 8 for many layers in a few operations; what is drawn in another way one by one."""
+        terms: list[Tensor] = []
+        alike: dict[Any, list[tuple[Self, LinearMap]]] = {}
+        for p, linear in zip(posteriors, linears, strict=True):
+            if p.config.tau is None or p.config.zero:
+                terms.append(p.kl(linear))
+                continue
+            alike.setdefault((p.components, p.device), []).append((p, linear()))
+            if p.logits is not None:
+                terms.append(p._kl_of_picks(p.probabilities()))
+        return terms + [expected_squares(same) for same in alike.values()]
+
+    def _kl_of_picks(self, p: Tensor) -> Tensor:
+        """One categorical variable for each pick, against a uniform one."""
+        return self.picks * (p * (p * self.components).log()).sum()
+
     def kl(self, linear: MapOf) -> Tensor:
         p = self.probabilities().to(self.dtype)
-        total = p.new_zeros(())
-        if self.logits is not None:  # one categorical variable for each pick, against a uniform one
-            total = total + self.picks * (p * (p * self.components).log()).sum()
+        total = p.new_zeros(()) if self.logits is None else self._kl_of_picks(p)
         if self.config.tau is None or self.rho is None:
             return total
         mapped = linear()

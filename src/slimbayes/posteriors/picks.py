@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slimbayes.distributions import wide
 from slimbayes.posteriors.base import Site
 
 
@@ -76,3 +77,22 @@ def mix_together(same: Sequence[Any], picked: Tensor, by_layer: bool) -> None:
         if not by_layer:
             z, z_bias = z.unflatten(1, shape), z_bias.view(len(z), -1) if p.bias is None else z_bias.unflatten(1, bias_shape(p.site))
         p._values = Assigned(z, z_bias, None, (weight, bias if bias is None or p.bias is not None else bias.expand(len(weight), *bias.shape)))
+
+
+def expected_squares(same: Sequence[tuple[Any, Any]]) -> Tensor:
+    """sum_k p_k (tau/2 |M_k|^2 + rho/2 |m_k|^2) of posteriors with equally many components and their linear maps."""
+    own: list[Tensor] = []
+    others: list[Tensor] = []
+    factors: list[Tensor] = []
+    for p, linear in same:
+        pairs = [(linear.weight, p.weight, p.config.tau)]
+        if p.site.bias:
+            pairs.append((linear.bias, p.bias, p.rho))
+        for first, rest, precision in pairs:
+            own.append(wide(first).flatten())
+            others += [] if rest is None else [wide(rest).flatten(1)]
+            factors.append(precision / 2 * p.probabilities())
+    rows = [torch.cat(own).unsqueeze(0)] + ([torch.cat(others, 1)] if others else [])
+    sizes = torch.tensor([tensor.numel() for tensor in own], device=rows[0].device)
+    spread = torch.stack(factors, 1).repeat_interleave(sizes, 1, output_size=rows[0].shape[1])  # (K, elements)
+    return (spread * torch.cat(rows).square()).sum()
