@@ -82,8 +82,8 @@ def test_the_kl_of_many_patched_layers_is_the_sum_of_their_own() -> None:
     configs = {
         "[0-4]": sb.ModelPatch(components=3, jitter=0.5, tau=2.0, rho=0.5),
         "[5-7]": sb.ModelPatch(components=3, jitter=0.5, cross=True, probs=(0.2, 0.3, 0.5)),
-        "8|9": sb.ModelPatch(components=2, jitter=0.5, learn_probs=True),
-        "10": sb.DropConnect(rate=0.2, tau=1.0),
+        "8|10": sb.ModelPatch(components=2, jitter=0.5, learn_probs=True),
+        "9": sb.DropConnect(rate=0.2, tau=1.0),
         "11": sb.ModelPatch(components=1),
     }
     sb.bayesianize(net, configs)
