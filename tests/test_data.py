@@ -792,3 +792,14 @@ def test_real_listing() -> None:
     published = {name: source.published for name, source in SOURCES.items()}
     assert {f"uci/{name}" for name in tables.UCI if name != "year"} <= set(here)
     assert all(count == published[name][split] for name, splits in here.items() for split, count in splits.items() if split in published[name])
+
+
+def test_a_broken_set_does_not_hide_the_others(tmp_path: Path) -> None:
+    (tmp_path / "mnist").mkdir()
+    for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+        (tmp_path / "mnist" / name).write_bytes(b"nonsense")
+    (tmp_path / "uci").mkdir()
+    (tmp_path / "uci" / "yacht.csv").write_text("a,b\n" + "1.0,2.0\n" * 10)
+    with pytest.warns(UserWarning, match="mnist is there but cannot be read"):
+        found = available(tmp_path)
+    assert found == {"uci/yacht": {"all": 10}}

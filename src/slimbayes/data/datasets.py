@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -123,6 +124,8 @@ def load(name: str, root: Path | str | None = None, splits: Sequence[str] | None
 def available(root: Path | str | None = None) -> dict[str, dict[str, int]]:
     """Every data set under `root` or $SLIMBAYES_DATA with the number of rows of its splits; images are not decoded.
 
+    A set whose files are broken is left out with a warning that says why.
+
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -133,9 +136,11 @@ def available(root: Path | str | None = None) -> dict[str, dict[str, int]]:
     for name, source in SOURCES.items():
         try:
             found = _find(source, folder)
+            here[name] = {split: part.count() for split, part in found.parts.items()}
         except FileNotFoundError:
             continue
-        here[name] = {split: part.count() for split, part in found.parts.items()}
+        except (ValueError, OSError) as error:
+            warnings.warn(f"{name} is there but cannot be read: {error}", stacklevel=2)
     return here
 
 
