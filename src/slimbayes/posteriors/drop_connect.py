@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from slimbayes.posteriors.base import Config, Posterior, Site, check_choice, check_rate
-from slimbayes.posteriors.mixture import Draws, Mixture, MixturePosterior
+from slimbayes.posteriors.component_config import Draws
+from slimbayes.posteriors.mixture import Mixture, MixturePosterior
 
 _EMBEDDINGS = "DropConnect leaves embeddings alone; include it by name to convert it"
 

@@ -36,7 +36,7 @@ class Ensemble(Config):
         init: "fresh" starts the other members anew with each layer's `reset_parameters`; "copies" repeats the weights.
         jitter: standard deviation of the noise on copied parameters, relative to their root mean square.
         execution: "loop" runs members one after another, "batched" all at once through torch.vmap, "auto" batched where that was measured
-            to be faster (benchmarks/ensembles.py): 16 and more members made of plain dense layers.
+            to be faster (benchmarks/ensembles.py): many members made of plain dense layers (faster with 20, not with 5; it switches at 16).
 
     Example:
         >>> import slimbayes as sb

@@ -32,19 +32,18 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions import wide
-from slimbayes.posteriors.base import Config, Kind, MapOf, Noise, Pick, Posterior, Site, check_choice, check_count
+from slimbayes.posteriors.base import Kind, MapOf, Noise, Pick, Posterior, Site, check_choice
+from slimbayes.posteriors.component_config import ComponentConfig
 from slimbayes.posteriors.picks import Assigned, bias_shape, expected_squares, mix_together, pick_together, select, uniform
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
 
 Assignment = Literal["layer", "element", "input", "model"]
-Draws = Literal["forward", "example"]
-_INITS = ("copies", "fresh", "ones", "uniform")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture(Config):
+class Mixture(ComponentConfig):
     """Weights that are picked from K components: the family that holds EMP, ECMP, dropout, DropConnect and ensembles.
 
     Args:
@@ -67,20 +66,12 @@ class Mixture(Config):
         torch.Size([4, 5, 2])
     """
 
-    components: int = 5
     assignment: Assignment = "layer"
     zero: bool = False
-    probs: tuple[float, ...] | None = None
-    learn_probs: bool = False
     sigma: float = 0.0
-    draws: Draws = "forward"
-    init: Literal["copies", "fresh", "ones", "uniform"] | float = "copies"
-    jitter: float = 0.05
-    tau: float | None = 1.0
-    rho: float | None = None
 
     def __post_init__(self) -> None:
-        check_mixture(self)
+        super().__post_init__()
         check_choice(self, "assignment", self.assignment, ("layer", "element", "input", "model"))
         if self.zero and self.components < 2:
             raise ValueError("Mixture: zero=True fixes the last component, so at least 2 are needed.")
@@ -106,31 +97,6 @@ class Mixture(Config):
 
     def describe(self) -> str:
         return f"Mixture({self.assignment}, components={self.components}{', zero' if self.zero else ''})"
-
-
-def check_mixture(config: Any) -> None:
-    """Refuse impossible values of the fields that configs of this family share; read probabilities from JSON lists."""
-    name = type(config).__name__
-    check_count(config, "components", config.components)
-    check_choice(config, "draws", config.draws, ("forward", "example"))
-    if not isinstance(config.init, (int, float)):
-        check_choice(config, "init", config.init, _INITS)
-    for field in ("tau", "rho"):
-        value = getattr(config, field)
-        if value is not None and not value >= 0:
-            raise ValueError(f"{name}: {field} is a precision and must not be negative, got {value!r}.")
-    if config.tau is None and config.rho is not None:
-        raise ValueError(f"{name}: rho={config.rho!r} without tau would leave only the weights to weight decay; give both or neither.")
-    if not config.jitter >= 0:
-        raise ValueError(f"{name}: jitter must not be negative, got {config.jitter!r}.")
-    if config.probs is not None:
-        probs = tuple(float(p) for p in config.probs)
-        if len(probs) != config.components or not min(probs) >= 0 or not abs(sum(probs) - 1) < 1e-6:
-            needed = f"{config.components} numbers (one for each component), none negative, that sum to 1"
-            raise ValueError(f"{name}: probs must be {needed}; got {probs}, whose sum is {sum(probs):.6g}.")
-        if config.learn_probs and not min(probs) > 0:
-            raise ValueError(f"{name}: a probability that starts at zero cannot be learned; got probs={probs}.")
-        object.__setattr__(config, "probs", probs)
 
 
 class MixturePosterior(Posterior):

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
 
 from torch import nn
 
-from slimbayes.posteriors.base import Config, Kind, Posterior, Site
-from slimbayes.posteriors.mixture import Draws, Mixture, MixturePosterior, check_mixture
+from slimbayes.posteriors.base import Kind, Posterior, Site
+from slimbayes.posteriors.component_config import ComponentConfig
+from slimbayes.posteriors.mixture import Mixture, MixturePosterior
 
 NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d", "RMSNorm")
 _MATRICES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelPatch(Config):
+class ModelPatch(ComponentConfig):
     """EMP, or with `cross=True` ECMP: a categorical mixture of K components on the layers that matter most for their size.
 
     Args:
@@ -41,19 +41,11 @@ class ModelPatch(Config):
         ['skipped', 'converted', 'converted']
     """
 
-    components: int = 5
     cross: bool = False
     patch: str | None = None
-    probs: tuple[float, ...] | None = None
-    learn_probs: bool = False
-    draws: Draws = "forward"
-    init: Literal["copies", "fresh", "ones", "uniform"] | float = "copies"
-    jitter: float = 0.05
-    tau: float | None = 1.0
-    rho: float | None = None
 
     def __post_init__(self) -> None:
-        check_mixture(self)
+        super().__post_init__()
         if self.patch is not None:
             check_layers(self, "patch", self.patch)
 
@@ -66,12 +58,8 @@ class ModelPatch(Config):
         return None if patch is None else chosen_layers(f"ModelPatch(patch={patch!r})", patch, model, offered)
 
     def build(self, site: Site) -> Posterior:
-        assignment: Literal["element", "layer"] = "element" if self.cross else "layer"
-        mixture = Mixture(
-            components=self.components, assignment=assignment, probs=self.probs, learn_probs=self.learn_probs, draws=self.draws,
-            init=self.init, jitter=self.jitter, tau=self.tau, rho=self.rho,
-        )  # fmt: skip
-        return MixturePosterior(mixture, site)
+        shared = {f.name: getattr(self, f.name) for f in fields(ComponentConfig)}
+        return MixturePosterior(Mixture(assignment="element" if self.cross else "layer", **shared), site)
 
     def describe(self) -> str:
         return f"ModelPatch({'ECMP' if self.cross else 'EMP'}, components={self.components})"
