@@ -1,33 +1,29 @@
 """The EMP paper's CIFAR-100 experiment (Tables 6 and 9 to 11) on a smaller network, for a GPU.
 
-    python experiments/emp/cifar100.py train --method ecmp --data DIR [DIR ...] --out results/emp/cifar100-ecmp.json
+    python experiments/emp/cifar100.py train --method ecmp --data DIR --out results/emp/cifar100-ecmp.json
     python experiments/emp/cifar100.py table results/emp/cifar100-*.json          into README.md
 
 The paper trains PyramidNet-110 for 400 epochs; here it is WRN-16-4 for 25. The rest is the paper's: Adam at its defaults, batches of 256, crops
 of images padded by 4 and flips, K = 5 on batch norm and output layer, dropout 0.005 before every batch norm, the L2 penalty of Appendix
-C.1 with 0.001 / 256 for all four groups, and 200 draws. DIR holds CIFAR-100 as zipped 320 x 320 WebP sheets with a labels.npz.
+C.1 with 0.001 / 256 for all four groups, and 200 draws. DIR holds cifar100 in any format that `slimbayes.data.load` reads.
 
 Sizes: S draws, N images, C classes.
 """
 
 import argparse
-import io
 import json
 import platform
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import models
-from slimbayes.data.augment import pad_crop_flip
+from slimbayes.data import pad_crop_flip
 from slimbayes.metrics import calibration
 
 CONFIGS: dict[str, sb.Config] = {
@@ -46,23 +42,6 @@ PAPER = {
     "ecmp": {1: (89.3, 69.3, 23.9, 53.0), 20: (91.6, 72.9, 9.35, 21.4), 100: (91.8, 72.7, 8.81, 18.2), 200: (91.9, 73.5, 8.73, 18.1)},
 }
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
-
-
-def read(folders: list[Path], part: str) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) uint8 and labels (N,) of "train" or "test", whichever folders hold their pieces."""
-    pieces = sorted((f for folder in folders for f in folder.glob(f"{part}-images*.zip")), key=lambda f: f.name)  # labels are in this order
-    labels = next(folder / "labels.npz" for folder in folders if (folder / "labels.npz").exists())
-    sheets = []
-    for piece in pieces:
-        with zipfile.ZipFile(piece) as archive:
-            for name in sorted(archive.namelist()):
-                sheet = np.asarray(Image.open(io.BytesIO(archive.read(name))).convert("RGB"))
-                sheets.append(sheet.reshape(10, 32, 10, 32, 3).transpose(0, 2, 4, 1, 3).reshape(100, 3, 32, 32))
-    y = torch.from_numpy(np.load(labels)[part].astype(np.int64))
-    x = torch.from_numpy(np.concatenate(sheets))
-    if len(x) != len(y):
-        raise ValueError(f"{len(x)} {part} images but {len(y)} labels: are all of {', '.join(p.name for p in pieces)} there?")
-    return x, y
 
 
 def normalise(images: Tensor) -> Tensor:
@@ -113,7 +92,8 @@ def run(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     dtype = torch.bfloat16
-    (x, y), (x_test, y_test) = (tuple(t.to(device) for t in read(args.data, part)) for part in ("train", "test"))
+    data = sb.data.load("cifar100", args.data).to(device)
+    (x, y), (x_test, y_test) = (data.train.x, data.train.y), (data.test.x, data.test.y)
     plain = models.wrn(args.depth, args.width, classes=100).to(device, memory_format=torch.channels_last)
     net = sb.bayesianize(plain, CONFIGS[args.method])
     start = time.perf_counter()
@@ -149,7 +129,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, dest="command")
     fit = commands.add_parser("train")
     fit.add_argument("--method", choices=CONFIGS, required=True)
-    fit.add_argument("--data", type=Path, nargs="+", required=True)
+    fit.add_argument("--data", type=Path, help="folder that holds cifar100; $SLIMBAYES_DATA by default")
     fit.add_argument("--out", type=Path, required=True)
     fit.add_argument("--device", default="cuda")
     for name, value in (("depth", 16), ("width", 4), ("epochs", 25), ("batch", 256), ("draws", 200), ("seed", 0), ("limit", 50_000)):

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimbayes.data import tables
+
 SHIPPED = Path(__file__).parent / "data"
 
 
@@ -73,16 +75,9 @@ def _from_npz(name: str, file: Path) -> Table:
 
 
 def split_rows(n: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training and test rows of standard split `index`.
-
-    The benchmark shuffles with numpy's old generator, seeded with 1, once for each split in turn, and trains on the first 90 %. numpy
-    keeps that stream for good; it is the one source of randomness here that is not torch's.
-    """
-    generator = np.random.RandomState(1)
-    for _ in range(index + 1):
-        order = generator.permutation(n)
-    cut = round(n * 0.9)
-    return order[:cut], order[cut:]
+    """Training and test rows of standard split `index`."""
+    train, test = tables.split_rows(n, index)
+    return train.numpy(), test.numpy()
 
 
 def split(table: Table, index: int) -> Split:

@@ -3,13 +3,14 @@
 Sizes: N training rows, M test rows.
 """
 
-import gzip
 import os
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from slimbayes.data import load
 
 
 class Data:
@@ -39,16 +40,11 @@ def digits(device: torch.device) -> Data:
 def mnist(device: torch.device) -> Data:
     """50,000 training images of 784 pixels (the last 10,000 were the paper's validation set) and 10,000 test images.
 
-    The four .gz files lie in $SLIMBAYES_DATA/mnist, or in ../shared/data/mnist beside the checkout.
+    The published files lie in $SLIMBAYES_DATA/mnist, or in ../shared/data/mnist beside the checkout.
     """
     beside = Path(__file__).parents[3] / "shared" / "data"
-    folder = Path(os.environ.get("SLIMBAYES_DATA", beside)) / "mnist"
-
-    def read(name: str, header: int) -> np.ndarray:
-        packed = (folder / f"{name}-ubyte.gz").read_bytes()
-        return np.frombuffer(gzip.decompress(packed), np.uint8, offset=header)
-
-    images = [read(f"{part}-images-idx3", 16).reshape(-1, 784) / 127.5 - 1 for part in ("train", "t10k")]
-    labels = [read(f"{part}-labels-idx1", 8) for part in ("train", "t10k")]
+    data = load("mnist", os.environ.get("SLIMBAYES_DATA", beside))
+    images = [split.x.flatten(1).numpy() / 127.5 - 1 for split in (data.train, data.test)]
+    labels = [split.y.numpy() for split in (data.train, data.test)]
     x, y = (np.concatenate([train[:50_000], test]) for train, test in (images, labels))
     return Data(x, y, 10_000, device)
