@@ -213,13 +213,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--epochs", type=int, default=Setting.epochs)
     parser.add_argument("--draws", type=int, default=Setting.draws)
+    parser.add_argument("--weight-decay", type=float, default=Setting.weight_decay)
     parser.add_argument("--data-dir", type=Path, help="folder with uci/<name>.npz, before $SLIMBAYES_DATA and the shipped sets")
     parser.add_argument("--workers", type=int, default=1, help="processes, each with one thread")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="instead of results/emp/<data>.json, or regression.json for several sets")
     parser.add_argument("--resume", action="store_true", help="keep the runs that the file has and add those it lacks")
     args = parser.parse_args(argv)
-    setting = Setting(epochs=args.epochs, draws=args.draws)
+    setting = Setting(epochs=args.epochs, draws=args.draws, weight_decay=args.weight_decay)
     tables = [read(name, args.data_dir) for name in dict.fromkeys(args.data)]
     jobs = [Job(t, index, method, setting, args.seed) for t in tables for index in dict.fromkeys(args.splits) for method in args.methods]
     out = args.out or RESULTS / f"{tables[0].name if len(tables) == 1 else 'regression'}.json"
