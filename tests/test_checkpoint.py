@@ -97,7 +97,7 @@ def _resign(folder: Path, name: str, data: bytes) -> None:
 @pytest.mark.parametrize("method", ["os.system", "Rank1; import os", "__import__"])
 def test_a_config_can_name_only_known_methods(saved: Path, method: str) -> None:
     config = json.loads((saved / "config.json").read_text())
-    config["conversions"][0]["groups"][0]["config"]["method"] = method
+    config["conversions"][0]["groups"][0]["config"]["kind"] = method
     _resign(saved, "config.json", json.dumps(config).encode())
     base = plain()
     with pytest.raises(sb.CheckpointError, match="Unknown method"):

@@ -238,11 +238,11 @@ def test_windows_folded_into_the_batch_share_their_rows_draw() -> None:
 
 def test_unknown_config_fields_and_values_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"Rank1 has no field 'membres'; did you mean 'members'\?"):
-        sb.config_from_dict({"method": "Rank1", "membres": 4})
+        sb.config_from_dict({"kind": "Rank1", "membres": 4})
     with pytest.raises(ValueError, match=r"Unknown method 'Rank2'; did you mean 'Rank1'\?"):
-        sb.config_from_dict({"method": "Rank2"})
+        sb.config_from_dict({"kind": "Rank2"})
     with pytest.raises(ValueError, match=r"Unknown distribution family 'Cauchi'; did you mean 'Cauchy'\?"):
-        sb.config_from_dict({"method": "Rank1", "prior": {"family": "Cauchi"}})
+        sb.config_from_dict({"kind": "Rank1", "prior": {"kind": "Cauchi"}})
     with pytest.raises(ValueError, match=r"Rank1: unknown draws 'exmple'; did you mean 'example'\?"):
         sb.Rank1(draws="exmple")
 

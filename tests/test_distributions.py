@@ -367,13 +367,13 @@ def test_every_family_is_covered_by_the_json_test() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"family": "Cauchi", "loc": 1.0}, "family 'Cauchi'; did you mean 'Cauchy'"),
+        ({"kind": "Cauchi", "loc": 1.0}, "family 'Cauchi'; did you mean 'Cauchy'"),
         ({"loc": 1.0}, "family None"),
-        ({"family": "Normal", "sclae": 1.0}, "Normal has no field 'sclae'; did you mean 'scale'"),
-        ({"family": "HalfCauchy", "loc": 1.0}, "HalfCauchy has no field 'loc'"),
-        ({"family": "Normal", "loc": 0.0, "scale": -1.0}, "positive, finite scale, got -1.0"),
-        ({"family": "Cauchy", "loc": 0.0, "scale": float("inf")}, "positive, finite scale"),
-        ({"family": "Signs", "positive": 1.5}, "between 0 and 1, got 1.5"),
+        ({"kind": "Normal", "sclae": 1.0}, "Normal has no field 'sclae'; did you mean 'scale'"),
+        ({"kind": "HalfCauchy", "loc": 1.0}, "HalfCauchy has no field 'loc'"),
+        ({"kind": "Normal", "loc": 0.0, "scale": -1.0}, "positive, finite scale, got -1.0"),
+        ({"kind": "Cauchy", "loc": 0.0, "scale": float("inf")}, "positive, finite scale"),
+        ({"kind": "Signs", "positive": 1.5}, "between 0 and 1, got 1.5"),
     ],
 )
 def test_bad_descriptions_are_refused_by_name(data: dict[str, object], message: str) -> None:

@@ -161,7 +161,7 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
     try:
         for record in conversions:
             module = model.get_submodule(record["module"])
-            for group in record["groups"] or [{"config": {"method": "Deterministic"}, "layers": []}]:
+            for group in record["groups"] or [{"config": {"kind": "Deterministic"}, "layers": []}]:
                 config = config_from_dict(group["config"])
                 wanted = set(group["layers"])
                 include = (lambda name, layer, wanted=wanted: name in wanted) if wanted else None

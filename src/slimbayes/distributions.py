@@ -89,7 +89,7 @@ class Distribution:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: the family's name and its fields."""
-        return {"family": type(self).__name__} | {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"kind": type(self).__name__} | {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 
 
 def _check_scale(owner: object, scale: Value) -> None:
@@ -217,13 +217,13 @@ FAMILIES: dict[str, type[Distribution]] = {c.__name__: c for c in (Normal, Cauch
 def distribution_from_dict(data: dict[str, Any]) -> Distribution:
     """Build a distribution from its JSON form, refusing unknown families and fields.
 
-    >>> distribution_from_dict({"family": "Cauchy", "loc": 1.0, "scale": 0.1})
+    >>> distribution_from_dict({"kind": "Cauchy", "loc": 1.0, "scale": 0.1})
     Cauchy(loc=1.0, scale=0.1)
     """
-    family = data.get("family")
+    family = data.get("kind")
     if family not in FAMILIES:
         raise ValueError(f"Unknown distribution family {family!r}{did_you_mean(str(family), FAMILIES)}")
-    values = {k: v for k, v in data.items() if k != "family"}
+    values = {k: v for k, v in data.items() if k != "kind"}
     known = [f.name for f in fields(FAMILIES[family])]  # type: ignore[arg-type]
     for name in values:
         if name not in known:

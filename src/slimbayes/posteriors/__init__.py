@@ -35,10 +35,10 @@ METHODS: dict[str, type[Config]] = {
 def config_from_dict(data: dict[str, Any]) -> Config:
     """Build the config of any method from its JSON form.
 
-    >>> config_from_dict({"method": "BatchEnsemble", "members": 8}).members
+    >>> config_from_dict({"kind": "BatchEnsemble", "members": 8}).members
     8
     """
-    method = data.get("method")
+    method = data.get("kind")
     if method not in METHODS:
         raise ValueError(f"Unknown method {method!r}{did_you_mean(str(method), METHODS)}")
     return METHODS[method].from_dict(data)

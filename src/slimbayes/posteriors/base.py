@@ -248,10 +248,10 @@ class Config(ABC):
 
         >>> import slimbayes as sb
         >>> sb.Deterministic().to_dict()
-        {'method': 'Deterministic'}
+        {'kind': 'Deterministic'}
         """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return {"method": type(self).__name__} | {
+        return {"kind": type(self).__name__} | {
             k: v.to_dict() if isinstance(v, Distribution) else v for k, v in values.items()
         }
 
@@ -261,7 +261,7 @@ class Config(ABC):
         known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
         values: dict[str, Any] = {}
         for name, value in data.items():
-            if name == "method":
+            if name == "kind":
                 continue
             if name not in known:
                 raise ValueError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")

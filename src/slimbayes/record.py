@@ -1,0 +1,158 @@
+"""The Record of a run: everything a report, a table or a comparison needs, as one JSON file. It needs pydantic, never torch.
+
+A run directory holds `record.json`. `environment` and `cost` are measurements of a machine; the rest is a function of the config alone,
+bit for bit on a CPU, and `Record.digest` names it.
+
+Sizes: K members, S draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+
+FORMAT = 1
+
+
+def _number(value: Any) -> Any:
+    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(value, value) if isinstance(value, str) else value
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+# JSON has no word for NaN or infinity: they are written as text.
+Number = Annotated[float, BeforeValidator(_number), PlainSerializer(_plain)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Reliability(_Part):
+    """Rows binned by confidence, empty bins left out: mean confidence, accuracy and number of rows of each bin."""
+
+    confidence: list[Number]
+    accuracy: list[Number]
+    count: list[int]
+
+
+class RiskCoverage(_Part):
+    """Error among the rows the model is surest of, by the share of rows that is kept."""
+
+    coverage: list[Number]
+    risk: list[Number]
+
+
+class Evaluation(_Part):
+    """Scores on one set of rows with one number of draws.
+
+    `metrics` of classes: accuracy, top5, nll, brier, ece, mce, adaptive_ece, classwise_ece, aurc, entropy, epistemic; of
+    real targets: rmse, lpd, crps, coverage95; of unfamiliar inputs: auroc, aucpr, fpr95. Shares lie in [0, 1]. `members` has the
+    scores of each member by itself, `diversity` compares them: disagreement, normalised_disagreement, kl, cosine.
+    """
+
+    data: str
+    role: Literal["test", "validation", "corruption", "shift", "ood"]
+    corruption: str | None = None
+    severity: int = 0
+    draws: int  # of each member
+    rows: int
+    metrics: dict[str, Number]
+    members: list[dict[str, Number]] = []
+    diversity: dict[str, Number] = {}
+    reliability: Reliability | None = None
+    risk_coverage: RiskCoverage | None = None
+
+
+class Example(_Part):
+    """A test row the model is most or least sure of. `image` is a PNG as a data URL, or None where rows are no pictures."""
+
+    index: int
+    sure: Literal["most", "least"]
+    label: str
+    predicted: str
+    confidence: Number
+    entropy: Number
+    epistemic: Number
+    image: str | None = None
+
+
+class Parameters(_Part):
+    """How many numbers the plain network trains, and how many the converted one does."""
+
+    plain: int
+    total: int
+
+
+class Cost(_Part):
+    """What the run took. Peak memory is the device's on a GPU, the process's on a CPU, in bytes."""
+
+    train_seconds: Number
+    seconds_per_epoch: Number  # median
+    evaluate_seconds: Number = 0.0
+    peak_memory: int | None = None
+
+
+class Record(_Part):
+    """One run. `curve` has a row for each epoch: epoch, step, loss, nll, kl, kl_weight, lr, and scores on validation rows where there are any."""
+
+    format: int = FORMAT
+    name: str
+    method: str  # in a few words, for tables
+    data: str
+    seed: int
+    config: dict[str, Any]
+    config_hash: str
+    commands: list[str]
+    status: Literal["finished", "stopped early"] = "finished"
+    classes: list[str] = []
+    parameters: Parameters
+    curve: list[dict[str, Number]] = []
+    evaluations: list[Evaluation] = []
+    examples: list[Example] = []
+    environment: dict[str, str] = {}  # commit, versions, hardware
+    cost: Cost
+
+    @property
+    def digest(self) -> str:
+        """sha256 of everything but `environment`, `cost` and `commands`: equal for equal configs on one kind of CPU."""
+        data = self.model_dump(mode="json", exclude={"environment", "cost", "commands"})
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+class RecordError(ValueError):
+    """A record that is missing, damaged or of a newer format; the message names the file."""
+
+
+def read(run: Path | str) -> Record:
+    """The record of a run directory, or of a JSON file.
+
+    Example:
+        >>> read("/nowhere")
+        Traceback (most recent call last):
+        ...
+        slimbayes.record.RecordError: /nowhere/record.json cannot be read: ...
+    """
+    path = Path(run)
+    file = path if path.suffix == ".json" else path / "record.json"
+    try:
+        data = json.loads(file.read_bytes())
+    except OSError as error:
+        raise RecordError(f"{file} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise RecordError(f"{file} is damaged: it is not JSON ({error}).") from error
+    if isinstance(data, dict) and isinstance(data.get("format"), int) and data["format"] > FORMAT:
+        raise RecordError(f"{file} has format {data['format']}, made by a newer slimbayes; this one reads up to {FORMAT}.")
+    try:
+        return Record.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise RecordError(f"{file} is damaged: {where}: {first['msg']}.") from error

@@ -1,0 +1,1 @@
+"""Reads records, writes tables and one self-contained page. It sees only files and imports no torch."""
