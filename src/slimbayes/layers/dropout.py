@@ -7,15 +7,13 @@ import ast
 import inspect
 import textwrap
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.layers.base import BayesLayer, LinearMap
-from slimbayes.posteriors.base import Site
-
-Unit = Literal["element", "channel"]
+from slimbayes.posteriors.base import Site, Unit
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Networks of the papers as plain torch modules: nothing in them is Bayesian until `bayesianize` makes it so."""
 
 from slimbayes.models.convolutional import lenet as lenet
+from slimbayes.models.convolutional import small_cnn as small_cnn
 from slimbayes.models.counting import keras_count as keras_count
 from slimbayes.models.counting import matching_width as matching_width
 from slimbayes.models.dense import deep_mlp as deep_mlp

@@ -44,3 +44,26 @@ def lenet(classes: int = 100, channels: int = 3, size: int = 32, kernel: int = 5
     net = nn.Sequential(layers)
     initialise(net)
     return net
+
+
+def small_cnn(classes: int = 10, channels: int = 1, width: int = 32) -> nn.Sequential:
+    """Three convolutions with batch norm, the later two of stride 2, and a dense layer: for small images and quick tries.
+
+    Layers `conv1`, `norm1` to `conv3`, `norm3`, and `dense`; `width`, 2 `width` and 2 `width` filters.
+
+    Shape: (B, channels, H, W) -> (B, classes) logits.
+
+    Example:
+        >>> import torch
+        >>> small_cnn()(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    sizes = (channels, width, 2 * width, 2 * width)
+    for i in range(1, 4):
+        layers[f"conv{i}"] = nn.Conv2d(sizes[i - 1], sizes[i], 3, stride=1 if i == 1 else 2, padding=1, bias=False)
+        layers[f"norm{i}"], layers[f"relu{i}"] = nn.BatchNorm2d(sizes[i]), nn.ReLU()
+    layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "dense": nn.Linear(sizes[-1], classes)}
+    net = nn.Sequential(layers)
+    initialise(net)
+    return net

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Pick = Callable[[Tensor, int], Tensor]  # a parameter (K, ...) and a number of blocks or rows n -> (n, ...), by member
 MapOf = Callable[[], "LinearMap"]  # builds the linear map of a posterior's site
 Kind = Literal["matrix", "norm", "dropout"]
+Unit = Literal["element", "channel"]  # what dropout drops
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from slimbayes.posteriors.base import (
     Pick,
     Posterior,
     Site,
+    Unit,
     check_choice,
     check_rate,
     processes,
@@ -34,7 +35,6 @@ from slimbayes.posteriors.model_patch import check_layers, chosen_layers
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
-    from slimbayes.layers.dropout import Unit
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
 

@@ -1,0 +1,311 @@
+"""What an experiment is: data, network, method, training and evaluation, as closed types. Nothing here names a machine or a folder.
+
+    name: rank1-cauchy
+    data: {name: cifar10}
+    model: {kind: wrn, depth: 16, width: 4}
+    method: {kind: Rank1, members: 4, prior: {kind: Cauchy, loc: 1.0, scale: 0.1}}
+    train: {epochs: 30, batch: 128, optimizer: {kind: SGD, lr: 0.1}, schedule: {kind: Step, milestones: [0.5, 0.75]}}
+    evaluate: {draws: [1, 4], corruptions: standard, ood: [cifar100]}
+
+Everything that shapes the result is in it, and its hash names the run; devices, processes and compilation are not (see `execution.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
+
+from slimbayes import models
+from slimbayes.data import CORRUPTIONS, EXTRA, pad_crop_flip, resized_crop
+from slimbayes.lab.choices import Choice, union
+from slimbayes.objective import Form
+from slimbayes.posteriors import METHODS
+from slimbayes.posteriors.base import Config
+
+FORMAT: Final = 1
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+
+# What the data say about a network; the config leaves it out.
+FILLED = ("classes", "inputs", "outputs", "channels", "size", "vocabulary")
+NETWORKS = (
+    models.mlp, models.regression_net, models.lenet, models.small_resnet, models.small_cnn, models.wrn, models.pyramidnet, models.resnet18,
+    models.resnet34, models.resnet50, models.resnet101, models.imdb_lstm, models.mortality_lstm,
+)  # fmt: skip
+
+Model = union(NETWORKS, FILLED)
+OneMethod = union(METHODS.values())
+Augmentation = union([pad_crop_flip, resized_crop], ("images", "generator", "fill"))
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Data(Part):
+    """Which rows are trained and tested on.
+
+    Attributes:
+        name: a set that `slimbayes data list` knows, or "digits", 1,797 small images that come with scikit-learn.
+        split: of the standard splits of a UCI set.
+        validation: share of the training rows that is held out, drawn with `seed`.
+        train_limit, test_limit: only so many rows, drawn with `seed`.
+        scaling: "standard" takes the training rows' mean from inputs and divides by their deviation, channel by channel; "unit" leaves
+            images in [0, 1] and other numbers as they are.
+        seed: of these draws; the run's own seed leaves the rows alone.
+    """
+
+    name: str
+    split: Annotated[int, Field(ge=0)] = 0
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    train_limit: Count | None = None
+    test_limit: Count | None = None
+    scaling: Literal["standard", "unit"] = "standard"
+    seed: int = 0
+
+
+class ByName(Part):
+    """Different methods for different layers: from patterns of names to methods, the first that matches counts."""
+
+    kind: Literal["ByName"]
+    layers: dict[str, OneMethod]  # type: ignore[valid-type]
+
+    def build(self) -> dict[str, Config]:
+        return {pattern: method.build() for pattern, method in self.layers.items()}
+
+
+Method = union(METHODS.values(), also=(ByName,))
+
+
+class SGD(Part):
+    kind: Literal["SGD"]
+    lr: Positive = 0.1
+    momentum: NotNegative = 0.9
+    nesterov: bool = True
+
+
+class Adam(Part):
+    kind: Literal["Adam"]
+    lr: Positive = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: Positive = 1e-8
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay."""
+
+    kind: Literal["AdamW"]  # type: ignore[assignment]
+
+
+class Constant(Part):
+    kind: Literal["Constant"] = "Constant"
+    warmup: NotNegative = 0.0  # epochs of linear rise
+
+
+class Step(Part):
+    """Falls by `factor` at each milestone, a share of training."""
+
+    kind: Literal["Step"]
+    milestones: tuple[Share, ...]
+    factor: Positive = 0.1
+    warmup: NotNegative = 0.0
+
+
+class Cosine(Part):
+    """Falls along half a cosine to `end` times the base rate."""
+
+    kind: Literal["Cosine"]
+    end: Share = 0.0
+    warmup: NotNegative = 0.0
+
+
+class OneCycle(Part):
+    """Rises from 1/`start` of the base rate to it over `rise` of training, then falls to 1/`end`, both along half a cosine."""
+
+    kind: Literal["OneCycle"]
+    rise: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    start: Positive = 25.0
+    end: Positive = 1e4
+
+
+class ConstantKL(Part):
+    kind: Literal["Constant"] = "Constant"
+    weight: NotNegative = 1.0
+
+
+class LinearKL(Part):
+    """Rises to one over a share of training: 0.8 on CIFAR and two thirds on ImageNet in the rank-1 paper."""
+
+    kind: Literal["Linear"]
+    share: Annotated[float, Field(gt=0, le=1)] = 0.8
+
+
+class StaircaseKL(Part):
+    """Rises by slope * every at each multiple of `every` steps (k-tied Normal, Appendix D.4)."""
+
+    kind: Literal["Staircase"]
+    slope: Positive
+    every: Count = 100
+
+
+class Decay(Part):
+    """Weight decay for each kind of parameter; an L2 penalty lambda * |w|^2 is twice lambda here."""
+
+    kernels: NotNegative = 0.0
+    biases: NotNegative = 0.0
+    norms: NotNegative = 0.0
+
+
+class L2(Part):
+    """Factors of the four sums of `slimbayes.l2`."""
+
+    patched_weights: NotNegative = 0.0
+    patched_biases: NotNegative = 0.0
+    shared_weights: NotNegative = 0.0
+    shared_biases: NotNegative = 0.0
+
+
+class EarlyStop(Part):
+    """Stop when the NLL of the validation rows has not fallen for `patience` epochs; the best epoch's weights are kept."""
+
+    patience: Count = 5
+
+
+Optimizer = Annotated[SGD | Adam | AdamW, Field(discriminator="kind")]
+Schedule = Annotated[Constant | Step | Cosine | OneCycle, Field(discriminator="kind")]
+KL = Annotated[ConstantKL | LinearKL | StaircaseKL, Field(discriminator="kind")]
+
+
+class Train(Part):
+    """How it is trained.
+
+    Attributes:
+        batch: rows of a step, over all processes. The rows of an epoch that do not fill a batch are left to another epoch.
+        rows: "tile" shows every row to every draw; "split" hands the rows of a batch out among the draws.
+        draws: of each member, in a step.
+        form: how draws join in the likelihood, as in `slimbayes.categorical`.
+        posterior_lr: learning rate of the posterior's parameters relative to the others' (the papers' fast-weight multiplier).
+        weight_decay: for all of the network's own parameters, or for kernels, biases and norms apart. Never for factors.
+        l2: the penalty of Ensemble Model Patching, instead.
+        clip: largest norm of the gradient.
+        accumulate: cut each batch into so many pieces and add their gradients.
+        noise: standard deviation of the targets' noise, for real targets (standardised).
+        ema: decay of a running average of the weights, which is what is evaluated and saved.
+        checkpoint_every: steps between checkpoints; by default an epoch.
+    """
+
+    epochs: Count
+    batch: Count = 128
+    rows: Literal["tile", "split"] = "tile"
+    draws: Count = 1
+    form: Form = "average"
+    optimizer: Optimizer
+    schedule: Schedule = Constant()
+    kl: KL = ConstantKL()
+    posterior_lr: Positive = 1.0
+    weight_decay: NotNegative | Decay = 0.0
+    l2: L2 | None = None
+    clip: Positive | None = None
+    accumulate: Count = 1
+    noise: Positive = 1.0
+    precision: Literal["32", "bf16"] = "32"
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    early_stop: EarlyStop | None = None
+    checkpoint_every: Count | None = None
+
+    @model_validator(mode="after")
+    def _pieces(self) -> Train:
+        if self.batch % self.accumulate:
+            raise ValueError(f"accumulate must divide the batch of {self.batch}, got {self.accumulate}.")
+        return self
+
+
+class Evaluate(Part):
+    """What it is judged on.
+
+    Attributes:
+        draws: of each member; scores for every number here come from the same draws, the first so many of them.
+        batch: rows at once.
+        corruptions: names, or "standard" (15), "all" (19), "none".
+        shift: sets with the same classes (cifar10.1), ood: sets of other classes (cifar100 for cifar10).
+        limit: rows of each of these sets at most.
+        bins: of the calibration errors.
+        examples: so many rows that it is most and least sure of are kept.
+    """
+
+    draws: tuple[Count, ...] = (1,)
+    batch: Count = 500
+    corruptions: Literal["none", "standard", "all"] | tuple[str, ...] = "none"
+    severities: tuple[Annotated[int, Field(ge=1, le=5)], ...] = (1, 2, 3, 4, 5)
+    shift: tuple[str, ...] = ()
+    ood: tuple[str, ...] = ()
+    limit: Count | None = None
+    bins: Count = 15
+    examples: Annotated[int, Field(ge=0, le=50)] = 8
+
+    @property
+    def corruption_names(self) -> tuple[str, ...]:
+        named = {"none": (), "standard": CORRUPTIONS, "all": (*CORRUPTIONS, *EXTRA)}
+        return named[self.corruptions] if isinstance(self.corruptions, str) else self.corruptions
+
+    @model_validator(mode="after")
+    def _known(self) -> Evaluate:
+        from slimbayes.messages import did_you_mean
+
+        for name in self.corruption_names:
+            if name not in (*CORRUPTIONS, *EXTRA):
+                raise ValueError(f"unknown corruption {name!r}{did_you_mean(name, (*CORRUPTIONS, *EXTRA))}")
+        return self
+
+
+class Experiment(Part):
+    """One run, but for where it runs."""
+
+    format: Literal[1] = 1
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    data: Data
+    model: SerializeAsAny[Model]  # type: ignore[valid-type]
+    method: SerializeAsAny[Method]  # type: ignore[valid-type]
+    include: str | None = None  # names of the layers to convert, or to leave alone: regular expressions
+    exclude: str | None = None
+    augment: SerializeAsAny[Augmentation] | None = None  # type: ignore[valid-type]
+    train: Train
+    evaluate: Evaluate = Evaluate()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Experiment:
+        if self.train.early_stop and not self.data.validation:
+            raise ValueError("train.early_stop watches validation rows: set data.validation to the share to hold out.")
+        return self
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """Every field, defaults written out, as JSON holds it."""
+        return self.model_dump(mode="json", exclude={"method"}) | {"method": _written(self.method)}
+
+    @property
+    def hash(self) -> str:
+        """Names the run: the sha256 of the resolved config, shortened."""
+        return hashlib.sha256(json.dumps(self.resolved, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def told(self) -> str:
+        """The method in a few words."""
+        built = self.method.build()
+        if isinstance(built, Mapping):
+            return ", ".join(f"{pattern}: {config.describe()}" for pattern, config in built.items())
+        return built.describe()
+
+
+def _written(method: Choice | ByName) -> dict[str, Any]:
+    if isinstance(method, ByName):
+        return {"kind": "ByName", "layers": {pattern: _written(one) for pattern, one in method.layers.items()}}
+    # As the method itself writes it: what its defaults depend on is settled there. JSON knows lists only.
+    return json.loads(json.dumps(method.build().to_dict()))

@@ -1,0 +1,180 @@
+"""From a data set's name to what a network trains and is judged on: rows on the device, their scaling, and the likelihood.
+
+Sizes: N rows, C channels, T targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slimbayes.data import Dataset, Split, load, standard_split
+from slimbayes.data.folders import ImageFolder
+from slimbayes.lab import config
+from slimbayes.lab.seeds import generator
+
+Rows = Split | ImageFolder
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How stored inputs become the network's: images (N, C, H, W) of bytes get the training rows' mean and deviation, others stay.
+
+    Shape: mean and std are (C, 1, 1), or None where inputs are used as they are.
+    """
+
+    mean: Tensor | None = None
+    std: Tensor | None = None
+    unit: bool = False  # bytes to [0, 1] only
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.uint8:
+            x = x.float() / 255
+        elif x.is_floating_point() or self.mean is not None:
+            x = x.float()
+        if self.mean is None or self.std is None:
+            return x
+        return (x - self.mean) / self.std
+
+    def to(self, device: torch.device) -> Scaling:
+        return self if self.mean is None or self.std is None else replace(self, mean=self.mean.to(device), std=self.std.to(device))
+
+
+@dataclass(frozen=True)
+class Task:
+    """Rows to train and test on, and what they say about the network.
+
+    `y_mean` and `y_std`, (T,), undo the scaling of real targets; test targets are in their own units.
+    """
+
+    name: str
+    train: Rows
+    test: Split | ImageFolder
+    validation: Split | None
+    scaling: Scaling
+    classes: tuple[str, ...] = ()
+    vocabulary: int = 0
+    y_mean: Tensor | None = None
+    y_std: Tensor | None = None
+
+    @property
+    def images(self) -> bool:
+        return isinstance(self.train, ImageFolder) or (self.train.x.dim() == 4 and self.train.x.dtype == torch.uint8)
+
+    @property
+    def real(self) -> bool:
+        """Whether targets are real numbers, not classes."""
+        return isinstance(self.train, Split) and self.train.y.is_floating_point()
+
+    def fills(self) -> dict[str, int]:
+        """Arguments of networks that the data decide."""
+        if isinstance(self.train, ImageFolder):
+            return {"classes": len(self.classes), "channels": 3}
+        x, y = self.train.x, self.train.y
+        facts = {"inputs": x[0].numel(), "vocabulary": self.vocabulary}
+        facts |= {"outputs": y[0].numel()} if self.real else {"classes": len(self.classes)}
+        return facts | ({"channels": x.shape[1], "size": x.shape[2]} if x.dim() == 4 else {})
+
+    def to(self, device: torch.device) -> Task:
+        """The same with its tensors on a device; image folders stay where they are."""
+        move = lambda rows: rows.to(device) if isinstance(rows, Split) else rows  # noqa: E731
+        y_mean, y_std = (None if t is None else t.to(device) for t in (self.y_mean, self.y_std))
+        return replace(
+            self, train=move(self.train), test=move(self.test), validation=move(self.validation),
+            scaling=self.scaling.to(device), y_mean=y_mean, y_std=y_std,
+        )  # fmt: skip
+
+
+def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Dataset | None = None) -> Task:
+    """The task of a config's data; `dataset` stands in for the named one."""
+    if dataset is None and chosen.name.startswith("uci/"):
+        return _table(chosen, root)
+    data = dataset or (digits() if chosen.name == "digits" else load(chosen.name, root))
+    train, test = _split(data, "train"), _split(data, "test" if "test" in data.splits else "val")
+    if isinstance(train, ImageFolder) or isinstance(test, ImageFolder):
+        return Task(data.name, train, test, None, Scaling(*IMAGENET), data.classes)
+    train, test = limited(train, chosen.train_limit, chosen.seed), limited(test, chosen.test_limit, chosen.seed)
+    kept, held = _hold_out(train, chosen)
+    highest = 0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else int(max(train.x.max(), test.x.max())) + 1
+    words = max(len(data.vocabulary), highest)
+    return Task(data.name, kept, test, held, _scaling(kept.x, chosen.scaling), data.classes, words)
+
+
+IMAGENET = (torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
+
+
+def digits() -> Dataset:
+    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, 1,000 to train on and 797 to test."""
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise ImportError('The digits come with scikit-learn: pip install "slimbayes[lab]"') from error
+    found = load_digits()
+    x = torch.tensor(found.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
+    y = torch.tensor(found.target, dtype=torch.int64)
+    order = torch.randperm(len(y), generator=generator(0, "digits"))
+    x, y = x[order], y[order]
+    splits = {"train": Split(x[:1000], y[:1000]), "test": Split(x[1000:], y[1000:])}
+    return Dataset("digits", splits, tuple(map(str, range(10))))
+
+
+def limited(rows: Split, limit: int | None, seed: int = 0) -> Split:
+    """At most `limit` rows, drawn without replacement but kept in order."""
+    if limit is None or limit >= len(rows):
+        return rows
+    index = torch.randperm(len(rows), generator=generator(seed, "limit"))[:limit].sort().values
+    return Split(rows.x[index], rows.y[index])
+
+
+def batches(rows: Split | ImageFolder, size: int, device: torch.device, workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows in order, so many at a time, on a device."""
+    if isinstance(rows, Split):
+        for start in range(0, len(rows), size):
+            yield rows.x[start : start + size].to(device), rows.y[start : start + size].to(device)
+        return
+    loader = torch.utils.data.DataLoader(rows, size, num_workers=workers, pin_memory=device.type == "cuda")
+    for x, y in loader:
+        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+
+def _split(data: Dataset, name: str) -> Rows:
+    if name not in data.splits:
+        raise ValueError(f"{data.name} has no split {name!r}, so it cannot be trained and tested on; it has: {', '.join(data.splits)}.")
+    return data.splits[name]
+
+
+def _table(chosen: config.Data, root: Path | str | None) -> Task:
+    split = standard_split(load(chosen.name, root), chosen.split)
+    train = limited(split.train, chosen.train_limit, chosen.seed)
+    kept, held = _hold_out(train, chosen)
+    test = limited(split.test, chosen.test_limit, chosen.seed)
+    return Task(chosen.name, kept, test, held, Scaling(), y_mean=split.y_mean, y_std=split.y_std)
+
+
+def _hold_out(rows: Split, chosen: config.Data) -> tuple[Split, Split | None]:
+    held = round(len(rows) * chosen.validation)
+    if not held:
+        return rows, None
+    if held == len(rows):
+        raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows leaves nothing to train on.")
+    order = torch.randperm(len(rows), generator=generator(chosen.seed, "validation"))
+    index, other = order[:held].sort().values, order[held:].sort().values
+    return Split(rows.x[other], rows.y[other]), Split(rows.x[index], rows.y[index])
+
+
+def _scaling(x: Tensor, kind: str) -> Scaling:
+    """Moments of the training images, in float64 and in pieces: sets may be memory maps."""
+    if kind == "unit" or x.dtype != torch.uint8 or x.dim() != 4:
+        return Scaling()
+    total, square, count = torch.zeros(x.shape[1], dtype=torch.float64), torch.zeros(x.shape[1], dtype=torch.float64), 0
+    for piece in x.split(5000):
+        values = piece.double() / 255
+        total, square = total + values.sum((0, 2, 3)), square + values.square().sum((0, 2, 3))
+        count += piece.numel() // x.shape[1]
+    mean = total / count
+    std = (square / count - mean**2).clamp_min(1e-12).sqrt()
+    return Scaling(mean.float().view(-1, 1, 1), std.float().view(-1, 1, 1))
