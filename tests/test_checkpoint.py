@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import checkpoint
+from slimbayes import atomic
 
 
 def plain() -> nn.Sequential:
@@ -207,7 +207,7 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_readable(saved: Path, mon
             return call
 
         with monkeypatch.context() as patch:
-            for owner, name in ((os, "rename"), (os, "fsync"), (os, "chmod"), (checkpoint.shutil, "rmtree"), (checkpoint, "_write_synced")):
+            for owner, name in ((os, "rename"), (os, "fsync"), (os, "chmod"), (atomic.shutil, "rmtree"), (atomic, "_write_synced")):
                 patch.setattr(owner, name, maybe_crash(getattr(owner, name)))
             crashed = False
             try:

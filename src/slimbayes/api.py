@@ -9,7 +9,6 @@ from slimbayes.accounting import Cost as Cost
 from slimbayes.accounting import Summary as Summary
 from slimbayes.accounting import estimate_cost as estimate_cost
 from slimbayes.accounting import summary as summary
-from slimbayes.checkpoint import CheckpointError as CheckpointError
 from slimbayes.checkpoint import load as load
 from slimbayes.checkpoint import save as save
 from slimbayes.convert import bayesianize as bayesianize
@@ -24,6 +23,7 @@ from slimbayes.distributions import Normal as Normal
 from slimbayes.distributions import Point as Point
 from slimbayes.distributions import Signs as Signs
 from slimbayes.distributions import dropout_scale as dropout_scale
+from slimbayes.atomic import CheckpointError as CheckpointError
 from slimbayes.inference import predict as predict
 from slimbayes.layers import register_layer as register_layer
 from slimbayes.objective import ELBO as ELBO

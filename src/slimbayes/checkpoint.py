@@ -14,8 +14,6 @@ moment between two renames; `load` finds it there if the process died in between
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -28,15 +26,11 @@ from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
 from slimbayes.convert import Model, batch_dim_of_layer, bayesianize, conversions_of, set_batch_dim
+from slimbayes.atomic import FORMAT, CheckpointError, as_json, read_folder, write_folder
 from slimbayes.objective import check_finite
 from slimbayes.posteriors import config_from_dict
 
-FORMAT = 1
 _MARK = "posterior."
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is damaged or does not fit; the message says what is wrong and where."""
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> Path:
@@ -63,12 +57,11 @@ def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> 
         dist.barrier()  # rank 0 writes; nobody goes on before the checkpoint is there
         return Path(path)
     config = {"library": "slimbayes", "format": FORMAT, "conversions": _conversions(model), "base": _fingerprint(own)}
-    files = {"posterior.safetensors": dump_tensors(posterior), "config.json": _json(config)}
+    files = {"posterior.safetensors": dump_tensors(posterior), "config.json": as_json(config)}
     if base:
         files["base.safetensors"] = dump_tensors(_untied(own))
-    files["manifest.json"] = _json({"format": FORMAT, "sha256": {n: hashlib.sha256(d).hexdigest() for n, d in files.items()}})
     try:
-        return _write_atomically(Path(path), files)
+        return write_folder(Path(path), files)
     finally:
         if sharded:
             dist.barrier()
@@ -96,7 +89,7 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
         True
     """
     folder = _present(Path(path))
-    files = _read_checked(folder)
+    files = read_folder(folder, {"config.json", "posterior.safetensors"})
     config = json.loads(files["config.json"])
     if any("_slimbayes" in m.__dict__ for m in model.modules()):
         raise CheckpointError("load needs the plain base model, but this one is converted already. Call debayesianize first.")
@@ -216,38 +209,11 @@ def _some(faults: list[str], most: int = 5) -> str:
     return "; ".join(faults[:most]) + more
 
 
-def _json(data: Any) -> bytes:
-    return (json.dumps(data, indent=1) + "\n").encode()
-
-
 def _tensors(data: bytes, file: Path) -> dict[str, Tensor]:
     try:
         return load_tensors(data)
     except SafetensorError as error:
         raise CheckpointError(f"{file} is not a valid safetensors file: {error}.") from error
-
-
-def _read_checked(folder: Path) -> dict[str, bytes]:
-    """All files of a checkpoint after comparing each with the manifest."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        version, hashes = manifest["format"], manifest["sha256"]
-        named = all(isinstance(n, str) and Path(n).name == n and isinstance(h, str) for n, h in hashes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / 'manifest.json'} is missing or damaged: {error}.") from error
-    if version != FORMAT:
-        raise CheckpointError(f"{folder} has format {version!r}; this version of slimbayes reads format {FORMAT}.")
-    if not named or not {"config.json", "posterior.safetensors"} <= set(hashes):
-        raise CheckpointError(f"{folder / 'manifest.json'} is damaged: it does not list config.json and posterior.safetensors.")
-    files = {}
-    for name, expected in hashes.items():
-        try:
-            files[name] = (folder / name).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error}.") from error
-        if hashlib.sha256(files[name]).hexdigest() != expected:
-            raise CheckpointError(f"{folder / name} is damaged: its sha256 differs from the manifest's. Restore it from a copy.")
-    return files
 
 
 def _present(path: Path) -> Path:
@@ -258,42 +224,3 @@ def _present(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory.")
     return path
-
-
-def _write_atomically(path: Path, files: dict[str, bytes]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not (path / "manifest.json").exists() and any(path.iterdir()):
-        raise CheckpointError(f"{path} exists and is not a slimbayes checkpoint; refusing to replace it.")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    previous = path.with_name(path.name + ".previous")
-    try:
-        for name, data in files.items():
-            _write_synced(temporary / name, data)
-        _sync(temporary)
-        os.chmod(temporary, 0o755)
-        if path.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            os.rename(path, previous)
-        os.rename(temporary, path)
-        _sync(path.parent)
-        shutil.rmtree(previous, ignore_errors=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return path
-
-
-def _write_synced(file: Path, data: bytes) -> None:
-    with open(file, "wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-

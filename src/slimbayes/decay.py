@@ -1,5 +1,6 @@
 """Priors that are not in the KL: weight decay through optimizer groups, and the L2 penalty of Ensemble Model Patching."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,12 @@ from slimbayes.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.mixture import MixturePosterior
 
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-def param_groups(model: nn.Module, weight_decay: float = 0.0, lr: float | None = None, posterior_lr_multiplier: float = 1.0) -> list[dict[str, Any]]:
+
+def param_groups(
+    model: nn.Module, weight_decay: float | Mapping[str, float] = 0.0, lr: float | None = None, posterior_lr_multiplier: float = 1.0
+) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: decay on the network's own parameters and on copies of them, none on other posteriors.
 
     Copies are the members of an `Ensemble`, and components of the patching family whose prior is left to weight decay (tau=None).
@@ -21,6 +26,7 @@ def param_groups(model: nn.Module, weight_decay: float = 0.0, lr: float | None =
     it, is weight_decay = 2 * lambda here.
 
     Args:
+        weight_decay: for all of them, or {"kernels": ..., "biases": ..., "norms": ...} apart, none where one is not named.
         lr: base learning rate; needed when posterior_lr_multiplier is not 1.
         posterior_lr_multiplier: learning rate of the posterior parameters relative to the rest (the papers' fast_weight_lr_multiplier);
             components and members are weights like any, and train at the base rate.
@@ -36,21 +42,43 @@ def param_groups(model: nn.Module, weight_decay: float = 0.0, lr: float | None =
         raise ValueError("param_groups needs lr= to apply a posterior_lr_multiplier.")
     own = {id(p) for posterior in posteriors_of(model) for p in posterior.parameters()}
     means = {id(p) for p in _means_with_a_prior(model)}
-    base = [p for p in model.parameters() if id(p) not in own and p.requires_grad]
-    fast = [p for p in model.parameters() if id(p) in own and p.requires_grad]
     decayed = {id(p) for posterior in posteriors_of(model) for p in posterior.decayed()}
     alike = {id(p) for posterior in posteriors_of(model) for p in posterior.weights_of_components()}
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in base if id(p) not in means], "weight_decay": weight_decay},
-        {"params": [p for p in base if id(p) in means], "weight_decay": 0.0},
-        {"params": [p for p in fast if id(p) in decayed], "weight_decay": weight_decay},
-        {"params": [p for p in fast if id(p) in alike - decayed], "weight_decay": 0.0},
-        {"params": [p for p in fast if id(p) not in alike], "weight_decay": 0.0},
-    ]
-    if lr is not None:
-        for group, factor in zip(groups, (1.0, 1.0, 1.0, 1.0, posterior_lr_multiplier), strict=True):
-            group["lr"] = lr * factor
-    return [g for g in groups if g["params"]]
+    rates = _rates(model, weight_decay)
+    members = (
+        lambda p: id(p) not in own and id(p) not in means,
+        lambda p: id(p) not in own and id(p) in means,
+        lambda p: id(p) in own and id(p) in decayed,
+        lambda p: id(p) in own and id(p) in alike - decayed,
+        lambda p: id(p) in own and id(p) not in alike | decayed,
+    )
+    groups: list[dict[str, Any]] = []
+    for index, member in enumerate(members):
+        found: dict[float, list[nn.Parameter]] = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad and member(p):
+                found.setdefault(rates(name) if index in (0, 2) else 0.0, []).append(p)
+        factor = posterior_lr_multiplier if index == 4 else 1.0
+        rate = {} if lr is None else {"lr": lr * factor}
+        groups += [{"params": params, "weight_decay": decay, **rate} for decay, params in found.items()]
+    return groups
+
+
+def _rates(model: nn.Module, weight_decay: float | Mapping[str, float]) -> Callable[[str], float]:
+    """Weight decay by a parameter's name."""
+    if not isinstance(weight_decay, Mapping):
+        return lambda name: weight_decay
+    if unknown := set(weight_decay) - {"kernels", "biases", "norms"}:
+        raise ValueError(f"weight_decay knows kernels, biases and norms, got {sorted(unknown)}.")
+    norms = {f"{n}." if n else "" for n, m in model.named_modules() if isinstance(m, _NORMS)}
+
+    def kind(name: str) -> str:
+        # A posterior sits under its layer: components of a norm are norms too.
+        if any(name.startswith(norm) for norm in norms):
+            return "norms"
+        return "biases" if name.rsplit(".", 1)[-1].startswith("bias") or name.endswith("_bias") else "kernels"
+
+    return lambda name: weight_decay.get(kind(name), 0.0)
 
 
 def l2(

@@ -4,7 +4,7 @@ Sizes: S draws, K members, N rows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,6 +66,43 @@ def predict(
         raise ValueError(f"predict needs draws >= 1 and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.")
     if chunk is not None and chunk < members(model):
         raise ValueError(f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}.")
+    parts = []
+    with _evaluating(model, share):
+        for args, kwargs in _batches(model, x, chunk):
+            running = Running(likelihood, members(model), scale, keep_samples, class_dim, member_weights(model))
+            for outputs in _outputs(model, args, kwargs, draws, chunk, share):
+                running.add(_select(outputs, output))
+            parts.append(running.result())
+    return _join(parts)
+
+
+@torch.no_grad()
+def predict_prefixes(
+    model: nn.Module, x: Tensor, draws: Sequence[int], likelihood: Likelihood = "categorical", scale: float | Tensor = 0.0
+) -> dict[int, Prediction]:
+    """Predictions of one batch for several numbers of draws at the price of the largest: each is made of the first so many draws.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
+        >>> {n: p.count for n, p in predict_prefixes(net, torch.randn(7, 4), draws=[1, 4]).items()}
+        {1: 2, 4: 8}
+    """
+    if not draws or min(draws) < 1:
+        raise ValueError(f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}.")
+    out, done = {}, 0
+    with _evaluating(model, share=True):
+        running = Running(likelihood, members(model), scale, True, -1, member_weights(model))
+        for count in sorted(set(draws)):
+            for outputs in _outputs(model, (x,), {}, count - done, None, share=True):
+                running.add(_select(outputs, None))
+            out[count], done = running.result(), count
+    return out
+
+
+@contextmanager
+def _evaluating(model: nn.Module, share: bool) -> Iterator[None]:
+    """Eval mode, and work shared between draws if asked for; training flags come back afterwards."""
     check_finite(model)
     flags = [(m, m.training) for m in model.modules()]
     model.eval()
@@ -73,14 +110,8 @@ def predict(
     # Hooks of a compiled model's inner modules are not seen, so only whole draws are shared there.
     context = shared(model, batch_dim) if share and posteriors_of(model) and not hasattr(model, "_orig_mod") else nullcontext()
     try:
-        parts = []
         with context:
-            for args, kwargs in _batches(model, x, chunk):
-                running = Running(likelihood, members(model), scale, keep_samples, class_dim, member_weights(model))
-                for outputs in _outputs(model, args, kwargs, draws, chunk, share):
-                    running.add(_select(outputs, output))
-                parts.append(running.result())
-        return _join(parts)
+            yield
     finally:
         for module, training in flags:
             module.training = training

@@ -58,6 +58,7 @@ class Data(Part):
         train_limit, test_limit: only so many rows, drawn with `seed`.
         scaling: "standard" takes the training rows' mean from inputs and divides by their deviation, channel by channel; "unit" leaves
             images in [0, 1] and other numbers as they are.
+        image_size: what image folders (ImageNet) are cut to: the shorter side becomes 8/7 of it, then the centre, or a random crop, is taken.
         seed: of these draws; the run's own seed leaves the rows alone.
     """
 
@@ -67,6 +68,7 @@ class Data(Part):
     train_limit: Count | None = None
     test_limit: Count | None = None
     scaling: Literal["standard", "unit"] = "standard"
+    image_size: Count = 224
     seed: int = 0
 
 
@@ -197,7 +199,6 @@ class Train(Part):
         accumulate: cut each batch into so many pieces and add their gradients.
         noise: standard deviation of the targets' noise, for real targets (standardised).
         ema: decay of a running average of the weights, which is what is evaluated and saved.
-        checkpoint_every: steps between checkpoints; by default an epoch.
     """
 
     epochs: Count
@@ -217,7 +218,6 @@ class Train(Part):
     precision: Literal["32", "bf16"] = "32"
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     early_stop: EarlyStop | None = None
-    checkpoint_every: Count | None = None
 
     @model_validator(mode="after")
     def _pieces(self) -> Train:

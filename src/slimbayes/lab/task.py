@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split, load, standard_split
@@ -29,9 +31,11 @@ class Scaling:
 
     mean: Tensor | None = None
     std: Tensor | None = None
-    unit: bool = False  # bytes to [0, 1] only
+    crop: int | None = None  # larger images lose their border, unless they are about to be cropped at random
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, whole: bool = False) -> Tensor:
+        if self.crop is not None and not whole and min(x.shape[-2:]) > self.crop:
+            x = centre(x, self.crop)
         if x.dtype == torch.uint8:
             x = x.float() / 255
         elif x.is_floating_point() or self.mean is not None:
@@ -53,7 +57,7 @@ class Task:
 
     name: str
     train: Rows
-    test: Split | ImageFolder
+    test: Rows
     validation: Split | None
     scaling: Scaling
     classes: tuple[str, ...] = ()
@@ -96,12 +100,38 @@ def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Data
     data = dataset or (digits() if chosen.name == "digits" else load(chosen.name, root))
     train, test = _split(data, "train"), _split(data, "test" if "test" in data.splits else "val")
     if isinstance(train, ImageFolder) or isinstance(test, ImageFolder):
-        return Task(data.name, train, test, None, Scaling(*IMAGENET), data.classes)
+        return _folders(data, train, test, chosen)
     train, test = limited(train, chosen.train_limit, chosen.seed), limited(test, chosen.test_limit, chosen.seed)
     kept, held = _hold_out(train, chosen)
     highest = 0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else int(max(train.x.max(), test.x.max())) + 1
     words = max(len(data.vocabulary), highest)
     return Task(data.name, kept, test, held, _scaling(kept.x, chosen.scaling), data.classes, words)
+
+
+def _folders(data: Dataset, train: Rows, test: Rows, chosen: config.Data) -> Task:
+    if chosen.validation or chosen.train_limit or chosen.test_limit:
+        raise ValueError(f"{data.name} is decoded image by image: data.validation and limits are for sets that fit into memory.")
+    scaling = Scaling(*IMAGENET, crop=chosen.image_size)
+    shrink = partial(_shrunk, size=round(chosen.image_size * 8 / 7))
+    for rows in (train, test):
+        if isinstance(rows, ImageFolder):
+            rows.transform = shrink
+    return Task(data.name, train, test, None, scaling, data.classes)
+
+
+def _shrunk(image: Tensor, size: int) -> Tensor:
+    """An image, uint8 (3, H, W), with its shorter side scaled to `size` and its centre cut out: (3, size, size)."""
+    _, height, width = image.shape
+    scale = size / min(height, width)
+    shape = (max(size, round(height * scale)), max(size, round(width * scale)))
+    scaled = F.interpolate(image[None].float(), shape, mode="bilinear", antialias=True, align_corners=False)
+    return centre(scaled, size)[0].round().clamp(0, 255).to(torch.uint8)
+
+
+def centre(x: Tensor, size: int) -> Tensor:
+    """The middle of images (N, C, H, W), `size` pixels high and wide."""
+    top, left = (x.shape[2] - size) // 2, (x.shape[3] - size) // 2
+    return x[:, :, top : top + size, left : left + size]
 
 
 IMAGENET = (torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))

@@ -1,0 +1,88 @@
+"""The state of a training run between two steps, as safetensors and JSON: never a pickle, whole or not there, a sha256 for each file.
+
+    checkpoints/step-00000120/   tensors.safetensors (network, optimizer, averages, losses of the epoch)   state.json   manifest.json
+
+No state of a random generator is in it: noise and order are functions of the step (seeds.py). Of sharded models every process takes part in saving
+and loading, and the file holds whole tensors, so that it fits any number of processes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as dump_tensors
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from slimbayes.atomic import CheckpointError, as_json, read_folder, write_folder
+
+KEEP = 2  # the latest, and one before it should that be damaged
+_FILES = {"tensors.safetensors", "state.json"}
+
+
+def save_state(
+    folder: Path, step: int, network: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Tensor], facts: dict[str, Any], writes: bool = True
+) -> None:
+    """Write the checkpoint of a step and remove all but the latest few. Every process calls it; the one that `writes` does so."""
+    tensors = {f"network/{n}": t for n, t in network.state_dict().items()}
+    for index, values in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/{index}/{n}": t for n, t in values.items() if isinstance(t, Tensor)}
+    tensors |= {f"extra/{n}": t for n, t in extra.items()}
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    if not writes:
+        return
+    data = dump_tensors({n: t.detach().to("cpu", copy=True).contiguous() for n, t in whole.items()})
+    write_folder(folder / f"step-{step:08d}", {"tensors.safetensors": data, "state.json": as_json({"step": step, **facts})})
+    for old in _steps(folder)[KEEP:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def latest_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Tensors and facts of the latest good checkpoint; a damaged one is named in a warning and the one before it is taken."""
+    import json
+
+    for path in _steps(folder):
+        try:
+            files = read_folder(path, _FILES)
+            return load_tensors(files["tensors.safetensors"]), json.loads(files["state.json"])
+        except CheckpointError as error:
+            warnings.warn(f"Skipping a damaged checkpoint: {error}", stacklevel=2)
+    return None
+
+
+def restore(tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Put a checkpoint's tensors into a network and its optimizer; returns those beside them."""
+    own = {n.removeprefix("network/"): t for n, t in tensors.items() if n.startswith("network/")}
+    here = network.state_dict()
+    if own.keys() != here.keys():
+        odd = sorted(own.keys() ^ here.keys())
+        raise CheckpointError(f"The checkpoint is of another network: only one of the two has {', '.join(odd[:5])}.")
+    network.load_state_dict({n: _like(t, here[n]) for n, t in own.items()})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer/"):
+            _, index, field = name.split("/")
+            like = parameters[int(index)]
+            state.setdefault(int(index), {})[field] = _like(tensor, like) if tensor.shape == like.shape else tensor
+    groups = optimizer.state_dict()["param_groups"]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # the very tensor, where a graph reads it
+    return {n.removeprefix("extra/"): t for n, t in tensors.items() if n.startswith("extra/")}
+
+
+def _like(tensor: Tensor, here: Tensor) -> Tensor:
+    """A whole tensor, sharded as another one is."""
+    return distribute_tensor(tensor.to(here.device), here.device_mesh, here.placements) if isinstance(here, DTensor) else tensor
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Checkpoints, the latest first."""
+    return sorted(folder.glob("step-*[0-9]"), key=lambda path: path.name, reverse=True) if folder.is_dir() else []
