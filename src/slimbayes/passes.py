@@ -91,11 +91,15 @@ def is_open(posteriors: Sequence[Posterior]) -> bool:
 
 def begin(posteriors: Sequence[Posterior], new: Pass) -> Pass:
     """Start a pass: draw all its noise at once and hand each posterior its share."""
-    for posterior, noise in zip(posteriors, _noise(posteriors, new), strict=True):
-        posterior.start(new, noise)
-    whole = [p for p in posteriors if not p.sharded]
-    for kind in dict.fromkeys(type(p) for p in whole):
-        kind.realise_together([p for p in whole if type(p) is kind])
+    try:
+        for posterior, noise in zip(posteriors, _noise(posteriors, new), strict=True):
+            posterior.start(new, noise)
+        whole = [p for p in posteriors if not p.sharded]
+        for kind in dict.fromkeys(type(p) for p in whole):
+            kind.realise_together([p for p in whole if type(p) is kind])
+    except BaseException:
+        new.open = False  # else the next pass would take itself for a call inside of this one
+        raise
     return new
 
 

@@ -11,6 +11,7 @@ from slimbayes.data.dataset import Split as Split
 from slimbayes.data.datasets import available as available
 from slimbayes.data.datasets import check as check
 from slimbayes.data.datasets import load as load
+from slimbayes.data.datasets import prepare as prepare
 from slimbayes.data.folders import ImageFolder as ImageFolder
 from slimbayes.data.health import Buckets as Buckets
 from slimbayes.data.health import Events as Events
@@ -18,6 +19,7 @@ from slimbayes.data.health import Stays as Stays
 from slimbayes.data.health import bag as bag
 from slimbayes.data.health import mortality as mortality
 from slimbayes.data.mimic import mimic3 as mimic3
+from slimbayes.data.mimic import mimic4 as mimic4
 from slimbayes.data.physionet import physionet2012 as physionet2012
 from slimbayes.data.shift import feature_shift as feature_shift
 from slimbayes.data.shift import label_shift as label_shift

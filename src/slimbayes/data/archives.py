@@ -102,16 +102,35 @@ def read_npz(path: Path, *names: str) -> dict[str, Any]:
         }
 
 
-def _array(place: str, content: bytes) -> Any:
-    """An array from the bytes of an .npy file whose length is what its header says."""
-    numpy = require("numpy")
+def read_pickled(path: Path, name: str) -> bytes:
+    """The pickle inside an array of objects of an .npz file, as bytes: what to make of it is up to the caller."""
+    with checked_zip(path) as archive:
+        if f"{name}.npy" not in archive.namelist():
+            raise ValueError(f"{path} must hold the array {name}; it has {sorted(archive.namelist())}.")
+        content = read_entry(path, archive, f"{name}.npy")
     stream = io.BytesIO(content)
+    _, _, dtype = _header(f"{path}: entry {name!r}", stream)
+    if not dtype.hasobject:
+        raise ValueError(f"{path}: entry {name!r} must hold Python lists (dtype object), got {dtype}.")
+    return content[stream.tell() :]
+
+
+def _header(place: str, stream: io.BytesIO) -> tuple[tuple[int, ...], bool, Any]:
+    """Shape, order and dtype of an .npy file."""
+    numpy = require("numpy")
     try:
         version = numpy.lib.format.read_magic(stream)
         header = numpy.lib.format.read_array_header_1_0 if version == (1, 0) else numpy.lib.format.read_array_header_2_0
         shape, fortran, dtype = header(stream)
     except ValueError as error:
         raise ValueError(f"{place} is not an .npy array: {error}") from error
+    return shape, fortran, dtype
+
+
+def _array(place: str, content: bytes) -> Any:
+    """An array from the bytes of an .npy file whose length is what its header says."""
+    numpy, stream = require("numpy"), io.BytesIO(content)
+    shape, fortran, dtype = _header(place, stream)
     if dtype.hasobject:
         raise ValueError(f"{place} holds pickled Python objects (dtype {dtype}); only plain numbers and text are read.")
     need = math.prod(shape) * dtype.itemsize

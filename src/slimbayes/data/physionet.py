@@ -77,7 +77,14 @@ def bags(folder: Path) -> Found | None:
         return len(_outcomes(folder / f"Outcomes-{letter}.txt"))
 
     parts = {SETS[k]: Part(lambda k=k: count(k), lambda k=k: data().splits[SETS[k]]) for k in letters}
-    return Found(parts, ("survived", "died"), lambda: data().vocabulary) if parts else None
+    return Found(parts, ("survived", "died"), lambda: data().vocabulary, lambda: _files(folder)) if parts else None
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / PACKED).is_file():
+        return [folder / PACKED]
+    letters = [letter for letter in SETS if (folder / f"set-{letter}").is_dir()]
+    return [file for k in letters for file in (folder / f"Outcomes-{k}.txt", *sorted((folder / f"set-{k}").glob("*.txt")))]
 
 
 # The official text -----------------------------------------------------------------------------------------------------

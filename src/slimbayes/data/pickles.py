@@ -1,6 +1,6 @@
-"""The python version of CIFAR is a pickle. This reads such files and nothing else: no name in them is ever looked up.
+"""The python version of CIFAR and Keras' reviews are pickles. This reads such files and nothing else: no name in them is ever looked up.
 
-A pickle may call any function it can name. The files of CIFAR name three, all of numpy, to rebuild one array of bytes; each has a
+A pickle may call any function it can name. These files name three, all of numpy, to rebuild one array, of bytes or of lists; each has a
 harmless stand-in here that only notes its arguments, and any other name is refused.
 """
 
@@ -62,16 +62,14 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STAND_INS:
-            raise ValueError(f"it asks for {module}.{name}, which no CIFAR file does; refused, nothing was run")
+            raise ValueError(f"it asks for {module}.{name}, which no such file does; refused, nothing was run")
         return _STAND_INS[module, name]
 
 
 def read_cifar_pickle(path: Path) -> dict[str, Any]:
     """The dictionary in a file of CIFAR's python version, text keys, arrays as uint8 tensors."""
     try:
-        packed = path.read_bytes()
-        _check_sizes(packed)
-        content = _Reader(io.BytesIO(packed), encoding="bytes").load()
+        content = _load(path.read_bytes())
     except FileNotFoundError:
         raise
     except Exception as error:  # a broken pickle can raise nearly anything
@@ -80,6 +78,24 @@ def read_cifar_pickle(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} must hold a dictionary, got {type(content).__name__}.")
     named = {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}
     return {key: _tensor(path, key, value) if isinstance(value, _Array) else value for key, value in named.items()}
+
+
+def read_ragged(place: str, packed: bytes) -> list[Any]:
+    """The items of a pickled numpy array (N,) of Python objects, as plain as they are in the pickle: numbers, text, lists of these."""
+    try:
+        array = _load(packed)
+    except Exception as error:  # a broken pickle can raise nearly anything
+        raise ValueError(f"{place} is not a pickled array of lists: {error}") from error
+    state: Any = array.state if isinstance(array, _Array) else None
+    fits = isinstance(state, tuple) and len(state) == 5 and isinstance(state[2], _Dtype) and state[2].code in ("O", "O8", "|O")
+    if not fits or not isinstance(state[4], list) or state[1] != (len(state[4]),):
+        raise ValueError(f"{place} must hold one array of lists (n,), got {type(array).__name__.strip('_')} of another kind or shape.")
+    return state[4]
+
+
+def _load(packed: bytes) -> Any:
+    _check_sizes(packed)
+    return _Reader(io.BytesIO(packed), encoding="bytes").load()
 
 
 def _check_sizes(packed: bytes) -> None:

@@ -50,8 +50,10 @@ class Regression:
 def uci(folder: Path, name: str) -> Found | None:
     """A UCI set, as the one split "all": x (n, P) and y (n, T), float32, in their own units."""
     readers = ((folder / f"{name}.npz", _read_npz), (folder / f"{name}.csv", _read_csv))
-    read = next((partial(reader, file) for file, reader in readers if file.is_file()), None)
-    return Found({"all": Part(lambda: len(read()), read)}) if read else None
+    file, reader = next(((file, reader) for file, reader in readers if file.is_file()), (None, None))
+    if file is None or reader is None:
+        return None
+    return Found({"all": Part(lambda: len(reader(file)), partial(reader, file))}, files=lambda: [file])
 
 
 def _read_npz(file: Path) -> Split:

@@ -74,7 +74,7 @@ def packed(folder: Path) -> Found | None:
     if not (texts.is_file() and stars.is_file()):
         return None
     half = lambda: len(map_npy(stars, (None,), "ui")) // 2  # noqa: E731
-    return _reviews(partial(_read_packed, texts, stars), {"train": half, "test": half})
+    return reviews(partial(_read_packed, texts, stars), {"train": half, "test": half}, lambda: [texts, stars])
 
 
 def _read_packed(texts: Path, stars: Path) -> Halves:
@@ -99,7 +99,7 @@ def tree(folder: Path) -> Found | None:
     if not all(place.is_dir() for pair in places.values() for place in pair):
         return None
     count = {split: partial(lambda pair: sum(len(_files(place)) for place in pair), pair) for split, pair in places.items()}
-    return _reviews(partial(_read_tree, places), count)
+    return reviews(partial(_read_tree, places), count, lambda: [file for pair in places.values() for place in pair for file in _files(place)])
 
 
 def _read_tree(places: dict[str, list[Path]]) -> Halves:
@@ -131,13 +131,13 @@ def _text(content: bytes, place: str) -> str:
         raise ValueError(f"{place} is not UTF-8 text: {error}") from error
 
 
-def _reviews(read: Callable[[], Halves], count: Mapping[str, Callable[[], int]]) -> Found:
+def reviews(read: Callable[[], Halves], count: Mapping[str, Callable[[], int]], files: Callable[[], Sequence[Path]]) -> Found:
     """Both halves, encoded with the vocabulary of the training half. The texts are read once."""
     texts = cache(read)
     vocabulary = cache(lambda: count_vocabulary(texts()["train"][0]))
 
     def split(name: str) -> Split:
-        reviews, numbers = texts()[name]
-        return Split(encode(reviews, vocabulary()), torch.tensor(numbers, device="cpu"))
+        written, numbers = texts()[name]
+        return Split(encode(written, vocabulary()), torch.tensor(numbers, device="cpu"))
 
-    return Found({name: Part(count[name], partial(split, name)) for name in ("train", "test")}, CLASSES, vocabulary)
+    return Found({name: Part(count[name], partial(split, name)) for name in ("train", "test")}, CLASSES, vocabulary, files)

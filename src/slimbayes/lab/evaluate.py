@@ -276,10 +276,18 @@ def write_record(
         commands=[*(former.commands if former else []), command()], classes=list(task.classes),
         status="stopped early" if curve and curve[-1]["epoch"] < stored.train.epochs else "finished",
         parameters=Parameters(plain=table.before, total=table.after), curve=curve, evaluations=evaluations, examples=examples,
-        environment=environment(), cost=Cost(evaluate_seconds=seconds, **(cost or {"train_seconds": float("nan"), "seconds_per_epoch": float("nan")})),
+        environment=environment(), cost=_cost(cost or {}, seconds),
     )  # fmt: skip
     write_text(folder / "record.json", record.model_dump_json(indent=1) + "\n")
     return record
+
+
+def _cost(measured: dict[str, Any], seconds: float) -> Cost:
+    epochs = sorted(measured.get("epoch_seconds", ()))
+    return Cost(
+        train_seconds=measured.get("train_seconds", float("nan")), seconds_per_epoch=epochs[len(epochs) // 2] if epochs else float("nan"),
+        evaluate_seconds=seconds, peak_memory=measured.get("peak_memory"),
+    )  # fmt: skip
 
 
 def _former(folder: Path) -> Record | None:

@@ -40,9 +40,13 @@ class Execution:
 
     def fabric(self, precision: str) -> Any:
         """The process group, devices and number format of a run."""
+        import logging
+
         from lightning_fabric import Fabric
 
-        # Its own hints are about set-ups that a run decides for itself.
+        # Its hints are about settings that a run decides for itself.
+        logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
+        logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
         return Fabric(
             accelerator=self.accelerator, devices=self.devices, num_nodes=self.nodes, strategy=self._strategy(),
             precision={"32": "32-true", "bf16": "bf16-mixed"}[precision],

@@ -324,14 +324,13 @@ class Training:
             f"The loss of step {step} is not finite. {told} The last good checkpoint is kept in {self.folder}; lower the learning rate or clip gradients."
         )
 
-    def cost(self) -> dict[str, float]:
-        """Seconds of training, of the median epoch, and the peak memory in bytes."""
+    def cost(self) -> dict[str, Any]:
+        """Seconds of training and of each epoch, and the peak memory in bytes."""
         import resource
 
         cuda = self.fabric.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        median = sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else float("nan")
-        return {"train_seconds": sum(self.seconds), "seconds_per_epoch": median, "peak_memory": peak}
+        return {"train_seconds": sum(self.seconds), "epoch_seconds": self.seconds, "peak_memory": peak}
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split, load, standard_split
 from slimbayes.data.folders import ImageFolder
+from slimbayes.data.tables import split_rows
 from slimbayes.lab import config
 from slimbayes.lab.seeds import generator
 
@@ -26,7 +27,7 @@ Rows = Split | ImageFolder
 class Scaling:
     """How stored inputs become the network's: images (N, C, H, W) of bytes get the training rows' mean and deviation, others stay.
 
-    Shape: mean and std are (C, 1, 1), or None where inputs are used as they are.
+    Shape: mean and std are (C, 1, 1) for images, (P,) for tables of P features, or None where inputs are used as they are.
     """
 
     mean: Tensor | None = None
@@ -178,11 +179,18 @@ def _split(data: Dataset, name: str) -> Rows:
 
 
 def _table(chosen: config.Data, root: Path | str | None) -> Task:
-    split = standard_split(load(chosen.name, root), chosen.split)
-    train = limited(split.train, chosen.train_limit, chosen.seed)
+    """A standard split of a UCI set: inputs in their own units, which the scaling undoes; training targets standardised."""
+    data = load(chosen.name, root)
+    split, rows = standard_split(data, chosen.split), data.splits["all"]
+    assert isinstance(rows, Split)
+    index, other = split_rows(len(rows), chosen.split)
+    x = rows.x[index].double()
+    varies = x.amax(0) > x.amin(0)
+    scaling = Scaling(x.mean(0).float(), x.std(0, correction=0).where(varies, 1.0).float()) if chosen.scaling == "standard" else Scaling()
+    train = limited(Split(rows.x[index], split.train.y), chosen.train_limit, chosen.seed)
     kept, held = _hold_out(train, chosen)
-    test = limited(split.test, chosen.test_limit, chosen.seed)
-    return Task(chosen.name, kept, test, held, Scaling(), y_mean=split.y_mean, y_std=split.y_std)
+    test = limited(Split(rows.x[other], split.test.y), chosen.test_limit, chosen.seed)
+    return Task(chosen.name, kept, test, held, scaling, y_mean=split.y_mean, y_std=split.y_std)
 
 
 def _hold_out(rows: Split, chosen: config.Data) -> tuple[Split, Split | None]:

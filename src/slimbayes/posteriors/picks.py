@@ -4,6 +4,7 @@ Sizes: K components, n draws of a pass.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,18 @@ def bias_shape(site: Site) -> tuple[int, ...]:
     return site.shape if site.kind == "norm" else (site.n_out,)
 
 
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Whole numbers as a tensor, sent to a GPU once: a step that is recorded as a CUDA graph may not wait for the host."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(numbers, device=device)
+    return _sent(numbers, device)
+
+
+@lru_cache(maxsize=64)
+def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device)
+
+
 def uniform(lines: Tensor) -> Tensor:
     """Uniform numbers strictly between 0 and 1 from standard normals: at the ends lie components of probability zero."""
     tiny = torch.finfo(lines.dtype).eps
@@ -52,7 +65,7 @@ def pick_together(same: Sequence[Any]) -> Tensor:
     lines = torch.cat([p.noise.row if p.per_row else p.noise.block for p in same], 1)
     edges = torch.stack([p.probs for p in same]).cumsum(1)[:, :-1]
     if lines.shape[1] > len(same):
-        edges = edges.repeat_interleave(torch.tensor([p.picks for p in same], device=edges.device), 0, output_size=lines.shape[1])
+        edges = edges.repeat_interleave(_on_device(tuple(p.picks for p in same), edges.device), 0, output_size=lines.shape[1])
     return (uniform(lines).unsqueeze(-1) >= edges).sum(-1)
 
 
@@ -65,7 +78,7 @@ def mix_together(same: Sequence[Any], picked: Tensor, by_layer: bool) -> None:
     sizes = [t.numel() for t in own]
     index = picked
     if by_layer:
-        counts = torch.tensor([p.site.n_out * (1 if p.bias is None else 2) for p in same], device=picked.device)
+        counts = _on_device(tuple(p.site.n_out * (1 if p.bias is None else 2) for p in same), picked.device)
         index = picked.repeat_interleave(counts, 1, output_size=sum(sizes))
     parts = iter(components.gather(0, index).split(sizes, 1))
     picks = iter(picked.unbind(1) if by_layer else picked.split(sizes, 1))
@@ -93,6 +106,6 @@ def expected_squares(same: Sequence[tuple[Any, Any]]) -> Tensor:
             others += [] if rest is None else [wide(rest).flatten(1)]
             factors.append(precision / 2 * p.probabilities())
     rows = [torch.cat(own).unsqueeze(0)] + ([torch.cat(others, 1)] if others else [])
-    sizes = torch.tensor([tensor.numel() for tensor in own], device=rows[0].device)
+    sizes = _on_device(tuple(tensor.numel() for tensor in own), rows[0].device)
     spread = torch.stack(factors, 1).repeat_interleave(sizes, 1, output_size=rows[0].shape[1])  # (K, elements)
     return (spread * torch.cat(rows).square()).sum()

@@ -1,0 +1,109 @@
+"""Seconds of an epoch in the lab, progress and logging included, and what augmentation takes of it.
+
+    python benchmarks/lab.py [--epochs 5] [--only plain,rank1] [--modes graph,compile,eager] [--out FILE]
+
+50,000 random images of CIFAR's shape, WRN-16-4, batches of 128, SGD, crops and flips, bf16; the papers' own data would take as long. Seconds are the median
+over epochs after the first. Meant for a GPU; on a CPU pass --rows 512.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimbayes.data import Dataset, Split, pad_crop_flip
+from slimbayes.lab.bars import Bars
+from slimbayes.lab.execution import Execution
+from slimbayes.lab.files import validate
+from slimbayes.lab.fit import fit
+from slimbayes.lab.runs import environment
+
+RANK1 = {"kind": "Rank1", "members": 4, "prior": {"kind": "Normal", "loc": 1.0, "scale": 0.1}, "mean_init": {"kind": "Normal", "loc": 1.0, "scale": 0.5}}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"method": {"kind": "Deterministic"}},
+    "rank1": {"method": RANK1},
+    "rank1-split": {"method": RANK1, "rows": "split"},
+    "batchensemble": {"method": {"kind": "BatchEnsemble", "members": 4}},
+    "emp": {"method": {"kind": "ModelPatch", "components": 5, "patch": "norm+output", "tau": None}},
+    "ecmp": {"method": {"kind": "ModelPatch", "components": 5, "cross": True, "patch": "norm+output", "tau": None}},
+    "ktied": {"method": {"kind": "KTied", "rank": 2}},
+}
+MODES = {"graph": (True, True), "compile": (True, False), "eager": (False, False)}
+
+
+def images(rows: int) -> Dataset:
+    source = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (rows, 3, 32, 32), dtype=torch.uint8, generator=source)
+    y = torch.randint(10, (rows,), generator=source)
+    return Dataset("random images", {"train": Split(x, y), "test": Split(x[:500], y[:500])}, tuple(map(str, range(10))))
+
+
+def run(name: str, mode: str, data: Dataset, epochs: int) -> dict[str, Any]:
+    case, (compiled, graph) = CASES[name], MODES[mode]
+    cuda = torch.cuda.is_available()
+    experiment = validate({
+        "name": name, "data": {"name": "random images"}, "model": {"kind": "wrn", "depth": 16, "width": 4}, "method": case["method"],
+        "augment": {"kind": "pad_crop_flip", "pad": 4},
+        "train": {"epochs": epochs, "batch": 128, "rows": case.get("rows", "tile"), "optimizer": {"kind": "SGD", "lr": 0.1},
+                  "schedule": {"kind": "Cosine"}, "weight_decay": 4e-4, "precision": "bf16" if cuda else "32", "kl": {"kind": "Linear"}},
+        "evaluate": {"examples": 0},
+    })  # fmt: skip
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        with Bars() as bars:
+            fit(experiment, Path(folder) / "run", Execution(compile=compiled, graph=graph), dataset=data, watcher=bars)
+        cost = json.loads((Path(folder) / "run" / "cost.json").read_text())
+        curve = [float(line.split(",")[2]) for line in (Path(folder) / "run" / "metrics.csv").read_text().splitlines()[1:]]
+    seconds = sorted(cost["epoch_seconds"][1:] or cost["epoch_seconds"])
+    torch._dynamo.reset()
+    return {
+        "case": name, "mode": mode, "seconds_per_epoch": seconds[len(seconds) // 2], "epochs": cost["epoch_seconds"], "losses": curve,
+        "whole_run": time.perf_counter() - start, "peak_memory": cost["peak_memory"], "messages": bars.messages,
+    }  # fmt: skip
+
+
+def augmentation(data: Dataset) -> float:
+    """Seconds that crops and flips of one epoch take on the GPU, replayed as a graph."""
+    x = (data.train.x[:128].cuda().float() / 255).contiguous(memory_format=torch.channels_last)
+    pad_crop_flip(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pad_crop_flip(x)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(len(data.train) // 128):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=50_000)
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--modes", default="graph")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    data = images(args.rows)
+    record: dict[str, Any] = {"environment": environment(), "rows": args.rows, "results": []}
+    if torch.cuda.is_available():
+        record["augmentation_seconds_per_epoch"] = augmentation(data)
+    for mode in args.modes.split(","):
+        for name in args.only.split(","):
+            record["results"].append(run(name, mode, data, args.epochs))
+            print(json.dumps(record["results"][-1]), flush=True)
+            if args.out:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Progress bars of long work in a terminal; plain lines where there is none."""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+_PAUSE = 0.1  # seconds between two looks: a step may take a millisecond
+
+
+class Bars:
+    """A watcher that draws a bar for each stretch of work. Use it as a context."""
+
+    def __init__(self, title: str = "", console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self.progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[note]}"), console=self.console, disable=not self.console.is_terminal,
+        )  # fmt: skip
+        self.title, self.task, self.looked, self.total = title, None, 0.0, 0  # type: str, Any, float, int
+        self.messages: list[str] = []
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        self.total = total
+        label = f"{self.title} {what}".strip()
+        self.task = self.progress.add_task(label, total=total, completed=done, note="")
+        if not self.console.is_terminal:
+            self.console.print(f"{label}: {total} steps")
+
+    def move(self, done: int, note: str = "") -> None:
+        now = time.monotonic()
+        if self.task is not None and (note or done == self.total or now - self.looked > _PAUSE):
+            self.looked = now
+            self.progress.update(self.task, completed=done, **({"note": note} if note else {}))
+
+    def say(self, message: str) -> None:
+        self.messages.append(message)
+        self.console.print(message, style="yellow", highlight=False)
