@@ -278,7 +278,7 @@ def write_record(
         parameters=Parameters(plain=table.before, total=table.after), curve=curve, evaluations=evaluations, examples=examples,
         environment=environment(), cost=_cost(cost or {}, seconds),
     )  # fmt: skip
-    write_text(folder / "record.json", record.model_dump_json(indent=1) + "\n")
+    write_text(folder / "record.json", record.model_dump_json() + "\n")
     return record
 
 

@@ -47,6 +47,15 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> IO[str]:
     except OSError as error:
         raise RunError(f"The run directory {folder} cannot be written to: {error.strerror}. Choose another with --out.") from error
     try:
+        _prepare(folder, experiment, resume, lock)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) -> None:
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise RunError(f"{folder} is in use by another process.") from error
@@ -58,7 +67,6 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> IO[str]:
             raise RunError(f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out.")
     write_text(file, yaml.safe_dump(experiment.resolved, sort_keys=False))
     write_text(folder / "environment.json", json.dumps(environment(), indent=1) + "\n")
-    return lock
 
 
 def stored_experiment(folder: Path) -> Experiment:
@@ -111,8 +119,10 @@ def command() -> str:
     """The command line, as one would type it."""
     import shlex
 
-    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    return shlex.join(words)
+    program = Path(sys.argv[0])
+    # python -m slimbayes.lab.command is the same as slimbayes.
+    name = "slimbayes" if program.parts[-2:] == ("lab", "command.py") else program.name
+    return shlex.join([name, *sys.argv[1:]])
 
 
 def write_text(file: Path, text: str) -> None:

@@ -75,6 +75,16 @@ _TABLE = {known.name: known for known in _KNOWN}
 HEADLINE = ("accuracy", "nll", "ece", "brier", "rmse", "lpd", "crps", "coverage95", "auroc", "aucpr", "fpr95")
 
 
+def printable(text: str) -> str:
+    """Text without line breaks and control signs: they garble tables, and Vega's expressions cannot quote all of them.
+
+    Example:
+        >>> printable("two\\nlines")
+        'two lines'
+    """
+    return "".join(sign if sign.isprintable() else " " for sign in text).strip() or "unnamed"
+
+
 def metric(name: str) -> Metric:
     """The metric of that name; a name this package does not know has no direction and is its own label.
 
@@ -82,7 +92,7 @@ def metric(name: str) -> Metric:
         >>> metric("nll").better, metric("my_score").better
         ('lower', None)
     """
-    return _TABLE.get(name) or Metric(name, name)
+    return _TABLE.get(name) or Metric(name, printable(name))
 
 
 def ordered(names: Iterable[str]) -> list[str]:

@@ -98,7 +98,7 @@ def write_page(runs: Sequence[Path | str], out: Path | str, title: str | None = 
 def render(runs: Runs, title: str) -> str:
     """The page as text."""
     chapters = [_chapter(runs, data, f"data-{i}") for i, data in enumerate(runs.data, 1)]
-    crowded = [f"With {len(runs.data)} data sets on one page each figure offers at most {_menu(len(runs.data))} choices."] if len(runs.data) > 2 else []
+    crowded = [f"With {len(runs.data)} data sets on one page each figure shows the first of its choices only ({_menu(len(runs.data))} at most)."] if len(runs.data) > 2 else []
     notes = [*runs.notes, *crowded, *(note for chapter in chapters for note in _notes(chapter.groups))]
     shown = [part for chapter in chapters for section in chapter.sections for part in section.parts]
     charts = [part for part in shown if isinstance(part, Figure)]
@@ -153,7 +153,7 @@ def _made(builders: Iterable[Builder], groups: Sequence[Group], menu: int) -> It
 
 def _menu(sets: int) -> int:
     """How many choices a figure may offer: every one is a chart, and a page with many data sets must stay small."""
-    return 8 if sets <= 2 else 4 if sets <= 5 else 2
+    return 8 if sets <= 2 else 4 if sets <= 5 else 2 if sets <= 10 else 1
 
 
 def _notes(groups: Sequence[Group]) -> Iterable[str]:

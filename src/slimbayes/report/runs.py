@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slimbayes.record import Record, RecordError, read
+from slimbayes.report.metric import printable
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _group(records: Sequence[Record]) -> tuple[Group, ...]:
     # A name has one colour on the whole page, also when it appears under several data sets.
     places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in keys))}
     return tuple(
-        Group(data, name, tuple(sorted((r for r in records if (r.data, r.name) == (data, name)), key=lambda r: r.seed)), places[name])
+        Group(data, printable(name), tuple(sorted((r for r in records if (r.data, r.name) == (data, name)), key=lambda r: r.seed)), places[name])
         for data, name in keys
     )
 

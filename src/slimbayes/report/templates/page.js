@@ -125,7 +125,11 @@
   addEventListener("beforeprint", () => { for (const details of document.querySelectorAll("details.origin, details.gallery")) details.open = true; });
 
   (async () => {
-    for (const id of Object.keys(figures)) { await draw(id); await new Promise((done) => setTimeout(done)); }
+    for (const id of Object.keys(figures)) {
+      // One chart that fails must not take the others with it.
+      try { await draw(id); } catch (error) { console.error(id, error); state.get(id).element.querySelector(".panels").append(make("p", "This chart could not be drawn; its numbers are below.")); }
+      await new Promise((done) => setTimeout(done));
+    }
     root.dataset.ready = "true";
   })();
 })();

@@ -1,0 +1,250 @@
+"""Diagnostics of finished runs that tables and figures ask for: each gives numbers for the table, and details for a JSON file.
+
+    name             what it needs                        numbers
+    elbo             a trained posterior                  neg_elbo at full KL weight, and all scores of the test rows
+    truncation       the same, of rank `rank`             as elbo, with scales cut to that rank, and k-tied parameter counts
+    spectrum         a Gaussian posterior                 how much of means and scales the first singular values explain
+    scales           a Gaussian posterior                 mean posterior scale; of `layer`, what ranks 1 and 2 explain
+    snr              a Gaussian posterior                 signal-to-noise ratio of the gradients of `layer`'s scales
+    density          real targets                         log density of test targets with noise of `precision`, in their own units
+    reliability      a record                             calibration errors without bins of at most five rows
+    draws            a record                             calibration error by number of draws
+    convergence      a record with validation rows        -ELBO of validation rows on the way
+    prior_functions  nothing                              steps of functions from the priors of dropout and EMP
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import slimbayes as sb
+from slimbayes.data import Split
+from slimbayes.diagnostics import GradientSNR, plot_scales, plot_spectrum, truncate, truncation_errors
+from slimbayes.diagnostics import spectrum as spectrum_of
+from slimbayes.diagnostics.sites import gaussian_sites
+from slimbayes.lab.config import Experiment
+from slimbayes.lab.evaluate import Judge, load_run
+from slimbayes.lab.execution import Execution
+from slimbayes.lab.seeds import seed_everything
+from slimbayes.lab.step import likelihood_loss
+from slimbayes.lab.tables import Numbers, calibration_errors
+from slimbayes.lab.task import Task, batches
+from slimbayes.messages import did_you_mean
+from slimbayes.models import keras_count
+from slimbayes.prediction import Likelihood
+from slimbayes.record import Evaluation, Record, read
+
+Found = tuple[Numbers, Any]
+_AT_ONCE = 10  # draws of a forward
+_SHOWN = 10  # singular values of a layer
+
+
+@dataclass(frozen=True)
+class Case:
+    """A finished run (or none), how to reach it, and what to do with it; `picture` is where a plot may be written."""
+
+    folder: Path | None
+    picture: Path
+    draws: int = 1
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    execution: Execution = Execution()  # noqa: RUF009 (frozen)
+
+    @cached_property
+    def loaded(self) -> tuple[Experiment, nn.Module, Task, Likelihood]:
+        assert self.folder is not None
+        return load_run(self.folder, self.execution)
+
+    @cached_property
+    def record(self) -> Record:
+        assert self.folder is not None
+        return read(self.folder)
+
+    @property
+    def rows(self) -> Split:
+        """Rows that scores are of: the test rows, or with `rows: validation` those held out."""
+        task = self.loaded[2]
+        found = task.validation if self.options.get("rows") == "validation" else task.test
+        if not isinstance(found, Split):
+            raise ValueError(f"{task.name} has no such rows in memory: set data.validation, or leave the option `rows` out.")
+        return found
+
+    def draw(self, make: Callable[[], Any]) -> None:
+        """Write a plot, where matplotlib is installed."""
+        try:
+            figure = make()
+        except ImportError:
+            return
+        figure.savefig(self.picture, dpi=100)
+
+
+def diagnose(name: str, case: Case) -> Found:
+    """Run a diagnostic by its name.
+
+    Example:
+        >>> import tempfile
+        >>> numbers, _ = diagnose("prior_functions", Case(None, Path(tempfile.mktemp(suffix=".png"))))
+        >>> numbers["steps_dropout"] < numbers["steps_emp"]
+        True
+    """
+    if name not in DIAGNOSTICS:
+        raise ValueError(f"Unknown diagnostic {name!r}{did_you_mean(name, DIAGNOSTICS)}")
+    return DIAGNOSTICS[name](case)
+
+
+def _scores(case: Case, network: nn.Module) -> Numbers:
+    """Scores of a network under the run's own evaluation, with the ELBO per row at full KL weight."""
+    experiment, _, task, likelihood = case.loaded
+    (made,), _ = Judge(network, task, likelihood, experiment).judge(case.rows, [case.draws], task.name, "validation")
+    alone = _mean_nll(case, network)
+    with torch.no_grad():
+        kl = float(sb.kl(network)) / len(task.train)
+    numbers = {**made.metrics, "neg_elbo": alone + kl, "draw_nll": alone, "kl": kl}
+    if "brier" in numbers:
+        numbers["brier_shifted"] = numbers["brier"] - 1  # TensorFlow Probability's Brier score
+    return numbers | {"parameters": float(keras_count(network) - case.options.get("uncounted", 0))}
+
+
+@torch.no_grad()
+def _mean_nll(case: Case, network: nn.Module) -> float:
+    """Negative log-likelihood of a row, averaged over single draws: the ELBO's first term."""
+    experiment, _, task, likelihood = case.loaded
+    device = next(network.parameters()).device
+    network.eval()
+    total = 0.0
+    for index, (x, y) in enumerate(batches(case.rows, experiment.evaluate.batch, device)):
+        seed_everything(experiment.seed, "elbo", index)
+        for start in range(0, case.draws, _AT_ONCE):
+            count = min(_AT_ONCE, case.draws - start)
+            outputs = sb.sample(network, task.scaling(x), draws=count).float()
+            total += float(likelihood_loss(likelihood, outputs, y, "average", experiment.train.noise)) * len(y) * count / case.draws
+    return total / len(case.rows)
+
+
+def elbo(case: Case) -> Found:
+    """The run as it is."""
+    numbers = _scores(case, case.loaded[1])
+    return numbers, numbers
+
+
+def truncation(case: Case) -> Found:
+    """The run with the standard deviations of its posterior cut to a rank (k-tied Normal, section 2.4)."""
+    rank, layers = int(case.options["rank"]), case.options.get("layers")
+    network = case.loaded[1]
+    errors = truncation_errors(network, rank, include=layers)
+    sizes = [site.posterior.site.matrix for site in gaussian_sites(network, layers)]
+    numbers = _scores(case, truncate(copy.deepcopy(network), rank, include=layers))
+    numbers["parameters"] += sum(rank * (m + n) - m * n for m, n in sizes)  # what k-tied factors would take
+    return numbers, {"scores": numbers, "relative_errors": errors}
+
+
+def spectrum(case: Case) -> Found:
+    """Singular values of means and standard deviations; numbers are means over layers."""
+    network, layers = case.loaded[1], case.options.get("layers")
+    sites = spectrum_of(network, layers).sites
+    case.draw(lambda: plot_spectrum(network, include=layers))
+    numbers = {f"{of}_{k}": sum(site.first(k, of) for site in sites) / len(sites) for of in ("scales", "means") for k in (1, 2, 3)}
+    return numbers, {s.name: {of: list(s.explained(of)[:_SHOWN]) for of in ("means", "scales")} | {"shape": list(s.shape)} for s in sites}
+
+
+def scales(case: Case) -> Found:
+    """How large posterior standard deviations are, and how much of a layer's one or two factors explain."""
+    network, layer = case.loaded[1], case.options.get("layer")
+    sites = gaussian_sites(network)
+    values = {site.name: site.scales() for site in sites}
+    details = {n: {"mean": float(v.mean()), "least": float(v.min()), "largest": float(v.max())} for n, v in values.items()}
+    numbers = {"mean_scale": sum(float(v.sum()) for v in values.values()) / sum(v.numel() for v in values.values())}
+    if layer:
+        found = spectrum_of(network)[layer]
+        numbers |= {"scales_1": found.first(1), "scales_2": found.first(2)}
+        case.draw(lambda: plot_scales(network, layer))
+    return numbers, details
+
+
+def snr(case: Case) -> Found:
+    """Ratios of gradients over ten batches at the trained parameters, which stand still meanwhile."""
+    experiment, network, task, likelihood = case.loaded
+    assert isinstance(task.train, Split)
+    tracker, layer = GradientSNR(network, window=10), case.options["layer"]
+    network.train()
+    for index in range(10):
+        seed_everything(experiment.seed, "snr", index)
+        picked = torch.randperm(len(task.train))[: experiment.train.batch].to(task.train.x.device)
+        network.zero_grad()
+        outputs = sb.sample(network, task.scaling(task.train.x[picked]), draws=experiment.train.draws)
+        nll = likelihood_loss(likelihood, outputs, task.train.y[picked], experiment.train.form, experiment.train.noise)
+        (nll + sb.kl(network) / len(task.train)).backward()
+        tracker.update()
+    network.zero_grad()
+    found = {average: tracker.result(average) for average in ("mean", "median")}
+    return {"snr": found["mean"][layer], "snr_median": found["median"][layer]}, found
+
+
+@torch.no_grad()
+def density(case: Case) -> Found:
+    """RMSE and log predictive density in the targets' own units, under noise of a given precision."""
+    experiment, network, task, _ = case.loaded
+    assert task.y_mean is not None and task.y_std is not None
+    noise = float(case.options["precision"]) ** -0.5
+    square, log, count = 0.0, 0.0, 0
+    for index, (x, y) in enumerate(batches(case.rows, experiment.evaluate.batch, task.y_mean.device)):
+        seed_everything(experiment.seed, "density", index)
+        p = sb.predict(network, task.scaling(x), draws=case.draws, chunk=2**16, likelihood="gaussian", scale=noise / task.y_std)
+        p = p.rescaled(task.y_mean, task.y_std)
+        square, log, count = square + float((p.mean - y).square().sum()), log + float(p.log_prob(y).double().sum()), count + y.numel()
+    numbers = {"rmse": math.sqrt(square / count), "lpd": log / count}
+    return numbers, numbers | {"precision": case.options["precision"], "draws": case.draws}
+
+
+def _tests(record: Record) -> list[Evaluation]:
+    return [e for e in record.evaluations if e.role == "test"]
+
+
+def reliability(case: Case) -> Found:
+    """Calibration errors and curve with the case's number of draws."""
+    found = next((e for e in _tests(case.record) if e.draws == case.draws), _tests(case.record)[-1])
+    assert found.reliability is not None
+    return calibration_errors(found), found.reliability.model_dump()
+
+
+def draws(case: Case) -> Found:
+    """Scores by number of draws."""
+    by = {e.draws: e.metrics | calibration_errors(e) for e in _tests(case.record)}
+    return {f"ece_{count}": scores["ece"] for count, scores in by.items()}, by
+
+
+def convergence(case: Case) -> Found:
+    """-ELBO of validation rows after each epoch: their NLL under one draw, and the KL per training row."""
+    curve = [(row["step"], row["validation_nll"] + row["kl"]) for row in case.record.curve if "validation_nll" in row]
+    if not curve:
+        raise ValueError(f"{case.record.name} has no validation rows to follow: set data.validation.")
+    ends = {"quarter": math.ceil(len(curve) / 4), "half": math.ceil(len(curve) / 2), "end": len(curve)}
+    return {f"neg_elbo_{name}": curve[index - 1][1] for name, index in ends.items()}, {"step": [s for s, _ in curve], "neg_elbo": [v for _, v in curve]}
+
+
+def prior_functions(case: Case) -> Found:
+    """Functions from the implicit priors of dropout and EMP (Chang et al. 2019, Figure 3)."""
+    from slimbayes.diagnostics import prior_functions as module
+
+    numbers = {}
+    torch.manual_seed(case.seed)
+    for method in ("dropout", "emp"):
+        steps = module.prior_functions(method, torch.linspace(-5, 5, 4001), **case.options).diff(dim=1).abs() > 1e-3
+        numbers[f"steps_{method}"] = float(steps.sum(1).float().mean())
+    case.draw(lambda: module.plot_prior_functions(case.picture, **case.options))
+    return numbers, numbers
+
+
+DIAGNOSTICS: dict[str, Callable[[Case], Found]] = {
+    one.__name__: one
+    for one in (elbo, truncation, spectrum, scales, snr, density, reliability, draws, convergence, prior_functions)
+}

@@ -1,0 +1,157 @@
+"""A LightningModule around a converted model, for people who already train with Lightning's Trainer.
+
+    model = sb.bayesianize(net, sb.Rank1(members=4))
+    module = BayesModule(model, num_data=len(train_set))
+    Trainer(max_epochs=10).fit(module, train_loader, validation_loader)
+
+It belongs to `lightning` if that was imported before this file, else to `pytorch_lightning`: the two do not take each other's modules. A Trainer does not
+resume bit for bit, since its checkpoints hold neither the state of the random generators nor the place in a shuffled epoch; `slimbayes fit` does. With
+`seed=`, checkpoints at epoch ends and a loader whose order depends on the epoch alone, only that last place is missing (docs/sweeps.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes import metrics, schedules
+from slimbayes.convert import conversions_of
+from slimbayes.decay import param_groups
+from slimbayes.inference import predict
+from slimbayes.lab.seeds import seed_everything
+from slimbayes.messages import did_you_mean
+from slimbayes.objective import ELBO, LIKELIHOODS, Form, elbo
+from slimbayes.prediction import Likelihood, Prediction
+from slimbayes.sampling import sample
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule
+else:
+    try:
+        if "lightning" in sys.modules:
+            from lightning.pytorch import LightningModule
+        else:
+            from pytorch_lightning import LightningModule
+    except ModuleNotFoundError:
+        try:
+            from lightning.pytorch import LightningModule
+        except ModuleNotFoundError as error:
+            raise ImportError('slimbayes.lab.lightning needs Lightning: pip install "slimbayes[lab]"') from error
+
+Optimizers = Callable[[list[dict[str, Any]]], Any]
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """What trains a module that names no optimizer: AdamW with a learning rate of 0.001."""
+    return torch.optim.AdamW(groups, lr=1e-3)
+
+
+class BayesModule(LightningModule):  # type: ignore[misc]
+    """Trains a converted model by its ELBO and judges it with slimbayes' metrics. Batches are (inputs, targets).
+
+    It logs loss, nll and kl (per datum, without its weight) in training; val_ and test_ nll, accuracy, brier and ece of classes, or rmse, lpd and crps
+    of real targets. `predict_step` gives a `Prediction`.
+
+    Args:
+        model: a converted model.
+        num_data: rows of the training set: of all processes together, not of a batch.
+        likelihood: what the outputs parameterise.
+        draws: of each member in a training step.
+        predict_draws: of each member in validation, test and prediction.
+        optimizer: makes the optimizer from parameter groups (`slimbayes.param_groups`), or anything `configure_optimizers` may return.
+        weight_decay: of the network's own parameters.
+        kl_schedule: the KL's weight after so many optimizer steps, from `slimbayes.schedules`.
+        form: how draws join in the likelihood.
+        noise: standard deviation of the targets' noise, of "gaussian".
+        seed: makes the random numbers of each training step a function of it and of the step.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> module = BayesModule(sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2)), num_data=100)
+        >>> terms = module.terms(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))
+        >>> torch.equal(terms.loss, terms.nll + terms.kl)
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_data: int,
+        likelihood: Likelihood = "categorical",
+        draws: int = 1,
+        predict_draws: int = 8,
+        optimizer: Optimizers = adamw,
+        weight_decay: float | Mapping[str, float] = 0.0,
+        kl_schedule: schedules.Schedule | None = None,
+        form: Form = "average",
+        noise: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        conversions_of(model)  # says what to do if it is not converted
+        if likelihood not in LIKELIHOODS:
+            raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, LIKELIHOODS)}")
+        if not num_data > 0:
+            raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
+        self.model, self.num_data, self.likelihood, self.draws, self.predict_draws = model, num_data, likelihood, draws, predict_draws
+        self.optimizer, self.weight_decay, self.kl_schedule = optimizer, weight_decay, kl_schedule or schedules.constant()
+        self.form, self.noise, self.seed = form, noise, seed
+        self.scores = nn.ModuleDict({stage: nn.ModuleDict(self._metrics()) for stage in ("val", "test")})
+
+    def _metrics(self) -> dict[str, nn.Module]:
+        if self.likelihood in ("categorical", "bernoulli"):
+            return {"nll": metrics.NLL(), "accuracy": metrics.Accuracy(), "brier": metrics.Brier(), "ece": metrics.ECE()}
+        return {"rmse": metrics.RMSE(), "lpd": metrics.LPD(), "crps": metrics.CRPS()}
+
+    def forward(self, x: Any) -> Any:
+        """Outputs (S, B, ...) of the model under S = members x draws draws."""
+        if isinstance(x, Mapping):
+            return sample(self.model, draws=self.draws, **x)
+        return sample(self.model, *(x if isinstance(x, tuple | list) else (x,)), draws=self.draws)
+
+    def terms(self, x: Any, y: Tensor, kl_weight: float = 1.0) -> ELBO:
+        """Loss, nll and kl of a batch."""
+        outputs = self(x)
+        if self.likelihood == "gaussian":
+            nll = LIKELIHOODS["gaussian"](outputs, y, self.noise, self.form)
+        else:
+            nll = LIKELIHOODS[self.likelihood](outputs, y.to(outputs.dtype) if self.likelihood == "bernoulli" else y, form=self.form)
+        return elbo(nll, self.model, self.num_data, kl_weight)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.seed is not None:
+            seed_everything(self.seed, "step", self.global_step, batch_idx)
+        x, y = batch
+        terms = self.terms(x, y, self.kl_schedule(self.global_step))
+        for name in ("loss", "nll", "kl"):
+            self.log(name, getattr(terms, name).detach(), prog_bar=name == "loss", batch_size=len(y))
+        return terms.loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._judge("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._judge("test", batch)
+
+    def _judge(self, stage: str, batch: Any) -> None:
+        x, y = batch
+        prediction = self._predict(x)
+        for name, metric in self.scores[stage].items():
+            metric.update(prediction, y)
+            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=name in ("nll", "rmse"), batch_size=len(y))
+
+    def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Prediction:
+        """The prediction of a batch; of (inputs, targets) the targets are left alone."""
+        return self._predict(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
+
+    def _predict(self, x: Any) -> Prediction:
+        scale = self.noise if self.likelihood == "gaussian" else 0.0
+        inputs = tuple(x) if isinstance(x, list) else x
+        return predict(self.model, inputs, draws=self.predict_draws, likelihood=self.likelihood, scale=scale)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(param_groups(self.model, self.weight_decay))
