@@ -88,7 +88,7 @@ def test_bags_equal_a_slow_loop(hours: float, precision: float, older: float | N
     events = make_events(before=6.0)
     buckets = Buckets.fit(events, hours)
     tokens = bag(events, buckets, hours, precision, older)
-    assert tokens.dtype == torch.int64
+    assert tokens.dtype == torch.int32
     assert contents(tokens) == slow_bags(events, buckets.tokens(events).tolist(), hours, precision, older)
 
 
@@ -96,6 +96,18 @@ def test_a_full_bag_keeps_the_latest() -> None:
     events = Events(torch.zeros(3).long(), torch.tensor([1.9, 0.5, 1.2]).double(), torch.tensor([2, 0, 1]), torch.full((3,), math.nan), 2, ("a", "b", "c"))
     tokens = bag(events, Buckets.fit(events, count=1), hours=2.0, precision=2.0, tokens_per_bag=2)
     assert tokens.tolist() == [[[3, 5]], [[0, 0]]]  # the second patient has no event
+
+
+@pytest.mark.parametrize("most", [None, 1, 3])
+@pytest.mark.parametrize("at_a_time", [1, 7, 100])
+def test_bags_do_not_depend_on_how_many_events_are_sorted_at_a_time(at_a_time: int, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = make_events()
+    options = {"precision": 5.0, "aggregate_older_than": 30.0, "tokens_per_bag": most}
+    whole = bag(events, Buckets.fit(events), **options)
+    monkeypatch.setattr("slimbayes.data.health._EVENTS", at_a_time)
+    assert torch.equal(bag(events, Buckets.fit(events), **options), whole) and whole.shape[2] == (most or whole.shape[2])
+    nobody = events.of(torch.tensor([], dtype=torch.int64))
+    assert bag(nobody, Buckets.fit(events), **options).shape == (0, 7, 1)
 
 
 @pytest.mark.parametrize("hours", [24.0, 48.0])
@@ -381,8 +393,8 @@ def test_mimic_uses_what_was_known(tmp_path: Path) -> None:
         ("ADMISSIONS", "URGENT,X,1", "URGENT,1", "line 3: 8 cells, but there are 9"),
         ("PATIENTS", "2,8,M", "2,7,M", "PATIENTS.csv, line 3: patient '7' is there twice"),
         ("PATIENTS", "2060-01-01 00:00:00", "2060-01-01", "PATIENTS.csv, line 2: '2060-01-01' is not a time"),
-        ("DIAGNOSES_ICD", "9,103", "9,104", "DIAGNOSES_ICD.csv.gz, line 4: ADMISSIONS has no admission '104' of patient '9'"),
-        ("PRESCRIPTIONS", "2,7,101", "2,6,101", "PRESCRIPTIONS.csv, line 3: ADMISSIONS has no patient '6'"),
+        ("DIAGNOSES_ICD", "9,103", "9,104", "DIAGNOSES_ICD.csv.gz, line 4: the table of admissions has no admission '104' of patient '9'"),
+        ("PRESCRIPTIONS", "2,7,101", "2,6,101", "PRESCRIPTIONS.csv, line 3: the table of admissions has no patient '6'"),
         ("LABEVENTS", "9.5,9.5", "9.5,inf", "LABEVENTS.csv.gz, line 3: 'inf' is not a finite number"),
         ("LABEVENTS", "low,,", 'low,"', "LABEVENTS.csv.gz, after line 3: damaged or cut short"),
     ],

@@ -18,6 +18,9 @@ from slimbayes.data.health import Events as Events
 from slimbayes.data.health import Stays as Stays
 from slimbayes.data.health import bag as bag
 from slimbayes.data.health import mortality as mortality
+from slimbayes.data.icu_tables import IcuTable as IcuTable
+from slimbayes.data.icu_tables import eicu as eicu
+from slimbayes.data.icu_tables import hospital_split as hospital_split
 from slimbayes.data.mimic import mimic3 as mimic3
 from slimbayes.data.mimic import mimic4 as mimic4
 from slimbayes.data.physionet import physionet2012 as physionet2012

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slimbayes.data import cifar, eicu, images, mimic, physionet, reviews, tables, text
+from slimbayes.data import cifar, icu_tables, images, mimic, physionet, reviews, tables, text
 from slimbayes.data.dataset import Dataset, Found, Source
 
 _CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -100,8 +100,8 @@ SOURCES = {
         _health("mimic3-demo", "mimiciii-demo", _THREE, ("mimic3_demo", "mimic-iii-clinical-database-demo-1.4"), mimic.bags3),
         _health("mimic4", "mimiciv", _FOUR, ("mimic4", "mimic-iv", "mimiciv"), mimic.bags4),
         _health("mimic4-demo", "mimic-iv-demo", _FOUR, ("mimic4_demo", "mimic-iv-clinical-database-demo-2.2"), mimic.bags4),
-        _health("eicu", "eicu-crd", _EICU, ("eicu", "eicu-collaborative-research-database-2.0"), eicu.table),
-        _health("eicu-demo", "eicu-crd-demo", _EICU, ("eicu_demo", "eicu-collaborative-research-database-demo-2.0.1"), eicu.table),
+        _health("eicu", "eicu-crd", _EICU, ("eicu", "eicu-collaborative-research-database-2.0"), icu_tables.table),
+        _health("eicu-demo", "eicu-crd-demo", _EICU, ("eicu_demo", "eicu-collaborative-research-database-demo-2.0.1"), icu_tables.table),
         *map(_table, tables.UCI),
     )
 }  # fmt: skip

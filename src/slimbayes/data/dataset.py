@@ -19,7 +19,7 @@ from slimbayes.data.folders import ImageFolder
 class Split:
     """Inputs and targets of one split, row by row.
 
-    Shape: x is (N, C, H, W) uint8 for images, (N, P) for tables, (N, L) int64 for tokens; y is (N,) int64 labels, (N, classes)
+    Shape: x is (N, C, H, W) uint8 for images, (N, P) for tables, (N, L) int64 for words, (N, T, L) int32 for bags of tokens; y is (N,) int64 labels, (N, classes)
     soft labels or (N, T) targets.
 
     Example:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from slimbayes.data.dataset import Dataset, Split
 
+_EVENTS = 500_000  # sorted into bags at a time
 
 @dataclass(frozen=True)
 class Events:
@@ -75,6 +76,8 @@ class Events:
         return Events(number[chosen.patient], chosen.hours, chosen.feature, chosen.value, len(patients), self.features)
 
     def _pick(self, keep: Tensor) -> Events:
+        if bool(keep.all()):  # no copy of what may be most of the memory
+            return self
         columns = (column[keep] for column in (self.patient, self.hours, self.feature, self.value))
         return Events(*columns, self.patients, self.features)
 
@@ -155,7 +158,7 @@ def bag(
             and what happened before admission joins the oldest.
         tokens_per_bag: keep only this many, the latest. None keeps all; L is then the fullest bag's number.
 
-    Shape: returns (N, T, L) int64; T = ceil(min(hours, aggregate_older_than) / precision), plus 1 with the bag of older events.
+    Shape: returns (N, T, L) int32, which an embedding takes as it is; T = ceil(min(hours, aggregate_older_than) / precision), plus 1 with the bag of older events.
 
     Example:
         >>> beats = Events(torch.zeros(3).long(), torch.tensor([0.0, 1.5, 2.1]).double(), torch.zeros(3).long(), torch.full((3,), 80.0), 1, ("HR",))
@@ -176,23 +179,26 @@ def bag(
         index = index.masked_fill(age > limit + 1e-9, fine)
     steps = fine + history
     place = events.patient * steps + (steps - 1 - index)
-    return _pad(buckets.tokens(events), place, events.hours, events.patients * steps, tokens_per_bag).view(events.patients, steps, -1)
+    sizes = place.bincount(minlength=events.patients * steps)
+    fullest = max(1, int(sizes.max()) if len(sizes) else 0)
+    out = torch.zeros(len(sizes), min(fullest, tokens_per_bag or fullest), dtype=torch.int32, device=place.device)
+    step = max(1, math.ceil(len(sizes) / math.ceil((len(place) + 1) / _EVENTS)))
+    for first in range(0, len(sizes), step):  # sorting takes ten times the memory of what is sorted
+        mine = (place >= first) & (place < first + step)
+        part = events._pick(mine)
+        _fill(out, buckets.tokens(part), place[mine], part.hours, sizes)
+    return out.view(events.patients, steps, out.shape[1])
 
 
-def _pad(tokens: Tensor, place: Tensor, hours: Tensor, places: int, most: int | None) -> Tensor:
-    """Tokens (E,) in rows (places, L), those of a row in the order of time."""
+def _fill(out: Tensor, tokens: Tensor, place: Tensor, hours: Tensor, sizes: Tensor) -> None:
+    """Tokens (E,) into the rows of `out` (places, L) that they belong to, in the order of time; all tokens of these rows are here."""
     order = hours.argsort(stable=True)
     order = order[place[order].argsort(stable=True)]
     tokens, place = tokens[order], place[order]
-    sizes = place.bincount(minlength=places)
-    column = torch.arange(len(tokens), device=tokens.device) - (sizes.cumsum(0) - sizes)[place]
-    if most is not None:
-        column -= (sizes - most).clamp_min(0)[place]
-        tokens, place, column = (t[column >= 0] for t in (tokens, place, column))
-    width = max(1, int(column.max()) + 1 if len(column) else 0)
-    out = torch.zeros(places, width, dtype=torch.int64, device=tokens.device)
-    out[place, column] = tokens
-    return out
+    starts = sizes.cumsum(0) - sizes + (sizes - out.shape[1]).clamp_min(0)  # of those kept, the latest
+    column = torch.arange(len(tokens), device=tokens.device) - starts[place] + int((sizes[: int(place[0])]).sum() if len(place) else 0)
+    kept = column >= 0
+    out[place[kept], column[kept]] = tokens[kept].int()
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,7 @@ def mortality(
     count: int = 5,
     tokens_per_bag: int | None = None,
 ) -> Dataset:
-    """Tokens and labels of every split, with buckets from the split "train": x (N, T, L) int64, y (N,) int64. Arguments as in `bag`.
+    """Tokens and labels of every split, with buckets from the split "train": x (N, T, L) int32, y (N,) int64. Arguments as in `bag`.
 
     Example:
         >>> beats = Events(torch.arange(2), torch.zeros(2).double(), torch.zeros(2).long(), torch.tensor([60.0, 90.0]), 2, ("HR",))

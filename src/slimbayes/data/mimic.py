@@ -68,7 +68,7 @@ _FOUR = _Version(
 )  # fmt: skip
 
 
-def mimic3(folder: Path, hours: float = 24.0, seed: int = 0) -> Stays:
+def mimic3(folder: Path | str, hours: float = 24.0, seed: int = 0) -> Stays:
     """Admissions that last `hours` at least, and what was known by then. Give `mortality` the same hours.
 
     MIMIC has no official split: a seeded tenth of the patients is "validation", another "test", with all of their admissions.
@@ -79,10 +79,10 @@ def mimic3(folder: Path, hours: float = 24.0, seed: int = 0) -> Stays:
         ...
         FileNotFoundError: /nowhere has no ADMISSIONS.csv or ADMISSIONS.csv.gz: ...
     """
-    return _read(_THREE, folder, hours, seed)
+    return _read(_THREE, Path(folder).expanduser(), hours, seed)
 
 
-def mimic4(folder: Path, hours: float = 24.0, seed: int = 0) -> Stays:
+def mimic4(folder: Path | str, hours: float = 24.0, seed: int = 0) -> Stays:
     """As `mimic3`, of MIMIC-IV: the folder that holds hosp and icu.
 
     Example:
@@ -91,7 +91,7 @@ def mimic4(folder: Path, hours: float = 24.0, seed: int = 0) -> Stays:
         ...
         FileNotFoundError: /nowhere has no hosp/admissions.csv or hosp/admissions.csv.gz: ...
     """
-    return _read(_FOUR, folder, hours, seed)
+    return _read(_FOUR, Path(folder).expanduser(), hours, seed)
 
 
 def bags3(folder: Path) -> Found | None:

@@ -24,26 +24,31 @@ from typing import Any
 from slimbayes.data import csv_rows
 
 MEMORY = "160MB"  # of duckdb; it takes some more for reading
-PIECE = 500_000  # events fetched at a time
+PIECE = 500_000  # lines whose events are fetched at a time
 _SCAN = 1 << 20
 _GLOB = set("*?[]{}")
-_TIME = "[0-9]{4}-[0-9]{2}-[0-9]{2} ([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
 _NUMBER = "[+-]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][+-]?[0-9]{1,3})?"
 _SOURCE = """read_csv(?, columns=?, header=true, auto_detect=false, delim=',', quote='"', escape='"', strict_mode=true, null_padding=false,
     ignore_errors=false, max_line_size=1048576)"""
 _COUNT = f"SELECT count(*) FROM {_SOURCE}"
-# `taken` and `later` are the same column where a table has one time. A row that is wrong in any way is kept, to be found afterwards.
-_KEEP = f"""CREATE TABLE kept AS SELECT * FROM (
-    SELECT stay, (epoch(greatest(try_cast(taken AS TIMESTAMP), try_cast(later AS TIMESTAMP))) - start) / 3600 AS hours,
-        item, unit, coalesce(try_cast(number AS DOUBLE), 'nan'::DOUBLE) AS value,
-        stays.subject IS NULL OR NOT (taken IS NULL OR coalesce(regexp_full_match(taken, ?) AND try_cast(taken AS TIMESTAMP) IS NOT NULL, false))
-            OR NOT (later IS NULL OR coalesce(regexp_full_match(later, ?) AND try_cast(later AS TIMESTAMP) IS NOT NULL, false))
-            OR NOT (number IS NULL OR coalesce(regexp_full_match(number, ?) AND abs(try_cast(number AS DOUBLE)) < 1e38, false)) AS wrong,
-        taken IS NULL AS untaken
-    FROM (SELECT {{}} AS subject, {{}} AS item, nullif({{}}, '') AS number, coalesce({{}}, '') AS unit, nullif({{}}, '') AS taken, nullif({{}}, '') AS later
-        FROM {_SOURCE}) AS lines
-    LEFT JOIN stays ON lines.subject = stays.subject)
-    WHERE wrong OR (NOT untaken AND stay >= 0 AND hours <= ?)"""
+# Empty cells are NULL. A time must read the same after a round trip: that leaves one spelling. A row that is odd in any way is kept, to be found
+# afterwards; `later` is the same column as `taken` where a table has one time.
+_KEEP = f"""CREATE TABLE kept AS
+WITH cells AS (
+    SELECT {{}} AS subject, {{}} AS item, nullif({{}}, '') AS number, coalesce({{}}, '') AS unit, nullif({{}}, '') AS taken, nullif({{}}, '') AS later,
+        row_number() OVER () AS line
+    FROM {_SOURCE}),
+parsed AS (
+    SELECT line, subject, item, unit, number, taken, later, try_cast(number AS DOUBLE) AS value, try_cast(taken AS TIMESTAMP) AS t0, try_cast(later AS TIMESTAMP) AS t1
+    FROM cells),
+checked AS (
+    SELECT line, subject, item, unit, coalesce(value, 'nan'::DOUBLE)::FLOAT AS value, CASE WHEN taken IS NULL THEN NULL ELSE epoch(greatest(t0, t1)) END AS known,
+        coalesce(t0::VARCHAR <> taken, taken IS NOT NULL) OR coalesce(t1::VARCHAR <> later, later IS NOT NULL)
+        OR coalesce(NOT (abs(value) < 1e38 AND regexp_full_match(number, ?)), number IS NOT NULL) AS odd
+    FROM parsed)
+SELECT line, stay, (known - start) / 3600 AS hours, item, unit, value, odd OR stays.subject IS NULL AS wrong
+FROM checked LEFT JOIN stays ON checked.subject = stays.subject
+WHERE wrong OR (stay >= 0 AND hours <= ?)"""
 
 
 class Stumbled(Exception):
@@ -55,22 +60,22 @@ class Table:
     """The measurements of one file that count."""
 
     connection: Any
-    events: int
+    lines: int
 
     def pairs(self) -> list[tuple[str, str]]:
         """Items with their units, in the order in which they come first."""
-        rows = self.connection.execute("SELECT item, unit FROM kept GROUP BY item, unit ORDER BY min(rowid)").fetchall()
+        rows = self.connection.execute("SELECT item, unit FROM kept GROUP BY item, unit ORDER BY min(line)").fetchall()
         return [(str(item or ""), str(unit)) for item, unit in rows]
 
     def pieces(self, numbers: Sequence[int]) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Stay, hours, feature and value of the events, in the file's order; `numbers` are the features of `pairs`."""
         query = """CREATE TABLE pairs AS SELECT item, unit, list_extract(?::BIGINT[], row_number() OVER (ORDER BY first)) AS feature
-            FROM (SELECT item, unit, min(rowid) AS first FROM kept GROUP BY item, unit)"""
+            FROM (SELECT item, unit, min(line) AS first FROM kept GROUP BY item, unit)"""
         self.connection.execute(query, [list(numbers)])
-        for start in range(0, self.events, PIECE):
+        for start in range(1, self.lines + 1, PIECE):
             piece = self.connection.execute(
                 """SELECT stay::BIGINT AS stay, hours::DOUBLE AS hours, feature::BIGINT AS feature, value::FLOAT AS value FROM kept JOIN pairs
-                ON kept.unit = pairs.unit AND kept.item IS NOT DISTINCT FROM pairs.item WHERE kept.rowid >= ? AND kept.rowid < ? ORDER BY kept.rowid""",
+                ON kept.unit = pairs.unit AND kept.item IS NOT DISTINCT FROM pairs.item WHERE line >= ? AND line < ? ORDER BY line, stay""",
                 [start, start + PIECE],
             ).fetchnumpy()
             yield tuple(piece[name] for name in ("stay", "hours", "feature", "value"))
@@ -81,24 +86,27 @@ def open_table(duckdb: Any, file: Path, columns: Sequence[str], stays: Mapping[s
     """The rows of a file that belong to a stay and were known `until` hours into it; raises Stumbled before anything is given out."""
     if _GLOB & set(str(file)):
         raise Stumbled(f"{file} would be taken for a pattern")
-    names = csv_rows.header(file)
-    picks = csv_rows.pick(file, names, columns)
+    try:
+        names = csv_rows.header(file)
+        picks = csv_rows.pick(file, names, columns)
+    except ValueError as error:
+        raise Stumbled(str(error)) from error
     lines = _count_lines(file)
     with tempfile.TemporaryDirectory(prefix="slimbayes-") as scratch:
         options = {"memory_limit": MEMORY, "threads": 1, "temp_directory": scratch, "autoinstall_known_extensions": False, "autoload_known_extensions": False}
         connection = duckdb.connect(str(Path(scratch, "events.duckdb")), config=options)
         try:
-            kept = _keep(connection, file, len(names), picks, lines, stays, until)
+            _keep(connection, file, len(names), picks, lines, stays, until)
         except duckdb.Error as error:
             connection.close()
             raise Stumbled(str(error)) from error
         try:
-            yield Table(connection, kept)
+            yield Table(connection, lines)
         finally:
             connection.close()
 
 
-def _keep(connection: Any, file: Path, width: int, picks: list[int], lines: int, stays: Mapping[str, Sequence[Any]], until: float) -> int:
+def _keep(connection: Any, file: Path, width: int, picks: list[int], lines: int, stays: Mapping[str, Sequence[Any]], until: float) -> None:
     # It would guess that the file is the smaller side of the join, keep all of it in memory, and give its rows in another order.
     connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
     source = [str(file), {f"c{i}": "VARCHAR" for i in range(width)}]
@@ -106,11 +114,9 @@ def _keep(connection: Any, file: Path, width: int, picks: list[int], lines: int,
         raise Stumbled(f"{file} has empty lines, or cells of several lines")
     _insert_stays(connection, stays)
     chosen = [f"c{i}" for i in (*picks, picks[-1])[:6]]  # a table with one time has it twice
-    connection.execute(_KEEP.format(*chosen), [_TIME, _TIME, _NUMBER, *source, until])
-    kept, wrong = connection.execute("SELECT count(*), count(*) FILTER (WHERE wrong) FROM kept").fetchone()
-    if wrong:
+    connection.execute(_KEEP.format(*chosen), [*source, _NUMBER, until])
+    if wrong := connection.execute("SELECT count(*) FROM kept WHERE wrong").fetchone()[0]:
         raise Stumbled(f"{file} has {wrong} odd rows")
-    return int(kept)
 
 
 def _insert_stays(connection: Any, stays: Mapping[str, Sequence[Any]]) -> None:

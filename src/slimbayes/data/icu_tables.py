@@ -54,7 +54,7 @@ class IcuTable:
         return len(self.y)
 
 
-def eicu(folder: Path, hours: float = 24.0) -> IcuTable:
+def eicu(folder: Path | str, hours: float = 24.0) -> IcuTable:
     """All stays that have physiology and an outcome, and whose time in hospital reaches `hours` after admission to the unit.
 
     The APACHE variables cover 24 hours: fewer `hours` only let in stays that ended before they were complete.
@@ -67,7 +67,8 @@ def eicu(folder: Path, hours: float = 24.0) -> IcuTable:
     """
     if not hours >= 0:
         raise ValueError(f"eicu: hours must be at least 0, got {hours!r}.")
-    outcomes, people = _outcomes(folder), _patients(folder)
+    folder = Path(folder).expanduser()
+    people, outcomes = _patients(folder), _outcomes(folder)
     kept: dict[str, tuple[list[float], int, str, str]] = {}
     seen = set()
     for place, (number, *cells) in _rows(folder, "apacheApsVar", ("patientunitstayid", *VARIABLES)):

@@ -1,0 +1,134 @@
+"""`slimbayes data`: its three commands on small sets, their exit codes, and the time its help takes."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_data import write_binary
+from test_data_cache import mapped, write_mnist, write_yacht
+from typer.testing import CliRunner
+
+from slimbayes.data import load
+from slimbayes.data.catalog import SOURCES
+from slimbayes.data.inspection import inspect, moments
+from slimbayes.lab.data_command import app
+
+REAL = Path(os.environ.get("SLIMBAYES_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLIMBAYES_CACHE", "SLIMBAYES_DATA"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*arguments: str | Path, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == code, (result.output, result.exception)
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def test_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_yacht(write_mnist(tmp_path))
+    assert "train 6, test 3" in run("list", "--data-dir", root) and "Not there: cifar10" in run("list", "--data-dir", root)
+    monkeypatch.setenv("SLIMBAYES_DATA", str(root))
+    assert json.loads(run("list", "--json")) == {"mnist": {"train": 6, "test": 3}, "uci/yacht": {"all": 9}}
+    (root / "mnist" / "train-labels-idx1-ubyte").write_bytes(b"x")
+    result = CliRunner().invoke(app, ["list", "--json"])
+    assert json.loads(result.stdout) == {"uci/yacht": {"all": 9}} and "mnist is there but cannot be read" in result.stderr
+
+
+def test_check_reports_and_compares(tmp_path: Path) -> None:
+    root = write_mnist(tmp_path)
+    text = run("check", "mnist", "--data-dir", root, code=1)
+    assert "train: 6 rows (published: 60,000)" in text and "DIFFERS mnist test: 3 rows, published are 10000." in text
+    facts = json.loads(run("check", "mnist", "--json", "--data-dir", root, code=1))
+    data, file = load("mnist", root), root / "mnist" / "train-images-idx3-ubyte"
+    pixels = data.train.x.double() / 255
+    assert facts["splits"]["train"]["mean"] == [pytest.approx(float(pixels.mean()))]
+    assert facts["splits"]["train"]["std"] == [pytest.approx(float(pixels.std(correction=0)))]
+    assert list(facts["splits"]["train"]["classes"].values()) == data.train.y.bincount(minlength=10).tolist()
+    assert facts["sha256"]["mnist/train-images-idx3-ubyte"] == hashlib.sha256(file.read_bytes()).hexdigest() and len(facts["sha256"]) == 4
+
+
+def test_check_sees_an_unbalanced_set_of_the_right_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_binary(tmp_path / "cifar10", np.random.default_rng(0), False)
+    monkeypatch.setitem(SOURCES, "cifar10", replace(SOURCES["cifar10"], published={"train": 35, "test": 7}))
+    report = run("check", "cifar10", "--data-dir", tmp_path, code=1)
+    assert "rows in a class, published are equal numbers" in report and "published are 35" not in report
+
+
+def test_check_reads_the_files_not_the_cache(tmp_path: Path) -> None:
+    root = write_mnist(tmp_path)
+    run("prepare", "mnist", "--data-dir", root)
+    file = root / "mnist" / "t10k-labels-idx1-ubyte"
+    before = file.stat()
+    file.write_bytes(file.read_bytes()[:-1] + b"\x0b")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # the cache would not notice
+    assert "record 2: label 11 is not one of 0..9" in run("check", "mnist", "--data-dir", root, code=2)
+
+
+def test_prepare(tmp_path: Path) -> None:
+    root = write_mnist(tmp_path / "data")
+    assert "mnist" in run("prepare", "mnist", "--data-dir", root)
+    data = load("mnist", root)
+    assert len(data.train) == 6 and mapped(root / ".slimbayes-cache" / "mnist")
+    run("prepare", "mnist", "--data-dir", root, "--out", tmp_path / "out")
+    assert (tmp_path / "out" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("check", "cifar"), "Error: Unknown data set 'cifar'; known are cifar10"),
+        (("check", "mnist"), "Error: No mnist: looked in"),
+        (("prepare", "mnist"), "Error: No mnist: looked in"),
+        (("prepare", "nonsense"), "Error: Unknown data set"),
+    ],
+)
+def test_errors_are_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--data-dir", str(tmp_path)])
+    errors = [line for line in result.stderr.splitlines() if line.startswith("Error:")]
+    assert result.exit_code == 2 and not result.stdout and len(errors) == 1 and errors[0].startswith(message)
+
+
+def test_no_data_dir_says_what_to_give(tmp_path: Path) -> None:
+    for arguments in (["list"], ["check", "mnist"], ["prepare", "mnist"]):
+        assert "Say where the data lie" in run(*arguments, code=2)
+    assert "nowhere is not a folder" in run("list", "--data-dir", tmp_path / "nowhere", code=2)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    root = write_mnist(tmp_path / "data")
+    (tmp_path / "file").write_text("")
+    assert "Error:" in run("prepare", "mnist", "--data-dir", root, "--out", tmp_path / "file", code=2)
+
+
+def test_importing_the_command_imports_no_torch() -> None:
+    code = "import sys, slimbayes.lab.data_command; print([m for m in ('torch', 'numpy', 'duckdb', 'slimbayes.data') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_moments_against_a_slow_loop() -> None:
+    x = torch.randint(0, 256, (5000, 2, 3, 4), dtype=torch.uint8)
+    means, stds = moments(x)
+    for channel in range(2):
+        values = (x[:, channel].double() / 255).flatten().numpy()
+        assert means[channel] == pytest.approx(values.mean()) and stds[channel] == pytest.approx(values.std())
+    assert moments(torch.zeros(3, 4, dtype=torch.int64)) == ([], []) and moments(torch.empty(0, 3)) == ([], [])
+
+
+def test_check_of_the_real_mnist() -> None:
+    if not (REAL / "mnist").is_dir():
+        pytest.skip(f"NOT CHECKED on real data: {REAL / 'mnist'} does not exist; set SLIMBAYES_DATA to a folder that has it.")
+    facts = inspect("mnist", REAL)
+    assert facts.differences == [] and facts.splits["train"].mean == [pytest.approx(0.13066, abs=1e-5)]
+    assert "Rows and class balance are as published." in run("check", "mnist", "--data-dir", REAL)
