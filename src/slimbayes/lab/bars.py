@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

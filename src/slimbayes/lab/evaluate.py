@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.data import Split, corrupt, load
+from slimbayes.data import Dataset, Split, corrupt, load
 from slimbayes.inference import predict_prefixes
 from slimbayes.lab.config import Evaluate, Experiment
 from slimbayes.lab.execution import Execution, Nobody, Watcher, watched
@@ -242,16 +242,19 @@ def _picture(rows: Rows, index: int) -> str | None:
 # --- records ---
 
 
-def load_run(folder: Path, execution: Execution) -> tuple[Experiment, nn.Module, Task, Likelihood]:
-    """A finished run's experiment, network on its device, task and likelihood."""
+def load_run(
+    folder: Path, execution: Execution, network: nn.Module | None = None, dataset: Dataset | None = None
+) -> tuple[Experiment, nn.Module, Task, Likelihood]:
+    """A trained run's experiment, network on its device, task and likelihood; `network` and `dataset` as they were given to `fit`."""
     from slimbayes.lab.fit import likelihood_of
 
     experiment = stored_experiment(folder)
     device = torch.device("cuda" if execution.accelerator != "cpu" and torch.cuda.is_available() else "cpu")
-    task = open_task(experiment.data, execution.data_dir).to(device)
+    task = open_task(experiment.data, execution.data_dir, dataset).to(device)
     chosen, facts = experiment.model, task.fills()
-    network = sb.load(chosen.build(**{name: facts[name] for name in chosen.filled}), folder / "model").to(device)
-    return experiment, network, task, likelihood_of(task, network)
+    plain = network or chosen.build(**{name: facts[name] for name in chosen.filled})
+    loaded = sb.load(plain, folder / "model").to(device)
+    return experiment, loaded, task, likelihood_of(task, loaded)
 
 
 def write_record(

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import slimbayes as sb
 from slimbayes.atomic import CheckpointError
 from slimbayes.data import Dataset, Split
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.evaluate import judge_validation
+from slimbayes.lab.evaluate import judge_validation, load_run, write_record
 from slimbayes.lab.execution import Execution, Nobody, Watcher
 from slimbayes.lab.faults import explain
 from slimbayes.lab.optimizers import build_optimizer, kl_weight, rate
@@ -72,17 +73,31 @@ def fit(
     watcher = watcher if watcher and fabric.global_rank == 0 else Nobody()
     lock = open_run(folder, experiment, resume) if fabric.global_rank == 0 else None
     try:
+        plain = copy.deepcopy(network)
         training = Training(experiment, folder, execution, fabric, watcher, network, dataset)
         training.run(resume)
+        _leave_together(fabric)
         if judge and fabric.global_rank == 0:
-            from slimbayes.lab.evaluate import write_record
-
-            write_record(folder, execution, watcher, training.network, training.task, training.likelihood, training.cost())
-        fabric.barrier()
+            _judge(training, plain, dataset)
     finally:
         if lock is not None:
             lock.close()
     return folder
+
+
+def _leave_together(fabric: Any) -> None:
+    """End the group of processes: the first goes on alone, and draws as one process does."""
+    fabric.barrier()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _judge(training: Training, plain: nn.Module | None, dataset: Dataset | None) -> None:
+    """Evaluate what was trained and write the record; a network that was shared among processes is read back whole."""
+    network, task, likelihood = training.network, training.task, training.likelihood
+    if training.fabric.world_size > 1:
+        _, network, task, likelihood = load_run(training.folder, training.execution, plain, dataset)
+    write_record(training.folder, training.execution, training.watcher, network, task, likelihood, training.cost())
 
 
 def build_network(experiment: Experiment, task: Task, network: nn.Module | None = None) -> nn.Module:
@@ -217,7 +232,8 @@ class Training:
         row = {"epoch": epoch + 1, "step": self.step, "loss": loss, "nll": nll, "kl": kl, "kl_weight": self.kl_weight(last), "lr": lr}
         if self.task.validation is not None:
             with self.stepper.averaged():
-                row |= judge_validation(self.network, self.task, self.likelihood, self.experiment, epoch)
+                scores = judge_validation(self.network, self.task, self.likelihood, self.experiment, epoch)
+            row |= self.fabric.broadcast(scores)  # each process drew its own noise, and all must agree when to stop
             if self.experiment.train.early_stop and row["validation_nll"] < self.best.get("nll", float("inf")):
                 self.best = {"nll": row["validation_nll"], "epoch": epoch + 1, "weights": self._weights()}
         self.curve.append(row)

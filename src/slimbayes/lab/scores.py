@@ -53,12 +53,12 @@ class Scores:
         self.soft: Any = None
         self.rows = 0
         for metric in [*self.whole.values(), *self.ranking.values(), *self.pairs.values(), *(m for one in self.alone for m in one.values())]:
-            metric.to(device)
+            _alone(metric, device)
 
     def update(self, prediction: Prediction, target: Tensor) -> None:
         """Take a batch; soft labels (N, C) are scored by their most likely class, and by their own NLL."""
         if target.is_floating_point():
-            self.soft = self.soft or metrics.SoftLabelNLL().to(target.device)
+            self.soft = self.soft or _alone(metrics.SoftLabelNLL(), target.device)
             self.soft.update(prediction, target)
             target = target.argmax(-1)
         self.rows += len(target)
@@ -97,8 +97,12 @@ class Scores:
             confidence=(confidence / count)[kept].tolist(), accuracy=(right / count)[kept].tolist(), count=count[kept].long().tolist()
         )
 
+    def _curve(self) -> tuple[Tensor, Tensor]:
+        risk = self.whole["aurc"].risk()  # its own `curve` would wait for other processes
+        return torch.arange(1, len(risk) + 1, device=risk.device) / len(risk), risk
+
     def _risk_coverage(self) -> RiskCoverage:
-        coverage, risk = (t.cpu() for t in self.whole["aurc"].curve())
+        coverage, risk = (t.cpu() for t in self._curve())
         index = torch.linspace(0, len(risk) - 1, min(_POINTS, len(risk))).round().long()
         return RiskCoverage(coverage=coverage[index].double().tolist(), risk=risk[index].double().tolist())
 
@@ -112,7 +116,7 @@ class RealScores:
         }  # fmt: skip
         self.rows = 0
         for metric in self.whole.values():
-            metric.to(device)
+            _alone(metric, device)
 
     def update(self, prediction: Prediction, target: Tensor) -> None:
         self.rows += len(target)
@@ -138,6 +142,12 @@ def strangeness(familiar: Tensor, strange: Tensor) -> dict[str, float]:
         metric.to(scores.device).update(scores, is_strange)
         out[name] = float(metric.compute())
     return out
+
+
+def _alone(metric: Any, device: torch.device) -> Any:
+    """A metric of this process only: every process judges all rows."""
+    metric.sync_on_compute = False
+    return metric.to(device)
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:

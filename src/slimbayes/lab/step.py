@@ -135,10 +135,11 @@ class Step:
         return len(self.task.train)
 
     def _look(self, terms: Tensor) -> None:
-        """Note a loss that is not finite, in all processes alike."""
-        bad = (~terms[0].isfinite()).float()
+        """Average the losses over processes, and note one that is not finite, in all of them alike."""
         if self._several:
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
+            dist.all_reduce(terms)
+            terms /= processes()[1]
+        bad = (~terms[0].isfinite()).float()
         torch.maximum(self.failed, bad, out=self.failed)
         if self.device.type == "cpu" and bool(self.failed):
             raise NonFinite

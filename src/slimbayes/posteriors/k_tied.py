@@ -52,6 +52,9 @@ class KTied(GaussianConfig):
     def build(self, site: Site) -> Posterior:
         return KTiedPosterior(self, site, self.rank)
 
+    def describe(self) -> str:
+        return f"KTied(rank={self.rank})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixNormal(GaussianConfig):
