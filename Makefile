@@ -8,9 +8,12 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo test lint bench bench-ktied bench-ensembles figure3
+.PHONY: demo digits test lint bench bench-lab bench-ktied bench-ensembles figure3
 
 demo: .venv/ready
+	$(RUN) examples/demo.py
+
+digits: .venv/ready
 	$(RUN) examples/digits.py
 
 test: .venv/ready lint
@@ -22,6 +25,9 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(RUN) benchmarks/step.py
+
+bench-lab: .venv/ready
+	$(RUN) benchmarks/lab.py
 
 bench-ktied: .venv/ready
 	$(RUN) benchmarks/k_tied.py

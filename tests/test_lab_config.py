@@ -171,3 +171,11 @@ def test_the_schema_is_closed_and_accepts_what_we_accept() -> None:
     for wrong in (with_(foo=1), with_(method={"kind": "Rank2"}), with_(train={"epochs": "x"})):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
+
+
+def test_the_hash_leaves_out_what_is_as_usual() -> None:
+    """So that an option added later, with a default that changes nothing, does not rename the runs that exist."""
+    spelled = with_(train={"norm_statistics": "shared", "clip": None, "draws": 1}, method={"rank": 1, "draws": "example"}, seed=0)
+    assert validate(spelled).hash == validate(BASE).hash
+    assert validate(with_(train={"clip": 1.0})).hash != validate(BASE).hash
+    assert validate(with_(method={"clip": 5.0})).hash != validate(BASE).hash

@@ -410,3 +410,11 @@ def test_scaling_and_limits() -> None:
     scaled = task.scaling(task.train.x)
     assert float(scaled.mean()) == pytest.approx(0, abs=1e-5) and float(scaled.std(correction=0)) == pytest.approx(1, abs=1e-5)
     assert Scaling()(task.train.x).max() <= 1
+
+
+def test_members_may_keep_norm_statistics_of_their_own(tmp_path: Path) -> None:
+    run = fit(experiment(train={"norm_statistics": "member"}), tmp_path / "run", CPU)
+    network = load_run(run, CPU)[1]
+    assert type(network.get_submodule("norm1").posterior["weight"]).__name__ == "MemberNormPosterior"  # type: ignore[index]
+    with pytest.raises(ValueError, match="converted already"):
+        fit(experiment(train={"norm_statistics": "member"}, method=METHODS["ecmp"]), tmp_path / "other", CPU)

@@ -226,3 +226,23 @@ def test_a_plain_model_has_the_same_prediction_in_every_draw() -> None:
     model = sb.bayesianize(nn.Linear(2, 2), sb.Deterministic())
     pred = sb.predict(model, torch.randn(3, 2), draws=4)
     assert pred.samples.shape == (4, 3, 2) and pred.epistemic.abs().max() < 1e-6
+
+
+def test_windows_of_one_row_stay_together_where_rows_do_not_divide_evenly() -> None:
+    """3 rows of 2 windows under 2 held draws: rows 0 and 1 belong to the first draw, row 2 to the second, with all their windows."""
+
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    for config in (sb.Mixture(components=2, assignment="model", jitter=1.0), sb.ModelPatch(components=2, patch="fc", jitter=1.0)):
+        net = sb.bayesianize(Windows(), config)
+        x = torch.randn(1, 1, 3).expand(3, 2, 3)  # all windows alike: outputs differ by their draw alone
+        with sb.frozen(net, draws=2 // sb.members(net)):
+            y = net(x)
+        assert torch.equal(y[:, 0], y[:, 1])
+        torch.testing.assert_close(y[0], y[1])

@@ -9,6 +9,7 @@ from slimbayes.accounting import Cost as Cost
 from slimbayes.accounting import Summary as Summary
 from slimbayes.accounting import estimate_cost as estimate_cost
 from slimbayes.accounting import summary as summary
+from slimbayes.atomic import CheckpointError as CheckpointError
 from slimbayes.checkpoint import load as load
 from slimbayes.checkpoint import save as save
 from slimbayes.convert import bayesianize as bayesianize
@@ -23,7 +24,6 @@ from slimbayes.distributions import Normal as Normal
 from slimbayes.distributions import Point as Point
 from slimbayes.distributions import Signs as Signs
 from slimbayes.distributions import dropout_scale as dropout_scale
-from slimbayes.atomic import CheckpointError as CheckpointError
 from slimbayes.inference import predict as predict
 from slimbayes.layers import register_layer as register_layer
 from slimbayes.objective import ELBO as ELBO
@@ -42,6 +42,7 @@ from slimbayes.posteriors import KTied as KTied
 from slimbayes.posteriors import MatrixNormal as MatrixNormal
 from slimbayes.posteriors import MCDropout as MCDropout
 from slimbayes.posteriors import MeanField as MeanField
+from slimbayes.posteriors import MemberNorm as MemberNorm
 from slimbayes.posteriors import Mixture as Mixture
 from slimbayes.posteriors import ModelPatch as ModelPatch
 from slimbayes.posteriors import Rank1 as Rank1

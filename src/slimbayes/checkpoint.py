@@ -25,8 +25,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
-from slimbayes.convert import Model, batch_dim_of_layer, bayesianize, conversions_of, set_batch_dim
 from slimbayes.atomic import FORMAT, CheckpointError, as_json, read_folder, write_folder
+from slimbayes.convert import Model, batch_dim_of_layer, bayesianize, conversions_of, set_batch_dim
 from slimbayes.objective import check_finite
 from slimbayes.posteriors import config_from_dict
 

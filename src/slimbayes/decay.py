@@ -10,6 +10,7 @@ from slimbayes.distributions import wide
 from slimbayes.layers.base import BayesLayer
 from slimbayes.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
+from slimbayes.posteriors.member_norm import MemberNormPosterior
 from slimbayes.posteriors.mixture import MixturePosterior
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -104,7 +105,7 @@ def l2(
         tensor(6., grad_fn=<AddBackward0>)
     """
     patched = _patched(model)
-    plain = (MixturePosterior, EnsemblePosterior)  # what they hold are weights; an ensemble's members count as shared layers
+    plain = (MixturePosterior, EnsemblePosterior, MemberNormPosterior)  # what they hold are weights; an ensemble's members count as shared layers
     others = {id(p) for posterior in posteriors_of(model) if not isinstance(posterior, plain) for p in posterior.parameters()}
     others |= {id(p.logits) for p in posteriors_of(model) if isinstance(p, MixturePosterior)}
     groups: dict[float, list[Tensor]] = {}

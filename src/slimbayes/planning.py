@@ -120,7 +120,7 @@ def _decide(
         return Decision(name, kind, None, reason), ""
     wanted = targets[config]
     if wanted is not None and name not in wanted:
-        return Decision(name, kind, None, f"not among the layers that {config.describe()} is for"), ""
+        return Decision(name, kind, None, config.leaves_alone.get(kind, f"not among the layers that {config.describe()} is for")), ""
     if isinstance(layer, Converted):
         return Decision(name, kind, None), "it is converted already; call debayesianize first, or exclude it"
     return _decide_type(Decision(name, kind, config), layer)

@@ -40,6 +40,7 @@ METHODS: dict[str, sb.Config] = {
     "mc-dropout": sb.MCDropout(rate=0.4),
     "mc-dropout-channel": sb.MCDropout(rate=0.4, unit="channel"),
     "ensemble": sb.Ensemble(members=2, init="copies", jitter=0.5),
+    "member-norm": sb.MemberNorm(members=2, affine=True),
     "deterministic": sb.Deterministic(),
 }
 
@@ -154,6 +155,8 @@ def fits(method: str, layer: str) -> bool:
     config, kind = METHODS[method], LAYERS[layer].kind
     if isinstance(config, sb.Deterministic):
         return kind == "matrix"
+    if isinstance(config, sb.MemberNorm):  # other norms have no statistics over rows
+        return layer.startswith("BatchNorm")
     # The local estimator draws outputs, which a bag does not give linearly; dropout acts on the inputs of a layer, which indices are not.
     lookup = (method.endswith("local") and layer == "EmbeddingBag") or (method == "mc-dropout" and "Embedding" in layer)
     return kind in config.covers and not lookup

@@ -19,11 +19,12 @@ from slimbayes.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.posteriors.mc_dropout import DropoutPosterior
+from slimbayes.posteriors.member_norm import MemberNormPosterior
 from slimbayes.posteriors.mixture import MixturePosterior
 from slimbayes.posteriors.rank1 import Rank1Posterior
 
 PAIRS = [pytest.param(m, n, id=f"{m}-{n}") for m in METHODS for n in LAYERS if fits(m, n)]
-RANDOM = [p for p in PAIRS if p.values[0] not in ("deterministic", "batch-ensemble", "mixture-members", "ensemble")]
+RANDOM = [p for p in PAIRS if p.values[0] not in ("deterministic", "batch-ensemble", "mixture-members", "ensemble", "member-norm")]  # the others draw nothing
 BAYESIAN = [p for p in PAIRS if p.values[0] != "deterministic"]
 PICKED = [p for p in PAIRS if p.values[0].startswith(("emp", "ecmp", "mixture", "drop-connect"))]
 DROPS = lambda p: p.values[0].startswith("mc-dropout") and LAYERS[p.values[1]].kind != "matrix"  # noqa: E731 (activations, no weights)
@@ -44,7 +45,7 @@ def set_neutral(model: nn.Module, method: str) -> None:
         if isinstance(posterior, DropoutPosterior):
             posterior.rate, posterior.fixed = 0.0, True
             continue
-        if isinstance(posterior, (MixturePosterior, EnsemblePosterior)):
+        if isinstance(posterior, (MixturePosterior, EnsemblePosterior, MemberNormPosterior)):  # members of a norm start as copies
             continue
         for factor in (posterior.r, posterior.s):
             nn.init.constant_(factor.loc, 0.0 if "additive" in method else 1.0)
@@ -95,7 +96,7 @@ def test_neutral_factors_without_noise_give_the_plain_output(method: str, layer:
     assert sampled.shape == (sb.members(model), *expected.shape)
     torch.testing.assert_close(sampled, expected.expand_as(sampled), rtol=1e-5, atol=1e-6)
     fused = not any(kind in layer for kind in ("Attention", "Cell", "EmbeddingBag"))  # ours are written out there
-    if method in ("batch-ensemble", "deterministic", "emp", "mixture-members", "drop-connect", "ensemble") and fused:
+    if method in ("batch-ensemble", "deterministic", "emp", "mixture-members", "drop-connect", "ensemble", "member-norm") and fused:
         alone = main_output(sb.sample(model, x, fold=False))  # one draw at a time: the weight times exactly one
         assert torch.equal(alone, expected.expand_as(alone))
 
@@ -124,6 +125,10 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
                     offset = None if drawn.bias is None else drawn.bias[line]
                 elif isinstance(posterior, MixturePosterior):
                     _pick_by_hand(layers[name], posterior, drawn, line, weight, bias)
+                    offset = None
+                elif isinstance(posterior, MemberNormPosterior):
+                    if block % 2:
+                        layers[name].load_state_dict({n: t[0] for n, t in posterior.state_dict().items()})
                     offset = None
                 else:  # W + dW, with signs in Flipout
                     signed = drawn.sign_in is not None
@@ -204,6 +209,9 @@ def test_every_row_of_a_folded_batch_equals_a_plain_model_with_that_draws_weight
     for posterior in posteriors_of(model):  # biases that differ between members
         if isinstance(getattr(posterior, "bias", None), nn.Parameter):
             nn.init.normal_(posterior.bias)
+        if isinstance(posterior, MemberNormPosterior):  # and statistics
+            nn.init.normal_(posterior.running_mean)
+            nn.init.uniform_(posterior.running_var, 0.5, 2.0)
     sampled = main_output(sb.sample(model, x, draws=2))
     for draw in range(len(sampled)):
         for i in range(case.rows):
@@ -388,6 +396,8 @@ def _extra(method: str, config: Any, site: tuple[int, int, bool], matrix: tuple[
     (n_in, n_out, bias), (m, n) = site, matrix
     if method == "deterministic" or method.startswith(("mc-dropout", "drop-connect")):
         return 0
+    if method == "member-norm":
+        return (config.members - 1) * 2 * n_out
     if method.startswith(("emp", "ecmp", "mixture")):  # (K - 1)((I + 1) O), and K numbers if probabilities are learned
         return (config.components - 1) * (m * n + n_out * bias) + config.components * ("learned" in method)
     if method.startswith("mean-field"):
@@ -424,7 +434,8 @@ def test_summary_lists_every_layer_with_parameters(method: str, layer: str) -> N
         assert set(rows) == {""}
     else:
         assert set(rows) == {inner, "norm"}
-        assert rows["norm"].status == ("converted" if "norm" in METHODS[method].covers else "skipped") and rows["norm"].detail
+        norms = "norm" in METHODS[method].covers and method != "member-norm"  # it is for batch norm alone
+        assert rows["norm"].status == ("converted" if norms else "skipped") and rows["norm"].detail
     assert rows[inner].status == ("skipped" if method == "deterministic" else "converted")
     assert inner in str(sb.summary(model))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 _PAUSE = 0.1  # seconds between two looks: a step may take a millisecond
 
@@ -20,7 +20,8 @@ class Bars:
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
             TextColumn("[dim]{task.fields[note]}"), console=self.console, disable=not self.console.is_terminal,
         )  # fmt: skip
-        self.title, self.task, self.looked, self.total = title, None, 0.0, 0  # type: str, Any, float, int
+        self.title, self.looked, self.total = title, 0.0, 0
+        self.task: TaskID | None = None
         self.messages: list[str] = []
 
     def __enter__(self) -> Self:
@@ -41,7 +42,9 @@ class Bars:
         now = time.monotonic()
         if self.task is not None and (note or done == self.total or now - self.looked > _PAUSE):
             self.looked = now
-            self.progress.update(self.task, completed=done, **({"note": note} if note else {}))
+            self.progress.update(self.task, completed=done)
+            if note:
+                self.progress.update(self.task, note=note)
 
     def say(self, message: str) -> None:
         self.messages.append(message)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slimbayes.lab.backends import RETRIES, Job, Result, Told, result_of, start, state_of
+from slimbayes.lab.files import ConfigError
 
 
 class Call:
@@ -54,29 +56,42 @@ class Slurm:
     def run(self, jobs: Sequence[Job], tell: Told = lambda job, state: None) -> list[Result]:
         submitted = self._submit(jobs)
         results: dict[Job, Result] = {}
-        while len(results) < len(jobs):
-            for job in jobs:
-                if job not in results and submitted[job].done():
-                    results[job] = self._result(job, submitted[job])
-                    tell(job, results[job].state)
-                elif job not in results:
-                    tell(job, submitted[job].state.lower())
-            time.sleep(0.5)
+        try:
+            while len(results) < len(jobs):
+                for job in (job for job in jobs if job not in results):
+                    if submitted[job].done():
+                        results[job] = self._result(job, submitted[job])
+                    tell(job, results[job].state if job in results else submitted[job].state.lower())
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            print("The jobs stay with the scheduler. Call again to wait for them, or cancel them: scancel --name slimbayes", file=sys.stderr)
+            raise
         return [results[job] for job in jobs]
 
-    def _submit(self, jobs: Sequence[Job]) -> dict[Job, Any]:
-        import submitit
+    def _executor(self) -> Any:
+        try:
+            import submitit
+        except ModuleNotFoundError as error:
+            raise ImportError('The slurm backend needs submitit: pip install "slimbayes[sweep]"') from error
 
         options = {"timeout_min": 24 * 60, **self.options}
         cluster, timeouts = options.pop("cluster", "slurm"), options.pop("max_timeouts", 20)
-        limits = {"slurm_max_num_timeout": timeouts} if cluster == "slurm" else {"local_max_num_timeout": timeouts}
-        executor = submitit.AutoExecutor(folder=str(self.folder), cluster=cluster, **limits)
         if cluster == "slurm":
             options = {"slurm_array_parallelism": self.at_once, "name": "slimbayes", **options}
-        executor.update_parameters(**options)
-        found: dict[Job, Any] = {job: queued for job in jobs if cluster == "slurm" and (queued := self._queued(job)) is not None}
-        with executor.batch():
-            new = {job: executor.submit(Call(), job) for job in jobs if job not in found}
+        try:
+            executor = submitit.AutoExecutor(folder=str(self.folder), cluster=cluster, **{f"{cluster}_max_num_timeout": timeouts})
+            executor.update_parameters(**options)
+        except (NameError, TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"slurm: {error}") from error
+        return executor
+
+    def _submit(self, jobs: Sequence[Job]) -> dict[Job, Any]:
+        executor = self._executor()
+        found: dict[Job, Any] = {job: queued for job in jobs if executor.cluster == "slurm" and (queued := self._queued(job)) is not None}
+        new: dict[Job, Any] = {}
+        if len(found) < len(jobs):
+            with executor.batch():  # one array
+                new = {job: executor.submit(Call(), job) for job in jobs if job not in found}
         for job, handle in new.items():
             (job.folder / "submitted.json").write_text(json.dumps({"job": handle.job_id}) + "\n")
         return found | new
@@ -123,6 +138,8 @@ class Ray:
         ray.init(address=address, log_to_driver=False, **({} if address else {"num_cpus": self.slots, "include_dashboard": False}))
         work = ray.remote(**options)(_carry_out)
         handles: dict[Any, Job] = {work.remote(job): job for job in jobs}
+        for job in jobs:
+            tell(job, "submitted")
         results: dict[Job, Result] = {}
         try:
             while len(results) < len(jobs):

@@ -1,6 +1,6 @@
 """The `slimbayes` command. It starts without torch: each command imports what it needs when it runs.
 
-Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 3 data or files are missing, 143 stopped on request with a checkpoint.
+Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 3 data or files are missing, 4 training diverged, 143 stopped on request with a checkpoint.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _told() -> Iterator[None]:
 def _code(error: Exception) -> int | None:
     """The exit code of an error that has a message for the user."""
     codes: dict[str, int] = {
-        "ConfigError": 2, "RunError": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 1, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
+        "ConfigError": 2, "RunError": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
     }  # fmt: skip
     name = type(error).__name__
     if name in codes:

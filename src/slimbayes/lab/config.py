@@ -197,6 +197,7 @@ class Train(Part):
         l2: the penalty of Ensemble Model Patching, instead.
         clip: largest norm of the gradient.
         accumulate: cut each batch into so many pieces and add their gradients.
+        norm_statistics: "member" lets each member keep batch-norm statistics of its own; "shared" is the papers'.
         noise: standard deviation of the targets' noise, for real targets (standardised).
         ema: decay of a running average of the weights, which is what is evaluated and saved.
     """
@@ -214,6 +215,7 @@ class Train(Part):
     l2: L2 | None = None
     clip: Positive | None = None
     accumulate: Count = 1
+    norm_statistics: Literal["shared", "member"] = "shared"
     noise: Positive = 1.0
     precision: Literal["32", "bf16"] = "32"
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -292,8 +294,9 @@ class Experiment(Part):
 
     @property
     def hash(self) -> str:
-        """Names the run: the sha256 of the resolved config, shortened."""
-        return hashlib.sha256(json.dumps(self.resolved, sort_keys=True).encode()).hexdigest()[:12]
+        """Names the run: the sha256, shortened, of all that differs from the defaults, so that a later option changes no name."""
+        tree = self.model_dump(mode="json", exclude={"method"}, exclude_defaults=True) | {"method": _written(self.method, defaults=False)}
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def told(self) -> str:
@@ -304,8 +307,10 @@ class Experiment(Part):
         return built.describe()
 
 
-def _written(method: Choice | ByName) -> dict[str, Any]:
+def _written(method: Choice | ByName, defaults: bool = True) -> dict[str, Any]:
     if isinstance(method, ByName):
-        return {"kind": "ByName", "layers": {pattern: _written(one) for pattern, one in method.layers.items()}}
+        return {"kind": "ByName", "layers": {pattern: _written(one, defaults) for pattern, one in method.layers.items()}}
     # As the method itself writes it: what its defaults depend on is settled there. JSON knows lists only.
-    return json.loads(json.dumps(method.build().to_dict()))
+    built = method.build()
+    tree, usual = (json.loads(json.dumps(config.to_dict())) for config in (built, type(built)()))
+    return tree if defaults else {name: value for name, value in tree.items() if name == "kind" or value != usual[name]}

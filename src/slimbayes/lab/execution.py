@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+
+PATIENCE = timedelta(minutes=5)  # how long processes wait for one another before the job ends with an error
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,12 @@ class Execution:
         if self.strategy == "fsdp":
             from lightning_fabric.strategies import ModelParallelStrategy
 
-            return ModelParallelStrategy(shard)
-        # Processes are named by the environment under torchrun, or asked for here.
-        return "ddp" if self.strategy == "ddp" or self.devices * self.nodes > 1 else "auto"
+            return ModelParallelStrategy(shard, timeout=PATIENCE)
+        if self.strategy == "ddp" or self.devices * self.nodes > 1:
+            from lightning_fabric.strategies import DDPStrategy
+
+            return DDPStrategy(timeout=PATIENCE)
+        return "auto"
 
     def compiles(self, device: torch.device) -> bool:
         return device.type == "cuda" if self.compile is None else self.compile

@@ -110,7 +110,11 @@ def build_network(experiment: Experiment, task: Task, network: nn.Module | None 
         if missing:
             raise ValueError(f"{chosen.kind} needs {', '.join(missing)}, which {task.name} does not say: it is no network for this data.")
         plain = chosen.build(**{name: facts[name] for name in chosen.filled})
-    return sb.bayesianize(plain, experiment.method.build(), include=experiment.include, exclude=experiment.exclude)
+    layers = {"include": experiment.include, "exclude": experiment.exclude}
+    built = sb.bayesianize(plain, experiment.method.build(), **layers)
+    if experiment.train.norm_statistics == "member":
+        sb.bayesianize(built, sb.MemberNorm(members=sb.members(built)), exclude=experiment.exclude)
+    return built
 
 
 @torch.no_grad()
@@ -261,6 +265,8 @@ class Training:
             with torch.no_grad():
                 for name, value in self.stepper.averages.items():
                     own[name].copy_(value)
+        if self.fabric.global_rank > 0 and self.execution.strategy != "fsdp":
+            return  # of a network that every process has whole, one writes; of a sharded one all take part
         try:
             sb.save(self.network, self.folder / "posterior")
             sb.save(self.network, self.folder / "model", base=True)
@@ -276,6 +282,7 @@ class Training:
         if due or stop:
             self._save()
         if stop:
+            _leave_together(self.fabric)  # nobody goes before the checkpoint is written
             raise Stopped(f"Stopped after step {self.step}; the checkpoint is in {self.folder}. Continue with --resume.")
 
     def _stop_asked(self) -> bool:

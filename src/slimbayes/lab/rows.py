@@ -48,7 +48,7 @@ class Paper(BaseModel):
         order: its place among the rows.
         numbers, errors: what is printed, and its standard errors where there are any.
         units: of printed numbers: "%", "k" (thousands) or "M" (millions).
-        shows: metrics to show where nothing is printed.
+        shows: further metrics to show, such as those of a figure, of which nothing is printed.
         draws: of each member; by default the largest number that is evaluated.
         repeat: what each of `--seeds` sets: the seed alone, or the standard split of the data too.
         relative_to: the row whose errors on corrupted rows count as 100.

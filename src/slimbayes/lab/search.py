@@ -14,6 +14,7 @@ import json
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from slimbayes.lab.config import Experiment
 from slimbayes.lab.files import merged, validate
 from slimbayes.lab.labels import at, labelled
 from slimbayes.lab.runs import default_folder, write_text
-from slimbayes.lab.search_config import Search, check, distributions, is_range, value_of
+from slimbayes.lab.search_config import Search, distributions, is_range, value_of
 from slimbayes.lab.seeds import key
 
 _HOPELESS = 5  # failures before the first trial that finishes, after which a search is given up
@@ -37,17 +38,16 @@ _HOPELESS = 5  # failures before the first trial that finishes, after which a se
 def search(
     chosen: Search, base: Experiment, out: Path, jobs: int = 1, dry: bool = False, words: Sequence[str] = (), gpus: tuple[str, ...] = ()
 ) -> int:
-    """Search for good values of an experiment's fields; returns 1 if no trial has finished, else 0."""
+    """Search for good values of an experiment's fields (`check` them first); returns 1 if no trial has finished, else 0."""
     try:
         import optuna
     except ModuleNotFoundError as error:
         raise ImportError('A search needs Optuna: pip install "slimbayes[sweep]"') from error
 
-    check(chosen, base)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = study_folder(chosen, base, out)
     if dry and not (folder / "journal.log").exists():
-        show({})
+        print(f"{folder}: {chosen.trials} trials, none of them begun")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     found = Searcher(chosen, base, folder, tuple(words), gpus)
@@ -111,11 +111,10 @@ class Searcher:
             if trial is None:
                 return False
             trial.set_user_attr("worker", self.me)
-        experiment = self.experiment(trial.number, trial.params)
-        twin = self._twin(trial)
-        if twin is not None:
+        if (twin := self._twin(trial)) is not None:
             self.study.tell(trial.number, twin.value)
             return True
+        experiment = self.experiment(trial.number, trial.params)
         job = job_of(experiment, self.folder, self.words)
         prepare(job, experiment)
         before = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
@@ -128,9 +127,8 @@ class Searcher:
         import optuna
 
         known = self.study.get_trials(deepcopy=False)
-        ended = [t for t in known if t.state.name == "FAIL"]
-        hopeless = len(ended) >= _HOPELESS and not any(t.state.name == "COMPLETE" for t in known)
-        if len(known) >= self.chosen.trials or hopeless:
+        states = Counter(t.state.name for t in known)
+        if len(known) >= self.chosen.trials or (states["FAIL"] >= _HOPELESS and not states["COMPLETE"]):
             return None
         self.study.sampler = optuna.samplers.TPESampler(seed=key(self.chosen.seed, "trial", len(known)) % 2**32)
         return self.study.ask(distributions(self.chosen.space))
@@ -234,11 +232,9 @@ class Searcher:
         try:
             with open(self.folder / ".workers" / worker) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
             return False
-        return False
+        except OSError as error:  # the lock is held, or there is none
+            return isinstance(error, BlockingIOError)
 
 
 def _told(params: Mapping[str, Any]) -> str:

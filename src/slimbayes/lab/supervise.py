@@ -112,12 +112,8 @@ def told(code: int) -> str:
         >>> told(-9), told(1)
         ('was killed by SIGKILL', 'ended with exit code 1')
     """
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {known.get(-code, f'signal {-code}')}"
 
 
 def latest_step(folder: Path) -> int:
@@ -186,11 +182,9 @@ class Supervisor:
 
 def supervise_command(words: list[str]) -> int:
     """Run `slimbayes fit ...` (the words after `slimbayes`) under supervision; returns its last exit code."""
-    from slimbayes.lab.files import ConfigError
-
     try:
         folder = run_folder(words)
-    except ConfigError as error:
+    except ValueError as error:  # a ConfigError, whose module would load torch
         _say(str(error))
         return 2
     kept = [word for word in words if word not in ("--resume", "--supervise")]
@@ -230,14 +224,11 @@ def _traces(folder: Path) -> frozenset[tuple[str, int]]:
 
 def _setting(name: str, default: float) -> float:
     text = os.environ.get(name, "")
-    try:
-        value = float(text or default)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        _say(f"{name} must be a number of at least 0, got {text!r}; it is left at {default:g}.")
-        return default
-    return value
+    with suppress(ValueError):
+        if 0 <= (value := float(text or default)) < float("inf"):
+            return value
+    _say(f"{name} must be a number of at least 0, got {text!r}; it is left at {default:g}.")
+    return default
 
 
 def _say(message: str) -> None:
@@ -246,8 +237,9 @@ def _say(message: str) -> None:
 
 @contextmanager
 def _signals(ask: Callable[[], None]) -> Iterator[None]:
-    """Call `ask` on SIGTERM, SIGINT and SIGHUP."""
-    former = {number: signal.signal(number, lambda *_: ask()) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    """Call `ask` on SIGTERM, SIGINT and SIGHUP, unless they are ignored, as by nohup."""
+    heard = [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    former = {number: signal.signal(number, lambda *_: ask()) for number in heard}
     try:
         yield
     finally:

@@ -67,7 +67,10 @@ class LinearMap:
     def by_row(self, lines: Tensor, x: Tensor, current: Pass) -> Tensor:
         """Repeat what has one line for each draw along the rows of x: (.., n, ..) -> (.., rows, ..)."""
         dim = self.batch_dim_in(x, current)
-        return lines.index_select(dim, block_of_row(x.shape[dim], lines.shape[dim], x.device))
+        seen, rows = x.shape[dim], current.rows or x.shape[dim]
+        if seen % rows == 0 and rows % lines.shape[dim]:  # a row of the pass may have become several
+            return lines.index_select(dim, block_of_row(rows, lines.shape[dim], x.device).repeat_interleave(seen // rows))
+        return lines.index_select(dim, block_of_row(seen, lines.shape[dim], x.device))
 
     def rows(self, combine: Any, y: Tensor, factor: Tensor, current: Pass) -> Tensor:
         """Combine the outputs with one line of factors (n, n_out) for each draw."""
@@ -84,8 +87,7 @@ class LinearMap:
             alone = Pass(len(weights), len(weights))
             y = self.blocks(x.expand(shape), weights, biases, alone)
             return y.index_select(batch_dim, block_of_row(current.rows or 1, len(weights), x.device))
-        if x.shape[batch_dim] % len(weights):
-            sizes = block_sizes(x.shape[batch_dim], len(weights))
+        if sizes := uneven_sizes(x.shape[batch_dim], len(weights), current):
             parts = [self.op(part, weights[j], None if biases is None else biases[j]) for j, part in enumerate(x.split(sizes, batch_dim))]
             return torch.cat(parts, batch_dim)
         if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):  # vmap runs past autocast
@@ -100,7 +102,7 @@ class LinearMap:
     def chosen(self, x: Tensor, weights: Tensor, biases: Tensor | None, index: Tensor, current: Pass) -> Tensor:
         """`blocks` with weights[index[j]] for block j: rows that share one of few weights (K, ...) meet it together."""
         batch_dim = self.batch_dim_in(x, current)
-        if torch.compiler.is_compiling() or not self.foldable or x.shape[batch_dim] % len(index):
+        if torch.compiler.is_compiling() or not self.foldable or uneven_sizes(x.shape[batch_dim], len(index), current):
             return self.blocks(x, weights.index_select(0, index), None if biases is None else biases.index_select(0, index), current)
         order = index.argsort()
         blocks = x.unflatten(batch_dim, (len(index), -1))
@@ -118,6 +120,18 @@ class LinearMap:
         shape = [1] * y.dim()
         shape[self.channel_dim] = -1
         return y + self.bias.to(y.dtype).view(shape)
+
+
+def uneven_sizes(seen: int, blocks: int, current: Pass) -> list[int]:
+    """Sizes of blocks of rows that are not all alike, or none. A row of the pass may have become several: they stay together.
+
+    >>> uneven_sizes(6, 2, Pass(2, 3)), uneven_sizes(6, 2, Pass(2, 6))
+    ([4, 2], [])
+    """
+    rows = current.rows or seen
+    if seen % rows:
+        rows = seen
+    return [seen // rows * size for size in block_sizes(rows, blocks)] if rows % blocks else []
 
 
 class Converted(nn.Module):

@@ -69,6 +69,13 @@ class _BatchNorm(_BayesNorm):
         mean, variance = (self.running_mean, self.running_var) if kept else (None, None)
         return F.batch_norm(x, mean, variance, weight, bias, batch, momentum, self.eps)
 
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()  # type: ignore[misc]
+        for posterior in self.posteriors():
+            reset: Any = getattr(posterior, "reset_running_stats", None)  # members may have statistics of their own
+            if reset is not None:
+                reset()
+
 
 class BayesBatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     """Shape: (R, C) or (R, C, L); running statistics are shared by all draws."""

@@ -10,6 +10,7 @@ from slimbayes.posteriors.ensemble import Ensemble
 from slimbayes.posteriors.k_tied import KTied, MatrixNormal
 from slimbayes.posteriors.mc_dropout import MCDropout
 from slimbayes.posteriors.mean_field import MeanField
+from slimbayes.posteriors.member_norm import MemberNorm
 from slimbayes.posteriors.mixture import Mixture
 from slimbayes.posteriors.model_patch import ModelPatch
 from slimbayes.posteriors.rank1 import BatchEnsemble, Rank1
@@ -27,6 +28,7 @@ METHODS: dict[str, type[Config]] = {
         DropConnect,
         Ensemble,
         Mixture,
+        MemberNorm,
         Deterministic,
     )
 }

@@ -1,0 +1,238 @@
+"""Batch norm whose members keep apart: each normalises its rows with their statistics and keeps running ones of its own.
+
+    y_k = (x_k - mean_k) / sqrt(var_k + eps) * weight + bias       x_k: the rows of member k, of all its draws in the pass
+    running_k <- running_k + momentum (batch_k - running_k)        for members that had rows
+
+In the rank-1 paper (Dusenberry et al. 2020) members share statistics, scales and biases, and so they do here by default: all of its CIFAR runs,
+and on TPUs its ImageNet runs too, whose code calls sharing "not correct in math" and would build K separate layers elsewhere. Those are
+`affine=True`; without, members keep statistics of their own under one scale and bias.
+
+Nothing is drawn. Member 0 is the layer itself, so that its checkpoint still loads; the posterior holds the K - 1 others: as buffers
+running_mean, running_var (K - 1, C) and num_batches_tracked (K - 1,), as parameters perhaps weight and bias (K - 1, C).
+
+Sizes: K members, n blocks of rows in a pass, C channels. Block j belongs to member (first + j) mod K, so blocks j, j + K, ... share one member:
+a turn. How many rows a turn has is known beforehand; which member it is may be known to the device alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slimbayes.posteriors.base import Config, Kind, MapOf, Noise, Pick, Posterior, Site, check_count
+
+if TYPE_CHECKING:
+    from slimbayes.layers.base import LinearMap
+
+_TYPES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_ROW = "its statistics are those of one row: members have their own already"
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberNorm(Config):
+    """Batch norm with statistics, and perhaps a scale and a bias, for each member. It goes beside a method with as many members.
+
+    In training every member that has rows needs two values or more for each channel, as batch norm itself does; a member without rows
+    keeps its running statistics.
+
+    Args:
+        members: K. The first is the layer itself; the others start as copies of it.
+        affine: members have scales and biases of their own, too, where the layer has any.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        >>> net = sb.bayesianize(net, {"1": MemberNorm(members=4), ".*": sb.Rank1(members=4)})
+        >>> sb.sample(net, torch.randn(5, 3)).shape, net[1].posterior["weight"].running_mean.shape
+        (torch.Size([4, 5, 2]), torch.Size([3, 8]))
+    """
+
+    members: int = 4
+    affine: bool = False
+    leaves_alone: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("LayerNorm", "RMSNorm", "GroupNorm"), _ROW),
+        **dict.fromkeys(("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), f"{_ROW}; running ones, if it keeps any, are shared"),
+        "SyncBatchNorm": "its statistics are those of all processes; MemberNorm keeps to the rows of one",
+    }
+
+    def __post_init__(self) -> None:
+        check_count(self, "members", self.members)
+
+    @property
+    def covers(self) -> tuple[Kind, ...]:
+        return ("norm",)
+
+    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+        found = {name for name, layer in offered.items() if getattr(type(layer), "plain", type(layer)) in _TYPES}  # converted ones are an error
+        if not found:
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in offered.values()}))
+            raise ValueError(f"MemberNorm looked for batch norm ({', '.join(t.__name__ for t in _TYPES)}) and found none among: {kinds or 'no layers'}.")
+        return found
+
+    def build(self, site: Site) -> Posterior:
+        return MemberNormPosterior(self, site)
+
+    def describe(self) -> str:
+        return f"MemberNorm(members={self.members}{', affine' if self.affine else ''})"
+
+
+class MemberNormPosterior(Posterior):
+    """Members 1 to K - 1 of a batch norm; member 0 is the layer itself."""
+
+    place: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, config: MemberNorm, site: Site) -> None:
+        super().__init__()
+        self.members = config.members
+        own = config.affine and config.members > 1 and site.n_out > 0
+        self.weight = nn.Parameter(torch.ones(config.members - 1, site.n_out)) if own else None
+        self.bias = nn.Parameter(torch.zeros(config.members - 1, site.n_out)) if own and site.bias else None
+        self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device, where there is nothing else
+
+    def join(self, layer: Any) -> None:
+        super().join(layer)
+        for name in _STATISTICS:
+            own = getattr(layer, name)
+            others = None if own is None or self.members == 1 else own.expand(self.members - 1, *own.shape).clone()
+            self.register_buffer(name, others)
+            self.place = self.place if own is None else self.place.to(own.device)
+
+    @torch.no_grad()
+    def adopt(self, linear: LinearMap) -> None:
+        for others, own in ((self.weight, linear.weight), (self.bias, linear.bias)):
+            if others is not None:
+                others.copy_(own)
+
+    @torch.no_grad()
+    def reset_running_stats(self) -> None:
+        """Forget the statistics, as the layer's method of this name does for member 0."""
+        if self.running_mean is not None:
+            self.running_mean.zero_()
+            self.running_var.fill_(1)
+            self.num_batches_tracked.zero_()
+
+    @property
+    def anchor(self) -> Tensor:
+        return self.place
+
+    def weights_of_components(self) -> list[nn.Parameter]:
+        return [p for p in (self.weight, self.bias) if p is not None]
+
+    def decayed(self) -> list[nn.Parameter]:
+        return self.weights_of_components()
+
+    @property
+    def has_weights(self) -> bool:
+        return False
+
+    @property
+    def log_size(self) -> float:
+        return 0.0
+
+    @property
+    def countable(self) -> bool:
+        return True
+
+    def choices(self) -> Tensor | None:
+        return self.values()
+
+    def widths(self, held: bool) -> tuple[int, int]:
+        return 0, 0
+
+    def realise(self, noise: Noise, pick: Pick) -> Tensor:
+        """The member of each block of rows, (n,)."""
+        return pick(torch.arange(self.members, device=self.device), len(noise.block))
+
+    def kl(self, linear: MapOf) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=self.device)
+
+    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
+        if self.members == 1:
+            return linear.op(x, linear.weight, linear.bias)
+        self.layer._check_input_dim(x)
+        x, dim, sizes = self._layout(x, linear)
+        blocks = list(x.split(sizes, dim))
+        turns = [t for t in range(min(len(sizes), self.members)) if sum(sizes[t :: self.members])]
+        if not turns:
+            return x
+        member = self.values()
+        order = torch.stack([member[t] for t in turns])  # a list as an index would be copied to the device
+        rows = [torch.cat(blocks[t :: self.members], dim) if len(sizes) > self.members else blocks[t] for t in turns]
+        for t, y in zip(turns, self._normalised(rows, order, linear), strict=True):
+            blocks[t :: self.members] = y.split(sizes[t :: self.members], dim)
+        return torch.cat(blocks, dim)
+
+    def _layout(self, x: Tensor, linear: LinearMap) -> tuple[Tensor, int, list[int]]:
+        """x, the dimension of its rows, and how many of them each block has."""
+        from slimbayes.passes import block_sizes
+
+        assert self.current is not None
+        dim, rows = linear.batch_dim_in(x, self.current), self.current.rows or 1
+        if x.shape[dim] == 1 and rows > 1:  # one row that stands for all: every member sees it
+            x = x.expand([rows if d == dim else size for d, size in enumerate(x.shape)])
+        # Each row of the pass owns as many of x, which may have windows or steps folded into its batch.
+        sizes = [x.shape[dim] // rows * size for size in block_sizes(rows, self.current.blocks(self))]
+        return x, dim, sizes
+
+    def _normalised(self, rows: list[Tensor], order: Tensor, linear: LinearMap) -> list[Tensor]:
+        """The rows of each turn, normalised by the member that `order` has for it, (turns,)."""
+        layer = self.layer
+        from_batch = layer.training or layer.running_mean is None
+        kept = layer.training and layer.track_running_stats and layer.running_mean is not None
+        statistics: Any = [[None] * len(rows)] * 2
+        if from_batch:
+            self._refuse_single_values(rows)
+        else:  # copies: autograd keeps what it is given, and running statistics change in place
+            statistics = [self._of(order, getattr(layer, name), getattr(self, name)) for name in _STATISTICS[:2]]
+        if kept:
+            statistics = layer.running_mean.new_zeros(2, len(rows), layer.num_features)
+        weights, biases = self._of(order, linear.weight, self.weight), self._of(order, linear.bias, self.bias)
+        # A momentum of one leaves the batch's own statistics in what is given to be updated.
+        out = [F.batch_norm(*one, from_batch, 1.0, layer.eps) for one in zip(rows, *statistics, weights, biases, strict=True)]
+        if kept:
+            self._keep(statistics, order)
+        return out
+
+    def _of(self, order: Tensor, own: Tensor | None, others: Tensor | None) -> Any:
+        """What each turn's member has, (turns, C); the layer's own where they share it."""
+        if own is None or others is None:
+            return [own] * len(order)
+        return torch.cat([own.unsqueeze(0), others.to(own.dtype)]).index_select(0, order)
+
+    @torch.no_grad()
+    def _keep(self, batch: Tensor, order: Tensor) -> None:
+        """Move the running statistics of members that had rows towards the batch's mean and variance, (2, turns, C)."""
+        layer = self.layer
+        met = torch.zeros(self.members, dtype=torch.long, device=batch.device).index_fill_(0, order, 1)
+        layer.num_batches_tracked.add_(met[0])
+        self.num_batches_tracked.add_(met[1:])
+        share = met.to(batch.dtype)
+        if layer.momentum is None:  # a cumulative average, over the batches that each member saw
+            share = share / torch.cat([layer.num_batches_tracked.view(1), self.num_batches_tracked]).clamp_min(1)
+        else:
+            share = share * layer.momentum
+        share = share.unsqueeze(1)
+        seen = batch.new_zeros(2, self.members, batch.shape[2]).index_copy_(1, order, batch)
+        for name, new in zip(_STATISTICS[:2], seen, strict=True):
+            getattr(layer, name).lerp_(new[0], share[0])
+            getattr(self, name).lerp_(new[1:], share[1:])
+
+    def _refuse_single_values(self, rows: list[Tensor]) -> None:
+        fewest = min(part.numel() // part.shape[1] for part in rows)
+        if fewest < 2:
+            raise ValueError(
+                f"{self.name}: every member's statistics need more than one value for each channel, but this pass has a member with {fewest}. "
+                f"Use 2 rows or more for each of the {self.members} members, a multiple of them, sample(model, x), or eval mode."
+            )
+
+    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
+        raise AssertionError("statistics are no weights")

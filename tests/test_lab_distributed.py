@@ -1,0 +1,102 @@
+"""Two gloo processes against one: the lab trains the same network, resumes it, and stops all processes on a NaN."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lab_configs import BASE, CPU
+from safetensors.torch import load_file
+
+from slimbayes import record
+from slimbayes.lab.files import merged, validate
+from slimbayes.lab.fit import fit
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
+
+# No batch norm: its statistics are each process's own.
+TREE: dict[str, Any] = merged(BASE, {
+    "model": {"kind": "mlp", "hidden": [16]}, "data": {"name": "digits", "train_limit": 200, "test_limit": 100, "validation": 0.25},
+    "augment": {"kind": "pad_crop_flip", "pad": 1}, "train": {"epochs": 3, "clip": 1.0},
+})  # fmt: skip
+TREE["model"] = {"kind": "mlp", "hidden": [16]}
+
+
+def words(file: Path, out: Path, *more: object) -> list[str]:
+    return [sys.executable, "-m", "slimbayes.lab.command", "fit", str(file), "--accelerator", "cpu", "--out", str(out), "--resume", *map(str, more)]
+
+
+def together(file: Path, out: Path, *more: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words(file, out, "--devices", 2, *more), capture_output=True, text=True, timeout=150)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "c.yaml").write_text(yaml.safe_dump(TREE))
+    fit(validate(TREE), folder / "one", CPU)
+    return folder
+
+
+def learned(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "base.safetensors") | load_file(run / "model" / "posterior.safetensors")
+
+
+def check_like_one(place: Path, run: Path) -> None:
+    ours, alone = learned(run), learned(place / "one")
+    for name, value in alone.items():
+        torch.testing.assert_close(ours[name], value, atol=2e-6, rtol=1e-5)
+    two, one = record.read(run), record.read(place / "one")
+    for a, b in zip(two.curve, one.curve, strict=True):
+        assert {k: v for k, v in a.items() if "valid" not in k} == pytest.approx({k: v for k, v in b.items() if "valid" not in k}, rel=1e-5)
+    assert two.evaluations[0].metrics["nll"] == pytest.approx(one.evaluations[0].metrics["nll"], rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_does(strategy: str, place: Path) -> None:
+    done = together(place / "c.yaml", place / strategy, "--strategy", strategy)
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_like_one(place, place / strategy)
+
+
+def test_torchrun_starts_the_processes_too(place: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "slimbayes.lab.command"]
+    done = subprocess.run([*launcher, *words(place / "c.yaml", place / "torchrun")[3:], "--devices", "2"], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_like_one(place, place / "torchrun")
+
+
+def test_a_killed_process_ends_the_job_and_a_new_one_goes_on_bit_for_bit(place: Path) -> None:
+    tree = merged(TREE, {"train": {"epochs": 15}})
+    (place / "long.yaml").write_text(yaml.safe_dump(tree))
+    done = together(place / "long.yaml", place / "whole", "--strategy", "ddp", "--no-evaluate")
+    assert done.returncode == 0, done.stderr[-2000:]
+    job = subprocess.Popen(
+        words(place / "long.yaml", place / "cut", "--devices", 2, "--strategy", "ddp", "--checkpoint-every", 2, "--no-evaluate"),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    while not list((place / "cut" / "checkpoints").glob("step-*")) and time.monotonic() < deadline and job.poll() is None:
+        time.sleep(0.05)
+    assert job.poll() is None, "the job must still be under way"
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+    again = together(place / "long.yaml", place / "cut", "--strategy", "ddp", "--checkpoint-every", 50, "--no-evaluate")
+    assert again.returncode == 0, again.stderr[-2000:]
+    for name, value in learned(place / "whole").items():
+        assert torch.equal(learned(place / "cut")[name], value), name
+    assert (place / "cut" / "metrics.csv").read_bytes() == (place / "whole" / "metrics.csv").read_bytes()
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused(place: Path) -> None:
+    done = together(place / "c.yaml", place / "odd", "--strategy", "ddp", "--set", "train.batch=25")
+    assert done.returncode != 0 and "cannot be shared out among 2 processes" in done.stderr + done.stdout
+    assert json.loads((place / "one" / "environment.json").read_text())["python"]
