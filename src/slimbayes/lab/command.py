@@ -268,7 +268,7 @@ def _told() -> Iterator[None]:
 def _code(error: Exception) -> int | None:
     """The exit code of an error that has a message for the user."""
     codes: dict[str, int] = {
-        "ConfigError": 2, "RunError": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
+        "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
     }  # fmt: skip
     name = type(error).__name__
     if name in codes:

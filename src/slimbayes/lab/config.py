@@ -57,7 +57,7 @@ class Data(Part):
         validation: share of the training rows that is held out, drawn with `seed`.
         train_limit, test_limit: only so many rows, drawn with `seed`.
         scaling: "standard" takes the training rows' mean from inputs and divides by their deviation, channel by channel; "unit" leaves
-            images in [0, 1] and other numbers as they are.
+            images in [0, 1], "signed" stretches them to [-1, 1], and both leave other numbers as they are.
         image_size: what image folders (ImageNet) are cut to: the shorter side becomes 8/7 of it, then the centre, or a random crop, is taken.
         seed: of these draws; the run's own seed leaves the rows alone.
     """
@@ -67,7 +67,7 @@ class Data(Part):
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     train_limit: Count | None = None
     test_limit: Count | None = None
-    scaling: Literal["standard", "unit"] = "standard"
+    scaling: Literal["standard", "unit", "signed"] = "standard"
     image_size: Count = 224
     seed: int = 0
 

@@ -157,7 +157,7 @@ class Training:
         self.seconds: list[float] = []
         self.asked_to_stop = False
         self.stepper = self._stepper()
-        self.saved_at = time.monotonic()
+        self.saved_at, self.written_at = time.monotonic(), 0.0
 
     def _stepper(self) -> Step:
         captures = self.execution.captures(self.fabric.device, self.fabric.world_size)
@@ -243,10 +243,15 @@ class Training:
         self.curve.append(row)
         self.watcher.move(self.step, f"loss {loss:.4f}")
         if self.fabric.global_rank == 0:
-            write_table(self.folder / "metrics.csv", self.curve)
+            if time.monotonic() - self.written_at > 0.5:  # rewritten whole: not for each of thousands of short epochs
+                self._write_curve()
             _append_steps(self.folder / "steps.csv", epoch * self.steps_per_epoch, losses)
             if self.execution.tensorboard:
                 _tensorboard(self.folder, row)
+
+    def _write_curve(self) -> None:
+        write_table(self.folder / "metrics.csv", self.curve)
+        self.written_at = time.monotonic()
 
     def _stops_early(self) -> bool:
         stop = self.experiment.train.early_stop
@@ -265,6 +270,8 @@ class Training:
             with torch.no_grad():
                 for name, value in self.stepper.averages.items():
                     own[name].copy_(value)
+        if self.fabric.global_rank == 0:
+            self._write_curve()
         if self.fabric.global_rank > 0 and self.execution.strategy != "fsdp":
             return  # of a network that every process has whole, one writes; of a sharded one all take part
         try:

@@ -12,13 +12,13 @@ from typing import Any
 
 from slimbayes.data import CORRUPTIONS
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.rows import UNITS, Row, Scale, listings
+from slimbayes.lab.markdown import markdown
+from slimbayes.lab.rows import UNITS, Row, Scale
 from slimbayes.lab.runs import write_text
 from slimbayes.metrics.corruption import ALEXNET, corruption_errors
 from slimbayes.record import Evaluation, Record
 
 Numbers = dict[str, float]
-_SIZES = ("parameters", "overhead")  # columns of every table
 _DROP = 5  # bins of at most so many rows are outliers (Chang et al. 2019, D.2)
 
 
@@ -133,7 +133,7 @@ def _entry(table: Table, row: Row) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "row": row.stem, "label": paper.row, "note": paper.note, "seeds": [r.seed for r in mine], "settings": sorted({r.setting for r in mine if r.setting}),
         "ours": _averages(numbers, paper.units), "paper": paper.numbers, "paper_errors": paper.errors, "units": paper.units,
-        "shows": list(paper.numbers or paper.shows), "runs": [r.folder.name for r in mine if r.folder], "files": [f for r in mine for f in r.files],
+        "shows": [*paper.numbers, *paper.shows], "runs": [r.folder.name for r in mine if r.folder], "files": [f for r in mine for f in r.files],
     }  # fmt: skip
     if record is not None:
         size = round(numbers[0].get("parameters", record.parameters.total))  # a diagnostic may count another posterior than the record's
@@ -158,74 +158,3 @@ def write(table: Table, out: Path) -> Path:
     write_text(out / "table.json", json.dumps(found, indent=1) + "\n")
     write_text(out / "table.md", markdown(found))
     return out / "table.md"
-
-
-def markdown(found: Mapping[str, Any]) -> str:
-    """The table to read, ours above the paper's, from what `summary` gives."""
-    rows = found["rows"]
-    shown = dict.fromkeys(name for row in rows for name in (row["shows"] or list(row["ours"])[:6]))
-    columns = [name for name in shown if name not in _SIZES]
-    decimals = {name: _decimals(rows, name) for name in columns}
-    unit = {name: u for row in rows for name, u in row["units"].items() if u}
-    head = ["", *(f"{name.replace('_', ' ')}{f' [{unit[name]}]' if name in unit else ''}" for name in columns), "draws", "seeds", *_SIZES]
-    lines = [f"# {found['name']}: {found['place']}", "", *_remarks(found), "", "| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    for row in rows:
-        ours = [_value(row["ours"].get(name), decimals[name]) for name in columns]
-        size = [f"{row['parameters']:,}", f"{row['overhead']:.2%}"] if "parameters" in row else ["", ""]
-        lines.append("| " + " | ".join([row["label"], *ours, str(row.get("draws", "")), str(len(row["seeds"]) or "none"), *size]) + " |")
-        if row["paper"]:
-            printed = [_printed(row, name, decimals[name]) for name in columns]
-            sizes = [f"*{row['paper'][name]:,g}{row['units'].get(name, '')}*" if name in row["paper"] else "" for name in _SIZES]
-            lines.append("| " + " | ".join(["*paper*", *printed, "", "", *sizes]) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _remarks(found: Mapping[str, Any]) -> list[str]:
-    """Scale, what rows differ in, and what failed."""
-    settings: dict[str, list[str]] = {}
-    for row in found["rows"]:
-        for setting in row["settings"]:
-            settings.setdefault(setting, []).append(row["label"])
-    out = [f"- {setting}" + (f" ({'; '.join(labels)})" if len(settings) > 1 else "") for setting, labels in settings.items()]
-    out.append("- Ours: mean ± standard error over seeds. In italics: what the paper prints.")
-    notes: dict[str, list[str]] = {}
-    for row in found["rows"]:
-        if row["note"]:
-            notes.setdefault(row["note"], []).append(row["label"])
-    out += [f"- {'; '.join(labels) if len(labels) < len(found['rows']) else 'All rows'}: {note}" for note, labels in notes.items()]
-    return out + [f"- **{name} failed:** {reason}" for name, reason in found["failures"].items()]
-
-
-def _decimals(rows: Sequence[Mapping[str, Any]], name: str) -> int:
-    """Decimals of a column: those the paper prints, or enough for three digits."""
-    printed = [row["paper"][name] for row in rows if name in row["paper"]]
-    if printed:
-        return max(len(f"{value!r}".partition(".")[2]) if value != int(value) else 0 for value in printed)
-    size = max((abs(row["ours"][name]["mean"]) for row in rows if name in row["ours"]), default=1.0)
-    return 0 if size >= 1000 else max(0, 3 - math.floor(math.log10(size))) if size > 0 else 3
-
-
-def _value(found: Mapping[str, Any] | None, decimals: int) -> str:
-    if found is None:
-        return "-"
-    error = "" if found["error"] is None else f" ± {found['error']:,.{decimals}f}"
-    return f"{found['mean']:,.{decimals}f}{error}"
-
-
-def _printed(row: Mapping[str, Any], name: str, decimals: int) -> str:
-    if name not in row["paper"]:
-        return ""
-    error = row["paper_errors"].get(name)
-    return f"*{row['paper'][name]:,.{decimals}f}{'' if error is None else f' ± {error:g}'}*"
-
-
-def overview(paper: str) -> str:
-    """A Markdown table of a paper's tables and figures with the commands that reproduce them, for its README.
-
-    Example:
-        >>> overview("rank1").splitlines()[2]
-        '| Table 1 | `slimbayes reproduce rank1/table1` | 5 |'
-    """
-    lines = ["| | command | rows |", "|---|---|---:|"]
-    lines += [f"| {one.place} | `slimbayes reproduce {one.name}` | {one.rows} |" for one in listings() if one.name.startswith(f"{paper}/")]
-    return "\n".join(lines)

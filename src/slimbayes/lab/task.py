@@ -208,6 +208,8 @@ def _scaling(x: Tensor, kind: str) -> Scaling:
     """Moments of the training images, in float64 and in pieces: sets may be memory maps."""
     if kind == "unit" or x.dtype != torch.uint8 or x.dim() != 4:
         return Scaling()
+    if kind == "signed":
+        return Scaling(torch.full((x.shape[1], 1, 1), 0.5), torch.full((x.shape[1], 1, 1), 0.5))
     total, square, count = torch.zeros(x.shape[1], dtype=torch.float64), torch.zeros(x.shape[1], dtype=torch.float64), 0
     for piece in x.split(5000):
         values = piece.double() / 255

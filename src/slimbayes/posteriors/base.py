@@ -238,7 +238,7 @@ class Config(ABC):
 
     def describe(self) -> str:
         """The method in a few words, for summaries."""
-        return f"{type(self).__name__}(members={self.members})" if self.members > 1 else type(self).__name__
+        return f"{type(self).__name__}(members={self.members})"
 
     @abstractmethod
     def build(self, site: Site) -> Posterior:

@@ -21,3 +21,6 @@ class Deterministic(Config):
 
     def build(self, site: Site) -> Posterior:
         raise AssertionError("Deterministic converts no layer")
+
+    def describe(self) -> str:
+        return "Deterministic"

@@ -60,6 +60,9 @@ class GaussianConfig(Config):
             known = "Normal, HeNormal, TiedMean, EmpiricalBayes or ScaleMixture"
             raise ValueError(f"{name}: {type(self.prior).__name__} is no prior for weights; use {known}.")
 
+    def describe(self) -> str:
+        return type(self).__name__
+
 
 class Perturbation(NamedTuple):
     """Deviations from the mean in one pass: weights (n, *shape), biases (n, out), and signs (R, in) and (R, out)."""

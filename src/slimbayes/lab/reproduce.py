@@ -1,0 +1,146 @@
+"""Reproducing a table or a figure of a paper: run its rows, collect their records, write the table beside the paper's numbers.
+
+    reproduce("rank1/table2", Path("runs/table2"), Execution(data_dir=data), scale="small", seeds=[0, 1, 2])
+
+    out/<name>-<hash>/             the run of a row and a seed (see runs.py); rows that share a config share a run
+    out/diagnostics/               what diagnostics found, and their plots
+    out/table.md, out/table.json   written anew after each run
+
+Runs that have finished are skipped and others resumed, so it can be stopped at any time and called again. A row that fails is named in the table and does
+not stop the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slimbayes.lab.config import Experiment
+from slimbayes.lab.diagnose import Case, diagnose
+from slimbayes.lab.execution import Execution, Nobody, Watcher
+from slimbayes.lab.fit import Stopped, fit
+from slimbayes.lab.markdown import failed
+from slimbayes.lab.rows import Row as Row
+from slimbayes.lab.rows import Scale as Scale
+from slimbayes.lab.rows import find as find
+from slimbayes.lab.rows import listings
+from slimbayes.lab.runs import default_folder, write_text
+from slimbayes.lab.tables import Numbers, Result, Table, draws_of, measured, told, write
+from slimbayes.record import read
+
+
+class Incomplete(RuntimeError):
+    """Some rows failed; the table has the others, and the message says why."""
+
+
+def reproduce(
+    name: str,
+    out: Path | None = None,
+    execution: Execution = Execution(),  # noqa: B008 (frozen)
+    scale: Scale = "full",
+    seeds: Sequence[int] = (0,),
+    watcher: Watcher | None = None,
+    runs: Path | None = None,
+    folders: Sequence[Path] | None = None,
+) -> Path:
+    """Run the rows of a table or figure and write the table.
+
+    Args:
+        name: "<paper>/<table or figure>", or that and "/<row>" for a single row.
+        out: folder of the table; runs/<name> by default.
+        scale: "small" lays each row's `small` values over its config.
+        seeds: a run for each; of regressions on standard splits, seed s is split s.
+        runs: folder of the run directories, if tables are to share them; by default `out`.
+        folders: where experiments are looked for, as in `find`.
+
+    Returns: the folder, which holds `table.md` and `table.json`.
+
+    Raises:
+        Incomplete: a row failed; the table is written all the same.
+        Stopped: the run was asked to stop; call again to go on.
+    """
+    if not seeds:
+        raise ValueError("reproduce needs at least one seed, got none.")
+    watcher = watcher or Nobody()
+    table = Table(name, scale, find(name, folders))
+    out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
+    out.mkdir(parents=True, exist_ok=True)
+    write(table, out)
+    for row in table.rows:
+        for seed in dict.fromkeys(seeds):
+            watcher.say(f"{row.name}, seed {seed}")
+            try:
+                table.results.append(_run(row, seed, out, runs or out, execution, scale, watcher))
+            except Stopped:
+                raise
+            except Exception as error:  # whatever it is, the other rows can still be run
+                table.failures[f"{row.stem}, seed {seed}"] = reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                watcher.say(f"{row.name}, seed {seed}, failed: {reason}")
+            write(table, out)
+    if table.failures:
+        count = len(table.rows) * len(dict.fromkeys(seeds))
+        raise Incomplete(f"{len(table.failures)} of {count} runs failed: {' '.join(failed(table.failures))}")
+    return out
+
+
+def _run(row: Row, seed: int, out: Path, runs: Path, execution: Execution, scale: Scale, watcher: Watcher) -> Result:
+    if not row.trains:
+        numbers, files = _diagnosed(row, Case(None, out, 1, seed, row.paper.options, execution), out, f"{row.stem}-{seed}", "")
+        return Result(row, seed, numbers, files=files)
+    experiment = row.experiment(scale, seed)
+    folder = fit(experiment, default_folder(experiment, runs), execution, resume=True, watcher=watcher)
+    record = read(folder)
+    draws = draws_of(record, row.paper.draws)
+    case = Case(folder, out, draws, seed, row.paper.options, execution)
+    numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
+    return Result(row, seed, measured(record, draws) | numbers, record, folder, told(experiment, scale), files)
+
+
+def _diagnosed(row: Row, case: Case, out: Path, stem: str, digest: str) -> tuple[Numbers, tuple[str, ...]]:
+    """Numbers of a row's diagnostics; what an earlier call found of the same run is read again."""
+    numbers: Numbers = {}
+    files = []
+    for name in row.paper.diagnostic:
+        file = out / "diagnostics" / f"{stem}-{name}.json"
+        key: dict[str, Any] = {"digest": digest, "options": case.options, "draws": case.draws}
+        found = _earlier(file, key)
+        if found is None:
+            file.parent.mkdir(exist_ok=True)
+            mine, details = diagnose(name, replace(case, picture=file.with_suffix(".png")))
+            found = {**key, "numbers": mine, "details": details}
+            write_text(file, json.dumps(found, indent=1) + "\n")
+        numbers |= found["numbers"]
+        files += [str(path.relative_to(out)) for path in (file, file.with_suffix(".png")) if path.exists()]
+    return numbers, tuple(files)
+
+
+def _earlier(file: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        found = json.loads(file.read_text(encoding="utf8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and all(found.get(name) == value for name, value in key.items()) else None
+
+
+def list_all() -> list[str]:
+    """A line for each table and figure that can be reproduced, its name first.
+
+    Example:
+        >>> [line for line in list_all() if line.startswith("rank1/table8")]
+        ['rank1/table8         Table 8, 5 rows']
+    """
+    return [f"{one.name:<20} {one.place}, {one.rows} row{'s' if one.rows > 1 else ''}" for one in listings()]
+
+
+def experiments_of(rows: Sequence[Row], scale: Scale = "full", seeds: Sequence[int] = (0,)) -> dict[str, Experiment]:
+    """The different runs behind rows, by the hash of their configs: what a cluster has to train.
+
+    Example:
+        >>> len(find("rank1/table8")), len(experiments_of(find("rank1/table8")))
+        (5, 3)
+    """
+    made = (row.experiment(scale, seed) for row in rows if row.trains for seed in seeds)
+    return {experiment.hash: experiment for experiment in made}
