@@ -18,8 +18,8 @@ from slimbayes.data.catalog import SOURCES
 from slimbayes.data.tables import UCI
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.diagnose import DIAGNOSTICS
-from slimbayes.lab.fit import build_network
 from slimbayes.lab.markdown import overview
+from slimbayes.lab.networks import build_network
 from slimbayes.lab.rows import Row, find, listings
 from slimbayes.models import keras_count
 

@@ -19,9 +19,9 @@ import slimbayes as sb
 from slimbayes import record
 from slimbayes.atomic import CheckpointError
 from slimbayes.data import Dataset, Split
-from slimbayes.lab.evaluate import load_run
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Diverged, Stopped, Training, fit
+from slimbayes.lab.records import load_run
 from slimbayes.lab.runs import RunError, default_folder, open_run, stored_experiment
 from slimbayes.lab.seeds import key
 from slimbayes.lab.state import latest_state
@@ -418,3 +418,51 @@ def test_members_may_keep_norm_statistics_of_their_own(tmp_path: Path) -> None:
     assert type(network.get_submodule("norm1").posterior["weight"]).__name__ == "MemberNormPosterior"  # type: ignore[index]
     with pytest.raises(ValueError, match="converted already"):
         fit(experiment(train={"norm_statistics": "member"}, method=METHODS["ecmp"]), tmp_path / "other", CPU)
+
+
+def hostile(folder: Path, tensors: bytes, state: bytes, **manifest: Any) -> None:
+    import hashlib
+
+    folder.mkdir(parents=True)
+    files = {"tensors.safetensors": tensors, "state.json": state}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "sha256": hashes} | manifest))
+
+
+GOOD_STATE = json.dumps({"step": 1, "curve": [], "hash": "x"}).encode()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "state", "manifest"),
+    [
+        ((2**60).to_bytes(8, "little") + b"{}", GOOD_STATE, {}),
+        ((50).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'.ljust(50), GOOD_STATE, {}),
+        (b"\x80\x04cposix\nsystem\n(S'touch canary'\ntR.", GOOD_STATE, {}),
+        (b"PK\x03\x04" + b"x" * 50, GOOD_STATE, {}),
+        (b"", GOOD_STATE, {}),
+        (b"\x02\0\0\0\0\0\0\0{}", b"[]", {}),
+        (b"\x02\0\0\0\0\0\0\0{}", b"{", {}),
+        (b"\x02\0\0\0\0\0\0\0{}", b"{}", {}),
+        (b"\x02\0\0\0\0\0\0\0{}", GOOD_STATE, {"format": 99}),
+        (b"\x02\0\0\0\0\0\0\0{}", GOOD_STATE, {"sha256": {"../../etc/passwd": "0"}}),
+        (b"\x02\0\0\0\0\0\0\0{}", GOOD_STATE, {"sha256": []}),
+    ],
+    ids=["huge header", "lying shape", "pickle", "zip", "empty", "state a list", "state cut", "state empty", "newer format", "path outside", "hashes a list"],
+)
+def test_hostile_checkpoints_are_refused_and_nothing_runs(tensors: bytes, state: bytes, manifest: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even with a manifest that fits: whoever can write files can write that too."""
+    monkeypatch.chdir(tmp_path)
+    hostile(tmp_path / "checkpoints" / "step-00000001", tensors, state, **manifest)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert latest_state(tmp_path / "checkpoints") is None
+    assert not (tmp_path / "canary").exists()
+
+
+def test_curves_for_tensorboard(tmp_path: Path) -> None:
+    event = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = fit(experiment(), tmp_path / "run", Execution(accelerator="cpu", workers=0, tensorboard=True))
+    found = event.EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [point.step for point in found.Scalars("loss")] == [4, 8]
+    assert found.Scalars("loss")[1].value == pytest.approx(record.read(run).curve[1]["loss"], rel=1e-6)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from slimbayes.data import Split
 from slimbayes.lab.bars import Bars
-from slimbayes.lab.evaluate import Judge, load_run, write_record
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.files import merged, parse_override, validate
+from slimbayes.lab.judge import Judge
+from slimbayes.lab.records import load_run, write_record
 from slimbayes.lab.runs import write_text
 from slimbayes.lab.task import Task
 from slimbayes.prediction import Prediction

@@ -32,8 +32,9 @@ from slimbayes.diagnostics import GradientSNR, plot_scales, plot_spectrum, trunc
 from slimbayes.diagnostics import spectrum as spectrum_of
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.evaluate import Judge, load_run
 from slimbayes.lab.execution import Execution
+from slimbayes.lab.judge import Judge
+from slimbayes.lab.records import load_run
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.step import likelihood_loss
 from slimbayes.lab.tables import Numbers, calibration_errors

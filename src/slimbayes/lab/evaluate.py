@@ -1,115 +1,28 @@
-"""Judging a trained network: on test rows, corrupted ones, shifted ones and unfamiliar ones, for several numbers of draws at once.
+"""What a trained network is judged on: test rows, corrupted ones, shifted ones and unfamiliar ones.
 
-Noise and corruptions are functions of the set and the batch, so equal weights give equal scores; corruptions are the same for all runs.
+Corruptions are functions of their name, severity and the rows, the same for all runs.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-import json
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import slimbayes as sb
-from slimbayes.data import Dataset, Split, corrupt, load
-from slimbayes.inference import predict_prefixes
-from slimbayes.lab.config import Evaluate, Experiment
+from slimbayes.data import Split, corrupt, load
 from slimbayes.lab.execution import Execution, Nobody, Watcher, watched
-from slimbayes.lab.runs import command, environment, stored_experiment, write_text
-from slimbayes.lab.scores import RealScores, Scores, strangeness, uncertainty
-from slimbayes.lab.seeds import key, seed_everything
-from slimbayes.lab.task import Rows, Task, batches, limited, open_task
-from slimbayes.prediction import Likelihood, Prediction
-from slimbayes.record import Cost, Evaluation, Example, Parameters, Record, RecordError, read
+from slimbayes.lab.judge import Judge
+from slimbayes.lab.scores import strangeness
+from slimbayes.lab.seeds import key
+from slimbayes.lab.task import Rows, limited
+from slimbayes.record import Evaluation, Example
 
 _CHUNK = 1000  # images that are corrupted together: their random numbers depend on it
 STRANGERS = ("inverted", "shuffled")  # test images that are none any more
-
-
-@dataclass(frozen=True)
-class Judge:
-    """A network and how it is asked."""
-
-    network: nn.Module
-    task: Task
-    likelihood: Likelihood
-    experiment: Experiment
-    workers: int = 0
-
-    @property
-    def chosen(self) -> Evaluate:
-        return self.experiment.evaluate
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.network.parameters()).device
-
-    def predictions(self, rows: Rows, place: str, draws: Sequence[int]) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
-        """Predictions by number of draws, and targets, batch by batch."""
-        precision = torch.autocast(self.device.type, torch.bfloat16, enabled=self.experiment.train.precision == "bf16")
-        for index, (x, y) in enumerate(batches(rows, self.chosen.batch, self.device, self.workers)):
-            seed_everything(self.experiment.seed, "evaluate", place, index)
-            x = self.task.scaling(x)
-            if self.device.type == "cuda" and x.dim() == 4:
-                x = x.contiguous(memory_format=torch.channels_last)
-            with precision:
-                found = predict_prefixes(self.network, x, draws, self.likelihood, self._noise())
-            if self.task.y_mean is not None and self.task.y_std is not None:
-                found = {n: p.rescaled(self.task.y_mean, self.task.y_std) for n, p in found.items()}
-            yield found, y
-
-    def _noise(self) -> float:
-        return self.experiment.train.noise if self.likelihood == "gaussian" else 0.0
-
-    def scores(self) -> Scores | RealScores:
-        if self.likelihood == "gaussian":
-            return RealScores(self.device)
-        return Scores(max(2, len(self.task.classes)), self.chosen.bins, sb.members(self.network), self.likelihood == "bernoulli", self.device)
-
-    def judge(self, rows: Rows, draws: Sequence[int], data: str, role: Any, **about: Any) -> tuple[list[Evaluation], dict[int, Tensor]]:
-        """Evaluations of one set, one for each number of draws, and the rows' uncertainties."""
-        place = f"{data} {role} {about}"
-        tables = {count: self.scores() for count in draws}
-        doubts: dict[int, list[Tensor]] = {count: [] for count in draws}
-        for found, y in self.predictions(rows, place, draws):
-            for count, prediction in found.items():
-                tables[count].update(prediction, y)
-                if self.likelihood != "gaussian":
-                    doubts[count].append(uncertainty(prediction))
-        curves = role in ("test", "shift")
-        made = [Evaluation(data=data, role=role, draws=n, **about, **table.result(curves)) for n, table in tables.items()]
-        return made, {n: torch.cat(parts) for n, parts in doubts.items() if parts}
-
-    def doubts(self, rows: Rows, place: str, draws: Sequence[int]) -> dict[int, Tensor]:
-        """Uncertainties of unlabelled rows, by number of draws."""
-        parts: dict[int, list[Tensor]] = {count: [] for count in draws}
-        for found, _ in self.predictions(rows, place, draws):
-            for count, prediction in found.items():
-                parts[count].append(uncertainty(prediction))
-        return {n: torch.cat(found) for n, found in parts.items()}
-
-
-def judge_validation(network: nn.Module, task: Task, likelihood: Likelihood, experiment: Experiment, epoch: int) -> dict[str, float]:
-    """NLL, and accuracy or RMSE, of the validation rows after an epoch, with one draw of each member."""
-    assert task.validation is not None
-    judge = Judge(network, task, likelihood, experiment)
-    if likelihood != "gaussian":
-        (made,), _ = judge.judge(task.validation, [1], task.name, "validation", severity=0)
-        return {f"validation_{name}": made.metrics[name] for name in ("nll", "accuracy")}
-    total = torch.zeros(2, dtype=torch.float64, device=judge.device)
-    for x, y in batches(task.validation, experiment.evaluate.batch, judge.device):
-        seed_everything(experiment.seed, "validation", epoch)
-        p = predict_prefixes(network, task.scaling(x), [1], likelihood, experiment.train.noise)[1]
-        total += torch.stack([-p.log_prob(y).double().sum(), (p.mean - y).double().square().sum()])
-    nll, square = (total / len(task.validation)).tolist()
-    return {"validation_nll": nll, "validation_rmse": square**0.5}
 
 
 def evaluate(judge: Judge, execution: Execution, watcher: Watcher | None = None) -> tuple[list[Evaluation], list[Example]]:
@@ -237,74 +150,3 @@ def _picture(rows: Rows, index: int) -> str | None:
     out = io.BytesIO()
     Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(out, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
-
-
-# --- records ---
-
-
-def load_run(
-    folder: Path, execution: Execution, network: nn.Module | None = None, dataset: Dataset | None = None
-) -> tuple[Experiment, nn.Module, Task, Likelihood]:
-    """A trained run's experiment, network on its device, task and likelihood; `network` and `dataset` as they were given to `fit`."""
-    from slimbayes.lab.fit import likelihood_of
-
-    experiment = stored_experiment(folder)
-    device = torch.device("cuda" if execution.accelerator != "cpu" and torch.cuda.is_available() else "cpu")
-    task = open_task(experiment.data, execution.data_dir, dataset).to(device)
-    chosen, facts = experiment.model, task.fills()
-    plain = network or chosen.build(**{name: facts[name] for name in chosen.filled})
-    loaded = sb.load(plain, folder / "model").to(device)
-    return experiment, loaded, task, likelihood_of(task, loaded)
-
-
-def write_record(
-    folder: Path, execution: Execution, watcher: Watcher, network: nn.Module, task: Task, likelihood: Likelihood, cost: dict[str, Any] | None = None,
-    experiment: Experiment | None = None,
-) -> Record:  # fmt: skip
-    """Evaluate a trained network and write the run's record; without `cost`, that of the former record is kept."""
-    stored = stored_experiment(folder)
-    asked = experiment or stored
-    start = time.perf_counter()
-    evaluations, examples = evaluate(Judge(network, task, likelihood, asked, execution.workers), execution, watcher)
-    seconds = time.perf_counter() - start
-    former = _former(folder)
-    if cost is not None:
-        write_text(folder / "cost.json", json.dumps(cost) + "\n")
-    elif (folder / "cost.json").exists():
-        cost = json.loads((folder / "cost.json").read_text())
-    curve = _curve(folder)
-    table = sb.summary(network)
-    record = Record(
-        name=stored.name, method=stored.told, data=task.name, seed=stored.seed, config=stored.resolved, config_hash=stored.hash,
-        commands=[*(former.commands if former else []), command()], classes=list(task.classes),
-        status="stopped early" if curve and curve[-1]["epoch"] < stored.train.epochs else "finished",
-        parameters=Parameters(plain=table.before, total=table.after), curve=curve, evaluations=evaluations, examples=examples,
-        environment=environment(), cost=_cost(cost or {}, seconds),
-    )  # fmt: skip
-    write_text(folder / "record.json", record.model_dump_json() + "\n")
-    return record
-
-
-def _cost(measured: dict[str, Any], seconds: float) -> Cost:
-    epochs = sorted(measured.get("epoch_seconds", ()))
-    return Cost(
-        train_seconds=measured.get("train_seconds", float("nan")), seconds_per_epoch=epochs[len(epochs) // 2] if epochs else float("nan"),
-        evaluate_seconds=seconds, peak_memory=measured.get("peak_memory"),
-    )  # fmt: skip
-
-
-def _former(folder: Path) -> Record | None:
-    try:
-        return read(folder)
-    except RecordError:
-        return None
-
-
-def _curve(folder: Path) -> list[dict[str, float]]:
-    import csv
-
-    file = folder / "metrics.csv"
-    if not file.exists():
-        return []
-    with open(file, newline="") as handle:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(handle)]

@@ -1,46 +1,21 @@
-"""The training loop. A run is a function of its config: stop it anywhere, resume it, and it ends in the same weights.
-
-    for epoch:   order = permutation(seed, epoch)
-        for step:    noise, crops and dropout from seed (seed, step);  draws, likelihood, KL, backward, optimizer     (step.py)
-"""
+"""Training an experiment. A run is a function of its config: stop it anywhere, resume it, and it ends in the same weights."""
 
 from __future__ import annotations
 
 import copy
-import signal
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-import slimbayes as sb
-from slimbayes.atomic import CheckpointError
-from slimbayes.data import Dataset, Split
+from slimbayes.data import Dataset
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.evaluate import judge_validation, load_run, write_record
 from slimbayes.lab.execution import Execution, Nobody, Watcher
-from slimbayes.lab.faults import explain
-from slimbayes.lab.optimizers import build_optimizer, kl_weight, rate
-from slimbayes.lab.runs import RunError, open_run, write_table
-from slimbayes.lab.seeds import generator, seed_everything
-from slimbayes.lab.state import latest_state, restore, save_state
-from slimbayes.lab.step import NonFinite, Step
-from slimbayes.lab.task import Task, open_task
-from slimbayes.prediction import Likelihood
-
-MINUTE = 60.0
-
-
-class Stopped(RuntimeError):
-    """The run was asked to stop and left a checkpoint."""
-
-
-class Diverged(RuntimeError):
-    """A loss was not finite; the message names step and layer, and the last good checkpoint is still there."""
+from slimbayes.lab.records import load_run, write_record
+from slimbayes.lab.runs import open_run
+from slimbayes.lab.training import Diverged as Diverged
+from slimbayes.lab.training import Stopped as Stopped
+from slimbayes.lab.training import Training as Training
+from slimbayes.lab.training import leave_together
 
 
 def fit(
@@ -76,7 +51,7 @@ def fit(
         plain = copy.deepcopy(network)
         training = Training(experiment, folder, execution, fabric, watcher, network, dataset)
         training.run(resume)
-        _leave_together(fabric)
+        leave_together(fabric)
         if judge and fabric.global_rank == 0:
             _judge(training, plain, dataset)
     finally:
@@ -85,334 +60,9 @@ def fit(
     return folder
 
 
-def _leave_together(fabric: Any) -> None:
-    """End the group of processes: the first goes on alone, and draws as one process does."""
-    fabric.barrier()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def _judge(training: Training, plain: nn.Module | None, dataset: Dataset | None) -> None:
     """Evaluate what was trained and write the record; a network that was shared among processes is read back whole."""
     network, task, likelihood = training.network, training.task, training.likelihood
     if training.fabric.world_size > 1:
         _, network, task, likelihood = load_run(training.folder, training.execution, plain, dataset)
     write_record(training.folder, training.execution, training.watcher, network, task, likelihood, training.cost())
-
-
-def build_network(experiment: Experiment, task: Task, network: nn.Module | None = None) -> nn.Module:
-    """The experiment's network, converted, as the seed starts it; or a given one, converted."""
-    seed_everything(experiment.seed, "network")
-    plain = network
-    if plain is None:
-        chosen, facts = experiment.model, task.fills()
-        missing = [name for name in chosen.filled if name not in facts]
-        if missing:
-            raise ValueError(f"{chosen.kind} needs {', '.join(missing)}, which {task.name} does not say: it is no network for this data.")
-        plain = chosen.build(**{name: facts[name] for name in chosen.filled})
-    layers = {"include": experiment.include, "exclude": experiment.exclude}
-    built = sb.bayesianize(plain, experiment.method.build(), **layers)
-    if experiment.train.norm_statistics == "member":
-        sb.bayesianize(built, sb.MemberNorm(members=sb.members(built)), exclude=experiment.exclude)
-    return built
-
-
-@torch.no_grad()
-def likelihood_of(task: Task, network: nn.Module) -> Likelihood:
-    """What a network's outputs stand for: real targets, classes, or one logit for two classes."""
-    if task.real:
-        return "gaussian"
-    if isinstance(task.train, Split):
-        device = next(network.parameters()).device
-        flag, mode = network.training, torch.get_rng_state()
-        network.eval()
-        outputs = sb.sample(network, task.scaling(task.train.x[:2]).to(device))
-        network.train(flag)
-        torch.set_rng_state(mode)
-        return "bernoulli" if outputs.dim() == 2 else "categorical"
-    return "categorical"
-
-
-class Training:
-    """One run under way: what `fit` sets up and steps through."""
-
-    def __init__(
-        self, experiment: Experiment, folder: Path, execution: Execution, fabric: Any, watcher: Watcher, network: nn.Module | None, dataset: Dataset | None
-    ) -> None:
-        self.experiment, self.folder, self.execution = experiment, folder, execution
-        self.fabric, self.watcher = fabric, watcher
-        self.task = open_task(experiment.data, execution.data_dir, dataset).to(fabric.device)
-        train, rows = experiment.train, len(self.task.train)
-        self.batch = min(train.batch, rows)
-        if self.batch % (fabric.world_size * train.accumulate):
-            raise RunError(f"A batch of {self.batch} rows cannot be shared out among {fabric.world_size} processes and {train.accumulate} pieces evenly.")
-        self.steps_per_epoch = rows // self.batch
-        self.network = build_network(experiment, self.task, network).to(fabric.device)
-        if fabric.device.type == "cuda" and self.task.images:
-            self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.likelihood = likelihood_of(self.task, self.network)
-        self.rate, self.kl_weight = rate(train, self.steps_per_epoch), kl_weight(train, self.steps_per_epoch)
-        self.step, self.curve = 0, []  # type: tuple[int, list[dict[str, float]]]
-        self.best: dict[str, Any] = {}
-        self.seconds: list[float] = []
-        self.asked_to_stop = False
-        self.stepper = self._stepper()
-        self.saved_at, self.written_at = time.monotonic(), 0.0
-
-    def _stepper(self) -> Step:
-        captures = self.execution.captures(self.fabric.device, self.fabric.world_size)
-        compiled = self.execution.compiles(self.fabric.device)
-        sharded = self.execution.strategy == "fsdp"
-        module: Any = torch.compile(self.network, dynamic=False) if compiled else self.network
-        if compiled:
-            _compiler_settings()
-        if sharded:
-            call = self.fabric.setup_module(module)
-            optimizer = self.fabric.setup_optimizers(build_optimizer(self.experiment.train, self.network))
-        else:
-            optimizer = build_optimizer(self.experiment.train, self.network, captures)
-            call, optimizer = self.fabric.setup(module, optimizer)
-        return Step(
-            self.experiment, self.task, self.likelihood, call, self.network, optimizer.optimizer, self.fabric, self.steps_per_epoch
-        )
-
-    # --- the loop ---
-
-    def run(self, resume: bool) -> None:
-        """Train to the end, from the latest checkpoint if asked to."""
-        if resume:
-            self._resume()
-        elif self.fabric.global_rank == 0:
-            (self.folder / "steps.csv").unlink(missing_ok=True)
-        total = self.experiment.train.epochs * self.steps_per_epoch
-        self.watcher.begin("training", total, self.step)
-        self._capture()
-        with self._signals():
-            while self.step < total and not self._stops_early():
-                self._epoch()
-        self._finish()
-
-    def _epoch(self) -> None:
-        start, epoch = time.perf_counter(), self.step // self.steps_per_epoch
-        self.network.train()
-        for batch in self._batches(epoch, self.step % self.steps_per_epoch):
-            try:
-                self.stepper(batch, self.step, self.kl_weight(self.step), self.rate(self.step))
-            except NonFinite:
-                raise self._diverged(batch, self.step) from None
-            self.step += 1
-            self.watcher.move(self.step)
-            if self.step % self.steps_per_epoch:
-                self._between_steps()
-        losses = self.stepper.history.double().cpu()
-        bad = (~losses.isfinite().all(1)).nonzero()
-        if len(bad):
-            raise self._diverged((), epoch * self.steps_per_epoch + int(bad[0]))
-        self.seconds.append(time.perf_counter() - start)
-        self._note(epoch, losses)
-        self._between_steps(epoch_ends=True)
-
-    def _batches(self, epoch: int, first: int) -> Iterator[tuple[Tensor, ...]]:
-        """The rest of an epoch's batches: row numbers where the set is on the device, else decoded images."""
-        rows = self.task.train
-        order = torch.randperm(len(rows), generator=generator(self.experiment.seed, "order", epoch))
-        pieces = order[: self.steps_per_epoch * self.batch].split(self.batch)[first:]
-        if isinstance(rows, Split):
-            for piece in order.to(self.fabric.device)[: self.steps_per_epoch * self.batch].split(self.batch)[first:]:
-                yield (piece,)
-            return
-        cuda = self.fabric.device.type == "cuda"
-        loader: Any = torch.utils.data.DataLoader(
-            rows, batch_sampler=[piece.tolist() for piece in pieces], num_workers=self.execution.workers, pin_memory=cuda
-        )
-        for x, y in loader:
-            yield x.to(self.fabric.device, non_blocking=True), y.to(self.fabric.device, non_blocking=True)
-
-    def _note(self, epoch: int, losses: Tensor) -> None:
-        """Add an epoch to the curve, with scores on validation rows where there are any."""
-        loss, nll, kl = losses.mean(0).tolist()
-        last = self.step - 1
-        lr = self.experiment.train.optimizer.lr * self.rate(last)
-        row = {"epoch": epoch + 1, "step": self.step, "loss": loss, "nll": nll, "kl": kl, "kl_weight": self.kl_weight(last), "lr": lr}
-        if self.task.validation is not None:
-            with self.stepper.averaged():
-                scores = judge_validation(self.network, self.task, self.likelihood, self.experiment, epoch)
-            row |= self.fabric.broadcast(scores)  # each process drew its own noise, and all must agree when to stop
-            if self.experiment.train.early_stop and row["validation_nll"] < self.best.get("nll", float("inf")):
-                self.best = {"nll": row["validation_nll"], "epoch": epoch + 1, "weights": self._weights()}
-        self.curve.append(row)
-        self.watcher.move(self.step, f"loss {loss:.4f}")
-        if self.fabric.global_rank == 0:
-            if time.monotonic() - self.written_at > 0.5:  # rewritten whole: not for each of thousands of short epochs
-                self._write_curve()
-            _append_steps(self.folder / "steps.csv", epoch * self.steps_per_epoch, losses)
-            if self.execution.tensorboard:
-                _tensorboard(self.folder, row)
-
-    def _write_curve(self) -> None:
-        write_table(self.folder / "metrics.csv", self.curve)
-        self.written_at = time.monotonic()
-
-    def _stops_early(self) -> bool:
-        stop = self.experiment.train.early_stop
-        return bool(stop and self.best and self.curve and self.curve[-1]["epoch"] - self.best["epoch"] >= stop.patience)
-
-    def _weights(self) -> dict[str, Tensor]:
-        with self.stepper.averaged():
-            return {n: t.detach().clone() for n, t in self.network.state_dict().items()}
-
-    def _finish(self) -> None:
-        """Leave the network with the weights that count and save it."""
-        if self.best:
-            self.network.load_state_dict(self.best["weights"])
-        elif self.stepper.averages:
-            own = dict(self.network.named_parameters())
-            with torch.no_grad():
-                for name, value in self.stepper.averages.items():
-                    own[name].copy_(value)
-        if self.fabric.global_rank == 0:
-            self._write_curve()
-        if self.fabric.global_rank > 0 and self.execution.strategy != "fsdp":
-            return  # of a network that every process has whole, one writes; of a sharded one all take part
-        try:
-            sb.save(self.network, self.folder / "posterior")
-            sb.save(self.network, self.folder / "model", base=True)
-        except OSError as error:
-            raise RunError(f"What was learned could not be saved in {self.folder}: {error}. Make room and run again with --resume.") from error
-
-    # --- what happens between steps ---
-
-    def _between_steps(self, epoch_ends: bool = False) -> None:
-        every = self.execution.checkpoint_every
-        due = self.step % every == 0 if every else epoch_ends and time.monotonic() - self.saved_at > MINUTE
-        stop = self._stop_asked()
-        if due or stop:
-            self._save()
-        if stop:
-            _leave_together(self.fabric)  # nobody goes before the checkpoint is written
-            raise Stopped(f"Stopped after step {self.step}; the checkpoint is in {self.folder}. Continue with --resume.")
-
-    def _stop_asked(self) -> bool:
-        if self.fabric.world_size == 1:
-            return self.asked_to_stop
-        if self.step % 20:  # processes agree now and then: asking costs a round trip
-            return False
-        return bool(self.fabric.all_reduce(torch.tensor(float(self.asked_to_stop), device=self.fabric.device), reduce_op="sum") > 0)
-
-    def _save(self) -> None:
-        if self.fabric.device.type == "cuda" and bool(self.stepper.failed):
-            raise self._diverged((), self.step - 1)
-        extra = {"history": self.stepper.history} | {f"average/{n}": t for n, t in self.stepper.averages.items()}
-        facts: dict[str, Any] = {"curve": self.curve, "hash": self.experiment.hash}
-        if self.best:
-            extra |= {f"best/{n}": t for n, t in self.best["weights"].items()}
-            facts["best"] = {"nll": self.best["nll"], "epoch": self.best["epoch"]}
-        try:
-            save_state(
-                self.folder / "checkpoints", self.step, self.network, self.stepper.optimizer, extra, facts, self.fabric.global_rank == 0
-            )
-        except OSError as error:
-            raise RunError(
-                f"The checkpoint after step {self.step} could not be written: {error}. The one before it is intact; make room and --resume."
-            ) from error
-        self.saved_at = time.monotonic()
-
-    def _resume(self) -> None:
-        found = latest_state(self.folder / "checkpoints")
-        if found is None:
-            return
-        tensors, facts = found
-        if facts.get("hash") != self.experiment.hash:
-            raise CheckpointError(f"The checkpoints in {self.folder} are of another config.")
-        extra = restore(tensors, self.network, self.stepper.optimizer)
-        self.step, self.curve = facts["step"], facts["curve"]
-        self.stepper.history.copy_(extra["history"])
-        for name, average in self.stepper.averages.items():
-            average.copy_(extra[f"average/{name}"])
-        if "best" in facts:
-            weights = {n.removeprefix("best/"): t.to(self.fabric.device) for n, t in extra.items() if n.startswith("best/")}
-            self.best = facts["best"] | {"weights": weights}
-        if self.fabric.global_rank == 0:
-            _forget_steps(self.folder / "steps.csv", self.step // self.steps_per_epoch * self.steps_per_epoch)
-        self.watcher.say(f"Resuming after step {self.step}.")
-
-    def _capture(self) -> None:
-        if not self.execution.captures(self.fabric.device, self.fabric.world_size):
-            return
-        batch = next(self._batches(self.step // self.steps_per_epoch, self.step % self.steps_per_epoch), None)
-        if batch is not None:
-            self.network.train()
-            reason = self.stepper.capture(batch)
-            if reason:
-                self.watcher.say(f"The step cannot be recorded as a CUDA graph, so it runs operation by operation ({reason}).")
-
-    def _diverged(self, batch: tuple[Tensor, ...], step: int) -> Diverged:
-        batch = batch or next(self._batches(step // self.steps_per_epoch, step % self.steps_per_epoch))
-        seed_everything(self.experiment.seed, "step", step)
-        told = explain(self.network, self.stepper, batch)
-        return Diverged(
-            f"The loss of step {step} is not finite. {told} The last good checkpoint is kept in {self.folder}; lower the learning rate or clip gradients."
-        )
-
-    def cost(self) -> dict[str, Any]:
-        """Seconds of training and of each epoch, and the peak memory in bytes."""
-        import resource
-
-        cuda = self.fabric.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"train_seconds": sum(self.seconds), "epoch_seconds": self.seconds, "peak_memory": peak}
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C ask for a stop between two steps."""
-        import threading
-
-        def ask(number: int, frame: Any) -> None:
-            self.asked_to_stop = True
-
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        former = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
-
-
-def _compiler_settings() -> AbstractContextManager[Any]:
-    import torch._inductor.config as inductor
-
-    # Joining reductions of different order makes conv + batch norm + factors wrong in torch 2.11's compiler.
-    if hasattr(inductor.triton, "mix_order_reduction"):
-        inductor.triton.mix_order_reduction = False
-    return nullcontext()
-
-
-def _append_steps(file: Path, first: int, losses: Tensor) -> None:
-    new = not file.exists()
-    with open(file, "a", encoding="utf8") as handle:
-        if new:
-            handle.write("step,loss,nll,kl\n")
-        for offset, (loss, nll, kl) in enumerate(losses.tolist()):
-            handle.write(f"{first + offset},{loss!r},{nll!r},{kl!r}\n")
-
-
-def _forget_steps(file: Path, first: int) -> None:
-    """Drop the lines of step `first` and later ones, which will be run again."""
-    if file.exists():
-        lines = file.read_text().splitlines(keepends=True)
-        kept = [line for line in lines[1:] if line.endswith("\n") and int(line.split(",", 1)[0]) < first]
-        from slimbayes.lab.runs import write_text
-
-        write_text(file, "".join([lines[0], *kept]))
-
-
-def _tensorboard(folder: Path, row: dict[str, float]) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(folder / "tensorboard")) as writer:
-        for name, value in row.items():
-            if name not in ("epoch", "step"):
-                writer.add_scalar(name, value, int(row["step"]))

@@ -1,4 +1,4 @@
-"""Optimizers, learning rates and KL weights of a config. Rates are functions of the step alone, so nothing of them is saved."""
+"""Optimizers, learning rates and KL weights of a recipe. Rates are functions of the step alone, so nothing of them is saved."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import nn
 
 from slimbayes import schedules
 from slimbayes.decay import param_groups
-from slimbayes.lab import config
+from slimbayes.lab import recipes
 
 Rate = Callable[[int], float]
 
 
-def build_optimizer(chosen: config.Train, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(chosen: recipes.Train, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
     """The optimizer over a converted model's parameter groups; with `graph` its rates are tensors that a CUDA graph rereads."""
     o = chosen.optimizer
     decay = chosen.weight_decay
-    groups = param_groups(model, decay.model_dump() if isinstance(decay, config.Decay) else decay, o.lr, chosen.posterior_lr)
+    groups = param_groups(model, decay.model_dump() if isinstance(decay, recipes.Decay) else decay, o.lr, chosen.posterior_lr)
     cuda = next(model.parameters()).is_cuda
     for group in groups:
         group["base_lr"] = group["lr"]
         if graph:
             group["lr"] = torch.tensor(group["lr"], device="cuda")
     options: dict[str, Any] = {"fused": True} if cuda else {}
-    if isinstance(o, config.SGD):
+    if isinstance(o, recipes.SGD):
         return torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum, nesterov=o.nesterov and o.momentum > 0, **options)
-    kind = torch.optim.AdamW if isinstance(o, config.AdamW) else torch.optim.Adam
+    kind = torch.optim.AdamW if isinstance(o, recipes.AdamW) else torch.optim.Adam
     return kind(groups, lr=o.lr, betas=o.betas, eps=o.eps, capturable=graph, **options)
 
 
@@ -42,24 +42,24 @@ def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
             group["lr"] = group["base_lr"] * factor
 
 
-def rate(chosen: config.Train, steps_per_epoch: int) -> Rate:
+def rate(chosen: recipes.Train, steps_per_epoch: int) -> Rate:
     """Learning rate as a multiple of the base rate, step by step.
 
     Example:
-        >>> train = config.Train(epochs=10, optimizer={"kind": "SGD"}, schedule={"kind": "Step", "milestones": [0.5], "factor": 0.1})
+        >>> train = recipes.Train(epochs=10, optimizer={"kind": "SGD"}, schedule={"kind": "Step", "milestones": [0.5], "factor": 0.1})
         >>> [round(rate(train, 10)(step), 3) for step in (0, 49, 50, 99)]
         [1.0, 1.0, 0.1, 0.1]
     """
     s, total = chosen.schedule, chosen.epochs * steps_per_epoch
-    if isinstance(s, config.OneCycle):
+    if isinstance(s, recipes.OneCycle):
         return lambda step: _one_cycle(s, step, total)
     warm = round(s.warmup * steps_per_epoch)
 
     def factor(step: int) -> float:
         rise = min(1.0, (step + 1) / warm) if warm else 1.0
-        if isinstance(s, config.Step):
+        if isinstance(s, recipes.Step):
             return rise * s.factor ** sum(step >= milestone * total for milestone in s.milestones)
-        if isinstance(s, config.Cosine):
+        if isinstance(s, recipes.Cosine):
             done = min(1.0, max(0, step - warm) / max(1, total - warm))
             return rise * (s.end + (1 - s.end) * 0.5 * (1 + math.cos(math.pi * done)))
         return rise
@@ -67,7 +67,7 @@ def rate(chosen: config.Train, steps_per_epoch: int) -> Rate:
     return factor
 
 
-def _one_cycle(s: config.OneCycle, step: int, total: int) -> float:
+def _one_cycle(s: recipes.OneCycle, step: int, total: int) -> float:
     peak = s.rise * total
     if step < peak:
         return _half_cosine(1 / s.start, 1.0, step / peak)
@@ -78,11 +78,11 @@ def _half_cosine(start: float, stop: float, done: float) -> float:
     return stop + (start - stop) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def kl_weight(chosen: config.Train, steps_per_epoch: int) -> Rate:
+def kl_weight(chosen: recipes.Train, steps_per_epoch: int) -> Rate:
     """The KL's weight, step by step."""
     k = chosen.kl
-    if isinstance(k, config.LinearKL):
+    if isinstance(k, recipes.LinearKL):
         return schedules.linear(max(1, round(k.share * chosen.epochs * steps_per_epoch)))
-    if isinstance(k, config.StaircaseKL):
+    if isinstance(k, recipes.StaircaseKL):
         return schedules.staircase(k.slope, k.every)
     return schedules.constant(k.weight)

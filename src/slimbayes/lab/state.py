@@ -8,12 +8,14 @@ and loading, and the file holds whole tensors, so that it fits any number of pro
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
@@ -44,13 +46,14 @@ def save_state(
 
 def latest_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Tensors and facts of the latest good checkpoint; a damaged one is named in a warning and the one before it is taken."""
-    import json
-
     for path in _steps(folder):
         try:
             files = read_folder(path, _FILES)
-            return load_tensors(files["tensors.safetensors"]), json.loads(files["state.json"])
-        except CheckpointError as error:
+            facts = json.loads(files["state.json"])
+            if not isinstance(facts, dict) or not {"step", "curve", "hash"} <= facts.keys():
+                raise CheckpointError(f"{path / 'state.json'} lacks the step, the curve or the config's hash.")
+            return load_tensors(files["tensors.safetensors"]), facts
+        except (CheckpointError, SafetensorError, ValueError) as error:
             warnings.warn(f"Skipping a damaged checkpoint: {error}", stacklevel=2)
     return None
 

@@ -1,0 +1,46 @@
+"""The network of an experiment, and what its outputs stand for."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import slimbayes as sb
+from slimbayes.data import Split
+from slimbayes.lab.config import Experiment
+from slimbayes.lab.seeds import seed_everything
+from slimbayes.lab.task import Task
+from slimbayes.prediction import Likelihood
+
+
+def build_network(experiment: Experiment, task: Task, network: nn.Module | None = None) -> nn.Module:
+    """The experiment's network, converted, as the seed starts it; or a given one, converted."""
+    seed_everything(experiment.seed, "network")
+    plain = network
+    if plain is None:
+        chosen, facts = experiment.model, task.fills()
+        missing = [name for name in chosen.filled if name not in facts]
+        if missing:
+            raise ValueError(f"{chosen.kind} needs {', '.join(missing)}, which {task.name} does not say: it is no network for this data.")
+        plain = chosen.build(**{name: facts[name] for name in chosen.filled})
+    layers = {"include": experiment.include, "exclude": experiment.exclude}
+    built = sb.bayesianize(plain, experiment.method.build(), **layers)
+    if experiment.train.norm_statistics == "member":
+        sb.bayesianize(built, sb.MemberNorm(members=sb.members(built)), exclude=experiment.exclude)
+    return built
+
+
+@torch.no_grad()
+def likelihood_of(task: Task, network: nn.Module) -> Likelihood:
+    """What a network's outputs stand for: real targets, classes, or one logit for two classes."""
+    if task.real:
+        return "gaussian"
+    if isinstance(task.train, Split):
+        device = next(network.parameters()).device
+        flag, mode = network.training, torch.get_rng_state()
+        network.eval()
+        outputs = sb.sample(network, task.scaling(task.train.x[:2]).to(device))
+        network.train(flag)
+        torch.set_rng_state(mode)
+        return "bernoulli" if outputs.dim() == 2 else "categorical"
+    return "categorical"
