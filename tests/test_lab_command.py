@@ -146,6 +146,9 @@ def test_compare_and_report(runs: list[Path], tmp_path: Path) -> None:
     assert table.exit_code == 0, table.output
     assert {row["name"] for row in json.loads(table.output)["rows"]} == {"plain", "rank1"}
     assert "rank1" in call("compare", runs[0].parent).output
+    severe = json.loads(call("compare", *runs, "--on", "corrupted", "--severity", 5, "--metric", "nll", "--draws", 1, "--json").output)
+    assert len(severe["rows"]) == 2
+    assert call("compare", *runs, "--on", "nowhere").exit_code == 1
     page = call("report", runs[0].parent, "-o", tmp_path / "page.html", "--title", "Mine")
     assert page.exit_code == 0 and "Mine" in (tmp_path / "page.html").read_text()
     assert (tmp_path / "page.html").stat().st_size < 2_000_000

@@ -142,6 +142,36 @@ def test_scores_are_those_of_predict(tmp_path: Path) -> None:
     assert row.risk_coverage is not None and row.risk_coverage.risk[-1] == pytest.approx(1 - row.metrics["accuracy"])
 
 
+def test_validation_rows_and_noise_in_the_targets_own_units(tmp_path: Path) -> None:
+    """Gaussian targets: the record's densities and errors against a plain network's predictions by hand."""
+    import math
+
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 2))
+    (tmp_path / "uci").mkdir()
+    np.savez(tmp_path / "uci" / "yacht.npz", X=x, y=500 + 40 * x[:, 0])
+    chosen = experiment(
+        data={"name": "uci/yacht", "train_limit": None, "test_limit": None, "validation": 0.2}, model={"kind": "mlp", "hidden": [4]}, method=METHODS["plain"],
+        train={"batch": 10}, evaluate={"noise": 7.0},
+    )  # fmt: skip
+    chosen = chosen.model_copy(update={"model": experiment(model={"kind": "regression_net", "hidden": 4}).model})
+    where = Execution(accelerator="cpu", workers=0, data_dir=tmp_path)
+    run = fit(chosen, tmp_path / "run", where)
+    _, network, task, _ = load_run(run, where)
+    assert isinstance(task.validation, Split) and task.y_mean is not None and task.y_std is not None
+    test, validation = record.read(run).evaluations
+    assert (test.role, validation.role, validation.rows) == ("test", "validation", 11)
+    network.eval()
+    with torch.no_grad():
+        mean = task.y_mean + task.y_std * network(task.scaling(task.validation.x))
+    error = (mean - (task.y_mean + task.y_std * task.validation.y)).double()
+    assert validation.metrics["rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-5)
+    density = -0.5 * (error / 7.0) ** 2 - math.log(7.0) - 0.5 * math.log(2 * math.pi)
+    assert validation.metrics["lpd"] == pytest.approx(float(density.mean()), rel=1e-5)
+
+
 def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     run = fit(experiment(), tmp_path / "run", CPU)
     before = (run / "record.json").stat().st_mtime_ns

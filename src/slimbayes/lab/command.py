@@ -113,6 +113,9 @@ def compare(
     runs: Runs,
     baseline: Annotated[str | None, typer.Option(help="Name of the run the others are compared with, seed by seed.")] = None,
     metric: Annotated[list[str], typer.Option(help="Scores to show; may be given again.")] = [],  # noqa: B006
+    on: Annotated[str, typer.Option(help="Rows: test, validation, corrupted, shift, ood, or the name of a set.")] = "test",
+    severity: Annotated[int | None, typer.Option(help="Of corrupted rows; all by default.")] = None,
+    draws: Annotated[int | None, typer.Option(help="Draws of each member; the most of each run by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Put runs side by side, with bootstrap intervals and paired differences over seeds."""
@@ -121,7 +124,7 @@ def compare(
 
         from slimbayes.report import compare as table
 
-        made = table(_run_folders(runs), baseline=baseline, **({"metrics": tuple(metric)} if metric else {}))
+        made = table(_run_folders(runs), baseline=baseline, metrics=metric or None, on=on, severity=severity, draws=draws)
         if as_json:
             typer.echo(json.dumps(made.to_dict(), indent=1))
         else:

@@ -85,7 +85,8 @@ class Evaluate(Part):
         corruptions: names, or "standard" (15), "all" (19), "none".
         shift: sets with the same classes (cifar10.1), ood: sets of other classes (cifar100 for cifar10).
         limit: rows of each of these sets at most.
-        bins: of the calibration errors.
+        bins: of the calibration errors; bins of at most `drop` rows are left out (EMP paper: 20 and 5).
+        noise: standard deviation of real targets' noise in their own units; by default that of training.
         examples: so many rows that it is most and least sure of are kept.
     """
 
@@ -97,6 +98,8 @@ class Evaluate(Part):
     ood: tuple[str, ...] = ()
     limit: Count | None = None
     bins: Count = 15
+    drop: Annotated[int, Field(ge=0)] = 0
+    noise: Annotated[float, Field(gt=0)] | None = None
     examples: Annotated[int, Field(ge=0, le=50)] = 8
 
     @property

@@ -18,7 +18,7 @@ from slimbayes.lab.execution import Execution, Nobody, Watcher, watched
 from slimbayes.lab.judge import Judge
 from slimbayes.lab.scores import strangeness
 from slimbayes.lab.seeds import key
-from slimbayes.lab.task import Rows, limited
+from slimbayes.lab.task import Rows, Task, limited
 from slimbayes.record import Evaluation, Example
 
 _CHUNK = 1000  # images that are corrupted together: their random numbers depend on it
@@ -30,6 +30,8 @@ def evaluate(judge: Judge, execution: Execution, watcher: Watcher | None = None)
     watcher, chosen, task = watcher or Nobody(), judge.chosen, judge.task
     draws = sorted(set(chosen.draws)) if _random(judge.network) else [1]
     made, familiar = judge.judge(task.test, draws, task.name, "test")
+    if task.validation is not None:
+        made += judge.judge(_in_own_units(task, task.validation), draws, task.name, "validation")[0]
     for name, severity, rows in _corrupted(judge, execution, watcher):
         made += judge.judge(rows, draws, task.name, "corruption", corruption=name, severity=severity)[0]
     for name in chosen.shift:
@@ -41,6 +43,11 @@ def evaluate(judge: Judge, execution: Execution, watcher: Watcher | None = None)
             Evaluation(data=name, role="ood", draws=n, rows=len(strange[n]), metrics=strangeness(familiar[n], strange[n])) for n in draws
         ]
     return made, _examples(judge, draws[-1]) if chosen.examples and judge.likelihood != "gaussian" else []
+
+
+def _in_own_units(task: Task, rows: Split) -> Split:
+    """Rows with targets as they came: training targets are standardised."""
+    return rows if task.y_mean is None or task.y_std is None else Split(rows.x, task.y_mean + task.y_std * rows.y)
 
 
 def _random(network: nn.Module) -> bool:

@@ -54,13 +54,17 @@ class Judge:
                 found = {n: p.rescaled(self.task.y_mean, self.task.y_std) for n, p in found.items()}
             yield found, y
 
-    def _noise(self) -> float:
-        return self.experiment.train.noise if self.likelihood == "gaussian" else 0.0
+    def _noise(self) -> float | Tensor:
+        """Standard deviation of the noise in the units that the network was trained in."""
+        if self.likelihood != "gaussian":
+            return 0.0
+        own = self.chosen.noise
+        return self.experiment.train.noise if own is None else own / (1.0 if self.task.y_std is None else self.task.y_std)
 
     def scores(self) -> Scores | RealScores:
         if self.likelihood == "gaussian":
             return RealScores(self.device)
-        return Scores(max(2, len(self.task.classes)), self.chosen.bins, sb.members(self.network), self.likelihood == "bernoulli", self.device)
+        return Scores(max(2, len(self.task.classes)), self.chosen.bins, sb.members(self.network), self.likelihood == "bernoulli", self.device, self.chosen.drop)
 
     def judge(self, rows: Rows, draws: Sequence[int], data: str, role: Any, **about: Any) -> tuple[list[Evaluation], dict[int, Tensor]]:
         """Evaluations of one set, one for each number of draws, and the rows' uncertainties."""

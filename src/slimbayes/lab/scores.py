@@ -35,10 +35,10 @@ class Mean:
 class Scores:
     """Scores of class predictions, batch by batch: `metrics`, `members`, `diversity` and the two curves of an Evaluation."""
 
-    def __init__(self, classes: int, bins: int, members: int, binary: bool, device: torch.device) -> None:
+    def __init__(self, classes: int, bins: int, members: int, binary: bool, device: torch.device, drop: int = 0) -> None:
         self.classes, self.member_count, self.binary = classes, members, binary
         self.whole: dict[str, Any] = {
-            "accuracy": metrics.Accuracy(), "nll": metrics.NLL(), "brier": metrics.Brier(), "ece": metrics.ECE(bins), "mce": metrics.MCE(bins),
+            "accuracy": metrics.Accuracy(), "nll": metrics.NLL(), "brier": metrics.Brier(), "ece": metrics.ECE(bins, drop), "mce": metrics.MCE(bins, drop),
             "adaptive_ece": metrics.AdaptiveECE(bins), "classwise_ece": metrics.ClasswiseECE(classes, bins), "aurc": metrics.AURC(),
         }  # fmt: skip
         if classes > 5:
