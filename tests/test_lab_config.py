@@ -179,3 +179,11 @@ def test_the_hash_leaves_out_what_is_as_usual() -> None:
     assert validate(spelled).hash == validate(BASE).hash
     assert validate(with_(train={"clip": 1.0})).hash != validate(BASE).hash
     assert validate(with_(method={"clip": 5.0})).hash != validate(BASE).hash
+
+
+def test_the_config_in_the_readme_is_valid() -> None:
+    import re
+
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    assert blocks and all(validate(yaml.safe_load(block)).train.epochs for block in blocks)

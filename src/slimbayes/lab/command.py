@@ -250,7 +250,7 @@ def _print_scores(folder: Path) -> None:
     typer.echo(f"record: {folder / 'record.json'}")
 
 
-_SHOWN = ("accuracy", "nll", "ece", "brier", "rmse", "lpd", "crps", "auroc", "aucpr", "fpr95", "soft_nll")
+_SHOWN = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "auroc", "fpr95")
 
 
 @contextmanager
