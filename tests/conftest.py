@@ -10,6 +10,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+collect_ignore = ["fakes"]  # stand-ins for programs, run by tests
+
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:

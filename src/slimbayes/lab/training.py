@@ -49,7 +49,14 @@ def leave_together(fabric: Any) -> None:
     """End the group of processes: the first goes on alone, and draws as one process does."""
     fabric.barrier()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # Gloo's threads drop their last tensors under Python's lock. Were the group destroyed at that moment, by whoever lets go of it last, both would
+        # wait for ever; so they are given time, and the group is kept until the process ends.
+        _LEFT.append(torch.distributed.group.WORLD)
+        time.sleep(0.3)
         torch.distributed.destroy_process_group()
+
+
+_LEFT: list[Any] = []
 
 
 class Training:
