@@ -192,7 +192,8 @@ def test_regression_runs_through_the_lab(tmp_path: Path) -> None:
     row = record.read(tmp_path / "run").evaluations[-1]
     assert row.metrics["rmse"] < 15 and set(row.metrics) == {"rmse", "lpd", "crps", "coverage95"}
     (tmp_path / "new.csv").write_text("a,b,c\n0,0,0\n2,0,0\n")
-    done = call("predict", tmp_path / "run", tmp_path / "new.csv", "-o", tmp_path / "p.csv", "--data-dir", tmp_path, "--accelerator", "cpu")
+    (tmp_path / "uci" / "yacht.npz").unlink()  # the training data are not needed
+    done = call("predict", tmp_path / "run", tmp_path / "new.csv", "-o", tmp_path / "p.csv", "--accelerator", "cpu")
     assert done.exit_code == 0, done.output
     rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     low, high = (float(row["mean"]) for row in rows)
@@ -223,3 +224,6 @@ def test_image_folders_stream_through_worker_processes(tmp_path: Path) -> None:
     alone, helped = (record.read(tmp_path / f"run{n}") for n in (0, 2))
     assert alone.digest == helped.digest, "who decodes the images changes nothing"
     assert alone.evaluations[0].rows == 4 and len(alone.curve) == 4
+    np.save(tmp_path / "x.npy", np.zeros((1, 3, 28, 28), np.uint8))
+    refused = call("predict", tmp_path / "run0", tmp_path / "x.npy", "-o", tmp_path / "p.csv", "--accelerator", "cpu")
+    assert refused.exit_code == 1 and "image folders" in refused.output

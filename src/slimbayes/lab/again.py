@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slimbayes.data import Split
 from slimbayes.lab.bars import Bars
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.files import merged, parse_override, validate
+from slimbayes.lab.inputs import read_inputs
 from slimbayes.lab.judge import Judge
 from slimbayes.lab.records import load_run, write_record
 from slimbayes.lab.runs import write_text
@@ -38,17 +41,18 @@ def evaluate_again(run: Path, overrides: Sequence[str] = (), accelerator: Any = 
         return write_record(run, execution, bars, network, task, likelihood, experiment=validate(tree, str(run)))
 
 
-def predict_file(run: Path, inputs: Path, output: Path, draws: int = 16, accelerator: Any = "auto", data_dir: Path | None = None) -> int:
-    """Predict the rows of a file and write predictions; returns how many rows there were.
+def predict_file(run: Path, inputs: Path, output: Path, draws: int = 16, accelerator: Any = "auto") -> int:
+    """Predict the rows of a file and write predictions; returns how many rows there were. The training data are not needed.
 
     Rows that hold NaN or infinity are refused by number: a prediction for them would be a guess.
     """
     if output.suffix not in (".csv", ".json", ".npz"):
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
-    execution = Execution(accelerator=accelerator, data_dir=data_dir)
-    experiment, network, task, likelihood = load_run(run, execution)
-    x = fitted(read_rows(inputs), task, network, str(inputs))
-    judge = Judge(network, task, likelihood, experiment)
+    device = torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+    known = read_inputs(run, device)
+    task = known.task
+    x = fitted(read_rows(inputs), task, str(inputs))
+    judge = Judge(known.network, task, known.likelihood, known.experiment)
     parts = [found[draws] for found, _ in judge.predictions(Split(x, torch.zeros(len(x))), "predict", [draws])]
     columns = table_of(parts, task)
     if output.suffix == ".npz":
@@ -98,14 +102,15 @@ def read_rows(file: Path) -> Tensor:
     if file.suffix not in (".npy", ".npz"):
         raise ValueError(f"{file}: rows come as .npy, .npz, .csv, an image or a folder of images.")
     try:
-        found = np.load(file, allow_pickle=False)
-        if file.suffix == ".npz":
-            names = list(found)
-            if "x" not in names and len(names) != 1:
-                raise ValueError(f"it has the arrays {', '.join(names) or 'none'}, and needs one named x")
-            found = found["x" if "x" in names else names[0]]
-        return torch.from_numpy(np.ascontiguousarray(found))
-    except (ValueError, OSError, EOFError) as error:
+        with open(file, "rb") as handle:  # numpy leaves a damaged file open
+            found = np.load(handle, allow_pickle=False)
+            if file.suffix == ".npz":
+                names = list(found)
+                if "x" not in names and len(names) != 1:
+                    raise ValueError(f"it has the arrays {', '.join(names) or 'none'}, and needs one named x")
+                found = found["x" if "x" in names else names[0]]
+        return torch.from_numpy(np.ascontiguousarray(found, found.dtype.newbyteorder("=")))
+    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{file} cannot be read: {error}.") from error
 
 
@@ -115,6 +120,8 @@ def _numbers(file: Path) -> Tensor:
         lines = csv.reader(handle)
         names = next(lines, [])
         for line in lines:
+            if not line:
+                continue
             try:
                 rows.append([float(cell) for cell in line])
             except ValueError as error:
@@ -139,9 +146,11 @@ def _images(path: Path) -> Tensor:
     return torch.stack(images)
 
 
-def fitted(x: Tensor, task: Task, network: nn.Module, source: str) -> Tensor:
+def fitted(x: Tensor, task: Task, source: str) -> Tensor:
     """Rows in the shape and type that the network was trained on, or an error that says what does not fit."""
     assert isinstance(task.test, Split)
+    if not x.numel() or x.is_complex():
+        raise ValueError(f"{source}: real numbers are needed, of at least one row, got {x.dtype} of shape {tuple(x.shape)}.")
     like = task.test.x
     if task.images and x.dim() == 4 and x.shape[1:] != like.shape[1:] and x.movedim(-1, 1).shape[1:] == like.shape[1:]:
         x = x.movedim(-1, 1)  # images with their colours last
@@ -159,5 +168,12 @@ def fitted(x: Tensor, task: Task, network: nn.Module, source: str) -> Tensor:
             if float(x.min()) < 0 or float(x.max()) > 1:
                 raise ValueError(f"{source}: images must be bytes, or numbers in [0, 1], got {float(x.min()):g} to {float(x.max()):g}.")
             return (x * 255).round().to(torch.uint8)
-        return x.float()
+        if like.is_floating_point():
+            return x.float()
+    # Bytes and words: whole numbers that were there in training.
+    most = 255 if like.dtype == torch.uint8 else task.vocabulary - 1
+    wide = x.double() if not like.is_floating_point() else x[:0]
+    bad = ((wide != wide.round()) | (wide < 0) | (wide > most)).flatten(1).any(1).nonzero()
+    if len(bad):
+        raise ValueError(f"{source}: row {int(bad[0])} holds other numbers than the whole ones from 0 to {most}.")
     return x.to(like.dtype)

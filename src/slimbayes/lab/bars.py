@@ -17,8 +17,8 @@ class Bars:
     def __init__(self, title: str = "", console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-            TextColumn("[dim]{task.fields[note]}"), console=self.console, disable=not self.console.is_terminal,
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}", style="dim", markup=False), console=self.console, disable=not self.console.is_terminal,
         )  # fmt: skip
         self.title, self.looked, self.total = title, 0.0, 0
         self.task: TaskID | None = None
@@ -36,7 +36,7 @@ class Bars:
         label = f"{self.title} {what}".strip()
         self.task = self.progress.add_task(label, total=total, completed=done, note="")
         if not self.console.is_terminal:
-            self.console.print(f"{label}: {total} steps")
+            self.console.print(f"{label}: {total} steps", markup=False)
 
     def move(self, done: int, note: str = "") -> None:
         now = time.monotonic()
@@ -48,4 +48,4 @@ class Bars:
 
     def say(self, message: str) -> None:
         self.messages.append(message)
-        self.console.print(message, style="yellow", highlight=False)
+        self.console.print(message, style="yellow", highlight=False, markup=False)

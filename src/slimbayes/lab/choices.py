@@ -22,7 +22,7 @@ from slimbayes.distributions import FAMILIES, Distribution
 class Choice(BaseModel):
     """One member of a closed union: `kind` and the arguments of what it makes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     makes: ClassVar[Callable[..., Any]]
     filled: ClassVar[tuple[str, ...]] = ()
 

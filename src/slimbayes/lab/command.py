@@ -96,15 +96,14 @@ def predict(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     inputs: Annotated[Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv with column names, or an image or a folder of images.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
-    draws: Annotated[int, typer.Option(help="Draws of each member.")] = 16,
-    data_dir: DataDir = None,
+    draws: Annotated[int, typer.Option(help="Draws of each member.", min=1)] = 16,
     accelerator: Accelerator = "auto",
 ) -> None:
     """Predict rows of your own, with uncertainty."""
     with _told():
         from slimbayes.lab.again import predict_file
 
-        rows = predict_file(run, inputs, output, draws, accelerator, data_dir)
+        rows = predict_file(run, inputs, output, draws, accelerator)
         typer.echo(f"{rows} predictions in {output}")
 
 
@@ -234,18 +233,19 @@ def _run_folders(paths: list[Path]) -> list[Path]:
 def _print_scores(folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from slimbayes.record import read
 
     record = read(folder)
     rows = [e for e in record.evaluations if e.role in ("test", "shift", "ood")]
     names = list(dict.fromkeys(n for e in rows for n in e.metrics if n in _SHOWN))
-    table = Table(title=f"{record.name}: {record.method}")
+    table = Table(title=Text(f"{record.name}: {record.method}"))
     for column in ("rows", "draws", *names):
         table.add_column(column, justify="right" if column != "rows" else "left")
     for e in rows:
         cells = [f"{e.metrics[n]:.4f}" if n in e.metrics else "" for n in names]
-        table.add_row(f"{e.data} ({e.role})", str(e.draws), *cells)
+        table.add_row(Text(f"{e.data} ({e.role})"), str(e.draws), *cells)
     Console().print(table)
     typer.echo(f"record: {folder / 'record.json'}")
 
@@ -271,7 +271,7 @@ def _told() -> Iterator[None]:
 def _code(error: Exception) -> int | None:
     """The exit code of an error that has a message for the user."""
     codes: dict[str, int] = {
-        "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
+        "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4, "FloatingPointError": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
     }  # fmt: skip
     name = type(error).__name__
     if name in codes:

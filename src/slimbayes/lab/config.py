@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from slimbayes import models
 from slimbayes.data import CORRUPTIONS, EXTRA, pad_crop_flip, resized_crop
@@ -37,6 +38,17 @@ NETWORKS = (
 Model = union(NETWORKS, FILLED)
 OneMethod = union(METHODS.values())
 Augmentation = union([pad_crop_flip, resized_crop], ("images", "generator", "fill"))
+
+
+def _compiles(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
 
 
 class Data(Part):
@@ -67,7 +79,7 @@ class ByName(Part):
     """Different methods for different layers: from patterns of names to methods, the first that matches counts."""
 
     kind: Literal["ByName"]
-    layers: dict[str, OneMethod]  # type: ignore[valid-type]
+    layers: Annotated[dict[str, OneMethod], Field(min_length=1)]  # type: ignore[valid-type]
 
     def build(self) -> dict[str, Config]:
         return {pattern: method.build() for pattern, method in self.layers.items()}
@@ -90,10 +102,10 @@ class Evaluate(Part):
         examples: so many rows that it is most and least sure of are kept.
     """
 
-    draws: tuple[Count, ...] = (1,)
+    draws: Annotated[tuple[Count, ...], Field(min_length=1)] = (1,)
     batch: Count = 500
     corruptions: Literal["none", "standard", "all"] | tuple[str, ...] = "none"
-    severities: tuple[Annotated[int, Field(ge=1, le=5)], ...] = (1, 2, 3, 4, 5)
+    severities: Annotated[tuple[Annotated[int, Field(ge=1, le=5)], ...], Field(min_length=1)] = (1, 2, 3, 4, 5)
     shift: tuple[str, ...] = ()
     ood: tuple[str, ...] = ()
     limit: Count | None = None
@@ -126,8 +138,8 @@ class Experiment(Part):
     data: Data
     model: SerializeAsAny[Model]  # type: ignore[valid-type]
     method: SerializeAsAny[Method]  # type: ignore[valid-type]
-    include: str | None = None  # names of the layers to convert, or to leave alone: regular expressions
-    exclude: str | None = None
+    include: Pattern | None = None  # names of the layers to convert, or to leave alone: regular expressions
+    exclude: Pattern | None = None
     augment: SerializeAsAny[Augmentation] | None = None  # type: ignore[valid-type]
     train: Train
     evaluate: Evaluate = Evaluate()
@@ -160,7 +172,10 @@ class Experiment(Part):
 
 def _written(method: Choice | ByName, defaults: bool = True) -> dict[str, Any]:
     if isinstance(method, ByName):
-        return {"kind": "ByName", "layers": {pattern: _written(one, defaults) for pattern, one in method.layers.items()}}
+        layers = {pattern: _written(one, defaults) for pattern, one in method.layers.items()}
+        # Of patterns the first that matches counts, but the hash sorts its keys: an order that is not theirs is written down beside them.
+        order = {} if defaults or list(layers) == sorted(layers) else {"order": list(layers)}
+        return {"kind": "ByName", "layers": layers} | order
     # As the method itself writes it: what its defaults depend on is settled there. JSON knows lists only.
     built = method.build()
     tree, usual = (json.loads(json.dumps(config.to_dict())) for config in (built, type(built)()))

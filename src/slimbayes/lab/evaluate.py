@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.data import Split, corrupt, load
+from slimbayes.lab.config import Evaluate
 from slimbayes.lab.execution import Execution, Nobody, Watcher, watched
 from slimbayes.lab.judge import Judge
 from slimbayes.lab.scores import strangeness
@@ -28,6 +29,7 @@ STRANGERS = ("inverted", "shuffled")  # test images that are none any more
 def evaluate(judge: Judge, execution: Execution, watcher: Watcher | None = None) -> tuple[list[Evaluation], list[Example]]:
     """All evaluations that a config asks for, and the rows it is most and least sure of."""
     watcher, chosen, task = watcher or Nobody(), judge.chosen, judge.task
+    check(chosen, task, execution)
     draws = sorted(set(chosen.draws)) if _random(judge.network) else [1]
     made, familiar = judge.judge(task.test, draws, task.name, "test")
     if task.validation is not None:
@@ -35,14 +37,27 @@ def evaluate(judge: Judge, execution: Execution, watcher: Watcher | None = None)
     for name, severity, rows in _corrupted(judge, execution, watcher):
         made += judge.judge(rows, draws, task.name, "corruption", corruption=name, severity=severity)[0]
     for name in chosen.shift:
-        rows = limited(_test_of(name, execution), chosen.limit)
+        rows = _fitting(name, limited(_test_of(name, execution), chosen.limit), task)
         made += judge.judge(rows.to(judge.device), draws, name, "shift")[0]
     for name in chosen.ood:
         strange = judge.doubts(_strange(name, judge, execution), f"ood {name}", draws)
         made += [
             Evaluation(data=name, role="ood", draws=n, rows=len(strange[n]), metrics=strangeness(familiar[n], strange[n])) for n in draws
         ]
-    return made, _examples(judge, draws[-1]) if chosen.examples and judge.likelihood != "gaussian" else []
+    return made, _examples(judge, draws) if chosen.examples and judge.likelihood != "gaussian" else []
+
+
+def check(chosen: Evaluate, task: Task, execution: Execution) -> None:
+    """Refuse sets that are not there or do not fit, before anything is trained."""
+    if chosen.ood and task.real:
+        raise ValueError(f"evaluate.ood asks for {chosen.ood[0]}, but {task.name} has real targets: it is for classes.")
+    for name in (*chosen.shift, *chosen.ood):
+        if name not in STRANGERS:
+            _fitting(name, _test_of(name, execution), task)
+    if chosen.corruption_names and not (task.images and isinstance(task.test, Split)):
+        raise ValueError(f"evaluate.corruptions are for sets of images in memory; {task.name} is not one.")
+    if set(chosen.ood) & set(STRANGERS) and not (task.images and isinstance(task.test, Split)):
+        raise ValueError(f"evaluate.ood: {' and '.join(STRANGERS)} are made of images in memory; {task.name} has none.")
 
 
 def _in_own_units(task: Task, rows: Split) -> Split:
@@ -61,12 +76,11 @@ def _corrupted(judge: Judge, execution: Execution, watcher: Watcher) -> Iterator
     names = judge.chosen.corruption_names
     if not names:
         return
-    if not judge.task.images or not isinstance(judge.task.test, Split):
-        raise ValueError(f"evaluate.corruptions are for sets of images in memory; {judge.task.name} is not one.")
+    assert isinstance(judge.task.test, Split)
     test = limited(judge.task.test, judge.chosen.limit)
     pairs = [(name, severity) for name in names for severity in judge.chosen.severities]
     for name, severity in watched(pairs, watcher, "corruptions", len(pairs)):
-        rows = _published(judge.task.name, name, severity, execution, judge.chosen.limit) or _corrupt(test, name, severity, execution, watcher)
+        rows = _published(judge.task.name, name, severity, execution, judge.chosen.limit) or _corrupt(test, name, severity, execution, watcher, judge.chosen.severities[0])
         if rows is not None:
             yield name, severity, rows.to(judge.device)
 
@@ -82,7 +96,7 @@ def _published(data: str, name: str, severity: int, execution: Execution, limit:
     return limited(rows, limit)
 
 
-def _corrupt(test: Split, name: str, severity: int, execution: Execution, watcher: Watcher) -> Split | None:
+def _corrupt(test: Split, name: str, severity: int, execution: Execution, watcher: Watcher, told: int = 1) -> Split | None:
     folder = None if execution.data_dir is None else execution.data_dir / "frost"
     parts = []
     for index, images in enumerate(test.x.split(_CHUNK)):
@@ -90,7 +104,7 @@ def _corrupt(test: Split, name: str, severity: int, execution: Execution, watche
         try:
             made = corrupt(images.float() / 255, name, severity, source, frost_folder=folder)
         except (ValueError, FileNotFoundError) as error:
-            if severity == 1:
+            if severity == told:
                 watcher.say(f"{name} is left out: {error}")
             return None
         parts.append((made * 255).round().to(torch.uint8))
@@ -116,17 +130,20 @@ def _strange(name: str, judge: Judge, execution: Execution) -> Split:
         source = torch.Generator("cpu").manual_seed(key(0, "shuffled"))
         order = torch.rand(len(flat), 1, flat.shape[2], generator=source).argsort(2).expand_as(flat).to(flat.device)
         return Split(flat.gather(2, order).view_as(rows.x), rows.y)
-    rows = limited(_test_of(name, execution), judge.chosen.limit).to(judge.device)
-    if isinstance(test, Split) and rows.x.shape[1:] != test.x.shape[1:]:
-        raise ValueError(f"{name} has inputs of shape {tuple(rows.x.shape[1:])}, but {judge.task.name} has {tuple(test.x.shape[1:])}.")
+    return _fitting(name, limited(_test_of(name, execution), judge.chosen.limit), judge.task).to(judge.device)
+
+
+def _fitting(name: str, rows: Split, task: Task) -> Split:
+    if isinstance(task.test, Split) and rows.x.shape[1:] != task.test.x.shape[1:]:
+        raise ValueError(f"{name} has inputs of shape {tuple(rows.x.shape[1:])}, but {task.name} has {tuple(task.test.x.shape[1:])}.")
     return rows
 
 
-def _examples(judge: Judge, draws: int) -> list[Example]:
+def _examples(judge: Judge, draws: list[int]) -> list[Example]:
     """Test rows the network is most and least sure of, by the entropy of its prediction."""
     facts: list[Tensor] = []
-    for found, y in judge.predictions(judge.task.test, f"{judge.task.name} test {{}}", [draws]):
-        p = found[draws]
+    for found, y in judge.predictions(judge.task.test, f"{judge.task.name} test {{}}", draws):
+        p = found[draws[-1]]
         label = p.label if p.likelihood == "categorical" else (p.probs > 0.5).long()
         confidence = p.confidence if p.likelihood == "categorical" else torch.maximum(p.probs, 1 - p.probs)
         y = y.argmax(-1) if y.is_floating_point() else y

@@ -47,6 +47,10 @@ class Execution:
 
         from lightning_fabric import Fabric
 
+        if self.accelerator == "cuda" and not torch.cuda.is_available():
+            raise ValueError("There is no GPU that torch can use here: leave --accelerator at auto, or say cpu.")
+        if self.devices < 1:
+            raise ValueError(f"--devices must be at least 1, got {self.devices}.")
         # Its hints are about settings that a run decides for itself.
         logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
         logging.getLogger("lightning.fabric").setLevel(logging.ERROR)

@@ -58,9 +58,15 @@ def read_tree(file: Path, seen: tuple[Path, ...] = ()) -> Tree:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold a mapping of fields, got {type(tree).__name__}.")
-    below = tree.pop("extends", [])
+    given = tree.pop("extends", [])
+    below = [given] if isinstance(given, str) else given
+    if not isinstance(below, list) or not all(isinstance(name, str) for name in below):
+        raise ConfigError(f"{file}: extends must be a file, or a list of files, got {given!r}.")
+    for key in _SIDE:
+        if not isinstance(tree.get(key, {}), dict):
+            raise ConfigError(f"{file}: {key} must be a mapping of fields, got {tree[key]!r}.")
     out: Tree = {}
-    for name in [below] if isinstance(below, str) else below:
+    for name in below:
         out = merged(out, read_tree(file.parent / name, (*seen, file)))
     return merged(out, tree)
 
@@ -118,7 +124,8 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
 def _told(fault: ErrorDetails) -> str:
     """One fault: its path, what is wrong, and the nearest valid word."""
     place = [str(part) for part in fault["loc"]]
-    path = ".".join(part for part in place if not _is_tag(part, place)) or "(top)"
+    unknown = len(place) - 1 if fault["type"] == "extra_forbidden" else None  # the config's own word, however it is spelled
+    path = ".".join(part for i, part in enumerate(place) if i == unknown or place[i - 1 : i] == ["layers"] or not _is_tag(part)) or "(top)"
     if fault["type"] == "extra_forbidden":
         return f"{path}: no such field{_nearest(place[-1], _fields_at(place[:-1]))}"
     if fault["type"] == "union_tag_invalid":
@@ -141,7 +148,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return f"{hint} Known: {', '.join(names)}." if names else "."
 
 
-def _is_tag(part: str, place: list[str]) -> bool:
+def _is_tag(part: str) -> bool:
     """Whether a part of pydantic's path is the tag of a union, which no config spells out."""
     return part[:1].isupper() or part.startswith(("function-", "tagged-union", "constrained-")) or part in _network_names()
 
@@ -160,7 +167,8 @@ def _fields_at(place: list[str]) -> list[str]:
     for part in place:
         node = _step(node, part, definitions)
     node = _resolved(node, definitions)
-    return [name for name in node.get("properties", {}) if name != "format"]
+    arms = [node, *(_resolved(arm, definitions) for arm in node.get("anyOf", ()))]  # a mapping, or null
+    return [name for arm in arms for name in arm.get("properties", {}) if name != "format"]
 
 
 def _resolved(node: Any, definitions: Tree) -> Any:

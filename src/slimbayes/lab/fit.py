@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 from torch import nn
 
 from slimbayes.data import Dataset
 from slimbayes.lab.config import Experiment
+from slimbayes.lab.evaluate import check
 from slimbayes.lab.execution import Execution, Nobody, Watcher
+from slimbayes.lab.inputs import write_inputs
 from slimbayes.lab.records import load_run, write_record
-from slimbayes.lab.runs import open_run
+from slimbayes.lab.runs import open_run, write_text
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
 from slimbayes.lab.training import Training as Training
@@ -50,8 +53,13 @@ def fit(
     try:
         plain = copy.deepcopy(network)
         training = Training(experiment, folder, execution, fabric, watcher, network, dataset)
+        if judge:
+            check(experiment.evaluate, training.task, execution)
         training.run(resume)
         leave_together(fabric)
+        if fabric.global_rank == 0:
+            write_text(folder / "cost.json", json.dumps(training.cost()) + "\n")
+            write_inputs(folder, training.task, training.likelihood)
         if judge and fabric.global_rank == 0:
             _judge(training, plain, dataset)
     finally:
@@ -65,4 +73,4 @@ def _judge(training: Training, plain: nn.Module | None, dataset: Dataset | None)
     network, task, likelihood = training.network, training.task, training.likelihood
     if training.fabric.world_size > 1:
         _, network, task, likelihood = load_run(training.folder, training.execution, plain, dataset)
-    write_record(training.folder, training.execution, training.watcher, network, task, likelihood, training.cost())
+    write_record(training.folder, training.execution, training.watcher, network, task, likelihood)

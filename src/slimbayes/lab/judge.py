@@ -50,6 +50,8 @@ class Judge:
                 x = x.contiguous(memory_format=torch.channels_last)
             with precision:
                 found = predict_prefixes(self.network, x, draws, self.likelihood, self._noise())
+            if not bool(found[max(found)].mean.isfinite().all()):
+                raise FloatingPointError(f"The network's outputs for {place} are NaN or infinite: training has diverged, lower the learning rate or clip gradients.")
             if self.task.y_mean is not None and self.task.y_std is not None:
                 found = {n: p.rescaled(self.task.y_mean, self.task.y_std) for n, p in found.items()}
             yield found, y
@@ -102,4 +104,4 @@ def judge_validation(network: nn.Module, task: Task, likelihood: Likelihood, exp
         p = predict_prefixes(network, task.scaling(x), [1], likelihood, experiment.train.noise)[1]
         total += torch.stack([-p.log_prob(y).double().sum(), (p.mean - y).double().square().sum()])
     nll, square = (total / len(task.validation)).tolist()
-    return {"validation_nll": nll, "validation_rmse": square**0.5}
+    return {"validation_nll": nll, "validation_rmse": (square / task.validation.y[0].numel()) ** 0.5}

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from slimbayes.lab.runs import write_text
 
+HEADER = "step,loss,nll,kl\n"
+
 
 def append_steps(file: Path, first: int, losses: Tensor) -> None:
     new = not file.exists()
     with open(file, "a", encoding="utf8") as handle:
         if new:
-            handle.write("step,loss,nll,kl\n")
+            handle.write(HEADER)
         for offset, (loss, nll, kl) in enumerate(losses.tolist()):
             handle.write(f"{first + offset},{loss!r},{nll!r},{kl!r}\n")
 
@@ -21,9 +23,10 @@ def append_steps(file: Path, first: int, losses: Tensor) -> None:
 def forget_steps(file: Path, first: int) -> None:
     """Drop the lines of step `first` and later ones, which will be run again."""
     if file.exists():
-        lines = file.read_text().splitlines(keepends=True)
-        kept = [line for line in lines[1:] if line.endswith("\n") and int(line.split(",", 1)[0]) < first]
-        write_text(file, "".join([lines[0], *kept]))
+        # A power loss may have left any part of it, or nothing.
+        lines = [line for line in file.read_text(errors="replace").splitlines(keepends=True) if line.endswith("\n")]
+        kept = [line for line in lines if line.split(",", 1)[0].isdecimal() and int(line.split(",", 1)[0]) < first]
+        write_text(file, "".join([HEADER, *kept]))
 
 
 def tensorboard(folder: Path, row: dict[str, float]) -> None:

@@ -58,7 +58,7 @@ def rate(chosen: recipes.Train, steps_per_epoch: int) -> Rate:
     def factor(step: int) -> float:
         rise = min(1.0, (step + 1) / warm) if warm else 1.0
         if isinstance(s, recipes.Step):
-            return rise * s.factor ** sum(step >= milestone * total for milestone in s.milestones)
+            return rise * s.factor ** sum(step >= round(milestone * total, 6) for milestone in s.milestones)
         if isinstance(s, recipes.Cosine):
             done = min(1.0, max(0, step - warm) / max(1, total - warm))
             return rise * (s.end + (1 - s.end) * 0.5 * (1 + math.cos(math.pi * done)))

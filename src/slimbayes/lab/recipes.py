@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class SGD(Part):

@@ -15,6 +15,7 @@ from slimbayes.data import Dataset
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import evaluate
 from slimbayes.lab.execution import Execution, Watcher
+from slimbayes.lab.inputs import write_inputs
 from slimbayes.lab.judge import Judge
 from slimbayes.lab.networks import likelihood_of
 from slimbayes.lab.runs import command, environment, stored_experiment, write_text
@@ -43,6 +44,7 @@ def write_record(
     """Evaluate a trained network and write the run's record; without `cost`, that of the former record is kept."""
     stored = stored_experiment(folder)
     asked = experiment or stored
+    write_inputs(folder, task, likelihood)
     start = time.perf_counter()
     evaluations, examples = evaluate(Judge(network, task, likelihood, asked, execution.workers), execution, watcher)
     seconds = time.perf_counter() - start

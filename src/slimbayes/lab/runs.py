@@ -3,7 +3,7 @@
     config.yaml        every choice, defaults written out       environment.json   commit, versions, hardware
     metrics.csv        a line for each epoch                    steps.csv          losses of each step
     checkpoints/       state between steps, the latest two      posterior/, model/ what was learned: alone, and with the network's own weights
-    record.json        the Record, when the run has finished
+    record.json        the Record, when the run has finished    inputs.json        what the network takes and gives, for predictions
 """
 
 from __future__ import annotations

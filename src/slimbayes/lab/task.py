@@ -106,7 +106,8 @@ def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Data
     kept, held = _hold_out(train, chosen)
     highest = 0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else int(max(train.x.max(), test.x.max())) + 1
     words = max(len(data.vocabulary), highest)
-    return Task(data.name, kept, test, held, _scaling(kept.x, chosen.scaling), data.classes, words)
+    labels = () if train.y.is_floating_point() else tuple(map(str, range(int(max(train.y.max(), test.y.max() if test.y.dim() == 1 else 0)) + 1)))
+    return Task(data.name, kept, test, held, _scaling(kept.x, chosen.scaling), data.classes or labels, words)
 
 
 def _folders(data: Dataset, train: Rows, test: Rows, chosen: config.Data) -> Task:
@@ -179,24 +180,32 @@ def _split(data: Dataset, name: str) -> Rows:
 
 
 def _table(chosen: config.Data, root: Path | str | None) -> Task:
-    """A standard split of a UCI set: inputs in their own units, which the scaling undoes; training targets standardised."""
+    """A standard split of a UCI set, scaled by the rows that are trained on: inputs by the scaling, training targets here."""
     data = load(chosen.name, root)
-    split, rows = standard_split(data, chosen.split), data.splits["all"]
+    rows = data.splits["all"]
     assert isinstance(rows, Split)
+    standard_split(data, chosen.split)  # refuses a split that is none
     index, other = split_rows(len(rows), chosen.split)
-    x = rows.x[index].double()
-    varies = x.amax(0) > x.amin(0)
-    scaling = Scaling(x.mean(0).float(), x.std(0, correction=0).where(varies, 1.0).float()) if chosen.scaling == "standard" else Scaling()
-    train = limited(Split(rows.x[index], split.train.y), chosen.train_limit, chosen.seed)
-    kept, held = _hold_out(train, chosen)
-    test = limited(Split(rows.x[other], split.test.y), chosen.test_limit, chosen.seed)
-    return Task(chosen.name, kept, test, held, scaling, y_mean=split.y_mean, y_std=split.y_std)
+    kept, held = _hold_out(limited(Split(rows.x[index], rows.y[index]), chosen.train_limit, chosen.seed), chosen)
+    test = limited(Split(rows.x[other], rows.y[other]), chosen.test_limit, chosen.seed)
+    scaling = Scaling(*_moments(kept.x)) if chosen.scaling == "standard" else Scaling()
+    mean, std = _moments(kept.y)
+    standard = lambda part: part and Split(part.x, (part.y - mean) / std)  # noqa: E731
+    return Task(chosen.name, standard(kept), test, standard(held), scaling, y_mean=mean, y_std=std)
+
+
+def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each column; one that does not vary is divided by one."""
+    wide = values.double()
+    return wide.mean(0).float(), wide.std(0, correction=0).where(wide.amax(0) > wide.amin(0), 1.0).float()
 
 
 def _hold_out(rows: Split, chosen: config.Data) -> tuple[Split, Split | None]:
     held = round(len(rows) * chosen.validation)
-    if not held:
+    if not chosen.validation:
         return rows, None
+    if not held:
+        raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows holds none out.")
     if held == len(rows):
         raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows leaves nothing to train on.")
     order = torch.randperm(len(rows), generator=generator(chosen.seed, "validation"))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import slimbayes as sb
 from slimbayes.atomic import CheckpointError
@@ -78,7 +79,7 @@ class Training:
             self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.likelihood = likelihood_of(self.task, self.network)
         self.rate, self.kl_weight = rate(train, self.steps_per_epoch), kl_weight(train, self.steps_per_epoch)
-        self.step, self.curve = 0, []  # type: tuple[int, list[dict[str, float]]]
+        self.step, self.saved_step, self.curve = 0, 0, []  # type: tuple[int, int, list[dict[str, float]]]
         self.best: dict[str, Any] = {}
         self.seconds: list[float] = []
         self.asked_to_stop = False
@@ -108,7 +109,7 @@ class Training:
         """Train to the end, from the latest checkpoint if asked to."""
         if resume:
             self._resume()
-        elif self.fabric.global_rank == 0:
+        if self.step == 0 and self.fabric.global_rank == 0:
             (self.folder / "steps.csv").unlink(missing_ok=True)
         total = self.experiment.train.epochs * self.steps_per_epoch
         self.watcher.begin("training", total, self.step)
@@ -116,6 +117,8 @@ class Training:
         with on_signals(self.ask_to_stop):
             while self.step < total and not self._stops_early():
                 self._epoch()
+        if self.step != self.saved_step:
+            self._save()  # should the evaluation be cut short, nothing is trained again
         self._finish()
 
     def _epoch(self) -> None:
@@ -134,6 +137,7 @@ class Training:
         bad = (~losses.isfinite().all(1)).nonzero()
         if len(bad):
             raise self._diverged((), epoch * self.steps_per_epoch + int(bad[0]))
+        self._check_weights()
         self.seconds.append(time.perf_counter() - start)
         self._note(epoch, losses)
         self._between_steps(epoch_ends=True)
@@ -211,12 +215,27 @@ class Training:
     def _between_steps(self, epoch_ends: bool = False) -> None:
         every = self.execution.checkpoint_every
         due = self.step % every == 0 if every else epoch_ends and time.monotonic() - self.saved_at > MINUTE
+        if not every and epoch_ends and self.fabric.world_size > 1:
+            due = self.fabric.broadcast(due)  # clocks differ, and all processes save a sharded model together
         stop = self._stop_asked()
         if due or stop:
             self._save()
         if stop:
             leave_together(self.fabric)  # nobody goes before the checkpoint is written
             raise Stopped(f"Stopped after step {self.step}; the checkpoint is in {self.folder}. Continue with --resume.")
+
+    def _check_weights(self) -> None:
+        """Stop if the update of the last step made weights NaN or infinite: its loss, computed before, need not have been."""
+        local = [(n, p.to_local() if isinstance(p, DTensor) else p) for n, p in self.network.named_parameters()]
+        bad = torch.stack([~p.detach().isfinite().all() for _, p in local])
+        if self.fabric.world_size > 1:  # a shard is looked at by one process, and all must agree
+            bad = self.fabric.all_reduce(bad.float(), reduce_op="sum") > 0
+        if bool(bad.any()):
+            name = local[int(bad.nonzero()[0])][0]
+            raise Diverged(
+                f"The update of step {self.step - 1} made the parameter {name} NaN or infinite. The last good checkpoint is kept in {self.folder}; "
+                "lower the learning rate or clip gradients."
+            )
 
     def _stop_asked(self) -> bool:
         if self.fabric.world_size == 1:
@@ -228,8 +247,9 @@ class Training:
     def _save(self) -> None:
         if self.fabric.device.type == "cuda" and bool(self.stepper.failed):
             raise self._diverged((), self.step - 1)
+        self._check_weights()
         extra = {"history": self.stepper.history} | {f"average/{n}": t for n, t in self.stepper.averages.items()}
-        facts: dict[str, Any] = {"curve": self.curve, "hash": self.experiment.hash}
+        facts: dict[str, Any] = {"curve": self.curve, "hash": self.experiment.hash, "seconds": self.seconds}
         if self.best:
             extra |= {f"best/{n}": t for n, t in self.best["weights"].items()}
             facts["best"] = {"nll": self.best["nll"], "epoch": self.best["epoch"]}
@@ -241,7 +261,7 @@ class Training:
             raise RunError(
                 f"The checkpoint after step {self.step} could not be written: {error}. The one before it is intact; make room and --resume."
             ) from error
-        self.saved_at = time.monotonic()
+        self.saved_at, self.saved_step = time.monotonic(), self.step
 
     def _resume(self) -> None:
         found = latest_state(self.folder / "checkpoints")
@@ -251,7 +271,8 @@ class Training:
         if facts.get("hash") != self.experiment.hash:
             raise CheckpointError(f"The checkpoints in {self.folder} are of another config.")
         extra = restore(tensors, self.network, self.stepper.optimizer)
-        self.step, self.curve = facts["step"], facts["curve"]
+        self.step, self.curve, self.seconds = facts["step"], facts["curve"], facts.get("seconds", [])
+        self.saved_step = self.step
         self.stepper.history.copy_(extra["history"])
         for name, average in self.stepper.averages.items():
             average.copy_(extra[f"average/{name}"])
