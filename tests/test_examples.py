@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -132,3 +133,22 @@ def test_benchmark_says_what_failed(bench: ModuleType) -> None:
 
     results = bench.measure(bench.Case("", broken, (1,), 4), torch.device("cpu"), rounds=1)
     assert results["plain"] == {"error": "RuntimeError: no such network"}
+
+
+def test_the_lab_s_demo_writes_a_report(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "demo.py"), "--out", str(tmp_path), "--epochs", "1"], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "report.html" in done.stdout.replace("\n", "")
+    page = (tmp_path / "report.html").read_text()
+    assert all(name in page for name in ("plain", "rank-1 Cauchy", "BatchEnsemble", "2-tied Normal", "ECMP"))
+
+
+def test_the_cifar10_tables_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = load("experiments/cifar10/table.py")
+    committed = (ROOT / "experiments" / "cifar10" / "README.md").read_text()
+    (tmp_path / "README.md").write_text(committed)
+    monkeypatch.setattr(table, "HERE", tmp_path)
+    table.main()
+    assert (tmp_path / "README.md").read_text() == committed
