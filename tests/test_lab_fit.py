@@ -496,3 +496,12 @@ def test_curves_for_tensorboard(tmp_path: Path) -> None:
     found = event.EventAccumulator(str(run / "tensorboard")).Reload()
     assert [point.step for point in found.Scalars("loss")] == [4, 8]
     assert found.Scalars("loss")[1].value == pytest.approx(record.read(run).curve[1]["loss"], rel=1e-6)
+
+
+def test_tables_of_ones_own_are_standardised() -> None:
+    x = torch.randn(40, 3) * torch.tensor([1.0, 50.0, 0.0]) + torch.tensor([0.0, 300.0, 7.0])
+    data = Dataset("mine", {"train": Split(x, torch.arange(40) % 2), "test": Split(x[:5], torch.zeros(5, dtype=torch.int64))})
+    task = open_task(experiment(data={"name": "mine", "train_limit": None, "test_limit": None}).data, None, data)
+    scaled = task.scaling(x)
+    torch.testing.assert_close(scaled.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(scaled.std(0, correction=0), torch.tensor([1.0, 1.0, 0.0]))

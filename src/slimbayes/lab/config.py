@@ -59,7 +59,7 @@ class Data(Part):
         split: of the standard splits of a UCI set.
         validation: share of the training rows that is held out, drawn with `seed`.
         train_limit, test_limit: only so many rows, drawn with `seed`.
-        scaling: "standard" takes the training rows' mean from inputs and divides by their deviation, channel by channel; "unit" leaves
+        scaling: "standard" takes the training rows' mean from images and tables and divides by their deviation, by channel or feature; "unit" leaves
             images in [0, 1], "signed" stretches them to [-1, 1], and both leave other numbers as they are.
         image_size: what image folders (ImageNet) are cut to: the shorter side becomes 8/7 of it, then the centre, or a random crop, is taken.
         seed: of these draws; the run's own seed leaves the rows alone.

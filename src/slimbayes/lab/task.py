@@ -214,7 +214,9 @@ def _hold_out(rows: Split, chosen: config.Data) -> tuple[Split, Split | None]:
 
 
 def _scaling(x: Tensor, kind: str) -> Scaling:
-    """Moments of the training images, in float64 and in pieces: sets may be memory maps."""
+    """Moments of the training rows: of each feature of a table, of each channel of images, in float64 and in pieces, for they may be memory maps."""
+    if kind == "standard" and x.is_floating_point() and x.dim() == 2:
+        return Scaling(*_moments(x))
     if kind == "unit" or x.dtype != torch.uint8 or x.dim() != 4:
         return Scaling()
     if kind == "signed":
