@@ -505,3 +505,22 @@ def test_tables_of_ones_own_are_standardised() -> None:
     scaled = task.scaling(x)
     torch.testing.assert_close(scaled.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(scaled.std(0, correction=0), torch.tensor([1.0, 1.0, 0.0]))
+
+
+def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told(tmp_path: Path) -> None:
+    import numpy as np
+
+    from slimbayes.lab.evaluate import _published
+
+    folder = tmp_path / "CIFAR-10-C"
+    folder.mkdir()
+    images = np.arange(10 * 32 * 32 * 3, dtype=np.uint32).astype(np.uint8).reshape(10, 32, 32, 3)
+    np.save(folder / "labels.npy", np.arange(10) % 10)
+    np.save(folder / "fog.npy", images)
+    where = Execution(accelerator="cpu", data_dir=tmp_path)
+    found = _published("cifar10", "fog", 2, where, None)
+    assert found is not None and torch.equal(found.x, torch.from_numpy(images[2:4]).permute(0, 3, 1, 2)) and found.y.tolist() == [2, 3]
+    assert _published("cifar10", "snow", 2, where, None) is None and _published("digits", "fog", 2, where, None) is None
+    (folder / "fog.npy").write_bytes((folder / "fog.npy").read_bytes()[:5000])
+    with pytest.raises(ValueError, match="fog.npy"):
+        _published("cifar10", "fog", 2, where, None)

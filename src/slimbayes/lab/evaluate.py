@@ -34,8 +34,8 @@ def evaluate(judge: Judge, execution: Execution, watcher: Watcher | None = None)
     made, familiar = judge.judge(task.test, draws, task.name, "test")
     if task.validation is not None:
         made += judge.judge(_in_own_units(task, task.validation), draws, task.name, "validation")[0]
-    for name, severity, rows in _corrupted(judge, execution, watcher):
-        made += judge.judge(rows, draws, task.name, "corruption", corruption=name, severity=severity)[0]
+    for source, name, severity, rows in _corrupted(judge, execution, watcher):
+        made += judge.judge(rows, draws, source, "corruption", corruption=name, severity=severity)[0]
     for name in chosen.shift:
         rows = _fitting(name, limited(_test_of(name, execution), chosen.limit), task)
         made += judge.judge(rows.to(judge.device), draws, name, "shift")[0]
@@ -71,8 +71,8 @@ def _random(network: nn.Module) -> bool:
     return bool(posteriors_of(network))
 
 
-def _corrupted(judge: Judge, execution: Execution, watcher: Watcher) -> Iterator[tuple[str, int, Split]]:
-    """Test images under each corruption and severity: the published ones where they are at hand, else made here."""
+def _corrupted(judge: Judge, execution: Execution, watcher: Watcher) -> Iterator[tuple[str, str, int, Split]]:
+    """Test images under each corruption and severity, and which they are: the published ones where they are at hand, else made here."""
     names = judge.chosen.corruption_names
     if not names:
         return
@@ -80,9 +80,10 @@ def _corrupted(judge: Judge, execution: Execution, watcher: Watcher) -> Iterator
     test = limited(judge.task.test, judge.chosen.limit)
     pairs = [(name, severity) for name in names for severity in judge.chosen.severities]
     for name, severity in watched(pairs, watcher, "corruptions", len(pairs)):
-        rows = _published(judge.task.name, name, severity, execution, judge.chosen.limit) or _corrupt(test, name, severity, execution, watcher, judge.chosen.severities[0])
+        published = _published(judge.task.name, name, severity, execution, judge.chosen.limit)
+        rows = published or _corrupt(test, name, severity, execution, watcher, judge.chosen.severities[0])
         if rows is not None:
-            yield name, severity, rows.to(judge.device)
+            yield f"{judge.task.name}-c" if published else judge.task.name, name, severity, rows.to(judge.device)
 
 
 def _published(data: str, name: str, severity: int, execution: Execution, limit: int | None) -> Split | None:
@@ -90,8 +91,12 @@ def _published(data: str, name: str, severity: int, execution: Execution, limit:
         return None
     try:
         rows = load(f"{data}-c", execution.data_dir, [f"{name}/{severity}"]).splits[f"{name}/{severity}"]
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         return None
+    except ValueError as error:
+        if "has no split" in str(error):
+            return None
+        raise  # a damaged file is no reason to judge by other images
     assert isinstance(rows, Split)
     return limited(rows, limit)
 
