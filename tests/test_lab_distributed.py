@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +66,20 @@ def test_two_processes_learn_what_one_does(strategy: str, place: Path) -> None:
     done = together(place / "c.yaml", place / strategy, "--strategy", strategy)
     assert done.returncode == 0, done.stderr[-2000:]
     check_like_one(place, place / strategy)
+
+
+def test_a_sharded_run_resumes_from_its_checkpoint(place: Path) -> None:
+    """The latest checkpoint and all that came of it are taken away; the one before it, whole tensors in one file, leads to the same end."""
+    words_ = ("--strategy", "fsdp", "--checkpoint-every", 4, "--no-evaluate")
+    assert together(place / "c.yaml", place / "shards", *words_).returncode == 0
+    before = learned(place / "shards")
+    steps = sorted((place / "shards" / "checkpoints").iterdir())
+    shutil.rmtree(steps[-1])
+    shutil.rmtree(place / "shards" / "model")
+    done = together(place / "c.yaml", place / "shards", *words_)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name, value in before.items():
+        assert torch.equal(learned(place / "shards")[name], value), name
 
 
 def test_torchrun_starts_the_processes_too(place: Path) -> None:

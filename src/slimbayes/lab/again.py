@@ -17,7 +17,7 @@ from slimbayes.data import Split
 from slimbayes.lab.bars import Bars
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.files import merged, parse_override, validate
-from slimbayes.lab.inputs import read_inputs
+from slimbayes.lab.inputs import read_inputs, write_inputs
 from slimbayes.lab.judge import Judge
 from slimbayes.lab.records import load_run, write_record
 from slimbayes.lab.runs import write_text
@@ -37,6 +37,7 @@ def evaluate_again(run: Path, overrides: Sequence[str] = (), accelerator: Any = 
         if not override.strip().startswith("evaluate."):
             raise ValueError(f"Only evaluate.* can be changed after training, got {override!r}.")
         tree = merged(tree, parse_override(override))
+    write_inputs(run, task, likelihood)
     with Bars(experiment.name) as bars:
         return write_record(run, execution, bars, network, task, likelihood, experiment=validate(tree, str(run)))
 
@@ -48,8 +49,7 @@ def predict_file(run: Path, inputs: Path, output: Path, draws: int = 16, acceler
     """
     if output.suffix not in (".csv", ".json", ".npz"):
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
-    device = torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
-    known = read_inputs(run, device)
+    known = read_inputs(run, Execution(accelerator=accelerator).device)
     task = known.task
     x = fitted(read_rows(inputs), task, str(inputs))
     judge = Judge(known.network, task, known.likelihood, known.experiment)

@@ -41,6 +41,11 @@ class Execution:
     tensorboard: bool = False
     data_dir: Path | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where a single process computes."""
+        return torch.device("cuda" if self.accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+
     def fabric(self, precision: str) -> Any:
         """The process group, devices and number format of a run."""
         import logging

@@ -12,7 +12,7 @@ from slimbayes.objective import check_finite
 
 def explain(network: nn.Module, stepper: Any, batch: tuple[Tensor, ...]) -> str:
     """A sentence on where a step's numbers stop being finite: inputs, targets, parameters, or the first layer whose output is not."""
-    x, y = stepper._rows(batch)
+    x, y = stepper.rows(batch)
     for what, tensor in (("inputs", x), ("targets", y)):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             row = int((~tensor.flatten(1).isfinite().all(1)).nonzero()[0]) if tensor.dim() > 1 else int((~tensor.isfinite()).nonzero()[0])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.lab.config import Experiment
+from slimbayes.lab.networks import plain_network
 from slimbayes.lab.runs import RunError, stored_experiment, write_text
 from slimbayes.lab.task import Scaling, Task
 from slimbayes.prediction import Likelihood
@@ -53,12 +54,12 @@ def read_inputs(folder: Path, device: torch.device) -> Inputs:
         x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
         y = torch.zeros(0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64)
         mean, std, y_mean, y_std = (_tensor(facts[name]) for name in ("mean", "std", "y_mean", "y_std"))
-        fills = {name: facts["fills"][name] for name in experiment.model.filled}
+        plain = plain_network(experiment, facts["fills"], facts["name"])
     except OSError as error:
         raise RunError(f"{folder} has no inputs.json: its training is not finished, or it is a run on image folders, which cannot predict files yet.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{file} is damaged: {error!r}. `slimbayes evaluate {folder}` writes it anew.") from error
-    network = sb.load(experiment.model.build(**fills), Path(folder) / "model").to(device)
+    network = sb.load(plain, Path(folder) / "model").to(device)
     nothing = Split(x, y)
     task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), tuple(facts["classes"]), facts["vocabulary"], y_mean, y_std)
     return Inputs(experiment, network, task.to(device), facts["likelihood"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -13,16 +15,19 @@ from slimbayes.lab.task import Task
 from slimbayes.prediction import Likelihood
 
 
+def plain_network(experiment: Experiment, facts: Mapping[str, int], data: str) -> nn.Module:
+    """The network that a config names, filled with what the data say about it."""
+    chosen = experiment.model
+    missing = [name for name in chosen.filled if name not in facts]
+    if missing:
+        raise ValueError(f"{chosen.kind} needs {', '.join(missing)}, which {data} does not say: it is no network for this data.")
+    return chosen.build(**{name: facts[name] for name in chosen.filled})
+
+
 def build_network(experiment: Experiment, task: Task, network: nn.Module | None = None) -> nn.Module:
     """The experiment's network, converted, as the seed starts it; or a given one, converted."""
     seed_everything(experiment.seed, "network")
-    plain = network
-    if plain is None:
-        chosen, facts = experiment.model, task.fills()
-        missing = [name for name in chosen.filled if name not in facts]
-        if missing:
-            raise ValueError(f"{chosen.kind} needs {', '.join(missing)}, which {task.name} does not say: it is no network for this data.")
-        plain = chosen.build(**{name: facts[name] for name in chosen.filled})
+    plain = network or plain_network(experiment, task.fills(), task.name)
     layers = {"include": experiment.include, "exclude": experiment.exclude}
     built = sb.bayesianize(plain, experiment.method.build(), **layers)
     if experiment.train.norm_statistics == "member":

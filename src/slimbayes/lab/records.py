@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 import slimbayes as sb
@@ -15,9 +14,8 @@ from slimbayes.data import Dataset
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import evaluate
 from slimbayes.lab.execution import Execution, Watcher
-from slimbayes.lab.inputs import write_inputs
 from slimbayes.lab.judge import Judge
-from slimbayes.lab.networks import likelihood_of
+from slimbayes.lab.networks import likelihood_of, plain_network
 from slimbayes.lab.runs import command, environment, stored_experiment, write_text
 from slimbayes.lab.task import Task, open_task
 from slimbayes.prediction import Likelihood
@@ -29,30 +27,24 @@ def load_run(
 ) -> tuple[Experiment, nn.Module, Task, Likelihood]:
     """A trained run's experiment, network on its device, task and likelihood; `network` and `dataset` as they were given to `fit`."""
     experiment = stored_experiment(folder)
-    device = torch.device("cuda" if execution.accelerator != "cpu" and torch.cuda.is_available() else "cpu")
-    task = open_task(experiment.data, execution.data_dir, dataset).to(device)
-    chosen, facts = experiment.model, task.fills()
-    plain = network or chosen.build(**{name: facts[name] for name in chosen.filled})
-    loaded = sb.load(plain, folder / "model").to(device)
+    task = open_task(experiment.data, execution.data_dir, dataset).to(execution.device)
+    plain = network or plain_network(experiment, task.fills(), task.name)
+    loaded = sb.load(plain, folder / "model").to(execution.device)
     return experiment, loaded, task, likelihood_of(task, loaded)
 
 
 def write_record(
-    folder: Path, execution: Execution, watcher: Watcher, network: nn.Module, task: Task, likelihood: Likelihood, cost: dict[str, Any] | None = None,
+    folder: Path, execution: Execution, watcher: Watcher, network: nn.Module, task: Task, likelihood: Likelihood,
     experiment: Experiment | None = None,
 ) -> Record:  # fmt: skip
-    """Evaluate a trained network and write the run's record; without `cost`, that of the former record is kept."""
+    """Evaluate a trained network, perhaps as another experiment asks, and write the run's record; what training cost is in cost.json."""
     stored = stored_experiment(folder)
     asked = experiment or stored
-    write_inputs(folder, task, likelihood)
     start = time.perf_counter()
     evaluations, examples = evaluate(Judge(network, task, likelihood, asked, execution.workers), execution, watcher)
     seconds = time.perf_counter() - start
     former = _former(folder)
-    if cost is not None:
-        write_text(folder / "cost.json", json.dumps(cost) + "\n")
-    elif (folder / "cost.json").exists():
-        cost = json.loads((folder / "cost.json").read_text())
+    cost = json.loads((folder / "cost.json").read_text()) if (folder / "cost.json").exists() else {}
     curve = _curve(folder)
     table = sb.summary(network)
     record = Record(
@@ -60,7 +52,7 @@ def write_record(
         commands=[*(former.commands if former else []), command()], classes=list(task.classes),
         status="stopped early" if curve and curve[-1]["epoch"] < stored.train.epochs else "finished",
         parameters=Parameters(plain=table.before, total=table.after), curve=curve, evaluations=evaluations, examples=examples,
-        environment=environment(), cost=_cost(cost or {}, seconds),
+        environment=environment(), cost=_cost(cost, seconds),
     )  # fmt: skip
     write_text(folder / "record.json", record.model_dump_json() + "\n")
     return record

@@ -65,14 +65,15 @@ def restore(tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.opt
     if own.keys() != here.keys():
         odd = sorted(own.keys() ^ here.keys())
         raise CheckpointError(f"The checkpoint is of another network: only one of the two has {', '.join(odd[:5])}.")
-    network.load_state_dict({n: _like(t, here[n]) for n, t in own.items()})
+    # In one order for all processes: safetensors has none, and sharding a tensor is work they do together.
+    network.load_state_dict({n: sharded_like(own[n], t) for n, t in here.items()})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         if name.startswith("optimizer/"):
             _, index, field = name.split("/")
             like = parameters[int(index)]
-            state.setdefault(int(index), {})[field] = _like(tensor, like) if tensor.shape == like.shape else tensor
+            state.setdefault(int(index), {})[field] = sharded_like(tensor, like) if tensor.shape == like.shape else tensor
     groups = optimizer.state_dict()["param_groups"]
     rates = [group["lr"] for group in optimizer.param_groups]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -81,7 +82,7 @@ def restore(tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.opt
     return {n.removeprefix("extra/"): t for n, t in tensors.items() if n.startswith("extra/")}
 
 
-def _like(tensor: Tensor, here: Tensor) -> Tensor:
+def sharded_like(tensor: Tensor, here: Tensor) -> Tensor:
     """A whole tensor, sharded as another one is."""
     return distribute_tensor(tensor.to(here.device), here.device_mesh, here.placements) if isinstance(here, DTensor) else tensor
 

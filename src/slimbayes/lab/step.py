@@ -62,7 +62,7 @@ class Step:
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.weight, self.failed = torch.ones((), device=device), torch.zeros((), device=device)
         build = self.experiment.augment
-        self.augment = (lambda x: build.makes(x, **_options(build))) if build else None
+        self.augment = (lambda x: build.build(images=x)) if build else None
         self.graph: Any = None
         self.static: tuple[Tensor, ...] = ()
         if self.experiment.train.ema and not self.averages:
@@ -86,7 +86,7 @@ class Step:
     def once(self, batch: tuple[Tensor, ...]) -> None:
         """The step itself, without a word from the host."""
         train = self.experiment.train
-        x, y = self._rows(batch)
+        x, y = self.rows(batch)
         self.optimizer.zero_grad(set_to_none=True)
         terms = torch.zeros(3, device=self.device)
         pieces = zip(x.chunk(train.accumulate), y.chunk(train.accumulate), strict=True)
@@ -106,7 +106,7 @@ class Step:
     def _several(self) -> bool:
         return processes()[1] > 1
 
-    def _rows(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def rows(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """This process's inputs and targets: every world-th row. All of the batch is augmented first, so that a row's crop is the same
         whatever the number of processes."""
         rank, world = processes()
@@ -124,15 +124,11 @@ class Step:
         if train.rows == "split":
             outputs = outputs.flatten(0, 1)[None]  # each row was seen by one draw
         nll = likelihood_loss(self.likelihood, outputs.float(), y, train.form, train.noise)
-        kl = objective.kl(self.network) / self.task_rows
+        kl = objective.kl(self.network) / len(self.task.train)
         loss = nll + self.weight * kl
         if train.l2:
             loss = loss + l2(self.network, **train.l2.model_dump())
         return loss, nll, kl
-
-    @property
-    def task_rows(self) -> int:
-        return len(self.task.train)
 
     def _look(self, terms: Tensor) -> None:
         """Average the losses over processes, and note one that is not finite, in all of them alike."""
@@ -203,10 +199,6 @@ def likelihood_loss(kind: Likelihood, outputs: Tensor, y: Tensor, form: Any, noi
     if kind == "bernoulli":
         return objective.bernoulli(outputs, y.to(outputs.dtype), form)
     return objective.gaussian(outputs, y, noise, form)
-
-
-def _options(build: Any) -> dict[str, Any]:
-    return {name: getattr(build, name) for name in type(build).model_fields if name != "kind"}
 
 
 def _snapshot(step: Step) -> list[tuple[Tensor, Tensor]]:

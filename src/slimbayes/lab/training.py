@@ -31,7 +31,7 @@ from slimbayes.lab.networks import build_network, likelihood_of
 from slimbayes.lab.optimizers import build_optimizer, kl_weight, rate
 from slimbayes.lab.runs import RunError, write_table
 from slimbayes.lab.seeds import generator, seed_everything
-from slimbayes.lab.state import latest_state, restore, save_state
+from slimbayes.lab.state import latest_state, restore, save_state, sharded_like
 from slimbayes.lab.step import NonFinite, Step
 from slimbayes.lab.task import open_task
 
@@ -275,9 +275,9 @@ class Training:
         self.saved_step = self.step
         self.stepper.history.copy_(extra["history"])
         for name, average in self.stepper.averages.items():
-            average.copy_(extra[f"average/{name}"])
+            average.copy_(sharded_like(extra[f"average/{name}"], average))
         if "best" in facts:
-            weights = {n.removeprefix("best/"): t.to(self.fabric.device) for n, t in extra.items() if n.startswith("best/")}
+            weights = {n: sharded_like(extra[f"best/{n}"].to(self.fabric.device), t) for n, t in self.network.state_dict().items()}
             self.best = facts["best"] | {"weights": weights}
         if self.fabric.global_rank == 0:
             forget_steps(self.folder / "steps.csv", self.step // self.steps_per_epoch * self.steps_per_epoch)
