@@ -22,7 +22,7 @@ import slimbayes as sb
 from slimbayes.layers.base import BayesLayer
 from slimbayes.layers.dropout import DROPOUTS, functional_dropout
 from slimbayes.models import resnet18
-from slimbayes.passes import posteriors_of
+from slimbayes.engine.passes import posteriors_of
 
 RARE = 1e-4  # a test of chance fails a correct library this often; the seed is fixed
 SHAPES = {

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import slimbayes as sb
 from slimbayes.layers.base import BayesLayer
 from slimbayes.models import deep_mlp, imdb_lstm, pyramidnet, resnet18
-from slimbayes.passes import posteriors_of
+from slimbayes.engine.passes import posteriors_of
 
 RARE = 1e-4  # a test of chance fails a correct library this often; the seed is fixed
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import slimbayes as sb
 from slimbayes.layers.base import Converted
-from slimbayes.passes import posteriors_of
+from slimbayes.engine.passes import posteriors_of
 
 RARE = 1e-4  # a test of chance fails a correct library this often; the seed is fixed
 

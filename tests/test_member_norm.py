@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slimbayes as sb
 from slimbayes import models, passes
-from slimbayes.passes import Pass
+from slimbayes.engine.passes import Pass
 
 K, C = 3, 5
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import slimbayes as sb
 from slimbayes.layers.base import BayesLayer
 from slimbayes.layers.norm import NORMS
-from slimbayes.passes import posteriors_of
+from slimbayes.engine.passes import posteriors_of
 
 # torch says so of every sequence-first nn.TransformerEncoder.
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")

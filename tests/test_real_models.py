@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from slimbayes.layers.base import BayesLayer
-from slimbayes.passes import posteriors_of
+from slimbayes.engine.passes import posteriors_of
 
 transformers = pytest.importorskip("transformers")
 from transformers import (  # noqa: E402

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import models
-from slimbayes.passes import posteriors_of
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.sharing import shared
 
 

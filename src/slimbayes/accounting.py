@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slimbayes.convert import conversions_of
 from slimbayes.layers import bayes_class
 from slimbayes.layers.base import Converted
-from slimbayes.passes import posteriors_of
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.planning import Selection, plan
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.mc_dropout import DropoutPosterior

@@ -56,5 +56,6 @@ from slimbayes.prediction import Prediction as Prediction
 from slimbayes.sampling import frozen as frozen
 from slimbayes.sampling import members as members
 from slimbayes.sampling import sample as sample
+from slimbayes.sampling import write_out as write_out
 from slimbayes.stacking import stack as stack
 from slimbayes.stacking import stacking_weights as stacking_weights

@@ -26,7 +26,7 @@ from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
 from slimbayes.atomic import FORMAT, CheckpointError, as_json, read_folder, write_folder
-from slimbayes.convert import Model, batch_dim_of_layer, bayesianize, conversions_of, set_batch_dim
+from slimbayes.convert import Model, bayesianize, conversions_of
 from slimbayes.objective import check_finite
 from slimbayes.posteriors import config_from_dict
 
@@ -140,10 +140,7 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
             if d.config is not None:
                 group = groups.setdefault(json.dumps(d.config.to_dict()), {"config": d.config.to_dict(), "layers": []})
                 group["layers"].append(d.name)
-        root = model.get_submodule(name)
-        dims = {d.name: batch_dim_of_layer(root.get_submodule(d.name)) for d in conversion.decisions if d.config}
-        dims = {n: dim for n, dim in dims.items() if dim}
-        out.append({"module": name, "batch_dim": conversion.batch_dim, "layer_batch_dims": dims, "groups": list(groups.values())})
+        out.append({"module": name, "batch_dim": conversion.batch_dim, "groups": list(groups.values())})
     return out
 
 
@@ -159,8 +156,6 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
                 wanted = set(group["layers"])
                 include = (lambda name, layer, wanted=wanted: name in wanted) if wanted else None
                 bayesianize(module, config, include=include, batch_dim=record["batch_dim"])
-            for name, dim in record["layer_batch_dims"].items():
-                set_batch_dim(module.get_submodule(name), dim)
         _check_tensors(model, posterior, folder)
     except (ValueError, AttributeError, KeyError) as error:
         debayesianize(model)

@@ -4,7 +4,7 @@ A conversion is planned completely, and its posteriors are built, before the fir
 is as it was. Weights, buffers, hooks, flags and the names of all parameters stay; `layer.posterior` is the only addition.
 """
 
-import re
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from slimbayes import passes
-from slimbayes.layers import bayes_class
-from slimbayes.layers.base import BayesLayer, Converted, posteriors_at
-from slimbayes.layers.copied import Copied, copied_class
+from slimbayes.engine import calls, passes
+from slimbayes.layers import class_for
+from slimbayes.layers.base import BayesLayer, Converted
+from slimbayes.layers.copied import copied_class
 from slimbayes.layers.dropout import functional_dropout
-from slimbayes.planning import Decision, Selection, check_patterns, plan
+from slimbayes.layers.methods import Opens, opening_class
+from slimbayes.planning import Decision, Selection, plan, refuse
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.ensemble import Ensemble, EnsemblePosterior
 from slimbayes.posteriors.mc_dropout import MCDropout
@@ -31,13 +32,8 @@ class Conversion:
     """What `bayesianize` did to a model; lives at `model._slimbayes` of the module it was called on."""
 
     decisions: list[Decision]
-    batch_dim: int
+    batch_dim: int | None
     patched: list[tuple[str, str, Any]] = field(default_factory=list)  # (module, attribute, former value)
-    lead: Converted | None = None  # any converted layer of the module: its posteriors know whether a pass is open
-    own: passes.Pass | None = None  # the pass that a bare call of this module has opened
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"own": None}
 
 
 def bayesianize(
@@ -45,23 +41,25 @@ def bayesianize(
     config: Config | Mapping[str, Config],
     include: Selection = None,
     exclude: Selection = None,
-    batch_dim: int | Mapping[str, int] | None = None,
+    batch_dim: int | None = None,
+    strict: bool = False,
 ) -> Model:
     """Turn a model into a Bayesian neural net, in place, and return it.
 
     Args:
         model: any module. Its weights are kept; with unit factors and no noise it computes what it did before.
         config: the method, or a mapping from name patterns to methods (the first pattern that matches a layer counts).
-        include: convert only these layers. A regular expression for the whole name, a layer type, a predicate
-            `(name, layer) -> bool`, or several of them. What is included by name is converted even if the method
-            leaves its type alone by default.
+        include: convert only these layers. A regular expression for a whole name, or if none matches for the last parts of names
+            ("q_proj|v_proj"); a layer type; a predicate `(name, layer) -> bool`; or several of them. What is included by name is converted
+            even if the method leaves its type alone by default.
         exclude: leave these layers as they are.
-        batch_dim: where the model's inputs and outputs hold their rows: 1 for sequence-first models, which is the default if the model
-            itself is a torch recurrent or transformer module without batch_first, else 0. A mapping from name patterns sets it
-            for single layers.
+        batch_dim: where the model's inputs hold their rows, if you want to say it. Without, it is found out on the first call.
+        strict: raise if a layer cannot be converted. Otherwise it stays as it is, with the reason in `summary`.
+
+    Layers of types that are not known run through their own forward, once for each draw: right, and slower.
 
     Raises:
-        ValueError: a layer cannot be converted and is not excluded, or a pattern matches nothing. The model is then unchanged.
+        ValueError: no layer would be converted, or a pattern matches nothing. The model is then unchanged.
 
     Example:
         >>> import slimbayes as sb
@@ -71,24 +69,29 @@ def bayesianize(
         >>> type(net[0]).__name__, type(net[2]).__name__
         ('BayesLinear', 'Linear')
     """
-    decisions = plan(model, config, include, exclude)
+    decisions = plan(model, config, include, exclude, strict)
     _report_functional_dropout(model, decisions)
     layers = dict(model.named_modules())
-    built = [(layers[d.name], *_posteriors(d, layers[d.name])) for d in decisions if d.config is not None]
-    root_dim = batch_dim if isinstance(batch_dim, int) else _own_batch_dim(model)
-    dims = _batch_dims(model, batch_dim if isinstance(batch_dim, Mapping) else {}, root_dim, [d.name for d in decisions if d.config])
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    built = [(d, layers[d.name], *_posteriors(d, layers[d.name], device)) for d in decisions if d.config is not None and d.tied is None]
+    if strict:
+        refuse(decisions)
+    built = [entry for entry in built if entry[0].config is not None]
+    if not built and any(d.problem for d in decisions):
+        raise ValueError("No layer would be converted: " + "; ".join(f"{d.name} ({d.reason})" for d in decisions if d.problem))
+    _share(decisions, layers, built)
     try:
-        for layer, cls, posteriors in built:
-            _swap(layer, cls, posteriors)
-        for layer, _, posteriors in built:  # only now, when nothing else can fail: starting components may set the layer's own scales
-            _start(layer, posteriors)
+        for decision, layer, cls, posteriors in built:
+            _swap(layer, cls, posteriors, decision.tied is None)
+        for decision, layer, _, posteriors in built:  # only now, when nothing else can fail: starting components may set the layer's scales
+            if decision.tied is None:
+                _start(layer, posteriors)
     except Exception:
-        for layer, _, posteriors in built:
+        for _, layer, _, posteriors in built:
             _restore(layer, posteriors)
         raise
-    for name, dim in dims.items():
-        set_batch_dim(layers[name], dim)
-    _attach(model, Conversion(decisions, root_dim, _turn_off_fast_paths(model)))
+    _attach(model, Conversion(decisions, batch_dim, _turn_off_fast_paths(model)))
+    open_passes(model)
     return model
 
 
@@ -136,13 +139,24 @@ def debayesianize(model: Model) -> Model:
     for layer in list(model.modules()):
         if isinstance(layer, Converted):
             _restore(layer, layer.posterior)
-        conversion: Conversion | None = layer.__dict__.get("_slimbayes")
-        if conversion is not None:
-            for name, attribute, former in conversion.patched:
-                setattr(layer.get_submodule(name), attribute, former)
-            _remove_hooks(layer)
-            del layer._slimbayes
+        elif isinstance(layer, Opens):
+            layer.__class__ = layer.plain
+        layer.__dict__.pop("_slimbayes_rows", None)
+        layer.__dict__.pop("_slimbayes_latest", None)
+        conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
+        for name, attribute, former in [] if conversion is None else conversion.patched:
+            module = _submodule(layer, name)
+            if module is not None:
+                setattr(module, attribute, former)
     return model
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    """A module by name, or None if it has been removed since."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 def conversions_of(model: nn.Module) -> list[tuple[str, Conversion]]:
@@ -173,33 +187,64 @@ def _report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> N
             known.reason += f"; functional dropout: {what}"
 
 
-def _posteriors(decision: Decision, layer: nn.Module) -> tuple[type[Converted], nn.ModuleDict]:
-    """The class a layer gets, and posteriors of all its sites, on its device, in its dtype or float32, whichever is wider."""
+def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> tuple[type[Converted], nn.ModuleDict]:
+    """The class a layer gets, and posteriors of all its sites, on its device, in its dtype or float32, whichever is wider.
+
+    A site that a method cannot serve leaves the layer as it is, with the reason in the decision.
+    """
     assert decision.config is not None
     if isinstance(decision.config, Ensemble):
         members = decision.config.copies(layer)
         members.name = decision.name
         return copied_class(type(layer)), nn.ModuleDict({"members": members}).train(layer.training)
-    cls = bayes_class(layer)
+    cls = class_for(layer, decision.config.covers)
     assert cls is not None
-    first = next(layer.parameters(), torch.empty(0))
+    first = next(layer.parameters(), torch.empty(0, device=device))
     wide = torch.promote_types(first.dtype, torch.float32)
     out = nn.ModuleDict()
-    for site in cls.sites(layer):  # type: ignore[arg-type]
+    for site in _sites(cls, layer):
         name = f"{decision.name}.{site.name}" if decision.name else site.name
         try:
             posterior = decision.config.build(site).to(device=first.device, dtype=wide)
         except ValueError as error:
-            raise ValueError(f"{name} ({decision.kind}): {error}.") from error
-        posterior.name = name
+            decision.stay(str(error), problem=True)
+            break
+        posterior.name, posterior.blockwise = name, site.whole
         out[site.name] = posterior
     return cls, out.train(layer.training)
 
 
-def _swap(layer: nn.Module, cls: type[Converted], posteriors: nn.ModuleDict) -> None:
+def _sites(cls: type[BayesLayer], layer: nn.Module) -> Any:
+    """The sites of a plain layer: those of the class it is about to get."""
+    plain = type(layer)
+    layer.__class__ = cls
+    try:
+        return layer.sites()  # type: ignore[operator]
+    finally:
+        layer.__class__ = plain
+
+
+def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built: list[Any]) -> None:
+    """Layers that are tied to another get its posterior: one draw and one KL for one weight."""
+    owners = {decision.name: (decision, posteriors) for decision, _, _, posteriors in built}
+    for decision in decisions:
+        if decision.tied is None or decision.config is None:
+            continue
+        if decision.tied not in owners:
+            decision.stay(f"its weight is tied to {decision.tied}, which stays as it is")
+            continue
+        posterior = next(iter(owners[decision.tied][1].values()))
+        posterior.blockwise = True  # type: ignore[assignment]
+        layer = layers[decision.name]
+        cls = class_for(layer, ("matrix",))
+        assert cls is not None
+        built.append((decision, layer, cls, nn.ModuleDict({_sites(cls, layer)[0].name: posterior})))
+
+
+def _swap(layer: nn.Module, cls: type[Converted], posteriors: nn.ModuleDict, owner: bool) -> None:
     layer.__class__ = cls
     layer.posterior = posteriors
-    for posterior in posteriors.values():
+    for posterior in posteriors.values() if owner else ():
         posterior.join(layer)  # type: ignore[operator]
 
 
@@ -209,59 +254,59 @@ def _start(layer: Any, posteriors: nn.ModuleDict) -> None:
             posterior.adopt(layer.linear_map(site))  # type: ignore[operator]
 
 
-def set_batch_dim(layer: nn.Module, dim: int) -> None:
-    """Say where a converted layer's inputs hold their rows."""
-    owner = layer.posterior["members"] if isinstance(layer, Copied) else layer
-    owner.batch_dim = dim  # type: ignore[assignment]
-
-
-def batch_dim_of_layer(layer: Any) -> int:
-    """Where a converted layer's inputs hold their rows."""
-    owner: Any = layer.posterior["members"] if isinstance(layer, Copied) else layer
-    return owner.batch_dim
-
-
 def _restore(layer: Any, posteriors: nn.ModuleDict) -> None:
     """Undo `_swap`, if it was done with these posteriors."""
-    if isinstance(layer, Converted) and layer.posterior is posteriors:
-        if not isinstance(layer, Copied):
-            layer.__dict__.pop("batch_dim", None)
+    if isinstance(layer, Converted) and layer._modules.get("posterior") is posteriors:
         layer.__class__ = layer.plain  # type: ignore[assignment]
-        del layer.posterior
+        del layer._modules["posterior"]
 
 
-def _own_batch_dim(model: nn.Module) -> int:
-    """Where torch's own sequence modules hold their rows; 0 for anything else."""
-    if isinstance(model, (nn.TransformerEncoder, nn.TransformerDecoder)):
-        model = model.layers[0]
-    if isinstance(model, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-        model = model.self_attn
-    sequential = isinstance(model, (nn.RNNBase, nn.Transformer, nn.MultiheadAttention))
-    return int(sequential and not model.batch_first)
+def open_passes(model: nn.Module) -> None:
+    """Let calls of every module that holds converted layers open a pass. What lies inside a copied module belongs to it."""
+    for module in _around(model):
+        if not isinstance(module, (Converted, Opens)) and type(module).forward is not nn.Module.forward:
+            module.__class__ = opening_class(type(module))
+        if "forward" in module.__dict__ and not isinstance(module, Converted) and not hasattr(module.__dict__["forward"], "slimbayes"):
+            # Somebody set a forward on the instance, which hides that of the class.
+            module.forward = _Instance(module, module.__dict__["forward"])
 
 
-def _batch_dims(model: nn.Module, declared: Mapping[str, int], root_dim: int, converted: Sequence[str]) -> dict[str, int]:
-    """Layers whose rows do not lie along dimension 0: by declaration, or inside torch's sequence-first transformer layers."""
-    layers = {name: model.get_submodule(name) for name in converted}
-    check_patterns("batch_dim", list(declared), layers)
-    dims = {n: root_dim for n, layer in layers.items() if root_dim and (not n or getattr(bayes_class(layer), "channels_last", False))}
-    # Copied sequence modules of torch say themselves where their rows are.
-    dims |= {n: 1 for n, layer in layers.items() if n and _own_batch_dim(layer)}
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.TransformerEncoder, nn.TransformerDecoder)) and not module.layers[0].self_attn.batch_first:
-            dims[f"{name}.norm".lstrip(".")] = 1
-        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and not module.self_attn.batch_first:
-            dims |= {f"{name}.{part}".lstrip("."): 1 for part, _ in module.named_children() if part.startswith(("linear", "norm", "dropout"))}
-    dims |= {n: d for n in layers for pattern, d in declared.items() if re.fullmatch(pattern, n)}
-    return {n: d for n, d in dims.items() if n in layers}
+class _Instance(functools.partial):  # type: ignore[type-arg]
+    """A forward that somebody set on a module, made to open a pass."""
+
+    slimbayes = True
+
+    def __new__(cls, module: nn.Module, function: Any) -> Any:
+        return super().__new__(cls, _call_instance, module, function)
+
+
+def _call_instance(module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return calls.bare(module, function, args, kwargs)
+
+
+def _around(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold converted layers."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> bool:
+        if isinstance(module, Converted):
+            return True
+        holds = [visit(child) for child in module.children()]
+        if any(holds):
+            found.append(module)
+        return any(holds)
+
+    visit(model)
+    return found
 
 
 def _turn_off_fast_paths(model: nn.Module) -> list[tuple[str, str, Any]]:
     """torch's fused encoder path in eval mode reads weights past our layers' forward: switch it off where it would."""
     patched = []
+    switches = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
     for name, module in model.named_modules():
-        attribute = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}.get(type(module))
-        if attribute and any(isinstance(m, Converted) for m in module.modules()):
+        attribute = next((a for cls, a in switches.items() if isinstance(module, cls)), None)
+        if attribute and hasattr(module, attribute) and any(isinstance(m, Converted) for m in module.modules()):
             patched.append((name, attribute, getattr(module, attribute)))
             setattr(module, attribute, 0 if attribute == "activation_relu_or_gelu" else False)
     return patched
@@ -275,45 +320,6 @@ def _attach(model: nn.Module, new: Conversion) -> None:
         listed = {d.name for d in new.decisions}  # a converted dropout layer is not listed again
         order = {name: i for i, (name, _) in enumerate(model.named_modules())}
         merged = [kept.get(d.name, d) for d in new.decisions] + [d for d in kept.values() if d.name not in listed]
-        new.decisions = sorted(merged, key=lambda d: order[d.name])
+        new.decisions = sorted(merged, key=lambda d: order.get(d.name, len(order)))
         new.patched = former.patched + new.patched
-        _remove_hooks(model)
-    new.lead = next((m for m in model.modules() if isinstance(m, Converted)), None)
     model._slimbayes = new  # type: ignore[assignment]
-    model.register_forward_pre_hook(_begin, prepend=True, with_kwargs=True)
-    model.register_forward_hook(_end, always_call=True)
-
-
-def _begin(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Open a pass when the converted module is called outside any other."""
-    conversion: Conversion = model._slimbayes  # type: ignore[assignment]
-    lead = conversion.lead
-    if lead is None:
-        return
-    posteriors = posteriors_at(lead)
-    if isinstance(model, BayesLayer):  # it knows which of its inputs are unbatched
-        rows = model.count_rows(*args, **kwargs)
-    else:
-        rows = passes.infer_rows((args, kwargs), conversion.batch_dim) or 1
-    if passes.is_open(posteriors):
-        current = posteriors[0].current
-        if current is not None and current.held:
-            current.rows, current.turn = rows, current.turn + 1
-        return
-    conversion.own = passes.begin_bare(passes.posteriors_of(model), rows)
-
-
-def _end(model: nn.Module, args: Any, output: Any) -> None:
-    conversion: Conversion = model._slimbayes  # type: ignore[assignment]
-    if conversion.own is not None:
-        passes.remember(passes.posteriors_of(model), output)
-        conversion.own.open = False
-        conversion.own = None
-
-
-def _remove_hooks(model: nn.Module) -> None:
-    for hooks, ours in ((model._forward_pre_hooks, _begin), (model._forward_hooks, _end)):
-        for key in [k for k, hook in hooks.items() if hook is ours]:
-            del hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
-            model._forward_hooks_always_called.pop(key, None)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from slimbayes.distributions import wide
 from slimbayes.layers.base import BayesLayer
-from slimbayes.passes import posteriors_of
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.member_norm import MemberNormPosterior
 from slimbayes.posteriors.mixture import MixturePosterior
@@ -128,9 +128,9 @@ def _patched(model: nn.Module) -> dict[int, bool]:
             posterior = layer.posterior[site.name]
             if isinstance(posterior, MixturePosterior):
                 out |= {id(p): n == "weight" for n, p in posterior.named_parameters() if n != "logits"}
-                out[id(layer.get_parameter(site.parameter))] = True
+                out |= {id(p): True for p in parameters_behind(layer, site.parameter)}
                 if site.bias:
-                    out[id(layer.get_parameter(site.bias_parameter))] = False
+                    out |= {id(p): False for p in parameters_behind(layer, site.bias_parameter)}
     return out
 
 
@@ -142,7 +142,14 @@ def _means_with_a_prior(model: nn.Module) -> list[nn.Parameter]:
             for site in layer.sites():
                 posterior: Any = layer.posterior[site.name]
                 if posterior.regularises_mean:
-                    out.append(layer.get_parameter(site.parameter))
+                    out += parameters_behind(layer, site.parameter)
                 if posterior.regularises_bias:
-                    out.append(layer.get_parameter(site.bias_parameter))
+                    out += parameters_behind(layer, site.bias_parameter)
     return out
+
+
+def parameters_behind(layer: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameter of this name; none where torch.nn.utils computes it from others, which keep their own decay."""
+    owner, _, last = name.rpartition(".")
+    found = layer.get_submodule(owner)._parameters.get(last)
+    return [] if found is None else [found]

@@ -3,24 +3,24 @@
 Sizes: S draws, K members, N rows.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.nn.utils.rnn import PackedSequence
 
-from slimbayes import passes
-from slimbayes.convert import conversions_of
+from slimbayes.engine import calls, passes
+from slimbayes.engine.calls import Fold
+from slimbayes.engine.layout import Layout
+from slimbayes.engine.sharing import evaluating
+from slimbayes.engine.tree import arrays_of, padded, tree_map
 from slimbayes.objective import check_finite
-from slimbayes.passes import Pass, posteriors_of
-from slimbayes.posteriors.base import Noise, Posterior
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction import Likelihood, Prediction
 from slimbayes.running import Running
-from slimbayes.sampling import call_batch, members, run_pass, sample
-from slimbayes.sharing import shared
+from slimbayes.sampling import members, posteriors_in, sampled
 
 
 @torch.no_grad()
@@ -35,12 +35,15 @@ def predict(
     output: str | int | None = None,
     class_dim: int = -1,
     share: bool = True,
+    fold: Fold = "auto",
+    inputs: int | None = None,
 ) -> Prediction:
     """Predict with uncertainty from S = members x draws draws, in eval mode and without gradients.
 
     Args:
-        model: a converted model. Its training flags are restored afterwards.
-        x: a tensor, a dict or tuple the model takes, or an iterable of batches (a DataLoader; targets of (input, target) pairs are ignored).
+        model: a converted model, or a part of one. Its training flags are restored afterwards; several threads may predict with it.
+        x: a tensor or numpy array, a dict or tuple the model takes, a Dataset, or an iterable of batches (a DataLoader). Of batches
+            (input, target) the targets are ignored.
         draws: draws from every member.
         chunk: at most so many rows (draws x inputs) in one forward. By default a batch is never cut, and runs under as many draws at once as
             make some 2^23 input numbers.
@@ -50,8 +53,9 @@ def predict(
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or the first tensor.
         class_dim: where `sample` has the classes, as in `categorical`: 2 for images (S, N, C, H, W). They come last in the Prediction.
-        share: compute once what draws have in common: layers before the first that draws, and networks or parts of networks that several
-            draws picked alike. Turn it off for models whose layers mix the rows of a batch.
+        share: compute once what draws have in common: modules that run before any layer draws, and networks that several draws picked.
+        fold: as in `sample`.
+        inputs: how many leading parts of a loader's batch the model takes; needed where a batch has more than (input, target).
 
     Members of an `Ensemble` are averaged with its stacking weights, if `stack` has set them.
 
@@ -66,12 +70,13 @@ def predict(
         raise ValueError(f"predict needs draws >= 1 and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.")
     if chunk is not None and chunk < members(model):
         raise ValueError(f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}.")
+    check_finite(model)
     parts = []
-    with _evaluating(model, share):
-        for args, kwargs in _batches(model, x, chunk):
+    with evaluating(model):
+        for args, kwargs in _batches(model, x, chunk, inputs):
             running = Running(likelihood, members(model), scale, keep_samples, class_dim, member_weights(model))
-            for outputs in _outputs(model, args, kwargs, draws, chunk, share):
-                running.add(_select(outputs, output))
+            for outputs in _outputs(model, args, kwargs, draws, chunk, share, fold):
+                running.add(_checked(_select(outputs, output), likelihood))
             parts.append(running.result())
     return _join(parts)
 
@@ -91,121 +96,153 @@ def predict_prefixes(
     if not draws or min(draws) < 1:
         raise ValueError(f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}.")
     out, done = {}, 0
-    with _evaluating(model, share=True):
+    check_finite(model)
+    with evaluating(model):
         running = Running(likelihood, members(model), scale, True, -1, member_weights(model))
         for count in sorted(set(draws)):
-            for outputs in _outputs(model, (x,), {}, count - done, None, share=True):
+            for outputs in _outputs(model, (x,), {}, count - done, None, True, "auto"):
                 running.add(_select(outputs, None))
             out[count], done = running.result(), count
     return out
 
 
-@contextmanager
-def _evaluating(model: nn.Module, share: bool) -> Iterator[None]:
-    """Eval mode, and work shared between draws if asked for; training flags come back afterwards."""
-    check_finite(model)
-    flags = [(m, m.training) for m in model.modules()]
-    model.eval()
-    batch_dim = conversions_of(model)[0][1].batch_dim
-    # Hooks of a compiled model's inner modules are not seen, so only whole draws are shared there.
-    context = shared(model, batch_dim) if share and posteriors_of(model) and not hasattr(model, "_orig_mod") else nullcontext()
-    try:
-        with context:
-            yield
-    finally:
-        for module, training in flags:
-            module.training = training
-
-
 def member_weights(model: nn.Module) -> Tensor | None:
     """Stacking weights of a model's members, (K,), or None where they count alike."""
-    found = [p.weights for p in posteriors_of(model) if isinstance(p, EnsemblePosterior)]
+    found = [p.weights for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)]
     if not found or bool((found[0] == found[0][0]).all()):
         return None
     return found[0].repeat(members(model) // len(found[0])) * len(found[0]) / members(model)
 
 
-def _batches(model: nn.Module, x: Any, chunk: int | None) -> Iterator[tuple[Any, Any]]:
+def _batches(model: nn.Module, x: Any, chunk: int | None, inputs: int | None) -> Iterator[tuple[Any, Any]]:
     """Inputs of the forwards: the loader's batches, or slices of one batch that fit the chunk with one draw of each member."""
-    if isinstance(x, Iterable) and not isinstance(x, (Tensor, dict, tuple, list)) and not hasattr(x, "keys"):
+    if isinstance(x, torch.utils.data.Dataset) and not isinstance(x, torch.utils.data.IterableDataset):
+        x = torch.utils.data.DataLoader(x, batch_size=256)
+    if isinstance(x, Iterable) and not isinstance(x, (Tensor, Mapping, tuple, list, PackedSequence)) and not _array(x):
         for batch in x:
-            yield from _slices(model, call_batch(model, batch), chunk)
+            yield from _slices(model, call_batch(model, batch, inputs), chunk)
+    elif isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
+        yield from _slices(model, (tuple(_tensor(model, part) for part in x), {}), chunk)
     else:
-        inputs = (tuple(x), {}) if isinstance(x, (tuple, list)) else call_batch(model, x)
-        yield from _slices(model, inputs, chunk)
+        yield from _slices(model, call_batch(model, x, inputs), chunk)
+
+
+def _array(x: Any) -> bool:
+    return hasattr(x, "__array__") and not isinstance(x, Tensor)
+
+
+def _tensor(model: nn.Module, x: Any) -> Any:
+    """A numpy array as a tensor of the model's type and device; anything else as it is."""
+    if not _array(x):
+        return x
+    values = torch.as_tensor(x)
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if first is None:
+        return values
+    return values.to(device=first.device, dtype=first.dtype if values.is_floating_point() else None)
+
+
+def call_batch(model: nn.Module, batch: Any, inputs: int | None = None) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """How to hand a data loader's batch to a model: inputs of an (inputs, targets) pair, a mapping by keyword if it fits."""
+    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
+        if inputs is None and len(batch) > 2:
+            raise ValueError(
+                f"A batch of {len(batch)} parts does not say which of them the model takes: give inputs=, the number of leading parts that are "
+                f"its arguments ({len(batch) - 1} if only the last is a target)."
+            )
+        if inputs is not None and not 1 <= inputs <= len(batch):
+            raise ValueError(f"inputs={inputs!r}, but a batch has {len(batch)} parts.")
+        if (inputs or 1) > 1:
+            return tuple(_tensor(model, part) for part in batch[:inputs]), {}
+        batch = batch[0]
+    if isinstance(batch, Mapping):
+        accepted = inspect.signature(model.forward).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in accepted.values()) or set(batch) <= set(accepted):
+            return (), {name: _tensor(model, value) for name, value in batch.items()}
+    return (_tensor(model, batch),), {}
 
 
 def _slices(model: nn.Module, inputs: tuple[Any, Any], chunk: int | None) -> Iterator[tuple[Any, Any]]:
-    batch_dim = conversions_of(model)[0][1].batch_dim
-    rows = passes.infer_rows(inputs, batch_dim)
-    size = max(1, chunk // members(model)) if chunk is not None else rows
-    if rows is None or size is None or rows <= size:
+    if not arrays_of(inputs):
+        raise ValueError(f"predict found no tensor in {type(inputs[0][0]).__name__ if inputs[0] else 'nothing'}: give it tensors, arrays or batches.")
+    if chunk is None or not posteriors_in(model):
+        yield inputs
+        return
+    layout = calls.layout_of(model, *inputs, posteriors_in(model))
+    rows, size = layout.rows(inputs), max(1, chunk // members(model))
+    if rows <= size or not layout.apart:  # rows that cannot be told apart stay together
         yield inputs
         return
     for start in range(0, rows, size):
-        yield _narrow(inputs, rows, start, min(size, rows - start), batch_dim)
+        yield layout.narrow(inputs, start, min(size, rows - start))
 
 
-def _narrow(inputs: Any, rows: int, start: int, size: int, batch_dim: int) -> Any:
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() > batch_dim and leaf.shape[batch_dim] == rows:
-            return leaf.narrow(batch_dim, start, size)
-        return leaf
-
-    return pytree.tree_map(cut, inputs)
-
-
-def _outputs(model: nn.Module, args: Any, kwargs: Any, draws: int, chunk: int | None, share: bool) -> Iterator[Any]:
+def _outputs(model: nn.Module, args: Any, kwargs: Any, draws: int, chunk: int | None, share: bool, fold: Fold) -> Iterator[Any]:
     """Outputs (S', N, ...) of all draws of one batch, so many at a time as fit."""
-    posteriors = posteriors_of(model)
-    batch_dim = conversions_of(model)[0][1].batch_dim
-    rows = passes.infer_rows((args, kwargs), batch_dim) or 1
-    if posteriors and passes.is_open(posteriors):  # inside frozen: the held draws are all there are
-        yield sample(model, *args, **kwargs)
+    posteriors = posteriors_in(model)
+    if not posteriors:
+        yield calls.stack_draws([model(*args, **kwargs)])
         return
-    at_once = min(draws, _draws_at_once(model, (args, kwargs), rows, chunk))
-    if share and posteriors and draws > 1 and members(model) == 1 and all(p.countable for p in posteriors):
-        yield from _distinct(model, (args, kwargs), draws, rows, at_once, batch_dim)
+    held = passes.of(posteriors[0].key)
+    if held is not None and not held.held:
+        raise ValueError("predict was called inside a forward pass of the same model; call it from outside.")
+    if held is not None and not isinstance(held, calls.Scope):  # inside frozen: the held draws are all there are
+        yield sampled(model, args, kwargs, held.total, fold, held)
+        return
+    at_once = min(draws, _draws_at_once(model, (args, kwargs), chunk))
+    if share and draws > 1 and members(model) == 1 and all(p.countable for p in posteriors):
+        yield from _distinct(model, args, kwargs, draws, at_once, fold)
         return
     for start in range(0, draws, at_once):
-        yield sample(model, *args, draws=min(at_once, draws - start), **kwargs)
+        total = members(model) * min(at_once, draws - start)
+        new, layout, folds = calls.draw_all(model, args, kwargs, total, fold)
+        new.shared = layout.ahead if share and folds and total > 1 else None
+        yield calls.run_draws(model, args, kwargs, new, layout, folds)
 
 
-def _draws_at_once(model: nn.Module, inputs: Any, rows: int, chunk: int | None) -> int:
+def _draws_at_once(model: nn.Module, inputs: Any, chunk: int | None) -> int:
     """How many draws of each member one forward takes."""
-    numbers = max(leaf.numel() for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+    arrays = [padded(leaf) for leaf in arrays_of(inputs)]
+    rows = max((a.shape[0] for a in arrays if a.dim()), default=1) or 1
+    numbers = max((a.numel() for a in arrays), default=1)
     wanted = min(2**23 * rows // max(numbers, 1), 2**15) if chunk is None else chunk
     at_once = max(1, wanted // (rows * members(model)))
-    floats = sum(p.widths(False)[0] for p in posteriors_of(model)) * members(model)
+    floats = sum(p.widths(False)[0] for p in passes.posteriors_of(model) if not p.by_row) * members(model)
     return min(at_once, max(1, 2**24 // max(floats, 1)))  # posteriors that draw whole weights: some 64 MiB of them at once
 
 
-def choices_of(posteriors: Sequence[Posterior]) -> list[Tensor]:
+def choices_of(posteriors: Sequence[Any]) -> list[Tensor]:
     """Which function each draw of this pass picked at each posterior: L tensors (S,)."""
     found = [p.choices() for p in posteriors]
     assert all(c is not None for c in found)
     return found  # type: ignore[return-value]
 
 
-def _distinct(model: nn.Module, inputs: Any, draws: int, rows: int, at_once: int, batch_dim: int) -> Iterator[Any]:
+def _distinct(model: nn.Module, args: Any, kwargs: Any, draws: int, at_once: int, fold: Fold) -> Iterator[Any]:
     """Outputs of S draws that pick from finitely many networks: each network that was picked runs once."""
-    posteriors = posteriors_of(model)
-    passes.begin(posteriors, Pass(draws, draws * rows)).open = False
-    picked, which = torch.unique(torch.stack(choices_of(posteriors)), dim=1, return_inverse=True)
-    first = torch.empty(picked.shape[1], dtype=torch.long, device=which.device).scatter_(0, which, torch.arange(draws, device=which.device))
-    noises = [p.noise for p in posteriors]
-    parts = []
-    for index in first.split(at_once):
-        current = Pass(len(index), len(index) * rows)
-        for posterior, noise in zip(posteriors, noises, strict=True):
-            posterior.start(current, Noise(noise.block[index], noise.row.new_empty(len(index) * rows, 0)))
-        try:
-            parts.append(run_pass(model, posteriors, inputs, current, rows, batch_dim))
-        finally:
-            current.open = False
-    networks = pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+    posteriors = passes.posteriors_of(model)
+    new, layout, folds = calls.draw_all(model, args, kwargs, draws, fold)
+    picked = torch.stack([choice.to(posteriors[0].device) for choice in passes.run(new, choices_of, posteriors)])
+    unique, which = torch.unique(picked, dim=1, return_inverse=True)
+    first = torch.empty(unique.shape[1], dtype=torch.long, device=which.device).scatter_(0, which, torch.arange(draws, device=which.device))
+    parts = [_run_some(model, args, kwargs, new.take(index), layout, folds) for index in first.split(at_once)]
+    networks = tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
     for index in which.split(max(at_once, 64)):
-        yield pytree.tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)
+        yield tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)
+
+
+def _run_some(model: nn.Module, args: Any, kwargs: Any, new: Any, layout: Layout, folds: bool) -> Any:
+    new.shared = layout.ahead if folds and new.total > 1 else None
+    return calls.run_draws(model, args, kwargs, new, layout, folds)
+
+
+def _checked(outputs: Tensor, likelihood: str) -> Tensor:
+    if likelihood == "categorical" and outputs.dim() < 3:
+        raise ValueError(
+            f"Class scores need a row axis: the draws gave {tuple(outputs.shape)}, without one. Give predict a batch, such as x[None], or a "
+            f"model whose output has one row for each input."
+        )
+    return outputs
 
 
 def _select(outputs: Any, output: str | int | None) -> Tensor:

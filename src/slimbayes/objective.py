@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from slimbayes.layers.base import BayesLayer
 from slimbayes.messages import did_you_mean
-from slimbayes.passes import posteriors_of
+from slimbayes.engine.passes import posteriors_of
 
 Form = Literal["average", "mixture", "probs", "logits"]
 _FORMS = ("average", "mixture", "probs", "logits")
@@ -74,7 +74,8 @@ def kl(model: nn.Module) -> Tensor:
         True
     """
     layers = [m for m in model.modules() if isinstance(m, BayesLayer)]
-    found = [(p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()]
+    every = [(p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()]
+    found = list({id(pair[0]): pair for pair in reversed(every)}.values())[::-1]  # layers with one weight share a posterior: once
     terms: list[Tensor] = []
     for kind in dict.fromkeys((type(p), p.sharded) for p, _ in found):
         same = [pair for pair in found if (type(pair[0]), pair[0].sharded) == kind]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
-from slimbayes.layers import bayes_class
+from slimbayes.layers import bayes_class, class_for
+from slimbayes.layers.anything import NOT_WORTH_IT
 from slimbayes.layers.base import Converted
 from slimbayes.messages import did_you_mean
 from slimbayes.posteriors.base import Config
@@ -19,42 +20,79 @@ Selection = Pattern | Sequence[Pattern] | None
 
 @dataclass
 class Decision:
-    """What happens to one layer: the config that converts it, or the reason why it stays as it is."""
+    """What happens to one layer: the config that converts it, or the reason why it stays as it is.
+
+    `tied` names the layer whose posterior it shares, because they share the weight. A `problem` is a reason that a strict conversion
+    does not accept.
+    """
 
     name: str
     kind: str
     config: Config | None
     reason: str = ""
+    tied: str | None = None
+    problem: bool = False
+
+    def stay(self, reason: str, problem: bool = False) -> "Decision":
+        """Leave the layer as it is."""
+        self.config, self.reason, self.problem = None, reason, problem
+        return self
 
 
-def plan(model: nn.Module, config: Config | Mapping[str, Config], include: Selection, exclude: Selection) -> list[Decision]:
+def plan(
+    model: nn.Module, config: Config | Mapping[str, Config], include: Selection, exclude: Selection, strict: bool = False
+) -> list[Decision]:
     """Decide for every layer with parameters what a conversion does to it, without changing anything."""
-    if isinstance(config, Config) and config.whole and exclude is None and matches(include, "", model, default=True):
+    check_config(config)
+    if isinstance(config, Config) and config.whole and exclude is None and (include is None or _means_root(include, model)):
         return [_whole(model, config)]
     layers = dict(_layers(model))
-    check_patterns("include", include, layers)
-    check_patterns("exclude", exclude, layers)
-    if isinstance(config, Mapping):
-        check_patterns("config", list(config), layers)
-    chosen = {name: _choose(name, layer, config, include, exclude) for name, layer in layers.items()}
-    targets = _targets(model, layers, chosen, named=include is not None or isinstance(config, Mapping))
-    decisions, problems = [], []
+    included, excluded = selected("include", include, layers), selected("exclude", exclude, layers)
+    configs = {n: config for n in layers} if isinstance(config, Config) else _by_pattern(config, layers)
+    named = include is not None or isinstance(config, Mapping)
+    chosen = {}
     for name, layer in layers.items():
-        decision, problem = _decide(name, layer, chosen[name], targets)
+        inside = name in configs and (include is None or name in included)
+        chosen[name] = _choose(model, name, layer, configs.get(name) if inside else None, name in excluded, named)
+    targets = _targets(model, layers, chosen, named)
+    decisions = []
+    for name, layer in layers.items():
+        decision = _decide(Decision(name, type(layer).__name__, *chosen[name]), layer, targets)
         # Layers without parameters (dropout, norms without scale) are listed only where they become part of a posterior.
-        if decision.config is not None or problem or next(layer.parameters(), None) is not None:
+        if decision.config is not None or decision.problem or next(layer.parameters(), None) is not None:
             decisions.append(decision)
-        if problem:
-            problems.append(f"  {name or '(the model itself)'} ({decision.kind}): {problem}")
-    if problems:
-        raise ValueError(
-            "These layers cannot be converted:\n" + "\n".join(problems) + "\nLeave them as they are with exclude=[...], "
-            "or make their type known with register_layer (docs/adding_a_layer.md)."
-        )
+    _tie(decisions, layers, named)
+    if strict:
+        refuse(decisions)
     if not any(d.config for d in decisions) and not _all_deterministic(config):
         reasons = sorted({d.reason for d in decisions})
         raise ValueError(f"No layer would be converted. Reasons given: {'; '.join(reasons) or 'the model has no parameters'}.")
     return decisions
+
+
+def check_config(config: object) -> None:
+    """Refuse what is no config, in words."""
+    values = list(config.values()) if isinstance(config, Mapping) else [config]
+    for value in values:
+        if isinstance(value, type) and issubclass(value, Config):
+            raise TypeError(f"bayesianize needs a config, got the class {value.__name__} itself: write {value.__name__}().")
+        if not isinstance(value, Config):
+            raise TypeError(f"bayesianize needs a config such as Rank1(), or a mapping from names to configs, got {value!r}.")
+
+
+def refuse(decisions: Sequence[Decision]) -> None:
+    """Raise if a layer stays because it cannot be converted: what strict=True asks for."""
+    problems = [f"  {d.name or '(the model itself)'} ({d.kind}): {d.reason}" for d in decisions if d.problem]
+    if problems:
+        raise ValueError(
+            "These layers cannot be converted:\n" + "\n".join(problems) + "\nLeave them as they are with exclude=[...] or without strict=True, "
+            "or make their type known with register_layer (docs/adding_a_layer.md)."
+        )
+
+
+def _means_root(include: Selection, model: nn.Module) -> bool:
+    patterns = [include] if isinstance(include, (str, type)) or callable(include) else include or []
+    return any(_matching(pattern, {"": model}) for pattern in patterns)
 
 
 def _whole(model: nn.Module, config: Config) -> Decision:
@@ -63,6 +101,15 @@ def _whole(model: nn.Module, config: Config) -> Decision:
     if hasattr(model, "posterior"):
         raise ValueError(f"This {type(model).__name__} has an attribute `posterior` of its own, where its members would go. Wrap it: nn.Sequential(model).")
     return Decision("", type(model).__name__, config)
+
+
+def _by_pattern(config: Mapping[str, Config], layers: Mapping[str, nn.Module]) -> dict[str, Config]:
+    """The config of each layer: that of the first pattern that matches it."""
+    out: dict[str, Config] = {}
+    for pattern, one in config.items():
+        for name in selected("config", pattern, layers):
+            out.setdefault(name, one)
+    return out
 
 
 def _targets(
@@ -83,93 +130,125 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if owned and name.startswith(owned):
             continue
-        if isinstance(module, (nn.MultiheadAttention, Converted)):
+        known = bayes_class(module)
+        if isinstance(module, Converted) or (known is not None and isinstance(module, nn.MultiheadAttention)):
             owned += (f"{name}.",) if name else ("",)
         if parametrize.is_parametrized(module):
             owned += (f"{name}.parametrizations.",) if name else ("parametrizations.",)
-        if any(True for _ in module.parameters(recurse=False)) or bayes_class(module) or parametrize.is_parametrized(module):
+        if any(True for _ in module.parameters(recurse=False)) or known or parametrize.is_parametrized(module):
             yield name, module
 
 
 def _choose(
-    name: str, layer: nn.Module, config: Config | Mapping[str, Config], include: Selection, exclude: Selection
+    model: nn.Module, name: str, layer: nn.Module, chosen: Config | None, excluded: bool, named: bool
 ) -> tuple[Config | None, str]:
     """The config that is offered a layer, or why none is."""
-    chosen = config
-    if isinstance(config, Mapping):
-        chosen = next((c for pattern, c in config.items() if re.fullmatch(pattern, name)), None)  # type: ignore[assignment]
-    if chosen is None or not matches(include, name, layer, default=True):
+    if chosen is None:
         return None, "not included"
-    if matches(exclude, name, layer, default=False):
+    if excluded:
         return None, "excluded"
-    assert isinstance(chosen, Config)
     if not chosen.converts:
         return None, f"{type(chosen).__name__} converts nothing"
     kind = type(layer).__name__
-    if kind in chosen.leaves_alone and include is None and not isinstance(config, Mapping):
-        return None, chosen.leaves_alone[kind]
+    if not named:
+        reason = next((why for cls, why in chosen.leaves_alone.items() if any(cls == c.__name__ for c in type(layer).__mro__)), "")
+        reason = reason or ("" if chosen.whole else _not_worth_it(model, name, kind))
+        if reason:
+            return None, reason
     return chosen, ""
 
 
-def _decide(
-    name: str, layer: nn.Module, chosen: tuple[Config | None, str], targets: Mapping[Config, set[str] | None]
-) -> tuple[Decision, str]:
-    """The decision for one layer, and what makes its conversion impossible, if anything."""
-    (config, reason), kind = chosen, type(layer).__name__
+def _not_worth_it(model: nn.Module, name: str, kind: str) -> str:
+    """Why a layer is left alone unless it is included by name: tables of positions and routers."""
+    last = name.rsplit(".", 1)[-1]
+    router = "router" in last.lower() or "router" in kind.lower()
+    if last == "gate":
+        around = model.get_submodule(name.rpartition(".")[0])
+        router = any("expert" in child for child, _ in around.named_children())
+    if router:
+        return "a router: it is left alone unless included by name"
+    if NOT_WORTH_IT.search(last) or NOT_WORTH_IT.search(kind):
+        return "a table of positions or the like: it is left alone unless included by name"
+    return ""
+
+
+def _decide(decision: Decision, layer: nn.Module, targets: Mapping[Config, set[str] | None]) -> Decision:
+    """What becomes of one layer, with the reason if it stays."""
+    config = decision.config
     if config is None:
-        return Decision(name, kind, None, reason), ""
+        return decision
     wanted = targets[config]
-    if wanted is not None and name not in wanted:
-        return Decision(name, kind, None, config.leaves_alone.get(kind, f"not among the layers that {config.describe()} is for")), ""
+    if wanted is not None and decision.name not in wanted:
+        return decision.stay(config.leaves_alone.get(decision.kind, f"not among the layers that {config.describe()} is for"))
     if isinstance(layer, Converted):
-        return Decision(name, kind, None), "it is converted already; call debayesianize first, or exclude it"
-    return _decide_type(Decision(name, kind, config), layer)
+        return decision.stay("it is converted already; call debayesianize first, or exclude it", problem=True)
+    return _decide_type(decision, layer, config)
 
 
-def _decide_type(decision: Decision, layer: nn.Module) -> tuple[Decision, str]:
-    cls, config = bayes_class(layer), decision.config
-    assert config is not None
-    container = cls is None and any(True for _ in layer.children())
-    if config.whole and not container:
-        return decision, ""
-    if cls is not None and cls.kind in config.covers:
-        return decision, cls.refuse(layer) or ""
-    decision.config = None
-    if parametrize.is_parametrized(layer):
-        return decision, "its weight is computed by torch.nn.utils.parametrize; remove the parametrization first"
+def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decision:
+    known = bayes_class(layer)
+    container = known is None and any(True for child in layer.children() for _ in child.parameters())
+    if config.whole:
+        return decision if not container else decision.stay("its own parameters, beside those of its submodules, stay as they are")
+    if "posterior" in layer._modules or hasattr(type(layer), "posterior"):
+        return decision.stay("it has an attribute `posterior` of its own, where its posterior would go", problem=True)
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-        return decision, "it is not initialised yet; run one batch through the model first"
-    if (cls is not None or all(p.dim() < 2 for p in layer.parameters(recurse=False))) and not config.whole:
-        decision.reason = "it has no weight matrix: norm and scale parameters are shared by all members"
-        return decision, ""
-    if container:
-        decision.reason = "its own parameters, beside those of its submodules, stay point estimates"
-        return decision, ""
-    return decision, f"no Bayesian form of {type(layer).__module__}.{decision.kind} is known"
+        return decision.stay("it is not initialised yet; run one batch through the model first", problem=True)
+    if container and not parametrize.is_parametrized(layer):
+        return decision.stay("its own parameters, beside those of its submodules, stay point estimates")
+    cls = class_for(layer, config.covers)
+    if cls is not None:
+        reason = cls.refuse(layer)
+        return decision if reason is None else decision.stay(reason, problem=True)
+    if known is not None or all(p.dim() < 2 for p in layer.parameters(recurse=False)):
+        return decision.stay("it has no weight matrix: norm and scale parameters are shared by all members")
+    if type(layer).forward is nn.Module.forward:
+        return decision.stay("it only holds parameters, which stay point estimates")
+    return decision.stay(f"no Bayesian form of {type(layer).__module__}.{decision.kind} is known", problem=True)
 
 
-def matches(selection: Selection, name: str, layer: nn.Module, default: bool) -> bool:
-    """Whether a layer is selected by a pattern, a type, a predicate, or any of several; `default` where nothing is said."""
+def _tie(decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool) -> None:
+    """Layers that share a weight share one posterior; where one of them stays as it is, so do the others, unless included by name."""
+    users: dict[int, list[Decision]] = {}
+    for decision in decisions:
+        for parameter in layers[decision.name].parameters(recurse=False):
+            if parameter.dim() > 1:
+                users.setdefault(id(parameter), []).append(decision)
+    for group in users.values():
+        converted = [d for d in group if d.config is not None]
+        if len(group) < 2 or not converted or converted[0].config.whole:  # type: ignore[union-attr]
+            continue
+        if len(converted) < len(group) and not named:
+            left = next(d for d in group if d.config is None)
+            for d in converted:
+                d.stay(f"its weight is tied to {left.name}, which stays as it is; include it by name to convert both")
+            continue
+        for d in group:
+            if d is not converted[0]:
+                d.config, d.tied, d.reason = converted[0].config, converted[0].name, ""
+
+
+def selected(argument: str, selection: Selection, layers: Mapping[str, nn.Module]) -> set[str]:
+    """Names of the layers that patterns, types or predicates mean. A pattern that means none is a slip, and refused.
+
+    A string is a regular expression for a whole name; where no whole name matches, for the last parts of names.
+    """
     if selection is None:
-        return default
-    patterns = [selection] if isinstance(selection, (str, type)) or callable(selection) else selection
-    return any(_matches_one(p, name, layer) for p in patterns)
-
-
-def _matches_one(pattern: Pattern, name: str, layer: nn.Module) -> bool:
-    if isinstance(pattern, str):
-        return re.fullmatch(pattern, name) is not None
-    if isinstance(pattern, type):
-        return isinstance(layer, pattern)
-    return bool(pattern(name, layer))
-
-
-def check_patterns(argument: str, selection: Selection, layers: Mapping[str, nn.Module]) -> None:
-    """Every pattern must match a layer: one that does not is a slip that would otherwise pass in silence."""
-    if selection is None:
-        return
-    patterns = [selection] if isinstance(selection, (str, type)) or callable(selection) else list(selection)
-    for pattern in patterns:
-        if not any(_matches_one(pattern, name, layer) for name, layer in layers.items()):
+        return set()
+    out: set[str] = set()
+    for pattern in [selection] if isinstance(selection, (str, type)) or callable(selection) else selection:
+        found = _matching(pattern, layers)
+        if not found:
             label = pattern if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
             raise ValueError(f"{argument}={label!r} matches no layer with parameters{did_you_mean(str(label), layers)}")
+        out |= found
+    return out
+
+
+def _matching(pattern: Pattern, layers: Mapping[str, nn.Module]) -> set[str]:
+    if isinstance(pattern, str):
+        whole = {n for n in layers if re.fullmatch(pattern, n)}
+        return whole or {n for n in layers if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", n)}
+    if isinstance(pattern, type):
+        return {n for n, layer in layers.items() if isinstance(layer, pattern)}
+    return {n for n, layer in layers.items() if pattern(n, layer)}

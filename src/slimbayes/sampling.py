@@ -1,23 +1,26 @@
-"""sample and frozen: run a model under S draws at once, or hold draws over many calls.
+"""sample, frozen and write_out: run a model under S draws, hold draws over many calls, or write one into a plain model.
 
 Sizes: S draws, B rows of the caller's batch, K members. Folded batches are draw-major: rows [j*B:(j+1)*B] belong to draw j, and
 draw j to member j mod K.
 """
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from slimbayes import passes
-from slimbayes.convert import conversions_of
-from slimbayes.passes import Pass
-from slimbayes.posteriors.base import Posterior
+from slimbayes.convert import conversions_of, debayesianize
+from slimbayes.engine import calls, passes
+from slimbayes.engine.calls import Fold
+from slimbayes.engine.passes import Pass, Unproven
+from slimbayes.engine.tree import arrays_of
+from slimbayes.layers.base import BayesLayer, Converted
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def members(model: nn.Module) -> int:
@@ -27,22 +30,27 @@ def members(model: nn.Module) -> int:
     >>> members(sb.bayesianize(nn.Linear(2, 2), sb.BatchEnsemble(members=3)))
     3
     """
-    conversions_of(model)
-    return math.lcm(*(p.members for p in passes.posteriors_of(model)))
+    return math.lcm(*(p.members for p in posteriors_in(model)))
 
 
-def sample(
-    model: nn.Module, *args: Any, draws: int = 1, rows: Literal["tile", "split"] = "tile", fold: bool = True, **kwargs: Any
-) -> Any:
+def posteriors_in(model: nn.Module) -> list[Any]:
+    """The posteriors of a converted model, or of a part of one; refuses a model that was never converted."""
+    found = passes.posteriors_of(model)
+    if not found:
+        conversions_of(model)
+    return found
+
+
+def sample(model: nn.Module, *args: Any, draws: int = 1, rows: Literal["tile", "split"] = "tile", fold: Fold = "auto", **kwargs: Any) -> Any:
     """Run the model under S = members x draws draws from its posterior.
 
     Args:
-        model: a converted model; its mode (train or eval) is left as it is.
-        *args, **kwargs: what the model takes. Every tensor with as many rows as the first one is repeated for each draw.
+        model: a converted model, or a part of one; its mode (train or eval) is left as it is.
+        *args, **kwargs: what the model takes. What holds rows is found out on the first call and repeated for each draw.
         draws: draws from every member.
         rows: "tile" lets every draw see every row; "split" hands the rows out, the first S-th of them to draw 0.
-        fold: run all draws as one large batch; False runs them one after another, for models that mix the rows of a batch or
-            lay them out in an unusual way.
+        fold: True runs all draws as one large batch, False one after another: the same draws, so the same outputs. "auto" folds where
+            that was proven to be right for this kind of input, and says so once where it is not.
 
     Shape: every tensor of the output gets a leading axis S; what follows is what the plain model returns.
     Draw j belongs to member j mod K.
@@ -55,103 +63,29 @@ def sample(
     """
     if draws < 1:
         raise ValueError(f"sample needs at least one draw, got draws={draws!r}.")
-    modules = list(model.modules())  # walked once: on small networks this is most of the overhead
-    posteriors = [m for m in modules if isinstance(m, Posterior)]
-    conversion = next((m.__dict__["_slimbayes"] for m in modules if "_slimbayes" in m.__dict__), None)
-    batch_dim = conversions_of(model)[0][1].batch_dim if conversion is None else conversion.batch_dim
-    size = passes.infer_rows((args, kwargs), batch_dim)
-    if size is None:
+    posteriors = posteriors_in(model)
+    if not arrays_of((args, kwargs)):
         raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
-    held = posteriors[0].current if posteriors and passes.is_open(posteriors) else None
-    total = math.lcm(*(p.members for p in posteriors)) * draws
-    if held is not None:
-        if not held.held:
-            raise ValueError("sample was called inside a forward pass of the same model; call it from outside.")
-        total = held.draws or 1
-    if rows == "split":
-        if size % total:
-            raise ValueError(
-                f"rows='split' hands rows out to {total} draws (members x draws) evenly, but the batch has {size} rows. "
-                f"Use a multiple of {total}, or call model(x), which takes any number."
-            )
-        return _run(model, posteriors, (args, kwargs), total, size // total, batch_dim, held, first=0, tile=False)
-    if fold or held is not None:
-        return _run(model, posteriors, (args, kwargs), total, size, batch_dim, held, first=0, tile=True)
-    parts = [_run(model, posteriors, (args, kwargs), 1, size, batch_dim, None, first=j, tile=True) for j in range(total)]
-    return pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+    if not posteriors:
+        return calls.stack_draws([model(*args, **kwargs)])
+    held = passes.of(posteriors[0].key)
+    if held is not None and not held.held:
+        raise ValueError("sample was called inside a forward pass of the same model; call it from outside.")
+    held = None if isinstance(held, calls.Scope) else held
+    total = calls.total_draws(posteriors, draws) if held is None else held.total
+    return sampled(model, args, kwargs, total, fold, held, rows == "split")
 
 
-def _run(
-    model: nn.Module, posteriors: list[Any], inputs: Any, draws: int, rows: int, batch_dim: int, held: Pass | None, first: int, tile: bool
-) -> Any:
-    """One forward of draws x rows rows, unfolded into (draws, rows, ...)."""
-    args, kwargs = tile_rows(inputs, rows, draws, batch_dim) if tile and draws > 1 else inputs
-    recurrent = isinstance(model, nn.RNNBase)
-    if recurrent and tile and len(inputs[0]) > 1:  # states hold their rows along dimension 1 and may hold as many layers as rows
-        args = (args[0], tile_rows(inputs[0][1], rows, draws, 1))
-    current = held
-    if held is not None:
-        held.rows, held.turn = draws * rows, held.turn + 1
-    elif posteriors:
-        current = passes.begin(posteriors, Pass(draws, draws * rows, first))
+def sampled(model: nn.Module, args: Any, kwargs: Any, total: int, fold: Fold, held: Pass | None = None, split: bool = False) -> Any:
+    """Outputs (S, B, ...) of one call under so many draws."""
+    new, layout, folds = calls.draw_all(model, args, kwargs, total, fold, held, split)
     try:
-        outputs = model(*args, **kwargs)
-        passes.remember(posteriors, outputs)
-        if recurrent:
-            return split_rows(outputs[0], draws, rows, batch_dim), split_rows(outputs[1], draws, rows, 1)
-        return split_rows(outputs, draws, rows, batch_dim)
-    finally:
-        if current is not None and held is None:
-            current.open = False
-
-
-def run_pass(model: nn.Module, posteriors: list[Any], inputs: Any, current: Pass, rows: int, batch_dim: int) -> Any:
-    """Outputs (S, rows, ...) of a pass that is open already."""
-    return _run(model, posteriors, inputs, current.draws or 1, rows, batch_dim, current, first=0, tile=True)
-
-
-def tile_rows(inputs: Any, rows: int, draws: int, batch_dim: int = 0) -> Any:
-    """Repeat every tensor of `rows` rows once for each draw, whole block after whole block.
-
-    >>> tile_rows(torch.tensor([1, 2]), rows=2, draws=2)
-    tensor([1, 2, 1, 2])
-    """
-
-    def tile(leaf: Any) -> Any:
-        if isinstance(leaf, PackedSequence):
-            padded, lengths = pad_packed_sequence(leaf)
-            return pack_padded_sequence(padded.repeat(1, draws, *[1] * (padded.dim() - 2)), lengths.repeat(draws), enforce_sorted=False)
-        if not isinstance(leaf, Tensor) or leaf.dim() <= batch_dim or leaf.shape[batch_dim] != rows:
-            return leaf
-        repeats = [1] * leaf.dim()
-        repeats[batch_dim] = draws
-        if leaf.dim() == 4 and batch_dim == 0 and not leaf.is_contiguous() and leaf.is_contiguous(memory_format=torch.channels_last):
-            return leaf.permute(0, 2, 3, 1).repeat(repeats).permute(0, 3, 1, 2)  # repeat forgets the memory format
-        return leaf.repeat(repeats)
-
-    return pytree.tree_map(tile, inputs, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
-
-
-def split_rows(outputs: Any, draws: int, rows: int, batch_dim: int = 0) -> Any:
-    """Undo `tile_rows` on an output: every tensor of draws x rows rows becomes (draws, rows, ...).
-
-    >>> split_rows(torch.tensor([1, 2, 3, 4]), draws=2, rows=2)
-    tensor([[1, 2],
-            [3, 4]])
-    """
-
-    def split(leaf: Any) -> Any:
-        if isinstance(leaf, PackedSequence):
-            raise ValueError("A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence.")
-        if not isinstance(leaf, Tensor):
-            return leaf
-        fits = [d for d in range(leaf.dim()) if leaf.shape[d] == draws * rows]
-        if not fits:
-            return leaf.expand(draws, *leaf.shape)  # no rows in it: the same for every draw
-        dim = batch_dim if batch_dim in fits else fits[0]  # a recurrent state keeps its rows elsewhere
-        return leaf.unflatten(dim, (draws, rows)).movedim(dim, 0)
-
-    return pytree.tree_map(split, outputs, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+        return calls.run_draws(model, args, kwargs, new, layout, folds, tile=not split)
+    except Unproven as error:
+        if fold is True or layout.why:
+            raise ValueError(f"The draws of this model cannot share a forward: {error}. Use fold=False.") from error
+        layout.folds, layout.apart, layout.why = False, False, str(error)
+        return sampled(model, args, kwargs, total, fold, held, split)
 
 
 @contextmanager
@@ -170,27 +104,62 @@ def frozen(model: nn.Module, draws: int = 1) -> Iterator[nn.Module]:
         >>> same
         True
     """
-    posteriors = passes.posteriors_of(model)
-    if posteriors and passes.is_open(posteriors):
-        raise ValueError("frozen cannot be nested: draws are already held.")
-    total = members(model) * draws
-    current = Pass(total, None, held=True)
-    if posteriors:
-        passes.begin(posteriors, current)
-    try:
+    posteriors = posteriors_in(model)
+    if draws < 1:
+        raise ValueError(f"frozen needs at least one draw, got draws={draws!r}.")
+    if not posteriors:
         yield model
-    finally:
-        current.open = False
+        return
+    if passes.of(posteriors[0].key) is not None:
+        raise ValueError("frozen cannot be nested: draws are already held.")
+    new = passes.draw(posteriors, Pass(calls.total_draws(posteriors, draws), 1, held=True))
+    with passes.holding(new):
+        yield model
 
 
-def call_batch(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """How to hand a data loader's batch to a model: inputs of an (inputs, targets) pair, a mapping by keyword if it fits."""
-    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
-        batch = batch[0]
-    if isinstance(batch, Mapping):
-        import inspect
+def write_out(model: Model, draw: int = 0) -> Model:
+    """A plain copy of a model with the weights of one draw that `frozen` holds: no posterior, the classes it had.
 
-        accepted = inspect.signature(model.forward).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in accepted.values()) or set(batch) <= set(accepted):
-            return (), dict(batch)
-    return (batch,), {}
+    Args:
+        draw: number of the held draw, which belongs to member draw mod K.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net, x = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2)), torch.randn(5, 4)
+        >>> with frozen(net, draws=3):
+        ...     bool(torch.allclose(write_out(net, 4)(x), sample(net, x)[4], atol=1e-6))
+        True
+    """
+    posteriors = posteriors_in(model)
+    held = passes.of(posteriors[0].key) if posteriors else None
+    if posteriors and (held is None or not held.held or not 0 <= draw < held.total):
+        raise ValueError(f"write_out(model, {draw}) needs that draw to be held: call it inside `with frozen(model, draws=...):`.")
+    if not posteriors or held is None:
+        return debayesianize(copy.deepcopy(model))
+    return passes.run(held.single(draw), _written, model)
+
+
+@torch.no_grad()
+def _written(model: Model) -> Model:
+    if isinstance(model, Converted) and not isinstance(model, BayesLayer):
+        members: Any = model.posterior["members"]
+        index = int(members.values()[0])
+        return debayesianize(copy.deepcopy(members.others[index - 1] if index else model))
+    plain = debayesianize(copy.deepcopy(model))
+    for name, layer in model.named_modules():
+        if isinstance(layer, BayesLayer):
+            _fill(plain.get_submodule(name), layer)
+        elif isinstance(layer, Converted):
+            parent, _, last = name.rpartition(".")
+            setattr(plain.get_submodule(parent), last, _written(layer))
+    return plain
+
+
+def _fill(plain: nn.Module, layer: BayesLayer) -> None:
+    """Write the drawn weights of one layer into its plain copy."""
+    for site in layer.sites():
+        posterior: Any = layer.posterior[site.name]
+        if not posterior.has_weights:
+            raise ValueError(f"{posterior.name}: a draw of {type(posterior).__name__} is no weight that could be written out.")
+        weight, bias = posterior.materialise(layer.linear_map(site.name), 0)
+        layer.write(plain, site, weight, bias)

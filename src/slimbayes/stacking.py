@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.inference import choices_of, predict
-from slimbayes.passes import posteriors_of
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.mixture import MixturePosterior
 from slimbayes.prediction import Likelihood

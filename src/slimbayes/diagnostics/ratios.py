@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from slimbayes.distributions import Normal
 from slimbayes.layers.base import BayesLayer, LinearMap
-from slimbayes.passes import posteriors_of
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.posteriors.base import Posterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.posteriors.priors import EmpiricalBayes, HeNormal, TiedMean, prior_of_biases
@@ -146,7 +146,6 @@ def _rank1_terms(posterior: Rank1Posterior) -> Tensor:
 
 
 def _factor_terms(posterior: Posterior, factor: Factor, noise: Tensor) -> Tensor:
-    assert posterior.current is not None
     of_members = factor.distribution()
     loc, scale = (posterior.current.pick(posterior, part.double(), len(noise)) for part in (of_members.loc, of_members.scale))
     q = type(of_members)(loc, scale)

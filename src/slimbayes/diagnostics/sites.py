@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from slimbayes.convert import conversions_of
 from slimbayes.layers.base import BayesLayer
 from slimbayes.objective import check_finite
-from slimbayes.passes import is_open, posteriors_of
-from slimbayes.planning import Decision, Selection, check_patterns, matches
+from slimbayes.engine import passes
+from slimbayes.engine.passes import posteriors_of
+from slimbayes.planning import Decision, Selection, selected
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.gaussian import GaussianPosterior
 
@@ -74,9 +75,9 @@ def gaussian_sites(model: nn.Module, include: Selection = None, exclude: Selecti
             f"No layer of this {type(model).__name__} has a Gaussian posterior over its weights; found: {', '.join(kinds)}. "
             f"Convert it with MeanField, KTied or MatrixNormal."
         )
-    check_patterns("include", include, layers)
-    check_patterns("exclude", exclude, layers)
-    chosen = {n: l for n, l in layers.items() if matches(include, n, l, True) and not matches(exclude, n, l, False)}
+    inside = selected("include", include, layers) if include is not None else set(layers)
+    outside = selected("exclude", exclude, layers)
+    chosen = {n: layer for n, layer in layers.items() if n in inside and n not in outside}
     return [
         GaussianSite(f"{name}.{key}".lstrip("."), name, layer, key, posterior)  # type: ignore[arg-type]
         for name, layer in chosen.items()
@@ -100,7 +101,7 @@ def decisions_of(model: nn.Module) -> dict[str, Decision]:
 
 def refuse_open_pass(model: nn.Module, verb: str) -> None:
     """Draws that are held were made from the scales about to change."""
-    if is_open(posteriors_of(model)):
+    if any(passes.of(p.key) is not None for p in posteriors_of(model)[:1]):
         raise ValueError(
             f"{verb} cannot change a model whose draws are held. Call it outside `frozen` and the model's forward."
         )

@@ -66,7 +66,7 @@ def _in_own_units(task: Task, rows: Split) -> Split:
 
 
 def _random(network: nn.Module) -> bool:
-    from slimbayes.passes import posteriors_of
+    from slimbayes.engine.passes import posteriors_of
 
     return bool(posteriors_of(network))
 

@@ -25,7 +25,7 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
     Shape: as nn.MultiheadAttention: query (L, R, E), or (R, L, E) with batch_first, or unbatched (L, E).
     """
 
-    plain = nn.MultiheadAttention
+    plain, reads = nn.MultiheadAttention, ()
 
     def sites(self) -> list[Site]:
         bias, size = self.in_proj_bias is not None, self.embed_dim
@@ -37,10 +37,9 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
         ]
         return [*sites, Site("out", size, size, self.out_proj.bias is not None, "out_proj.weight", (size, size), positions="many")]
 
-    def linear_map(self, site: str) -> LinearMap:
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias = self._parameters_of(site)
-        batch_dim = 0 if self.batch_first else 1
-        return LinearMap(weight, bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name, certain=True)
+        return LinearMap(weight, bias, F.linear, matrix_outer, 0 if self.batch_first else 1, -1, self.posterior[site].name)
 
     def _parameters_of(self, site: str) -> tuple[Tensor, Tensor | None]:
         if site == "out":
@@ -49,8 +48,18 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
         weight = self.in_proj_weight[rows] if self._qkv_same_embed_dim else getattr(self, f"{site}_proj_weight")
         return weight, None if self.in_proj_bias is None else self.in_proj_bias[rows]
 
-    def count_rows(self, query: Tensor, *args: Any, **kwargs: Any) -> int:
-        return 1 if query.dim() == 2 else query.shape[0 if self.batch_first else 1]
+    def write(self, plain: Any, site: Site, weight: Tensor, bias: Tensor | None) -> None:
+        rows = slice(_BLOCKS.get(site.name, 0) * self.embed_dim, (_BLOCKS.get(site.name, 0) + 1) * self.embed_dim)
+        if site.name == "out":
+            plain.out_proj.weight.copy_(weight)
+        elif self._qkv_same_embed_dim:
+            plain.in_proj_weight[rows] = weight
+        else:
+            getattr(plain, f"{site.name}_proj_weight").copy_(weight)
+        if bias is not None and site.name == "out":
+            plain.out_proj.bias.copy_(bias)
+        elif bias is not None:
+            plain.in_proj_bias[rows] = bias
 
     def run(
         self,
@@ -69,13 +78,14 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
         if not batched:
             query, key, value = (t.unsqueeze(1 - seq) for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        q, k, v = self.project("q", query), self.project("k", key), self.project("v", value)
+        rows = 1 - seq
+        q, k, v = self.project("q", query, rows), self.project("k", key, rows), self.project("v", value, rows)
         if not self.batch_first:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         k, v, extra = self._extend(k, v)
         mask = self._mask(q, k.shape[1], key_padding_mask, attn_mask, extra)
         y, weights = self._attend(q, k, v, mask, need_weights)
-        y = self.project("out", y if self.batch_first else y.transpose(0, 1))
+        y = self.project("out", y if self.batch_first else y.transpose(0, 1), rows)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
@@ -96,16 +106,11 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
         """Both masks as one additive tensor that broadcasts to (R, h, L, S)."""
         total: Tensor | None = None
         if attn is not None:
-            if attn.dim() == 2:
-                attn = attn[: q.shape[1], : keys - extra]  # as many tokens as rows: sample took it for a batch and tiled it
             attn = F.pad(_additive(attn, q.dtype), (0, extra))
             if attn.dim() == 3:
-                # A mask for every head of every row of the untiled batch repeats for each draw.
-                attn = attn.repeat(q.shape[0] * self.num_heads // attn.shape[0], 1, 1).view(-1, self.num_heads, q.shape[1], keys)
+                attn = attn.view(-1, self.num_heads, q.shape[1], keys)
             total = attn
         if padding is not None:
-            padding = padding[:, : keys - extra]
-            padding = padding.repeat(q.shape[0] // padding.shape[0], 1)  # (rows, keys) even where inputs are (keys, rows, channels)
             padding = F.pad(_additive(padding, q.dtype), (0, extra))[:, None, None]
             total = padding if total is None else total + padding
         return total

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from slimbayes import passes
-from slimbayes.passes import Pass, apply_rows, batch_dim_of, block_of_row, block_sizes
+from slimbayes.engine import calls, passes
+from slimbayes.engine.passes import Pass
+from slimbayes.engine.rows import apply_rows, sizes_of_blocks, spread
 from slimbayes.posteriors.base import Kind, Posterior, Site
 
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -22,6 +24,8 @@ Outer = Callable[[Tensor, Tensor], Tensor]
 @dataclass
 class LinearMap:
     """A linear map of a layer: y = op(x, weight, bias), rows along `batch_dim`, channels along `channel_dim` of x and of y.
+
+    A `batch_dim` of -1 means a single row that stands for all.
 
     `outer(r, s)` spreads output factors r (n_out,) and input factors s (n_in,) to a tensor that broadcasts against `weight`.
     """
@@ -33,15 +37,15 @@ class LinearMap:
     batch_dim: int
     channel_dim: int
     name: str
-    certain: bool = False  # the layer itself defines batch_dim, so rows found elsewhere are a misunderstanding
     foldable: bool = True  # one draw for all rows may be multiplied into the weight (a lookup touches few rows of it)
+    mask: Tensor | None = None  # broadcasts against weight: zero where it must stay as it is (padding, pruned)
 
     def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None) -> Tensor:
         """op(x . s) . r without a bias, where . is `combine` (multiply or add), s is (n, n_in) and r is (n, n_out) or None.
 
         With `weights` (blocks, ...) each block of rows has a weight of its own.
         """
-        x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, self.name, self.certain)
+        x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim)
         y = self.apply(x, weights, current)
         return y if r is None else self.rows(combine, y, r, current)
 
@@ -60,40 +64,30 @@ class LinearMap:
             y = y + self.modulated(combine, x, s[:, j], r[:, j], current)
         return y / s.shape[1] if s.shape[1] > 1 else y
 
-    def batch_dim_in(self, x: Tensor, current: Pass) -> int:
-        """The dimension of x that holds the rows of this pass."""
-        return batch_dim_of(x, current.rows or 0, self.batch_dim, self.channel_dim, self.name, self.certain)
-
-    def by_row(self, lines: Tensor, x: Tensor, current: Pass) -> Tensor:
-        """Repeat what has one line for each draw along the rows of x: (.., n, ..) -> (.., rows, ..)."""
-        dim = self.batch_dim_in(x, current)
-        seen, rows = x.shape[dim], current.rows or x.shape[dim]
-        if seen % rows == 0 and rows % lines.shape[dim]:  # a row of the pass may have become several
-            return lines.index_select(dim, block_of_row(rows, lines.shape[dim], x.device).repeat_interleave(seen // rows))
-        return lines.index_select(dim, block_of_row(seen, lines.shape[dim], x.device))
+    def masked(self, change: Tensor) -> Tensor:
+        """A change of the weight, without what must stay as it is."""
+        return change if self.mask is None else change * self.mask.to(change.dtype)
 
     def rows(self, combine: Any, y: Tensor, factor: Tensor, current: Pass) -> Tensor:
         """Combine the outputs with one line of factors (n, n_out) for each draw."""
-        return apply_rows(combine, y, factor, current, self.batch_dim, self.channel_dim, self.name, self.certain)
+        return apply_rows(combine, y, factor, current, self.batch_dim, self.channel_dim)
 
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         """Apply one weight (n, ...) and bias (n, n_out) to each block of rows."""
         if len(weights) == 1:
             return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))  # cheaper backward than [0]
-        batch_dim = self.batch_dim_in(x, current)
-        if x.shape[batch_dim] == 1 and (current.rows or 1) > 1:  # one row that stands for all: every draw sees it
-            shape = list(x.shape)
-            shape[batch_dim] = len(weights)
-            alone = Pass(len(weights), len(weights))
-            y = self.blocks(x.expand(shape), weights, biases, alone)
-            return y.index_select(batch_dim, block_of_row(current.rows or 1, len(weights), x.device))
-        if sizes := uneven_sizes(x.shape[batch_dim], len(weights), current):
+        x, batch_dim = spread(x, current.rows, self.batch_dim)
+        sizes = sizes_of_blocks(x.shape[batch_dim], len(weights), current)
+        if len(set(sizes)) > 1:
             parts = [self.op(part, weights[j], None if biases is None else biases[j]) for j, part in enumerate(x.split(sizes, batch_dim))]
             return torch.cat(parts, batch_dim)
         if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):  # vmap runs past autocast
             lower = torch.get_autocast_dtype(x.device.type)
             with torch.autocast(x.device.type, enabled=False):
-                return self.blocks(x.to(lower), weights.to(lower), None if biases is None else biases.to(lower), current)
+                return self._batched(x.to(lower), weights.to(lower), None if biases is None else biases.to(lower), batch_dim)
+        return self._batched(x, weights, biases, batch_dim)
+
+    def _batched(self, x: Tensor, weights: Tensor, biases: Tensor | None, batch_dim: int) -> Tensor:
         blocks = x.unflatten(batch_dim, (len(weights), -1))
         in_dims = (batch_dim, 0, None if biases is None else 0)
         y = torch.vmap(self.op, in_dims, out_dims=batch_dim)(blocks, weights, biases)
@@ -101,8 +95,9 @@ class LinearMap:
 
     def chosen(self, x: Tensor, weights: Tensor, biases: Tensor | None, index: Tensor, current: Pass) -> Tensor:
         """`blocks` with weights[index[j]] for block j: rows that share one of few weights (K, ...) meet it together."""
-        batch_dim = self.batch_dim_in(x, current)
-        if torch.compiler.is_compiling() or not self.foldable or uneven_sizes(x.shape[batch_dim], len(index), current):
+        x, batch_dim = spread(x, current.rows, self.batch_dim)
+        even = len(set(sizes_of_blocks(x.shape[batch_dim], len(index), current))) == 1
+        if torch.compiler.is_compiling() or not self.foldable or not even:
             return self.blocks(x, weights.index_select(0, index), None if biases is None else biases.index_select(0, index), current)
         order = index.argsort()
         blocks = x.unflatten(batch_dim, (len(index), -1))
@@ -122,23 +117,47 @@ class LinearMap:
         return y + self.bias.to(y.dtype).view(shape)
 
 
-def uneven_sizes(seen: int, blocks: int, current: Pass) -> list[int]:
-    """Sizes of blocks of rows that are not all alike, or none. A row of the pass may have become several: they stay together.
-
-    >>> uneven_sizes(6, 2, Pass(2, 3)), uneven_sizes(6, 2, Pass(2, 6))
-    ([4, 2], [])
-    """
-    rows = current.rows or seen
-    if seen % rows:
-        rows = seen
-    return [seen // rows * size for size in block_sizes(rows, blocks)] if rows % blocks else []
-
-
 class Converted(nn.Module):
     """A module whose class was swapped: `plain` is the class it had, `posterior` what it gained."""
 
     plain: ClassVar[type[nn.Module]]
     posterior: nn.ModuleDict
+
+    @property
+    def key(self) -> str:
+        """How passes know it: by its first posterior."""
+        return next(iter(self.posterior._modules.values())).key  # type: ignore[union-attr, return-value]
+
+    @property
+    def label(self) -> str:
+        """Its name in the converted model, for messages."""
+        site, posterior = next(iter(self.posterior._modules.items()))
+        name = posterior.name.removesuffix(site).rstrip(".")  # type: ignore[union-attr, operator]
+        return name or "the model itself"
+
+    def run_plain(self, args: Any, kwargs: Any) -> Any:
+        """What the module did before it was converted."""
+        return self.plain.forward(self, *args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward under the pass under way."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = passes.of(self.key)
+        if found is None or found.held:
+            return calls.bare(self, self._inside, args, kwargs)
+        return self._inside(*args, **kwargs)
+
+    def _inside(self, *args: Any, **kwargs: Any) -> Any:
+        found = passes.of(self.key)
+        assert found is not None
+        if found.probing:
+            return found.visit(self, args, kwargs)  # type: ignore[attr-defined]
+        if not torch.compiler.is_compiling():
+            found.drawn_yet = True
+            found.met[self.key] = None
+        return self.run(*args, **kwargs)
 
 
 def posteriors_at(module: Converted) -> list[Posterior]:
@@ -150,12 +169,16 @@ class BayesLayer(Converted):
     """Mixin of converted layers. Subclasses also inherit the plain torch class, which `plain` names."""
 
     kind: ClassVar[Kind] = "matrix"
+    reads: ClassVar[tuple[str, ...]] = ("weight", "bias")  # parameters that others may read past the layer's forward
     if TYPE_CHECKING:  # a mixin reads attributes of the plain class it is mixed with
 
         def __getattr__(self, name: str) -> Any: ...
 
-    channels_last: ClassVar[bool] = False  # rows may lie along any dimension but the last
-    batch_dim: int = 0  # instances override it where rows lie elsewhere
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in cls.reads:
+            if "plain" in cls.__dict__ and name not in cls.__dict__:
+                setattr(cls, name, _reading(name))
 
     @classmethod
     def refuse(cls, layer: nn.Module) -> str | None:
@@ -166,35 +189,111 @@ class BayesLayer(Converted):
         """The weight matrices that posteriors cover. Also called on the plain layer, before its class is swapped."""
         raise NotImplementedError
 
-    def linear_map(self, site: str) -> LinearMap:
-        """The map of one site, with its present weight and bias."""
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
+        """The map of one site, with its present weight and bias, for inputs with rows along `batch_dim`."""
         raise NotImplementedError
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's forward, written with `project`."""
-        raise NotImplementedError
+    def own(self, name: str) -> Any:
+        """A parameter of the layer itself, whatever the pass under way."""
+        return own_value(self, name)
 
-    def count_rows(self, *args: Any, **kwargs: Any) -> int:
-        """Rows of an input, for a call outside any pass of the whole model."""
-        rows = passes.infer_rows((args, kwargs), self.batch_dim)
-        return 1 if rows is None else rows
+    def rows_of(self, x: Tensor) -> int:
+        """The dimension of an input that holds rows, as proven."""
+        found = passes.of(self.key)
+        assert found is not None
+        return found.dim(self.key, x)
 
     def posteriors(self) -> list[Posterior]:
         return posteriors_at(self)
 
-    def project(self, site: str, x: Tensor) -> Tensor:
+    def project(self, site: str, x: Tensor, batch_dim: int | None = None) -> Tensor:
         """Apply this pass's draw of one site's linear map."""
-        return self.posterior[site](x, self.linear_map(site))
+        return self.posterior[site](x, self.linear_map(site, self.rows_of(x) if batch_dim is None else batch_dim))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        posteriors = self.posteriors()
-        if passes.is_open(posteriors):
-            return self.run(*args, **kwargs)
-        own = passes.begin_bare(posteriors, self.count_rows(*args, **kwargs))
-        try:
-            return self.run(*args, **kwargs)
-        finally:
-            own.open = False
+    def write(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
+        """Put a drawn weight and bias into a plain layer of the same type."""
+        for name, value in ((site.parameter, weight), (site.bias_parameter, bias)):
+            if value is not None:
+                set_value(plain, name, value)
+
+    def drawn_value(self, name: str) -> Any:
+        """A parameter as drawn in this pass, for code that uses it past the layer's forward."""
+        found = passes.of(self.key)
+        if found is not None and not torch.compiler.is_compiling():
+            found.met[self.key] = None
+        for site in self.sites():
+            posterior: Any = self.posterior[site.name]
+            if name in (site.parameter, site.bias_parameter) and posterior.has_weights and posterior.drawn == 1:
+                return posterior.materialise(self.linear_map(site.name), 0)[name != site.parameter]
+        return self.own(name)
+
+
+def own_value(layer: nn.Module, name: str) -> Any:
+    """A layer's parameter; computed anew where torch.nn.utils computes it from others."""
+    if name in layer._parameters:
+        return layer._parameters[name]
+    if name in layer.__dict__:  # old-style weight norm, spectral norm and pruning set it before each forward
+        for hook in layer._forward_pre_hooks.values():
+            if getattr(hook, "name", getattr(hook, "_tensor_name", None)) == name:
+                return _recomputed(hook, layer)
+        return layer.__dict__[name]
+    if "parametrizations" in layer._modules and name in layer.parametrizations:  # type: ignore[operator]
+        return layer.parametrizations[name]()  # type: ignore[index, operator]
+    raise AttributeError(f"{type(layer).__name__!r} object has no attribute {name!r}")
+
+
+def set_value(layer: nn.Module, name: str, value: Tensor) -> None:
+    """Set a parameter of a plain layer for good: what torch.nn.utils computed it from goes."""
+    if parametrize.is_parametrized(layer, name):
+        parametrize.remove_parametrizations(layer, name)
+    for key, hook in list(layer._forward_pre_hooks.items()):
+        if getattr(hook, "name", getattr(hook, "_tensor_name", None)) == name:
+            del layer._forward_pre_hooks[key]
+    layer.__dict__.pop(name, None)
+    requires_grad = layer._parameters[name].requires_grad if layer._parameters.get(name) is not None else True
+    layer._parameters[name] = nn.Parameter(value.detach().clone(), requires_grad=requires_grad)
+
+
+def has(layer: nn.Module, name: str) -> bool:
+    """Whether a layer has a parameter of this name."""
+    try:
+        return own_value(layer, name) is not None
+    except AttributeError:
+        return False
+
+
+def mask_of(layer: nn.Module) -> Any:
+    """Where pruning keeps a weight, as torch.nn.utils.prune notes it."""
+    return layer._buffers.get("weight_mask")
+
+
+def _recomputed(hook: Any, layer: nn.Module) -> Any:
+    if hasattr(hook, "apply_mask"):
+        return hook.apply_mask(layer)
+    if type(hook).__name__ == "SpectralNorm":
+        return hook.compute_weight(layer, do_power_iteration=False)
+    return hook.compute_weight(layer)
+
+
+def _reading(name: str) -> property:
+    """An attribute of a converted layer: its own parameter, and while a draw of it is under way elsewhere, the drawn one."""
+
+    def get(layer: Any) -> Any:
+        value = own_value(layer, name)
+        found = None if value is None or "posterior" not in layer._modules else passes.of(layer.key)
+        if found is None or found.held:
+            return value
+        if (layer.key, name) in found.substitutes:
+            return found.substitutes[layer.key, name]
+        if found.probing:
+            inside = found.inside and found.inside[-1] == layer.key  # type: ignore[attr-defined]
+            return value if inside else found.quiet.watch(value, layer.label)  # type: ignore[attr-defined]
+        return layer.drawn_value(name)
+
+    def put(layer: Any, value: Any) -> None:
+        layer.__dict__[name] = value
+
+    return property(get, put)
 
 
 def matrix_outer(r: Tensor, s: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.layers.base import BayesLayer, LinearMap, Op
+from slimbayes.layers.base import BayesLayer, LinearMap, Op, has, mask_of, own_value
 from slimbayes.posteriors.base import Site
 
 
@@ -18,25 +18,22 @@ class _BayesConv(BayesLayer):
 
     def sites(self) -> list[Site]:
         out_dim = int(isinstance(self, nn.modules.conv._ConvTransposeNd))  # a transposed kernel is stored inputs first
-        shape = tuple(self.weight.shape)
-        return [Site("weight", self.in_channels, self.out_channels, self.bias is not None, "weight", shape, out_dim, "many")]
+        shape = tuple(own_value(self, "weight").shape)
+        return [Site("weight", self.in_channels, self.out_channels, has(self, "bias"), "weight", shape, out_dim, "many")]
 
-    def _map(self, op: Any, outer: Any) -> LinearMap:
-        name = self.posterior["weight"].name
-        return LinearMap(self.weight, self.bias, op, outer, self.batch_dim, 1, name)
+    def _map(self, op: Any, outer: Any, batch_dim: int) -> LinearMap:
+        name, weight, bias = self.posterior["weight"].name, self.own("weight"), self.own("bias")
+        return LinearMap(weight, bias, op, outer, batch_dim, 1, name, mask=mask_of(self))
 
-    def count_rows(self, input: Tensor, output_size: Any = None) -> int:
-        return 1 if input.dim() == self.spatial + 1 else input.shape[self.batch_dim]
-
-    def _batched(self, input: Tensor, linear: LinearMap) -> Tensor:
+    def _batched(self, input: Tensor, op: Any, outer: Any) -> Tensor:
         if input.dim() == self.spatial + 1:
-            return self.posterior["weight"](input.unsqueeze(0), linear).squeeze(0)
-        return self.posterior["weight"](input, linear)
+            return self.posterior["weight"](input.unsqueeze(0), self._map(op, outer, 0)).squeeze(0)
+        return self.posterior["weight"](input, self._map(op, outer, self.rows_of(input)))
 
 
 class _Direct(_BayesConv):
-    def linear_map(self, site: str) -> LinearMap:
-        return self._map(self._conv_forward, self._outer)
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
+        return self._map(self._conv_forward, self._outer, batch_dim)
 
     def _outer(self, r: Tensor, s: Tensor) -> Tensor:
         # weight is (out, in / groups, ...): output o sees the inputs of group o // (out / groups)
@@ -45,14 +42,14 @@ class _Direct(_BayesConv):
         return mask.view(*mask.shape, *[1] * self.spatial)
 
     def run(self, input: Tensor) -> Tensor:
-        return self._batched(input, self.linear_map("weight"))
+        return self._batched(input, self._conv_forward, self._outer)
 
 
 class _Transposed(_BayesConv):
     _conv: Any  # the functional form
 
-    def linear_map(self, site: str) -> LinearMap:
-        return self._map(self._op(self.output_padding), self._outer)
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
+        return self._map(self._op(self.output_padding), self._outer, batch_dim)
 
     def _op(self, output_padding: Any) -> Op:
         def op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -70,7 +67,7 @@ class _Transposed(_BayesConv):
         padding = self._output_padding(
             input, output_size, self.stride, self.padding, self.kernel_size, self.spatial, self.dilation
         )
-        return self._batched(input, self._map(self._op(padding), self._outer))
+        return self._batched(input, self._op(padding), self._outer)
 
 
 class BayesConv1d(_Direct, nn.Conv1d):

@@ -5,6 +5,7 @@ it, once per call; the module itself, member 0, does so in its plain class and w
 known about what it calls its own methods and children. Sizes: K members, n blocks of rows in a pass, R rows.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,27 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from slimbayes import passes
+from slimbayes.engine import passes
+from slimbayes.engine.passes import Unproven
+from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
 from slimbayes.layers.base import Converted
+from slimbayes.layers.methods import wrap_methods
 
 _CLASSES: dict[type[nn.Module], type[Converted]] = {}
+_LOCK = threading.Lock()
+_PLAIN: dict[int, list[Any]] = {}  # modules that run as member 0 just now: how many calls, their class and their posterior
 
 
 class Copied(Converted):
     """Mixin of modules that were copied as a whole; `posterior["members"]` holds the copies."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        members: Any = self.posterior["members"]
-        if passes.is_open([members]):
-            return _run(self, members, args, kwargs)
-        own = passes.begin_bare([members], passes.infer_rows((args, kwargs), members.batch_dim) or 1)
-        try:
-            return _run(self, members, args, kwargs)
-        finally:
-            own.open = False
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, self.posterior["members"], args, kwargs, None)
+
+    def run_plain(self, args: Any, kwargs: Any) -> Any:
+        return _call(self, self.posterior["members"], 0, args, kwargs, None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class exists only here: it is made again from the plain one.
@@ -55,7 +56,8 @@ def copied_class(plain: type[nn.Module]) -> type[Converted]:
     """The class of copied modules of one type."""
     if plain not in _CLASSES:
         bases = (Copied, _Hidden, plain) if issubclass(plain, (nn.Sequential, nn.ModuleList)) else (Copied, plain)
-        _CLASSES[plain] = type(f"Copied{plain.__name__}", bases, {"plain": plain, "__module__": __name__})
+        attributes = {"plain": plain, "__module__": __name__} | wrap_methods(plain, _method)
+        _CLASSES[plain] = type(f"Copied{plain.__name__}", bases, attributes)
     return _CLASSES[plain]
 
 
@@ -64,79 +66,90 @@ def _empty(plain: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)  # type: ignore[return-value]
 
 
-def _run(module: Any, members: Any, args: Any, kwargs: Any) -> Any:
+def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A method other than forward: every member does it for its rows, which are those of the first tensor."""
+    members = module.posterior["members"]
+    arrays = arrays_of((args, kwargs))
+    if passes.of(members.key) is not None or not arrays or members.members == 1:
+        return _call(module, members, 0, args, kwargs, name)
+    rows = arrays[0].shape[0]
+    first = passes.random_member(members.device)
+    lines, back = _deal(rows, members.members, first, members.members, members.device)
+    dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
+    outputs = [_call(module, members, k, *_take((args, kwargs), line, rows, dims), name) for k, line in enumerate(lines) if len(line)]
+    outputs = _even(outputs, _padding(module))
+    return _join(outputs, back, rows, tuple(0 for _ in arrays_of(outputs[0])))
+
+
+def _padding(module: Any) -> int:
+    """What fills up sequences of members that ended earlier."""
+    config = getattr(module, "generation_config", None) or getattr(module, "config", None)
+    found = getattr(config, "pad_token_id", None)
+    found = getattr(config, "eos_token_id", None) if found is None else found
+    return int(found[0] if isinstance(found, (list, tuple)) else found or 0)
+
+
+def _even(outputs: list[Any], padding: int) -> list[Any]:
+    """Outputs of members with equal lengths along dimension 1."""
+    if not all(isinstance(out, Tensor) and out.dim() == 2 for out in outputs):
+        return outputs
+    longest = max(out.shape[1] for out in outputs)
+    return [nn.functional.pad(out, (0, longest - out.shape[1]), value=padding) for out in outputs]
+
+
+def _run(module: Any, members: Any, args: Any, kwargs: Any, method: str | None) -> Any:
     """The module's forward with every row run by its member."""
     current = members.current
-    if any(isinstance(arg, PackedSequence) for arg in (*args, *kwargs.values())):
-        raise ValueError(f"{members.name or 'the model'}: members cannot share out a packed sequence; copy the module that packs it.")
     if members.members == 1:
-        return _call(module, members, 0, args, kwargs)
+        return _call(module, members, 0, args, kwargs, method)
     blocks = current.blocks(members)
     if blocks == 1:
-        return _call(module, members, int(current.first) % members.members, args, kwargs)
-    rows = _rows((args, kwargs), current.rows or 1, members.batch_dim)
-    if rows is None:
-        return _for_all(module, members, args, kwargs)
-    lines, back = _deal(rows, blocks, current.first, members.members, members.device)
-    states = issubclass(module.plain, nn.RNNBase)
-    inputs = {k: _take((args, kwargs), line, rows, members.batch_dim, states) for k, line in enumerate(lines) if len(line)}
+        return _call(module, members, int(current.first) % members.members, args, kwargs, method)
+    arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
+    if any(a is not b for a, b in zip(arrays, arrays_of((args, kwargs)), strict=True)):
+        raise Unproven("members cannot share out a packed sequence")
+    layout = None if current.layout is None else current.layout.arguments.get((members.key, tuple(a.dim() for a in arrays)))
+    if layout is None:
+        raise Unproven(f"{module.label} met arguments whose rows nobody has located")
+    ins, outs = layout
+    lines, back = _deal(current.rows, blocks, current.first, members.members, members.device)
+    inputs = {k: _take((args, kwargs), line, current.rows, ins) for k, line in enumerate(lines) if len(line)}
     even = len({len(line) for line in lines}) == 1
-    if members.batched and even and not _needs_loop(module, members):
+    if members.batched and even and not _needs_loop(module, members) and all(d == 0 for d in (*ins, *outs)):
         outputs = _batched(module, members, list(inputs.values()))
     else:
-        outputs = [_call(module, members, k, *one) for k, one in inputs.items()]
-    sizes = [len(line) for line in lines if len(line)]
-    if states:
-        y, state = ([output[i] for output in outputs] for i in (0, 1))
-        return _join(y, back, sizes, members.batch_dim), _join(state, back, sizes, 1)
-    return _join(outputs, back, sizes, members.batch_dim)
+        outputs = [_call(module, members, k, *one, method) for k, one in inputs.items()]
+    return _join(outputs, back, current.rows, outs)
 
 
-def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any) -> Any:
+def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, method: str | None) -> Any:
     if index:
-        return members.others[index - 1](*args, **kwargs)
+        other = members.others[index - 1]
+        return (other if method is None else getattr(other, method))(*args, **kwargs)
     if torch.compiler.is_compiling():  # which cannot follow a change of class
         return module.plain.forward(module, *args, **kwargs)
     with _as_it_was(module):
-        return module.forward(*args, **kwargs)
+        return getattr(module, method or "forward")(*args, **kwargs)
 
 
 @contextmanager
 def _as_it_was(module: Any) -> Iterator[None]:
-    """The module in its plain class, without the posterior among its children."""
-    converted, posterior = type(module), module._modules.pop("posterior")
-    module.__class__ = converted.plain
+    """The module in its plain class, without the posterior among its children; for all threads that ask at a time."""
+    with _LOCK:
+        waiting = _PLAIN.setdefault(id(module), [0, type(module), module._modules.get("posterior")])
+        waiting[0] += 1
+        if waiting[0] == 1:
+            del module._modules["posterior"]
+            module.__class__ = waiting[1].plain
     try:
         yield
     finally:
-        module.__class__ = converted
-        module._modules["posterior"] = posterior
-
-
-def _for_all(module: Any, members: Any, args: Any, kwargs: Any) -> Any:
-    """Inputs that have no rows (positions, a learned token) go to every member; what comes out gets the rows of the pass."""
-    current = members.current
-    outputs = [_call(module, members, k, args, kwargs) for k in range(members.members)]
-    block = passes.block_of_row(current.rows or 1, current.blocks(members), members.device)
-    member = (block + current.first) % members.members
-
-    def spread(*leaves: Any) -> Any:
-        if not isinstance(leaves[0], Tensor) or leaves[0].dim() == 0:
-            return leaves[0]
-        dim = members.batch_dim
-        one = leaves[0].dim() > dim and leaves[0].shape[dim] == 1
-        return (torch.cat(leaves, dim) if one else torch.stack(leaves, dim)).index_select(dim, member)
-
-    return pytree.tree_map(spread, *outputs)
-
-
-def _rows(inputs: Any, rows: int, batch_dim: int) -> int | None:
-    """Rows of the first input that has those of the pass, perhaps several for each; None where none has."""
-    for leaf in pytree.tree_leaves(inputs):
-        seen = leaf.shape[batch_dim] if isinstance(leaf, Tensor) and leaf.dim() > batch_dim else 0
-        if seen == rows or (seen and rows > 1 and seen % rows == 0):  # of a single row anything would be a multiple
-            return seen
-    return None
+        with _LOCK:
+            waiting[0] -= 1
+            if waiting[0] == 0:
+                module.__class__ = waiting[1]
+                module._modules["posterior"] = waiting[2]
+                del _PLAIN[id(module)]
 
 
 def _needs_loop(module: Any, members: Any) -> bool:
@@ -193,30 +206,41 @@ def _deal(rows: int, blocks: int, first: int | Tensor, members: int, device: tor
     return list(index.unbind(0)), member * most + (back - start[member])
 
 
-def _take(inputs: Any, line: Tensor, rows: int, batch_dim: int, states: bool) -> Any:
-    """The rows of one member, out of every tensor that has as many rows as the batch; recurrent states hold theirs along dimension 1."""
+def _take(inputs: Any, line: Tensor, rows: int, dims: Any) -> Any:
+    """The rows of one member, out of every tensor that holds rows."""
 
-    def take(leaf: Any) -> Any:
+    def take(i: int, leaf: Any) -> Any:
+        dim = dims[i]
+        if dim is None or leaf.shape[dim] == 1 != rows:
+            return leaf
+        return _select(leaf, dim, rows, line)
+
+    for leaf in pytree.tree_leaves(inputs):
         if isinstance(leaf, NotJoined) or hasattr(leaf, "get_seq_length"):
             raise ValueError(f"A cache of keys and values ({leaf!r}) cannot be shared out among members: call the model with use_cache=False.")
-        for dim in (batch_dim, 1) if states else (batch_dim,):
-            if isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == rows:
-                return leaf.index_select(dim, line)
-        return leaf
-
-    return pytree.tree_map(take, inputs)
+    return map_arrays(take, inputs)
 
 
-def _join(outputs: list[Any], back: Tensor, sizes: list[int], batch_dim: int) -> Any:
-    """Outputs of all members, row by row; what has no rows is averaged if it is a number (a loss), else taken from the first."""
+def _select(x: Tensor, dim: int, rows: int, line: Tensor) -> Tensor:
+    """Rows of x by number, where each may own several entries along `dim`."""
+    each = x.shape[dim] // rows
+    if each == 1:
+        return x.index_select(dim, line)
+    return x.unflatten(dim, (rows, each)).index_select(dim, line).flatten(dim, dim + 1)
+
+
+def _join(outputs: list[Any], back: Tensor, rows: int, dims: Any) -> Any:
+    """Outputs of all members, row by row; what has no rows is that of the first."""
+    count = iter(range(10**9))
 
     def join(*leaves: Any) -> Any:
         if not isinstance(leaves[0], Tensor):
             return NotJoined(leaves) if hasattr(leaves[0], "get_seq_length") else leaves[0]
-        fits = [d for d in range(leaves[0].dim()) if [leaf.shape[d] for leaf in leaves] == sizes]
-        if not fits:
-            return torch.stack(leaves).mean(0) if leaves[0].is_floating_point() else leaves[0]
-        dim = batch_dim if batch_dim in fits else fits[0]
-        return torch.cat(leaves, dim).index_select(dim, back)
+        i = next(count)
+        dim = dims[i] if i < len(dims) else None
+        if dim is None:
+            return leaves[0]
+        each = sum(leaf.shape[dim] for leaf in leaves)
+        return _select(torch.cat(leaves, dim), dim, max(each // max(each // max(len(back), 1), 1), 1), back)
 
-    return pytree.tree_map(join, *outputs)
+    return tree_map(join, *outputs)

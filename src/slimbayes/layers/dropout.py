@@ -23,7 +23,6 @@ class DropMap(LinearMap):
     rate: float = 0.0
     unit: Unit = "element"
     selu: bool = False
-    unbatched: bool = False
 
 
 def _identity(x: Tensor, weight: Any, bias: Any) -> Tensor:
@@ -32,6 +31,7 @@ def _identity(x: Tensor, weight: Any, bias: Any) -> Tensor:
 
 class _BayesDropout(BayesLayer):
     kind = "dropout"
+    reads = ()
     unit: Unit = "element"
     selu = False
     unbatched: int | None = None  # dimensions of an input without a row axis, where torch allows one
@@ -39,18 +39,13 @@ class _BayesDropout(BayesLayer):
     def sites(self) -> list[Site]:
         return [Site("units", 0, 0, False, "", (0,), positions="many", kind="dropout")]
 
-    def linear_map(self, site: str) -> DropMap:
-        name = self.posterior[site].name
-        return DropMap(torch.empty(0), None, _identity, _identity, self.batch_dim, 1, name, rate=self.p, unit=self.unit, selu=self.selu)  # type: ignore[arg-type]
-
-    def count_rows(self, input: Tensor) -> int:
-        return input.shape[self.batch_dim] if input.dim() > self.batch_dim and input.dim() != self.unbatched else 1
+    def linear_map(self, site: str, batch_dim: int = 0) -> DropMap:
+        name, empty = self.posterior[site].name, torch.empty(0)
+        return DropMap(empty, None, _identity, _identity, batch_dim, 1, name, rate=self.p, unit=self.unit, selu=self.selu)  # type: ignore[arg-type]
 
     def run(self, input: Tensor) -> Tensor:
         if input.dim() == self.unbatched:
-            linear = self.linear_map("units")
-            linear.unbatched = True
-            return self.posterior["units"](input.unsqueeze(0), linear).squeeze(0)
+            return self.project("units", input.unsqueeze(0), 0).squeeze(0)
         return self.project("units", input)
 
 

@@ -4,6 +4,7 @@ The factor of a word scales (or shifts) that word's vector, so input factors are
 into all of it.
 """
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.layers.base import BayesLayer, LinearMap
-from slimbayes.passes import Pass, block_of_row, per_row
+from slimbayes.engine.passes import Pass
+from slimbayes.engine.rows import line_of_row, per_row, spread
+from slimbayes.layers.base import BayesLayer, LinearMap, own_value
 from slimbayes.posteriors.base import Site
 
 
@@ -27,12 +29,13 @@ class LookupMap(LinearMap):
         return x  # a lookup has weight one
 
     def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None) -> Tensor:
-        rows = x.movedim(self.batch_dim, 0)
-        if rows.shape[0] == 1 and s.shape[0] > 1:
-            rows = rows.expand(current.rows or 1, *rows.shape[1:])
+        rows, dim = spread(x, current.rows, self.batch_dim) if s.shape[0] > 1 else (x, 0)
+        rows = rows.movedim(dim, 0)
         words = per_row(s, rows.shape[0], current).gather(1, rows.reshape(rows.shape[0], -1)).view(rows.shape)
+        if self.mask is not None and combine is operator.add:  # a shift of what must stay is none
+            words = words * self.mask[:, 0].to(words.dtype)[rows]
         y = self.apply(x, weights, current)
-        y = combine(y, words.movedim(0, self.batch_dim).unsqueeze(-1).to(y.dtype))
+        y = combine(y, words.movedim(0, dim).unsqueeze(-1).to(y.dtype))
         return y if r is None else self.rows(combine, y, r, current)
 
 
@@ -43,29 +46,35 @@ class BayesEmbedding(BayesLayer, nn.Embedding):
     """
 
     plain = nn.Embedding
-    channels_last = True
 
     @classmethod
     def refuse(cls, layer: nn.Module) -> str | None:
         return "max_norm rewrites the table in place during lookup" if layer.max_norm is not None else None
 
     def sites(self) -> list[Site]:
-        return [Site("weight", *self.weight.shape, False, "weight", tuple(self.weight.shape), 1, "many")]
+        shape = tuple(own_value(self, "weight").shape)
+        return [Site("weight", *shape, False, "weight", shape, 1, "many")]
 
     def _op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
 
-    def linear_map(self, site: str) -> LinearMap:
-        name = self.posterior[site].name
-        return LookupMap(self.weight, None, self._op, _outer, self.batch_dim, -1, name, foldable=False)
-
-    def count_rows(self, input: Tensor) -> int:
-        return 1 if input.dim() == 0 else input.shape[self.batch_dim]
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
+        name, weight = self.posterior[site].name, self.own("weight")
+        mask = words_that_move(self.padding_idx, weight)
+        return LookupMap(weight, None, self._op, _outer, batch_dim, -1, name, foldable=False, mask=mask)
 
     def run(self, input: Tensor) -> Tensor:
         if input.dim() == 0:
-            return self.project("weight", input.unsqueeze(0)).squeeze(0)
+            return self.project("weight", input.unsqueeze(0), 0).squeeze(0)
         return self.project("weight", input)
+
+
+def words_that_move(padding: int | None, weight: Tensor) -> Tensor | None:
+    """The vector of a padding word is no parameter: a mask (words, 1) that is zero there."""
+    if padding is None:
+        return None
+    words = torch.arange(weight.shape[0], device=weight.device).unsqueeze(1)
+    return (words != padding % weight.shape[0]).to(weight.dtype)
 
 
 @dataclass
@@ -81,7 +90,7 @@ class BagMap(LinearMap):
         """The vector of each entry, before the bags are reduced."""
         if weights is None or len(weights) == 1:
             return F.embedding(x, self.weight if weights is None else weights[0])
-        return weights[block_of_row(self.bags, len(weights), x.device)[self.bag], x]
+        return weights[line_of_row(len(weights), self.bags, current, x.device)[self.bag], x]
 
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         return self._reduce(self.apply(x, weights, current), x)
@@ -95,11 +104,6 @@ class BagMap(LinearMap):
         return self._reduce(torch.stack(products).mean(0), x)
 
     def _vectors(self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None) -> Tensor:
-        if s.shape[0] > 1 and current.rows != self.bags:
-            raise ValueError(
-                f"{self.name}: {self.bags} bags for the {current.rows} rows of this pass. Give the indices as (rows, words), "
-                f"without offsets, or use draws='member' and sample(..., fold=False)."
-            )
         vectors = self.apply(x, weights, current)
         words = per_row(s, self.bags, current)[self.bag, x]
         vectors = combine(vectors, words.unsqueeze(-1).to(vectors.dtype))
@@ -136,20 +140,19 @@ class BayesEmbeddingBag(BayesLayer, nn.EmbeddingBag):
         return "max_norm rewrites the table in place during lookup" if layer.max_norm is not None else None
 
     def sites(self) -> list[Site]:
-        return [Site("weight", *self.weight.shape, False, "weight", tuple(self.weight.shape), 1, "nonlinear" if self.mode == "max" else "pooled")]
+        shape, positions = tuple(own_value(self, "weight").shape), "nonlinear" if self.mode == "max" else "pooled"
+        return [Site("weight", *shape, False, "weight", shape, 1, positions)]  # type: ignore[arg-type]
 
-    def linear_map(self, site: str) -> LinearMap:
-        name = self.posterior[site].name
-        linear = BagMap(self.weight, None, F.embedding, _outer, 0, -1, name, foldable=False, layer=self)
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
+        name, weight = self.posterior[site].name, self.own("weight")
+        mask = words_that_move(self.padding_idx, weight)
+        linear = BagMap(weight, None, F.embedding, _outer, 0, -1, name, foldable=False, mask=mask, layer=self)
         linear.op = lambda x, weight, bias: linear._reduce(F.embedding(x, weight), x)
         return linear
 
-    def count_rows(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> int:
-        return input.shape[0] if offsets is None else offsets.shape[0] - int(self.include_last_offset)
-
     def run(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         linear: Any = self.linear_map("weight")
-        linear.bags = self.count_rows(input, offsets)
+        linear.bags = input.shape[0] if offsets is None else offsets.shape[0] - int(self.include_last_offset)
         if input.dim() == 2:
             linear.bag = torch.arange(linear.bags, device=input.device).repeat_interleave(input.shape[1])
         else:

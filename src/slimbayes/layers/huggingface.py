@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from slimbayes.layers.base import BayesLayer, LinearMap
+from slimbayes.layers.base import BayesLayer, LinearMap, mask_of, own_value
 from slimbayes.posteriors.base import Site
 
 
@@ -24,13 +24,14 @@ class BayesConv1D(BayesLayer, Conv1D):
     """
 
     plain = Conv1D
-    channels_last = True
 
     def sites(self) -> list[Site]:
-        return [Site("weight", *self.weight.shape, True, "weight", tuple(self.weight.shape), out_dim=1)]
+        shape = tuple(own_value(self, "weight").shape)
+        return [Site("weight", *shape, True, "weight", shape, out_dim=1)]
 
-    def linear_map(self, site: str) -> LinearMap:
-        return LinearMap(self.weight, self.bias, _op, _outer, self.batch_dim, -1, self.posterior[site].name)
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
+        weight, bias = self.own("weight"), self.own("bias")
+        return LinearMap(weight, bias, _op, _outer, batch_dim, -1, self.posterior[site].name, mask=mask_of(self))
 
     def run(self, x: Tensor) -> Tensor:
         return self.project("weight", x)

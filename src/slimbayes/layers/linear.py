@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.layers.base import BayesLayer, LinearMap, matrix_outer
+from slimbayes.layers.base import BayesLayer, LinearMap, has, mask_of, matrix_outer
 from slimbayes.posteriors.base import Site
 
 
@@ -14,18 +14,16 @@ class BayesLinear(BayesLayer, nn.Linear):
     """
 
     plain = nn.Linear
-    channels_last = True
 
     def sites(self) -> list[Site]:
-        return [Site("weight", self.in_features, self.out_features, self.bias is not None, "weight", tuple(self.weight.shape))]
+        shape = (self.out_features, self.in_features)
+        return [Site("weight", self.in_features, self.out_features, has(self, "bias"), "weight", shape)]
 
-    def linear_map(self, site: str) -> LinearMap:
-        return LinearMap(self.weight, self.bias, F.linear, matrix_outer, self.batch_dim, -1, self.posterior[site].name)
-
-    def count_rows(self, input: Tensor) -> int:
-        return 1 if input.dim() == 1 else input.shape[self.batch_dim]
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
+        weight, bias = self.own("weight"), self.own("bias")
+        return LinearMap(weight, bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name, mask=mask_of(self))
 
     def run(self, input: Tensor) -> Tensor:
         if input.dim() == 1:
-            return self.project("weight", input.unsqueeze(0)).squeeze(0)
+            return self.project("weight", input.unsqueeze(0), 0).squeeze(0)
         return self.project("weight", input)

@@ -10,8 +10,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.layers.base import BayesLayer, LinearMap
-from slimbayes.passes import Pass
+from slimbayes.engine.passes import Pass
+from slimbayes.layers.base import BayesLayer, LinearMap, has, own_value
 from slimbayes.posteriors.base import Site
 
 
@@ -40,14 +40,15 @@ class _BayesNorm(BayesLayer):
     channel_dim = 1
 
     def sites(self) -> list[Site]:
-        if self.weight is None:  # nothing to draw, but dropout can act on its input
+        if not has(self, "weight"):  # nothing to draw, but dropout can act on its input
             return [Site("weight", 0, 0, False, "weight", (0,), positions="many", kind="norm")]
-        size, bias = self.weight.numel(), getattr(self, "bias", None) is not None
-        return [Site("weight", size, size, bias, "weight", tuple(self.weight.shape), positions="many", kind="norm")]
+        weight = own_value(self, "weight")
+        size, shape = weight.numel(), tuple(weight.shape)
+        return [Site("weight", size, size, has(self, "bias"), "weight", shape, positions="many", kind="norm")]
 
-    def linear_map(self, site: str) -> LinearMap:
-        bias = getattr(self, "bias", None)
-        return NormMap(self.weight, bias, self._op, _outer, self.batch_dim, self.channel_dim, self.posterior[site].name)
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
+        bias = self.own("bias") if has(self, "bias") else None
+        return NormMap(self.own("weight"), bias, self._op, _outer, batch_dim, self.channel_dim, self.posterior[site].name)
 
     def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -96,9 +97,6 @@ class BayesBatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 
 
 class _InstanceNorm(_BayesNorm):
-    def count_rows(self, input: Tensor) -> int:
-        return 1 if input.dim() == self._get_no_batch_dim() else input.shape[0]
-
     def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         momentum = 0.0 if self.momentum is None else self.momentum
         batch = self.training or not self.track_running_stats
@@ -107,7 +105,7 @@ class _InstanceNorm(_BayesNorm):
     def run(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if input.dim() == self._get_no_batch_dim():
-            return self.project("weight", input.unsqueeze(0)).squeeze(0)
+            return self.project("weight", input.unsqueeze(0), 0).squeeze(0)
         return self.project("weight", input)
 
 
@@ -139,15 +137,11 @@ class BayesGroupNorm(_BayesNorm, nn.GroupNorm):
 
 
 class _LastDimensions(_BayesNorm):
-    channels_last = True
     channel_dim = -1
-
-    def count_rows(self, input: Tensor) -> int:
-        return 1 if input.dim() == len(self.normalized_shape) else input.shape[self.batch_dim]
 
     def run(self, input: Tensor) -> Tensor:
         if input.dim() == len(self.normalized_shape):
-            return self.project("weight", input.unsqueeze(0)).squeeze(0)
+            return self.project("weight", input.unsqueeze(0), 0).squeeze(0)
         return self.project("weight", input)
 
 

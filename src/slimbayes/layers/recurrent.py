@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import _VF, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from slimbayes.engine.rows import sizes_of_blocks
 from slimbayes.layers.base import BayesLayer, LinearMap, matrix_outer
-from slimbayes.passes import block_sizes
 from slimbayes.posteriors.base import Site
 
 
@@ -71,6 +71,11 @@ def _site(layer: Any, name: str, bias: bool) -> Site:
 
 
 class _BayesRecurrent(BayesLayer):
+    reads = ()
+
+    def write(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
+        _write(plain, site, weight, bias)
+
     @classmethod
     def refuse(cls, layer: nn.Module) -> str | None:
         if layer.proj_size:
@@ -85,16 +90,11 @@ class _BayesRecurrent(BayesLayer):
                 out.append(_site(self, f"weight_{kind}{stem}", bool(self.bias) and kind == "ih"))
         return out
 
-    def linear_map(self, site: str) -> LinearMap:
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = getattr(self, site.replace("weight", "bias")) if self.bias else None
         # Inside, sequences are (T, R, D) and hidden states (R, u).
         batch_dim = 1 if "_ih_" in site else 0
-        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name, certain=True)
-
-    def count_rows(self, input: Any, hx: Any = None) -> int:
-        if isinstance(input, PackedSequence):
-            return int(input.batch_sizes[0])
-        return 1 if input.dim() == 2 else input.shape[0 if self.batch_first else 1]
+        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name)
 
     def run(self, input: Any, hx: Any = None) -> Any:
         packed, lengths, batched = isinstance(input, PackedSequence), None, True
@@ -127,7 +127,7 @@ class _BayesRecurrent(BayesLayer):
     def _fused(self, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """torch's kernel once for each draw, on the rows that belong to it."""
         blocks = self.posteriors()[0].drawn
-        sizes = block_sizes(x.shape[1], blocks)
+        sizes = sizes_of_blocks(x.shape[1], blocks, self.posteriors()[0].current)
         parts = zip(
             x.split(sizes, 1),
             zip(*(h.split(sizes, 1) for h in state), strict=True),
@@ -187,7 +187,7 @@ class _BayesRecurrent(BayesLayer):
     def _direction(
         self, x: Tensor, state: tuple[Tensor, ...], stem: str, backwards: bool, lengths: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        gates = self.project(f"weight_ih{stem}", x)
+        gates = self.project(f"weight_ih{stem}", x, 1)
         state = tuple(h.to(gates.dtype) for h in state)  # autocast lowers the gates, not the state
         step, recurrent = _STEPS[self.mode], self.linear_map(f"weight_hh{stem}")
         posterior = self.posterior[f"weight_hh{stem}"]
@@ -201,6 +201,12 @@ class _BayesRecurrent(BayesLayer):
                 state = tuple(torch.where(live, a, b) for a, b in zip(new, state, strict=True))
                 outputs[t] = torch.where(live, new[0], torch.zeros_like(new[0]))
         return torch.stack(outputs), state
+
+
+def _write(plain: Any, site: Site, weight: Tensor, bias: Tensor | None) -> None:
+    getattr(plain, site.parameter).copy_(weight)
+    if bias is not None:
+        getattr(plain, site.bias_parameter).copy_(bias)
 
 
 class BayesLSTM(_BayesRecurrent, nn.LSTM):
@@ -222,15 +228,17 @@ class BayesRNN(_BayesRecurrent, nn.RNN):
 
 
 class _BayesCell(BayesLayer):
+    reads = ()
+
+    def write(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
+        _write(plain, site, weight, bias)
+
     def sites(self) -> list[Site]:
         return [_site(self, "weight_ih", self.bias_ih is not None), _site(self, "weight_hh", False)]
 
-    def linear_map(self, site: str) -> LinearMap:
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = getattr(self, site.replace("weight", "bias"))
-        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, 0, -1, self.posterior[site].name)
-
-    def count_rows(self, input: Tensor, hx: Any = None) -> int:
-        return 1 if input.dim() == 1 else input.shape[0]
+        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name)
 
     def run(self, input: Tensor, hx: Any = None) -> Any:
         batched = input.dim() == 2
@@ -243,9 +251,9 @@ class _BayesCell(BayesLayer):
             state = tuple(hx) if lstm else (hx,)
             state = state if batched else tuple(h.unsqueeze(0) for h in state)
         mode = "LSTM" if lstm else "GRU" if isinstance(self, nn.GRUCell) else f"RNN_{self.nonlinearity.upper()}"
-        gates = self.project("weight_ih", x)
+        gates = self.project("weight_ih", x, 0)
         state = tuple(h.to(gates.dtype) for h in state)
-        new = _STEPS[mode](gates, self.project("weight_hh", state[0]), state)
+        new = _STEPS[mode](gates, self.project("weight_hh", state[0], 0), state)
         new = new if batched else tuple(h.squeeze(0) for h in new)
         return new if lstm else new[0]
 

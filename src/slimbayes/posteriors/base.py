@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimbayes.distributions import Distribution, distribution_from_dict
+from slimbayes.engine import passes
+from slimbayes.engine.passes import Keyed, Noise, Pass
 from slimbayes.messages import did_you_mean
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
-    from slimbayes.passes import Pass
 
 
 Pick = Callable[[Tensor, int], Tensor]  # a parameter (K, ...) and a number of blocks or rows n -> (n, ...), by member
@@ -46,6 +46,7 @@ class Site:
         positions: whether one row meets the matrix once, or at many places or times that share the weights; "pooled" if such
             places are averaged, "nonlinear" if the output is not linear in the weights.
         kind: "matrix"; "norm" for a scale, one number for each channel; "dropout" for a layer without weights.
+        whole: the layer is of a type we do not know and runs its own forward, with drawn weights in place of its own.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Site:
     out_dim: int = 0
     positions: Literal["one", "many", "pooled", "nonlinear"] = "one"
     kind: Kind = "matrix"
+    whole: bool = False
 
     @property
     def bias_parameter(self) -> str:
@@ -81,27 +83,27 @@ class Site:
         return matrix.reshape(*matrix.shape[:-2], *shape, matrix.shape[-1]).movedim(-1, lead + self.out_dim)
 
 
-class Noise(NamedTuple):
-    """Standard normals of one pass for one posterior: one line for each block of rows, and one for each row."""
-
-    block: Tensor
-    row: Tensor
-
-
-class Posterior(nn.Module, ABC):
+class Posterior(Keyed, ABC):
     """Variational parameters of one weight matrix, their draws and their KL."""
 
     members: int = 1  # K
     name: str = ""  # for messages: "encoder.fc1.weight"
     regularises_mean: bool = False  # whether the KL already holds a prior on the layer's own weight
     regularises_bias: bool = False  # and on its bias
+    blockwise: bool = False  # one draw serves a whole block of rows, never a single one
+
+    note: str = ""  # what a summary should say about it
 
     def __init__(self) -> None:
         super().__init__()
         self.layer: Any = None
-        self.current: Pass | None = None
-        self._noise: Noise | None = None
-        self._values: Any = None
+
+    @property
+    def current(self) -> Pass:
+        """The pass under way that has draws of this posterior."""
+        found = passes.of(self.key)
+        assert found is not None, "no pass has been opened"
+        return found
 
     @property
     def anchor(self) -> Tensor:
@@ -116,10 +118,6 @@ class Posterior(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         """Type of the noise: that of the parameters, float32 at least."""
         return torch.promote_types(self.anchor.dtype, torch.float32)
-
-    def start(self, new: Pass, noise: Noise) -> None:
-        """Take this pass's noise."""
-        self.current, self._noise, self._values = new, noise, None
 
     def join(self, layer: Any) -> None:
         """Become part of a layer; called once, when it is converted. The layer is kept out of the module tree, which it contains."""
@@ -163,10 +161,14 @@ class Posterior(nn.Module, ABC):
 
     def values(self) -> Any:
         """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here."""
-        if self._values is None:
-            assert self.current is not None
-            self._values = self.realise(self.noise, partial(self.current.pick, self))
-        return self._values
+        current = self.current
+        if self.key not in current.values:
+            self.keep(self.realise(self.noise, partial(current.pick, self)))
+        return current.values[self.key]
+
+    def keep(self, values: Any) -> None:
+        """Set this pass's draw."""
+        self.current.values[self.key] = values
 
     @property
     def sharded(self) -> bool:
@@ -175,8 +177,12 @@ class Posterior(nn.Module, ABC):
 
     @property
     def noise(self) -> Noise:
-        assert self._noise is not None, "no pass has been opened"
-        return self._noise
+        return self.current.noise[self.key]
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a pass draws afresh for every row where rows can be told apart."""
+        return not self.blockwise and self.widths(True)[1] > 0
 
     @property
     def per_row(self) -> bool:
@@ -194,8 +200,8 @@ class Posterior(nn.Module, ABC):
         return len(self.noise.row if self.per_row else self.noise.block)
 
     @abstractmethod
-    def widths(self, held: bool) -> tuple[int, int]:
-        """How many standard normals a pass takes for each block and for each row; a held draw must do without the latter."""
+    def widths(self, rowwise: bool) -> tuple[int, int]:
+        """How many standard normals a pass takes for each block and for each row; the latter only if it is `rowwise`."""
 
     @abstractmethod
     def realise(self, noise: Noise, pick: Pick) -> Any:
@@ -212,11 +218,6 @@ class Posterior(nn.Module, ABC):
     @abstractmethod
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of draw `index` as plain tensors, for kernels that take nothing else."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A draw is no state: copies and pickles made after a forward start without one.
-        transient = {"current": None, "_noise": None, "_values": None, "_met": None}
-        return self.__dict__ | {name: value for name, value in transient.items() if name in self.__dict__}
 
 
 class Config(ABC):
@@ -268,12 +269,6 @@ class Config(ABC):
                 raise ValueError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
             values[name] = distribution_from_dict(value) if isinstance(value, dict) else value
         return cls(**values)
-
-
-def processes() -> tuple[int, int]:
-    """This process's rank and the number of processes that train together."""
-    together = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
 
 
 def check_choice(owner: object, field: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.posteriors.base import Config, Kind, MapOf, Noise, Pick, Posterior, Site, check_choice, check_count
+from slimbayes.engine.passes import Noise
+from slimbayes.posteriors.base import Config, Kind, MapOf, Pick, Posterior, Site, check_choice, check_count
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -123,7 +124,7 @@ class EnsemblePosterior(Posterior):
     def log_size(self) -> float:
         return 0.0
 
-    def widths(self, held: bool) -> tuple[int, int]:
+    def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
     def realise(self, noise: Noise, pick: Pick) -> Tensor:

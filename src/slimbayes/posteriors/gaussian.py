@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions import Distribution, Normal, wide
-from slimbayes.posteriors.base import Config, MapOf, Noise, Pick, Posterior, Site, check_choice, processes
+from slimbayes.engine.passes import Noise, standard_normal
+from slimbayes.posteriors.base import Config, MapOf, Pick, Posterior, Site, check_choice
 from slimbayes.posteriors.priors import TiedMean, gaussian_kl, prior_of_biases
 
 if TYPE_CHECKING:
@@ -86,7 +87,6 @@ class GaussianPosterior(Posterior):
             self._check_local(site)
         if self.estimator == "flipout" and site.positions == "nonlinear":
             raise ValueError("flipout needs outputs that are linear in the weights, which a maximum is not; use 'reparam'")
-        self._met: Any = None  # the pass in which the local estimator was last used
         gaussian_bias = site.bias and config.bias == "gaussian"
         self.bias_log_scale = nn.Parameter(initial_log_scale(config, (site.n_out,))) if gaussian_bias else None
         self.regularises_bias = gaussian_bias and self.regularises_mean
@@ -118,9 +118,9 @@ class GaussianPosterior(Posterior):
             return log_scale
         return _Cap.apply(log_scale, self.log_cap)
 
-    def widths(self, held: bool) -> tuple[int, int]:
+    def widths(self, rowwise: bool) -> tuple[int, int]:
         weights = self.site.matrix[0] * self.site.matrix[1] + (0 if self.bias_log_scale is None else self.site.n_out)
-        if held or self.estimator == "reparam":
+        if not rowwise or self.estimator == "reparam":
             return weights, 0
         return (weights, self.site.n_in + self.site.n_out) if self.estimator == "flipout" else (0, 0)
 
@@ -141,10 +141,9 @@ class GaussianPosterior(Posterior):
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         drawn: Perturbation = self.values()
-        assert self.current is not None
         if drawn.weight is None:
             return self._local(x, linear)
-        weight = drawn.weight.to(linear.weight.dtype)
+        weight = linear.masked(drawn.weight).to(linear.weight.dtype)
         if drawn.sign_in is None:
             return linear.blocks(x, linear.weight + weight, self._biases(drawn, linear), self.current)
         y = linear.modulated(operator.mul, x, drawn.sign_in, drawn.sign_out, self.current, weights=weight)
@@ -170,17 +169,20 @@ class GaussianPosterior(Posterior):
             shape[linear.channel_dim] = -1
             variance = variance + (2 * self._capped(self.bias_log_scale)).exp().to(variance.dtype).view(shape)
         # Clamped, because the root of an exact zero (a row of zeros) has no gradient.
-        rank, world = processes()
-        noise = torch.randn((world, *mean.shape), dtype=mean.dtype, device=mean.device)[rank]
+        noise = standard_normal(mean.shape, mean.device, mean.dtype)
         return mean + variance.clamp_min(torch.finfo(variance.dtype).tiny * 1e4).sqrt() * noise
+
+    @property
+    def by_row(self) -> bool:
+        return self.estimator != "reparam" and not self.blockwise
 
     def _check_met_once(self, x: Tensor) -> None:
         """Refuse inputs in which a row meets the weights more than once: several positions, or a second call in one pass."""
-        current = self.current
-        assert current is not None
-        again = self._met is current and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1)
-        self._met = current
-        if x.dim() > 2 or len(x) != current.rows or again:
+        calls = self.current.calls
+        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        again = calls.get(self.key, 0) > 0 and not recomputed
+        calls[self.key] = 1
+        if x.dim() > 2 or len(x) != self.current.rows or again:
             met = "a second time in one pass" if again else "at several positions"
             raise ValueError(
                 f"{self.name}: the local estimator is exact where each row meets the weights once; here rows came {met}, got "
@@ -190,12 +192,16 @@ class GaussianPosterior(Posterior):
 
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
         """Variance of the outputs given the squared inputs: sigma^2 x^2."""
-        return linear.op(squared, (2 * self.log_scale()).exp().to(linear.weight.dtype), None)
+        return linear.op(squared, linear.masked((2 * self.log_scale()).exp()).to(linear.weight.dtype), None)
 
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
         fan_in = self.site.matrix[0]
-        total = gaussian_kl(wide(mapped.weight), self.log_scale(), self.prior, fan_in)
+        weight, log_scale = wide(mapped.weight), self.log_scale()
+        if mapped.mask is not None:  # what stays as it is has no distribution
+            free = mapped.mask.expand_as(weight) != 0
+            weight, log_scale = weight[free], log_scale[free]
+        total = gaussian_kl(weight, log_scale, self.prior, fan_in)
         if self.bias_log_scale is not None and mapped.bias is not None:
             scale = self._capped(self.bias_log_scale)
             total = total + gaussian_kl(wide(mapped.bias), scale, prior_of_biases(self.prior), fan_in)
@@ -205,7 +211,7 @@ class GaussianPosterior(Posterior):
         drawn: Perturbation = self.values()
         assert drawn.weight is not None
         biases = self._biases(drawn, linear)
-        return linear.weight + drawn.weight[index].to(linear.weight.dtype), None if biases is None else biases[index]
+        return linear.weight + linear.masked(drawn.weight[index]).to(linear.weight.dtype), None if biases is None else biases[index]
 
 
 class _Cap(torch.autograd.Function):

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from slimbayes.engine.passes import Noise, uniform
+from slimbayes.engine.rows import line_of_row, spread
 from slimbayes.posteriors.base import (
     Config,
     Kind,
     MapOf,
-    Noise,
     Pick,
     Posterior,
     Site,
     Unit,
     check_choice,
     check_rate,
-    processes,
 )
 from slimbayes.posteriors.mixture import Mixture, MixturePosterior
 from slimbayes.posteriors.model_patch import check_layers, chosen_layers
@@ -132,7 +132,7 @@ class DropoutPosterior(Posterior):
     def log_size(self) -> float:
         return self.units * math.log(2)  # at least: how many positions there are, or what a dropout layer sees, shows only when it runs
 
-    def widths(self, held: bool) -> tuple[int, int]:
+    def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
     def realise(self, noise: Noise, pick: Pick) -> list[Tensor]:
@@ -150,8 +150,8 @@ class DropoutPosterior(Posterior):
             raise ValueError(f"{self.name}: dropping single word indices means nothing; use unit='channel', which drops whole words.")
         if rate == 1:
             return linear.op(x * 0.0, linear.weight, linear.bias)
-        x = self._one_for_all(x, linear)
-        kept = self._kept(x, linear, rate)
+        x, dim = self._rows(x, linear)
+        kept = self._kept(x, dim, linear, rate)
         if getattr(linear, "selu", False):
             scale = ((1 - rate) * (1 + rate * _SELU_LIMIT**2)) ** -0.5
             dropped = scale * torch.where(kept, x, _SELU_LIMIT) - scale * _SELU_LIMIT * rate
@@ -159,58 +159,52 @@ class DropoutPosterior(Posterior):
             dropped = x * kept.to(x.dtype) / (1 - rate)
         return linear.op(dropped, linear.weight, linear.bias)
 
-    def _one_for_all(self, x: Tensor, linear: LinearMap) -> Tensor:
-        """An input with one row that stands for all is dropped anew for each of them."""
-        assert self.current is not None
-        rows, dim = self.current.rows or 1, linear.batch_dim
-        if rows == 1 or x.dim() <= dim or x.shape[dim] != 1 or getattr(linear, "unbatched", False):
-            return x
-        if rows in x.shape:
-            return x  # a sequence of one step, with its rows elsewhere
-        return x.expand([rows if d == dim else size for d, size in enumerate(x.shape)])
+    def _rows(self, x: Tensor, linear: LinearMap) -> tuple[Tensor, int | None]:
+        """x and the dimension of its rows, where that matters; a single row that stands for all is dropped anew for each."""
+        if self.current.layout is None:
+            return x, None
+        return spread(x, self.current.rows, linear.batch_dim)
 
-    def _kept(self, x: Tensor, linear: LinearMap, rate: float) -> Tensor:
+    def _kept(self, x: Tensor, dim: int | None, linear: LinearMap, rate: float) -> Tensor:
         """Which units stay, as a boolean tensor that broadcasts against x."""
-        assert self.current is not None
-        shape = list(x.shape)
-        batch_dim = linear.batch_dim if x.dim() > linear.batch_dim else 0
+        current, shape = self.current, list(x.shape)
         if (linear.unit if self.own else self.unit) == "channel":  # type: ignore[attr-defined]
-            channel = linear.channel_dim % x.dim()
-            shape = [size if d in (batch_dim, channel) else 1 for d, size in enumerate(shape)]
-        if not self.current.held:
-            return _random(shape, x) >= rate
+            kept = (0 if dim is None else dim, linear.channel_dim % x.dim())
+            shape = [size if d in kept else 1 for d, size in enumerate(shape)]
+        if not current.keeps:
+            return uniform(shape, x.device) >= rate
         # A function stays the same over calls: one mask for each draw, whatever the rows.
-        batch_dim = linear.batch_dim_in(x, self.current)
-        shape[batch_dim] = self.current.draws or 1
-        return linear.by_row(self._held(x, shape, rate), x, self.current)
+        mask = self._held([size if d != dim else 1 for d, size in enumerate(shape)], x, rate)
+        if current.index is not None or current.total == 1:
+            return mask[current.index or 0]
+        assert dim is not None
+        lines = mask.squeeze(dim + 1).movedim(0, dim)
+        return lines.index_select(dim, line_of_row(len(mask), x.shape[dim], current, x.device))
 
-    def _held(self, x: Tensor, shape: list[int], rate: float) -> Tensor:
-        """The mask that this call of the forward under way had in the first forward of the held pass."""
-        masks: list[Tensor] = self.values()
-        call = self._call()
-        while len(masks) <= call:
-            masks.append(_random(shape, x) >= rate)
-        if list(masks[call].shape) != shape:
-            raise ValueError(f"{self.name}: held draws drop units of inputs {list(masks[call].shape)}, but this call needs {shape}; use unit='channel'.")
-        return masks[call]
+    def _held(self, shape: list[int], x: Tensor, rate: float) -> Tensor:
+        """The masks (S, ...) that this place of the forward had in the first call of a held pass."""
+        current = self.current
+        masks, place = current.masks.setdefault(self.key, []), self._place()
+        while len(masks) <= place:
+            masks.append(uniform([current.total, *shape], x.device) >= rate)
+        if list(masks[place].shape[1:]) != shape:
+            held = list(masks[place].shape[1:])
+            raise ValueError(f"{self.name}: held draws drop units of inputs {held}, but this call needs {shape}; use unit='channel'.")
+        return masks[place]
 
-    def _call(self) -> int:
+    def _place(self) -> int:
         """How many times this forward has called the layer before."""
-        current: Any = self.current
-        turn, calls = current.calls.get(id(self), (None, 0))
+        calls = self.current.calls
+        count = calls.get(self.key, 0)
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # gradient checkpointing computes it again
-            if calls > 1:
-                raise ValueError(f"{self.name}: held dropout at several places of a forward cannot be told apart by gradient checkpointing; use one layer for each.")
+            if count > 1:
+                raise ValueError(
+                    f"{self.name}: held dropout at several places of a forward cannot be told apart by gradient checkpointing; "
+                    f"use one layer for each."
+                )
             return 0
-        calls = calls if turn == current.turn else 0
-        current.calls[id(self)] = (current.turn, calls + 1)
-        return calls
+        calls[self.key] = count + 1
+        return count
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         raise AssertionError("dropout of single elements is no weight matrix")
-
-
-def _random(shape: list[int], x: Tensor) -> Tensor:
-    """Uniform numbers; with several processes each takes its own share of what all draw, so that equal seeds still differ."""
-    rank, world = processes()
-    return torch.rand((world, *shape), device=x.device)[rank]

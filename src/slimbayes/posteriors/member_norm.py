@@ -24,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.posteriors.base import Config, Kind, MapOf, Noise, Pick, Posterior, Site, check_count
+from slimbayes.engine.passes import Noise
+from slimbayes.engine.rows import sizes_of_blocks, spread
+from slimbayes.posteriors.base import Config, Kind, MapOf, Pick, Posterior, Site, check_count
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -145,7 +147,7 @@ class MemberNormPosterior(Posterior):
     def choices(self) -> Tensor | None:
         return self.values()
 
-    def widths(self, held: bool) -> tuple[int, int]:
+    def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
     def realise(self, noise: Noise, pick: Pick) -> Tensor:
@@ -173,15 +175,8 @@ class MemberNormPosterior(Posterior):
 
     def _layout(self, x: Tensor, linear: LinearMap) -> tuple[Tensor, int, list[int]]:
         """x, the dimension of its rows, and how many of them each block has."""
-        from slimbayes.passes import block_sizes
-
-        assert self.current is not None
-        dim, rows = linear.batch_dim_in(x, self.current), self.current.rows or 1
-        if x.shape[dim] == 1 and rows > 1:  # one row that stands for all: every member sees it
-            x = x.expand([rows if d == dim else size for d, size in enumerate(x.shape)])
-        # Each row of the pass owns as many of x, which may have windows or steps folded into its batch.
-        sizes = [x.shape[dim] // rows * size for size in block_sizes(rows, self.current.blocks(self))]
-        return x, dim, sizes
+        x, dim = spread(x, self.current.rows, linear.batch_dim)
+        return x, dim, sizes_of_blocks(x.shape[dim], self.current.blocks(self), self.current)
 
     def _normalised(self, rows: list[Tensor], order: Tensor, linear: LinearMap) -> list[Tensor]:
         """The rows of each turn, normalised by the member that `order` has for it, (turns,)."""

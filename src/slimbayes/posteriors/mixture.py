@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions import wide
-from slimbayes.posteriors.base import Kind, MapOf, Noise, Pick, Posterior, Site, check_choice
+from slimbayes.engine.passes import Noise
+from slimbayes.posteriors.base import Kind, MapOf, Pick, Posterior, Site, check_choice
 from slimbayes.posteriors.component_config import ComponentConfig
 from slimbayes.posteriors.picks import Assigned, bias_shape, expected_squares, mix_together, pick_together, select, uniform
 
@@ -185,11 +186,11 @@ class MixturePosterior(Posterior):
     def log_size(self) -> float:
         return math.inf if self.config.sigma else self.picks * math.log(self.components)
 
-    def widths(self, held: bool) -> tuple[int, int]:
+    def widths(self, rowwise: bool) -> tuple[int, int]:
         width = self.picks * (1 if self.logits is None else self.components)
         if self.config.sigma:
             width += math.prod(self.site.shape) + (self.site.n_out if self.site.bias else 0)
-        return (0, width) if self.config.draws == "example" and not held else (width, 0)
+        return (0, width) if self.config.draws == "example" and rowwise else (width, 0)
 
     def probabilities(self) -> Tensor:
         """Probabilities of the components, (K,), in float32 at least."""
@@ -210,7 +211,7 @@ class MixturePosterior(Posterior):
             config = p.config
             joint = config.assignment in ("layer", "element") and p.picks and p.logits is None and not (config.sigma or config.zero)
             if joint and (p.site.kind == "norm" or config.assignment == "layer"):
-                own = p.layer.get_parameter(p.site.parameter).dtype if p.site.kind == "norm" else None
+                own = p.layer.own(p.site.parameter).dtype if p.site.kind == "norm" else None
                 alike.setdefault((p.components, config.assignment, p.site.kind, p.per_row, p.device, p.dtype, own), []).append(p)
             else:
                 p.values()
@@ -220,7 +221,7 @@ class MixturePosterior(Posterior):
                 mix_together(same, picked, assignment == "layer")
             else:
                 for p, z in zip(same, picked.unbind(1), strict=True):
-                    p._values = Assigned(z, z, None)
+                    p.keep(Assigned(z, z, None))
 
     def realise(self, noise: Noise, pick: Pick) -> Assigned:
         lines = noise.row if self.per_row else noise.block
@@ -262,9 +263,11 @@ class MixturePosterior(Posterior):
         z = self.values().weight
         return z.argmax(1) if z.is_floating_point() else z
 
-    def _stacked(self, own: Tensor, others: Tensor | None) -> Tensor:
+    def _stacked(self, own: Tensor, others: Tensor | None, mask: Tensor | None = None) -> Tensor:
         """All components of a weight or bias, (K, ...), with the layer's own first."""
         parts = [own.unsqueeze(0)] if others is None else [own.unsqueeze(0), others.to(own.dtype)]
+        if mask is not None and others is not None:
+            parts[1] = own + (parts[1] - own) * mask.to(own.dtype)
         if self.config.zero:
             parts = [part / self._kept() for part in parts]
             parts.append(torch.zeros_like(parts[0]))
@@ -275,7 +278,7 @@ class MixturePosterior(Posterior):
 
     def _components(self, linear: LinearMap) -> tuple[Tensor, Tensor | None]:
         """Components of the weight, and of the bias where they are mixed: (K, ...)."""
-        return self._stacked(linear.weight, self.weight), None if self.bias is None else self._stacked(linear.bias, self.bias)
+        return self._stacked(linear.weight, self.weight, linear.mask), None if self.bias is None else self._stacked(linear.bias, self.bias)
 
     def _mixed(self, linear: LinearMap, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """Weights (n, *shape) and biases (n, out) of all draws, or of those in `rows`."""
@@ -305,7 +308,6 @@ class MixturePosterior(Posterior):
         return kept / self._kept()
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        assert self.current is not None
         drawn: Assigned = self.values()
         if drawn.mixed is not None:
             return linear.blocks(x, *drawn.mixed, self.current)

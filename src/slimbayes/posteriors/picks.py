@@ -89,7 +89,7 @@ def mix_together(same: Sequence[Any], picked: Tensor, by_layer: bool) -> None:
         z_bias = z if by_layer or p.bias is None else next(picks)
         if not by_layer:
             z, z_bias = z.unflatten(1, shape), z_bias.view(len(z), -1) if p.bias is None else z_bias.unflatten(1, bias_shape(p.site))
-        p._values = Assigned(z, z_bias, None, (weight, bias if bias is None or p.bias is not None else bias.expand(len(weight), *bias.shape)))
+        p.keep(Assigned(z, z_bias, None, (weight, bias if bias is None or p.bias is not None else bias.expand(len(weight), *bias.shape))))
 
 
 def expected_squares(same: Sequence[tuple[Any, Any]]) -> Tensor:

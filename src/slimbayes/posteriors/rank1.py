@@ -38,7 +38,8 @@ from slimbayes.distributions import (
     scale_from_rho,
     wide,
 )
-from slimbayes.posteriors.base import Config, MapOf, Noise, Pick, Posterior, Site, check_choice, check_count
+from slimbayes.engine.passes import Noise
+from slimbayes.posteriors.base import Config, MapOf, Pick, Posterior, Site, check_choice, check_count
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -218,6 +219,8 @@ class Rank1Posterior(Posterior):
 
     def __init__(self, config: Rank1, site: Site) -> None:
         super().__init__()
+        if site.whole and config.perturbation == "additive":
+            raise ValueError("additive factors need a layer whose inputs are known; use perturbation='multiplicative'")
         self.r = Factor(config, site.n_out, config.random in ("both", "r"))
         self.s = Factor(config, site.n_in, config.random in ("both", "s"))
         # Member 0 has the layer's own bias. K - 1 offsets then give K independent biases, the paper's count.
@@ -239,16 +242,15 @@ class Rank1Posterior(Posterior):
     def choices(self) -> Tensor | None:
         if not self.countable:
             return None
-        assert self.current is not None
         return self.current.pick(self, torch.arange(self.members, device=self.device), self.drawn)
 
     @property
     def log_size(self) -> float:
         return 0.0 if self.countable else math.inf
 
-    def widths(self, held: bool) -> tuple[int, int]:
+    def widths(self, rowwise: bool) -> tuple[int, int]:
         width = self.r.width + self.s.width
-        return (0, width) if self.rowwise and not held else (width, 0)
+        return (0, width) if self.rowwise and rowwise else (width, 0)
 
     @property
     def has_weights(self) -> bool:
@@ -256,7 +258,7 @@ class Rank1Posterior(Posterior):
 
     def realise(self, noise: Noise, pick: Pick) -> Drawn:
         self.realise_together([self])
-        return self._values
+        return self.current.values[self.key]
 
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
@@ -267,7 +269,6 @@ class Rank1Posterior(Posterior):
     def _drawn_bias(self, count: int) -> Tensor | None:
         if self.bias is None:
             return None
-        assert self.current is not None
         return self.current.pick(self, torch.cat([torch.zeros_like(self.bias[:1]), self.bias]), count)
 
     def kl(self, linear: MapOf) -> Tensor:
@@ -281,7 +282,6 @@ class Rank1Posterior(Posterior):
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         drawn: Drawn = self.values()
-        assert self.current is not None
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
@@ -321,7 +321,6 @@ def _realise(alike: Sequence[Rank1Posterior], lead: Rank1Posterior) -> None:
         noise[p.r], noise[p.s] = lines.split([p.r.width, p.s.width], dim=1)
 
     def pick(parameter: Tensor) -> Tensor:
-        assert lead.current is not None
         return lead.current.pick(lead, parameter, lead.drawn)
 
     drawn: dict[Factor, Tensor] = {}
@@ -332,4 +331,4 @@ def _realise(alike: Sequence[Rank1Posterior], lead: Rank1Posterior) -> None:
         parts = values.split([f.loc[0].numel() for f in same], dim=1)
         drawn |= {f: part.unflatten(1, f.loc.shape[1:]) for f, part in zip(same, parts, strict=True)}
     for p in alike:
-        p._values = Drawn(drawn[p.r], drawn[p.s], p._drawn_bias(lead.drawn))
+        p.keep(Drawn(drawn[p.r], drawn[p.s], p._drawn_bias(lead.drawn)))

@@ -1,0 +1,213 @@
+"""Calls of a converted model: what opens a pass, how many draws share a forward, and what happens where they cannot.
+
+Sizes: S draws, B rows of the caller's batch, K members.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from slimbayes.engine import passes
+from slimbayes.engine.layout import Layout, stack_draws
+from slimbayes.engine.passes import Pass, Unproven
+from slimbayes.engine.proof import locate, unwrapped
+from slimbayes.engine.tree import arrays_of, padded
+
+Fold = Literal["auto"] | bool
+
+
+class Scope(Pass):
+    """A method other than forward: the layers it calls belong to one pass, and each row to one member.
+
+    Its draws are made when the first layer asks, again after a backward pass, or when the number of rows changes. In a `whole` scope
+    (generate) calls of the model itself share it, and rows are the sequences that came in, however many beams they become.
+    """
+
+    def __init__(self, module: nn.Module, posteriors: Sequence[Any], whole: bool, rows: int) -> None:
+        super().__init__(None, rows, held=True)
+        self.noise = dict.fromkeys([p.key for p in posteriors])  # type: ignore[arg-type]
+        self.module, self.posteriors, self.whole = module, posteriors, whole
+        self.first = passes.random_member(posteriors[0].device)
+        self.inner: Pass | None = None
+
+    def call(self, rows: int, layout: Layout) -> Pass:
+        """The pass for one call inside."""
+        if self.whole and rows and self.rows and rows % self.rows == 0:
+            rows = self.rows
+        if self.whole and self.inner is not None and self.inner.layout is not None:
+            layout = self.inner.layout  # later steps carry a cache that no proof can repeat
+        if self.inner is None or self.inner.spent or (self.inner.rows != rows and self.inner.draws is None):
+            self.inner = _bare_pass(self.posteriors, rows, layout, self.first)
+        return self.inner.view(rows, layout if self.inner.draws is None else None)
+
+
+def bare(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a module that has converted layers in it: as part of the pass under way, or in one of its own."""
+    key = passes.first_key(module)
+    found = None if key is None else passes.of(key)
+    if key is None or (found is not None and not found.held):
+        return function(*args, **kwargs)
+    if found is None or (isinstance(found, Scope) and found.module is module and not found.whole):
+        return _open(module, function, args, kwargs)
+    return _within(found, module, function, args, kwargs)
+
+
+def scoped(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any, whole: bool) -> Any:
+    """Call a method other than forward."""
+    key = passes.first_key(module)
+    if key is None or torch.compiler.is_compiling() or passes.of(key) is not None:
+        return function(*args, **kwargs)
+    arrays = arrays_of((args, kwargs)) if whole else []
+    rows = padded(arrays[0]).shape[0] if arrays and padded(arrays[0]).dim() else 1
+    return passes.run(Scope(module, passes.posteriors_of(module), whole, rows), function, *args, **kwargs)
+
+
+def batch_dim_of(model: nn.Module) -> int | None:
+    """Where the user said that rows lie, if anything was said."""
+    for module in unwrapped(model).modules():
+        conversion = module.__dict__.get("_slimbayes")
+        if conversion is not None:
+            return conversion.batch_dim
+    return None
+
+
+def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) -> Layout:
+    """The proven layout of a call. While torch.compile traces, the one of the last call of this model."""
+    if not torch.compiler.is_compiling():
+        return locate(model, args, kwargs, posteriors, batch_dim_of(model))
+    latest = getattr(model, "_slimbayes_latest", None)
+    if latest is None or latest.key != posteriors[0].key:
+        latest = _locate_outside(model, args, kwargs)
+    return latest
+
+
+@torch._dynamo.disable(
+    reason="slimbayes locates the rows of a model on real inputs: call the model once before compiling it with fullgraph=True"
+)
+def _locate_outside(model: nn.Module, args: Any, kwargs: Any) -> Layout:
+    return locate(model, args, kwargs, passes.posteriors_of(model), batch_dim_of(model))
+
+
+def needs_rows(posteriors: Sequence[Any]) -> bool:
+    """Whether a bare call has different draws for different rows."""
+    return any(p.members > 1 or p.by_row for p in posteriors)
+
+
+def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    posteriors = passes.posteriors_of(module)
+    layout = layout_of(module, args, kwargs, posteriors) if needs_rows(posteriors) else None
+    rows = layout.rows((args, kwargs)) if layout is not None else 1
+    if layout is not None and not layout.apart and rows > 1:
+        tell(layout, "each call uses one draw for all rows, where rows would share out the members")
+    try:
+        return _finish(_bare_pass(posteriors, rows, layout), posteriors, function, args, kwargs)
+    except Unproven as error:
+        assert layout is not None
+        layout.folds, layout.apart, layout.why = False, False, str(error)
+        return _open(module, function, args, kwargs)
+
+
+def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, first: Any = None) -> Pass:
+    """Each row one draw, members starting at a random one; one draw for all rows where they cannot be told apart."""
+    most = max(p.members for p in posteriors)
+    apart = layout is not None and layout.apart and rows > 0
+    if first is None:
+        first = passes.random_member(posteriors[0].device) if most > 1 else 0
+    new = Pass(None if apart else 1, rows, first, rowwise=apart)
+    new.layout = layout if apart else None
+    return passes.draw(posteriors, new)
+
+
+def _finish(new: Pass, posteriors: Sequence[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make the draws of a pass, run, and let a backward pass find them again."""
+    passes.realise(posteriors, new)
+    out = passes.run(new, function, *args, **kwargs)
+    passes.remember(out, new)
+    return out
+
+
+def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call while draws are held: its rows are shared out among them."""
+    posteriors = passes.posteriors_of(module)
+    if isinstance(held, Scope):
+        layout = layout_of(module, args, kwargs, posteriors) if held.inner is None or not held.whole else held.inner.layout
+        layout = layout or Layout()
+        new = held.call(layout.rows((args, kwargs)), layout)
+    elif held.draws == 1:
+        new = held.view(1, None)
+    else:
+        layout = layout_of(module, args, kwargs, posteriors)
+        rows = layout.rows((args, kwargs))
+        if not layout.apart:
+            tell(layout, f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all")
+        new = held.view(rows, layout) if layout.apart else held.single(0)
+    return _finish(new, posteriors, function, args, kwargs)
+
+
+def tell(layout: Layout, what: str) -> None:
+    """Say once what a layout that cannot be folded means."""
+    if layout.told or torch.compiler.is_compiling():
+        return
+    layout.told = True
+    warnings.warn(
+        f"slimbayes runs this model draw by draw, which is right but slower: {layout.why}. So {what}. Exclude that layer, declare "
+        f"batch_dim= in bayesianize, or pass fold=False to run draw by draw without this warning.",
+        stacklevel=5,
+    )
+
+
+def draw_all(
+    model: nn.Module, args: Any, kwargs: Any, total: int, fold: Fold, held: Pass | None = None, split: bool = False
+) -> tuple[Pass, Layout, bool]:
+    """The pass of S draws of a call, its layout, and whether the draws share a forward."""
+    posteriors = passes.posteriors_of(model)
+    by_row = any(p.by_row for p in posteriors)
+    alone = not split and not by_row and (total == 1 or fold is False)
+    layout = Layout() if alone else layout_of(model, args, kwargs, posteriors)
+    rows = max(layout.rows((args, kwargs)), 0)
+    folds = layout.folds and fold is not False and rows > 0
+    if fold is True and total > 1 and not layout.folds and rows > 0:
+        raise ValueError(f"fold=True: the draws of this model cannot share a forward: {layout.why}. Use fold='auto' or fold=False.")
+    if fold == "auto" and total > 1 and not folds and rows > 0:
+        tell(layout, "its draws run one after another")
+    if split:
+        _check_split(layout, rows, total)
+        rows //= total
+    if held is not None:
+        return held.view(total * rows, layout), layout, folds
+    new = Pass(total, total * rows, rowwise=layout.apart and rows > 0)
+    return passes.draw(posteriors, new), layout, folds
+
+
+def _check_split(layout: Layout, rows: int, total: int) -> None:
+    if not layout.apart:
+        raise ValueError(f"rows='split' hands rows out to draws, but the rows of this model cannot be told apart: {layout.why}.")
+    if rows % total:
+        raise ValueError(
+            f"rows='split' hands rows out to {total} draws (members x draws) evenly, but the batch has {rows} rows. "
+            f"Use a multiple of {total}, or call model(x), which takes any number."
+        )
+
+
+def run_draws(model: nn.Module, args: Any, kwargs: Any, new: Pass, layout: Layout, folds: bool, tile: bool = True) -> Any:
+    """Outputs (S, B, ...) of a pass: all draws in one forward, or one after another."""
+    posteriors, total = passes.posteriors_of(model), new.draws or 1
+    if folds:
+        new.layout = layout
+        more, options = layout.tile((args, kwargs), total) if tile else (args, kwargs)
+        return layout.split(_finish(new, posteriors, model, more, options), total)
+    known, rows, parts = layout if layout.apart else None, new.rows // total, []
+    for j in range(total):
+        own, options = (args, kwargs) if tile else layout.narrow((args, kwargs), j * rows, rows)
+        parts.append(_finish(new.single(j, known), posteriors, model, own, options))
+    return stack_draws(parts)
+
+
+def total_draws(posteriors: Sequence[Any], draws: int) -> int:
+    return math.lcm(*(p.members for p in posteriors)) * draws

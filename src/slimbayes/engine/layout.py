@@ -1,0 +1,118 @@
+"""Where the rows of a kind of call lie: in its inputs, in its outputs, and at each converted layer. And how calls are folded by it.
+
+Sizes: S draws, B rows of the caller's batch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from slimbayes.engine.passes import Unproven
+from slimbayes.engine.tree import arrays_of, index_rows, map_arrays
+
+Dims = tuple[int | None, ...]
+
+
+@dataclass
+class Layout:
+    """What the proof of rows found for one kind of input.
+
+    Attributes:
+        folds: several draws of the whole batch may share one forward.
+        apart: every row may have a draw of its own.
+        why: what stands against it.
+        inputs, outputs: the dimension of rows of each tensor, None for tensors without rows.
+        lead: number and dimension of an input that tells how many rows there are.
+        dims: by layer and number of dimensions of its input, where that holds rows; -1 for a single row that stands for all.
+        arguments: the same for all arguments and outputs of modules that run as a whole.
+        ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
+        tree: which modules the model had.
+    """
+
+    folds: bool = False
+    apart: bool = False
+    why: str = ""
+    inputs: Dims = ()
+    outputs: Dims = ()
+    lead: tuple[int, int] | None = None
+    dims: dict[tuple[str, int], int] = field(default_factory=dict)
+    arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = field(default_factory=dict)
+    ahead: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
+    tree: int = 0
+    key: str | None = None
+    told: bool = False
+
+    def rows(self, inputs: Any) -> int:
+        """How many rows these inputs have; 1 where nothing holds rows."""
+        if self.lead is None:
+            return 1
+        leaf = arrays_of(inputs)[self.lead[0]]
+        return int(leaf.batch_sizes[0]) if isinstance(leaf, PackedSequence) else leaf.shape[self.lead[1]]
+
+    def tile(self, inputs: Any, draws: int) -> Any:
+        """Inputs repeated once for each draw, whole block after whole block."""
+        rows = self.rows(inputs)
+        return map_arrays(lambda i, leaf: _tile(leaf, self.inputs[i], rows, draws), inputs)
+
+    def narrow(self, inputs: Any, start: int, size: int) -> Any:
+        """Some of the rows."""
+        rows = self.rows(inputs)
+
+        def cut(i: int, leaf: Any) -> Any:
+            dim = self.inputs[i]
+            if dim is None:
+                return leaf
+            if isinstance(leaf, PackedSequence):
+                return index_rows(leaf, 1, torch.arange(start, start + size))
+            each = leaf.shape[dim] // rows
+            return leaf if leaf.shape[dim] == 1 != rows else leaf.narrow(dim, start * each, size * each)
+
+        return map_arrays(cut, inputs)
+
+    def split(self, outputs: Any, draws: int) -> Any:
+        """Undo `tile` on an output: every tensor of S x B rows becomes (S, B, ...); others are the same for every draw."""
+        if len(arrays_of(outputs)) != len(self.outputs):
+            raise Unproven("the model returned other tensors than when its rows were located")
+        return map_arrays(lambda i, leaf: _split(leaf, self.outputs[i], draws), outputs)
+
+
+def _tile(leaf: Any, dim: int | None, rows: int, draws: int) -> Any:
+    if dim is None or draws == 1:
+        return leaf
+    if isinstance(leaf, PackedSequence):
+        return index_rows(leaf, 1, torch.arange(rows).repeat(draws))
+    if leaf.shape[dim] == 1 != rows:
+        return leaf  # it stands for all rows already
+    repeats = [1] * leaf.dim()
+    repeats[dim] = draws
+    if leaf.dim() == 4 and dim == 0 and not leaf.is_contiguous() and leaf.is_contiguous(memory_format=torch.channels_last):
+        return leaf.permute(0, 2, 3, 1).repeat(repeats).permute(0, 3, 1, 2)  # repeat forgets the memory format
+    return leaf.repeat(repeats)
+
+
+def _split(leaf: Any, dim: int | None, draws: int) -> Any:
+    if isinstance(leaf, PackedSequence):
+        raise ValueError("A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence.")
+    if dim is None:
+        return leaf.expand(draws, *leaf.shape)
+    return leaf.unflatten(dim, (draws, leaf.shape[dim] // draws)).movedim(dim, 0)
+
+
+def stack_draws(parts: list[Any]) -> Any:
+    """Outputs of single draws, stacked along a new first axis."""
+    from slimbayes.engine.tree import tree_map
+
+    def stack(*leaves: Any) -> Any:
+        if isinstance(leaves[0], PackedSequence):
+            raise ValueError("A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence.")
+        if not isinstance(leaves[0], Tensor):
+            return leaves[0]
+        shapes = {tuple(leaf.shape) for leaf in leaves}
+        if len(shapes) > 1:
+            raise ValueError(f"Draws gave outputs of different shapes, which cannot be stacked: {sorted(shapes)}.")
+        return torch.stack(leaves)
+
+    return tree_map(stack, *parts)

@@ -1,0 +1,334 @@
+"""A pass: which draw each row of a batch gets, and the noise behind the draws.
+
+A draw belongs to a forward pass of the whole model, not to one layer call: a module called twice, or tied weights, see one weight
+sample. The pass under way is found through a context variable, so threads, tasks, nested calls and recursion keep apart, and nothing
+of it stays on a module. Whoever opened a pass closes it.
+
+Layout. Rows are cut into consecutive blocks, one block per draw: rows [j*B:(j+1)*B] belong to draw j, and draw j belongs to member
+(first + j) mod K. In a bare call there are K blocks, of as equal size as R allows, and `first` is random, so every row gets one
+draw of a uniformly random member.
+
+Sizes: S draws, R rows of the batch, B rows per draw, K members.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import count, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slimbayes.engine.tree import arrays_of
+
+if TYPE_CHECKING:
+    from slimbayes.engine.layout import Layout
+
+
+class Noise(NamedTuple):
+    """Standard normals of one pass for one posterior: one line for each block of rows, and one for each row."""
+
+    block: Tensor
+    row: Tensor
+
+
+class Unproven(Exception):
+    """A layer met an input whose rows nobody has located: the caller falls back to one draw at a time."""
+
+
+class Pass:
+    """The layout of one call and the draws in it."""
+
+    probing = False  # a proof of rows is no pass, but takes its place
+
+    def __init__(self, draws: int | None, rows: int, first: int | Tensor = 0, rowwise: bool = True, held: bool = False) -> None:
+        self.draws = draws  # None in a bare call: each posterior then has one draw per member
+        self.total = draws or 1  # also for a view of one draw
+        self.rows = rows  # of the call under way
+        self.first = first
+        self.rowwise = rowwise and not held  # whether single rows may have noise of their own
+        self.held = held  # open for many calls, each of which is a view of it
+        self.keeps = held  # whether what layers draw by themselves (dropout masks) is kept for later calls
+        self.layout: Layout | None = None
+        self.noise: dict[str, Noise] = {}  # by key of a posterior
+        self.values: dict[str, Any] = {}  # draws made from it
+        self.masks: dict[str, list[Tensor]] = {}  # of dropout, for the views of a held pass
+        self.index: int | None = None  # which draw of a larger pass this view shows
+        self.calls: dict[str, int] = {}  # how often each posterior was asked in this call
+        self.substitutes: dict[tuple[str, str], Tensor | None] = {}  # weights that a layer's own forward reads instead of its own
+        self.met: dict[str, None] = {}  # keys of layers that have run, in any call
+        self.drawn_yet = False  # whether a layer has used its draw in this call
+        self.shared: dict[int, tuple[Any, Any]] | None = None  # modules that run once for all draws while none has been used
+        self.waiting: list[nn.Module] = []  # of those, the ones under way
+        self.spent: list[bool] = []  # filled when a backward pass has gone through it
+        self.outer: Pass | None = None
+        self.task = -1
+
+    def blocks(self, posterior: Any) -> int:
+        """How many blocks of rows this posterior has draws for."""
+        return posterior.members if self.draws is None else self.draws
+
+    def view(self, rows: int, layout: Layout | None) -> Pass:
+        """One call of a held pass: the same draws on so many rows."""
+        new = copy.copy(self)
+        new.rows, new.layout, new.held = rows, layout, False
+        new.calls, new.substitutes, new.drawn_yet = {}, {}, False
+        return new
+
+    def single(self, index: int, layout: Layout | None = None) -> Pass:
+        """Draw `index` alone, on its own rows."""
+        new = self.view(self.rows // (self.draws or 1), layout)
+        new.draws, new.first, new.index, new.values = 1, self.first + index, index, {}
+        rows = slice(index * new.rows, (index + 1) * new.rows)
+        new.noise = {key: Noise(n.block[index : index + 1], n.row[rows]) for key, n in self.noise.items()}
+        return new
+
+    def take(self, index: Tensor) -> Pass:
+        """Some of the draws, by number."""
+        new = self.view(self.rows // self.total * len(index), self.layout)
+        new.draws = new.total = len(index)
+        new.values = {}
+        rows = self.rows // self.total
+        new.noise = {k: Noise(n.block[index], n.row.unflatten(0, (self.total, -1))[index].flatten(0, 1) if len(n.row) else n.row) for k, n in self.noise.items()}
+        assert rows or not new.rowwise
+        return new
+
+    def pick(self, posterior: Any, parameter: Tensor, count: int) -> Tensor:
+        """Lay a parameter (K, ...) out by the member of each block, or of each row: (count, ...)."""
+        members, blocks = posterior.members, self.blocks(posterior)
+        if not isinstance(self.first, int) or self.first % members or blocks % members:
+            block = torch.arange(blocks, device=posterior.device)
+            if count != blocks:
+                block = block_of_row(count, blocks, posterior.device)
+            return parameter[(block + self.first) % members]
+        # The regular layout as plain expansion: its backward is a sum, not a scatter.
+        tail = parameter.shape[1:]
+        rows = 1 if count == blocks else count // blocks
+        return parameter[None, :, None].expand(blocks // members, members, rows, *tail).reshape(count, *tail)
+
+    def dim(self, key: str, x: Tensor) -> int:
+        """The dimension of x that holds rows, as proven for this layer; -1 where one row stands for all."""
+        if self.layout is None:
+            if self.draws == 1 and not self.rowwise:
+                return 0  # one draw for all rows: it does not matter
+            raise Unproven("a layer that the proof of rows has not met")
+        found = self.layout.dims.get((key, x.dim()))
+        if found is None:
+            if self.draws == 1 and not self.rowwise:
+                return 0
+            raise Unproven(f"a layer met an input of {x.dim()} dimensions, unlike those that its rows were located in")
+        return found
+
+
+def block_of_row(rows: int, blocks: int, device: torch.device | None = None) -> Tensor:
+    """Block index of each row: consecutive, as equal in size as the numbers allow.
+
+    >>> block_of_row(5, 2)
+    tensor([0, 0, 0, 1, 1])
+    """
+    return torch.arange(rows, device=device) * blocks // max(rows, 1)
+
+
+def block_sizes(rows: int, blocks: int) -> list[int]:
+    """Number of rows in each block of `block_of_row`.
+
+    >>> block_sizes(5, 2)
+    [3, 2]
+    """
+    edges = [-(-j * rows // blocks) for j in range(blocks + 1)]  # the first row of block j is ceil(j * rows / blocks)
+    return [stop - start for start, stop in pairwise(edges)]
+
+
+# The pass under way.
+
+_PASS: ContextVar[Pass | None] = ContextVar("slimbayes_pass", default=None)
+
+
+class _Traced(threading.local):
+    """The same for code that torch.compile traces: it cannot read context variables."""
+
+    current: Pass | None = None
+
+
+_TRACED = _Traced()
+_BACKWARD: dict[int, weakref.ref[Pass]] = {}  # by graph task: the pass whose part of the graph is run backwards
+
+
+def current() -> Pass | None:
+    """The pass under way, or the one whose graph a backward pass is going through (gradient checkpointing runs layers again)."""
+    if torch.compiler.is_compiling():
+        return _TRACED.current
+    found, task = _PASS.get(), torch._C._current_graph_task_id()
+    if task != -1 and (found is None or found.task != task):
+        recorded = _BACKWARD.get(task)
+        return found if recorded is None else recorded()
+    return found
+
+
+def of(key: str) -> Pass | None:
+    """The innermost pass under way that has draws of this posterior."""
+    found = current()
+    while found is not None and key not in found.noise:
+        found = found.outer
+    return found
+
+
+def run(new: Pass, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function while a pass is under way; it ends with the call, whatever is raised."""
+    new.outer, before = current(), _TRACED.current
+    if torch.compiler.is_compiling():
+        _TRACED.current = new
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _TRACED.current = before
+    new.task = torch._C._current_graph_task_id()
+    token = _PASS.set(new)
+    try:
+        _TRACED.current = new
+        return function(*args, **kwargs)
+    finally:
+        _TRACED.current = before
+        _PASS.reset(token)
+
+
+@contextmanager
+def holding(new: Pass) -> Iterator[None]:
+    """Keep a pass open for many calls."""
+    new.outer, before = current(), _TRACED.current
+    token = _PASS.set(new)
+    try:
+        _TRACED.current = new
+        yield
+    finally:
+        _TRACED.current = before
+        _PASS.reset(token)
+
+
+def remember(outputs: Any, done: Pass) -> None:
+    """Let the backward pass through these outputs find the pass again: gradient checkpointing recomputes layers then.
+
+    Autograd runs nodes in the reverse order of their creation: all of a later pass is done when an earlier output is reached.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+
+    def restore(gradients: Any) -> None:
+        done.spent.append(True)
+        while len(_BACKWARD) > 16:
+            _BACKWARD.pop(next(iter(_BACKWARD)), None)
+        _BACKWARD[torch._C._current_graph_task_id()] = weakref.ref(done)
+
+    for leaf in arrays_of(outputs):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn.register_prehook(restore)
+
+
+# Noise.
+
+
+def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
+    """Draw the noise of a pass for all posteriors at once."""
+    for posterior, noise in zip(posteriors, _noise(posteriors, new), strict=True):
+        new.noise[posterior.key] = noise
+    return new
+
+
+def realise(posteriors: Sequence[Any], new: Pass) -> Pass:
+    """Turn a pass's noise into draws, in a few large operations for all layers. Sharded parameters wait until their layer runs."""
+    whole = [p for p in posteriors if not p.sharded]
+
+    def together() -> None:
+        for kind in dict.fromkeys(type(p) for p in whole):
+            kind.realise_together([p for p in whole if type(p) is kind])
+
+    run(new, together)
+    return new
+
+
+def _noise(posteriors: Sequence[Any], new: Pass) -> list[Noise]:
+    """Standard normals for the blocks and the rows of each posterior, cut from two flat draws per device and dtype."""
+    out: list[Noise | None] = [None] * len(posteriors)
+    kinds = [(p.device, p.dtype) for p in posteriors]
+    for device, dtype in dict.fromkeys(kinds):
+        index = [i for i, kind in enumerate(kinds) if kind == (device, dtype)]
+        widths = [posteriors[i].widths(new.rowwise and not posteriors[i].blockwise) for i in index]
+        counts = [new.blocks(posteriors[i]) for i in index]
+        sizes = [count * width for count, (width, _) in zip(counts, widths, strict=True)]
+        flat = standard_normal((sum(sizes),), device, dtype)
+        blocks = [part.view(n, size // n) for part, n, size in zip(flat.split(sizes), counts, sizes, strict=True)]
+        per_row = [width for _, width in widths]
+        rows = new.rows if any(per_row) else 0
+        lines = standard_normal((rows, sum(per_row)), device, dtype).split(per_row, dim=1)
+        for i, block, row in zip(index, blocks, lines, strict=True):
+            out[i] = Noise(block, row)
+    return [noise for noise in out if noise is not None]
+
+
+def processes() -> tuple[int, int]:
+    """This process's rank and the number of processes that train together."""
+    together = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+
+
+def standard_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Standard normals of this process; ranks with equal seeds get different ones."""
+    return _random(torch.randn, shape, device, dtype)
+
+
+def uniform(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Uniform numbers of this process; ranks with equal seeds get different ones."""
+    return _random(torch.rand, shape, device, torch.float32)
+
+
+def _random(function: Any, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    rank, world = processes()
+    if world == 1:
+        return function(shape, device=device, dtype=dtype)
+    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        # A graph takes torch's own generator alone: each rank draws the numbers of all ranks and takes its share.
+        return function((world, *shape), device=device, dtype=dtype)[rank]
+    # A seed from the generator that ranks may have in common, and a stream of this rank's own from it.
+    seed = int(torch.randint(2**48, ()))
+    own = torch.Generator(device).manual_seed((seed * 1_000_003 + rank * 7_919 + 1) % 2**63)
+    return function(shape, device=device, dtype=dtype, generator=own)
+
+
+def random_member(device: torch.device | None = None) -> Any:
+    """Where the members of a bare call start. 720720 is divisible by 1 to 16: uniform for each of those member counts."""
+    return torch.randint(720720, (), device=device)
+
+
+_KEYS = count()
+
+
+class Keyed(nn.Module):
+    """A module that passes know by a key of its own; copies get new keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = f"p{next(_KEYS)}"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.key = f"p{next(_KEYS)}"
+
+
+def posteriors_of(module: nn.Module) -> list[Any]:
+    """Every posterior under a module, each once, in a fixed order."""
+    return [m for m in module.modules() if isinstance(m, Keyed)]
+
+
+def first_key(module: nn.Module) -> str | None:
+    """The key of the first posterior under a module."""
+    for m in module.modules():
+        if isinstance(m, Keyed):
+            return m.key
+    return None

@@ -1,0 +1,548 @@
+"""Where rows lie is proven, not guessed: once for each kind of input a model meets, then kept.
+
+The plain model, with nothing random in it (see quiet.py), runs four times on the inputs at hand:
+
+    as they are                                  shapes of everything that reaches a converted layer, and of the outputs
+    every row twice, [x, x]                      what doubles holds rows; both halves of the outputs must equal the first run's
+    [x, x'], converted layers tainted in x'      the first half may not feel it: several draws can share a forward ("folds")
+    [x, x with another last row], likewise       no other row may feel it: each row can have a draw of its own ("apart")
+
+x' is x with other numbers, and a tainted layer's output is changed in the rows of x' alone. Runs of one shape use the same kernels, so a
+leak shows as any difference at all. Last, two real draws run folded and one by one and must agree. Which inputs hold rows is a
+hypothesis: those with as many entries along one dimension as a leading one; hypotheses are tried in turn until one holds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from slimbayes.engine import passes
+from slimbayes.engine.layout import Dims, Layout, stack_draws
+from slimbayes.engine.quiet import Quiet
+from slimbayes.engine.tree import arrays_of, index_rows, leaves_of, map_arrays, padded, tree_map
+
+
+class Mixed(Exception):
+    """A hypothesis about rows does not hold; the text says why."""
+
+
+@dataclass
+class Hypothesis:
+    """Which inputs hold rows, where, and what tells how many there are."""
+
+    inputs: Dims
+    lead: tuple[int, int]
+
+
+@dataclass
+class Visit:
+    """One call of a converted module in a run of the proof."""
+
+    key: str
+    name: str
+    shapes: list[tuple[int, ...]]
+    ndims: tuple[int, ...] = ()
+    outputs: list[tuple[int, ...]] = field(default_factory=list)
+    prints: list[Tensor | None] = field(default_factory=list)
+    dims: list[int | None] = field(default_factory=list)
+    out_dims: list[int | None] = field(default_factory=list)
+
+
+class Probe(passes.Pass):
+    """Takes the place of a pass while the proof runs: converted modules call `visit` instead of drawing."""
+
+    probing = True
+
+    def __init__(self, keys: Sequence[str], quiet: Quiet, before: Probe | None = None, taint: str = "") -> None:
+        super().__init__(1, 1, rowwise=False)
+        self.noise = dict.fromkeys(keys)  # type: ignore[arg-type]
+        self.quiet, self.before, self.taint = quiet, before, taint
+        self.visits: list[Visit] = []
+        self.inside: list[str] = []  # keys of modules whose own forward is under way
+
+    def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        """Run a converted module's plain forward and note what came in and what went out."""
+        place = len(self.visits)
+        arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
+        here = Visit(layer.key, layer.label, [tuple(a.shape) for a in arrays], tuple(a.dim() for a in arrays))
+        self.visits.append(here)
+        if self.before is not None:
+            self._compare(here, self._same(place, here), arrays)
+        self.inside.append(layer.key)
+        try:
+            out = layer.run_plain(args, kwargs)
+        finally:
+            self.inside.pop()
+        outs = [padded(leaf) for leaf in arrays_of(out)]
+        here.outputs = [tuple(o.shape) for o in outs]
+        if self.before is None:
+            return out
+        earlier = self.before.visits[place]
+        if not self.taint:
+            here.out_dims = [_doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
+            return out
+        return self._tainted(out, earlier, here)
+
+    def _same(self, place: int, here: Visit) -> Visit:
+        assert self.before is not None
+        earlier = self.before.visits[place] if place < len(self.before.visits) else None
+        if earlier is None or earlier.key != here.key or len(earlier.shapes) != len(here.shapes):
+            raise Mixed(f"{here.name} is not called alike for more rows")
+        return earlier
+
+    def _compare(self, here: Visit, earlier: Visit, arrays: list[Tensor]) -> None:
+        if not self.taint:
+            here.dims = [_doubled(a, b, here.name) for a, b in zip(earlier.shapes, here.shapes, strict=True)]
+        else:
+            here.dims = list(earlier.dims)
+            for i, (a, b) in enumerate(zip(earlier.shapes, here.shapes, strict=True)):
+                if a != b:  # behind a single row that stood for all and was repeated
+                    here.dims[i] = next(d for d in range(len(a)) if a[d] != b[d]) if len(a) == len(b) else None
+        here.prints = [_prints(a, d) for a, d in zip(arrays, here.dims, strict=True)]
+
+    def _tainted(self, out: Any, earlier: Visit, here: Visit) -> Any:
+        rows = self.rows
+
+        def change(i: int, leaf: Any) -> Any:
+            dim = earlier.out_dims[i] if i < len(earlier.out_dims) else None
+            if isinstance(leaf, PackedSequence):
+                return leaf if dim is None else leaf._replace(data=leaf.data * 1.25 + 0.125)
+            if not leaf.is_floating_point():
+                return leaf
+            if dim is None:
+                if not stands_for_all(here) or leaf.shape[0] != 1:
+                    return leaf
+                leaf, dim = leaf.expand(rows, *leaf.shape[1:]), 0
+            size = leaf.shape[dim]
+            part = size // 2 if self.taint == "half" else size // rows
+            keep = leaf.narrow(dim, 0, size - part)
+            return torch.cat([keep, leaf.narrow(dim, size - part, part) * 1.25 + 0.125], dim)
+
+        return map_arrays(change, out)
+
+
+def stands_for_all(visit: Visit) -> bool:
+    """Whether a layer's first input is a single row without any rows of the batch in it: (1, ...)."""
+    return bool(visit.shapes) and visit.dims[:1] == [None] and len(visit.shapes[0]) > 1 and visit.shapes[0][0] == 1
+
+
+def _doubled(a: tuple[int, ...], b: tuple[int, ...], name: str) -> int | None:
+    """The one dimension that doubled, None where nothing changed."""
+    if a == b:
+        return None
+    found = [d for d in range(min(len(a), len(b))) if a[d] != b[d]]
+    if len(a) != len(b) or len(found) != 1 or b[found[0]] != 2 * a[found[0]]:
+        raise Mixed(f"{name}: {a} became {b} when every row came twice")
+    return found[0]
+
+
+def _prints(x: Tensor, dim: int | None) -> Tensor | None:
+    """Fingerprints (2, n): a weighted sum of each of the n entries along `dim`, and their sizes; n is 1 without rows."""
+    if x.numel() == 0 or x.is_complex() or x.is_nested or x.layout is not torch.strided:
+        return None
+    numbers = x.detach().float().nan_to_num(0.123, 7.7, -7.7).contiguous()
+    weights = torch.arange(numbers.numel(), device=x.device).mul(0.6180339887).frac_().add_(0.5).view(numbers.shape)
+
+    def along(values: Tensor) -> Tensor:
+        lines = values.reshape(1, -1) if dim is None else values.movedim(dim, 0).flatten(1) if values.dim() > 1 else values.view(-1, 1)
+        return lines.sum(1, dtype=torch.float64)
+
+    return torch.stack([along(numbers * weights), along(numbers.abs())])
+
+
+def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Hypothesis]:
+    """Which inputs may hold rows, the likeliest first."""
+    arrays = arrays_of(inputs)
+    shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]
+    # Inputs with more dimensions first: masks, lengths and weights have fewer than what they are for.
+    order = sorted(range(len(arrays)), key=lambda i: (_flag(arrays[i]), -len(shapes[i])))
+    seen: set[Dims] = set()
+    for dim in (0, 1) if batch_dim is None else (batch_dim,):
+        for i in order:
+            at = 1 if isinstance(arrays[i], PackedSequence) else dim
+            if len(shapes[i]) <= at or shapes[i][at] == 0:
+                continue
+            rows = shapes[i][at]
+            alike = tuple(_fitting(shape, rows, at) for shape in shapes)
+            more = tuple(d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(alike, shapes, strict=True))
+            alone = tuple(d if j == i else None for j, d in enumerate(alike))
+            without = [tuple(None if j == k else d for j, d in enumerate(alike)) for k in range(len(arrays)) if k != i and alike[k] is not None]
+            for dims in (alike, *without, more, alone):
+                if dims not in seen:
+                    seen.add(dims)
+                    yield Hypothesis(dims, (i, at))
+
+
+def _flag(array: Any) -> bool:
+    return isinstance(array, Tensor) and array.dtype == torch.bool
+
+
+def _fitting(shape: tuple[int, ...], rows: int, dim: int) -> int | None:
+    if len(shape) > dim and shape[dim] == rows:
+        return dim
+    return next((d for d, size in enumerate(shape) if size == rows and d < 2), None)
+
+
+def kind_of(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What makes two calls alike: the mode, the nesting, types and numbers of dimensions, flags."""
+    if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
+        return model.training, args[0].dim(), args[0].is_floating_point()
+    import torch.utils._pytree as pytree
+
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+    return model.training, str(spec), tuple(_kind(leaf) for leaf in leaves)
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.dim(), leaf.is_floating_point()
+    return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile and DistributedDataParallel."""
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or "_orig_mod" in model._modules:
+        model = model._modules.get("_orig_mod") or model.module  # type: ignore[assignment]
+    return model
+
+
+def tree_of(model: nn.Module) -> int:
+    return hash(tuple(map(id, model.modules())))
+
+
+def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
+    """The layout of a call: the one proven for its kind, or a proof now. It is kept with the model it was proven for."""
+    model = unwrapped(model)
+    known: dict[Any, Layout] = model.__dict__.setdefault("_slimbayes_rows", {})
+    kind, tree = kind_of(model, args, kwargs), tree_of(model)
+    found = known.get(kind)
+    if found is not None and found.tree == tree:
+        model.__dict__["_slimbayes_latest"] = found
+        return found
+    layout = prove(model, (args, kwargs), posteriors, batch_dim)
+    layout.tree, layout.key = tree, passes.first_key(model)
+    if layout.lead is None or layout.rows((args, kwargs)) > 0:
+        known[kind] = layout
+        model.__dict__["_slimbayes_latest"] = layout
+    return layout
+
+
+def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
+    """Try hypotheses until one holds; where none does the model runs one draw at a time."""
+    if not any(leaf.numel() for leaf in map(padded, arrays_of(inputs))):
+        return Layout(why="there is nothing in the inputs")
+    if any(a.is_cuda for a in map(padded, arrays_of(inputs))) and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured.")
+    first = ""
+    inputs = tree_map(_without_cache, inputs)
+    with _undisturbed(model, inputs):
+        for tried, guess in enumerate(hypotheses(inputs, batch_dim)):
+            try:
+                layout = _Proof(model, inputs, posteriors, guess).run()
+            except Mixed as error:
+                first = first or str(error)
+            except Exception as error:
+                first = first or f"{type(error).__name__} when every row came twice: {str(error).splitlines()[0] if str(error) else ''}"
+            else:
+                return layout
+            if tried > 12:
+                break
+    lead = next(((h.lead for h in hypotheses(inputs, batch_dim))), None)
+    return Layout(why=first or "no input has a dimension that could hold rows", lead=lead)
+
+
+def _without_cache(leaf: Any) -> Any:
+    return None if hasattr(leaf, "get_seq_length") else leaf
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
+    """Random numbers, buffers and gradients are afterwards as they were."""
+    devices = sorted({a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda})
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+class _Proof:
+    """The four runs and the comparison, for one hypothesis."""
+
+    def __init__(self, model: nn.Module, inputs: Any, posteriors: Sequence[Any], guess: Hypothesis) -> None:
+        self.model, self.posteriors, self.guess = model, posteriors, guess
+        self.layout = Layout(inputs=guess.inputs, lead=guess.lead)
+        # Of a single row nothing can be told apart.
+        self.inputs = self.layout.tile(inputs, 2) if self.layout.rows(inputs) == 1 else inputs
+        self.rows = self.layout.rows(self.inputs)
+
+    def run(self) -> Layout:
+        layout = self.layout
+        single, out1 = self._probe(self.inputs, None, "")
+        double, out2 = self._probe(layout.tile(self.inputs, 2), single, "")
+        layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
+        layout.ahead = double.quiet_modules  # type: ignore[attr-defined]
+        half, out3 = self._probe(self._altered("half"), double, "half")
+        self._feels("half", double, half, arrays_of(out2), arrays_of(out3), layout.outputs)
+        self._collect(half)
+        layout.folds = True
+        last, out4 = self._probe(self._altered("row"), double, "row")
+        try:
+            self._feels("row", double, last, arrays_of(out2), arrays_of(out4), layout.outputs)
+            layout.apart = True
+        except Mixed as error:
+            layout.why = str(error)
+        self._verify()
+        return layout
+
+    def _probe(self, inputs: Any, before: Probe | None, taint: str) -> tuple[Probe, Any]:
+        quiet = Quiet()
+        probe = Probe([p.key for p in self.posteriors], quiet, before, taint)
+        probe.rows = self.rows * (1 if before is None else 2)
+        args, kwargs = map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        watcher = _Ahead(self.model, probe, before)
+        devices = {p.device.type for p in self.posteriors} or {"cpu"}
+        with quiet, _no_autocast(devices), watcher:
+            out = passes.run(probe, self.model, *args, **kwargs)
+        probe.quiet_modules = watcher.found  # type: ignore[attr-defined]
+        if quiet.used:
+            raise Mixed(f"the weight of {next(iter(quiet.used))} is used past the layer's own forward")
+        if before is not None and len(before.visits) != len(probe.visits):
+            raise Mixed(f"{before.visits[-1].name} and other layers are not called alike for more rows")
+        return probe, out
+
+    def _outputs(self, first: list[Any], second: list[Any], flat1: list[Any], flat2: list[Any]) -> Dims:
+        if len(first) != len(second):
+            raise Mixed("the number of outputs depends on the number of rows")
+        for a, b in zip(flat1, flat2, strict=True):
+            if isinstance(a, float) and a != b:
+                raise Mixed("a number that the model returns depends on the number of rows")
+        dims = []
+        for i, (a, b) in enumerate(zip(map(padded, first), map(padded, second), strict=True)):
+            name = f"output {i} of shape {tuple(a.shape)}"
+            dim = _doubled(tuple(a.shape), tuple(b.shape), name)
+            halves = [b] if dim is None else list(b.split(a.shape[dim], dim)) if a.shape[dim] else []
+            if not all(self._close(half, a) for half in halves):
+                raise Mixed(f"{name} changes when every row comes twice")
+            dims.append(dim)
+        return tuple(dims)
+
+    def _altered(self, what: str) -> Any:
+        """[x, x'] with other numbers in the second half, or in the last row alone."""
+
+        def alter(i: int, leaf: Any) -> Any:
+            dim = self.guess.inputs[i]
+            if dim is None:
+                return leaf
+            if isinstance(leaf, PackedSequence):
+                whole = index_rows(leaf, 1, torch.arange(self.rows).repeat(2))
+                rows = index_rows(whole, 1, torch.arange(2 * self.rows))
+                other = rows.data * 0.75 + 0.25
+                return whole if what == "row" else _packed_half(whole, other, self.rows)
+            if leaf.shape[dim] == 1 != self.rows:
+                return leaf
+            each = leaf.shape[dim] // self.rows
+            part = leaf.shape[dim] if what == "half" else each
+            kept = torch.cat([leaf, leaf.narrow(dim, 0, leaf.shape[dim] - part)], dim)
+            return torch.cat([kept, _other(leaf.narrow(dim, leaf.shape[dim] - part, part), dim)], dim)
+
+        return map_arrays(alter, self.inputs)
+
+    def _feels(self, what: str, plain: Probe, tainted: Probe, out: list[Any], out_tainted: list[Any], dims: Dims) -> None:
+        """Refuse if anything outside the changed rows differs; note layers that nothing reached."""
+        reached: dict[tuple[str, int], bool] = {}
+        for a, b in zip(plain.visits, tainted.visits, strict=True):
+            for i, (p, q) in enumerate(zip(a.prints, b.prints, strict=True)):
+                if p is None or q is None or a.shapes[i] != b.shapes[i]:
+                    continue
+                touched = self._check(what, p, q, b.dims[i], f"{a.name}: rows of its input mix with those of other draws")
+                if i == 0 and b.dims[0] is not None:
+                    at = (a.key, len(a.shapes[0]))
+                    reached[at] = reached.get(at, False) or touched
+        if what == "half":
+            for visit in tainted.visits:
+                if reached.get((visit.key, len(visit.shapes[0]) if visit.shapes else 0), True) is False:
+                    raise Mixed(f"{visit.name}: its input is the same for all inputs, so its rows cannot be located")
+        for i, (x, y, dim) in enumerate(zip(map(padded, out), map(padded, out_tainted), dims, strict=True)):
+            if x.shape != y.shape:
+                raise Mixed(f"output {i} changes its shape when a single row is repeated for each draw")
+            p, q = _prints(x, dim), _prints(y, dim)
+            if p is not None and q is not None:
+                rowless = "" if dim is not None else ", which has no rows,"
+                self._check(what, p, q, dim, f"output {i}{rowless} mixes rows of different draws")
+
+    def _check(self, what: str, p: Tensor, q: Tensor, dim: int | None, message: str) -> bool:
+        """Compare fingerprints outside the changed rows; whether the changed rows show the change."""
+        count = p.shape[1]
+        kept = count if dim is None else count // 2 if what == "half" else count - count // (2 * self.rows)
+        if p.shape != q.shape or not _equal(p[:, :kept].sum(1), q[:, :kept].sum(1)):
+            raise Mixed(message if what == "half" else message.replace("draws", "rows"))
+        return kept < count and not _equal(p[:, kept:].sum(1), q[:, kept:].sum(1))
+
+    def _collect(self, probe: Probe) -> None:
+        """The dimension of rows of every layer's inputs."""
+        layout = self.layout
+        for visit in probe.visits:
+            dim = visit.dims[0] if visit.dims else None
+            if dim is None:
+                if not stands_for_all(visit):
+                    raise Mixed(f"{visit.name}: an input of shape {visit.shapes[0] if visit.shapes else ()} has no rows in it")
+                dim = -1
+            before = self._earlier(probe, visit)
+            at = (visit.key, len(visit.shapes[0]))
+            if layout.dims.setdefault(at, dim) != dim:
+                raise Mixed(f"{visit.name}: its rows lie along dimension {layout.dims[at]} in one call and {dim} in another")
+            layout.arguments[visit.key, visit.ndims] = (tuple(visit.dims), tuple(before.out_dims))
+
+    def _earlier(self, probe: Probe, visit: Visit) -> Visit:
+        assert probe.before is not None
+        return probe.before.visits[probe.visits.index(visit)]
+
+    def _verify(self) -> None:
+        """Two real draws folded and one by one must agree."""
+        if not self.posteriors:
+            return
+        new = passes.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
+        devices = {p.device.type for p in self.posteriors}
+        with Quiet(), _no_autocast(devices):
+            folded = passes.realise(self.posteriors, new.view(new.rows, self.layout))
+            args, kwargs = map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.layout.tile(self.inputs, 2))
+            together = arrays_of(self.layout.split(passes.run(folded, self.model, *args, **kwargs), 2))
+            parts = []
+            for j in range(2):
+                args, kwargs = map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.inputs)
+                one = passes.realise(self.posteriors, new.single(j, self.layout))
+                parts.append(passes.run(one, self.model, *args, **kwargs))
+        for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
+            if not self._close(a, b):
+                raise Mixed(f"output {i} of folded draws differs from that of single ones by {_apart(a, b):.2g} of its size")
+
+    def _close(self, a: Tensor, b: Tensor) -> bool:
+        return a.shape == b.shape and _apart(a, b) <= self.tolerance
+
+    @property
+    def tolerance(self) -> float:
+        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        if kinds & {torch.bfloat16, torch.float16}:
+            return 0.1
+        on_gpu = any(p.is_cuda for p in self.model.parameters())
+        return 1e-6 if kinds == {torch.float64} else 1e-2 if on_gpu else 1e-3
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two fingerprints (sum, size) are the same; sums by atomic additions on a GPU may differ in the last digits."""
+    slack = 1e-7 if a.is_cuda else 1e-13
+    return bool((a - b).abs()[0] <= slack * torch.maximum(a[1], b[1]))
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the largest number."""
+    if a.numel() == 0:
+        return 0.0
+    if not a.is_floating_point():
+        return float((a != b).any())
+    a, b = a.double().nan_to_num(0.123, 1e30, -1e30), b.double().nan_to_num(0.123, 1e30, -1e30)
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def _other(x: Tensor, dim: int) -> Tensor:
+    """Other numbers of the same kind: indices and flags are only moved about, so that they stay valid."""
+    if x.is_floating_point():
+        return x * 0.75 + 0.25
+    x = x.roll(1, dim)
+    return x.roll(1, -1) if x.dim() > 1 and dim % x.dim() != x.dim() - 1 and x.dtype != torch.bool else x
+
+
+def _packed_half(whole: PackedSequence, other: Tensor, rows: int) -> PackedSequence:
+    """A packed sequence of 2B rows with other numbers in the second half of them."""
+    unsorted = torch.arange(2 * rows) if whole.sorted_indices is None else whole.sorted_indices.cpu()
+    row = torch.cat([unsorted[: int(n)] for n in whole.batch_sizes]).to(whole.data.device)
+    second = (row >= rows).view(-1, *[1] * (whole.data.dim() - 1))
+    return whole._replace(data=torch.where(second, other, whole.data))
+
+
+@contextmanager
+def _no_autocast(devices: set[str]) -> Iterator[None]:
+    if not devices:
+        yield
+        return
+    with torch.autocast(devices.pop(), enabled=False), _no_autocast(devices):
+        yield
+
+
+class _Ahead:
+    """Finds the largest modules without posteriors that run before any converted layer does, and where their rows lie."""
+
+    def __init__(self, model: nn.Module, probe: Probe, before: Probe | None) -> None:
+        self.model, self.probe, self.before = model, probe, before
+        self.handles: list[Any] = []
+        self.shapes: dict[int, tuple[list[Any], list[Any]]] = {}
+        self.found: dict[int, tuple[Dims, Dims]] = {}
+
+    def __enter__(self) -> _Ahead:
+        if self.probe.taint:
+            return self
+        for module in plain_modules(self.model):
+            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+        if self.before is not None and not self.probe.taint:
+            earlier = self.before.shapes_ahead  # type: ignore[attr-defined]
+            for module, (ins, outs) in self.shapes.items():
+                self._settle(module, earlier.get(module), ins, outs)
+        self.probe.shapes_ahead = self.shapes  # type: ignore[attr-defined]
+
+    def _settle(self, module: int, earlier: Any, ins: list[Any], outs: list[Any]) -> None:
+        if earlier is None or None in (earlier[1], outs):
+            return
+        try:
+            dims = [tuple(_doubled(a, b, "") for a, b in zip(x, y, strict=True)) for x, y in zip(earlier, (ins, outs), strict=True)]
+        except (Mixed, ValueError):
+            return
+        if all(d is not None for part in dims for d in part):  # what has no rows might still depend on all of them
+            self.found[module] = (dims[0], dims[1])
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.probe.visits and id(module) not in self.shapes:
+            self.shapes[id(module)] = ([tuple(a.shape) for a in map(padded, arrays_of((args, kwargs)))], None)  # type: ignore[assignment]
+            self.random, self.probe.quiet.random = self.probe.quiet.random, False
+        else:
+            self.shapes[id(module)] = ([], None)  # type: ignore[assignment]
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        ins, done = self.shapes.get(id(module), ([], None))
+        if ins and done is None and not self.probe.visits and not self.probe.quiet.random:
+            self.shapes[id(module)] = (ins, [tuple(a.shape) for a in map(padded, arrays_of(output))])
+
+
+def plain_modules(model: nn.Module) -> list[nn.Module]:
+    """The largest modules without posteriors in them that have a weight matrix: the work worth sharing."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        if hasattr(type(module), "run_plain"):
+            return
+        heavy = any(p.dim() > 1 for p in module.parameters())
+        if heavy and passes.first_key(module) is None and type(module).forward is not nn.Module.forward:
+            found.append(module)
+            return
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return found

@@ -1,0 +1,80 @@
+"""Prediction: eval mode for as long as anybody predicts, and work that all draws have in common done once.
+
+Modules that run before any layer has used its draw see S equal repetitions of the batch. While a prediction is under way they run on one of
+them, and their output is repeated. Which modules those are, and where their rows lie, was found with the proof of rows; modules in
+which anything is random are never shared. Several threads may predict with one model: what hooks do depends on the pass of their thread.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from slimbayes.engine import passes
+from slimbayes.engine.proof import plain_modules
+from slimbayes.engine.tree import map_arrays
+
+_LOCK = threading.RLock()
+_BUSY: dict[int, "_Busy"] = {}
+
+
+@dataclass
+class _Busy:
+    """A model that predicts for somebody."""
+
+    model: nn.Module
+    flags: list[tuple[nn.Module, bool]]
+    users: int = 0
+    handles: list[Any] = field(default_factory=list)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode; the last to leave puts the training flags back."""
+    with _LOCK:
+        busy = _BUSY.get(id(model))
+        if busy is None:
+            busy = _BUSY[id(model)] = _Busy(model, [(m, m.training) for m in model.modules()])
+            model.eval()
+            for module in [] if "_orig_mod" in model._modules else plain_modules(model):
+                busy.handles.append(module.register_forward_pre_hook(_narrow, with_kwargs=True))
+                busy.handles.append(module.register_forward_hook(_repeat))
+        busy.users += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            busy.users -= 1
+            if busy.users == 0:
+                del _BUSY[id(model)]
+                for handle in busy.handles:
+                    handle.remove()
+                for module, training in busy.flags:
+                    module.training = training
+
+
+def _narrow(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    found = passes.current()
+    if found is None or found.shared is None or found.drawn_yet or id(module) not in found.shared:
+        return None
+    dims, total = found.shared[id(module)][0], found.total
+    found.waiting.append(module)
+    return map_arrays(lambda i, leaf: leaf.narrow(dims[i], 0, leaf.shape[dims[i]] // total), (args, kwargs))
+
+
+def _repeat(module: nn.Module, args: Any, output: Any) -> Any:
+    found = passes.current()
+    if found is None or not found.waiting or found.waiting[-1] is not module:
+        return None
+    found.waiting.pop()
+    dims, total = found.shared[id(module)][1], found.total  # type: ignore[index]
+
+    def repeat(i: int, leaf: Any) -> Any:
+        repeats = [1] * leaf.dim()
+        repeats[dims[i]] = total
+        return leaf.repeat(repeats)
+
+    return map_arrays(repeat, output)

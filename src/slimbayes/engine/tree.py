@@ -1,0 +1,86 @@
+"""Nested inputs and outputs: tensors in tuples, mappings, dataclasses, packed sequences, in any nesting.
+
+torch's pytree does the work. Dataclasses that it does not know are opened here, and a packed sequence counts as one leaf.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils import _pytree as pytree
+
+
+def _packed(leaf: Any) -> bool:
+    return isinstance(leaf, PackedSequence)
+
+
+def _record(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply a function to every leaf of a tree, or to leaves at one place of several trees alike.
+
+    >>> tree_map(lambda a, b: a + b, {"x": 1, "y": (2,)}, {"x": 10, "y": (20,)})
+    {'x': 11, 'y': (22,)}
+    """
+
+    def at(leaf: Any, *rest: Any) -> Any:
+        if not _record(leaf):
+            return function(leaf, *rest)
+        new = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            parts = [getattr(one, field.name) for one in (leaf, *rest)]
+            object.__setattr__(new, field.name, tree_map(function, *parts))
+        return new
+
+    return pytree.tree_map(at, tree, *others, is_leaf=_packed)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """All leaves, in order.
+
+    >>> leaves_of(({"a": 1}, [2, None]))
+    [1, 2, None]
+    """
+    out: list[Any] = []
+    for leaf in pytree.tree_leaves(tree, is_leaf=_packed):
+        if _record(leaf):
+            out += [part for field in dataclasses.fields(leaf) for part in leaves_of(getattr(leaf, field.name))]
+        else:
+            out.append(leaf)
+    return out
+
+
+def replaced(tree: Any, leaves: list[Any]) -> Any:
+    """The tree with other leaves, in the order of `leaves_of`."""
+    rest = iter(leaves)
+    return tree_map(lambda leaf: next(rest), tree)
+
+
+def arrays_of(tree: Any) -> list[Any]:
+    """The leaves that may hold rows: tensors and packed sequences."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, (Tensor, PackedSequence))]
+
+
+def map_arrays(function: Callable[[int, Any], Any], tree: Any) -> Any:
+    """Apply function(i, array) to the i-th leaf that is a tensor or a packed sequence; other leaves stay."""
+    count = iter(range(10**9))
+    return tree_map(lambda leaf: function(next(count), leaf) if isinstance(leaf, (Tensor, PackedSequence)) else leaf, tree)
+
+
+def padded(leaf: Any) -> Tensor:
+    """A tensor as it is; a packed sequence as (time, rows, ...)."""
+    return pad_packed_sequence(leaf)[0] if isinstance(leaf, PackedSequence) else leaf
+
+
+def index_rows(leaf: Any, dim: int, index: Tensor) -> Any:
+    """Rows of a tensor along `dim`, or of a packed sequence, chosen by index."""
+    if not isinstance(leaf, PackedSequence):
+        return leaf.index_select(dim, index.to(leaf.device))
+    whole, lengths = pad_packed_sequence(leaf)
+    chosen = whole.index_select(1, index.to(whole.device))
+    return pack_padded_sequence(chosen, lengths[index.cpu()], enforce_sorted=False)

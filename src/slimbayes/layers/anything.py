@@ -1,0 +1,206 @@
+"""A layer of a type we do not know: it runs its own forward, once for each draw, with drawn weights in place of its own.
+
+Every parameter matrix is a site, its first two dimensions count as outputs and inputs, and one draw serves a whole block of rows. Norms are
+known by what they do: their output does not change when the input is scaled, and it is linear in one weight per channel.
+"""
+
+import copy
+import re
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from slimbayes.engine import passes
+from slimbayes.engine.passes import Unproven
+from slimbayes.engine.rows import sizes_of_blocks
+from slimbayes.engine.tree import arrays_of, map_arrays, tree_map
+from slimbayes.layers.base import BayesLayer, LinearMap, _reading, has, mask_of, own_value
+from slimbayes.posteriors.base import Kind, Site
+
+_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...], str], type[BayesLayer]] = {}
+NOT_WORTH_IT = re.compile(r"posit|pos_?(emb|enc|bias|table)|wpe|rel_|relative|router|gate$|_token|bias_table|logit_scale", re.IGNORECASE)
+
+
+def _outer(r: Tensor, s: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.outer(r, s).view(*shape[:2], *[1] * (len(shape) - 2))
+
+
+def matrices_of(layer: nn.Module) -> list[str]:
+    """Names of a module's own parameters that are matrices, those that torch.nn.utils computes included."""
+    names = [n for n, p in layer.named_parameters(recurse=False) if p.dim() > 1 and p.is_floating_point()]
+    names = [n.removesuffix("_orig") if n.endswith("_orig") and n.removesuffix("_orig") in layer.__dict__ else n for n in names]
+    if "weight" in layer.__dict__ and isinstance(layer.__dict__["weight"], Tensor):  # old-style weight norm
+        names = ["weight", *(n for n in names if n not in ("weight_g", "weight_v", "weight"))]
+    if parametrize.is_parametrized(layer):
+        names += [n for n in layer.parametrizations if getattr(layer, n).dim() > 1]  # type: ignore[union-attr]
+    return names
+
+
+def scales_of(layer: nn.Module) -> list[str]:
+    """The name of a norm's scale, if the module is one."""
+    own = dict(layer.named_parameters(recurse=False))
+    vectors = all(p.dim() == 1 for p in own.values()) and len({p.numel() for p in own.values()}) == 1
+    plain = "weight" in own and vectors and not any(p.numel() for child in layer.children() for p in child.parameters())
+    return ["weight"] if plain and type(layer).forward is not nn.Module.forward and _normalises(layer, own["weight"]) else []
+
+
+@torch.no_grad()
+def _normalises(layer: nn.Module, weight: Tensor) -> bool:
+    """Whether outputs keep still when inputs are scaled, but follow the weight."""
+    trial = copy.deepcopy(layer).train()
+    channels, make = len(weight), partial(torch.linspace, -1.0, 2.0, device=weight.device, dtype=weight.dtype)
+    trial._parameters["weight"] = weight.detach().clone().normal_(1.0, 0.3)  # type: ignore[assignment]
+    for shape in ((5, 3, channels), (5, channels, 3, 3), (5, channels), (5, channels, 3), (5, channels, 3, 3, 3)):
+        count = 1
+        for size in shape:
+            count *= size
+        x = (make(count) * 7.7).sin().view(shape)
+        try:
+            with torch.random.fork_rng([]):
+                y, scaled = trial(x), trial(x * 50)
+                trial._parameters["weight"] = trial._parameters["weight"] * 3  # type: ignore[operator, assignment]
+                other = trial(x)
+        except Exception:  # noqa: S112 (not this shape: try the next)
+            continue
+        if isinstance(y, Tensor) and y.shape == x.shape:
+            return torch.allclose(y, scaled, rtol=0.05, atol=0.05) and not torch.allclose(y, other, rtol=0.05, atol=0.05)
+    return False
+
+
+class AnyLayer(BayesLayer):
+    """Mixin of layers of other types. `names` are the parameters that are drawn."""
+
+    names: tuple[str, ...] = ()
+    reads = ()
+
+    def sites(self) -> list[Site]:
+        return [_site(self, name, self.kind) for name in self.names]
+
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
+        weight = self.own(site)
+        bias_name = site.replace("weight", "bias")
+        bias = self.own(bias_name) if has_bias(self, site) else None
+        outer = partial(_outer, shape=tuple(weight.shape))
+        mask = mask_of(self) if site == "weight" else None
+        op = partial(self._only, site)
+        return LinearMap(weight, bias, op, outer, batch_dim, -1, self.posterior[site].name, foldable=False, mask=mask)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        lead = self.posteriors()[0]
+        if not lead.has_weights:
+            return self._through(lead, args, kwargs)
+        if lead.drawn == 1:
+            return self._with(0, args, kwargs)
+        return self._by_blocks(lead, args, kwargs)
+
+    def _through(self, posterior: Any, args: Any, kwargs: Any) -> Any:
+        """Dropout on the first floating input."""
+        found, linear = passes.of(self.key), self.linear_map(self.names[0])
+        assert found is not None
+        place = next((i for i, a in enumerate(arrays_of((args, kwargs))) if a.is_floating_point()), None)
+        if place is None:
+            return self.run_plain(args, kwargs)
+
+        def run(x: Tensor, weight: Any, bias: Any) -> Any:
+            new_args, new_kwargs = map_arrays(lambda i, leaf: x if i == place else leaf, (args, kwargs))
+            return self._substituting({}, new_args, new_kwargs)
+
+        x = arrays_of((args, kwargs))[place]
+        linear.op, linear.batch_dim = run, 0 if found.layout is None else found.dim(self.key, x)
+        return posterior(x, linear)
+
+    def _only(self, site: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        values = {site: weight} if bias is None else {site: weight, site.replace("weight", "bias"): bias}
+        return self._substituting(values, (x,), {})
+
+    def _with(self, draw: int, args: Any, kwargs: Any) -> Any:
+        """The layer's own forward with the weights of one draw."""
+        values: dict[str, Any] = {}
+        for name in self.names:
+            weight, bias = self.posterior[name].materialise(self.linear_map(name), draw)
+            values[name] = weight
+            if bias is not None:
+                values[name.replace("weight", "bias")] = bias
+        return self._substituting(values, args, kwargs)
+
+    def _substituting(self, values: dict[str, Any], args: Any, kwargs: Any) -> Any:
+        found = passes.of(self.key)
+        assert found is not None
+        before = found.substitutes
+        found.substitutes = {**before, **{(self.key, n): self.own(n) for n in self.reading}, **{(self.key, n): v for n, v in values.items()}}
+        try:
+            return self.run_plain(args, kwargs)
+        finally:
+            found.substitutes = before
+
+    def _by_blocks(self, lead: Any, args: Any, kwargs: Any) -> Any:
+        found = lead.current
+        arrays = arrays_of((args, kwargs))
+        known = found.layout.arguments.get((self.key, tuple(a.dim() for a in arrays))) if found.layout is not None else None
+        if known is None:
+            raise Unproven(f"{self.label} met arguments whose rows nobody has located")
+        ins, outs = known
+        whole = all(d is None for d in ins)  # a single row that stands for all
+        rows = next((a.shape[d] for a, d in zip(arrays, ins, strict=True) if d is not None), found.rows)
+        sizes = sizes_of_blocks(rows, lead.drawn, found)
+        parts, start = [], 0
+        for j, size in enumerate(sizes):
+            if size or len(sizes) == 1:
+                part = map_arrays(partial(_narrow, ins, rows, start, size), (args, kwargs))
+                out = self._with(j, *part)
+                parts.append(map_arrays(lambda i, leaf, size=size: leaf.expand(size, *leaf.shape[1:]), out) if whole else out)
+            start += size
+        counter = iter(range(10**9))
+
+        def join(*leaves: Any) -> Any:
+            if not isinstance(leaves[0], Tensor):
+                return leaves[0]
+            dim = 0 if whole else outs[next(counter)]
+            return leaves[0] if dim is None else torch.cat(leaves, dim)
+
+        return tree_map(join, *parts)
+
+
+def _narrow(dims: Any, rows: int, start: int, size: int, i: int, leaf: Tensor) -> Tensor:
+    dim = dims[i]
+    if dim is None:
+        return leaf
+    each, left = leaf.shape[dim] / rows, leaf.shape[dim]
+    return leaf.narrow(dim, round(start * each), min(round(size * each), left))
+
+
+def has_bias(layer: nn.Module, name: str) -> bool:
+    """Whether a bias of one number for each output goes with a weight."""
+    bias, weight = name.replace("weight", "bias"), own_value(layer, name)
+    return bias != name and has(layer, bias) and tuple(own_value(layer, bias).shape) == tuple(weight.shape[:1])
+
+
+def _site(layer: nn.Module, name: str, kind: Kind) -> Site:
+    weight = own_value(layer, name)
+    shape, bias = tuple(weight.shape), has_bias(layer, name)
+    if kind == "norm":
+        return Site(name, shape[0], shape[0], bias, name, shape, positions="many", kind="norm", whole=True)
+    return Site(name, shape[1], shape[0], bias, name, shape, whole=True)
+
+
+def any_class(plain: type[nn.Module], names: tuple[str, ...], kind: Kind, reading: tuple[str, ...]) -> type[BayesLayer]:
+    """The class of converted layers of one type, of which these parameters are drawn."""
+    at = (plain, names, kind)
+    if at not in _CLASSES:
+        attributes: dict[str, Any] = {"plain": plain, "names": names, "kind": kind, "reading": reading}
+        attributes |= {name: _reading(name) for name in reading}
+        attributes |= {"__module__": __name__, "__reduce_ex__": _reduce}
+        _CLASSES[at] = type(f"Bayes{plain.__name__}", (AnyLayer, plain), attributes)
+    return _CLASSES[at]
+
+
+def _reduce(layer: Any, protocol: Any) -> Any:
+    return _empty, (layer.plain, layer.names, layer.kind, layer.reading), layer.__getstate__()
+
+
+def _empty(*arguments: Any) -> nn.Module:
+    cls = any_class(*arguments)
+    return cls.__new__(cls)
