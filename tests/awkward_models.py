@@ -27,7 +27,8 @@ class Case:
     Attributes:
         make: builds the model, always with the same structure.
         inputs: builds (args, kwargs).
-        rows: dimension of the outputs that holds the rows, or None.
+        rows: dimension of the outputs that holds the rows, or one for each output; None where a bare call must be one draw, "any" for an
+            output that may be made of several, such as a loss.
         owner: the input's row of an output's row, where they differ.
         part: the submodule that is converted, if not all.
         folds: False where running the draws as one batch cannot be right; True where it must be; None where either will do.
@@ -37,7 +38,7 @@ class Case:
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], Inputs]
-    rows: int | None = 0
+    rows: Any = 0
     owner: Callable[[int], int] | None = None
     part: str = ""
     folds: bool | None = None
@@ -377,7 +378,7 @@ add("row-by-row", two(per_row), x(B, D))
 add("gru-cell", net(cells, cell=lambda: nn.GRUCell(D, H), fc=lin(H, C)), x(B, 5, D))
 add("lstm-wrapper", net(lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0].transpose(0, 1)), lstm=lambda: nn.LSTM(D, H), fc=lin(H, C)), x(B, 5, D))
 add("lstm-wrapper-T=B", net(lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0].transpose(0, 1)), lstm=lambda: nn.LSTM(D, H), fc=lin(H, C)), x(B, B, D))
-add("lstm-states", net(lambda m, x: m.lstm(x), lstm=lambda: nn.LSTM(D, H, batch_first=True)), x(B, 5, D), rows=None)
+add("lstm-states", net(lambda m, x: m.lstm(x), lstm=lambda: nn.LSTM(D, H, batch_first=True)), x(B, 5, D), rows=(0, 1, 1))
 add("class-token", two(class_token), x(B, 5, D))
 add("unbatched", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(D), rows=None)
 add("transposed-batch", two(lambda m, x: m.b(torch.tanh(m.a(x.T)))), x(B, D), rows=None)
@@ -474,10 +475,10 @@ add("dict-outputs", two(lambda m, x: {"logits": m.b(m.a(x)), "hidden": m.a(x), "
 add("dataclass-outputs", two(lambda m, x: Result(m.b(m.a(x)), m.a(x))), x(B, D))
 add("namedtuple-outputs", two(lambda m, x: Pair(m.b(m.a(x)), F.softplus(m.b(m.a(x))))), x(B, D))
 add("nested-outputs", two(lambda m, x: {"all": [m.b(m.a(x)), (m.a(x), None, 3)]}), x(B, D))
-add("scalar-loss", two(lambda m, x, y: F.cross_entropy(m.b(m.a(x)), y)), lambda: call(tensor(B, D), ids(B, most=C)), rows=None, predicts=False)
-add("loss-and-logits", two(lambda m, x, y: {"loss": F.cross_entropy(m.b(m.a(x)), y), "logits": m.b(m.a(x))}), lambda: call(tensor(B, D), ids(B, most=C)), rows=None)
-add("no-rows", two(lambda m, x: m.b(m.a(x)).mean(0)), x(B, D), rows=None)
-add("no-rows-C=SB", two(lambda m, x: m.b(m.a(x)).mean(0), n_out=S * B), x(B, D), rows=None)
+add("scalar-loss", two(lambda m, x, y: F.cross_entropy(m.b(m.a(x)), y)), lambda: call(tensor(B, D), ids(B, most=C)), rows=("any",), predicts=False)
+add("loss-and-logits", two(lambda m, x, y: {"loss": F.cross_entropy(m.b(m.a(x)), y), "logits": m.b(m.a(x))}), lambda: call(tensor(B, D), ids(B, most=C)), rows=("any", 0))
+add("no-rows", two(lambda m, x: m.b(m.a(x)).mean(0)), x(B, D), rows=("any",))
+add("no-rows-C=SB", two(lambda m, x: m.b(m.a(x)).mean(0), n_out=S * B), x(B, D), rows=("any",))
 add("weights-returned", two(lambda m, x: (m.b(m.a(x)), m.a.bias * 2)), x(B, D), rows=None)
 add("keywords-only", two(lambda m, *, x, scale: m.b(torch.tanh(m.a(x)) * scale)), lambda: call(x=tensor(B, D), scale=torch.rand(B, 1)))
 add("keywords-scale-first", two(lambda m, *, x, scale: m.b(torch.tanh(m.a(x)) * scale)), lambda: call(scale=torch.rand(H), x=tensor(B, D)))
@@ -501,6 +502,6 @@ add(
 )
 add("group-norm", net(lambda m, x: m.fc(m.norm(torch.relu(m.conv(x))).mean(2)), conv=lambda: nn.Conv1d(2, 4, 3), norm=lambda: nn.GroupNorm(2, 4), fc=lin(4, C)), x(B, 2, 6))
 add("layer-norm-T=B", net(lambda m, x: m.fc(m.norm(torch.relu(m.a(x)))), a=lin(), norm=lambda: nn.LayerNorm(H), fc=lin(H, C)), x(B, B, D))
-add("instance-norm", net(lambda m, x: m.fc(m.norm(m.a(x)).mean(2)), a=lambda: nn.Conv1d(2, 4, 1), norm=lambda: nn.InstanceNorm1d(4, affine=True), fc=lin(4, C)), x(B, 2, 6))
+add("instance-norm", net(lambda m, x: m.fc(torch.relu(m.norm(m.a(x))).mean(2)), a=lambda: nn.Conv1d(2, 4, 3), norm=lambda: nn.InstanceNorm1d(4, affine=True), fc=lin(4, C)), x(B, 2, 6))
 add("dropout", net(lambda m, x: m.b(m.drop(torch.tanh(m.a(x)))), a=lin(), b=lin(H, C), drop=lambda: nn.Dropout(0.4)), x(B, D), trains=False)
 add("dropout-time-major", net(lambda m, x: m.b(m.drop(torch.tanh(m.a(x.transpose(0, 1))))).mean(0), a=lin(), b=lin(H, C), drop=lambda: nn.Dropout(0.4)), x(B, 5, D), trains=False)

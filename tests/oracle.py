@@ -112,32 +112,33 @@ def held(model: nn.Module, draws: int) -> list[nn.Module]:
     return [write_out(model, j) for j in range(sb.members(model) * draws)]
 
 
-def draws_of_rows(output: Any, expected: list[Any], dim: int | None, owner: Any = None) -> list[set[int]]:
+def draws_of_rows(output: Any, expected: list[Any], rows: Any, owner: Any = None) -> list[set[int]]:
     """Which of the expected outputs each row agrees with in all tensors: one set of draws for each row of the input.
 
-    Where `dim` is None, or a tensor has no such dimension, a tensor counts as one row. `owner` tells the input's row of an output's row.
+    `rows` is the dimension that holds the rows, or one for each tensor; None makes a tensor one row, "any" leaves it out. `owner` tells the
+    input's row of an output's row.
     """
     sets: dict[int, set[int]] = {}
     for i, tensor in enumerate(leaves(output)):
+        dim = rows[i] if isinstance(rows, tuple) else rows
         ones = [leaves(one)[i] for one in expected]
         assert all(tensor.shape == one.shape for one in ones), f"tensor {i} is {tuple(tensor.shape)} instead of {tuple(ones[0].shape)}"
-        count = 1 if dim is None or tensor.dim() <= dim else tensor.shape[dim]
-        for row in range(count):
-            parts = [t if count == 1 else t.select(dim or 0, row) for t in (tensor, *ones)]
+        for row in range(0 if dim == "any" else 1 if dim is None else tensor.shape[dim]):
+            parts = [t if dim is None else t.select(dim, row) for t in (tensor, *ones)]
             fits = {j for j, part in enumerate(parts[1:]) if torch.allclose(parts[0], part, rtol=RTOL, atol=ATOL)}
             key = row if owner is None else owner(row)
             sets[key] = sets.get(key, fits) & fits
     return [sets[key] for key in sorted(sets)]
 
 
-def assert_rows_of_draws(output: Any, expected: list[Any], dim: int | None, owner: Any = None) -> None:
+def assert_rows_of_draws(output: Any, expected: list[Any], rows: Any, owner: Any = None) -> None:
     """A bare call: the whole output is one draw's, or, where rows can be told apart, every row is."""
     whole = draws_of_rows(output, expected, None)
     if set.intersection(*whole):
         return
-    assert dim is not None, "rows of this model cannot be told apart, but the output is no single draw's"
-    rows = draws_of_rows(output, expected, dim, owner)
-    assert all(rows), f"rows {[i for i, fits in enumerate(rows) if not fits]} belong to no draw"
+    assert rows is not None, "rows of this model cannot be told apart, but the output is no single draw's"
+    found = draws_of_rows(output, expected, rows, owner)
+    assert all(found), f"rows {[i for i, fits in enumerate(found) if not fits]} belong to no draw"
 
 
 @contextmanager
