@@ -241,7 +241,7 @@ def test_every_method_meets_a_third_of_the_models_and_every_model_three_methods(
 
 
 def test_write_out_leaves_no_posterior_and_the_model_as_it_was() -> None:
-    model, args, kwargs, _ = built("mlp", "rank1-example")
+    model, args, _, _ = built("mlp", "rank1-example")
     before = copy.deepcopy(model.state_dict())
     with sb.frozen(model):
         plain = held(model, 1)[1]
