@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.rnn import PackedSequence
 
 import slimbayes as sb
@@ -33,6 +34,10 @@ def _write_out_slowly(model: nn.Module, index: int) -> nn.Module:
     from slimbayes.layers.copied import Copied
 
     plain = sb.debayesianize(copy.deepcopy(model))
+    for layer in plain.modules():  # weights that hooks of the old style compute would overwrite what is written
+        for kind, remove in (("WeightNorm", remove_weight_norm), ("SpectralNorm", remove_spectral_norm)):
+            if any(type(hook).__name__ == kind for hook in layer._forward_pre_hooks.values()):
+                remove(layer)
     for name, layer in list(model.named_modules()):
         if not isinstance(layer, Converted) or ".posterior." in f".{name}.":
             continue
@@ -65,7 +70,7 @@ def _set(layer: Any, site: str, weight: Tensor, bias: Tensor | None) -> None:
     elif isinstance(layer, nn.MultiheadAttention):
         own, own_bias = layer.out_proj.weight, layer.out_proj.bias
     else:
-        own = getattr(layer, site)
+        own = getattr(layer, f"{site}_orig", None) if hasattr(layer, f"{site}_mask") else getattr(layer, site)  # pruned or as it is
         own_bias = getattr(layer, site.replace("weight", "bias"), None)
     own.copy_(weight)
     if own_bias is not None and bias is not None:

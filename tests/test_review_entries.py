@@ -45,7 +45,7 @@ def net(config: Any = MEMBERS) -> Any:
 
 def spread(outputs: Tensor) -> float:
     """How far draws are apart."""
-    return float((outputs - outputs[:1]).abs().max())
+    return float((outputs - outputs[:1]).detach().abs().max())
 
 
 @torch.no_grad()
@@ -575,12 +575,11 @@ def test_models_that_are_on_a_device_already_predict_there(method: str) -> None:
     assert sb.sample(model, x).is_cuda and model(x).is_cuda
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("emp", "ensemble")])  # which copy numbers
 def test_buffers_of_posteriors_follow_the_device_of_the_layer(method: str) -> None:
     """On any machine: what a conversion adds lies where the layer does."""
-    model = sb.bayesianize(_rich().to("meta"), METHODS[method]) if method not in ("emp", "ensemble") else None
-    if model is not None:
-        assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
+    model = sb.bayesianize(_rich().to("meta"), METHODS[method])
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
 
 
 def _rich() -> nn.Module:
@@ -674,20 +673,22 @@ def test_a_number_in_place_of_a_prior_is_refused_in_words(make: Callable[[], Any
         make()
 
 
-@torch.no_grad()
-def test_arrays_and_data_sets_are_predicted() -> None:
+FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "numpy": lambda x, y: x.numpy(),
+    "numpy-reversed": lambda x, y: np.ascontiguousarray(x.numpy()[::-1])[::-1],  # with negative strides
+    "dataset": lambda x, y: TensorDataset(x, y),
+    "dataset-of-inputs": lambda x, y: TensorDataset(x),
+    "subset": lambda x, y: torch.utils.data.Subset(TensorDataset(x, y), range(len(x))),
+    "loader": lambda x, y: DataLoader(TensorDataset(x, y), batch_size=3),
+    "loader-of-inputs": lambda x, y: DataLoader(TensorDataset(x), batch_size=3),
+    "generator": lambda x, y: (part for part in x.split(3)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arrays_and_data_sets_are_predicted(form: str) -> None:
     model, x, y = net(), torch.randn(10, 4), torch.randint(3, (10,))
-    expected = sb.predict(model, x).probs
-    for data in (
-        x.numpy(),
-        np.ascontiguousarray(x.numpy()[::-1])[::-1],  # with negative strides
-        TensorDataset(x, y),
-        TensorDataset(x),
-        [row for row in TensorDataset(x, y)] and DataLoader(TensorDataset(x, y), batch_size=3),
-        DataLoader(TensorDataset(x), batch_size=3),
-        torch.utils.data.Subset(TensorDataset(x, y), range(10)),
-    ):
-        assert_equal(sb.predict(model, data).probs, expected)
+    assert_equal(sb.predict(model, FORMS[form](x, y)).probs, sb.predict(model, x).probs)
 
 
 class Variational(nn.Module):
@@ -735,7 +736,8 @@ def test_normalised_weights_are_drawn(method: str, kind: str, style: str) -> Non
     assert spread(outputs.detach()) > 1e-3
     outputs.square().sum().backward()
     trained = [p for n, p in model.named_parameters() if ".posterior." in n]
-    assert trained and all(p.grad is not None and bool(p.grad.isfinite().all()) for p in trained)
+    assert method == "drop-connect" or trained  # which has no parameters of its own
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in trained)
     with torch.no_grad():
         model(x)  # leaves computed weights without a graph, so that the model can be copied
         check_all(model, x, draws=2)
@@ -754,13 +756,20 @@ def test_unequal_members_are_stacked_or_refused_in_words() -> None:
     assert sb.predict(model, x).probs.shape == (20, 3)
 
 
+def _image_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_export_with_a_dynamic_batch(method: str) -> None:
-    model = sb.bayesianize(_rich(), METHODS[method]).eval()
+@pytest.mark.parametrize(("make", "shape"), [(_rich, (4,)), (_image_net, (2, 6, 6))], ids=["dense", "images"])
+def test_export_with_a_dynamic_batch(make: Callable[[], nn.Module], shape: tuple[int, ...], method: str) -> None:
+    model = sb.bayesianize(make(), METHODS[method]).eval()
     batch = torch.export.Dim("batch", min=2, max=64)
-    exported = torch.export.export(model, (torch.randn(6, 4),), dynamic_shapes=({0: batch},)).module()
+    exported = torch.export.export(model, (torch.randn(6, *shape),), dynamic_shapes=({0: batch},)).module()
     for rows in (2, 5, 6, 13):
-        x = torch.randn(rows, 4)
+        x = torch.randn(rows, *shape)
         with torch.no_grad():
             outputs = [exported(x) for _ in range(6)]
         assert all(out.shape == (rows, 3) and bool(out.isfinite().all()) for out in outputs)
