@@ -1,0 +1,252 @@
+"""Awkward models under every method: what a converted model returns is what plain models with its drawn weights return.
+
+Every model meets BatchEnsemble and four or more other methods, every method more than a third of the models; what is asked of each pair
+rotates as well, since the full product would add time and little else.
+"""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from awkward_models import CASES, Case, S
+from oracle import assert_draws, assert_equal, assert_rows_of_draws, draws_of_rows, held, leaves, quietly
+from torch import nn
+
+import slimbayes as sb
+
+METHODS: dict[str, Any] = {
+    "batch-ensemble": sb.BatchEnsemble(members=3),
+    "rank1-example": sb.Rank1(members=3, scale_init=0.3, mean_init=sb.Normal(1.0, 0.5)),
+    "mean-field": sb.MeanField(scale_init=0.2, bias="gaussian"),
+    "emp": sb.ModelPatch(components=3, jitter=0.5, patch=".*"),
+    "rank1-member": sb.Rank1(members=3, scale_init=0.3, mean_init=sb.Normal(1.0, 0.5), draws="member"),
+    "flipout": sb.MeanField(scale_init=0.2, estimator="flipout"),
+    "ensemble": sb.Ensemble(members=3, init="copies", jitter=0.5),
+    "k-tied": sb.KTied(rank=1, scale_init=0.2),
+    "drop-connect": sb.DropConnect(rate=0.4),
+    "ensemble-layers": {".+": sb.Ensemble(members=3, init="copies", jitter=0.5)},
+}
+DROPS = ["dropout", "dropout-time-major", "transformer-dropout"]  # models with dropout layers, for MCDropout
+DRAWS = {name: S // getattr(config, "members", 3) for name, config in METHODS.items()} | {"mc-dropout": S}  # S draws in all
+MEMBERS = ["batch-ensemble", "ensemble"]  # methods whose draws are members: nothing random is left
+
+
+def pairs(first: int, count: int, always: bool = False) -> list[tuple[str, str]]:
+    """`count` methods for every model, in rotation from `first`; a mapping of patterns cannot match a model that is one layer."""
+    names, out = list(METHODS), []
+    for i, case in enumerate(CASES):
+        chosen = [names[(4 * i + first + k) % len(names)] for k in range(count)]
+        out += [(case, method) for method in dict.fromkeys((["batch-ensemble"] if always else []) + chosen)]
+    return out
+
+
+def built(name: str, method: str, mode: str = "eval") -> tuple[nn.Module, Any, Any, Case]:
+    """A converted model and its inputs."""
+    case = CASES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    model = case.make()
+    args, kwargs = case.inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of dropout inside attention, which MCDropout cannot reach
+        part = model.get_submodule(case.part)
+        sb.bayesianize(part, sb.MCDropout() if method == "mc-dropout" else METHODS[method])
+    return model.train(mode == "train"), args, kwargs, case
+
+
+def seeded(function: Any, *args: Any, **kwargs: Any) -> Any:
+    torch.manual_seed(1)
+    return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("name", "method"), pairs(0, 4, always=True))
+@torch.no_grad()
+def test_held_draws_are_written_out_models(name: str, method: str) -> None:
+    model, args, kwargs, _ = built(name, method)
+    with quietly(), sb.frozen(model, draws=DRAWS[method]):
+        plains = held(model, DRAWS[method])
+        assert len(plains) == S
+        outputs = sb.sample(model, *args, **kwargs)
+        assert_draws(outputs, plains, args, kwargs)
+        assert_equal(sb.sample(model, *args, **kwargs), outputs, "the second call")
+    if method not in ("emp", "drop-connect"):  # which may pick alike
+        assert max(float((t - t[:1]).abs().max()) for t in leaves(outputs)) > 1e-3, "draws do not differ"
+
+
+@pytest.mark.parametrize(("name", "method"), pairs(1, 2))
+@torch.no_grad()
+def test_held_draws_are_the_same_in_any_fold(name: str, method: str) -> None:
+    model, args, kwargs, case = built(name, method)
+    with quietly(), sb.frozen(model, draws=DRAWS[method]):
+        one_by_one = sb.sample(model, *args, fold=False, **kwargs)
+        assert_draws(one_by_one, held(model, DRAWS[method]), args, kwargs)
+        try:
+            folded = sb.sample(model, *args, fold=True, **kwargs)
+        except ValueError:
+            assert case.folds is not True
+            return
+        assert_equal(folded, one_by_one, "fold=True neither equals the draws one by one nor refuses")
+
+
+@pytest.mark.parametrize(("name", "method"), pairs(2, 3))
+@torch.no_grad()
+def test_one_seed_gives_the_same_draws_in_any_fold(name: str, method: str) -> None:
+    model, args, kwargs, _ = built(name, method)
+    with quietly():
+        expected = seeded(sb.sample, model, *args, draws=DRAWS[method], fold=False, **kwargs)
+        assert all(t.shape[0] == S for t in leaves(expected))
+        assert_equal(seeded(sb.sample, model, *args, draws=DRAWS[method], **kwargs), expected, "auto, first time")
+        assert_equal(seeded(sb.sample, model, *args, draws=DRAWS[method], **kwargs), expected, "auto, second time")
+        try:
+            folded = seeded(sb.sample, model, *args, draws=DRAWS[method], fold=True, **kwargs)
+        except ValueError:
+            return
+        assert_equal(folded, expected, "fold=True neither equals the draws one by one nor refuses")
+
+
+@pytest.mark.parametrize(("name", "method"), [(n, m) for n, m in pairs(3, 2) if CASES[n].trains])
+def test_training_is_the_same_in_any_fold(name: str, method: str) -> None:
+    model, args, kwargs, _ = built(name, method, "train")
+    results = []
+    for fold in (False, "auto"):
+        with quietly():
+            outputs = seeded(sb.sample, model, *args, draws=DRAWS[method], fold=fold, **kwargs)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        loss = sum(t.square().mean() for t in leaves(outputs) if t.is_floating_point())
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        results.append((outputs, [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients)]))
+    assert_equal(results[1], results[0])
+    assert model.training
+
+
+@pytest.mark.parametrize(("name", "method"), [(n, m) for n, m in pairs(0, 3) if CASES[n].predicts and not all(CASES[n].inputs())])
+@torch.no_grad()
+def test_predictions_are_of_written_out_models(name: str, method: str) -> None:
+    model, args, kwargs, _ = built(name, method, "train")
+    x = kwargs if kwargs else tuple(args)
+    output = "logits" if name == "loss-and-logits" else None
+    with quietly(), sb.frozen(model, draws=DRAWS[method]):
+        plains = held(model, DRAWS[method])
+        predicted = sb.predict(model, x, likelihood="gaussian", output=output).samples
+    assert all(m.training for m in model.modules())
+    wanted = torch.stack([_first(plain.eval()(*args, **kwargs)) for plain in plains])
+    assert_equal(predicted, wanted)
+
+
+def _first(output: Any) -> torch.Tensor:
+    return output["logits"] if isinstance(output, dict) and "logits" in output else leaves(output)[0]
+
+
+@pytest.mark.parametrize(("name", "method"), [(n, m) for n, m in pairs(3, 2) if CASES[n].predicts and not all(CASES[n].inputs())])
+def test_predictions_are_the_same_in_any_fold(name: str, method: str) -> None:
+    model, args, kwargs, _ = built(name, method)
+    x = kwargs if kwargs else tuple(args)
+    with quietly():
+        options: Any = {"draws": DRAWS[method], "likelihood": "gaussian"}
+        expected = seeded(sb.predict, model, x, fold=False, **options)
+        assert_equal(seeded(sb.predict, model, x, **options).samples, expected.samples)
+
+
+@pytest.mark.parametrize(("name", "method"), pairs(2, 2))
+@torch.no_grad()
+def test_a_bare_call_under_held_draws_gives_each_row_one_of_them(name: str, method: str) -> None:
+    model, args, kwargs, case = built(name, method)
+    with quietly(), sb.frozen(model, draws=DRAWS[method]):
+        expected = [plain(*args, **kwargs) for plain in held(model, DRAWS[method])]
+        assert_rows_of_draws(model(*args, **kwargs), expected, case.rows, case.owner)
+
+
+@pytest.mark.parametrize("method", MEMBERS)
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_a_bare_call_gives_each_row_one_member(name: str, method: str) -> None:
+    model, args, kwargs, case = built(name, method)
+    with quietly(), sb.frozen(model):
+        expected = [plain(*args, **kwargs) for plain in held(model, 1)]
+    with quietly():
+        for _ in range(3):  # where the members begin is random
+            assert_rows_of_draws(model(*args, **kwargs), expected, case.rows, case.owner)
+
+
+@torch.no_grad()
+def test_rows_of_a_bare_call_are_shared_out_among_members() -> None:
+    """One draw for the whole call would satisfy the tests above everywhere; where rows are plain to see it must not come to that."""
+    for name in ("mlp", "cnn", "windows-lstm"):
+        model, args, kwargs, case = built(name, "batch-ensemble")
+        with sb.frozen(model):
+            expected = [plain(*args, **kwargs) for plain in held(model, 1)]
+        rows = draws_of_rows(model(*args, **kwargs), expected, case.rows)
+        assert len(set().union(*rows)) == S, name
+
+
+# MCDropout drops units of activations, which no weights can stand for: draws are compared with themselves -----------------------------------------
+
+
+@pytest.mark.parametrize("name", DROPS)
+@torch.no_grad()
+def test_held_dropout_is_the_same_in_any_fold(name: str) -> None:
+    model, args, kwargs, _ = built(name, "mc-dropout")
+    with quietly(), sb.frozen(model, draws=S):
+        one_by_one = sb.sample(model, *args, fold=False, **kwargs)
+        assert_equal(sb.sample(model, *args, **kwargs), one_by_one)
+        assert_equal(sb.predict(model, (*args, *kwargs.values()), likelihood="gaussian").samples, one_by_one)
+        rows = draws_of_rows(model(*args, **kwargs), list(leaves(one_by_one)[0]), 0)
+        assert all(rows)
+    assert float(leaves(one_by_one)[0].std(0).max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", DROPS)
+@torch.no_grad()
+def test_dropout_of_one_seed_is_the_same_in_any_fold(name: str) -> None:
+    model, args, kwargs, _ = built(name, "mc-dropout")
+    with quietly():
+        expected = seeded(sb.sample, model, *args, draws=S, fold=False, **kwargs)
+        assert_equal(seeded(sb.sample, model, *args, draws=S, **kwargs), expected)
+
+
+# What is said ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.folds is False])
+@torch.no_grad()
+def test_a_model_that_cannot_fold_says_so_once_and_refuses_to_be_forced(name: str) -> None:
+    model, args, kwargs, _ = built(name, "batch-ensemble")
+    with quietly() as said:
+        sb.sample(model, *args, **kwargs)
+        sb.sample(model, *args, **kwargs)
+        sb.sample(model, *args, fold=False, **kwargs)
+    assert len(said) == 1, said
+    assert "fold" in said[0].lower() or "batch_dim" in said[0], "the warning names no remedy"
+    with pytest.raises(ValueError), quietly():
+        sb.sample(model, *args, fold=True, **kwargs)
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.folds is True])
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_a_model_that_folds_says_nothing(name: str, method: str) -> None:
+    model, args, kwargs, _ = built(name, method)
+    with quietly() as said:
+        outputs = seeded(sb.sample, model, *args, draws=DRAWS[method], **kwargs)
+        assert_equal(seeded(sb.sample, model, *args, draws=DRAWS[method], fold=True, **kwargs), outputs)
+        sb.predict(model, *args, draws=DRAWS[method])
+    assert said == []
+
+
+def test_every_method_meets_a_third_of_the_models_and_every_model_three_methods() -> None:
+    met = set(pairs(0, 4, always=True)) | set(pairs(2, 3))
+    assert all(3 * sum(m == method for _, m in met) >= len(CASES) for method in METHODS)
+    assert all(sum(n == name for n, _ in met) >= 3 for name in CASES)
+
+
+def test_write_out_leaves_no_posterior_and_the_model_as_it_was() -> None:
+    model, args, _, _ = built("mlp", "rank1-example")
+    before = copy.deepcopy(model.state_dict())
+    with sb.frozen(model):
+        plain = held(model, 1)[1]
+        inside = sb.sample(model, *args)
+    assert {n: tuple(p.shape) for n, p in plain.named_parameters()} == {n: tuple(p.shape) for n, p in CASES["mlp"].make().named_parameters()}
+    assert [type(m) for m in plain.modules()] == [type(m) for m in CASES["mlp"].make().modules()]
+    assert_equal(plain(*args), inside[1])
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
