@@ -194,7 +194,7 @@ def _deal(rows: int, blocks: int, first: int | Tensor, members: int, device: tor
     member = (passes.block_of_row(rows, blocks, device) + first) % members
     order = torch.argsort(member, stable=True)
     back = torch.empty_like(order).scatter(0, order, torch.arange(rows, device=device))
-    if rows % blocks == 0:
+    if rows % blocks == 0 and blocks % members == 0:
         return list(order.split(rows // members)), back
     if not torch.compiler.is_compiling():
         return list(order.split(member.bincount(minlength=members).tolist())), back
