@@ -339,7 +339,8 @@ def entropy(logs: Tensor) -> Tensor:
         >>> entropy(torch.tensor([[0.0, -torch.inf], [-0.6931, -0.6931]]))
         tensor([0.0000, 0.6931])
     """
-    return -(logs.exp() * logs.clamp_min(torch.finfo(logs.dtype).min)).sum(-1)  # clamped: zero times -inf is nan
+    surprise = -logs.clamp_min(torch.finfo(logs.dtype).min)  # finite, as zero times infinity is nan
+    return (logs.exp() * surprise).sum(-1)
 
 
 def _log_at(logs: Tensor, target: Tensor) -> Tensor:
