@@ -295,7 +295,8 @@ def test_predictions_of_all_kinds() -> None:
     pixels, labels = sb.Prediction.from_outputs(torch.randn(3, 4, 5, 6)), torch.randint(6, (4, 5))
     assert value(sm.Brier(), pixels, labels) == value(sm.Brier(), pixels.probs.flatten(0, 1), labels.flatten())
     binary, yes = sb.Prediction.from_outputs(torch.randn(3, 10, 2), "bernoulli"), torch.randint(2, (10, 2)).float()
-    assert value(sm.NLL(), binary, yes) == pytest.approx(value(sm.NLL(), binary.probs.flatten(), yes.flatten()), rel=1e-6)
+    flat = value(sm.NLL(), binary.probs.flatten(), yes.flatten())
+    assert value(sm.NLL(), binary, yes) == pytest.approx(flat, rel=1e-6)
     with pytest.raises(AttributeError, match="likelihood 'gaussian'"):
         sm.NLL().update(sb.Prediction.from_outputs(torch.randn(3, 9), "gaussian"), torch.zeros(9))
 

@@ -145,7 +145,8 @@ def test_calibration_takes_predictions() -> None:
     assert calibration(pred, labels).ece == calibration(pred.probs.flatten(0, 2), labels.flatten()).ece
     for shape in ((100,), (100, 2)):
         pred, yes = sb.Prediction.from_outputs(torch.randn(3, *shape), "bernoulli"), torch.randint(2, shape).float()
-        assert calibration(pred, yes).ece == pytest.approx(calibration(pred.probs.flatten(), yes.flatten()).ece, rel=1e-6)
+        flat = calibration(pred.probs.flatten(), yes.flatten()).ece
+        assert calibration(pred, yes).ece == pytest.approx(flat, rel=1e-6)
     with pytest.raises(AttributeError, match="likelihood 'gaussian'"):
         calibration(sb.Prediction.from_outputs(torch.randn(3, 9), "gaussian"), torch.zeros(9))
 

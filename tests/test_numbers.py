@@ -6,6 +6,7 @@ Expected values come from closed forms in Python floats or from scipy.
 import dataclasses
 import json
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def predicted(outputs: Tensor, likelihood: str = "categorical", **options: Any) 
     return sb.Prediction.from_outputs(outputs, likelihood, **options)
 
 
-# Log-probabilities -----------------------------------------------------------------------------------------------------
+# Log-probabilities ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,9 +97,10 @@ def test_members_add_up_in_log_space() -> None:
 
 
 def test_entropies_and_mutual_information_of_sure_draws() -> None:
-    """Two draws that are sure of opposite classes: one bit epistemic, next to nothing aleatoric. Impossible classes count 0."""
-    for outputs, likelihood in ((torch.tensor([[[200.0, 0.0]], [[0.0, 200.0]]]), "categorical"), (torch.tensor([[200.0], [-200.0]]), "bernoulli")):
-        pred = predicted(outputs, likelihood)
+    """Two draws that are sure of opposite classes: one bit epistemic, next to nothing aleatoric."""
+    opposite = {"categorical": [[[200.0, 0.0]], [[0.0, 200.0]]], "bernoulli": [[200.0], [-200.0]]}
+    for likelihood, outputs in opposite.items():
+        pred = predicted(torch.tensor(outputs), likelihood)
         assert pred.epistemic.item() == pytest.approx(math.log(2)) and pred.aleatoric.item() < 1e-30
     masked = predicted(torch.tensor([[[1.0, 1.0, -math.inf]]]))
     assert masked.entropy.item() == pytest.approx(math.log(2)) and masked.probs[0, 2] == 0
@@ -129,7 +131,7 @@ def test_predictions_join_along_rows() -> None:
         sb.Prediction.joined([])
 
 
-# Temperature -----------------------------------------------------------------------------------------------------------
+# Temperature ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
@@ -151,7 +153,7 @@ def test_temperature_of_very_sure_predictions(scale: float, likelihood: str) -> 
         torch.testing.assert_close(sure, torch.where(sign > 0, right / rows, 1 - right / rows), rtol=1e-4, atol=1e-5)
 
 
-# Metrics and tables ----------------------------------------------------------------------------------------------------
+# Metrics and tables ---------------------------------------------------------------------------------------------------
 
 
 def test_nll_metric_is_equation_14() -> None:
@@ -183,7 +185,8 @@ def test_evaluation_of_sure_predictions_is_finite(likelihood: str, members: int)
     """What lab.evaluate reports: wrong by 200 nats with every draw."""
     outputs = torch.tensor([[[0.0, 200.0]] * 3] * 2)
     scores = Scores(2, 15, members, likelihood == "bernoulli", torch.device("cpu"))
-    scores.update(predicted(outputs if likelihood == "categorical" else outputs[..., 1], likelihood, members=members), torch.tensor([0, 0, 1]))
+    given = outputs if likelihood == "categorical" else outputs[..., 1]
+    scores.update(predicted(given, likelihood, members=members), torch.tensor([0, 0, 1]))
     found = scores.result(curves=False)
     assert found["metrics"]["nll"] == pytest.approx(400 / 3)
     assert [one["nll"] for one in found["members"]] == pytest.approx([400 / 3] * (members if members > 1 else 0))
@@ -199,7 +202,7 @@ def test_tables_show_scores_that_are_not_finite() -> None:
     assert _value(found["nll"], 3) == "inf/nan"
 
 
-# Likelihoods -----------------------------------------------------------------------------------------------------------
+# Likelihoods ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -239,7 +242,7 @@ def test_classes_of_images_are_not_guessed() -> None:
         predicted(pixels[:, :, :1], class_dim=2)
 
 
-# Stacking --------------------------------------------------------------------------------------------------------------
+# Stacking -------------------------------------------------------------------------------------------------------------
 
 
 class Cut(nn.Module):
@@ -264,7 +267,7 @@ def test_stack_refuses_unequal_members() -> None:
         stack(net, x, y)
 
 
-# Rank1's config --------------------------------------------------------------------------------------------------------
+# Rank1's config -------------------------------------------------------------------------------------------------------
 
 
 def test_open_fields_follow_what_is_changed() -> None:
@@ -280,17 +283,18 @@ def test_open_fields_follow_what_is_changed() -> None:
     assert sb.Rank1(prior=sb.Cauchy(1.0, 0.1)).describe() == "Rank1(cauchy, members=4)"
 
 
-@pytest.mark.parametrize("changes", [{}, {"perturbation": "additive", "scale_init": 0.3}, {"prior": sb.Cauchy(1.0, 0.1)}])
+@pytest.mark.parametrize("changes", [{}, {"perturbation": "additive", "clip": 3.0}, {"prior": sb.Cauchy(1.0, 0.1)}])
 def test_open_fields_survive_json(changes: dict[str, Any]) -> None:
     for config in (sb.Rank1(**changes), sb.Rank1(**changes).resolved()):
         again = sb.Rank1.from_dict(json.loads(json.dumps(config.to_dict())))
-        assert again == config and hash(again) == hash(config) and again.resolved() == config.resolved()
+        assert again == config and hash(again) == hash(config) and repr(again) == repr(config.resolved())
+    assert sb.Rank1(prior=sb.Normal(1.0, 0.1)) == sb.Rank1() != sb.Rank1(prior=sb.Cauchy(1.0, 0.1))
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"scale_init": 0.0}, ValueError, 'scale_init must be positive, got 0.* use posterior="point", or BatchEnsemble'),
+        ({"scale_init": 0.0}, ValueError, 'must be positive, got 0.* use posterior="point", or BatchEnsemble'),
         ({"scale_init": -0.1}, ValueError, "A scale must be above"),
         ({"scale_init": "0.1"}, TypeError, "scale_init must be a number or None, got str '0.1'"),
         ({"prior": 0.1}, TypeError, r"prior must be a distribution .* got float 0.1. Write prior=Normal\(1.0, 0.1\)"),
@@ -310,7 +314,7 @@ def test_points_need_no_scale() -> None:
     sb.bayesianize(nn.Linear(3, 2), sb.Rank1(posterior="point", scale_init=0.0))
 
 
-# Ranks and costs -------------------------------------------------------------------------------------------------------
+# Ranks and costs ------------------------------------------------------------------------------------------------------
 
 
 def test_narrow_matrices_lower_the_rank_and_say_so() -> None:
@@ -343,11 +347,11 @@ def test_narrow_matrices_lower_the_rank_and_say_so() -> None:
     ],
 )
 def test_methods_own_their_cost(config: Config, relative: float) -> None:
-    """Multiply-adds at each position, of a 1000 x 1000 matrix, counted by hand; weights drawn once a pass are shared."""
+    """Multiply-adds at each position of a 1000 x 1000 matrix, counted by hand; weights are drawn once a pass."""
     assert sb.estimate_cost(nn.Linear(1000, 1000), config).relative_flops == pytest.approx(relative)
 
 
-# ModelPatch ------------------------------------------------------------------------------------------------------------
+# ModelPatch -----------------------------------------------------------------------------------------------------------
 
 
 def test_output_layers_are_told_by_what_they_are() -> None:
@@ -380,7 +384,7 @@ def test_norms_of_other_names_are_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert chosen_layers("a test", "norm", net, {"0": net[0], "1": net[1]}) == {"1"}
 
 
-# The objective ---------------------------------------------------------------------------------------------------------
+# The objective --------------------------------------------------------------------------------------------------------
 
 
 def test_accumulated_micro_batches_have_the_gradient_of_the_batch() -> None:
@@ -415,8 +419,9 @@ def test_kl_of_a_normal_under_a_far_narrower_cauchy(dtype: torch.dtype, narrow: 
     def integrand(z: float) -> float:
         return math.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) * math.log1p(((z + offset) / narrow) ** 2)
 
-    cuts = sorted({-12.0, 12.0} | {sign * 10.0**power - offset for sign in (-1, 1) for power in range(-7, 1)} | {-offset})
-    mean = sum(integrate.quad(integrand, low, high, epsabs=1e-12, limit=200)[0] for low, high in zip(cuts, cuts[1:]))
+    near = {sign * 10.0**power - offset for sign in (-1, 1) for power in range(-7, 1)}
+    cuts = sorted({-12.0, 12.0, -offset} | near)
+    mean = sum(integrate.quad(integrand, low, high, epsabs=1e-12, limit=200)[0] for low, high in pairwise(cuts))
     expected = mean + math.log(narrow * math.pi) - 0.5 * math.log(2 * math.pi * math.e)
     q = sb.Normal(torch.tensor(1 + offset, dtype=dtype), torch.tensor(1.0, dtype=dtype))
     assert kl_of(q, sb.Cauchy(1.0, narrow)).item() == pytest.approx(expected, abs=1e-4)

@@ -189,7 +189,8 @@ def estimate_cost(
             continue
         times = positions.get(decision.name, 1.0)
         # Multiply-adds: one for each weight; a lookup has none.
-        plain_flops += times * sum(p.numel() for p in _own_parameters(layer) if p.dim() > 1 and "Embedding" not in decision.kind)
+        weights = [] if "Embedding" in decision.kind else [p for p in _own_parameters(layer) if p.dim() > 1]
+        plain_flops += times * sum(p.numel() for p in weights)
         if decision.config is None or cls is None:
             continue
         forwards = max(forwards, decision.config.members)

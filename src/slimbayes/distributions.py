@@ -336,7 +336,7 @@ def _pole(q: Any, p: Any) -> tuple[Tensor, Tensor]:
 
 
 def _excess(a: Tensor, b: Tensor) -> Tensor:
-    """What the rule of step h adds by stepping over the poles z0 = a +- i b: 2 h Re phi(z0) log(1 + e^(-2 pi b / h))."""
+    """What a rule of step h adds by stepping over poles z0 = a +- i b: 2 h Re phi(z0) log(1 + e^(-2 pi b / h))."""
     phi = torch.exp(0.5 * (b**2 - a**2)) / math.sqrt(2 * math.pi)
     return 2 * _STEP * phi * torch.cos(a * b) * torch.log1p(torch.exp(-2 * math.pi * b / _STEP))
 

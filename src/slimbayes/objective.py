@@ -40,11 +40,12 @@ class ELBO(NamedTuple):
 def elbo(nll: Tensor, model: nn.Module, num_data: int, kl_weight: float | Tensor = 1.0, micro_batches: int = 1) -> ELBO:
     """Negative ELBO per datum: nll + kl_weight * KL(model) / num_data.
 
-    To accumulate gradients over k micro-batches, pass `nll / k` and `micro_batches=k`: each brings a k-th of the KL, and
-    the k backward passes together count it once. `.kl` is then the share of one micro-batch. Hugging Face's Trainer adds up
-    the losses of models whose forward takes `num_items_in_batch` or `**kwargs` without dividing them: there, too, give
-    `micro_batches=gradient_accumulation_steps`. It divides the others by itself: leave 1. Its weight decay would shrink
-    factors and scales; use `Trainer(optimizers=(torch.optim.AdamW(sb.param_groups(model, weight_decay=0.01)), None))`.
+    To accumulate gradients over k micro-batches, pass `nll / k` and `micro_batches=k`: each brings a k-th of the KL, so
+    that the k backward passes count it once. `.kl` is then the share of one micro-batch. Hugging Face's Trainer adds up
+    the losses of models whose forward takes loss arguments (`**kwargs`, most language models) without dividing them:
+    there, too, give `micro_batches=gradient_accumulation_steps`. Other losses it divides itself: leave 1. Its weight
+    decay would shrink factors and scales: use
+    `Trainer(optimizers=(torch.optim.AdamW(sb.param_groups(model, 0.01)), None))`.
 
     Args:
         nll: mean negative log-likelihood of the batch, a scalar from one of the likelihoods here or from your own loss.
@@ -211,8 +212,9 @@ def check_classes(logits: Tensor, class_dim: int) -> None:
     """Refuse the logits of one class: its probability is 1 whatever the network says."""
     if logits.shape[class_dim] == 1:
         raise ValueError(
-            f"A categorical likelihood needs logits of at least two classes, got one along dimension {class_dim} of outputs of shape "
-            f'{tuple(logits.shape)}. For a yes or no use likelihood="bernoulli", for a real target "gaussian".'
+            f"A categorical likelihood needs logits of at least two classes, got one along dimension {class_dim} of "
+            f"outputs of shape {tuple(logits.shape)}. "
+            f'For a yes or no use likelihood="bernoulli", for a real target "gaussian".'
         )
 
 
@@ -220,8 +222,9 @@ def check_two_outputs(outputs: Tensor) -> None:
     """Refuse outputs that are not a mean and a raw scale for each target."""
     if outputs.shape[-1] != 2:
         raise ValueError(
-            f"heteroscedastic_gaussian needs two numbers for each target, its mean and its raw scale, in a last dimension of 2; got outputs "
-            f"of shape {tuple(outputs.shape)}. For T targets view them as (..., T, 2); for means alone use \"gaussian\"."
+            f"heteroscedastic_gaussian needs two numbers for each target, its mean and its raw scale, in a last dimension "
+            f"of 2; got outputs of shape {tuple(outputs.shape)}. "
+            f'View T targets as (..., T, 2); for means alone use "gaussian".'
         )
 
 

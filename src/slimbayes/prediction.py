@@ -1,7 +1,7 @@
 """Prediction: averages, uncertainties and their decomposition from S draws of a model.
 
-Probabilities are averaged, never logits, but they are kept as logarithms: a probability of e^-200 is zero in float32, and so is
-1 - p at a logit of 17. For classes the total uncertainty is an entropy, for real targets a variance, and
+Probabilities are averaged, never logits, but they are kept as logarithms: a probability of e^-200 is zero in float32,
+and so is 1 - p at a logit of 17. For classes the total uncertainty is an entropy, for real targets a variance, and
 
     total = aleatoric + epistemic
 
@@ -29,8 +29,8 @@ class Prediction:
     Attributes:
         likelihood: what the samples parameterise.
         count: S.
-        by_member: log of each member's class probabilities, averaged over its draws (K, N, ..., C); of a binary target log(1 - p)
-            and log p, so C = 2. For real targets the mean of its means (K, N, ...).
+        by_member: log of each member's class probabilities, averaged over its draws (K, N, ..., C); of a binary target
+            log(1 - p) and log p, so C = 2. For real targets the mean of its means (K, N, ...).
         aleatoric: uncertainty that stays if the weights were known: mean entropy in nats (N,), or mean noise variance (N, ...).
         epistemic: uncertainty about the weights: mutual information (N,), or variance of the means (N, ...).
         by_draw: the same of every draw (S, N, ...), unless predict was asked not to keep them.
@@ -66,9 +66,10 @@ class Prediction:
     ) -> "Prediction":
         """Summarise raw model outputs.
 
-        Shape: outputs (S, N, ..., C) logits, whose classes may lie along another `class_dim` but come last in the result (from five
-        dimensions on it must be given: 2 for (S, N, C, H, W)); (S, N) or (S, N, 1) binary logits, (S, N, ...) means, or (S, N, ..., 2)
-        means and raw scales. Draw j belongs to member j mod K. scale broadcasts against (N, ...); weights (K,).
+        Shape: outputs (S, N, ..., C) logits, whose classes may lie along another `class_dim` but come last in the
+        result (from five dimensions on it must be given: 2 for (S, N, C, H, W)); (S, N) or (S, N, 1) binary logits,
+        (S, N, ...) means, or (S, N, ..., 2) means and raw scales. Draw j belongs to member j mod K. scale broadcasts
+        against (N, ...); weights (K,).
 
         Example:
             >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean
@@ -121,7 +122,7 @@ class Prediction:
 
     @property
     def log_probs(self) -> Tensor:
-        """Logs of the predictive class probabilities (N, ..., C); for binary targets (N, ..., 2), of classes zero and one.
+        """Logs of the predictive class probabilities (N, ..., C); of a binary target's two classes (N, ..., 2).
 
         Example:
             >>> Prediction.from_outputs(torch.tensor([[200.0]]), "bernoulli").log_probs
@@ -176,8 +177,8 @@ class Prediction:
     def log_prob(self, target: Tensor) -> Tensor:
         """Log predictive density of each target (the LPD): of the mixture of all draws, not the mean of their logs.
 
-        Its negative mean is Eq. 14 of Dusenberry et al. 2020. A real target of several dimensions gets a density for each one, as
-        Chang et al. 2019 average them in Table 13. Real targets need the samples kept, classes do not.
+        Its negative mean is Eq. 14 of Dusenberry et al. 2020. A real target of several dimensions gets a density for
+        each one, as Chang et al. 2019 average them in Table 13. Real targets need the samples kept, classes do not.
 
         Shape: target (N, ...) class indices, 0 or 1, or real values; returns (N, ...).
 

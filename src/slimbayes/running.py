@@ -23,7 +23,7 @@ class Running:
     """Sums over draws that arrive in chunks, so that memory does not grow with S unless samples are kept.
 
     Args:
-        class_dim: where the classes are; None means last, which is refused where outputs may be images, (S, N, C, H, W).
+        class_dim: where the classes are; None means last, refused where outputs may be images, (S, N, C, H, W).
 
     Example:
         >>> running = Running("categorical", members=1, scale=0.0, keep=False)
@@ -122,7 +122,8 @@ class Running:
         }
         aleatoric = self.noise_sum / self.count
         if not self._classes:
-            return Prediction(self.likelihood, self.count, self.member_sum / each, aleatoric, self.square / self.count, **parts)
+            epistemic = self.square / self.count
+            return Prediction(self.likelihood, self.count, self.member_sum / each, aleatoric, epistemic, **parts)
         pred = Prediction(self.likelihood, self.count, self.member_sum - math.log(each), aleatoric, aleatoric, **parts)
         # A mutual information; rounding may dip below zero.
         return replace(pred, epistemic=(entropy(pred.log_probs) - aleatoric).clamp_min(0))

@@ -68,7 +68,13 @@ def stack(
 
 
 def _stack_members(
-    model: nn.Module, posteriors: Sequence[Any], x: Any, target: Tensor, likelihood: Likelihood, scale: Any, class_dim: Any
+    model: nn.Module,
+    posteriors: Sequence[Any],
+    x: Any,
+    target: Tensor,
+    likelihood: Likelihood,
+    scale: Any,
+    class_dim: Any,
 ) -> dict[str, Tensor]:
     counts = {p.name or "the model": p.members for p in posteriors}
     if len(set(counts.values())) > 1:

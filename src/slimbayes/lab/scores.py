@@ -44,7 +44,8 @@ class Scores:
         if classes > 5:
             self.whole["top5"] = metrics.TopK(5)
         self.ranking: dict[str, Any] = {"auroc": metrics.AUROC(), "aucpr": metrics.AUCPR()} if binary else {}
-        self.alone = [{"accuracy": metrics.Accuracy(), "ece": metrics.ECE(bins)} for _ in range(members if members > 1 else 0)]
+        judged = members if members > 1 else 0  # by themselves
+        self.alone = [{"accuracy": metrics.Accuracy(), "ece": metrics.ECE(bins)} for _ in range(judged)]
         self.alone_nll = [Mean() for _ in self.alone]
         self.pairs: dict[str, Any] = {
             "disagreement": metrics.Disagreement(), "normalised_disagreement": metrics.NormalisedDisagreement(),

@@ -143,7 +143,7 @@ def _entry(table: Table, row: Row) -> dict[str, Any]:
 
 
 def _averages(numbers: Sequence[Numbers], units: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Mean, standard error and number of seeds of each score; one seed without a finite score leaves none, and the table says so."""
+    """Mean, standard error and number of seeds of each score; what is not finite is told in place of the mean."""
     out: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(n for one in numbers for n in one):
         values = [one[name] * UNITS[units.get(name, "")] for one in numbers if name in one]

@@ -81,8 +81,8 @@ class TopK(Mean):
 class NLL(Mean):
     """Negative log-likelihood of the targets under the mixture of all draws, in nats (Dusenberry et al. 2020, Eq. 14).
 
-    A Prediction has log-probabilities and gives a finite score at any logits. Of plain probabilities, one that was rounded to zero
-    makes it infinite.
+    A Prediction has log-probabilities and gives a finite score at any logits. Of plain probabilities, one that was
+    rounded to zero makes it infinite.
 
     Shape: update(probs (N, ..., C), target (N, ...)), or both (N,).
 
@@ -165,7 +165,8 @@ class SoftLabelNLL(Mean):
         """Take a batch."""
         logs = class_logs(probs)
         if need_tensor("Labels", labels).shape != logs.shape or labels.numel() == 0:
-            raise ValueError(f"Labels need the probabilities' shape {tuple(logs.shape)} and at least one row, got {tuple(labels.shape)}.")
+            needed = f"the probabilities' shape {tuple(logs.shape)} and at least one row"
+            raise ValueError(f"Labels need {needed}, got {tuple(labels.shape)}.")
         share = labels.double()
         wrong = ~((share >= 0) & share.isfinite())
         if bool(wrong.any()):

@@ -1,7 +1,7 @@
 """What metrics accept: class probabilities from a Prediction or a tensor, checked and brought to one shape.
 
-A binary probability p stands for the two classes (1 - p, p), so every metric of classes has one definition. Scores that take logs ask
-for logs: a Prediction has them where float32 has rounded a probability to zero.
+A binary probability p stands for the two classes (1 - p, p), so every metric of classes has one definition. Scores that
+take logs ask for logs: a Prediction has them where float32 has rounded a probability to zero.
 
 Sizes: N rows, C classes, K members, M = N times further dimensions, such as pixels.
 """
@@ -58,7 +58,9 @@ def labelled_logs(probs: Prediction | Tensor, target: Tensor) -> tuple[Tensor, T
     return _labelled(probs, target, class_logs)
 
 
-def _labelled(probs: Prediction | Tensor, target: Tensor, rows_of: Callable[[Prediction | Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _labelled(
+    probs: Prediction | Tensor, target: Tensor, rows_of: Callable[[Prediction | Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     need_tensor("Targets", target)
     given = probs.probs if isinstance(probs, Prediction) else probs
     binary = probs.likelihood == "bernoulli" if isinstance(probs, Prediction) else need_tensor("Probabilities", probs).dim() == 1
@@ -82,7 +84,8 @@ def member_probabilities(members: Prediction | Tensor) -> Tensor:
     """
     given = members.member_probs if isinstance(members, Prediction) else need_tensor("Member probabilities", members)
     if given.dim() < 2 or given.numel() == 0 or len(given) < 2:
-        raise ValueError(f"Probabilities (K, N, C) of K >= 2 members are needed, with N >= 1, got shape {tuple(given.shape)}.")
+        needed = "Probabilities (K, N, C) of K >= 2 members are needed, with N >= 1"
+        raise ValueError(f"{needed}, got shape {tuple(given.shape)}.")
     if isinstance(members, Prediction):
         return checked(members.by_member.exp()).flatten(1, -2)
     return (two_classes(given) if given.dim() == 2 else checked(given)).flatten(1, -2)

@@ -43,7 +43,9 @@ def ood_score(probs: Prediction | Tensor, score: Score = "entropy") -> Tensor:
     if score not in ("entropy", "confidence", "mutual_information"):
         raise ValueError(f"score must be 'entropy', 'confidence' or 'mutual_information', got {score!r}.")
     if score == "entropy":
-        return probs.entropy if isinstance(probs, Prediction) else torch.special.entr(class_probabilities(probs)).sum(-1)
+        if isinstance(probs, Prediction):
+            return probs.entropy
+        return torch.special.entr(class_probabilities(probs)).sum(-1)
     rows = class_probabilities(probs)
     if score == "confidence":
         return 1 - rows.amax(-1)

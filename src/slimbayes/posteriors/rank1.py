@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -52,11 +52,12 @@ _EMBEDDINGS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Rank1(Config):
     """Rank-1 Bayesian neural net: distributions over one input and one output factor of every weight matrix.
 
-    What is left open stays None and follows from the rest: `resolved()` gives the config that says everything.
+    What is left open stays None and follows from the rest; `resolved()` says everything. Configs are equal if they resolve
+    alike, and files hold the resolved form, so that later defaults change no saved model.
 
     Args:
         members: K, the number of mixture components.
@@ -159,8 +160,22 @@ class Rank1(Config):
         }
         return replace(self, **{name: value for name, value in open_ones.items() if getattr(self, name) is None})
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form of the resolved config."""
+        return super(Rank1, self.resolved()).to_dict()
+
+    def _values(self) -> tuple[Any, ...]:
+        whole = self.resolved()
+        return tuple(getattr(whole, field.name) for field in fields(whole))
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, Rank1) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
     def extra_flops(self, site: Site) -> float:
-        """p products instead of one; each scales its inputs and outputs, and a multiplication is half a multiply-add."""
+        """p products instead of one, each with its inputs and outputs scaled: a multiplication is half a multiply-add."""
         rows, columns = site.matrix
         return 0.5 * self.rank * (site.n_in + site.n_out) + (self.rank - 1) * rows * columns
 
@@ -175,7 +190,8 @@ def _check_distribution(field: str, value: object) -> None:
     if value is not None and not isinstance(value, Distribution):
         example = f" Write {field}=Normal(1.0, {value!r})." if isinstance(value, (int, float)) else ""
         kind = f"{type(value).__name__} {value!r}"
-        raise TypeError(f"Rank1: {field} must be a distribution such as Normal(1.0, 0.1), or None, got {kind}.{example}")
+        needed = "a distribution such as Normal(1.0, 0.1), or None"
+        raise TypeError(f"Rank1: {field} must be {needed}, got {kind}.{example}")
 
 
 def _check_number(field: str, value: object) -> None:
