@@ -222,8 +222,8 @@ def check_two_outputs(outputs: Tensor) -> None:
     """Refuse outputs that are not a mean and a raw scale for each target."""
     if outputs.shape[-1] != 2:
         raise ValueError(
-            f"heteroscedastic_gaussian needs two numbers for each target, its mean and its raw scale, in a last dimension "
-            f"of 2; got outputs of shape {tuple(outputs.shape)}. "
+            f"heteroscedastic_gaussian needs two numbers for each target, its mean and its raw scale, in a last "
+            f"dimension of 2; got outputs of shape {tuple(outputs.shape)}. "
             f'View T targets as (..., T, 2); for means alone use "gaussian".'
         )
 

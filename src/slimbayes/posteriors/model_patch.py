@@ -124,7 +124,7 @@ def _is_norm(layer: nn.Module) -> bool:
 
 
 def _is_dense(layer: nn.Module) -> bool:
-    """Whether a layer is one matrix applied to numbers. Recurrent layers and attention are several, embeddings tables."""
+    """Whether a layer is one matrix applied to numbers: recurrent layers are several, embeddings are tables."""
     cls = _bayes_class(layer)
     if cls is None or cls.kind != "matrix" or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
         return False

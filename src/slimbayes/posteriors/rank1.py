@@ -56,8 +56,8 @@ _EMBEDDINGS = {
 class Rank1(Config):
     """Rank-1 Bayesian neural net: distributions over one input and one output factor of every weight matrix.
 
-    What is left open stays None and follows from the rest; `resolved()` says everything. Configs are equal if they resolve
-    alike, and files hold the resolved form, so that later defaults change no saved model.
+    What is left open stays None and follows from the rest; `resolved()` says everything. Configs are equal if they
+    resolve alike, and files hold the resolved form, so that later defaults change no saved model.
 
     Args:
         members: K, the number of mixture components.
@@ -175,7 +175,7 @@ class Rank1(Config):
         return hash(self._values())
 
     def extra_flops(self, site: Site) -> float:
-        """p products instead of one, each with its inputs and outputs scaled: a multiplication is half a multiply-add."""
+        """p products instead of one, whose inputs and outputs are scaled: a multiplication is half a multiply-add."""
         rows, columns = site.matrix
         return 0.5 * self.rank * (site.n_in + site.n_out) + (self.rank - 1) * rows * columns
 
