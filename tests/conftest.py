@@ -23,5 +23,6 @@ if device := os.environ.get("SLIMBAYES_TEST_DEVICE"):  # run the suite on a GPU:
     torch.set_default_device(device)
     torch.backends.cudnn.allow_tf32 = False  # its default; comparisons need full single precision
 
-if "_join" in vars(inference):  # until predict joins its batches with Prediction.joined: its own _join knows the old fields
+# Until predict joins its batches with Prediction.joined: its own _join knows the old fields.
+if "_join" in vars(inference):
     inference._join = inference.Prediction.joined

@@ -33,7 +33,8 @@ def temperature(logits: Prediction | Tensor, target: Tensor) -> float:
     Args:
         logits: a Prediction of classes, whose log-probabilities are right at any logits; or logits, or probabilities.
             Rows that are non-negative and all sum to one are read as probabilities, others as logits; (N,) is always
-            the probability of class one. Probabilities rounded to zero count as the smallest normal number of their type.
+            the probability of class one. Probabilities rounded to zero count as the smallest normal number of their
+            type.
         target: class indices, of rows the model was not trained on.
 
     Shape: logits (N, ..., C) with target (N, ...), or both (N,).
