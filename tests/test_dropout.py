@@ -669,7 +669,7 @@ def test_a_model_without_dropout_is_refused_in_words() -> None:
     net = nn.LSTM(3, 4, num_layers=2, dropout=0.3)
     with pytest.raises(ValueError, match=r"found none\. Dropout inside a forward was found, which cannot be converted: \(the model itself\) dropout=0\.3 between its layers\. Make it an nn\.Dropout layer"):
         sb.bayesianize(net, sb.MCDropout())
-    with pytest.raises(ValueError, match=r"MCDropout\(before='norm'\) looked for norm layers \(BatchNorm1d, "):
+    with pytest.raises(ValueError, match=r"MCDropout\(before='norm'\) looked for norm layers and found none"):
         sb.bayesianize(nn.Sequential(nn.Linear(3, 4)), sb.MCDropout(before="norm"))
     with pytest.raises(ValueError, match=r"MCDropout\(before='conv\.\*'\) looked for layers whose whole name matches"):
         sb.bayesianize(nn.Sequential(nn.Linear(3, 4)), sb.MCDropout(before="conv.*"))

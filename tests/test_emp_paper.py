@@ -1296,9 +1296,9 @@ def test_unequal_members_are_refused_since_samples_hold_each_once() -> None:
 @pytest.mark.parametrize(
     ("build", "patch", "words"),
     [
-        (lambda: nn.Sequential(nn.Linear(3, 2)), None, ["norm layers with scales", "BatchNorm1d", "Linear"]),
+        (lambda: nn.Sequential(nn.Linear(3, 2)), None, ["norm layers with scales", "of type Linear"]),
         (lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False)), "norm", ["norm layers with scales", "found none"]),
-        (lambda: nn.Sequential(nn.BatchNorm1d(2)), "output", ["an output layer", "Linear", "BatchNorm1d"]),
+        (lambda: nn.Sequential(nn.BatchNorm1d(2)), "output", ["an output layer", "dense", "BatchNorm1d"]),
         (lambda: nn.Sequential(nn.BatchNorm1d(2)), "norm+input", ["an input layer"]),
         (lambda: toy(), "conv.*", ["whole name matches 'conv.*'", "norm1"]),
         (lambda: toy(), "norm + output", ["whole name matches 'norm + output'"]),

@@ -67,7 +67,7 @@ def test_log_prob_is_that_of_the_mixture_of_draws(likelihood: str, weights: tupl
 def test_log_prob_of_pixels_and_sequences() -> None:
     """Further dimensions between rows and classes."""
     outputs, target = torch.randn(S, 5, 6, 7, C, dtype=torch.float64), torch.randint(C, (5, 6, 7))
-    pred = sb.Prediction.from_outputs(outputs)
+    pred = sb.Prediction.from_outputs(outputs, class_dim=-1)
     torch.testing.assert_close(pred.log_prob(target).mean(), -sb.categorical(outputs, target, "mixture"), rtol=0, atol=1e-12)
     assert pred.draw_log_prob(target).shape == (S, 5, 6, 7)
 
@@ -86,7 +86,7 @@ def test_density_integrates_to_one(likelihood: str) -> None:
 @given(st.integers(0, 2**31), st.floats(0.1, 100), st.sampled_from(sorted(CASES)))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_log_of_the_mean_is_never_below_the_mean_of_logs(seed: int, spread: float, likelihood: str) -> None:
-    """F38: Jensen. Where probabilities round to zero, both are -inf."""
+    """F38: Jensen."""
     torch.manual_seed(seed)
     outputs, target = CASES[likelihood]()
     pred = sb.Prediction.from_outputs(spread * outputs, likelihood, scale=0.7)
@@ -272,7 +272,7 @@ def test_rescaled_without_samples_and_in_any_shape_of_statistics() -> None:
     for mean, std in ((1.0, 2.0), (torch.ones(2), torch.full((1, 2), 2.0)), (torch.ones(1, 1), torch.tensor(2.0)), (1, 2)):
         result = running.result().rescaled(mean, std)
         torch.testing.assert_close(result.mean, 1 + 2 * running.result().mean)
-        assert result.kept is None
+        assert result.by_draw is None
         assert result.variance.shape == (N, 2)
     real = sb.Prediction.from_outputs(torch.randn(3, 1, dtype=torch.float64), "gaussian").rescaled(0.1, 0.3)
     assert torch.equal(real.rescaled(0.0, 1.0).mean, real.mean)

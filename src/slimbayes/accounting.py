@@ -13,7 +13,7 @@ from slimbayes.layers import bayes_class
 from slimbayes.layers.base import Converted
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.planning import Selection, plan
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.base import Config, Site
 from slimbayes.posteriors.mc_dropout import DropoutPosterior
 
 
@@ -138,7 +138,8 @@ class Cost:
         parameters: parameters of the plain model.
         extra_parameters: parameters of all posteriors.
         extra_bytes: their size in memory (gradients and optimizer state come on top, as for any parameter).
-        relative_flops: arithmetic of one draw relative to the plain model's, at least 1.
+        relative_flops: arithmetic of one draw at each position relative to the plain model's, at least 1. What happens
+            once a pass, as drawing a matrix of weights, is not in it: a large batch shares it.
         forwards: how many times one `sample(model, x)` pays that price: the number of members.
     """
 
@@ -187,8 +188,9 @@ def estimate_cost(
             forwards = max(forwards, decision.config.members)
             continue
         times = positions.get(decision.name, 1.0)
-        flops = 2 * sum(p.numel() for p in _own_parameters(layer) if p.dim() > 1) * (0 if "Embedding" in decision.kind else 1)
-        plain_flops += flops * times
+        # Multiply-adds: one for each weight; a lookup has none.
+        weights = [] if "Embedding" in decision.kind else [p for p in _own_parameters(layer) if p.dim() > 1]
+        plain_flops += times * sum(p.numel() for p in weights)
         if decision.config is None or cls is None:
             continue
         forwards = max(forwards, decision.config.members)
@@ -197,11 +199,15 @@ def estimate_cost(
             with torch.device("meta"):
                 count = sum(p.numel() for p in decision.config.build(site).parameters())
             extra, sizes = extra + count, sizes + count * wide.itemsize
-            # One multiplication for every input and every output channel, at every position, for each product of factors.
-            extra_flops += (site.n_in + site.n_out) * times * getattr(decision.config, "rank", 1)
-            extra_flops += flops * times * (getattr(decision.config, "rank", 1) - 1) / len(cls.sites(layer))  # type: ignore[arg-type]
+            extra_flops += times * _extra_flops(decision.config, site)
     total = sum(p.numel() for p in model.parameters())
     return Cost(total, extra, sizes, 1 + extra_flops / max(plain_flops, 1), forwards)
+
+
+def _extra_flops(config: Config, site: Site) -> float:
+    """What a method says it adds; one that draws weights once a pass adds nothing at each position."""
+    own = getattr(config, "extra_flops", None)
+    return 0.0 if own is None else own(site)
 
 
 def _positions(model: nn.Module, example: Tensor | None) -> dict[str, float]:

@@ -311,32 +311,34 @@ def _entropy(q: Any) -> Tensor:
     return gaussian + q.loc if isinstance(q, LogNormal) else gaussian
 
 
+_STEP = 17 / 128  # of the quadrature, in posterior scales
+
+
 def _kl_by_quadrature(q: Any, p: Any) -> Tensor:
     # Trapezoid rule for E over N(0, 1): spectrally accurate, and better than Gauss-Hermite when the prior is narrower
-    # than the posterior, all the more once its poles are accounted for.
-    z = torch.linspace(-8.5, 8.5, 129, dtype=q.loc.dtype, device=q.loc.device)
-    weight = torch.softmax(-0.5 * z**2, 0)
+    # than the posterior, all the more once its poles are accounted for. They lie midway between two nodes: none meets
+    # the log's singularity, and what the correction leaves out is odd around them.
+    a, b = _pole(q, p)
+    nodes = torch.arange(-64, 65, dtype=q.loc.dtype, device=q.loc.device) * _STEP
+    z = (torch.remainder(a, _STEP) - 0.5 * _STEP).unsqueeze(-1) + nodes
+    weight = torch.softmax(-0.5 * z**2, -1)
     wide = type(q)(q.loc.unsqueeze(-1), q.scale.unsqueeze(-1))
-    return -(weight * p.log_prob(wide.rsample(z))).sum(-1) - _entropy(q) - _pole(q, p, z)
+    return -(weight * p.log_prob(wide.rsample(z))).sum(-1) - _entropy(q) - _excess(a, b)
 
 
-def _pole(q: Any, p: Any, z: Tensor) -> Tensor:
-    """What the trapezoid rule of step h adds by stepping over the Cauchy's poles at loc +- i scale.
-
-    In the rule's variable one pole lies at z0 = a + i b, and the excess is 2 h Re[phi(z0) log(1 - exp(2 pi i (z0 - z_1) / h))].
-    """
-    step, loc = 17 / 128, getattr(p, "loc", 0.0)
-    real, imag = torch.as_tensor(loc).to(q.loc), torch.as_tensor(p.scale).to(q.loc)
+def _pole(q: Any, p: Any) -> tuple[Tensor, Tensor]:
+    """Where a Cauchy's pole loc + i scale lies in the rule's variable: a + i b."""
+    real, imag = torch.as_tensor(getattr(p, "loc", 0.0)).to(q.loc), torch.as_tensor(p.scale).to(q.loc)
     if isinstance(q, LogNormal):
         real, imag = 0.5 * torch.log(real**2 + imag**2), torch.atan2(imag, real)
-    a, b = (real - q.loc) / q.scale, imag / q.scale
-    a = a.clamp(-40, 40)
-    b = b.clamp(max=4.0)  # beyond, e^(-2 pi b / h) is zero
-    turn, decay = 2 * math.pi * (a + 8.5) / step, torch.exp(-2 * math.pi * b / step)
-    size = 0.5 * torch.log1p(decay**2 - 2 * decay * torch.cos(turn))
-    angle = torch.atan2(-decay * torch.sin(turn), 1 - decay * torch.cos(turn))
+    # Beyond 40 a node's weight is zero, and beyond 4 so is e^(-2 pi b / h).
+    return ((real - q.loc) / q.scale).clamp(-40, 40), (imag / q.scale).clamp(max=4.0)
+
+
+def _excess(a: Tensor, b: Tensor) -> Tensor:
+    """What a rule of step h adds by stepping over poles z0 = a +- i b: 2 h Re phi(z0) log(1 + e^(-2 pi b / h))."""
     phi = torch.exp(0.5 * (b**2 - a**2)) / math.sqrt(2 * math.pi)
-    return 2 * step * phi * (torch.cos(a * b) * size + torch.sin(a * b) * angle)
+    return 2 * _STEP * phi * torch.cos(a * b) * torch.log1p(torch.exp(-2 * math.pi * b / _STEP))
 
 
 _CLOSED_FORMS: dict[tuple[type, type], Callable[[Any, Any], Tensor]] = {

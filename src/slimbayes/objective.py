@@ -37,14 +37,22 @@ class ELBO(NamedTuple):
     kl: Tensor
 
 
-def elbo(nll: Tensor, model: nn.Module, num_data: int, kl_weight: float | Tensor = 1.0) -> ELBO:
+def elbo(nll: Tensor, model: nn.Module, num_data: int, kl_weight: float | Tensor = 1.0, micro_batches: int = 1) -> ELBO:
     """Negative ELBO per datum: nll + kl_weight * KL(model) / num_data.
+
+    To accumulate gradients over k micro-batches, pass `nll / k` and `micro_batches=k`: each brings a k-th of the KL, so
+    that the k backward passes count it once. `.kl` is then the share of one micro-batch. Hugging Face's Trainer adds up
+    the losses of models whose forward takes loss arguments (`**kwargs`, most language models) without dividing them:
+    there, too, give `micro_batches=gradient_accumulation_steps`. Other losses it divides itself: leave 1. Its weight
+    decay would shrink factors and scales: use
+    `Trainer(optimizers=(torch.optim.AdamW(sb.param_groups(model, 0.01)), None))`.
 
     Args:
         nll: mean negative log-likelihood of the batch, a scalar from one of the likelihoods here or from your own loss.
         model: a converted model.
         num_data: size of the training set, not of the batch.
         kl_weight: annealing weight, see `slimbayes.schedules`. `.kl` is reported without it.
+        micro_batches: how many losses are added up before the optimizer steps.
 
     Example:
         >>> import slimbayes as sb
@@ -56,7 +64,9 @@ def elbo(nll: Tensor, model: nn.Module, num_data: int, kl_weight: float | Tensor
     """
     if not num_data > 0:
         raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
-    divergence = kl(model) / num_data
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}.")
+    divergence = kl(model) / (num_data * micro_batches)
     loss = nll + kl_weight * divergence
     if loss.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(loss.isfinite().all()):
         check_finite(model)  # on a GPU this would stall every step; call it yourself when a loss turns NaN
@@ -119,14 +129,15 @@ def categorical(logits: Tensor, target: Tensor, form: Form = "average", class_di
         >>> categorical(torch.zeros(2, 3, 4), torch.tensor([0, 1, 2])).round(decimals=4)  # log 4
         tensor(1.3863)
     """
+    check_classes(logits, class_dim)
     logits = logits.movedim(class_dim, -1)
     soft = target.is_floating_point()
     _check(logits, target, logits.shape[1:] if soft else logits.shape[1:-1], form)
     if form == "logits":
         logits, form = logits.mean(0, keepdim=True), "average"
-    logp = F.log_softmax(logits, -1)
     if form == "probs":
-        logp, form = logp.exp().mean(0, keepdim=True).log(), "average"
+        form = "mixture"  # the parameters are the probabilities themselves: Eq. 12 is Eq. 14
+    logp = F.log_softmax(logits, -1)
     if soft:
         if form == "mixture":  # the expected log of the mixture, label by label
             return -(target * _log_mean(logp)).sum(-1).mean()
@@ -148,9 +159,9 @@ def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
     _check(logits, target, logits.shape[1:], form)
     if form == "logits":
         logits, form = logits.mean(0, keepdim=True), "average"
-    yes, no = F.logsigmoid(logits), F.logsigmoid(-logits)
     if form == "probs":
-        yes, no, form = yes.exp().mean(0, keepdim=True).log(), no.exp().mean(0, keepdim=True).log(), "average"
+        form = "mixture"  # Eq. 12 is Eq. 14, as for classes
+    yes, no = F.logsigmoid(logits), F.logsigmoid(-logits)
     if form == "mixture" and bool(((target != 0) & (target != 1)).any()):
         return -(target * _log_mean(yes) + (1 - target) * _log_mean(no)).mean()
     target = target.to(logits.dtype)
@@ -184,6 +195,7 @@ def heteroscedastic_gaussian(output: Tensor, target: Tensor, form: Form = "avera
         >>> heteroscedastic_gaussian(torch.zeros(2, 3, 2), torch.zeros(3)).round(decimals=4)  # scale log 2, and the floor
         tensor(0.5526)
     """
+    check_two_outputs(output)
     if form == "logits":
         output, form = output.mean(0, keepdim=True), "average"
     mean, scale = output[..., 0], noise_scale(output[..., 1])
@@ -195,6 +207,26 @@ def heteroscedastic_gaussian(output: Tensor, target: Tensor, form: Form = "avera
 def noise_scale(raw: Tensor) -> Tensor:
     """The positive noise scale behind a raw network output: softplus, with a floor of 1e-4 against collapse."""
     return F.softplus(raw) + 1e-4
+
+
+def check_classes(logits: Tensor, class_dim: int) -> None:
+    """Refuse the logits of one class: its probability is 1 whatever the network says."""
+    if logits.shape[class_dim] == 1:
+        raise ValueError(
+            f"A categorical likelihood needs logits of at least two classes, got one along dimension {class_dim} of "
+            f"outputs of shape {tuple(logits.shape)}. "
+            f'For a yes or no use likelihood="bernoulli", for a real target "gaussian".'
+        )
+
+
+def check_two_outputs(outputs: Tensor) -> None:
+    """Refuse outputs that are not a mean and a raw scale for each target."""
+    if outputs.shape[-1] != 2:
+        raise ValueError(
+            f"heteroscedastic_gaussian needs two numbers for each target, its mean and its raw scale, in a last "
+            f"dimension of 2; got outputs of shape {tuple(outputs.shape)}. "
+            f'View T targets as (..., T, 2); for means alone use "gaussian".'
+        )
 
 
 def _check(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) -> None:

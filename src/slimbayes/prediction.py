@@ -1,6 +1,7 @@
 """Prediction: averages, uncertainties and their decomposition from S draws of a model.
 
-Probabilities are averaged, never logits. For classes the total uncertainty is an entropy, for real targets a variance, and
+Probabilities are averaged, never logits, but they are kept as logarithms: a probability of e^-200 is zero in float32,
+and so is 1 - p at a logit of 17. For classes the total uncertainty is an entropy, for real targets a variance, and
 
     total = aleatoric + epistemic
 
@@ -28,10 +29,12 @@ class Prediction:
     Attributes:
         likelihood: what the samples parameterise.
         count: S.
-        member_mean: mean over draws of each member's class probabilities (K, N, C), or of its means (K, N, ...).
+        by_member: log of each member's class probabilities, averaged over its draws (K, N, ..., C); of a binary target
+            log(1 - p) and log p, so C = 2. For real targets the mean of its means (K, N, ...).
         aleatoric: uncertainty that stays if the weights were known: mean entropy in nats (N,), or mean noise variance (N, ...).
         epistemic: uncertainty about the weights: mutual information (N,), or variance of the means (N, ...).
-        kept: the samples (S, N, ...), probabilities or means, unless predict was asked not to keep them.
+        by_draw: the same of every draw (S, N, ...), unless predict was asked not to keep them.
+        noise: noise variance of every draw (S, N, ...), for real targets.
         weights: share (K,) of each member in every average here; None means equal ones.
 
     Example:
@@ -44,11 +47,11 @@ class Prediction:
 
     likelihood: str
     count: int
-    member_mean: Tensor
+    by_member: Tensor
     aleatoric: Tensor
     epistemic: Tensor
-    kept: Tensor | None = field(default=None, repr=False)
-    noise: Tensor | None = field(default=None, repr=False)  # (S, N, ...) noise variance of each draw, for real targets
+    by_draw: Tensor | None = field(default=None, repr=False)
+    noise: Tensor | None = field(default=None, repr=False)
     weights: Tensor | None = None
 
     @classmethod
@@ -58,14 +61,15 @@ class Prediction:
         likelihood: Likelihood = "categorical",
         members: int = 1,
         scale: float | Tensor = 0.0,
-        class_dim: int = -1,
+        class_dim: int | None = None,
         weights: Tensor | Sequence[float] | None = None,
     ) -> "Prediction":
         """Summarise raw model outputs.
 
-        Shape: outputs (S, N, ..., C) logits, whose classes may lie along another `class_dim` but come last in the result; (S, N) or
-        (S, N, 1) binary logits, (S, N, ...) means, or (S, N, ..., 2) means and raw scales. Draw j belongs to member j mod K. scale
-        broadcasts against (N, ...); weights (K,).
+        Shape: outputs (S, N, ..., C) logits, whose classes may lie along another `class_dim` but come last in the
+        result (from five dimensions on it must be given: 2 for (S, N, C, H, W)); (S, N) or (S, N, 1) binary logits,
+        (S, N, ...) means, or (S, N, ..., 2) means and raw scales. Draw j belongs to member j mod K. scale broadcasts
+        against (N, ...); weights (K,).
 
         Example:
             >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean
@@ -77,18 +81,55 @@ class Prediction:
         running.add(outputs)
         return running.result()
 
+    @classmethod
+    def joined(cls, parts: Sequence["Prediction"]) -> "Prediction":
+        """Predictions of several batches of rows as one.
+
+        Example:
+            >>> one = Prediction.from_outputs(torch.zeros(3, 2, 4))
+            >>> Prediction.joined([one, one]).probs.shape
+            torch.Size([4, 4])
+        """
+        if not parts:
+            raise ValueError("At least one Prediction is needed, got none: predict was given no batch.")
+
+        def cat(name: str, dim: int) -> Any:
+            tensors = [getattr(part, name) for part in parts]
+            return None if tensors[0] is None else torch.cat(tensors, dim)
+
+        rows = {name: cat(name, 0) for name in ("aleatoric", "epistemic")}
+        return replace(parts[0], **rows, **{name: cat(name, 1) for name in ("by_member", "by_draw", "noise")})
+
     @property
     def mean(self) -> Tensor:
         """Predictive mean: class probabilities (N, C), probability of class one (N,), or mean (N, ...)."""
+        if self._classes:
+            return self._plain(self.log_probs)
         if self.weights is None:
-            return self.member_mean.mean(0)
-        return torch.tensordot(self.weights.to(self.member_mean), self.member_mean, 1)
+            return self.by_member.mean(0)
+        return torch.tensordot(self.weights.to(self.by_member), self.by_member, 1)
+
+    @property
+    def member_mean(self) -> Tensor:
+        """Class probabilities, or means, of each member, averaged over its draws: (K, N, ...)."""
+        return self._plain(self.by_member)
 
     @property
     def probs(self) -> Tensor:
         """Predictive class probabilities (N, C); for binary targets (N, ...), the probability of class one."""
         self._need("categorical", "bernoulli")
         return self.mean
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Logs of the predictive class probabilities (N, ..., C); of a binary target's two classes (N, ..., 2).
+
+        Example:
+            >>> Prediction.from_outputs(torch.tensor([[200.0]]), "bernoulli").log_probs
+            tensor([[-200.,    0.]])
+        """
+        self._need("categorical", "bernoulli")
+        return self._mixed(self.by_member)
 
     @property
     def member_probs(self) -> Tensor:
@@ -99,9 +140,7 @@ class Prediction:
     @property
     def samples(self) -> Tensor:
         """Probabilities or means of every draw, (S, N, ...)."""
-        if self.kept is None:
-            raise ValueError("The samples were not kept; call predict(..., keep_samples=True).")
-        return self.kept
+        return self._plain(self._kept())
 
     @property
     def total(self) -> Tensor:
@@ -128,18 +167,18 @@ class Prediction:
     @property
     def label(self) -> Tensor:
         """Most probable class (N,)."""
-        return self.probs.argmax(-1) if self.likelihood == "categorical" else (self.probs > 0.5).long()
+        return self.log_probs.argmax(-1)
 
     @property
     def confidence(self) -> Tensor:
         """Probability of the most probable class (N,)."""
-        return self.probs.amax(-1) if self.likelihood == "categorical" else torch.maximum(self.probs, 1 - self.probs)
+        return self.log_probs.amax(-1).exp()
 
     def log_prob(self, target: Tensor) -> Tensor:
         """Log predictive density of each target (the LPD): of the mixture of all draws, not the mean of their logs.
 
-        A real target of several dimensions gets a density for each one, as Chang et al. 2019 average them in Table 13. Real targets
-        need the samples kept, classes do not. A probability that was rounded to zero gives -inf.
+        Its negative mean is Eq. 14 of Dusenberry et al. 2020. A real target of several dimensions gets a density for
+        each one, as Chang et al. 2019 average them in Table 13. Real targets need the samples kept, classes do not.
 
         Shape: target (N, ...) class indices, 0 or 1, or real values; returns (N, ...).
 
@@ -147,14 +186,21 @@ class Prediction:
             >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=1.0)
             >>> p.log_prob(torch.zeros(1))  # log of N(1; 0, 1)
             tensor([-1.4189])
+            >>> Prediction.from_outputs(torch.tensor([[[0.0, 200.0]]])).log_prob(torch.tensor([0]))
+            tensor([-200.])
         """
-        if self.likelihood in ("categorical", "bernoulli"):
+        return self._mixed(self.member_log_prob(target))
+
+    def member_log_prob(self, target: Tensor) -> Tensor:
+        """Log probability, or density, of each target under every member's mixture of its own draws.
+
+        Shape: target as in `log_prob`; returns (K, N, ...).
+        """
+        if self._classes:
             self._check_target(target)
-            return self._log_at(self.probs, target)
-        logp = self.draw_log_prob(target)
-        if self.weights is None:
-            return torch.logsumexp(logp, 0) - math.log(len(logp))
-        return torch.logsumexp(logp + along_draws(_shares(self.weights, logp).log().to(logp), logp), 0)
+            return _log_at(self.by_member, target)
+        logp = self.draw_log_prob(target).unflatten(0, (-1, len(self.by_member)))  # draw j belongs to member j mod K
+        return torch.logsumexp(logp, 0) - math.log(len(logp))
 
     def draw_log_prob(self, target: Tensor) -> Tensor:
         """Log probability, or density, of each target under every draw by itself: what `slimbayes.stacking` weighs.
@@ -166,10 +212,11 @@ class Prediction:
             >>> p.draw_log_prob(torch.tensor([2])).T  # log of 1 / 4
             tensor([[-1.3863, -1.3863, -1.3863]])
         """
-        values = self.samples
+        values = self._kept()
         self._check_target(target)
-        if self.noise is None:
-            return self._log_at(values, target)
+        if self._classes:
+            return _log_at(values, target)
+        assert self.noise is not None  # kept with the samples
         if bool((self.noise == 0).any()):
             raise ValueError("A density needs observation noise, got scale 0; call predict(..., scale=) with its standard deviation.")
         return -0.5 * ((target - values).square() / self.noise + self.noise.log() + math.log(2 * math.pi))
@@ -194,10 +241,10 @@ class Prediction:
         square = factor.square()
         return replace(
             self,
-            member_mean=shift + factor * self.member_mean,
+            by_member=shift + factor * self.by_member,
             aleatoric=square * self.aleatoric,
             epistemic=square * self.epistemic,
-            kept=None if self.kept is None else shift + factor * self.kept,
+            by_draw=None if self.by_draw is None else shift + factor * self.by_draw,
             noise=None if self.noise is None else square * self.noise,
         )
 
@@ -226,31 +273,46 @@ class Prediction:
         """Every summary as numpy arrays: mean, member_mean, total, aleatoric, epistemic and, if kept, samples."""
         arrays = {"mean": self.mean, "member_mean": self.member_mean, "total": self.total}
         arrays |= {"aleatoric": self.aleatoric, "epistemic": self.epistemic}
-        if self.kept is not None:
-            arrays["samples"] = self.kept
+        if self.by_draw is not None:
+            arrays["samples"] = self.samples
         return {name: t.detach().float().cpu().numpy() if t.dtype == torch.bfloat16 else t.detach().cpu().numpy() for name, t in arrays.items()}
 
     def _need(self, *kinds: str) -> None:
         if self.likelihood not in kinds:
             raise AttributeError(f"This Prediction has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}.")
 
+    @property
+    def _classes(self) -> bool:
+        return self.likelihood in ("categorical", "bernoulli")
+
+    def _kept(self) -> Tensor:
+        if self.by_draw is None:
+            raise ValueError("The samples were not kept; call predict(..., keep_samples=True).")
+        return self.by_draw
+
+    def _plain(self, values: Tensor) -> Tensor:
+        """Probabilities behind logs (..., C), of a binary target that of class one; means as they are."""
+        if not self._classes:
+            return values
+        return (values[..., 1] if self.likelihood == "bernoulli" else values).exp()
+
+    def _mixed(self, logs: Tensor) -> Tensor:
+        """Log of the members' weighted mean of what has these logs, (K, ...)."""
+        if self.weights is None:
+            return torch.logsumexp(logs, 0) - math.log(len(logs))
+        return torch.logsumexp(logs + along_draws(self.weights.log().to(logs), logs), 0)
+
     def _check_target(self, target: Tensor) -> None:
-        needed = self.member_mean.shape[1:-1] if self.likelihood == "categorical" else self.member_mean.shape[1:]
+        needed = self.by_member.shape[1:-1] if self._classes else self.by_member.shape[1:]
         if target.shape != needed:
             raise ValueError(f"A target of shape {tuple(needed)} is needed for this prediction, got {tuple(target.shape)}.")
-        if self.likelihood in ("categorical", "bernoulli"):
-            check_labels(target, self.member_mean.shape[-1] if self.likelihood == "categorical" else None)
-
-    def _log_at(self, probs: Tensor, target: Tensor) -> Tensor:
-        """Logs of the probabilities (..., N) that `probs`, (..., N, C) or (..., N) of class one, give to the targets."""
-        if self.likelihood == "bernoulli":
-            return torch.where(target == 1, probs, 1 - probs).log()
-        return probs.gather(-1, target.long().expand(probs.shape[:-1]).unsqueeze(-1)).squeeze(-1).log()
+        if self._classes:
+            check_labels(target, self.by_member.shape[-1] if self.likelihood == "categorical" else None)
 
     def _of_a_row(self, name: str, value: float | Tensor) -> Tensor:
         """A number or a tensor that broadcasts against one row's targets, as (1, ...) to meet (K, N, ...) and (N, ...)."""
-        shape = (1, *self.member_mean.shape[2:])
-        tensor = torch.as_tensor(value, dtype=self.member_mean.dtype, device=self.member_mean.device)
+        shape = (1, *self.by_member.shape[2:])
+        tensor = torch.as_tensor(value, dtype=self.by_member.dtype, device=self.by_member.device)
         try:
             out = torch.broadcast_to(tensor.reshape(()) if tensor.numel() == 1 else tensor, shape)
         except RuntimeError:
@@ -269,6 +331,22 @@ def check_labels(target: Tensor, classes: int | None) -> None:
     if bool(bad.any()):
         needed = "0 or 1" if classes is None else f"class indices from 0 to {classes - 1}"
         raise ValueError(f"Targets must be {needed}, got {target[bad][0].item()!r}.")
+
+
+def entropy(logs: Tensor) -> Tensor:
+    """Entropy in nats of the probabilities whose logs are the last dimension: (..., C) to (...).
+
+    Example:
+        >>> entropy(torch.tensor([[0.0, -torch.inf], [-0.6931, -0.6931]]))
+        tensor([0.0000, 0.6931])
+    """
+    surprise = -logs.clamp_min(torch.finfo(logs.dtype).min)  # finite, as zero times infinity is nan
+    return (logs.exp() * surprise).sum(-1)
+
+
+def _log_at(logs: Tensor, target: Tensor) -> Tensor:
+    """What logs (..., N, C) say of the targets (N, ...)."""
+    return logs.gather(-1, target.long().expand(logs.shape[:-1]).unsqueeze(-1)).squeeze(-1)
 
 
 def _shares(weights: Tensor, values: Tensor) -> Tensor:

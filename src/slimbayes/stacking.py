@@ -33,7 +33,7 @@ def stack(
     prior: float = 1.0,
     likelihood: Likelihood = "categorical",
     scale: float | Tensor = 0.0,
-    class_dim: int = -1,
+    class_dim: int | None = None,
 ) -> dict[str, Tensor]:
     """Set the mixing weights of a trained model so that held-out rows become most probable, and return them by layer name.
 
@@ -57,21 +57,59 @@ def stack(
     """
     posteriors = posteriors_of(model)
     if posteriors and all(isinstance(p, EnsemblePosterior) for p in posteriors):
-        for posterior in posteriors:
-            posterior.weights.fill_(1 / posterior.members)  # type: ignore[operator]
-        scores = predict(model, x, likelihood=likelihood, scale=scale, class_dim=class_dim).draw_log_prob(target)
-        weights = stacking_weights(scores.flatten(1))
-        for posterior in posteriors:
-            posterior.weights.copy_(weights)  # type: ignore[operator]
-        return {p.name: weights.float() for p in posteriors}
+        return _stack_members(model, posteriors, x, target, likelihood, scale, class_dim)
     if not posteriors or not all(isinstance(p, MixturePosterior) and p.countable and p.members == 1 for p in posteriors):
         kinds = sorted({type(p).__name__ for p in posteriors})
-        raise ValueError(f"stack is for an Ensemble or for layers that pick one component each (ModelPatch without cross, draws='forward'); got {', '.join(kinds) or 'no posterior'}.")
+        raise ValueError(
+            f"stack is for an Ensemble or for layers that pick one component each (ModelPatch without cross, "
+            f"draws='forward'); got {', '.join(kinds) or 'no posterior'}."
+        )
     return _stack_layers(model, posteriors, x, target, draws, prior, likelihood, scale, class_dim)
 
 
+def _stack_members(
+    model: nn.Module,
+    posteriors: Sequence[Any],
+    x: Any,
+    target: Tensor,
+    likelihood: Likelihood,
+    scale: Any,
+    class_dim: Any,
+) -> dict[str, Tensor]:
+    counts = {p.name or "the model": p.members for p in posteriors}
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        raise ValueError(
+            f"stack weighs the members of a model, but its layers have unequal numbers of them ({told}). "
+            f"Give all layers the same, Ensemble(members={max(counts.values())})."
+        )
+    for posterior in posteriors:
+        posterior.weights.fill_(1 / posterior.members)
+    try:
+        scores = predict(model, x, likelihood=likelihood, scale=scale, class_dim=class_dim).draw_log_prob(target)
+    except RuntimeError as error:
+        if "must match" not in str(error):  # torch's words for tensors that do not join
+            raise
+        raise ValueError(
+            f"stack needs members that predict in one shape, and these do not join: {error} "
+            f"Look at each model's outputs for the same inputs; all need the same classes or targets."
+        ) from error
+    weights = stacking_weights(scores.flatten(1))
+    for posterior in posteriors:
+        posterior.weights.copy_(weights)
+    return {p.name: weights.float() for p in posteriors}
+
+
 def _stack_layers(
-    model: nn.Module, posteriors: Sequence[Any], x: Any, target: Tensor, draws: int, prior: float, likelihood: Likelihood, scale: Any, class_dim: int
+    model: nn.Module,
+    posteriors: Sequence[Any],
+    x: Any,
+    target: Tensor,
+    draws: int,
+    prior: float,
+    likelihood: Likelihood,
+    scale: Any,
+    class_dim: Any,
 ) -> dict[str, Tensor]:
     for posterior in posteriors:
         posterior.set_probabilities(torch.full((posterior.components,), 1 / posterior.components))

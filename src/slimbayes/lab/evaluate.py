@@ -149,10 +149,8 @@ def _examples(judge: Judge, draws: list[int]) -> list[Example]:
     facts: list[Tensor] = []
     for found, y in judge.predictions(judge.task.test, f"{judge.task.name} test {{}}", draws):
         p = found[draws[-1]]
-        label = p.label if p.likelihood == "categorical" else (p.probs > 0.5).long()
-        confidence = p.confidence if p.likelihood == "categorical" else torch.maximum(p.probs, 1 - p.probs)
         y = y.argmax(-1) if y.is_floating_point() else y
-        facts.append(torch.stack([y.double(), label.double(), confidence.double(), p.entropy.double(), p.epistemic.double()], 1))
+        facts.append(torch.stack([column.double() for column in (y, p.label, p.confidence, p.entropy, p.epistemic)], 1))
     table = torch.cat(facts).cpu()
     order = table[:, 3].sort(stable=True).indices
     count = min(judge.chosen.examples, len(order) // 2)

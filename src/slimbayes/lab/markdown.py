@@ -75,13 +75,16 @@ def _decimals(rows: Sequence[Mapping[str, Any]], name: str) -> int:
     printed = [row["paper"][name] for row in rows if name in row["paper"]]
     if printed:
         return max(len(f"{value!r}".partition(".")[2]) if value != int(value) else 0 for value in printed)
-    size = max((abs(row["ours"][name]["mean"]) for row in rows if name in row["ours"]), default=1.0)
+    found = [row["ours"][name]["mean"] for row in rows if name in row["ours"]]
+    size = max((abs(value) for value in found if not isinstance(value, str)), default=1.0)
     return 0 if size >= 1000 else max(0, 3 - math.floor(math.log10(size))) if size > 0 else 3
 
 
 def _value(found: Mapping[str, Any] | None, decimals: int) -> str:
     if found is None:
         return "-"
+    if isinstance(found["mean"], str):  # nan or inf
+        return found["mean"]
     error = "" if found["error"] is None else f" ± {found['error']:,.{decimals}f}"
     return f"{found['mean']:,.{decimals}f}{error}"
 

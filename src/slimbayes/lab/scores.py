@@ -5,13 +5,13 @@ Sizes: K members, S draws, N rows, C classes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimbayes import metrics
-from slimbayes.metrics.inputs import class_probabilities
 from slimbayes.prediction import Prediction
 from slimbayes.record import Reliability, RiskCoverage
 
@@ -44,7 +44,9 @@ class Scores:
         if classes > 5:
             self.whole["top5"] = metrics.TopK(5)
         self.ranking: dict[str, Any] = {"auroc": metrics.AUROC(), "aucpr": metrics.AUCPR()} if binary else {}
-        self.alone = [{"accuracy": metrics.Accuracy(), "nll": metrics.NLL(), "ece": metrics.ECE(bins)} for _ in range(members if members > 1 else 0)]
+        judged = members if members > 1 else 0  # by themselves
+        self.alone = [{"accuracy": metrics.Accuracy(), "ece": metrics.ECE(bins)} for _ in range(judged)]
+        self.alone_nll = [Mean() for _ in self.alone]
         self.pairs: dict[str, Any] = {
             "disagreement": metrics.Disagreement(), "normalised_disagreement": metrics.NormalisedDisagreement(),
             "kl": metrics.PairwiseKL(), "cosine": metrics.CosineSimilarity(),
@@ -66,15 +68,21 @@ class Scores:
             metric.update(prediction, target)
         for metric in self.ranking.values():
             metric.update(prediction.probs, target)
-        compared = prediction.member_probs if self.member_count > 1 else prediction.samples[:_COMPARED]
-        for index, one in enumerate(self.alone):
-            for metric in one.values():
-                metric.update(compared[index], target)
-        if len(compared) > 1:
+        if self.alone:
+            self._update_members(prediction, target)
+        compared = prediction if self.member_count > 1 else _draws_as_members(prediction)
+        if len(compared.by_member) > 1:
             for name, metric in self.pairs.items():
                 metric.update(compared, target) if name == "normalised_disagreement" else metric.update(compared)
         self.uncertainty["entropy"].update(prediction.entropy)
         self.uncertainty["epistemic"].update(prediction.epistemic)
+
+    def _update_members(self, prediction: Prediction, target: Tensor) -> None:
+        probs, logs = prediction.member_probs, prediction.member_log_prob(target)
+        for index, one in enumerate(self.alone):
+            for metric in one.values():
+                metric.update(probs[index], target)
+            self.alone_nll[index].update(-logs[index])
 
     def result(self, curves: bool) -> dict[str, Any]:
         """Fields of an Evaluation."""
@@ -83,7 +91,7 @@ class Scores:
         out: dict[str, Any] = {
             "rows": self.rows,
             "metrics": _numbers(groups),
-            "members": [_numbers(one) for one in self.alone],
+            "members": [_numbers(one | {"nll": nll}) for one, nll in zip(self.alone, self.alone_nll, strict=True)],
             "diversity": _numbers(self.pairs) if drew else {},
         }
         if curves:
@@ -127,10 +135,15 @@ class RealScores:
         return {"rows": self.rows, "metrics": _numbers(self.whole)}
 
 
+def _draws_as_members(prediction: Prediction) -> Prediction:
+    """What diversity compares of a single member: its first draws."""
+    assert prediction.by_draw is not None  # predict_prefixes keeps them
+    return replace(prediction, by_member=prediction.by_draw[:_COMPARED], weights=None)
+
+
 def uncertainty(prediction: Prediction) -> Tensor:
     """What tells unfamiliar rows from familiar ones, (N,): the entropy of the averaged probabilities."""
-    probs = class_probabilities(prediction)
-    return torch.special.entr(probs).sum(-1)
+    return prediction.entropy
 
 
 def strangeness(familiar: Tensor, strange: Tensor) -> dict[str, float]:

@@ -142,13 +142,15 @@ def _entry(table: Table, row: Row) -> dict[str, Any]:
     return entry
 
 
-def _averages(numbers: Sequence[Numbers], units: Mapping[str, str]) -> dict[str, dict[str, float | int | None]]:
-    out: dict[str, dict[str, float | int | None]] = {}
+def _averages(numbers: Sequence[Numbers], units: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Mean, standard error and number of seeds of each score; what is not finite is told in place of the mean."""
+    out: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(n for one in numbers for n in one):
-        values = [one[name] * UNITS[units.get(name, "")] for one in numbers if name in one and math.isfinite(one[name])]
-        if values:
-            error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-            out[name] = {"mean": fmean(values), "error": error, "count": len(values)}
+        values = [one[name] * UNITS[units.get(name, "")] for one in numbers if name in one]
+        odd = sorted({str(value) for value in values if not math.isfinite(value)})
+        error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 and not odd else None
+        # JSON has no word for NaN or infinity: they are written as text.
+        out[name] = {"mean": "/".join(odd) if odd else fmean(values), "error": error, "count": len(values)}
     return out
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.inputs import class_probabilities, labelled, need_tensor
+from slimbayes.metrics.inputs import class_logs, labelled, labelled_logs, need_tensor
 from slimbayes.metrics.streaming import Mean
 from slimbayes.prediction import Prediction
 
@@ -79,9 +79,10 @@ class TopK(Mean):
 
 
 class NLL(Mean):
-    """Negative log-likelihood of the targets under the averaged probabilities, in nats (Dusenberry et al. 2020, Eq. 14).
+    """Negative log-likelihood of the targets under the mixture of all draws, in nats (Dusenberry et al. 2020, Eq. 14).
 
-    A target whose probability was rounded to zero makes it infinite.
+    A Prediction has log-probabilities and gives a finite score at any logits. Of plain probabilities, one that was
+    rounded to zero makes it infinite.
 
     Shape: update(probs (N, ..., C), target (N, ...)), or both (N,).
 
@@ -99,8 +100,8 @@ class NLL(Mean):
 
     def update(self, probs: Prediction | Tensor, target: Tensor) -> None:
         """Take a batch."""
-        rows, label = labelled(probs, target)
-        self.add(-rows.gather(-1, label[:, None]).double().log())
+        logs, label = labelled_logs(probs, target)
+        self.add(-logs.gather(-1, label[:, None]))
 
 
 class Brier(Mean):
@@ -162,9 +163,10 @@ class SoftLabelNLL(Mean):
 
     def update(self, probs: Prediction | Tensor, labels: Tensor) -> None:
         """Take a batch."""
-        rows = class_probabilities(probs)
-        if need_tensor("Labels", labels).shape != rows.shape or labels.numel() == 0:
-            raise ValueError(f"Labels need the probabilities' shape {tuple(rows.shape)} and at least one row, got {tuple(labels.shape)}.")
+        logs = class_logs(probs)
+        if need_tensor("Labels", labels).shape != logs.shape or labels.numel() == 0:
+            needed = f"the probabilities' shape {tuple(logs.shape)} and at least one row"
+            raise ValueError(f"Labels need {needed}, got {tuple(labels.shape)}.")
         share = labels.double()
         wrong = ~((share >= 0) & share.isfinite())
         if bool(wrong.any()):
@@ -172,4 +174,4 @@ class SoftLabelNLL(Mean):
         people = share.sum(-1, keepdim=True)
         if bool((people == 0).any()):
             raise ValueError("Each row of labels needs a class with a count or probability above zero, got a row of zeros.")
-        self.add(-torch.special.xlogy(share / people, rows.double()).sum(-1))
+        self.add(-torch.where(share > 0, share / people * logs, 0.0).sum(-1))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.inputs import labelled, member_probabilities
+from slimbayes.metrics.inputs import labelled, member_logs, member_probabilities
 from slimbayes.metrics.streaming import Mean, Streaming
 from slimbayes.prediction import Prediction
 
@@ -96,7 +96,7 @@ class NormalisedDisagreement(Streaming):
 class PairwiseKL(Mean):
     """Kullback-Leibler divergence of later members from earlier ones, in nats; 0 for identical members.
 
-    Infinite where a member gives no probability to a class that an earlier one thinks possible.
+    Of plain probabilities, infinite where a member gives none to a class that an earlier one thinks possible.
 
     Shape: update(members (K, N, C), or (K, N) of class one, or a Prediction).
 
@@ -112,11 +112,12 @@ class PairwiseKL(Mean):
 
     def update(self, members: Prediction | Tensor) -> None:
         """Take a batch."""
-        self.add(pair_mean(member_probabilities(members).double(), kl))
+        self.add(pair_mean(member_logs(members), kl))
 
 
-def kl(p: Tensor, q: Tensor) -> Tensor:
-    return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q) - p + q).sum(-1)
+def kl(logp: Tensor, logq: Tensor) -> Tensor:
+    p, q = logp.exp(), logq.exp()
+    return (torch.where(p > 0, p * (logp - logq), 0.0) - p + q).sum(-1)
 
 
 class CosineSimilarity(Mean):

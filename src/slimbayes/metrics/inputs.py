@@ -1,9 +1,12 @@
 """What metrics accept: class probabilities from a Prediction or a tensor, checked and brought to one shape.
 
-A binary probability p stands for the two classes (1 - p, p), so every metric of classes has one definition.
+A binary probability p stands for the two classes (1 - p, p), so every metric of classes has one definition. Scores that
+take logs ask for logs: a Prediction has them where float32 has rounded a probability to zero.
 
 Sizes: N rows, C classes, K members, M = N times further dimensions, such as pixels.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,11 +22,18 @@ def class_probabilities(probs: Prediction | Tensor) -> Tensor:
         tensor([[0.7500, 0.2500]])
     """
     if isinstance(probs, Prediction):
-        binary, probs = probs.likelihood == "bernoulli", probs.probs
-    else:
-        need_tensor("Probabilities", probs)
-        binary = probs.dim() == 1
-    return two_classes(probs) if binary else checked(probs)
+        return checked(probs.log_probs.exp())
+    return two_classes(probs) if need_tensor("Probabilities", probs).dim() == 1 else checked(probs)
+
+
+def class_logs(probs: Prediction | Tensor) -> Tensor:
+    """Logs of what `class_probabilities` gives, (N, ..., C), in float64.
+
+    Example:
+        >>> class_logs(Prediction.from_outputs(torch.tensor([[[0.0, 200.0]]])))
+        tensor([[-200.,    0.]], dtype=torch.float64)
+    """
+    return probs.log_probs.double() if isinstance(probs, Prediction) else class_probabilities(probs).double().log()
 
 
 def labelled(probs: Prediction | Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,6 +45,22 @@ def labelled(probs: Prediction | Tensor, target: Tensor) -> tuple[Tensor, Tensor
         >>> labelled(torch.tensor([0.25]), torch.tensor([1]))
         (tensor([[0.7500, 0.2500]]), tensor([1]))
     """
+    return _labelled(probs, target, class_probabilities)
+
+
+def labelled_logs(probs: Prediction | Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logs of probabilities (M, C) and class indices (M,), for what `labelled` takes.
+
+    Example:
+        >>> labelled_logs(torch.tensor([0.0]), torch.tensor([1]))
+        (tensor([[0., -inf]], dtype=torch.float64), tensor([1]))
+    """
+    return _labelled(probs, target, class_logs)
+
+
+def _labelled(
+    probs: Prediction | Tensor, target: Tensor, rows_of: Callable[[Prediction | Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     need_tensor("Targets", target)
     given = probs.probs if isinstance(probs, Prediction) else probs
     binary = probs.likelihood == "bernoulli" if isinstance(probs, Prediction) else need_tensor("Probabilities", probs).dim() == 1
@@ -44,7 +70,7 @@ def labelled(probs: Prediction | Tensor, target: Tensor) -> tuple[Tensor, Tensor
             f"Probabilities (N, ..., C) and targets (N, ...) are needed, or both (N,) for two classes, with N >= 1, "
             f"got shapes {tuple(given.shape)} and {tuple(target.shape)}."
         )
-    rows = class_probabilities(probs)
+    rows = rows_of(probs)
     check_labels(target, None if binary else rows.shape[-1])
     return rows.flatten(0, -2), target.long().flatten()
 
@@ -56,13 +82,24 @@ def member_probabilities(members: Prediction | Tensor) -> Tensor:
         >>> member_probabilities(torch.tensor([[0.25], [0.5]])).shape
         torch.Size([2, 1, 2])
     """
+    given = members.member_probs if isinstance(members, Prediction) else need_tensor("Member probabilities", members)
+    if given.dim() < 2 or given.numel() == 0 or len(given) < 2:
+        needed = "Probabilities (K, N, C) of K >= 2 members are needed, with N >= 1"
+        raise ValueError(f"{needed}, got shape {tuple(given.shape)}.")
     if isinstance(members, Prediction):
-        binary, members = members.likelihood == "bernoulli", members.member_probs
-    else:
-        binary = need_tensor("Member probabilities", members).dim() == 2
-    if members.dim() < 2 or members.numel() == 0 or len(members) < 2:
-        raise ValueError(f"Probabilities (K, N, C) of K >= 2 members are needed, with N >= 1, got shape {tuple(members.shape)}.")
-    return (two_classes(members) if binary else checked(members)).flatten(1, -2)
+        return checked(members.by_member.exp()).flatten(1, -2)
+    return (two_classes(given) if given.dim() == 2 else checked(given)).flatten(1, -2)
+
+
+def member_logs(members: Prediction | Tensor) -> Tensor:
+    """Logs of what `member_probabilities` gives, (K, M, C), in float64.
+
+    Example:
+        >>> member_logs(torch.tensor([[0.0], [1.0]])).tolist()
+        [[[0.0, -inf]], [[-inf, 0.0]]]
+    """
+    rows = member_probabilities(members)
+    return members.by_member.double().flatten(1, -2) if isinstance(members, Prediction) else rows.double().log()
 
 
 def need_tensor(role: str, value: Tensor) -> Tensor:

@@ -42,9 +42,11 @@ def ood_score(probs: Prediction | Tensor, score: Score = "entropy") -> Tensor:
     """
     if score not in ("entropy", "confidence", "mutual_information"):
         raise ValueError(f"score must be 'entropy', 'confidence' or 'mutual_information', got {score!r}.")
-    rows = class_probabilities(probs)
     if score == "entropy":
-        return torch.special.entr(rows).sum(-1)
+        if isinstance(probs, Prediction):
+            return probs.entropy
+        return torch.special.entr(class_probabilities(probs)).sum(-1)
+    rows = class_probabilities(probs)
     if score == "confidence":
         return 1 - rows.amax(-1)
     if not isinstance(probs, Prediction):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.inputs import class_probabilities, need_tensor
+from slimbayes.metrics.inputs import class_logs, class_probabilities, need_tensor
 from slimbayes.prediction import Prediction, check_labels
 
 LOWEST, HIGHEST = 1e-3, 1e3
@@ -31,9 +31,10 @@ def temperature(logits: Prediction | Tensor, target: Tensor) -> float:
     """The temperature that makes held-out targets most probable: above 1 if the model was too sure.
 
     Args:
-        logits: a Prediction of classes, logits, or probabilities. Rows that are non-negative and all sum to one are read as
-            probabilities, others as logits; (N,) is always the probability of class one. Probabilities rounded to zero count as the
-            smallest normal number of their type.
+        logits: a Prediction of classes, whose log-probabilities are right at any logits; or logits, or probabilities.
+            Rows that are non-negative and all sum to one are read as probabilities, others as logits; (N,) is always
+            the probability of class one. Probabilities rounded to zero count as the smallest normal number of their
+            type.
         target: class indices, of rows the model was not trained on.
 
     Shape: logits (N, ..., C) with target (N, ...), or both (N,).
@@ -94,13 +95,14 @@ def _slope(scores: Tensor, label: Tensor, b: float) -> tuple[float, float]:
 
 def _scores(logits: Prediction | Tensor) -> Tensor:
     """Logits (N, ..., C), of probabilities their logarithms."""
-    if not isinstance(logits, Prediction):
-        if not need_tensor("Logits", logits).is_floating_point():
-            raise ValueError(f"Logits or probabilities of a floating type are needed, got dtype {logits.dtype}.")
-        if logits.dim() != 1 and not _sums_to_one(logits):
-            if bool((logits.isnan() | logits.isposinf()).any()):
-                raise ValueError("Logits must be numbers, got nan or infinity.")
-            return logits
+    if isinstance(logits, Prediction):
+        return class_logs(logits)
+    if not need_tensor("Logits", logits).is_floating_point():
+        raise ValueError(f"Logits or probabilities of a floating type are needed, got dtype {logits.dtype}.")
+    if logits.dim() != 1 and not _sums_to_one(logits):
+        if bool((logits.isnan() | logits.isposinf()).any()):
+            raise ValueError("Logits must be numbers, got nan or infinity.")
+        return logits
     rows = class_probabilities(logits)
     return rows.clamp_min(torch.finfo(rows.dtype).tiny).double().log()
 

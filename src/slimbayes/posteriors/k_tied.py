@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from slimbayes.distributions import wide
 from slimbayes.posteriors.base import Posterior, Site, check_count
 from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior
+from slimbayes.posteriors.mean_field import gaussian_flops
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -32,7 +33,7 @@ class KTied(GaussianConfig):
     """k-tied Normal posterior: mean-field with standard deviations of rank k.
 
     Args: as in `MeanField`, and
-        rank: k.
+        rank: k; a matrix narrower than that gets as much as it can have, and its posterior's `note` says so.
         scale_jitter: standard deviation of the noise on the initial log U and log V.
 
     Example:
@@ -51,6 +52,10 @@ class KTied(GaussianConfig):
 
     def build(self, site: Site) -> Posterior:
         return KTiedPosterior(self, site, self.rank)
+
+    def extra_flops(self, site: Site) -> float:
+        """Beyond drawing weights, which happens once a pass: flipout's second product, or the thin ones of local."""
+        return _extra_flops(self, site, self.rank)
 
     def describe(self) -> str:
         return f"KTied(rank={self.rank})"
@@ -71,18 +76,36 @@ class MatrixNormal(GaussianConfig):
 
     scale_jitter: float = 0.1
 
+    def extra_flops(self, site: Site) -> float:
+        """As `KTied` of rank one."""
+        return _extra_flops(self, site, rank=1)
+
     def build(self, site: Site) -> Posterior:
         return KTiedPosterior(self, site, rank=1)
 
 
+def _extra_flops(config: GaussianConfig, site: Site, rank: int) -> float:
+    m, n = site.matrix
+    if config.estimator != "local" or config.max_scale is not None:
+        return gaussian_flops(config, site)
+    k = min(rank, m, n)
+    return k * (k + 1) / 2 * (m + n)
+
+
 class KTiedPosterior(GaussianPosterior):
-    """log U (m, k) and log V (n, k)."""
+    """log U (m, k) and log V (n, k).
+
+    Attributes:
+        rank: k, at most what the matrix can have.
+        note: a word on what differs from the config, for summaries.
+    """
 
     def __init__(self, config: GaussianConfig, site: Site, rank: int) -> None:
         super().__init__(config, site)
         m, n = site.matrix
-        if rank > min(m, n):
-            raise ValueError(f"rank={rank} is more than a {m} x {n} matrix of standard deviations can have, which is {min(m, n)}")
+        self.rank = min(rank, m, n)
+        self.note = "" if self.rank == rank else f"rank lowered from {rank} to {self.rank}: the matrix is {m} x {n}"
+        rank = self.rank
         # Each of the k products starts at scale_init / k, so that their sum starts where mean-field does.
         start = 0.5 * (math.log(config.scale_init) - math.log(rank))
         self.log_u = nn.Parameter(start + config.scale_jitter * torch.randn(m, rank))

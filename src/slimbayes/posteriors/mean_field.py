@@ -36,8 +36,19 @@ class MeanField(GaussianConfig):
         torch.Size([4, 5, 2])
     """
 
+    def extra_flops(self, site: Site) -> float:
+        """Beyond drawing weights, which happens once a pass: the second product of flipout and of local."""
+        return gaussian_flops(self, site)
+
     def build(self, site: Site) -> Posterior:
         return MeanFieldPosterior(self, site)
+
+
+def gaussian_flops(config: GaussianConfig, site: Site) -> float:
+    """Multiply-adds of a Gaussian estimator beyond the plain layer's, for each position and draw."""
+    m, n = site.matrix
+    signs = 0.5 * (site.n_in + site.n_out)  # a multiplication is half a multiply-add
+    return {"reparam": 0.0, "flipout": m * n + signs, "local": float(m * n)}[config.estimator]
 
 
 class MeanFieldPosterior(GaussianPosterior):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -18,8 +19,8 @@ from slimbayes.posteriors.base import Kind, Posterior, Site
 from slimbayes.posteriors.component_config import ComponentConfig
 from slimbayes.posteriors.mixture import Mixture, MixturePosterior
 
-NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d", "RMSNorm")
-_MATRICES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
+if TYPE_CHECKING:
+    from slimbayes.layers.base import BayesLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +92,9 @@ def chosen_layers(asker: str, value: str, model: nn.Module, offered: Mapping[str
     found = set()
     for word in words:
         if word == "norm":
-            norms = {name: layer for name, layer in offered.items() if type(layer).__name__ in NORMS}
+            norms = {name: layer for name, layer in offered.items() if _is_norm(layer)}
             part = {name for name, layer in norms.items() if not scales or next(layer.parameters(), None) is not None}
-            found |= part or _nothing(asker, f"norm layers{' with scales' if scales else ''} ({', '.join(NORMS)})", offered)
+            found |= part or _nothing(asker, f"norm layers{' with scales' if scales else ''}", offered)
         else:
             found |= _end_layer(asker, word, model, offered)
     return found
@@ -101,14 +102,33 @@ def chosen_layers(asker: str, value: str, model: nn.Module, offered: Mapping[str
 
 def _end_layer(asker: str, word: str, model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]:
     """The first or the last dense or convolutional layer, in the order in which modules were assigned."""
-    names = [name for name, layer in offered.items() if type(layer).__name__ in _MATRICES]
+    names = [name for name, layer in offered.items() if _is_dense(layer)]
     if not names:
-        return _nothing(asker, f"an {word} layer ({', '.join(_MATRICES)})", offered)
+        return _nothing(asker, f"an {word} layer (dense or convolutional)", offered)
     if word == "output" and callable(getattr(model, "get_classifier", None)):  # timm's models name theirs
         head = model.get_classifier()
         named = [name for name in names if offered[name] is head]
         names = named or names
     return {names[0] if word == "input" else names[-1]}
+
+
+def _bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
+    from slimbayes.layers import bayes_class  # imported here: layers import the posteriors' base
+
+    return bayes_class(layer)
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    cls = _bayes_class(layer)
+    return cls is not None and cls.kind == "norm"
+
+
+def _is_dense(layer: nn.Module) -> bool:
+    """Whether a layer is one matrix applied to numbers: recurrent layers are several, embeddings are tables."""
+    cls = _bayes_class(layer)
+    if cls is None or cls.kind != "matrix" or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        return False
+    return len(cls.sites(layer)) == 1  # type: ignore[arg-type]
 
 
 def _nothing(asker: str, looked_for: str, offered: Mapping[str, nn.Module]) -> set[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -53,9 +53,12 @@ _EMBEDDINGS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Rank1(Config):
     """Rank-1 Bayesian neural net: distributions over one input and one output factor of every weight matrix.
+
+    What is left open stays None and follows from the rest; `resolved()` says everything. Configs are equal if they
+    resolve alike, and files hold the resolved form, so that later defaults change no saved model.
 
     Args:
         members: K, the number of mixture components.
@@ -101,42 +104,100 @@ class Rank1(Config):
         check_choice(self, "random", self.random, ("both", "r", "s"))
         check_choice(self, "perturbation", self.perturbation, ("multiplicative", "additive"))
         check_choice(self, "draws", self.draws, ("example", "member"))
-        _resolve(self)
-        family = _FAMILIES[self.posterior or ""]
-        check_pair(family, type(self.prior))
-        if self.posterior == "lognormal" and self.perturbation == "additive":
-            raise ValueError("Rank1: a lognormal factor is never zero, so it has no neutral additive value. Use perturbation='multiplicative'.")
-        if self.posterior == "lognormal" and isinstance(self.mean_init, Signs):
-            raise ValueError("Rank1: lognormal factors are positive, so they cannot start at random signs. Use mean_init=Normal(0.0, v), in log space.")
+        for field in ("prior", "mean_init"):
+            _check_distribution(field, getattr(self, field))
+        for field in ("clip", "scale_init", "scale_jitter"):
+            _check_number(field, getattr(self, field))
+        family = self.family
+        check_choice(self, "posterior", family, tuple(_FAMILIES))
+        if self.prior is not None:
+            check_pair(_FAMILIES[family], type(self.prior))
+            if type(self.prior) not in _FAMILY_OF_PRIOR:
+                known = ", ".join(prior.__name__ for prior in _FAMILY_OF_PRIOR)
+                raise ValueError(f"Rank1: {type(self.prior).__name__} is no prior of factors; use one of {known}.")
+        if family == "lognormal" and self.perturbation == "additive":
+            raise ValueError(
+                "Rank1: a lognormal factor is never zero, so it has no neutral additive value. "
+                "Use perturbation='multiplicative'."
+            )
+        if family == "lognormal" and isinstance(self.mean_init, Signs):
+            raise ValueError(
+                "Rank1: lognormal factors are positive, so they cannot start at random signs. "
+                "Use mean_init=Normal(0.0, v), in log space."
+            )
         if not (self.clip is None or self.clip > 0):
             raise ValueError(f"Rank1: clip must be positive or None, got {self.clip!r}.")
         if not (self.scale_jitter or 0.0) >= 0:
             raise ValueError(f"Rank1: scale_jitter must not be negative, got {self.scale_jitter!r}.")
-        rho_from_scale(self.scale_init or 0.0)
+        if self.scale_init == 0 and family != "point":
+            raise ValueError(
+                "Rank1: scale_init must be positive, got 0. Factors of scale zero are points: "
+                'use posterior="point", or BatchEnsemble.'
+            )
+        if self.scale_init:
+            rho_from_scale(self.scale_init)
+
+    @property
+    def family(self) -> str:
+        """Family of q(r) and q(s): `posterior`, or that of the prior."""
+        return self.posterior or _FAMILY_OF_PRIOR.get(type(self.prior), "normal")
+
+    def resolved(self) -> Rank1:
+        """This config with everything filled in that was left open.
+
+        Example:
+            >>> Rank1(perturbation="additive").resolved().prior
+            Normal(loc=0.0, scale=0.1)
+        """
+        family = self.family
+        neutral = 0.0 if family == "lognormal" or self.perturbation == "additive" else 1.0
+        prior = {"cauchy": Cauchy, "lognormal": LogNormal}.get(family, Normal)
+        open_ones = {
+            "posterior": family,
+            "prior": prior(neutral, 0.1),
+            "mean_init": Normal(neutral, 0.05),
+            "scale_init": dropout_scale(1e-6 if family == "cauchy" else 1e-3),
+            "scale_jitter": 0.0 if family == "cauchy" else 0.1,
+        }
+        return replace(self, **{name: value for name, value in open_ones.items() if getattr(self, name) is None})
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form of the resolved config."""
+        return super(Rank1, self.resolved()).to_dict()
+
+    def _values(self) -> tuple[Any, ...]:
+        whole = self.resolved()
+        return tuple(getattr(whole, field.name) for field in fields(whole))
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, Rank1) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def extra_flops(self, site: Site) -> float:
+        """p products instead of one, whose inputs and outputs are scaled: a multiplication is half a multiply-add."""
+        rows, columns = site.matrix
+        return 0.5 * self.rank * (site.n_in + site.n_out) + (self.rank - 1) * rows * columns
 
     def build(self, site: Site) -> Posterior:
-        return Rank1Posterior(self, site)
+        return Rank1Posterior(self.resolved(), site)
 
     def describe(self) -> str:
-        return f"Rank1({self.posterior}, members={self.members})"
+        return f"Rank1({self.family}, members={self.members})"
 
 
-def _resolve(config: Rank1) -> None:
-    """Fill what the user left open, so that a config says everything it does."""
-    family = config.posterior or _FAMILY_OF_PRIOR.get(type(config.prior), "normal")
-    check_choice(config, "posterior", family, tuple(_FAMILIES))
-    log_space = family == "lognormal"
-    neutral = 0.0 if log_space or config.perturbation == "additive" else 1.0
-    default_prior = {"cauchy": Cauchy, "lognormal": LogNormal}.get(family, Normal)(neutral, 0.1)
-    filled = {
-        "posterior": family,
-        "prior": config.prior or default_prior,
-        "mean_init": config.mean_init or Normal(neutral, 0.05),
-        "scale_init": config.scale_init or dropout_scale(1e-6 if family == "cauchy" else 1e-3),
-        "scale_jitter": (0.0 if family == "cauchy" else 0.1) if config.scale_jitter is None else config.scale_jitter,
-    }
-    for name, value in filled.items():
-        object.__setattr__(config, name, value)
+def _check_distribution(field: str, value: object) -> None:
+    if value is not None and not isinstance(value, Distribution):
+        example = f" Write {field}=Normal(1.0, {value!r})." if isinstance(value, (int, float)) else ""
+        kind = f"{type(value).__name__} {value!r}"
+        needed = "a distribution such as Normal(1.0, 0.1), or None"
+        raise TypeError(f"Rank1: {field} must be {needed}, got {kind}.{example}")
+
+
+def _check_number(field: str, value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise TypeError(f"Rank1: {field} must be a number or None, got {type(value).__name__} {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,25 +229,28 @@ class BatchEnsemble(Config):
             member_bias=self.member_bias, rank=self.rank, clip=None, draws="member",
         )  # fmt: skip
 
+    def extra_flops(self, site: Site) -> float:
+        """As `Rank1`."""
+        return self._rank1().extra_flops(site)
+
     def build(self, site: Site) -> Posterior:
-        return Rank1Posterior(self._rank1(), site)
+        return self._rank1().build(site)
 
 
 class Factor(nn.Module):
-    """Posterior of one factor, r or s: parameters of shape (K, p, channels)."""
+    """Posterior of one factor, r or s, of a resolved config: parameters of shape (K, p, channels)."""
 
     def __init__(self, config: Rank1, channels: int, random: bool) -> None:
         super().__init__()
+        assert config.mean_init is not None and config.scale_init is not None and config.scale_jitter is not None
         shape = (config.members, config.rank, channels)
-        self.family: type[Any] = _FAMILIES[config.posterior or ""] if random else Point
+        self.family: type[Any] = _FAMILIES[config.family] if random else Point
         self.prior = config.prior
-        assert config.mean_init is not None
         self.loc = nn.Parameter(config.mean_init.initial(*shape))
         if self.family is not Point:
-            rho0 = rho_from_scale(config.scale_init or 0.0)
             # Truncated at two standard deviations, as the reference initialiser does.
             jitter = nn.init.trunc_normal_(torch.empty(shape), std=1.0, a=-2.0, b=2.0)
-            self.rho = nn.Parameter(rho0 + (config.scale_jitter or 0.0) * jitter)
+            self.rho = nn.Parameter(rho_from_scale(config.scale_init) + config.scale_jitter * jitter)
         self.width = 0 if self.family is Point else config.rank * channels
 
     def distribution(self) -> Any:
