@@ -10,8 +10,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from slimbayes import inference
-
 collect_ignore = ["fakes"]  # stand-ins for programs, run by tests
 
 
@@ -22,7 +20,3 @@ def _seed() -> None:
 if device := os.environ.get("SLIMBAYES_TEST_DEVICE"):  # run the suite on a GPU: SLIMBAYES_TEST_DEVICE=cuda
     torch.set_default_device(device)
     torch.backends.cudnn.allow_tf32 = False  # its default; comparisons need full single precision
-
-# Until predict joins its batches with Prediction.joined: its own _join knows the old fields.
-if "_join" in vars(inference):
-    inference._join = inference.Prediction.joined

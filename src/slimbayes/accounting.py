@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.convert import conversions_of
-from slimbayes.layers import bayes_class
-from slimbayes.layers.base import Converted
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.planning import Selection, plan
-from slimbayes.posteriors.base import Config, Site
+from slimbayes.layers import bayes_class, class_for
+from slimbayes.layers.anything import AnyLayer
+from slimbayes.layers.base import Converted, sites_of
+from slimbayes.planning import Decision, Selection, plan
+from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.mc_dropout import DropoutPosterior
 
 
@@ -104,18 +105,30 @@ def summary(model: nn.Module) -> Summary:
     for root, conversion in conversions_of(model):
         for decision in conversion.decisions:
             name = ".".join(part for part in (root, decision.name) if part)
-            layer = model.get_submodule(name)
-            if name in listed or (decision.config is None and isinstance(layer, Converted)):
-                continue  # a conversion of an inner module speaks for it
+            layer = dict(model.named_modules()).get(name)
+            if layer is None or name in listed or (decision.config is None and isinstance(layer, Converted)):
+                continue  # removed since; or a conversion of an inner module speaks for it
             listed.add(name)
             posterior = list(layer.posterior.parameters()) if isinstance(layer, Converted) else []
             before = _count(_own_parameters(layer), seen)
-            status, detail = ("converted", decision.config.describe()) if decision.config else ("skipped", decision.reason)
+            status, detail = _told(decision, layer)
             rows.append(Row(name, decision.kind, status, detail, before, before + _count(posterior, seen)))
     posteriors = posteriors_of(model)
     # Members are shared by all layers and count once; what layers pick by themselves multiplies.
     size = sum(p.log_size for p in posteriors) + math.log(math.lcm(*(p.members for p in posteriors)))
     return Summary(tuple(rows), size, any(isinstance(p, DropoutPosterior) for p in posteriors) and math.isfinite(size))
+
+
+def _told(decision: Decision, layer: nn.Module) -> tuple[str, str]:
+    """Status and detail of a layer, as it is now."""
+    if decision.config is None:
+        return "skipped", decision.reason
+    if not isinstance(layer, Converted):
+        return "skipped", "replaced or undone since the conversion"
+    notes = [p.note for p in layer.posterior.values() if p.note]  # type: ignore[union-attr]
+    tied = [f"shares the posterior of {decision.tied}"] if decision.tied is not None else []
+    slow = ["runs its own forward, draw by draw"] if isinstance(layer, AnyLayer) else []
+    return "converted", "; ".join([decision.config.describe(), *tied, *slow, *dict.fromkeys(notes)])  # type: ignore[list-item]
 
 
 def _own_parameters(layer: nn.Module) -> list[nn.Parameter]:
@@ -180,7 +193,7 @@ def estimate_cost(
     plain_flops = extra_flops = 0.0
     for decision in decisions:
         layer = model.get_submodule(decision.name)
-        cls = bayes_class(layer)
+        cls = None if decision.config is None or decision.tied is not None else class_for(layer, decision.config.covers)
         if decision.config is not None and decision.config.whole:
             copies = decision.config.members - 1
             own = list(layer.parameters())
@@ -195,19 +208,13 @@ def estimate_cost(
             continue
         forwards = max(forwards, decision.config.members)
         wide = torch.promote_types(next(layer.parameters(), torch.empty(0)).dtype, torch.float32)
-        for site in cls.sites(layer):  # type: ignore[arg-type]
+        for site in sites_of(cls, layer):
             with torch.device("meta"):
                 count = sum(p.numel() for p in decision.config.build(site).parameters())
             extra, sizes = extra + count, sizes + count * wide.itemsize
-            extra_flops += times * _extra_flops(decision.config, site)
+            extra_flops += times * decision.config.extra_flops(site)
     total = sum(p.numel() for p in model.parameters())
     return Cost(total, extra, sizes, 1 + extra_flops / max(plain_flops, 1), forwards)
-
-
-def _extra_flops(config: Config, site: Site) -> float:
-    """What a method says it adds; one that draws weights once a pass adds nothing at each position."""
-    own = getattr(config, "extra_flops", None)
-    return 0.0 if own is None else own(site)
 
 
 def _positions(model: nn.Module, example: Tensor | None) -> dict[str, float]:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from slimbayes.atomic import FORMAT, CheckpointError, as_json, read_folder, write_folder
 from slimbayes.convert import Model, bayesianize, conversions_of
+from slimbayes.layers.base import Converted
 from slimbayes.objective import check_finite
 from slimbayes.posteriors import config_from_dict
 
@@ -110,17 +112,19 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def is_posterior(name: str) -> bool:
-    """Whether a parameter name belongs to a posterior: the rule behind adapter-only checkpoints and optimizer groups."""
-    return f".{_MARK}" in f".{name}"
+def is_posterior(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a name in the state of a model belongs to a posterior: the rule behind adapter-only checkpoints."""
+    prefixes = tuple(f"{name}.{_MARK}".lstrip(".") for name, module in model.named_modules() if isinstance(module, Converted))
+    return lambda name: bool(prefixes) and name.startswith(prefixes)
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """State of the posteriors and of everything else."""
     state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
     # Members of an ensemble may have tied weights, which safetensors wants apart.
-    posterior = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in state.items() if is_posterior(n)}
-    return posterior, {n: t for n, t in state.items() if not is_posterior(n)}
+    inside = is_posterior(model)
+    posterior = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in state.items() if inside(n)}
+    return posterior, {n: t for n, t in state.items() if not inside(n)}
 
 
 def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -136,8 +140,9 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
     out = []
     for name, conversion in conversions_of(model):
         groups: dict[str, dict[str, Any]] = {}
+        root = model.get_submodule(name)
         for d in conversion.decisions:
-            if d.config is not None:
+            if d.config is not None and isinstance(dict(root.named_modules()).get(d.name), Converted):
                 group = groups.setdefault(json.dumps(d.config.to_dict()), {"config": d.config.to_dict(), "layers": []})
                 group["layers"].append(d.name)
         out.append({"module": name, "batch_dim": conversion.batch_dim, "groups": list(groups.values())})
@@ -165,7 +170,8 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
 
 
 def _check_tensors(model: nn.Module, posterior: dict[str, Tensor], folder: Path) -> None:
-    needed = {n: tuple(t.shape) for n, t in model.state_dict().items() if is_posterior(n)}
+    inside = is_posterior(model)
+    needed = {n: tuple(t.shape) for n, t in model.state_dict().items() if inside(n)}
     given = {n: tuple(t.shape) for n, t in posterior.items()}
     faults = [f"missing {n}" for n in needed.keys() - given.keys()] + [f"unexpected {n}" for n in given.keys() - needed.keys()]
     faults += [f"{n} is {given[n]} but {needed[n]} is needed" for n in needed.keys() & given.keys() if needed[n] != given[n]]

@@ -15,7 +15,7 @@ from torch import nn
 
 from slimbayes.engine import calls, passes
 from slimbayes.layers import class_for
-from slimbayes.layers.base import BayesLayer, Converted
+from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
 from slimbayes.layers.dropout import functional_dropout
 from slimbayes.layers.methods import Opens, opening_class
@@ -202,7 +202,7 @@ def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> t
     first = next(layer.parameters(), torch.empty(0, device=device))
     wide = torch.promote_types(first.dtype, torch.float32)
     out = nn.ModuleDict()
-    for site in _sites(cls, layer):
+    for site in sites_of(cls, layer):
         name = f"{decision.name}.{site.name}" if decision.name else site.name
         try:
             posterior = decision.config.build(site).to(device=first.device, dtype=wide)
@@ -212,16 +212,6 @@ def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> t
         posterior.name, posterior.blockwise = name, site.whole
         out[site.name] = posterior
     return cls, out.train(layer.training)
-
-
-def _sites(cls: type[BayesLayer], layer: nn.Module) -> Any:
-    """The sites of a plain layer: those of the class it is about to get."""
-    plain = type(layer)
-    layer.__class__ = cls
-    try:
-        return layer.sites()  # type: ignore[operator]
-    finally:
-        layer.__class__ = plain
 
 
 def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built: list[Any]) -> None:
@@ -238,7 +228,7 @@ def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built
         layer = layers[decision.name]
         cls = class_for(layer, ("matrix",))
         assert cls is not None
-        built.append((decision, layer, cls, nn.ModuleDict({_sites(cls, layer)[0].name: posterior})))
+        built.append((decision, layer, cls, nn.ModuleDict({sites_of(cls, layer)[0].name: posterior})))
 
 
 def _swap(layer: nn.Module, cls: type[Converted], posteriors: nn.ModuleDict, owner: bool) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions import wide
-from slimbayes.layers.base import BayesLayer
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.layers.base import BayesLayer
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.member_norm import MemberNormPosterior
 from slimbayes.posteriors.mixture import MixturePosterior

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -33,7 +34,7 @@ def predict(
     scale: float | Tensor = 0.0,
     keep_samples: bool = True,
     output: str | int | None = None,
-    class_dim: int = -1,
+    class_dim: int | None = None,
     share: bool = True,
     fold: Fold = "auto",
     inputs: int | None = None,
@@ -78,7 +79,7 @@ def predict(
             for outputs in _outputs(model, args, kwargs, draws, chunk, share, fold):
                 running.add(_checked(_select(outputs, output), likelihood))
             parts.append(running.result())
-    return _join(parts)
+    return Prediction.joined(parts)
 
 
 @torch.no_grad()
@@ -98,7 +99,7 @@ def predict_prefixes(
     out, done = {}, 0
     check_finite(model)
     with evaluating(model):
-        running = Running(likelihood, members(model), scale, True, -1, member_weights(model))
+        running = Running(likelihood, members(model), scale, True, None, member_weights(model))
         for count in sorted(set(draws)):
             for outputs in _outputs(model, (x,), {}, count - done, None, True, "auto"):
                 running.add(_select(outputs, None))
@@ -135,7 +136,7 @@ def _tensor(model: nn.Module, x: Any) -> Any:
     """A numpy array as a tensor of the model's type and device; anything else as it is."""
     if not _array(x):
         return x
-    values = torch.as_tensor(x)
+    values = torch.as_tensor(np.ascontiguousarray(x))
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if first is None:
         return values
@@ -222,6 +223,10 @@ def _distinct(model: nn.Module, args: Any, kwargs: Any, draws: int, at_once: int
     """Outputs of S draws that pick from finitely many networks: each network that was picked runs once."""
     posteriors = passes.posteriors_of(model)
     new, layout, folds = calls.draw_all(model, args, kwargs, draws, fold)
+    if layout.random:  # the user's own noise differs between draws that picked alike
+        for index in torch.arange(draws).split(at_once):
+            yield calls.run_draws(model, args, kwargs, new.take(index.to(posteriors[0].device)), layout, folds)
+        return
     picked = torch.stack([choice.to(posteriors[0].device) for choice in passes.run(new, choices_of, posteriors)])
     unique, which = torch.unique(picked, dim=1, return_inverse=True)
     first = torch.empty(unique.shape[1], dtype=torch.long, device=which.device).scatter_(0, which, torch.arange(draws, device=which.device))
@@ -260,24 +265,3 @@ def _select(outputs: Any, output: str | int | None) -> Tensor:
         if isinstance(leaf, Tensor):
             return leaf
     raise ValueError(f"No tensor found in the model's output of type {type(outputs).__name__}; name it with output=.")
-
-
-def _join(parts: list[Prediction]) -> Prediction:
-    if not parts:
-        raise ValueError("predict was given no batch.")
-    first = parts[0]
-
-    def joined(name: str, dim: int) -> Any:
-        tensors = [getattr(p, name) for p in parts]
-        return None if tensors[0] is None else torch.cat(tensors, dim)
-
-    return Prediction(
-        first.likelihood,
-        first.count,
-        joined("member_mean", 1),
-        joined("aleatoric", 0),
-        joined("epistemic", 0),
-        joined("kept", 1),
-        joined("noise", 1),
-        first.weights,
-    )

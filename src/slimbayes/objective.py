@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
 from slimbayes.messages import did_you_mean
-from slimbayes.engine.passes import posteriors_of
 
 Form = Literal["average", "mixture", "probs", "logits"]
 _FORMS = ("average", "mixture", "probs", "logits")

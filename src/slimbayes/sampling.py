@@ -162,4 +162,4 @@ def _fill(plain: nn.Module, layer: BayesLayer) -> None:
         if not posterior.has_weights:
             raise ValueError(f"{posterior.name}: a draw of {type(posterior).__name__} is no weight that could be written out.")
         weight, bias = posterior.materialise(layer.linear_map(site.name), 0)
-        layer.write(plain, site, weight, bias)
+        layer.write_draw(plain, site, weight, bias)

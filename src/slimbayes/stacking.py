@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.inference import choices_of, predict
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.inference import choices_of, predict
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.mixture import MixturePosterior
 from slimbayes.prediction import Likelihood

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions import Normal
-from slimbayes.layers.base import BayesLayer, LinearMap
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.layers.base import BayesLayer, LinearMap
 from slimbayes.posteriors.base import Posterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.posteriors.priors import EmpiricalBayes, HeNormal, TiedMean, prior_of_biases

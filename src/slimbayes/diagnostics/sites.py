@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.convert import conversions_of
-from slimbayes.layers.base import BayesLayer
-from slimbayes.objective import check_finite
 from slimbayes.engine import passes
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.layers.base import BayesLayer
+from slimbayes.objective import check_finite
 from slimbayes.planning import Decision, Selection, selected
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.gaussian import GaussianPosterior

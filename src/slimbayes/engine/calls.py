@@ -128,6 +128,7 @@ def _finish(new: Pass, posteriors: Sequence[Any], function: Callable[..., Any], 
     """Make the draws of a pass, run, and let a backward pass find them again."""
     passes.realise(posteriors, new)
     out = passes.run(new, function, *args, **kwargs)
+    notice(posteriors, new)
     passes.remember(out, new)
     return out
 
@@ -148,6 +149,23 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
             tell(layout, f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all")
         new = held.view(rows, layout) if layout.apart else held.single(0)
     return _finish(new, posteriors, function, args, kwargs)
+
+
+def notice(posteriors: Sequence[Any], done: Pass) -> None:
+    """After the first pass, say which layers were converted but never ran: their posteriors have no part in any prediction."""
+    if torch.compiler.is_compiling() or posteriors[0].noticed:
+        return
+    posteriors[0].noticed = True
+    silent = [p for p in posteriors if p.layer is not None and p.layer.bayes_key not in done.met]
+    for posterior in silent:
+        posterior.note = "did not run in the first pass"
+    if silent:
+        names = ", ".join(p.name or "the model itself" for p in silent[:8]) + (f" and {len(silent) - 8} more" if len(silent) > 8 else "")
+        warnings.warn(
+            f"slimbayes converted layers that the first pass never called: {names}. Their posteriors have no part in predictions. "
+            f"Exclude them, unless another mode of the model uses them.",
+            stacklevel=5,
+        )
 
 
 def tell(layout: Layout, what: str) -> None:

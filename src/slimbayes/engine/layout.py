@@ -30,6 +30,8 @@ class Layout:
         arguments: the same for all arguments and outputs of modules that run as a whole.
         ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
         tree: which modules the model had.
+        random: the model draws random numbers of its own.
+        told: the user knows why it does not fold.
     """
 
     folds: bool = False
@@ -43,6 +45,7 @@ class Layout:
     ahead: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
     tree: int = 0
     key: str | None = None
+    random: bool = False
     told: bool = False
 
     def rows(self, inputs: Any) -> int:

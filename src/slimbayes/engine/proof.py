@@ -72,13 +72,13 @@ class Probe(passes.Pass):
         """Run a converted module's plain forward and note what came in and what went out."""
         place = len(self.visits)
         arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
-        here = Visit(layer.key, layer.label, [tuple(a.shape) for a in arrays], tuple(a.dim() for a in arrays))
+        here = Visit(layer.bayes_key, layer.bayes_name, [tuple(a.shape) for a in arrays], tuple(a.dim() for a in arrays))
         self.visits.append(here)
         if self.before is not None:
             self._compare(here, self._same(place, here), arrays)
-        self.inside.append(layer.key)
+        self.inside.append(layer.bayes_key)
         try:
-            out = layer.run_plain(args, kwargs)
+            out = layer.plain_forward(args, kwargs)
         finally:
             self.inside.pop()
         outs = [padded(leaf) for leaf in arrays_of(out)]
@@ -229,7 +229,7 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
         return found
     layout = prove(model, (args, kwargs), posteriors, batch_dim)
     layout.tree, layout.key = tree, passes.first_key(model)
-    if layout.lead is None or layout.rows((args, kwargs)) > 0:
+    if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
         known[kind] = layout
         model.__dict__["_slimbayes_latest"] = layout
     return layout
@@ -238,7 +238,9 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
 def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
     """Try hypotheses until one holds; where none does the model runs one draw at a time."""
     if not any(leaf.numel() for leaf in map(padded, arrays_of(inputs))):
-        return Layout(why="there is nothing in the inputs")
+        return Layout(why="there is nothing in the inputs", told=True)
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap or grad, where nothing can be looked at
+        return Layout(why="it runs inside torch.func", told=True)
     if any(a.is_cuda for a in map(padded, arrays_of(inputs))) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured.")
     first = ""
@@ -267,14 +269,19 @@ def _without_cache(leaf: Any) -> Any:
 def _undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
     """Random numbers, buffers and gradients are afterwards as they were."""
     devices = sorted({a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda})
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    with torch.no_grad(), torch.random.fork_rng(devices), warnings.catch_warnings():
+    with torch.no_grad(), _buffers_kept(model), torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        yield
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
 
 class _Proof:
@@ -293,6 +300,7 @@ class _Proof:
         double, out2 = self._probe(layout.tile(self.inputs, 2), single, "")
         layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
         layout.ahead = double.quiet_modules  # type: ignore[attr-defined]
+        layout.random = single.quiet.random
         half, out3 = self._probe(self._altered("half"), double, "half")
         self._feels("half", double, half, arrays_of(out2), arrays_of(out3), layout.outputs)
         self._collect(half)
@@ -313,7 +321,7 @@ class _Proof:
         args, kwargs = map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
         watcher = _Ahead(self.model, probe, before)
         devices = {p.device.type for p in self.posteriors} or {"cpu"}
-        with quiet, _no_autocast(devices), watcher:
+        with quiet, _no_autocast(devices), _buffers_kept(self.model), watcher:
             out = passes.run(probe, self.model, *args, **kwargs)
         probe.quiet_modules = watcher.found  # type: ignore[attr-defined]
         if quiet.used:
@@ -418,12 +426,14 @@ class _Proof:
         with Quiet(), _no_autocast(devices):
             folded = passes.realise(self.posteriors, new.view(new.rows, self.layout))
             args, kwargs = map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.layout.tile(self.inputs, 2))
-            together = arrays_of(self.layout.split(passes.run(folded, self.model, *args, **kwargs), 2))
+            with _buffers_kept(self.model):
+                together = arrays_of(self.layout.split(passes.run(folded, self.model, *args, **kwargs), 2))
             parts = []
             for j in range(2):
                 args, kwargs = map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.inputs)
                 one = passes.realise(self.posteriors, new.single(j, self.layout))
-                parts.append(passes.run(one, self.model, *args, **kwargs))
+                with _buffers_kept(self.model):
+                    parts.append(passes.run(one, self.model, *args, **kwargs))
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
                 raise Mixed(f"output {i} of folded draws differs from that of single ones by {_apart(a, b):.2g} of its size")
@@ -487,6 +497,7 @@ class _Ahead:
     def __init__(self, model: nn.Module, probe: Probe, before: Probe | None) -> None:
         self.model, self.probe, self.before = model, probe, before
         self.handles: list[Any] = []
+        self.random = False
         self.shapes: dict[int, tuple[list[Any], list[Any]]] = {}
         self.found: dict[int, tuple[Dims, Dims]] = {}
 
@@ -520,13 +531,13 @@ class _Ahead:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.probe.visits and id(module) not in self.shapes:
             self.shapes[id(module)] = ([tuple(a.shape) for a in map(padded, arrays_of((args, kwargs)))], None)  # type: ignore[assignment]
-            self.random, self.probe.quiet.random = self.probe.quiet.random, False
+            self.random = self.probe.quiet.random
         else:
             self.shapes[id(module)] = ([], None)  # type: ignore[assignment]
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         ins, done = self.shapes.get(id(module), ([], None))
-        if ins and done is None and not self.probe.visits and not self.probe.quiet.random:
+        if ins and done is None and not self.probe.visits and self.probe.quiet.random == self.random:
             self.shapes[id(module)] = (ins, [tuple(a.shape) for a in map(padded, arrays_of(output))])
 
 
@@ -535,7 +546,7 @@ def plain_modules(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
-        if hasattr(type(module), "run_plain"):
+        if hasattr(type(module), "plain_forward"):
             return
         heavy = any(p.dim() > 1 for p in module.parameters())
         if heavy and passes.first_key(module) is None and type(module).forward is not nn.Module.forward:

@@ -100,7 +100,7 @@ def class_for(layer: nn.Module, covers: Sequence[str]) -> type[BayesLayer] | Non
     """The class a layer converts to for a method that covers these kinds, by the fast path or by its own forward; None if by neither."""
     known = bayes_class(layer)
     if known is not None:
-        return known if known.kind in covers else None
+        return known if known.bayes_kind in covers else None
     if type(layer).forward is nn.Module.forward:
         return None
     for kind, names in (("matrix", matrices_of), ("norm", scales_of)):

@@ -63,7 +63,7 @@ def _normalises(layer: nn.Module, weight: Tensor) -> bool:
                 y, scaled = trial(x), trial(x * 50)
                 trial._parameters["weight"] = trial._parameters["weight"] * 3  # type: ignore[operator, assignment]
                 other = trial(x)
-        except Exception:  # noqa: S112 (not this shape: try the next)
+        except Exception:
             continue
         if isinstance(y, Tensor) and y.shape == x.shape:
             return torch.allclose(y, scaled, rtol=0.05, atol=0.05) and not torch.allclose(y, other, rtol=0.05, atol=0.05)
@@ -73,22 +73,22 @@ def _normalises(layer: nn.Module, weight: Tensor) -> bool:
 class AnyLayer(BayesLayer):
     """Mixin of layers of other types. `names` are the parameters that are drawn."""
 
-    names: tuple[str, ...] = ()
-    reads = ()
+    drawn_names: tuple[str, ...] = ()
+    read_names = ()
 
     def sites(self) -> list[Site]:
-        return [_site(self, name, self.kind) for name in self.names]
+        return [_site(self, name, self.bayes_kind) for name in self.drawn_names]
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        weight = self.own(site)
+        weight = self.own_value(site)
         bias_name = site.replace("weight", "bias")
-        bias = self.own(bias_name) if has_bias(self, site) else None
+        bias = self.own_value(bias_name) if has_bias(self, site) else None
         outer = partial(_outer, shape=tuple(weight.shape))
         mask = mask_of(self) if site == "weight" else None
         op = partial(self._only, site)
         return LinearMap(weight, bias, op, outer, batch_dim, -1, self.posterior[site].name, foldable=False, mask=mask)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         lead = self.posteriors()[0]
         if not lead.has_weights:
             return self._through(lead, args, kwargs)
@@ -98,18 +98,18 @@ class AnyLayer(BayesLayer):
 
     def _through(self, posterior: Any, args: Any, kwargs: Any) -> Any:
         """Dropout on the first floating input."""
-        found, linear = passes.of(self.key), self.linear_map(self.names[0])
+        found, linear = passes.of(self.bayes_key), self.linear_map(self.drawn_names[0])
         assert found is not None
         place = next((i for i, a in enumerate(arrays_of((args, kwargs))) if a.is_floating_point()), None)
         if place is None:
-            return self.run_plain(args, kwargs)
+            return self.plain_forward(args, kwargs)
 
         def run(x: Tensor, weight: Any, bias: Any) -> Any:
             new_args, new_kwargs = map_arrays(lambda i, leaf: x if i == place else leaf, (args, kwargs))
             return self._substituting({}, new_args, new_kwargs)
 
         x = arrays_of((args, kwargs))[place]
-        linear.op, linear.batch_dim = run, 0 if found.layout is None else found.dim(self.key, x)
+        linear.op, linear.batch_dim = run, 0 if found.layout is None else found.dim(self.bayes_key, x)
         return posterior(x, linear)
 
     def _only(self, site: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
@@ -119,7 +119,7 @@ class AnyLayer(BayesLayer):
     def _with(self, draw: int, args: Any, kwargs: Any) -> Any:
         """The layer's own forward with the weights of one draw."""
         values: dict[str, Any] = {}
-        for name in self.names:
+        for name in self.drawn_names:
             weight, bias = self.posterior[name].materialise(self.linear_map(name), draw)
             values[name] = weight
             if bias is not None:
@@ -127,21 +127,21 @@ class AnyLayer(BayesLayer):
         return self._substituting(values, args, kwargs)
 
     def _substituting(self, values: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        found = passes.of(self.key)
+        found = passes.of(self.bayes_key)
         assert found is not None
         before = found.substitutes
-        found.substitutes = {**before, **{(self.key, n): self.own(n) for n in self.reading}, **{(self.key, n): v for n, v in values.items()}}
+        found.substitutes = {**before, **{(self.bayes_key, n): self.own_value(n) for n in self.read_names}, **{(self.bayes_key, n): v for n, v in values.items()}}
         try:
-            return self.run_plain(args, kwargs)
+            return self.plain_forward(args, kwargs)
         finally:
             found.substitutes = before
 
     def _by_blocks(self, lead: Any, args: Any, kwargs: Any) -> Any:
         found = lead.current
         arrays = arrays_of((args, kwargs))
-        known = found.layout.arguments.get((self.key, tuple(a.dim() for a in arrays))) if found.layout is not None else None
+        known = found.layout.arguments.get((self.bayes_key, tuple(a.dim() for a in arrays))) if found.layout is not None else None
         if known is None:
-            raise Unproven(f"{self.label} met arguments whose rows nobody has located")
+            raise Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
         ins, outs = known
         whole = all(d is None for d in ins)  # a single row that stands for all
         rows = next((a.shape[d] for a, d in zip(arrays, ins, strict=True) if d is not None), found.rows)
@@ -190,7 +190,7 @@ def any_class(plain: type[nn.Module], names: tuple[str, ...], kind: Kind, readin
     """The class of converted layers of one type, of which these parameters are drawn."""
     at = (plain, names, kind)
     if at not in _CLASSES:
-        attributes: dict[str, Any] = {"plain": plain, "names": names, "kind": kind, "reading": reading}
+        attributes: dict[str, Any] = {"plain": plain, "drawn_names": names, "bayes_kind": kind, "read_names": reading}
         attributes |= {name: _reading(name) for name in reading}
         attributes |= {"__module__": __name__, "__reduce_ex__": _reduce}
         _CLASSES[at] = type(f"Bayes{plain.__name__}", (AnyLayer, plain), attributes)
@@ -198,7 +198,7 @@ def any_class(plain: type[nn.Module], names: tuple[str, ...], kind: Kind, readin
 
 
 def _reduce(layer: Any, protocol: Any) -> Any:
-    return _empty, (layer.plain, layer.names, layer.kind, layer.reading), layer.__getstate__()
+    return _empty, (layer.plain, layer.drawn_names, layer.bayes_kind, layer.read_names), layer.__getstate__()
 
 
 def _empty(*arguments: Any) -> nn.Module:

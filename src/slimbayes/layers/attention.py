@@ -25,7 +25,7 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
     Shape: as nn.MultiheadAttention: query (L, R, E), or (R, L, E) with batch_first, or unbatched (L, E).
     """
 
-    plain, reads = nn.MultiheadAttention, ()
+    plain, read_names = nn.MultiheadAttention, ()
 
     def sites(self) -> list[Site]:
         bias, size = self.in_proj_bias is not None, self.embed_dim
@@ -48,7 +48,7 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
         weight = self.in_proj_weight[rows] if self._qkv_same_embed_dim else getattr(self, f"{site}_proj_weight")
         return weight, None if self.in_proj_bias is None else self.in_proj_bias[rows]
 
-    def write(self, plain: Any, site: Site, weight: Tensor, bias: Tensor | None) -> None:
+    def write_draw(self, plain: Any, site: Site, weight: Tensor, bias: Tensor | None) -> None:
         rows = slice(_BLOCKS.get(site.name, 0) * self.embed_dim, (_BLOCKS.get(site.name, 0) + 1) * self.embed_dim)
         if site.name == "out":
             plain.out_proj.weight.copy_(weight)
@@ -61,7 +61,7 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
         elif bias is not None:
             plain.in_proj_bias[rows] = bias
 
-    def run(
+    def bayes_forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -79,13 +79,13 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
             query, key, value = (t.unsqueeze(1 - seq) for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         rows = 1 - seq
-        q, k, v = self.project("q", query, rows), self.project("k", key, rows), self.project("v", value, rows)
+        q, k, v = self.project_draw("q", query, rows), self.project_draw("k", key, rows), self.project_draw("v", value, rows)
         if not self.batch_first:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         k, v, extra = self._extend(k, v)
         mask = self._mask(q, k.shape[1], key_padding_mask, attn_mask, extra)
         y, weights = self._attend(q, k, v, mask, need_weights)
-        y = self.project("out", y if self.batch_first else y.transpose(0, 1), rows)
+        y = self.project_draw("out", y if self.batch_first else y.transpose(0, 1), rows)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:

@@ -4,6 +4,7 @@ A layer knows no method. It states, for each weight matrix (site), how to run th
 the posterior at `layer.posterior[site]` does the rest.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -124,40 +125,52 @@ class Converted(nn.Module):
     posterior: nn.ModuleDict
 
     @property
-    def key(self) -> str:
+    def bayes_key(self) -> str:
         """How passes know it: by its first posterior."""
         return next(iter(self.posterior._modules.values())).key  # type: ignore[union-attr, return-value]
 
     @property
-    def label(self) -> str:
+    def bayes_name(self) -> str:
         """Its name in the converted model, for messages."""
         site, posterior = next(iter(self.posterior._modules.items()))
         name = posterior.name.removesuffix(site).rstrip(".")  # type: ignore[union-attr, operator]
         return name or "the model itself"
 
-    def run_plain(self, args: Any, kwargs: Any) -> Any:
+    def plain_forward(self, args: Any, kwargs: Any) -> Any:
         """What the module did before it was converted."""
         return self.plain.forward(self, *args, **kwargs)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "plain" in cls.__dict__ and "forward" not in cls.__dict__:
+            cls.forward = _forward_of(cls.plain)  # type: ignore[method-assign]
+
+    def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward under the pass under way."""
         raise NotImplementedError
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = passes.of(self.key)
-        if found is None or found.held:
-            return calls.bare(self, self._inside, args, kwargs)
-        return self._inside(*args, **kwargs)
-
-    def _inside(self, *args: Any, **kwargs: Any) -> Any:
-        found = passes.of(self.key)
+    def _bayes_inside(self, *args: Any, **kwargs: Any) -> Any:
+        found = passes.of(self.bayes_key)
         assert found is not None
         if found.probing:
             return found.visit(self, args, kwargs)  # type: ignore[attr-defined]
         if not torch.compiler.is_compiling():
             found.drawn_yet = True
-            found.met[self.key] = None
-        return self.run(*args, **kwargs)
+            found.met[self.bayes_key] = None
+        return self.bayes_forward(*args, **kwargs)
+
+
+def _forward_of(plain: type[nn.Module]) -> Any:
+    """The forward of a converted class, with the signature of the plain one."""
+
+    @functools.wraps(plain.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = passes.of(self.bayes_key)
+        if found is None or found.held:
+            return calls.bare(self, self._bayes_inside, args, kwargs)
+        return self._bayes_inside(*args, **kwargs)
+
+    return forward
 
 
 def posteriors_at(module: Converted) -> list[Posterior]:
@@ -168,15 +181,15 @@ def posteriors_at(module: Converted) -> list[Posterior]:
 class BayesLayer(Converted):
     """Mixin of converted layers. Subclasses also inherit the plain torch class, which `plain` names."""
 
-    kind: ClassVar[Kind] = "matrix"
-    reads: ClassVar[tuple[str, ...]] = ("weight", "bias")  # parameters that others may read past the layer's forward
+    bayes_kind: ClassVar[Kind] = "matrix"
+    read_names: ClassVar[tuple[str, ...]] = ("weight", "bias")  # parameters that others may read past the layer's forward
     if TYPE_CHECKING:  # a mixin reads attributes of the plain class it is mixed with
 
         def __getattr__(self, name: str) -> Any: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in cls.reads:
+        for name in cls.read_names:
             if "plain" in cls.__dict__ and name not in cls.__dict__:
                 setattr(cls, name, _reading(name))
 
@@ -193,24 +206,24 @@ class BayesLayer(Converted):
         """The map of one site, with its present weight and bias, for inputs with rows along `batch_dim`."""
         raise NotImplementedError
 
-    def own(self, name: str) -> Any:
+    def own_value(self, name: str) -> Any:
         """A parameter of the layer itself, whatever the pass under way."""
         return own_value(self, name)
 
     def rows_of(self, x: Tensor) -> int:
         """The dimension of an input that holds rows, as proven."""
-        found = passes.of(self.key)
+        found = passes.of(self.bayes_key)
         assert found is not None
-        return found.dim(self.key, x)
+        return found.dim(self.bayes_key, x)
 
     def posteriors(self) -> list[Posterior]:
         return posteriors_at(self)
 
-    def project(self, site: str, x: Tensor, batch_dim: int | None = None) -> Tensor:
+    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None) -> Tensor:
         """Apply this pass's draw of one site's linear map."""
         return self.posterior[site](x, self.linear_map(site, self.rows_of(x) if batch_dim is None else batch_dim))
 
-    def write(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
+    def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
         """Put a drawn weight and bias into a plain layer of the same type."""
         for name, value in ((site.parameter, weight), (site.bias_parameter, bias)):
             if value is not None:
@@ -218,14 +231,24 @@ class BayesLayer(Converted):
 
     def drawn_value(self, name: str) -> Any:
         """A parameter as drawn in this pass, for code that uses it past the layer's forward."""
-        found = passes.of(self.key)
+        found = passes.of(self.bayes_key)
         if found is not None and not torch.compiler.is_compiling():
-            found.met[self.key] = None
+            found.met[self.bayes_key] = None
         for site in self.sites():
             posterior: Any = self.posterior[site.name]
             if name in (site.parameter, site.bias_parameter) and posterior.has_weights and posterior.drawn == 1:
                 return posterior.materialise(self.linear_map(site.name), 0)[name != site.parameter]
-        return self.own(name)
+        return self.own_value(name)
+
+
+def sites_of(cls: type[BayesLayer], layer: nn.Module) -> list[Site]:
+    """The sites of a plain layer: those of the class it is about to get."""
+    plain = type(layer)
+    layer.__class__ = cls
+    try:
+        return layer.sites()  # type: ignore[operator]
+    finally:
+        layer.__class__ = plain
 
 
 def own_value(layer: nn.Module, name: str) -> Any:
@@ -250,8 +273,11 @@ def set_value(layer: nn.Module, name: str, value: Tensor) -> None:
         if getattr(hook, "name", getattr(hook, "_tensor_name", None)) == name:
             del layer._forward_pre_hooks[key]
     layer.__dict__.pop(name, None)
-    requires_grad = layer._parameters[name].requires_grad if layer._parameters.get(name) is not None else True
-    layer._parameters[name] = nn.Parameter(value.detach().clone(), requires_grad=requires_grad)
+    own = layer._parameters.get(name)
+    if own is not None:
+        own.data.copy_(value)  # in place: other layers may be tied to it
+    else:
+        layer._parameters[name] = nn.Parameter(value.detach().clone())
 
 
 def has(layer: nn.Module, name: str) -> bool:
@@ -280,14 +306,14 @@ def _reading(name: str) -> property:
 
     def get(layer: Any) -> Any:
         value = own_value(layer, name)
-        found = None if value is None or "posterior" not in layer._modules else passes.of(layer.key)
+        found = None if value is None or "posterior" not in layer._modules else passes.of(layer.bayes_key)
         if found is None or found.held:
             return value
-        if (layer.key, name) in found.substitutes:
-            return found.substitutes[layer.key, name]
+        if (layer.bayes_key, name) in found.substitutes:
+            return found.substitutes[layer.bayes_key, name]
         if found.probing:
-            inside = found.inside and found.inside[-1] == layer.key  # type: ignore[attr-defined]
-            return value if inside else found.quiet.watch(value, layer.label)  # type: ignore[attr-defined]
+            inside = found.inside and found.inside[-1] == layer.bayes_key  # type: ignore[attr-defined]
+            return value if inside else found.quiet.watch(value, layer.bayes_name)  # type: ignore[attr-defined]
         return layer.drawn_value(name)
 
     def put(layer: Any, value: Any) -> None:

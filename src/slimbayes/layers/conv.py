@@ -22,7 +22,7 @@ class _BayesConv(BayesLayer):
         return [Site("weight", self.in_channels, self.out_channels, has(self, "bias"), "weight", shape, out_dim, "many")]
 
     def _map(self, op: Any, outer: Any, batch_dim: int) -> LinearMap:
-        name, weight, bias = self.posterior["weight"].name, self.own("weight"), self.own("bias")
+        name, weight, bias = self.posterior["weight"].name, self.own_value("weight"), self.own_value("bias")
         return LinearMap(weight, bias, op, outer, batch_dim, 1, name, mask=mask_of(self))
 
     def _batched(self, input: Tensor, op: Any, outer: Any) -> Tensor:
@@ -41,7 +41,7 @@ class _Direct(_BayesConv):
         mask = r[:, None] * s.reshape(self.out_channels, -1)
         return mask.view(*mask.shape, *[1] * self.spatial)
 
-    def run(self, input: Tensor) -> Tensor:
+    def bayes_forward(self, input: Tensor) -> Tensor:
         return self._batched(input, self._conv_forward, self._outer)
 
 
@@ -63,7 +63,7 @@ class _Transposed(_BayesConv):
         mask = s[:, None] * r.reshape(self.in_channels, -1)
         return mask.view(*mask.shape, *[1] * self.spatial)
 
-    def run(self, input: Tensor, output_size: Any = None) -> Tensor:
+    def bayes_forward(self, input: Tensor, output_size: Any = None) -> Tensor:
         padding = self._output_padding(
             input, output_size, self.stride, self.padding, self.kernel_size, self.spatial, self.dilation
         )

@@ -29,10 +29,10 @@ _PLAIN: dict[int, list[Any]] = {}  # modules that run as member 0 just now: how 
 class Copied(Converted):
     """Mixin of modules that were copied as a whole; `posterior["members"]` holds the copies."""
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self, self.posterior["members"], args, kwargs, None)
 
-    def run_plain(self, args: Any, kwargs: Any) -> Any:
+    def plain_forward(self, args: Any, kwargs: Any) -> Any:
         return _call(self, self.posterior["members"], 0, args, kwargs, None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -110,7 +110,7 @@ def _run(module: Any, members: Any, args: Any, kwargs: Any, method: str | None) 
         raise Unproven("members cannot share out a packed sequence")
     layout = None if current.layout is None else current.layout.arguments.get((members.key, tuple(a.dim() for a in arrays)))
     if layout is None:
-        raise Unproven(f"{module.label} met arguments whose rows nobody has located")
+        raise Unproven(f"{module.bayes_name} met arguments whose rows nobody has located")
     ins, outs = layout
     lines, back = _deal(current.rows, blocks, current.first, members.members, members.device)
     inputs = {k: _take((args, kwargs), line, current.rows, ins) for k, line in enumerate(lines) if len(line)}

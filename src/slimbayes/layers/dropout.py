@@ -30,8 +30,8 @@ def _identity(x: Tensor, weight: Any, bias: Any) -> Tensor:
 
 
 class _BayesDropout(BayesLayer):
-    kind = "dropout"
-    reads = ()
+    bayes_kind = "dropout"
+    read_names = ()
     unit: Unit = "element"
     selu = False
     unbatched: int | None = None  # dimensions of an input without a row axis, where torch allows one
@@ -43,10 +43,10 @@ class _BayesDropout(BayesLayer):
         name, empty = self.posterior[site].name, torch.empty(0)
         return DropMap(empty, None, _identity, _identity, batch_dim, 1, name, rate=self.p, unit=self.unit, selu=self.selu)  # type: ignore[arg-type]
 
-    def run(self, input: Tensor) -> Tensor:
+    def bayes_forward(self, input: Tensor) -> Tensor:
         if input.dim() == self.unbatched:
-            return self.project("units", input.unsqueeze(0), 0).squeeze(0)
-        return self.project("units", input)
+            return self.project_draw("units", input.unsqueeze(0), 0).squeeze(0)
+        return self.project_draw("units", input)
 
 
 class BayesDropout(_BayesDropout, nn.Dropout):

@@ -59,14 +59,14 @@ class BayesEmbedding(BayesLayer, nn.Embedding):
         return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        name, weight = self.posterior[site].name, self.own("weight")
+        name, weight = self.posterior[site].name, self.own_value("weight")
         mask = words_that_move(self.padding_idx, weight)
         return LookupMap(weight, None, self._op, _outer, batch_dim, -1, name, foldable=False, mask=mask)
 
-    def run(self, input: Tensor) -> Tensor:
+    def bayes_forward(self, input: Tensor) -> Tensor:
         if input.dim() == 0:
-            return self.project("weight", input.unsqueeze(0), 0).squeeze(0)
-        return self.project("weight", input)
+            return self.project_draw("weight", input.unsqueeze(0), 0).squeeze(0)
+        return self.project_draw("weight", input)
 
 
 def words_that_move(padding: int | None, weight: Tensor) -> Tensor | None:
@@ -144,13 +144,13 @@ class BayesEmbeddingBag(BayesLayer, nn.EmbeddingBag):
         return [Site("weight", *shape, False, "weight", shape, 1, positions)]  # type: ignore[arg-type]
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        name, weight = self.posterior[site].name, self.own("weight")
+        name, weight = self.posterior[site].name, self.own_value("weight")
         mask = words_that_move(self.padding_idx, weight)
         linear = BagMap(weight, None, F.embedding, _outer, 0, -1, name, foldable=False, mask=mask, layer=self)
         linear.op = lambda x, weight, bias: linear._reduce(F.embedding(x, weight), x)
         return linear
 
-    def run(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def bayes_forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         linear: Any = self.linear_map("weight")
         linear.bags = input.shape[0] if offsets is None else offsets.shape[0] - int(self.include_last_offset)
         if input.dim() == 2:

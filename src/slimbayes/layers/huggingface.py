@@ -30,8 +30,8 @@ class BayesConv1D(BayesLayer, Conv1D):
         return [Site("weight", *shape, True, "weight", shape, out_dim=1)]
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        weight, bias = self.own("weight"), self.own("bias")
+        weight, bias = self.own_value("weight"), self.own_value("bias")
         return LinearMap(weight, bias, _op, _outer, batch_dim, -1, self.posterior[site].name, mask=mask_of(self))
 
-    def run(self, x: Tensor) -> Tensor:
-        return self.project("weight", x)
+    def bayes_forward(self, x: Tensor) -> Tensor:
+        return self.project_draw("weight", x)

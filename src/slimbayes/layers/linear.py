@@ -20,10 +20,10 @@ class BayesLinear(BayesLayer, nn.Linear):
         return [Site("weight", self.in_features, self.out_features, has(self, "bias"), "weight", shape)]
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        weight, bias = self.own("weight"), self.own("bias")
+        weight, bias = self.own_value("weight"), self.own_value("bias")
         return LinearMap(weight, bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name, mask=mask_of(self))
 
-    def run(self, input: Tensor) -> Tensor:
+    def bayes_forward(self, input: Tensor) -> Tensor:
         if input.dim() == 1:
-            return self.project("weight", input.unsqueeze(0), 0).squeeze(0)
-        return self.project("weight", input)
+            return self.project_draw("weight", input.unsqueeze(0), 0).squeeze(0)
+        return self.project_draw("weight", input)

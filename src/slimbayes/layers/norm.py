@@ -36,7 +36,7 @@ class NormMap(LinearMap):
 
 
 class _BayesNorm(BayesLayer):
-    kind = "norm"
+    bayes_kind = "norm"
     channel_dim = 1
 
     def sites(self) -> list[Site]:
@@ -47,14 +47,14 @@ class _BayesNorm(BayesLayer):
         return [Site("weight", size, size, has(self, "bias"), "weight", shape, positions="many", kind="norm")]
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        bias = self.own("bias") if has(self, "bias") else None
-        return NormMap(self.own("weight"), bias, self._op, _outer, batch_dim, self.channel_dim, self.posterior[site].name)
+        bias = self.own_value("bias") if has(self, "bias") else None
+        return NormMap(self.own_value("weight"), bias, self._op, _outer, batch_dim, self.channel_dim, self.posterior[site].name)
 
     def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def run(self, input: Tensor) -> Tensor:
-        return self.project("weight", input)
+    def bayes_forward(self, input: Tensor) -> Tensor:
+        return self.project_draw("weight", input)
 
 
 class _BatchNorm(_BayesNorm):
@@ -102,11 +102,11 @@ class _InstanceNorm(_BayesNorm):
         batch = self.training or not self.track_running_stats
         return F.instance_norm(x, self.running_mean, self.running_var, weight, bias, batch, momentum, self.eps)
 
-    def run(self, input: Tensor) -> Tensor:
+    def bayes_forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if input.dim() == self._get_no_batch_dim():
-            return self.project("weight", input.unsqueeze(0), 0).squeeze(0)
-        return self.project("weight", input)
+            return self.project_draw("weight", input.unsqueeze(0), 0).squeeze(0)
+        return self.project_draw("weight", input)
 
 
 class BayesInstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
@@ -139,10 +139,10 @@ class BayesGroupNorm(_BayesNorm, nn.GroupNorm):
 class _LastDimensions(_BayesNorm):
     channel_dim = -1
 
-    def run(self, input: Tensor) -> Tensor:
+    def bayes_forward(self, input: Tensor) -> Tensor:
         if input.dim() == len(self.normalized_shape):
-            return self.project("weight", input.unsqueeze(0), 0).squeeze(0)
-        return self.project("weight", input)
+            return self.project_draw("weight", input.unsqueeze(0), 0).squeeze(0)
+        return self.project_draw("weight", input)
 
 
 class BayesLayerNorm(_LastDimensions, nn.LayerNorm):

@@ -71,9 +71,9 @@ def _site(layer: Any, name: str, bias: bool) -> Site:
 
 
 class _BayesRecurrent(BayesLayer):
-    reads = ()
+    read_names = ()
 
-    def write(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
+    def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
         _write(plain, site, weight, bias)
 
     @classmethod
@@ -96,7 +96,7 @@ class _BayesRecurrent(BayesLayer):
         batch_dim = 1 if "_ih_" in site else 0
         return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name)
 
-    def run(self, input: Any, hx: Any = None) -> Any:
+    def bayes_forward(self, input: Any, hx: Any = None) -> Any:
         packed, lengths, batched = isinstance(input, PackedSequence), None, True
         y: Any
         if packed:
@@ -187,7 +187,7 @@ class _BayesRecurrent(BayesLayer):
     def _direction(
         self, x: Tensor, state: tuple[Tensor, ...], stem: str, backwards: bool, lengths: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        gates = self.project(f"weight_ih{stem}", x, 1)
+        gates = self.project_draw(f"weight_ih{stem}", x, 1)
         state = tuple(h.to(gates.dtype) for h in state)  # autocast lowers the gates, not the state
         step, recurrent = _STEPS[self.mode], self.linear_map(f"weight_hh{stem}")
         posterior = self.posterior[f"weight_hh{stem}"]
@@ -228,9 +228,9 @@ class BayesRNN(_BayesRecurrent, nn.RNN):
 
 
 class _BayesCell(BayesLayer):
-    reads = ()
+    read_names = ()
 
-    def write(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
+    def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
         _write(plain, site, weight, bias)
 
     def sites(self) -> list[Site]:
@@ -240,7 +240,7 @@ class _BayesCell(BayesLayer):
         bias = getattr(self, site.replace("weight", "bias"))
         return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name)
 
-    def run(self, input: Tensor, hx: Any = None) -> Any:
+    def bayes_forward(self, input: Tensor, hx: Any = None) -> Any:
         batched = input.dim() == 2
         x = input if batched else input.unsqueeze(0)
         lstm = isinstance(self, nn.LSTMCell)
@@ -251,9 +251,9 @@ class _BayesCell(BayesLayer):
             state = tuple(hx) if lstm else (hx,)
             state = state if batched else tuple(h.unsqueeze(0) for h in state)
         mode = "LSTM" if lstm else "GRU" if isinstance(self, nn.GRUCell) else f"RNN_{self.nonlinearity.upper()}"
-        gates = self.project("weight_ih", x, 0)
+        gates = self.project_draw("weight_ih", x, 0)
         state = tuple(h.to(gates.dtype) for h in state)
-        new = _STEPS[mode](gates, self.project("weight_hh", state[0], 0), state)
+        new = _STEPS[mode](gates, self.project_draw("weight_hh", state[0], 0), state)
         new = new if batched else tuple(h.squeeze(0) for h in new)
         return new if lstm else new[0]
 

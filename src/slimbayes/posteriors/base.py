@@ -93,6 +93,7 @@ class Posterior(Keyed, ABC):
     blockwise: bool = False  # one draw serves a whole block of rows, never a single one
 
     note: str = ""  # what a summary should say about it
+    noticed: bool = False  # whether a first pass has told which layers never ran
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,6 +245,10 @@ class Config(ABC):
     @abstractmethod
     def build(self, site: Site) -> Posterior:
         """A new posterior for one weight matrix, on torch's default device and in its default dtype."""
+
+    def extra_flops(self, site: Site) -> float:
+        """Multiply-adds beyond the plain layer's at one position for one draw; weights drawn once a pass add none."""
+        return 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: the method's name and every field.

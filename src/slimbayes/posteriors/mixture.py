@@ -211,7 +211,7 @@ class MixturePosterior(Posterior):
             config = p.config
             joint = config.assignment in ("layer", "element") and p.picks and p.logits is None and not (config.sigma or config.zero)
             if joint and (p.site.kind == "norm" or config.assignment == "layer"):
-                own = p.layer.own(p.site.parameter).dtype if p.site.kind == "norm" else None
+                own = p.layer.own_value(p.site.parameter).dtype if p.site.kind == "norm" else None
                 alike.setdefault((p.components, config.assignment, p.site.kind, p.per_row, p.device, p.dtype, own), []).append(p)
             else:
                 p.values()

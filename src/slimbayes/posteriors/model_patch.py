@@ -120,13 +120,13 @@ def _bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
 
 def _is_norm(layer: nn.Module) -> bool:
     cls = _bayes_class(layer)
-    return cls is not None and cls.kind == "norm"
+    return cls is not None and cls.bayes_kind == "norm"
 
 
 def _is_dense(layer: nn.Module) -> bool:
     """Whether a layer is one matrix applied to numbers: recurrent layers are several, embeddings are tables."""
     cls = _bayes_class(layer)
-    if cls is None or cls.kind != "matrix" or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+    if cls is None or cls.bayes_kind != "matrix" or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
         return False
     return len(cls.sites(layer)) == 1  # type: ignore[arg-type]
 
