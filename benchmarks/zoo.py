@@ -276,11 +276,13 @@ def _layer(name: str) -> str:
 def _asleep_in_plain(name: str, plain: Plain) -> bool:
     """Whether the plain model's own layer, or the parameter that a member of an ensemble repeats, has no gradient either."""
     layer, _, rest = f".{name}".partition(".posterior.")
-    layer = layer.strip(".")
-    if rest.startswith("others."):
-        return f"{layer}.{rest.split('.', 2)[2]}".strip(".") in plain.asleep
-    names = [n for n, _ in plain.model.get_submodule(layer).named_parameters()]
-    return bool(names) and set(names) <= {n.removeprefix(f"{layer}.") for n in plain.asleep if n.startswith(f"{layer}." if layer else "")}
+    if repeated := re.search(r"(?:^|\.)others\.\d+\.(.+)", rest):
+        return f"{layer}.{repeated[1]}".strip(".") in plain.asleep
+    try:
+        own = [f"{layer}.{n}".strip(".") for n, _ in plain.model.get_submodule(layer.strip(".")).named_parameters()]
+    except AttributeError:  # the posterior is kept elsewhere
+        return False
+    return bool(own) and plain.asleep.issuperset(own)
 
 
 def _check_undo(plain: Plain, net: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ def count(pairs: Pairs) -> str:
 
 
 def failures(result: dict[str, Any]) -> str:
-    """What fails and why, one line each, and how many pairs hold."""
-    bad = [(p["architecture"], p["method"], check, p["errors"].get(check, "")) for p in result["pairs"] for check in _failed(p)]
-    widths = [max((len(line[i]) for line in bad), default=0) for i in range(3)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(line[:3], widths)), line[3][:_WIDEST]]) for line in bad]
+    """What fails and why, one line for each architecture and reason, and how many pairs hold."""
+    rows = _grouped(result["pairs"])
+    names, checks = ([key[i] for key in rows] for i in (0, 1))
+    wide, mid = max(map(len, names), default=0), max(map(len, checks), default=0)
+    lines = [f"{name:{wide}}  {check:{mid}}  [{', '.join(methods)}] {why[:_WIDEST]}" for (name, check, why), methods in rows.items()]
     lines += [f"not built: {name}: {why}" for name, why in result["not_built"].items()]
     if result["not_run"]:
         lines.append(f"{len(result['not_run'])} pairs not run")
@@ -81,12 +83,20 @@ def _by_check(pairs: Pairs, checks: Sequence[str]) -> list[str]:
     return ["## By check", "", *lines]
 
 
-def _reasons(pairs: Pairs) -> list[str]:
-    """Failures of an architecture with one reason make one row."""
+def _grouped(pairs: Pairs) -> dict[tuple[str, str, str], list[str]]:
+    """Methods by architecture, check and reason: numbers in a reason may differ."""
     rows: dict[tuple[str, str, str], list[str]] = {}
+    said: dict[tuple[str, str, str], str] = {}
     for pair in pairs:
         for check in _failed(pair):
-            rows.setdefault((pair["architecture"], check, pair["errors"].get(check, "")), []).append(pair["method"])
+            why = pair["errors"].get(check, "")
+            alike = (pair["architecture"], check, re.sub(r"\d", "", why)[:_WIDEST])
+            rows.setdefault((pair["architecture"], check, said.setdefault(alike, why)), []).append(pair["method"])
+    return rows
+
+
+def _reasons(pairs: Pairs) -> list[str]:
+    rows = _grouped(pairs)
     if not rows:
         return ["## What fails", "", "Nothing."]
     lines = ["| architecture | check | methods | reason |", "|---|---|---|---|"]
