@@ -1,19 +1,11 @@
-"""Every method on architectures nobody here wrote (benchmarks/zoo_models.py), and whether what slimbayes promises holds for each pair.
+"""Every method on architectures nobody here wrote (zoo_models.py), and whether our promises hold (zoo_checks.py).
 
-    python benchmarks/zoo.py [--only REGEX] [--methods rank1-normal,ktied] [--device cuda] [--workers 4] [--limit-seconds 540]
-                             [--out results/benchmarks/zoo.json]
+    python benchmarks/zoo.py [--only REGEX] [--methods rank1-normal,ktied] [--device cuda] [--workers 4]
+                             [--limit-seconds 540] [--out results/benchmarks/zoo.json]
     python benchmarks/zoo.py --list
     python benchmarks/zoo.py --table results/benchmarks/zoo.json         writes docs/zoo.md
 
-A pair is an architecture and a method. It holds if all of its checks do:
-
-    convert     bayesianize succeeds
-    zero noise  from a neutral start, sample and a bare call give the plain model's outputs in eval mode
-    draws       draws differ in eval mode
-    gradients   in train mode every posterior parameter gets a finite gradient that is not all zero
-    fold        sample(net, x) equals sample(net, x, fold=False) under the same seed
-    undo        debayesianize gives the plain model's outputs and state back, bit for bit
-    summary     summary can be printed
+A pair is an architecture and a method. It holds if all of its checks do.
 """
 
 from __future__ import annotations
@@ -28,289 +20,21 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from zoo_checks import CHECKS, METHODS, OutOfTime, Plain, build_plain, check_pair, words_of
 from zoo_models import PACKAGES, Architecture, architectures
 from zoo_table import failures, write_table
 
 import slimbayes as sb
 
-CHECKS = ("convert", "zero noise", "draws", "gradients", "fold", "undo", "summary")
-CLOSE, APART = 1e-3, 1e-5  # relative to the largest output: rounding in a deep random net, and what counts as a difference
 PAIR_SECONDS = 180
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Method:
-    """Configs for a plain model: one that leaves its function as it is, and one as users start from."""
-
-    neutral: Callable[[nn.Module], sb.Config]
-    usual: Callable[[nn.Module], sb.Config]
-    draws: int = 2
-    may_rest: bool = False  # components that no draw picked get no gradient
-    close: float = CLOSE  # for zero noise
-
-
-def _patch(model: nn.Module) -> str:
-    """Norm layers, or the output layer of a network that has none."""
-    norms = (m for m in model.modules() if "Norm" in type(m).__name__)
-    return "norm" if any(next(m.parameters(recurse=False), None) is not None for m in norms) else "output"
-
-
-def _dropout(model: nn.Module, rate: float) -> sb.Config:
-    own = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
-    return sb.MCDropout(rate=rate) if own else sb.MCDropout(rate=rate, before=_patch(model))
-
-
-def _model_patch(cross: bool) -> Method:
-    return Method(
-        lambda m: sb.ModelPatch(components=2, cross=cross, patch=_patch(m), init="copies", jitter=0.0),
-        lambda m: sb.ModelPatch(components=2, cross=cross, patch=_patch(m), init="copies", jitter=0.2),
-        draws=8,
-        may_rest=True,
-    )
-
-
-def _always(neutral: sb.Config, usual: sb.Config, close: float = CLOSE) -> Method:
-    return Method(lambda m: neutral, lambda m: usual, close=close)
-
-
-ONE, TINY = sb.Point(1.0), 2e-7  # scales have a floor of 1e-7
-METHODS: dict[str, Method] = {
-    "rank1-normal": _always(sb.Rank1(members=2, mean_init=ONE, scale_init=TINY, scale_jitter=0.0), sb.Rank1(members=2)),
-    "rank1-cauchy": _always(
-        sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.1), mean_init=ONE, scale_init=TINY),
-        sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.1)),
-        close=0.05,  # the largest of a million Cauchy draws is a million scales away
-    ),
-    "batchensemble": _always(sb.BatchEnsemble(members=2, mean_init=ONE), sb.BatchEnsemble(members=2)),
-    "ktied": _always(sb.KTied(rank=2, scale_init=1e-8), sb.KTied(rank=2)),
-    "meanfield": _always(sb.MeanField(scale_init=1e-8, scale_jitter=0.0), sb.MeanField()),
-    "emp": _model_patch(cross=False),
-    "ecmp": _model_patch(cross=True),
-    "dropconnect": _always(sb.DropConnect(rate=0.0), sb.DropConnect(rate=0.1)),
-    "mcdropout": Method(lambda m: _dropout(m, 0.0), lambda m: _dropout(m, 0.1)),
-    "ensemble": _always(sb.Ensemble(members=2, init="copies"), sb.Ensemble(members=2)),
-}
-
-
-class Failed(Exception):
-    """A check that does not hold, in words."""
-
-
-class OutOfTime(Exception):
-    """A pair took too long."""
-
-
-@dataclass
-class Plain:
-    """A plain model, an input for it, and what it does."""
-
-    model: nn.Module
-    inputs: Inputs
-    outputs: list[Tensor]
-    repeatable: bool
-    asleep: set[str]  # parameters that get no gradient in the plain model either
-
-
-# --- the plain model
-
-
-def build_plain(architecture: Architecture, device: torch.device) -> Plain:
-    torch.manual_seed(0)
-    model = _enliven(architecture.build()).to(device)
-    given = {key: value.to(device) for key, value in architecture.inputs().items()}
-    inputs = ((given.pop(""),) if "" in given else (), given)
-    asleep = _asleep(deepcopy(model), inputs)
-    model.eval()
-    outputs, again = _run(model, inputs), _run(model, inputs)
-    if not outputs or not all(bool(t.isfinite().all()) for t in outputs):
-        raise Failed("the plain model gives no finite outputs")
-    return Plain(model, inputs, outputs, all(map(torch.equal, outputs, again)), asleep)
-
-
-@torch.no_grad()
-def _enliven(model: nn.Module) -> nn.Module:
-    """Move constant parameters a little, as training would: a layer scale of zero hides all that comes before it."""
-    for parameter in model.parameters():
-        if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
-            parameter.add_(0.1 * torch.randn_like(parameter))
-        elif parameter.numel() == 1:
-            parameter.add_(0.1)
-    return model
-
-
-def _asleep(model: nn.Module, inputs: Inputs) -> set[str]:
-    model.train()
-    _weighted_sum(_leaves(model(*inputs[0], **inputs[1]))).backward()
-    return {name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())}
-
-
-@torch.no_grad()
-def _run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    return _leaves(model(*inputs[0], **inputs[1]))
-
-
-def _leaves(outputs: Any) -> list[Tensor]:
-    """Every tensor of real numbers in what a model returns."""
-    return [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
-
-
-def _weighted_sum(leaves: Sequence[Tensor]) -> Tensor:
-    """A plain sum is constant behind a softmax or a norm, so numbers get random weights."""
-    torch.manual_seed(1)
-    return torch.stack([(t.float() * torch.randn(t.shape, device=t.device)).sum() for t in leaves]).sum()
-
-
-# --- one pair
-
-
-def check_pair(plain: Plain, method: Method) -> dict[str, Any]:
-    """Run all checks of one pair; none can stop the others."""
-    found: dict[str, Any] = {"checks": dict.fromkeys(CHECKS, "not run"), "errors": {}}
-
-    def check(name: str, act: Callable[[], Any]) -> bool:
-        if found["checks"][name] == "fails":
-            return False
-        try:
-            act()
-            found["checks"][name] = "holds"
-        except OutOfTime:
-            raise
-        except Exception as error:
-            found["checks"][name] = "fails"
-            found["errors"][name] = _words(error)
-        return found["checks"][name] == "holds"
-
-    net = deepcopy(plain.model)
-    if check("convert", lambda: sb.bayesianize(net, method.neutral(net))):
-        check("zero noise", lambda: _check_neutral(plain, net, method))
-        check("summary", lambda: str(sb.summary(net)))
-        check("undo", lambda: _check_undo(plain, net))
-    net = deepcopy(plain.model)
-    if check("convert", lambda: sb.bayesianize(net, method.usual(net))):
-        check("draws", lambda: _check_draws(plain, net, method))
-        check("fold", lambda: _check_fold(plain, net, method))
-        check("gradients", lambda: _check_gradients(plain, net, method))
-    return found
-
-
-def _sampled(net: nn.Module, inputs: Inputs, draws: int, **options: Any) -> list[Tensor]:
-    torch.manual_seed(2)
-    return _leaves(sb.sample(net, *inputs[0], draws=draws, **options, **inputs[1]))
-
-
-def _check_neutral(plain: Plain, net: nn.Module, method: Method) -> None:
-    with torch.no_grad():
-        sampled = _sampled(net, plain.inputs, method.draws)
-    _compare("sample", sampled, plain.outputs, method.close, draws=True)
-    _compare("a bare call", _run(net, plain.inputs), plain.outputs, method.close)
-
-
-def _compare(what: str, got: Sequence[Tensor], wanted: Sequence[Tensor], close: float = CLOSE, draws: bool = False) -> None:
-    """Equal up to rounding; with `draws`, `got` has an axis of draws in front."""
-    if len(got) != len(wanted):
-        raise Failed(f"{what} gives {len(got)} tensors, not {len(wanted)}")
-    for one, other in zip(got, wanted, strict=True):
-        shape = one.shape[1:] if draws else one.shape
-        if shape != other.shape:
-            raise Failed(f"{what} gives the shape {tuple(one.shape)} for {tuple(other.shape)}")
-        off = _off(one, other)
-        if not off <= close:
-            raise Failed(f"{what} is off by {off:.1e} of the largest output")
-
-
-def _off(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max().clamp_min(1e-30)) if one.numel() else 0.0
-
-
-def _check_draws(plain: Plain, net: nn.Module, method: Method) -> None:
-    with torch.no_grad():
-        outputs = _sampled(net, plain.inputs, method.draws)
-    spread = max(_off(t, t[:1].expand_as(t)) for t in outputs)
-    if not spread > APART:
-        raise Failed(f"draws differ by {spread:.1e} of the largest output")
-
-
-def _check_fold(plain: Plain, net: nn.Module, method: Method) -> None:
-    with torch.no_grad():
-        folded = _sampled(net, plain.inputs, method.draws)
-        one_by_one = _sampled(net, plain.inputs, method.draws, fold=False)
-    _compare("folded sample", folded, one_by_one)
-
-
-def _check_gradients(plain: Plain, net: nn.Module, method: Method) -> None:
-    net.train()
-    _weighted_sum(_sampled(net, plain.inputs, method.draws)).backward()
-    net.eval()
-    own = {name: p.grad for name, p in net.named_parameters() if _is_posterior(name) and p.requires_grad}
-    bad = [name for name, grad in own.items() if grad is not None and not bool(grad.isfinite().all())]
-    if bad:
-        raise Failed(f"gradients that are not finite: {_some(bad)}")
-    awake = {name for name, grad in own.items() if grad is not None and bool(grad.any())}
-    layers = {_layer(name) for name in awake}
-    resting = [n for n in own if n not in awake and not _asleep_in_plain(n, plain) and not (method.may_rest and _layer(n) in layers)]
-    if resting:
-        raise Failed(f"no gradient: {_some(resting)}")
-
-
-def _is_posterior(name: str) -> bool:
-    return ".posterior." in f".{name}"
-
-
-def _layer(name: str) -> str:
-    return f".{name}".partition(".posterior.")[0].strip(".")
-
-
-def _asleep_in_plain(name: str, plain: Plain) -> bool:
-    """Whether the plain model's own layer, or the parameter that a member of an ensemble repeats, has no gradient either."""
-    layer, _, rest = f".{name}".partition(".posterior.")
-    if repeated := re.search(r"(?:^|\.)others\.\d+\.(.+)", rest):
-        return f"{layer}.{repeated[1]}".strip(".") in plain.asleep
-    try:
-        own = [f"{layer}.{n}".strip(".") for n, _ in plain.model.get_submodule(layer.strip(".")).named_parameters()]
-    except AttributeError:  # the posterior is kept elsewhere
-        return False
-    return bool(own) and plain.asleep.issuperset(own)
-
-
-def _check_undo(plain: Plain, net: nn.Module) -> None:
-    sb.debayesianize(net)
-    now, before = net.state_dict(), plain.model.state_dict()
-    if list(now) != list(before) or [n for n, _ in net.named_parameters()] != [n for n, _ in plain.model.named_parameters()]:
-        raise Failed(f"names differ: {_some(sorted(now.keys() ^ before.keys())) or 'their order'}")
-    changed = [name for name in now if not torch.equal(now[name], before[name])]
-    types = [n for (n, a), (_, b) in zip(net.named_modules(), plain.model.named_modules(), strict=True) if type(a) is not type(b)]
-    if changed or types:
-        raise Failed(f"changed: {_some(changed + types)}")
-    outputs = _run(net, plain.inputs)
-    if not plain.repeatable:
-        _compare("the plain model", outputs, plain.outputs)
-    elif not all(map(torch.equal, outputs, plain.outputs)):
-        raise Failed("outputs differ though all weights are equal")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _words(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:400]
-    return text if isinstance(error, Failed) else f"{type(error).__name__}: {text}"
-
-
-# --- all pairs
 
 
 def run_architecture(name: str, methods: Sequence[str], device: str, deadline: float) -> dict[str, Any]:
@@ -325,12 +49,14 @@ def run_architecture(name: str, methods: Sequence[str], device: str, deadline: f
             with _alarm(PAIR_SECONDS):
                 plain = build_plain(architecture, torch.device(device))
         except Exception as error:
-            return result | {"not_built": {name: _words(error)}}
+            return result | {"not_built": {name: words_of(error)}}
     for method in methods:
         if time.time() > deadline:
             result["not_run"].append([name, method])
         else:
-            result["pairs"].append(_timed_pair(plain, architecture, method, min(PAIR_SECONDS, deadline - time.time() + 5)))
+            result["pairs"].append(
+                _timed_pair(plain, architecture, method, min(PAIR_SECONDS, deadline - time.time() + 5))
+            )
     return result
 
 
@@ -342,7 +68,10 @@ def _timed_pair(plain: Plain, architecture: Architecture, method: str, seconds: 
             with _alarm(seconds):
                 found = check_pair(plain, METHODS[method])
         except Exception as error:  # a deepcopy that fails, or the time limit
-            found = {"checks": dict.fromkeys(CHECKS, "not run") | {"convert": "fails"}, "errors": {"convert": _words(error)}}
+            found = {
+                "checks": dict.fromkeys(CHECKS, "not run") | {"convert": "fails"},
+                "errors": {"convert": words_of(error)},
+            }
     texts = list(dict.fromkeys(" ".join(str(w.message).split())[:300] for w in said))
     return {
         "architecture": architecture.name, "package": architecture.package, "method": method, **found,
@@ -393,7 +122,9 @@ def _in_processes(
 ) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        waiting: dict[Future[Any], str] = {pool.submit(run_architecture, n, methods, device, deadline): n for n in names}
+        waiting: dict[Future[Any], str] = {
+            pool.submit(run_architecture, n, methods, device, deadline): n for n in names
+        }
         for future in as_completed(waiting):
             if future.exception() is None:
                 results[waiting[future]] = future.result()
@@ -444,14 +175,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", metavar="REGEX", help="architectures whose name matches, such as '^timm/'")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="architectures whose name matches, such as '^timm/'"
+    )
     parser.add_argument("--methods", help=f"some of {','.join(METHODS)}")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="then stop and list the rest as not run")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=float("inf"), help="then stop and list the rest as not run"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--list", action="store_true", help="what would run")
-    parser.add_argument("--table", type=Path, metavar="FILE.json", help="write --docs from an earlier run and do nothing else")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE.json", help="write --docs from an earlier run and do nothing else"
+    )
     parser.add_argument("--docs", type=Path, default=Path("docs/zoo.md"))
     return parser
 

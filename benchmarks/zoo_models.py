@@ -1,4 +1,4 @@
-"""Architectures nobody here wrote: timm's, torchvision's and transformers', built small, with random weights and no downloads.
+"""Architectures nobody here wrote, of timm, torchvision and transformers: small, with random weights, no downloads.
 
 Each is a name such as "transformers/bert", a function that builds it and one that makes an input of three rows.
 Sizes: B rows, L tokens, C classes.
@@ -24,7 +24,7 @@ PACKAGES = ("transformers", "timm", "torchvision")
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model and an input for it, both made when asked for: keyword arguments, or positional ones under the key ""."""
+    """A model and an input for it, made when asked for: keyword arguments, or a positional one under the key ""."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -59,22 +59,41 @@ def _mask() -> torch.Tensor:
 # --- transformers: (model class, its config's arguments), by what the model reads. Sizes have many names.
 
 _NAMES = {
-    "vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-    "max_position_embeddings": 16, "num_labels": C, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 16,
+    "num_labels": C,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
 _GROUPED = {"num_key_value_heads": 2}
+_PYRAMID = {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4, "num_attention_heads": [1, 1, 2, 2]}
 _GPT = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 16, "n_inner": 48}
 _SEQ2SEQ = {
-    "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 1,
-}  # fmt: skip
+    "d_model": WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "decoder_start_token_id": 1,
+}
 _T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 1}
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "num_experts": 2}
 
 _ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForSequenceClassification", {}),
     "roberta": ("RobertaForSequenceClassification", {}),
-    "distilbert": ("DistilBertForSequenceClassification", {"dim": WIDTH, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}),
+    "distilbert": (
+        "DistilBertForSequenceClassification",
+        {"dim": WIDTH, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    ),
     "albert": ("AlbertForSequenceClassification", {"embedding_size": 16}),
     "electra": ("ElectraForSequenceClassification", {"embedding_size": 16}),
     "deberta": ("DebertaForSequenceClassification", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
@@ -90,7 +109,10 @@ _ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", _GPT),
-    "gpt-neo": ("GPTNeoForCausalLM", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4}),
+    "gpt-neo": (
+        "GPTNeoForCausalLM",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+    ),
     "gptj": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 4}),
     "gpt-neox": ("GPTNeoXForCausalLM", {}),
     "opt": ("OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": WIDTH}),
@@ -131,35 +153,69 @@ _SEEING: dict[str, tuple[str, dict[str, Any], int]] = {
     "swinv2": ("Swinv2ForImageClassification", _STAGES, 32),
     "convnext": ("ConvNextForImageClassification", _CONVNEXT, 32),
     "convnextv2": ("ConvNextV2ForImageClassification", _CONVNEXT, 32),
-    "resnet": ("ResNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}, 32),
+    "resnet": (
+        "ResNetForImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+        32,
+    ),
     "mobilevit": (
         "MobileViTForImageClassification",
-        {"hidden_sizes": [16, 16, 16], "neck_hidden_sizes": [8, 8, 8, 16, 16, 16, 16], "image_size": 64, "last_hidden_size": 16},
+        {
+            "hidden_sizes": [16, 16, 16],
+            "neck_hidden_sizes": [8, 8, 8, 16, 16, 16, 16],
+            "image_size": 64,
+            "last_hidden_size": 16,
+        },
         64,
     ),
     "segformer": (
         "SegformerForSemanticSegmentation",
-        {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4, "num_attention_heads": [1, 1, 2, 2], "decoder_hidden_size": 16},
+        {**_PYRAMID, "decoder_hidden_size": 16},
         64,
     ),
-    "pvt": ("PvtForImageClassification", {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4, "num_attention_heads": [1, 1, 2, 2], "image_size": 64}, 64),
+    "pvt": ("PvtForImageClassification", {**_PYRAMID, "image_size": 64}, 64),
     "poolformer": ("PoolFormerForImageClassification", {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4}, 64),
-    "focalnet": ("FocalNetForImageClassification", {"embed_dim": 8, "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3], "image_size": 32}, 32),
-}  # fmt: skip
+    "focalnet": (
+        "FocalNetForImageClassification",
+        {"embed_dim": 8, "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3], "image_size": 32},
+        32,
+    ),
+}
 _HEARING = {
-    "conv_dim": [16, 16], "conv_kernel": [5, 3], "conv_stride": [3, 2], "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2,
-    "layerdrop": 0.0, "apply_spec_augment": False, "classifier_proj_size": 16, "num_feat_extract_layers": 2,
-}  # fmt: skip
-_WHISPER = {**_SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16, "apply_spec_augment": False}
+    "conv_dim": [16, 16],
+    "conv_kernel": [5, 3],
+    "conv_stride": [3, 2],
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "layerdrop": 0.0,
+    "apply_spec_augment": False,
+    "classifier_proj_size": 16,
+    "num_feat_extract_layers": 2,
+}
+_WHISPER = {
+    **_SEQ2SEQ,
+    "num_mel_bins": 8,
+    "max_source_positions": 8,
+    "max_target_positions": 16,
+    "apply_spec_augment": False,
+}
 _CLIP = {"text_config": {**_NAMES}, "vision_config": {**_NAMES, **_PATCHES}, "projection_dim": 16}
 
 
 def _transformers() -> list[Architecture]:
     found = [_hf(name, model, more, partial(words, attention_mask=_mask)) for name, (model, more) in _ENCODERS.items()]
     found += [_hf(name, model, more, words) for name, (model, more) in _DECODERS.items()]
-    found += [_hf(name, model, more, partial(words, decoder_input_ids=_targets)) for name, (model, more) in _TRANSLATORS.items()]
-    found += [_hf(name, model, more, partial(image, side, "pixel_values")) for name, (model, more, side) in _SEEING.items()]
-    found += [_hf(name, f"{model}ForSequenceClassification", _HEARING, _sound) for name, model in (("wav2vec2", "Wav2Vec2"), ("hubert", "Hubert"))]
+    found += [
+        _hf(name, model, more, partial(words, decoder_input_ids=_targets))
+        for name, (model, more) in _TRANSLATORS.items()
+    ]
+    found += [
+        _hf(name, model, more, partial(image, side, "pixel_values")) for name, (model, more, side) in _SEEING.items()
+    ]
+    found += [
+        _hf(name, f"{model}ForSequenceClassification", _HEARING, _sound)
+        for name, model in (("wav2vec2", "Wav2Vec2"), ("hubert", "Hubert"))
+    ]
     found.append(_hf("whisper", "WhisperForConditionalGeneration", _WHISPER, _mel))
     found.append(_hf("clip", "CLIPModel", _CLIP, lambda: {**words(), **image(16, "pixel_values")}))
     return found
@@ -186,37 +242,57 @@ def _from_config(model: str, more: dict[str, Any]) -> nn.Module:
 
     cls = getattr(transformers, model)
     # A config refuses names that stand for others of its own, such as hidden_size for n_embd, so own names go first.
-    own = {key: value for key, value in _NAMES.items() if key not in getattr(cls.config_class, "attribute_map", {})}
-    own = {key: value for key, value in own.items() if not (model.startswith("XLNet") and key == "max_position_embeddings")}
+    taken = {
+        *getattr(cls.config_class, "attribute_map", {}),
+        *(["max_position_embeddings"] if "XLNet" in model else []),
+    }
+    own = {key: value for key, value in _NAMES.items() if key not in taken}
     return cls(cls.config_class(**{**own, **more}))
 
 
 # --- timm: names and what they need beside 64 x 64 pixels. A version of timm that lacks one reports it as not built.
 
-_TIMM: dict[str, dict[str, Any]] = {
-    "resnet18": {}, "resnet26d": {}, "seresnet18": {}, "resnetv2_50": {}, "resnetv2_50x1_bit": {}, "nf_resnet26": {},
-    "nf_regnet_b0": {}, "dm_nfnet_f0": {}, "efficientnet_b0": {}, "tf_efficientnet_b0": {}, "tf_efficientnetv2_b0": {}, "mobilenetv2_050": {},
-    "mobilenetv3_small_050": {}, "lcnet_050": {}, "mobilevit_xxs": {}, "mobilevitv2_050": {}, "vit_tiny_patch16_224": {"img_size": 64},
-    "deit_tiny_distilled_patch16_224": {"img_size": 64}, "beit_base_patch16_224": {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4},
-    "swin_tiny_patch4_window7_224": {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 1, 1, 1), "num_heads": (2, 2, 2, 2)},
-    "swinv2_tiny_window8_256": {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 1, 1, 1), "num_heads": (2, 2, 2, 2)},
-    "convnext_atto": {}, "convnextv2_atto": {}, "coatnet_pico_rw_224": {"img_size": 224}, "halonet26t": {}, "botnet26t_256": {"img_size": 256},
-    "xcit_nano_12_p16_224": {}, "cait_xxs24_224": {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4},
-    "eva02_tiny_patch14_224": {"img_size": 56}, "pit_ti_224": {"img_size": 64}, "poolformer_s12": {}, "mixer_s32_224": {"img_size": 64},
-    "gmlp_ti16_224": {"img_size": 64}, "resmlp_12_224": {"img_size": 64}, "regnety_002": {}, "regnetx_002": {}, "densenet121": {}, "vgg11_bn": {},
-    "dla34": {}, "hrnet_w18_small": {}, "levit_128s": {"img_size": 224}, "crossvit_tiny_240": {"img_size": 240}, "twins_svt_small": {"img_size": 64},
-    "visformer_tiny": {"img_size": 64}, "edgenext_xx_small": {}, "fastvit_t8": {}, "ghostnet_100": {}, "maxvit_pico_rw_256": {"img_size": 256},
-    "repvgg_a0": {}, "res2net50_26w_4s": {}, "inception_v4": {"side": 96}, "xception41": {}, "darknet53": {},
-    "cspresnet50": {}, "mnasnet_small": {}, "tiny_vit_5m_224": {"img_size": 64}, "efficientformer_l1": {"side": 224}, "mobileone_s0": {},
-}  # fmt: skip
-_FIXED = {"halonet26t": 256, "mobilevit_xxs": 64}  # sides that a model fixes itself
+_TIMM_PLAIN = """
+    resnet18 resnet26d seresnet18 resnetv2_50 resnetv2_50x1_bit nf_resnet26 nf_regnet_b0 dm_nfnet_f0 efficientnet_b0
+    tf_efficientnet_b0 tf_efficientnetv2_b0 mobilenetv2_050 mobilenetv3_small_050 lcnet_050 mobilevit_xxs
+    mobilevitv2_050 convnext_atto convnextv2_atto xcit_nano_12_p16_224 poolformer_s12 regnety_002 regnetx_002
+    densenet121 vgg11_bn dla34 hrnet_w18_small edgenext_xx_small fastvit_t8 ghostnet_100 repvgg_a0 res2net50_26w_4s
+    xception41 darknet53 cspresnet50 mnasnet_small mobileone_s0
+"""
+_SWIN = {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 1, 1, 1), "num_heads": (2, 2, 2, 2)}
+# "side" is for those that take no img_size.
+_THIN = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4}
+_TIMM: dict[str, dict[str, Any]] = {name: {} for name in _TIMM_PLAIN.split()} | {
+    "vit_tiny_patch16_224": {"img_size": 64},
+    "deit_tiny_distilled_patch16_224": {"img_size": 64},
+    "beit_base_patch16_224": _THIN,
+    "swin_tiny_patch4_window7_224": _SWIN,
+    "swinv2_tiny_window8_256": _SWIN,
+    "coatnet_pico_rw_224": {"img_size": 224},
+    "halonet26t": {"side": 256},
+    "botnet26t_256": {"img_size": 256},
+    "cait_xxs24_224": _THIN,
+    "eva02_tiny_patch14_224": {"img_size": 56},
+    "pit_ti_224": {"img_size": 64},
+    "mixer_s32_224": {"img_size": 64},
+    "gmlp_ti16_224": {"img_size": 64},
+    "resmlp_12_224": {"img_size": 64},
+    "levit_128s": {"img_size": 224},
+    "crossvit_tiny_240": {"img_size": 240},
+    "twins_svt_small": {"img_size": 64},
+    "visformer_tiny": {"img_size": 64},
+    "maxvit_pico_rw_256": {"img_size": 256},
+    "inception_v4": {"side": 96},
+    "tiny_vit_5m_224": {"img_size": 64},
+    "efficientformer_l1": {"side": 224},
+}
 
 
 def _timm() -> list[Architecture]:
     found = []
     for name, more in _TIMM.items():
         options = {key: value for key, value in more.items() if key != "side"}
-        side = more.get("side") or more.get("img_size") or _FIXED.get(name, 64)
+        side = more.get("side") or more.get("img_size", 64)
         found.append(Architecture(f"timm/{name}", partial(_from_timm, name, options), partial(image, side)))
     return found
 
@@ -232,29 +308,32 @@ def _from_timm(name: str, options: dict[str, Any]) -> nn.Module:
 
 # --- torchvision
 
-_VISION: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "resnet18": ({}, (3, 64, 64)), "resnext50_32x4d": ({}, (3, 64, 64)), "mobilenet_v2": ({}, (3, 64, 64)),
-    "mobilenet_v3_small": ({}, (3, 64, 64)), "efficientnet_b0": ({}, (3, 64, 64)), "convnext_tiny": ({}, (3, 64, 64)),
-    "vit_b_16": ({"image_size": 64}, (3, 64, 64)), "swin_t": ({}, (3, 64, 64)), "swin_v2_t": ({}, (3, 64, 64)),
-    "maxvit_t": ({}, (3, 224, 224)), "googlenet": ({"init_weights": False, "aux_logits": False}, (3, 64, 64)),
-    "inception_v3": ({"init_weights": False}, (3, 139, 139)), "densenet121": ({}, (3, 64, 64)), "shufflenet_v2_x0_5": ({}, (3, 64, 64)),
-    "squeezenet1_1": ({}, (3, 64, 64)), "regnet_y_400mf": ({}, (3, 64, 64)), "mnasnet0_5": ({}, (3, 64, 64)), "vgg11": ({}, (3, 64, 64)),
-    "alexnet": ({}, (3, 64, 64)),
-}  # fmt: skip
-_OTHERS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
-    "r3d_18": ("video", {}, (3, 4, 32, 32)), "mc3_18": ("video", {}, (3, 4, 32, 32)), "r2plus1d_18": ("video", {}, (3, 4, 32, 32)),
-    "fcn_resnet50": ("segmentation", {}, (3, 64, 64)), "deeplabv3_resnet50": ("segmentation", {}, (3, 64, 64)),
-    "lraspp_mobilenet_v3_large": ("segmentation", {}, (3, 64, 64)),
-}  # fmt: skip
+_SQUARE = (3, 64, 64)
+_VISION_PLAIN = """
+    resnet18 resnext50_32x4d mobilenet_v2 mobilenet_v3_small efficientnet_b0 convnext_tiny swin_t swin_v2_t densenet121
+    shufflenet_v2_x0_5 squeezenet1_1 regnet_y_400mf mnasnet0_5 vgg11 alexnet
+"""
+_VISION: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    **dict.fromkeys(_VISION_PLAIN.split(), ("", {}, _SQUARE)),
+    "vit_b_16": ("", {"image_size": 64}, _SQUARE),
+    "maxvit_t": ("", {}, (3, 224, 224)),
+    "googlenet": ("", {"init_weights": False, "aux_logits": False}, _SQUARE),
+    "inception_v3": ("", {"init_weights": False}, (3, 139, 139)),
+    **dict.fromkeys(("r3d_18", "mc3_18", "r2plus1d_18"), ("video", {}, (3, 4, 32, 32))),
+    **dict.fromkeys(("fcn_resnet50", "deeplabv3_resnet50", "lraspp_mobilenet_v3_large"), ("segmentation", {}, _SQUARE)),
+}
 
 
 def _torchvision() -> list[Architecture]:
-    found = [_tv(name, "", more, shape) for name, (more, shape) in _VISION.items()]
-    return found + [_tv(name, part, more, shape) for name, (part, more, shape) in _OTHERS.items()]
+    found = []
+    for name, (part, more, shape) in _VISION.items():
+        build = partial(_from_torchvision, name, part, more)
+        found.append(Architecture(f"torchvision/{name}", build, partial(_positional, shape)))
+    return found
 
 
-def _tv(name: str, part: str, more: dict[str, Any], shape: tuple[int, ...]) -> Architecture:
-    return Architecture(f"torchvision/{name}", partial(_from_torchvision, name, part, more), lambda: {"": torch.randn(B, *shape)})
+def _positional(shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"": torch.randn(B, *shape)}
 
 
 def _from_torchvision(name: str, part: str, more: dict[str, Any]) -> nn.Module:

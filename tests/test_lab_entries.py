@@ -1,4 +1,4 @@
-"""Entries of a review: csv columns are known by name, diagnostics compare in one unit, and random crops come from the full picture."""
+"""csv columns are known by name, diagnostics compare in one unit, and random crops come from the full picture."""
 
 import csv
 from dataclasses import replace
@@ -33,8 +33,9 @@ NAMES = ("length", "beam", "draught")
 
 def regression(**changes: Any) -> dict[str, Any]:
     tree = merged(BASE, {
-        "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None}, "model": {"kind": "regression_net", "hidden": 8},
-        "method": {"kind": "BatchEnsemble", "members": 2}, "train": {"epochs": 2, "batch": 24, "noise": 0.1}, "evaluate": {"draws": [1]},
+        "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None},
+        "model": {"kind": "regression_net", "hidden": 8}, "method": {"kind": "BatchEnsemble", "members": 2},
+        "train": {"epochs": 2, "batch": 24, "noise": 0.1}, "evaluate": {"draws": [1]},
     })  # fmt: skip
     return merged(tree, changes)
 
@@ -66,7 +67,9 @@ def test_columns_are_known_by_name(run: Path, tmp_path: Path) -> None:
     right = predicted(run, tmp_path, "length,beam,draught\n1,2,3\n-1,0,2\n")
     assert len(right) == 2
     assert predicted(run, tmp_path, "draught,length,beam\n3,1,2\n2,-1,0\n") == right
-    assert predicted(run, tmp_path, "\ufeffbeam, draught,length\n2,3,1\n0,2,-1\n") == right, "a byte-order mark and blanks are no names"
+    assert predicted(run, tmp_path, "\ufeffbeam, draught,length\n2,3,1\n0,2,-1\n") == right, (
+        "a byte-order mark and blanks are no names"
+    )
 
 
 def test_without_names_the_first_row_is_a_row(run: Path, tmp_path: Path) -> None:
@@ -124,7 +127,9 @@ class Exact(nn.Module):
 
 
 @pytest.mark.parametrize("rows", ["test", "validation"])
-def test_a_perfect_regression_has_the_likelihood_of_its_noise(rows: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_perfect_regression_has_the_likelihood_of_its_noise(
+    rows: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     mean, std, noise = torch.tensor([500.0]), torch.tensor([20.0]), 0.1
     z = torch.randn(30, 1)
     standard, own = Split(z, z), Split(z, z * std + mean)
@@ -158,8 +163,9 @@ def write_wide_pictures(root: Path, count: int = 8) -> None:
 
 def training(root: Path, workers: int = 0) -> Training:
     tree = merged(BASE, {
-        "data": {"name": "imagenet", "image_size": 28, "train_limit": None, "test_limit": None}, "model": {"kind": "small_cnn", "width": 4},
-        "augment": {"kind": "resized_crop", "size": 28, "flip": False}, "train": {"epochs": 1, "batch": 8}, "evaluate": {"batch": 2},
+        "data": {"name": "imagenet", "image_size": 28, "train_limit": None, "test_limit": None},
+        "model": {"kind": "small_cnn", "width": 4}, "augment": {"kind": "resized_crop", "size": 28, "flip": False},
+        "train": {"epochs": 1, "batch": 8}, "evaluate": {"batch": 2},
     })  # fmt: skip
     execution = replace(CPU, workers=workers, data_dir=root)
     return Training(validate(tree), root, execution, execution.fabric("32"), Nobody(), None, None)
@@ -195,4 +201,6 @@ def test_a_crop_of_all_is_the_picture_shrunk(tmp_path: Path) -> None:
 
 def test_a_table_of_ones_own_brings_its_names() -> None:
     rows = Split(torch.randn(6, 2), torch.arange(6) % 2)
-    assert open_task(Data(name="mine"), None, Dataset("mine", {"train": rows, "test": rows}, columns=("a", "b"))).columns == ("a", "b")
+    assert open_task(
+        Data(name="mine"), None, Dataset("mine", {"train": rows, "test": rows}, columns=("a", "b"))
+    ).columns == ("a", "b")

@@ -82,7 +82,7 @@ def picture_crop(
     flip: bool = True,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`resized_crop` of one picture as it was decoded, of whatever size, smoothed before it shrinks: pictures of many sizes make no batch.
+    """`resized_crop` of one picture as it was decoded, for pictures of many sizes; smoothed before it shrinks.
 
     Shape: uint8 (C, H, W) -> uint8 (C, size, size).
 
@@ -94,8 +94,9 @@ def picture_crop(
     u = torch.rand((5, 1), generator=generator, device="cpu")  # where pictures are decoded
     top, left, tall, wide = (int(side) for side in _boxes(u, picture.shape[1], picture.shape[2], scale, ratio))
     cut = picture[None, :, top : top + tall, left : left + wide].float()
-    out = F.interpolate(cut, (size, size), mode="bilinear", antialias=True, align_corners=False)[0].round().clamp(0, 255)
-    return (out.flip(2) if flip and float(u[4]) < 0.5 else out).to(torch.uint8)
+    out = F.interpolate(cut, (size, size), mode="bilinear", antialias=True, align_corners=False)[0]
+    out = out.flip(2) if flip and float(u[4]) < 0.5 else out
+    return out.round().clamp(0, 255).to(torch.uint8)
 
 
 def _check_boxes(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
@@ -103,7 +104,9 @@ def _check_boxes(scale: tuple[float, float], ratio: tuple[float, float]) -> None
         raise ValueError(f"scale must lie in (0, 1] and ratio above 0, least first; got scale={scale}, ratio={ratio}.")
 
 
-def _boxes(u: Tensor, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]) -> tuple[Tensor, ...]:
+def _boxes(
+    u: Tensor, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[Tensor, ...]:
     """Top, left, height and width of crops, each (B,), from numbers u (4 or more, B) in [0, 1)."""
     area = (scale[0] + (scale[1] - scale[0]) * u[0]) * height * width
     shape = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * u[1])

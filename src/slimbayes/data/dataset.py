@@ -44,8 +44,8 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set by name: its splits, the names of its classes (none for regression), the words of its vocabulary (text only) and the
-    names of its inputs' columns (tables that say them).
+    """A data set by name: its splits, the names of its classes (none for regression), the words of its vocabulary (text
+    only) and the names of its inputs' columns (tables that say them).
 
     Example:
         >>> split = Split(torch.zeros(2, 1), torch.zeros(2, 1))

@@ -134,7 +134,8 @@ def differences(data: Dataset) -> list[str]:
 
 
 def _from_files(name: str, found: Found, splits: Sequence[str]) -> Dataset:
-    return Dataset(name, {split: found.parts[split].read() for split in splits}, found.classes, found.vocabulary(), found.columns())
+    read = {split: found.parts[split].read() for split in splits}
+    return Dataset(name, read, found.classes, found.vocabulary(), found.columns())
 
 
 def _from_cache(cache: Path, name: str, found: Found, root: Path, splits: Sequence[str]) -> Dataset | None:

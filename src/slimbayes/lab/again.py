@@ -91,9 +91,9 @@ def table_of(parts: Sequence[Prediction], task: Task) -> dict[str, list[Any]]:
 
 
 def read_rows(file: Path, columns: Sequence[str] = ()) -> Tensor:
-    """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or one image or a folder of them.
+    """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or one or more images.
 
-    `columns` are the names of the training data's, if they had any: a csv with names must have these, and is put into their order.
+    `columns` are the training data's names, if they had any: a csv with names must have these, and gets their order.
     """
     import numpy as np
 
@@ -119,7 +119,7 @@ def read_rows(file: Path, columns: Sequence[str] = ()) -> Tensor:
 
 
 def _numbers(file: Path, columns: Sequence[str]) -> Tensor:
-    """Rows of a csv in the order of `columns`. A first line of numbers alone is a row, unless these are the columns' names."""
+    """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
     rows = []
     with open(file, newline="", encoding="utf-8-sig") as handle:
         lines = csv.reader(handle)
@@ -130,8 +130,8 @@ def _numbers(file: Path, columns: Sequence[str]) -> Tensor:
             if not line:
                 continue
             if len(line) != len(first):
-                what = "column names" if names else "in the first row"
-                raise ValueError(f"{file}, line {lines.line_num}: {len(line)} cells, but there are {len(first)} {what}.")
+                wanted = f"{len(first)} {'column names' if names else 'in the first row'}"
+                raise ValueError(f"{file}, line {lines.line_num}: {len(line)} cells, but there are {wanted}.")
             try:
                 rows.append([float(line[i]) for i in order])
             except ValueError as error:
@@ -142,13 +142,13 @@ def _numbers(file: Path, columns: Sequence[str]) -> Tensor:
 
 
 def _is_row(first: Sequence[str], columns: Sequence[str], file: Path) -> bool:
-    """Whether the first line holds numbers; one that holds numbers and words is neither a row nor names, if no names are known."""
+    """Whether the first line holds numbers. Where no names are known, one of numbers and words is neither."""
     if columns and set(first) == set(columns):
         return False
     numbers = [cell for cell in first if _is_number(cell)]
     if numbers and len(numbers) < len(first) and not columns:
         raise ValueError(
-            f"{file}, line 1 holds numbers ({numbers[0]!r}) and other cells, so it is neither a row nor a line of column names. "
+            f"{file}, line 1 holds numbers ({numbers[0]!r}) and other cells, so it is neither a row nor column names. "
             f"Fill in its missing cells, or give every column a name that is no number."
         )
     return bool(first) and len(numbers) == len(first)
@@ -163,13 +163,14 @@ def _is_number(cell: str) -> bool:
 
 
 def _order(names: Sequence[str], columns: Sequence[str], file: Path) -> list[int]:
-    """Where each column of the training data is among a file's names; all of them must be there, once, and no others."""
+    """Where the training data's columns are among a file's names: all of them must be there, once, and no others."""
     twice = sorted({name for name in names if names.count(name) > 1})
     missing, unknown = [c for c in columns if c not in names], [n for n in names if n not in columns]
     faults = [("missing", missing), ("not known to the run", unknown), ("there twice", twice)]
     told = "; ".join(f"{what}: {', '.join(map(repr, found))}" for what, found in faults if found)
     if told:
-        raise ValueError(f"{file}, line 1: columns {told}. The run was trained on {', '.join(columns)}: name these, in any order.")
+        known = ", ".join(columns)
+        raise ValueError(f"{file}, line 1: columns {told}. The run was trained on {known}: name these, in any order.")
     return [names.index(column) for column in columns]
 
 

@@ -1,4 +1,4 @@
-"""Random crops of decoded pictures, taken before pictures of many sizes become a batch: a batch of squares would have lost their sides."""
+"""Random crops of decoded pictures, taken before they become a batch of one size that has lost their sides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def crops_pictures(experiment: Experiment) -> bool:
 
 @dataclass(frozen=True)
 class Crops(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """An image folder in one epoch. A row's crop depends on seed, epoch and row alone: not on who decodes it, nor with which others."""
+    """An image folder in one epoch. A row's crop depends on seed, epoch and row alone, not on who decodes it."""
 
     rows: ImageFolder
     crop: partial[Tensor]

@@ -1,7 +1,7 @@
 """Diagnostics of finished runs that tables and figures ask for: each gives numbers for the table, and details for a JSON file.
 
     name             what it needs                        numbers
-    elbo             a trained posterior                  neg_elbo at full KL weight, and all scores of the test rows, in their units
+    elbo             a trained posterior                  neg_elbo at full KL weight, and all scores, in targets' units
     truncation       the same, of rank `rank`             as elbo, with scales cut to that rank, and k-tied parameter counts
     spectrum         a Gaussian posterior                 how much of means and scales the first singular values explain
     scales           a Gaussian posterior                 mean posterior scale; of `layer`, what ranks 1 and 2 explain
@@ -72,12 +72,13 @@ class Case:
 
     @property
     def rows(self) -> Split:
-        """Rows that scores are of, real targets in their own units: the test rows, or with `rows: validation` those held out."""
+        """Rows that scores are of, in their own units: the test rows, or with `rows: validation` those held out."""
         task, held_out = self.loaded[2], self.options.get("rows") == "validation"
         found = task.validation if held_out else task.test
         if not isinstance(found, Split):
             raise ValueError(f"{task.name} has no such rows in memory: set data.validation, or leave the option `rows` out.")
-        if held_out and task.y_mean is not None and task.y_std is not None:  # a task standardises all targets but the test rows'
+        # A task standardises all real targets but the test rows'.
+        if held_out and task.y_mean is not None and task.y_std is not None:
             return Split(found.x, found.y * task.y_std + task.y_mean)
         return found
 

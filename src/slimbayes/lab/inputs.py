@@ -1,6 +1,7 @@
 """What a trained network takes and gives, written beside it, so that predictions need neither its training data nor their scaling anew.
 
-    inputs.json    shape, type and column names of a row, scaling, classes, vocabulary, units of real targets, likelihood, and the data's facts about the network
+    inputs.json    shape, type and column names of a row, scaling, classes, vocabulary, units of real targets,
+                   likelihood, and the data's facts about the network
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def read_inputs(folder: Path, device: torch.device) -> Inputs:
         raise RunError(f"{file} is damaged: {error!r}. `slimbayes evaluate {folder}` writes it anew.") from error
     network = sb.load(plain, Path(folder) / "model").to(device)
     nothing = Split(x, y)
-    task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), tuple(facts["classes"]), facts["vocabulary"], y_mean, y_std, columns)
+    classes, words = tuple(facts["classes"]), facts["vocabulary"]
+    task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns)
     return Inputs(experiment, network, task.to(device), facts["likelihood"])
 
 

@@ -153,9 +153,9 @@ class Training:
                 yield (piece,)
             return
         cuda = self.fabric.device.type == "cuda"
-        pictures = crops(rows, self.experiment, epoch)
+        pictures, batches = crops(rows, self.experiment, epoch), [piece.tolist() for piece in pieces]
         loader: Any = torch.utils.data.DataLoader(
-            pictures, batch_sampler=[piece.tolist() for piece in pieces], num_workers=self.execution.workers, pin_memory=cuda
+            pictures, batch_sampler=batches, num_workers=self.execution.workers, pin_memory=cuda
         )
         for x, y in loader:
             yield x.to(self.fabric.device, non_blocking=True), y.to(self.fabric.device, non_blocking=True)
