@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import platform
 import re
 import signal
@@ -38,47 +37,54 @@ PAIR_SECONDS = 180
 
 
 def run_architecture(name: str, methods: Sequence[str], device: str, deadline: float) -> dict[str, Any]:
-    """All pairs of one architecture. What the deadline leaves out is listed under "not_run"."""
+    """All pairs of one architecture. What the deadline leaves out, or cuts short, is listed under "not_run"."""
     architecture = next(one for one in architectures() if one.name == name)
     result: dict[str, Any] = {"pairs": [], "not_run": [], "not_built": {}}
-    if time.time() > deadline:
-        return result | {"not_run": [[name, method] for method in methods]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    plain: Plain | None = None
+    if time.time() < deadline:
         try:
-            with _alarm(PAIR_SECONDS):
+            with warnings.catch_warnings(), _alarm(_seconds_left(deadline)):
+                warnings.simplefilter("ignore")
                 plain = build_plain(architecture, torch.device(device))
-        except Exception as error:
-            return result | {"not_built": {name: words_of(error)}}
+        except (Exception, OutOfTime) as error:
+            if time.time() < deadline:
+                return result | {"not_built": {name: words_of(error)}}
     for method in methods:
-        if time.time() > deadline:
+        pair = None if plain is None or time.time() > deadline else _timed_pair(plain, architecture, method, deadline)
+        if pair is None:
             result["not_run"].append([name, method])
         else:
-            result["pairs"].append(
-                _timed_pair(plain, architecture, method, min(PAIR_SECONDS, deadline - time.time() + 5))
-            )
+            result["pairs"].append(pair)
     return result
 
 
-def _timed_pair(plain: Plain, architecture: Architecture, method: str, seconds: float) -> dict[str, Any]:
+def _timed_pair(plain: Plain, architecture: Architecture, method: str, deadline: float) -> dict[str, Any] | None:
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            with _alarm(seconds):
+            with _alarm(_seconds_left(deadline)):
                 found = check_pair(plain, METHODS[method])
-        except Exception as error:  # a deepcopy that fails, or the time limit
-            found = {
-                "checks": dict.fromkeys(CHECKS, "not run") | {"convert": "fails"},
-                "errors": {"convert": words_of(error)},
-            }
+        except (Exception, OutOfTime) as error:  # a deepcopy that fails, or the time limit
+            if time.time() > deadline:
+                return None
+            states = dict.fromkeys(CHECKS, "not run") | {"convert": "fails"}
+            found = {"checks": states, "errors": {"convert": words_of(error)}}
     texts = list(dict.fromkeys(" ".join(str(w.message).split())[:300] for w in said))
     return {
-        "architecture": architecture.name, "package": architecture.package, "method": method, **found,
+        "architecture": architecture.name,
+        "package": architecture.package,
+        "method": method,
+        **found,
         "holds": all(value == "holds" for value in found["checks"].values()),
-        "draw_by_draw": any("draw by draw" in text for text in texts), "warnings": texts[:5],
+        "draw_by_draw": any("draw by draw" in text for text in texts),
+        "warnings": texts[:5],
         "seconds": round(time.perf_counter() - start, 2),
-    }  # fmt: skip
+    }
+
+
+def _seconds_left(deadline: float) -> float:
+    return min(PAIR_SECONDS, deadline - time.time() + 1)  # so that what it stops is past the deadline
 
 
 @contextmanager
@@ -103,12 +109,15 @@ def run_all(names: Sequence[str], methods: Sequence[str], device: str, deadline:
     if workers <= 1:
         for name in names:
             results[name] = run_architecture(name, methods, device, deadline)
-            _progress(name, results, names)
+            _progress(name, results)
     else:
         _in_processes(results, names, methods, device, deadline, workers)
         for name in [n for n in names if n not in results]:  # a process that died took others with it: now each alone
-            _in_processes(results, [name], methods, device, deadline, 1)
-            results.setdefault(name, {"pairs": [], "not_run": [], "not_built": {name: "the process died"}})
+            if time.time() > deadline:
+                results[name] = {"pairs": [], "not_run": [[name, method] for method in methods], "not_built": {}}
+            else:
+                _in_processes(results, [name], methods, device, deadline, 1)
+                results.setdefault(name, {"pairs": [], "not_run": [], "not_built": {name: "the process died"}})
     whole: dict[str, Any] = {"pairs": [], "not_run": [], "not_built": {}}
     for name in names:
         whole["pairs"] += results[name]["pairs"]
@@ -120,21 +129,26 @@ def run_all(names: Sequence[str], methods: Sequence[str], device: str, deadline:
 def _in_processes(
     results: dict[str, Any], names: Sequence[str], methods: Sequence[str], device: str, deadline: float, workers: int
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_set_up) as pool:
         waiting: dict[Future[Any], str] = {
-            pool.submit(run_architecture, n, methods, device, deadline): n for n in names
+            pool.submit(run_architecture, name, methods, device, deadline): name for name in names
         }
         for future in as_completed(waiting):
             if future.exception() is None:
                 results[waiting[future]] = future.result()
-                _progress(waiting[future], results, names)
+                _progress(waiting[future], results)
 
 
-def _progress(name: str, results: dict[str, Any], names: Sequence[str]) -> None:
+def _set_up(threads: int = 1) -> None:
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.allow_tf32 = False  # comparisons need full single precision
+
+
+def _progress(name: str, results: dict[str, Any]) -> None:
     pairs = results[name]["pairs"]
     state = results[name]["not_built"].get(name) or f"{sum(p['holds'] for p in pairs)} of {len(pairs)} hold"
-    print(f"[{len(results)}/{len(names)}] {name}: {state}", file=sys.stderr, flush=True)
+    if pairs or results[name]["not_built"]:
+        print(f"[{len(results)}] {name}: {state}", file=sys.stderr, flush=True)
 
 
 def versions() -> dict[str, str]:
@@ -162,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.list:
         print("\n".join([*names, f"{len(names)} architectures; methods: {', '.join(methods)}"]))
         return 0
-    torch.backends.cudnn.allow_tf32 = False  # comparisons need full single precision
+    _set_up(torch.get_num_threads())
     start = time.time()
     found = run_all(names, methods, chosen.device, start + chosen.limit_seconds, chosen.workers)
     result = {"versions": versions(), "device": chosen.device, "seconds": round(time.time() - start, 1), **found}
@@ -194,5 +208,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     raise SystemExit(main())

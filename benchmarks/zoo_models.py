@@ -318,7 +318,7 @@ _VISION: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "vit_b_16": ("", {"image_size": 64}, _SQUARE),
     "maxvit_t": ("", {}, (3, 224, 224)),
     "googlenet": ("", {"init_weights": False, "aux_logits": False}, _SQUARE),
-    "inception_v3": ("", {"init_weights": False}, (3, 139, 139)),
+    "inception_v3": ("", {"init_weights": False}, (3, 299, 299)),
     **dict.fromkeys(("r3d_18", "mc3_18", "r2plus1d_18"), ("video", {}, (3, 4, 32, 32))),
     **dict.fromkeys(("fcn_resnet50", "deeplabv3_resnet50", "lraspp_mobilenet_v3_large"), ("segmentation", {}, _SQUARE)),
 }
