@@ -74,7 +74,7 @@ METHODS: dict[str, Method] = {
     "rank1-cauchy": _always(
         sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.1), mean_init=ONE, scale_init=TINY),
         sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.1)),
-        close=0.05,  # the largest of a million Cauchy draws is a million scales away
+        close=0.2,  # the largest of a million Cauchy draws is a million scales away
     ),
     "batchensemble": _always(sb.BatchEnsemble(members=2, mean_init=ONE), sb.BatchEnsemble(members=2)),
     "ktied": _always(sb.KTied(rank=2, scale_init=1e-8), sb.KTied(rank=2)),
@@ -114,6 +114,7 @@ def build_plain(architecture: Architecture, device: torch.device) -> Plain:
     model = _enliven(architecture.build()).to(device)
     given = {key: value.to(device) for key, value in architecture.inputs().items()}
     inputs = ((given.pop(""),) if "" in given else (), given)
+    _settle(model, inputs)
     asleep = _asleep(deepcopy(model), inputs)
     model.eval()
     outputs, again = _run(model, inputs), _run(model, inputs)
@@ -131,6 +132,22 @@ def _enliven(model: nn.Module) -> nn.Module:
         elif parameter.numel() == 1:
             parameter.add_(0.1)
     return model
+
+
+@torch.no_grad()
+def _settle(model: nn.Module, inputs: Inputs) -> None:
+    """Give batch norms the statistics of the input: with their first ones, signals of a deep random net die out."""
+    norms = [
+        m for m in model.modules() if isinstance(getattr(m, "running_mean", None), Tensor) and hasattr(m, "momentum")
+    ]
+    former = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    model.train()
+    model(*inputs[0], **inputs[1])
+    for norm, momentum in zip(norms, former, strict=True):
+        norm.momentum = momentum
+        norm.running_var.clamp_(min=0.1 * float(norm.running_var.mean()))  # three rows may agree by chance
 
 
 def _asleep(model: nn.Module, inputs: Inputs) -> set[str]:
@@ -229,7 +246,9 @@ def _check_fold(plain: Plain, net: nn.Module, method: Method) -> None:
     with torch.no_grad():
         folded = _sampled(net, plain.inputs, method.draws)
         one_by_one = _sampled(net, plain.inputs, method.draws, fold=False)
-    _compare("folded sample", folded, one_by_one)
+    # Where draws hardly differ, the largest output says little about whether these are the same draws.
+    spread = max(_off(t, t[:1].expand_as(t)) for t in one_by_one)
+    _compare("folded sample", folded, one_by_one, min(CLOSE, 0.02 * spread + 1e-6))
 
 
 def _check_gradients(plain: Plain, net: nn.Module, method: Method) -> None:
