@@ -63,19 +63,55 @@ def resized_crop(
     _check(images)
     if not images.is_floating_point():
         raise TypeError(f"resized_crop interpolates, so it needs floating-point images, got {images.dtype}; divide by 255.")
-    if not 0 < scale[0] <= scale[1] <= 1 or not 0 < ratio[0] <= ratio[1]:
-        raise ValueError(f"scale must lie in (0, 1] and ratio above 0, least first; got scale={scale}, ratio={ratio}.")
+    _check_boxes(scale, ratio)
     batch, _, height, width = images.shape
     u = torch.rand((5, batch), generator=generator, device=generator.device if generator else images.device).to(images.device)
-    area = (scale[0] + (scale[1] - scale[0]) * u[0]) * height * width
-    shape = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * u[1])
-    tall, wide = (area / shape).sqrt().round().clamp(1, height), (area * shape).sqrt().round().clamp(1, width)
-    top, left = (u[2] * (height - tall + 1)).floor(), (u[3] * (width - wide + 1)).floor()
+    top, left, tall, wide = _boxes(u, height, width, scale, ratio)
     rows, columns = _centres(top, tall, size, height), _centres(left, wide, size, width)
     if flip:
         columns = torch.where(u[4].unsqueeze(1) < 0.5, columns.flip(1), columns)
     grid = torch.stack([columns.unsqueeze(1).expand(-1, size, -1), rows.unsqueeze(2).expand(-1, -1, size)], -1)
     return F.grid_sample(images, grid.to(images.dtype), mode="bilinear", padding_mode="border", align_corners=False)
+
+
+def picture_crop(
+    picture: Tensor,
+    size: int,
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    flip: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`resized_crop` of one picture as it was decoded, for pictures of many sizes; smoothed before it shrinks.
+
+    Shape: uint8 (C, H, W) -> uint8 (C, size, size).
+
+    Example:
+        >>> picture_crop(torch.zeros(3, 300, 900, dtype=torch.uint8), size=32).shape
+        torch.Size([3, 32, 32])
+    """
+    _check_boxes(scale, ratio)
+    u = torch.rand((5, 1), generator=generator, device="cpu")  # where pictures are decoded
+    top, left, tall, wide = (int(side) for side in _boxes(u, picture.shape[1], picture.shape[2], scale, ratio))
+    cut = picture[None, :, top : top + tall, left : left + wide].float()
+    out = F.interpolate(cut, (size, size), mode="bilinear", antialias=True, align_corners=False)[0]
+    out = out.flip(2) if flip and float(u[4]) < 0.5 else out
+    return out.round().clamp(0, 255).to(torch.uint8)
+
+
+def _check_boxes(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
+    if not 0 < scale[0] <= scale[1] <= 1 or not 0 < ratio[0] <= ratio[1]:
+        raise ValueError(f"scale must lie in (0, 1] and ratio above 0, least first; got scale={scale}, ratio={ratio}.")
+
+
+def _boxes(
+    u: Tensor, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[Tensor, ...]:
+    """Top, left, height and width of crops, each (B,), from numbers u (4 or more, B) in [0, 1)."""
+    area = (scale[0] + (scale[1] - scale[0]) * u[0]) * height * width
+    shape = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * u[1])
+    tall, wide = (area / shape).sqrt().round().clamp(1, height), (area * shape).sqrt().round().clamp(1, width)
+    return (u[2] * (height - tall + 1)).floor(), (u[3] * (width - wide + 1)).floor(), tall, wide
 
 
 def _centres(start: Tensor, length: Tensor, size: int, whole: int) -> Tensor:

@@ -44,7 +44,8 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set by name: its splits, the names of its classes (none for regression), the words of its vocabulary (text only).
+    """A data set by name: its splits, the names of its classes (none for regression), the words of its vocabulary (text
+    only) and the names of its inputs' columns (tables that say them).
 
     Example:
         >>> split = Split(torch.zeros(2, 1), torch.zeros(2, 1))
@@ -57,6 +58,7 @@ class Dataset:
     splits: Mapping[str, Split | ImageFolder]
     classes: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
     @property
     def train(self) -> Split:
@@ -98,6 +100,7 @@ class Found:
     classes: tuple[str, ...] = ()
     vocabulary: Callable[[], tuple[str, ...]] = tuple
     files: Callable[[], Sequence[Path]] = tuple
+    columns: Callable[[], tuple[str, ...]] = tuple
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import errno
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from slimbayes.data import cache as caches
@@ -133,14 +134,15 @@ def differences(data: Dataset) -> list[str]:
 
 
 def _from_files(name: str, found: Found, splits: Sequence[str]) -> Dataset:
-    return Dataset(name, {split: found.parts[split].read() for split in splits}, found.classes, found.vocabulary())
+    read = {split: found.parts[split].read() for split in splits}
+    return Dataset(name, read, found.classes, found.vocabulary(), found.columns())
 
 
 def _from_cache(cache: Path, name: str, found: Found, root: Path, splits: Sequence[str]) -> Dataset | None:
     if not (cache / caches.MANIFEST).is_file():
         return None
     try:
-        return caches.read(cache, name, found.files(), root, splits)
+        return replace(caches.read(cache, name, found.files(), root, splits), columns=found.columns())
     except caches.Unusable as error:
         warnings.warn(f"The cache {cache} is not used: {error}. Reading the files of {name}; prepare it again.", stacklevel=3)
         return None

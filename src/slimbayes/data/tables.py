@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.archives import read_npz, require
+from slimbayes.data.csv_rows import header
 from slimbayes.data.dataset import Dataset, Found, Part, Split
 
 # rows and features as published, and the number of standard splits
@@ -53,7 +54,13 @@ def uci(folder: Path, name: str) -> Found | None:
     file, reader = next(((file, reader) for file, reader in readers if file.is_file()), (None, None))
     if file is None or reader is None:
         return None
-    return Found({"all": Part(lambda: len(reader(file)), partial(reader, file))}, files=lambda: [file])
+    columns = partial(_columns, file) if reader is _read_csv else tuple
+    return Found({"all": Part(lambda: len(reader(file)), partial(reader, file))}, files=lambda: [file], columns=columns)
+
+
+def _columns(file: Path) -> tuple[str, ...]:
+    """Names of the inputs: all but the last, which is the target's."""
+    return tuple(name.strip() for name in header(file)[:-1])
 
 
 def _read_npz(file: Path) -> Split:

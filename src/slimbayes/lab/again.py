@@ -7,6 +7,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def predict_file(run: Path, inputs: Path, output: Path, draws: int = 16, acceler
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
     known = read_inputs(run, Execution(accelerator=accelerator).device)
     task = known.task
-    x = fitted(read_rows(inputs), task, str(inputs))
+    x = fitted(read_rows(inputs, task.columns), task, str(inputs))
     judge = Judge(known.network, task, known.likelihood, known.experiment)
     parts = [found[draws] for found, _ in judge.predictions(Split(x, torch.zeros(len(x))), "predict", [draws])]
     columns = table_of(parts, task)
@@ -89,8 +90,11 @@ def table_of(parts: Sequence[Prediction], task: Task) -> dict[str, list[Any]]:
     return columns | {f"p({name})": probs[:, i].tolist() for i, name in enumerate(names)}
 
 
-def read_rows(file: Path) -> Tensor:
-    """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or one image or a folder of them."""
+def read_rows(file: Path, columns: Sequence[str] = ()) -> Tensor:
+    """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or one or more images.
+
+    `columns` are the training data's names, if they had any: a csv with names must have these, and gets their order.
+    """
     import numpy as np
 
     if not file.exists():
@@ -98,7 +102,7 @@ def read_rows(file: Path) -> Tensor:
     if file.is_dir() or file.suffix.lower() in _IMAGES:
         return _images(file)
     if file.suffix == ".csv":
-        return _numbers(file)
+        return _numbers(file, columns)
     if file.suffix not in (".npy", ".npz"):
         raise ValueError(f"{file}: rows come as .npy, .npz, .csv, an image or a folder of images.")
     try:
@@ -114,23 +118,60 @@ def read_rows(file: Path) -> Tensor:
         raise ValueError(f"{file} cannot be read: {error}.") from error
 
 
-def _numbers(file: Path) -> Tensor:
+def _numbers(file: Path, columns: Sequence[str]) -> Tensor:
+    """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
     rows = []
-    with open(file, newline="", encoding="utf8") as handle:
+    with open(file, newline="", encoding="utf-8-sig") as handle:
         lines = csv.reader(handle)
-        names = next(lines, [])
-        for line in lines:
+        first = [cell.strip() for cell in next(lines, [])]
+        names = [] if _is_row(first, columns, file) else first
+        order = _order(names, columns, file) if names and columns else range(len(first))
+        for line in lines if names else chain([first], lines):
             if not line:
                 continue
+            if len(line) != len(first):
+                wanted = f"{len(first)} {'column names' if names else 'in the first row'}"
+                raise ValueError(f"{file}, line {lines.line_num}: {len(line)} cells, but there are {wanted}.")
             try:
-                rows.append([float(cell) for cell in line])
+                rows.append([float(line[i]) for i in order])
             except ValueError as error:
                 raise ValueError(f"{file}, line {lines.line_num}: {error}.") from error
-            if len(line) != len(names):
-                raise ValueError(f"{file}, line {lines.line_num}: {len(line)} cells, but there are {len(names)} column names.")
     if not rows:
-        raise ValueError(f"{file} has no rows below its line of column names.")
+        raise ValueError(f"{file} has no rows{' below its line of column names' if names else ''}.")
     return torch.tensor(rows)
+
+
+def _is_row(first: Sequence[str], columns: Sequence[str], file: Path) -> bool:
+    """Whether the first line holds numbers. Where no names are known, one of numbers and words is neither."""
+    if columns and set(first) == set(columns):
+        return False
+    numbers = [cell for cell in first if _is_number(cell)]
+    if numbers and len(numbers) < len(first) and not columns:
+        raise ValueError(
+            f"{file}, line 1 holds numbers ({numbers[0]!r}) and other cells, so it is neither a row nor column names. "
+            f"Fill in its missing cells, or give every column a name that is no number."
+        )
+    return bool(first) and len(numbers) == len(first)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _order(names: Sequence[str], columns: Sequence[str], file: Path) -> list[int]:
+    """Where the training data's columns are among a file's names: all of them must be there, once, and no others."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    missing, unknown = [c for c in columns if c not in names], [n for n in names if n not in columns]
+    faults = [("missing", missing), ("not known to the run", unknown), ("there twice", twice)]
+    told = "; ".join(f"{what}: {', '.join(map(repr, found))}" for what, found in faults if found)
+    if told:
+        known = ", ".join(columns)
+        raise ValueError(f"{file}, line 1: columns {told}. The run was trained on {known}: name these, in any order.")
+    return [names.index(column) for column in columns]
 
 
 def _images(path: Path) -> Tensor:

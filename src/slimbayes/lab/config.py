@@ -61,7 +61,8 @@ class Data(Part):
         train_limit, test_limit: only so many rows, drawn with `seed`.
         scaling: "standard" takes the training rows' mean from images and tables and divides by their deviation, by channel or feature; "unit" leaves
             images in [0, 1], "signed" stretches them to [-1, 1], and both leave other numbers as they are.
-        image_size: what image folders (ImageNet) are cut to: the shorter side becomes 8/7 of it, then the centre, or a random crop, is taken.
+        image_size: what image folders (ImageNet) are cut to: the shorter side becomes 8/7 of it, the centre is taken.
+            With the augmentation resized_crop, training pictures are cropped at random from the full picture instead.
         seed: of these draws; the run's own seed leaves the rows alone.
     """
 

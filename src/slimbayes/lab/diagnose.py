@@ -1,7 +1,7 @@
 """Diagnostics of finished runs that tables and figures ask for: each gives numbers for the table, and details for a JSON file.
 
     name             what it needs                        numbers
-    elbo             a trained posterior                  neg_elbo at full KL weight, and all scores of the test rows
+    elbo             a trained posterior                  neg_elbo at full KL weight, and all scores, in targets' units
     truncation       the same, of rank `rank`             as elbo, with scales cut to that rank, and k-tied parameter counts
     spectrum         a Gaussian posterior                 how much of means and scales the first singular values explain
     scales           a Gaussian posterior                 mean posterior scale; of `layer`, what ranks 1 and 2 explain
@@ -72,11 +72,14 @@ class Case:
 
     @property
     def rows(self) -> Split:
-        """Rows that scores are of: the test rows, or with `rows: validation` those held out."""
-        task = self.loaded[2]
-        found = task.validation if self.options.get("rows") == "validation" else task.test
+        """Rows that scores are of, in their own units: the test rows, or with `rows: validation` those held out."""
+        task, held_out = self.loaded[2], self.options.get("rows") == "validation"
+        found = task.validation if held_out else task.test
         if not isinstance(found, Split):
             raise ValueError(f"{task.name} has no such rows in memory: set data.validation, or leave the option `rows` out.")
+        # A task standardises all real targets but the test rows'.
+        if held_out and task.y_mean is not None and task.y_std is not None:
+            return Split(found.x, found.y * task.y_std + task.y_mean)
         return found
 
     def draw(self, make: Callable[[], Any]) -> None:
@@ -117,8 +120,10 @@ def _scores(case: Case, network: nn.Module) -> Numbers:
 
 @torch.no_grad()
 def _mean_nll(case: Case, network: nn.Module) -> float:
-    """Negative log-likelihood of a row, averaged over single draws: the ELBO's first term."""
+    """Negative log-likelihood of a row in its own units, averaged over single draws: the ELBO's first term."""
     experiment, _, task, likelihood = case.loaded
+    real = task.y_mean is not None and task.y_std is not None
+    noise = experiment.train.noise * task.y_std if real else experiment.train.noise
     device = next(network.parameters()).device
     network.eval()
     total = 0.0
@@ -127,7 +132,8 @@ def _mean_nll(case: Case, network: nn.Module) -> float:
         for start in range(0, case.draws, _AT_ONCE):
             count = min(_AT_ONCE, case.draws - start)
             outputs = sb.sample(network, task.scaling(x), draws=count).float()
-            total += float(likelihood_loss(likelihood, outputs, y, "average", experiment.train.noise)) * len(y) * count / case.draws
+            outputs = outputs * task.y_std + task.y_mean if real else outputs
+            total += float(likelihood_loss(likelihood, outputs, y, "average", noise)) * len(y) * count / case.draws
     return total / len(case.rows)
 
 

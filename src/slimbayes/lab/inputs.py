@@ -1,6 +1,7 @@
 """What a trained network takes and gives, written beside it, so that predictions need neither its training data nor their scaling anew.
 
-    inputs.json    shape and type of a row, scaling, classes, vocabulary, units of real targets, likelihood, and the data's facts about the network
+    inputs.json    shape, type and column names of a row, scaling, classes, vocabulary, units of real targets,
+                   likelihood, and the data's facts about the network
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def write_inputs(folder: Path, task: Task, likelihood: Likelihood) -> None:
     facts = {
         "row": list(task.train.x.shape[1:]), "dtype": str(task.train.x.dtype).removeprefix("torch."), "name": task.name, "classes": list(task.classes),
         "targets": list(task.train.y.shape[1:]), "real": task.real, "vocabulary": task.vocabulary, "likelihood": likelihood, "fills": task.fills(),
+        "columns": list(task.columns),
         "mean": _listed(task.scaling.mean), "std": _listed(task.scaling.std), "y_mean": _listed(task.y_mean), "y_std": _listed(task.y_std),
     }  # fmt: skip
     write_text(folder / "inputs.json", json.dumps(facts, indent=1) + "\n")
@@ -54,6 +56,7 @@ def read_inputs(folder: Path, device: torch.device) -> Inputs:
         x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
         y = torch.zeros(0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64)
         mean, std, y_mean, y_std = (_tensor(facts[name]) for name in ("mean", "std", "y_mean", "y_std"))
+        columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
         plain = plain_network(experiment, facts["fills"], facts["name"])
     except OSError as error:
         raise RunError(f"{folder} has no inputs.json: its training is not finished, or it is a run on image folders, which cannot predict files yet.") from error
@@ -61,7 +64,8 @@ def read_inputs(folder: Path, device: torch.device) -> Inputs:
         raise RunError(f"{file} is damaged: {error!r}. `slimbayes evaluate {folder}` writes it anew.") from error
     network = sb.load(plain, Path(folder) / "model").to(device)
     nothing = Split(x, y)
-    task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), tuple(facts["classes"]), facts["vocabulary"], y_mean, y_std)
+    classes, words = tuple(facts["classes"]), facts["vocabulary"]
+    task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns)
     return Inputs(experiment, network, task.to(device), facts["likelihood"])
 
 

@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slimbayes import objective
+from slimbayes.data.folders import ImageFolder
 from slimbayes.decay import l2
 from slimbayes.lab.config import Experiment
+from slimbayes.lab.crops import crops_pictures
 from slimbayes.lab.optimizers import set_rate
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.task import Task
@@ -62,7 +64,8 @@ class Step:
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.weight, self.failed = torch.ones((), device=device), torch.zeros((), device=device)
         build = self.experiment.augment
-        self.augment = (lambda x: build.build(images=x)) if build else None
+        done = isinstance(self.task.train, ImageFolder) and crops_pictures(self.experiment)
+        self.augment = (lambda x: build.build(images=x)) if build and not done else None
         self.graph: Any = None
         self.static: tuple[Tensor, ...] = ()
         if self.experiment.train.ema and not self.averages:
@@ -111,7 +114,7 @@ class Step:
         whatever the number of processes."""
         rank, world = processes()
         x, y = batch if len(batch) == 2 else (self.task.train.x.index_select(0, batch[0]), self.task.train.y.index_select(0, batch[0]))  # type: ignore[union-attr]
-        x = self.task.scaling(x, whole=self.augment is not None)
+        x = self.task.scaling(x, whole=self.experiment.augment is not None)
         if self.augment is not None:
             x = self.augment(x)
         if world > 1:
@@ -192,7 +195,7 @@ class NonFinite(ArithmeticError):
     """A loss turned NaN or infinite; the network is as it was before that step."""
 
 
-def likelihood_loss(kind: Likelihood, outputs: Tensor, y: Tensor, form: Any, noise: float) -> Tensor:
+def likelihood_loss(kind: Likelihood, outputs: Tensor, y: Tensor, form: Any, noise: float | Tensor) -> Tensor:
     """Mean negative log-likelihood of targets under draws of outputs (S, B, ...)."""
     if kind == "categorical":
         return objective.categorical(outputs, y, form)

@@ -65,6 +65,7 @@ class Task:
     vocabulary: int = 0
     y_mean: Tensor | None = None
     y_std: Tensor | None = None
+    columns: tuple[str, ...] = ()  # names of a table's inputs, where the data say them
 
     @property
     def images(self) -> bool:
@@ -107,7 +108,8 @@ def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Data
     highest = 0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else int(max(train.x.max(), test.x.max())) + 1
     words = max(len(data.vocabulary), highest)
     labels = () if train.y.is_floating_point() else tuple(map(str, range(int(max(train.y.max(), test.y.max() if test.y.dim() == 1 else 0)) + 1)))
-    return Task(data.name, kept, test, held, _scaling(kept.x, chosen.scaling), data.classes or labels, words)
+    classes, scaling = data.classes or labels, _scaling(kept.x, chosen.scaling)
+    return Task(data.name, kept, test, held, scaling, classes, words, columns=data.columns)
 
 
 def _folders(data: Dataset, train: Rows, test: Rows, chosen: config.Data) -> Task:
@@ -191,7 +193,8 @@ def _table(chosen: config.Data, root: Path | str | None) -> Task:
     scaling = Scaling(*_moments(kept.x)) if chosen.scaling == "standard" else Scaling()
     mean, std = _moments(kept.y)
     standard = lambda part: part and Split(part.x, (part.y - mean) / std)  # noqa: E731
-    return Task(chosen.name, standard(kept), test, standard(held), scaling, y_mean=mean, y_std=std)
+    kept, held = standard(kept), standard(held)
+    return Task(chosen.name, kept, test, held, scaling, y_mean=mean, y_std=std, columns=data.columns)
 
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:

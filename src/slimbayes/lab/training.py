@@ -23,6 +23,7 @@ import slimbayes as sb
 from slimbayes.atomic import CheckpointError
 from slimbayes.data import Dataset, Split
 from slimbayes.lab.config import Experiment
+from slimbayes.lab.crops import crops
 from slimbayes.lab.execution import Execution, Watcher
 from slimbayes.lab.faults import explain
 from slimbayes.lab.judge import judge_validation
@@ -152,8 +153,9 @@ class Training:
                 yield (piece,)
             return
         cuda = self.fabric.device.type == "cuda"
+        pictures, batches = crops(rows, self.experiment, epoch), [piece.tolist() for piece in pieces]
         loader: Any = torch.utils.data.DataLoader(
-            rows, batch_sampler=[piece.tolist() for piece in pieces], num_workers=self.execution.workers, pin_memory=cuda
+            pictures, batch_sampler=batches, num_workers=self.execution.workers, pin_memory=cuda
         )
         for x, y in loader:
             yield x.to(self.fabric.device, non_blocking=True), y.to(self.fabric.device, non_blocking=True)

@@ -1,0 +1,211 @@
+"""Every method on architectures nobody here wrote (zoo_models.py), and whether our promises hold (zoo_checks.py).
+
+    python benchmarks/zoo.py [--only REGEX] [--methods rank1-normal,ktied] [--device cuda] [--workers 4]
+                             [--limit-seconds 540] [--out results/benchmarks/zoo.json]
+    python benchmarks/zoo.py --list
+    python benchmarks/zoo.py --table results/benchmarks/zoo.json         writes docs/zoo.md
+
+A pair is an architecture and a method. It holds if all of its checks do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import re
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from zoo_checks import CHECKS, METHODS, OutOfTime, Plain, build_plain, check_pair, words_of
+from zoo_models import PACKAGES, Architecture, architectures
+from zoo_table import failures, write_table
+
+import slimbayes as sb
+
+PAIR_SECONDS = 180
+
+
+def run_architecture(name: str, methods: Sequence[str], device: str, deadline: float) -> dict[str, Any]:
+    """All pairs of one architecture. What the deadline leaves out, or cuts short, is listed under "not_run"."""
+    architecture = next(one for one in architectures() if one.name == name)
+    result: dict[str, Any] = {"pairs": [], "not_run": [], "not_built": {}}
+    plain: Plain | None = None
+    if time.time() < deadline:
+        try:
+            with warnings.catch_warnings(), _alarm(_seconds_left(deadline)):
+                warnings.simplefilter("ignore")
+                plain = build_plain(architecture, torch.device(device))
+        except (Exception, OutOfTime) as error:
+            if time.time() < deadline:
+                return result | {"not_built": {name: words_of(error)}}
+    for method in methods:
+        pair = None if plain is None or time.time() > deadline else _timed_pair(plain, architecture, method, deadline)
+        if pair is None:
+            result["not_run"].append([name, method])
+        else:
+            result["pairs"].append(pair)
+    return result
+
+
+def _timed_pair(plain: Plain, architecture: Architecture, method: str, deadline: float) -> dict[str, Any] | None:
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with _alarm(_seconds_left(deadline)):
+                found = check_pair(plain, METHODS[method])
+        except (Exception, OutOfTime) as error:  # a deepcopy that fails, or the time limit
+            if time.time() > deadline:
+                return None
+            states = dict.fromkeys(CHECKS, "not run") | {"convert": "fails"}
+            found = {"checks": states, "errors": {"convert": words_of(error)}}
+    texts = list(dict.fromkeys(" ".join(str(w.message).split())[:300] for w in said))
+    return {
+        "architecture": architecture.name,
+        "package": architecture.package,
+        "method": method,
+        **found,
+        "holds": all(value == "holds" for value in found["checks"].values()),
+        "draw_by_draw": any("draw by draw" in text for text in texts),
+        "warnings": texts[:5],
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def _seconds_left(deadline: float) -> float:
+    return min(PAIR_SECONDS, deadline - time.time() + 1)  # so that what it stops is past the deadline
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Stop what takes longer, where the system can."""
+
+    def stop(*_: Any) -> None:
+        raise OutOfTime(f"more than {seconds:.0f} seconds")
+
+    former = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+
+
+def run_all(names: Sequence[str], methods: Sequence[str], device: str, deadline: float, workers: int) -> dict[str, Any]:
+    """Results of all architectures together, in the order of their names."""
+    results: dict[str, dict[str, Any]] = {}
+    if workers <= 1:
+        for name in names:
+            results[name] = run_architecture(name, methods, device, deadline)
+            _progress(name, results)
+    else:
+        _in_processes(results, names, methods, device, deadline, workers)
+        for name in [n for n in names if n not in results]:  # a process that died took others with it: now each alone
+            if time.time() > deadline:
+                results[name] = {"pairs": [], "not_run": [[name, method] for method in methods], "not_built": {}}
+            else:
+                _in_processes(results, [name], methods, device, deadline, 1)
+                results.setdefault(name, {"pairs": [], "not_run": [], "not_built": {name: "the process died"}})
+    whole: dict[str, Any] = {"pairs": [], "not_run": [], "not_built": {}}
+    for name in names:
+        whole["pairs"] += results[name]["pairs"]
+        whole["not_run"] += results[name]["not_run"]
+        whole["not_built"] |= results[name]["not_built"]
+    return whole
+
+
+def _in_processes(
+    results: dict[str, Any], names: Sequence[str], methods: Sequence[str], device: str, deadline: float, workers: int
+) -> None:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_set_up) as pool:
+        waiting: dict[Future[Any], str] = {
+            pool.submit(run_architecture, name, methods, device, deadline): name for name in names
+        }
+        for future in as_completed(waiting):
+            if future.exception() is None:
+                results[waiting[future]] = future.result()
+                _progress(waiting[future], results)
+
+
+def _set_up(threads: int = 1) -> None:
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.allow_tf32 = False  # comparisons need full single precision
+
+
+def _progress(name: str, results: dict[str, Any]) -> None:
+    pairs = results[name]["pairs"]
+    state = results[name]["not_built"].get(name) or f"{sum(p['holds'] for p in pairs)} of {len(pairs)} hold"
+    if pairs or results[name]["not_built"]:
+        print(f"[{len(results)}] {name}: {state}", file=sys.stderr, flush=True)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "slimbayes": sb.__version__}
+    for package in ("torch", *PACKAGES):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    chosen = _parser().parse_args(arguments)
+    if chosen.table:
+        write_table(json.loads(chosen.table.read_text()), chosen.docs, CHECKS)
+        print(f"wrote {chosen.docs}")
+        return 0
+    names = [one.name for one in architectures() if re.search(chosen.only, one.name)]
+    methods = chosen.methods.split(",") if chosen.methods else list(METHODS)
+    if unknown := [m for m in methods if m not in METHODS]:
+        raise SystemExit(f"--methods knows no {', '.join(unknown)}; choose from {','.join(METHODS)}.")
+    if not names:
+        raise SystemExit(f"--only {chosen.only!r} matches no architecture of the packages installed; see --list.")
+    if chosen.list:
+        print("\n".join([*names, f"{len(names)} architectures; methods: {', '.join(methods)}"]))
+        return 0
+    _set_up(torch.get_num_threads())
+    start = time.time()
+    found = run_all(names, methods, chosen.device, start + chosen.limit_seconds, chosen.workers)
+    result = {"versions": versions(), "device": chosen.device, "seconds": round(time.time() - start, 1), **found}
+    if chosen.out:
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+        chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(failures(result))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="architectures whose name matches, such as '^timm/'"
+    )
+    parser.add_argument("--methods", help=f"some of {','.join(METHODS)}")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=float("inf"), help="then stop and list the rest as not run"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--list", action="store_true", help="what would run")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE.json", help="write --docs from an earlier run and do nothing else"
+    )
+    parser.add_argument("--docs", type=Path, default=Path("docs/zoo.md"))
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
