@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import slimbayes as sb
 from slimbayes.distributions import rho_from_scale
 from slimbayes.layers.base import BayesLayer, Converted
+from slimbayes.engine import calls, passes
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
@@ -212,10 +213,11 @@ def test_every_row_of_a_folded_batch_equals_a_plain_model_with_that_draws_weight
         if isinstance(posterior, MemberNormPosterior):  # and statistics
             nn.init.normal_(posterior.running_mean)
             nn.init.uniform_(posterior.running_var, 0.5, 2.0)
-    sampled = main_output(sb.sample(model, x, draws=2))
+    new, layout, folds = calls.draw_all(model, (x,), {}, 2 * sb.members(model), fold=True)
+    sampled = main_output(calls.run_draws(model, (x,), {}, new, layout, folds))
     for draw in range(len(sampled)):
         for i in range(case.rows):
-            alone = main_output(weights_of_row(plain, model, draw, draw * case.rows + i)(_row(x, i, case.batch_dim)))
+            alone = main_output(passes.run(new, weights_of_row, plain, model, draw, draw * case.rows + i)(_row(x, i, case.batch_dim)))
             rtol, atol = (1e-6, 1e-7) if "drop" in method else (1e-9, 1e-10)  # dropout rates are float32
             torch.testing.assert_close(_row(sampled[draw], i, case.batch_dim), alone, rtol=rtol, atol=atol)
 
@@ -255,7 +257,11 @@ def posterior_and_prior(model: nn.Module) -> list[tuple[Any, Any, Any]]:
                 out += [(f.distribution(), f.prior, partial(_to_prior, f)) for f in factors]
                 continue
             linear = layer.linear_map(site)
-            out.append((sb.Normal(linear.weight, posterior.log_scale().exp()), posterior.prior, partial(_to_prior_weights, linear, posterior)))
+            free = torch.ones_like(linear.weight, dtype=torch.bool)
+            if getattr(layer, "padding_idx", None) is not None:  # the padding word's vector is no parameter
+                free[layer.padding_idx] = False
+            q = sb.Normal(linear.weight[free], posterior.log_scale().exp()[free])
+            out.append((q, posterior.prior, partial(_to_prior_weights, linear, posterior)))
             if posterior.bias_log_scale is not None:
                 out.append((sb.Normal(linear.bias, posterior.bias_log_scale.exp()), posterior.prior, lambda: None))
     return out

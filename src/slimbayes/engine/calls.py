@@ -91,6 +91,8 @@ def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any
     reason="slimbayes locates the rows of a model on real inputs: call the model once before compiling it with fullgraph=True"
 )
 def _locate_outside(model: nn.Module, args: Any, kwargs: Any) -> Layout:
+    if any(type(leaf).__name__ == "FakeTensor" for leaf in arrays_of((args, kwargs))):
+        raise RuntimeError("slimbayes locates the rows of a model on real inputs: call the model once before torch.export.")
     return locate(model, args, kwargs, passes.posteriors_of(model), batch_dim_of(model))
 
 

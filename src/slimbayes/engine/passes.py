@@ -105,7 +105,7 @@ class Pass:
         members, blocks = posterior.members, self.blocks(posterior)
         if not isinstance(self.first, int) or self.first % members or blocks % members:
             block = torch.arange(blocks, device=posterior.device)
-            if count != blocks:
+            if not same(count, blocks):
                 block = block_of_row(count, blocks, posterior.device)
             return parameter[(block + self.first) % members]
         # The regular layout as plain expansion: its backward is a sum, not a scatter.
@@ -125,6 +125,15 @@ class Pass:
                 return 0
             raise Unproven(f"a layer met an input of {x.dim()} dimensions, unlike those that its rows were located in")
         return found
+
+
+def same(a: int, b: int) -> bool:
+    """Whether two sizes are equal; while a compiler traces, whether they always are."""
+    if not torch.compiler.is_compiling():
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(a == b)
 
 
 def block_of_row(rows: int, blocks: int, device: torch.device | None = None) -> Tensor:

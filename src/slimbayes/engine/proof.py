@@ -356,7 +356,7 @@ class _Proof:
             if isinstance(leaf, PackedSequence):
                 whole = index_rows(leaf, 1, torch.arange(self.rows).repeat(2))
                 rows = index_rows(whole, 1, torch.arange(2 * self.rows))
-                other = rows.data * 0.75 + 0.25
+                other = rows.data * 0.7 + 0.37
                 return whole if what == "row" else _packed_half(whole, other, self.rows)
             if leaf.shape[dim] == 1 != self.rows:
                 return leaf
@@ -469,7 +469,7 @@ def _apart(a: Tensor, b: Tensor) -> float:
 def _other(x: Tensor, dim: int) -> Tensor:
     """Other numbers of the same kind: indices and flags are only moved about, so that they stay valid."""
     if x.is_floating_point():
-        return x * 0.75 + 0.25
+        return x * 0.7 + 0.37
     x = x.roll(1, dim)
     return x.roll(1, -1) if x.dim() > 1 and dim % x.dim() != x.dim() - 1 and x.dtype != torch.bool else x
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.engine.passes import Pass, block_of_row, block_sizes
+from slimbayes.engine.passes import Pass, block_of_row, block_sizes, same
 
 
 def spread(x: Tensor, rows: int, dim: int) -> tuple[Tensor, int]:
@@ -29,11 +29,15 @@ def apply_rows(combine: Any, x: Tensor, factor: Tensor, current: Pass, dim: int,
         return combine(x, _place(factor, x.dim(), 0 if channel_dim % x.dim() else 1, channel_dim) if x.dim() > 1 else factor[0])
     x, dim = spread(x, current.rows, dim)
     rows, seen = current.rows, x.shape[dim]
+    if torch.compiler.is_compiling():
+        # Cutting x into blocks divides its symbolic size anew in every layer, and the compiler's algebra explodes; a lookup does not.
+        if not same(factor.shape[0], rows):
+            factor = factor[block_of_row(rows, factor.shape[0], factor.device)]
+        if not same(seen, rows):
+            factor = factor[torch.arange(seen, device=factor.device) // (seen // rows)]
+        return combine(x, _place(factor, x.dim(), dim, channel_dim))
     if rows % factor.shape[0]:
         factor = factor[block_of_row(rows, factor.shape[0], factor.device)]
-    if torch.compiler.is_compiling() and seen != factor.shape[0]:
-        # Cutting x into blocks divides its symbolic size anew in every layer, and the compiler's algebra explodes; a lookup does not.
-        factor = factor[block_of_row(seen, factor.shape[0], factor.device)]
     count = factor.shape[0]
     if seen == count:
         return combine(x, _place(factor, x.dim(), dim, channel_dim))

@@ -75,10 +75,10 @@ class LinearMap:
 
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         """Apply one weight (n, ...) and bias (n, n_out) to each block of rows."""
-        if len(weights) == 1:
+        if weights.shape[0] == 1:
             return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))  # cheaper backward than [0]
         x, batch_dim = spread(x, current.rows, self.batch_dim)
-        sizes = sizes_of_blocks(x.shape[batch_dim], len(weights), current)
+        sizes = sizes_of_blocks(x.shape[batch_dim], weights.shape[0], current)
         if len(set(sizes)) > 1:
             parts = [self.op(part, weights[j], None if biases is None else biases[j]) for j, part in enumerate(x.split(sizes, batch_dim))]
             return torch.cat(parts, batch_dim)
@@ -89,7 +89,7 @@ class LinearMap:
         return self._batched(x, weights, biases, batch_dim)
 
     def _batched(self, x: Tensor, weights: Tensor, biases: Tensor | None, batch_dim: int) -> Tensor:
-        blocks = x.unflatten(batch_dim, (len(weights), -1))
+        blocks = x.unflatten(batch_dim, (weights.shape[0], -1))
         in_dims = (batch_dim, 0, None if biases is None else 0)
         y = torch.vmap(self.op, in_dims, out_dims=batch_dim)(blocks, weights, biases)
         return y.flatten(batch_dim, batch_dim + 1)
@@ -97,16 +97,16 @@ class LinearMap:
     def chosen(self, x: Tensor, weights: Tensor, biases: Tensor | None, index: Tensor, current: Pass) -> Tensor:
         """`blocks` with weights[index[j]] for block j: rows that share one of few weights (K, ...) meet it together."""
         x, batch_dim = spread(x, current.rows, self.batch_dim)
-        even = len(set(sizes_of_blocks(x.shape[batch_dim], len(index), current))) == 1
+        even = len(set(sizes_of_blocks(x.shape[batch_dim], index.shape[0], current))) == 1
         if torch.compiler.is_compiling() or not self.foldable or not even:
             return self.blocks(x, weights.index_select(0, index), None if biases is None else biases.index_select(0, index), current)
         order = index.argsort()
-        blocks = x.unflatten(batch_dim, (len(index), -1))
+        blocks = x.unflatten(batch_dim, (index.shape[0], -1))
         rows = blocks.shape[batch_dim + 1]
-        sizes = [rows * count for count in index.bincount(minlength=len(weights)).tolist()]
+        sizes = [rows * count for count in index.bincount(minlength=weights.shape[0]).tolist()]
         parts = blocks.index_select(batch_dim, order).flatten(batch_dim, batch_dim + 1).split(sizes, batch_dim)
         done = [self.op(part, weights[k], None if biases is None else biases[k]) for k, part in enumerate(parts) if sizes[k]]
-        y = torch.cat(done, batch_dim).unflatten(batch_dim, (len(index), -1))
+        y = torch.cat(done, batch_dim).unflatten(batch_dim, (index.shape[0], -1))
         return y.index_select(batch_dim, order.argsort()).flatten(batch_dim, batch_dim + 1)
 
     def add_bias(self, y: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     first = passes.random_member(members.device)
     lines, back = _deal(rows, members.members, first, members.members, members.device)
     dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
-    outputs = [_call(module, members, k, *_take((args, kwargs), line, rows, dims), name) for k, line in enumerate(lines) if len(line)]
+    outputs = [_call(module, members, k, *_take((args, kwargs), line, rows, dims), name) for k, line in enumerate(lines) if line.numel()]
     outputs = _even(outputs, _padding(module))
     return _join(outputs, back, rows, tuple(0 for _ in arrays_of(outputs[0])))
 
@@ -113,13 +113,14 @@ def _run(module: Any, members: Any, args: Any, kwargs: Any, method: str | None) 
         raise Unproven(f"{module.bayes_name} met arguments whose rows nobody has located")
     ins, outs = layout
     lines, back = _deal(current.rows, blocks, current.first, members.members, members.device)
-    inputs = {k: _take((args, kwargs), line, current.rows, ins) for k, line in enumerate(lines) if len(line)}
-    even = len({len(line) for line in lines}) == 1
+    traced = torch.compiler.is_compiling()
+    inputs = {k: _take((args, kwargs), line, current.rows, ins) for k, line in enumerate(lines) if traced or line.numel()}
+    even = traced or len({line.numel() for line in lines}) == 1
     if members.batched and even and not _needs_loop(module, members) and all(d == 0 for d in (*ins, *outs)):
         outputs = _batched(module, members, list(inputs.values()))
     else:
         outputs = [_call(module, members, k, *one, method) for k, one in inputs.items()]
-    return _join(outputs, back, current.rows, outs)
+    return _join(outputs, back, sum(line.shape[0] for line in lines), outs)
 
 
 def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, method: str | None) -> Any:
@@ -194,9 +195,9 @@ def _deal(rows: int, blocks: int, first: int | Tensor, members: int, device: tor
     member = (passes.block_of_row(rows, blocks, device) + first) % members
     order = torch.argsort(member, stable=True)
     back = torch.empty_like(order).scatter(0, order, torch.arange(rows, device=device))
-    if rows % blocks == 0 and blocks % members == 0:
-        return list(order.split(rows // members)), back
     if not torch.compiler.is_compiling():
+        if rows % blocks == 0 and blocks % members == 0:
+            return list(order.split(rows // members)), back
         return list(order.split(member.bincount(minlength=members).tolist())), back
     # Sizes that depend on data cannot be compiled: shorter blocks are filled up with a neighbour's row, whose output is not used.
     most = -(-rows // blocks) * (blocks // members)
@@ -224,13 +225,13 @@ def _take(inputs: Any, line: Tensor, rows: int, dims: Any) -> Any:
 def _select(x: Tensor, dim: int, rows: int, line: Tensor) -> Tensor:
     """Rows of x by number, where each may own several entries along `dim`."""
     each = x.shape[dim] // rows
-    if each == 1:
+    if passes.same(x.shape[dim], rows):
         return x.index_select(dim, line)
     return x.unflatten(dim, (rows, each)).index_select(dim, line).flatten(dim, dim + 1)
 
 
-def _join(outputs: list[Any], back: Tensor, rows: int, dims: Any) -> Any:
-    """Outputs of all members, row by row; what has no rows is that of the first."""
+def _join(outputs: list[Any], back: Tensor, total: int, dims: Any) -> Any:
+    """Outputs of all members, `total` rows, put back in order; what has no rows is that of the first."""
     count = iter(range(10**9))
 
     def join(*leaves: Any) -> Any:
@@ -240,7 +241,6 @@ def _join(outputs: list[Any], back: Tensor, rows: int, dims: Any) -> Any:
         dim = dims[i] if i < len(dims) else None
         if dim is None:
             return leaves[0]
-        each = sum(leaf.shape[dim] for leaf in leaves)
-        return _select(torch.cat(leaves, dim), dim, max(each // max(each // max(len(back), 1), 1), 1), back)
+        return _select(torch.cat(leaves, dim), dim, total, back)
 
     return tree_map(join, *outputs)

@@ -88,9 +88,9 @@ class BagMap(LinearMap):
 
     def apply(self, x: Tensor, weights: Tensor | None, current: Pass) -> Tensor:
         """The vector of each entry, before the bags are reduced."""
-        if weights is None or len(weights) == 1:
+        if weights is None or weights.shape[0] == 1:
             return F.embedding(x, self.weight if weights is None else weights[0])
-        return weights[line_of_row(len(weights), self.bags, current, x.device)[self.bag], x]
+        return weights[line_of_row(weights.shape[0], self.bags, current, x.device)[self.bag], x]
 
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         return self._reduce(self.apply(x, weights, current), x)

@@ -23,7 +23,7 @@ class NormMap(LinearMap):
     """y = normalised(x) * weight + bias: only the last two steps depend on the draw."""
 
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
-        if len(weights) == 1:
+        if weights.shape[0] == 1:
             return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))
         y = self.op(x, None, None)  # type: ignore[arg-type]
         shape, tail = y.shape, weights.dim() - 1

@@ -198,7 +198,7 @@ class Posterior(Keyed, ABC):
     @property
     def drawn(self) -> int:
         """How many draws this pass has: one for each row, or one for each block of rows."""
-        return len(self.noise.row if self.per_row else self.noise.block)
+        return (self.noise.row if self.per_row else self.noise.block).shape[0]  # len would fix it for torch.export
 
     @abstractmethod
     def widths(self, rowwise: bool) -> tuple[int, int]:

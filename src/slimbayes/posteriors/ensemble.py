@@ -9,8 +9,9 @@ batch-norm statistics of their own. Member 0 is the model itself; the posterior 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -34,7 +35,9 @@ class Ensemble(Config):
 
     Args:
         members: K.
-        init: "fresh" starts the other members anew with each layer's `reset_parameters`; "copies" repeats the weights.
+        init: "fresh" starts the other members anew, each as the network itself would start: by its own initialiser (transformers', timm's), else
+            by each layer's `reset_parameters`, at the spread that the network's own weights have; "copies" repeats the weights.
+        factory: builds a fresh network of the same kind; then each other member is one. It is not part of the config's JSON.
         jitter: standard deviation of the noise on copied parameters, relative to their root mean square.
         execution: "loop" runs members one after another, "batched" all at once through torch.vmap, "auto" batched where that was measured
             to be faster (benchmarks/ensembles.py): many members made of plain dense layers (faster with 20, not with 5; it switches at 16).
@@ -50,6 +53,7 @@ class Ensemble(Config):
     init: Literal["fresh", "copies"] = "fresh"
     jitter: float = 0.0
     execution: Execution = "auto"
+    factory: Callable[[], nn.Module] | None = field(default=None, repr=False, compare=False)
     whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -63,43 +67,78 @@ class Ensemble(Config):
     def covers(self) -> tuple[Kind, ...]:
         return ("matrix", "norm")
 
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if name != "factory"}
+
     def build(self, site: Site) -> Posterior:
         raise AssertionError("an ensemble copies modules, not sites")
 
     def copies(self, module: nn.Module) -> EnsemblePosterior:
         """The posterior of one module: its K - 1 further members."""
-        others = [copy.deepcopy(module) for _ in range(self.members - 1)]
-        for other in others:
+        others = [self._built(module) if self.factory is not None else copy.deepcopy(module) for _ in range(self.members - 1)]
+        for other in others if self.factory is None else ():
             _start(other, self)
         return EnsemblePosterior(module, others, self.execution)
 
+    def _built(self, module: nn.Module) -> nn.Module:
+        """A member from the factory, on the module's device and in its type."""
+        assert self.factory is not None
+        new, first = self.factory(), next(module.parameters(), torch.empty(0))
+        shapes, wanted = ({n: tuple(t.shape) for n, t in m.state_dict().items()} for m in (new, module))
+        differ = sorted(n for n in shapes.keys() | wanted.keys() if shapes.get(n) != wanted.get(n))
+        if differ:
+            raise ValueError(f"Ensemble: factory builds another network than the one converted; they differ in {', '.join(differ[:5])}.")
+        return new.to(device=first.device, dtype=first.dtype).train(module.training)
 
+
+@torch.no_grad()
 def _start(member: nn.Module, config: Ensemble) -> None:
     if config.init == "fresh":
         _reset(member)
         return
-    with torch.no_grad():
-        for parameter in member.parameters():
-            parameter.add_(config.jitter * parameter.square().mean().sqrt() * torch.randn_like(parameter))
+    for parameter in member.parameters():
+        parameter.add_(config.jitter * parameter.square().mean().sqrt() * torch.randn_like(parameter))
+    for module in member.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.padding_idx is not None:
+            module.weight[module.padding_idx] = 0  # no parameter: it stays
 
 
 def _reset(member: nn.Module) -> None:
-    """Start a network anew, or say which of its parameters nothing resets."""
+    """Start a network anew as it would itself."""
     if any(cls.__name__ == "PreTrainedModel" for cls in type(member).__mro__):  # transformers' know how to start each of their modules
         for module in member.modules():
             member._init_weights(module)  # type: ignore[operator]
         return
+    before = {name: p.detach().clone() for name, p in member.named_parameters()}
+    own = getattr(member, "init_weights", None)  # timm's name for it
+    if callable(own) and not inspect.signature(own).parameters.keys() - {"mode", "needs_reset"}:
+        own()
+        for name, parameter in member.named_parameters():
+            if torch.equal(parameter, before[name]):
+                _alike(parameter, before[name])
+        return
     for module in reversed(list(member.modules())):  # parents last: they may start what their children own in another way
         # Attention and other containers start the parameters they own, with a private name in torch.
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        own = [name for name, _ in module.named_parameters(recurse=False)]
         if callable(reset):
             reset()
-        elif own:
-            raise ValueError(
-                f"Ensemble(init='fresh') cannot start {type(module).__name__}'s {', '.join(own)} anew: it has no reset_parameters. Use "
-                f"init='copies', or build the members yourself and join them with ensemble([...])"
-            )
+    for name, parameter in member.named_parameters():
+        _alike(parameter, before[name])
+
+
+def _alike(parameter: Tensor, own: Tensor) -> None:
+    """Give a fresh parameter the spread that the network's own start had, which may differ from torch's.
+
+    What nothing resets (class tokens, tables of positions, layer scales) gets the network's own numbers in another order: the same
+    distribution if they were drawn alike, the same constant if they were constant.
+    """
+    if not parameter.requires_grad or parameter.numel() < 2:
+        return
+    if torch.equal(parameter, own):
+        order = torch.randperm(own.numel(), device=own.device)
+        parameter.copy_(own.flatten()[order].view_as(own))
+    elif parameter.dim() > 1 and float(parameter.std()) > 0:
+        parameter.mul_(own.std() / parameter.std())
 
 
 class EnsemblePosterior(Posterior):

@@ -156,7 +156,7 @@ class GaussianPosterior(Posterior):
         if linear.bias is None:
             return None
         if drawn.bias is None:
-            return linear.bias.expand(len(drawn.weight), -1)
+            return linear.bias.expand(drawn.weight.shape[0], -1)
         return linear.bias + drawn.bias.to(linear.bias.dtype)
 
     def _local(self, x: Tensor, linear: LinearMap) -> Tensor:
@@ -182,7 +182,7 @@ class GaussianPosterior(Posterior):
         recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         again = calls.get(self.key, 0) > 0 and not recomputed
         calls[self.key] = 1
-        if x.dim() > 2 or len(x) != self.current.rows or again:
+        if x.dim() > 2 or x.shape[0] != self.current.rows or again:
             met = "a second time in one pass" if again else "at several positions"
             raise ValueError(
                 f"{self.name}: the local estimator is exact where each row meets the weights once; here rows came {met}, got "

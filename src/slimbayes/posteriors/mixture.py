@@ -226,7 +226,7 @@ class MixturePosterior(Posterior):
     def realise(self, noise: Noise, pick: Pick) -> Assigned:
         lines = noise.row if self.per_row else noise.block
         if self.config.assignment == "model" or self.components == 1:
-            z = pick(torch.arange(self.members, device=self.device), len(lines))
+            z = pick(torch.arange(self.members, device=self.device), lines.shape[0])
             return Assigned(z, z, lines if self.config.sigma else None)
         count = self.picks * (1 if self.logits is None else self.components)
         drawn, eps = lines[:, :count], lines[:, count:] if self.config.sigma else None
@@ -290,7 +290,7 @@ class MixturePosterior(Posterior):
         else:
             stacked, components = self._components(linear)
             weights = select(stacked, picked)
-        biases = linear.bias if linear.bias is None else linear.bias.expand(len(picked), *linear.bias.shape)
+        biases = linear.bias if linear.bias is None else linear.bias.expand(picked.shape[0], *linear.bias.shape)
         biases = biases if components is None else select(components, drawn.bias[rows])
         return (weights, biases) if drawn.noise is None else self._noisy(weights, biases, drawn.noise[rows])
 
@@ -317,7 +317,7 @@ class MixturePosterior(Posterior):
             return linear.add_bias(linear.modulated(operator.mul, x, self._mask(), None, self.current))
         picked = drawn.weight
         one = picked.dim() == 1 and not picked.is_floating_point() and drawn.noise is None
-        if one and len(picked) > self.components and self.site.kind == "matrix":
+        if one and picked.shape[0] > self.components and self.site.kind == "matrix":
             weights, biases = self._components(linear)
             if biases is None and linear.bias is not None:
                 biases = linear.bias.expand(self.components, -1)

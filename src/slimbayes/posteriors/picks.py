@@ -35,7 +35,7 @@ def select(components: Tensor, picked: Tensor) -> Tensor:
         return (spread * components).sum(1)
     if picked.dim() == 1:
         return components.index_select(0, picked)  # its backward adds; that of indexing sorts first
-    return components.expand(len(picked), *components.shape).gather(1, picked.unsqueeze(1)).squeeze(1)
+    return components.expand(picked.shape[0], *components.shape).gather(1, picked.unsqueeze(1)).squeeze(1)
 
 
 def bias_shape(site: Site) -> tuple[int, ...]:
