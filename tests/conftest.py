@@ -20,3 +20,21 @@ def _seed() -> None:
 if device := os.environ.get("SLIMBAYES_TEST_DEVICE"):  # run the suite on a GPU: SLIMBAYES_TEST_DEVICE=cuda
     torch.set_default_device(device)
     torch.backends.cudnn.allow_tf32 = False  # its default; comparisons need full single precision
+
+
+@pytest.fixture
+def last_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Posteriors show the draws of the last pass after it has ended, for tests that write them out by hand."""
+    from slimbayes.engine import passes
+    from slimbayes.posteriors.base import Posterior
+
+    last: dict[str, passes.Pass] = {}
+    run = passes.run
+
+    def recording(new: passes.Pass, *args: object, **kwargs: object) -> object:
+        if not new.probing:
+            last.update(dict.fromkeys(new.noise, new))
+        return run(new, *args, **kwargs)
+
+    monkeypatch.setattr(passes, "run", recording)
+    monkeypatch.setattr(Posterior, "current", property(lambda posterior: passes.of(posterior.key) or last[posterior.key]))

@@ -24,6 +24,8 @@ from slimbayes.layers.dropout import DROPOUTS, functional_dropout
 from slimbayes.models import resnet18
 from slimbayes.engine.passes import posteriors_of
 
+pytestmark = pytest.mark.usefixtures("last_draws")
+
 RARE = 1e-4  # a test of chance fails a correct library this often; the seed is fixed
 SHAPES = {
     nn.Dropout: (5, 3, 4),

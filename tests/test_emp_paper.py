@@ -24,6 +24,8 @@ from slimbayes.layers.base import BayesLayer
 from slimbayes.models import deep_mlp, imdb_lstm, pyramidnet, resnet18
 from slimbayes.engine.passes import posteriors_of
 
+pytestmark = pytest.mark.usefixtures("last_draws")
+
 RARE = 1e-4  # a test of chance fails a correct library this often; the seed is fixed
 
 

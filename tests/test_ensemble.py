@@ -23,6 +23,8 @@ import slimbayes as sb
 from slimbayes.layers.base import Converted
 from slimbayes.engine.passes import posteriors_of
 
+pytestmark = pytest.mark.usefixtures("last_draws")
+
 RARE = 1e-4  # a test of chance fails a correct library this often; the seed is fixed
 
 

@@ -17,6 +17,8 @@ import slimbayes as sb
 from slimbayes.layers.base import BayesLayer
 from slimbayes.posteriors.priors import gaussian_kl
 
+pytestmark = pytest.mark.usefixtures("last_draws")
+
 ESTIMATORS: list[Any] = ["reparam", "flipout", "local"]
 
 

@@ -18,6 +18,8 @@ import slimbayes as sb
 from slimbayes import models, passes
 from slimbayes.engine.passes import Pass
 
+pytestmark = pytest.mark.usefixtures("last_draws")
+
 K, C = 3, 5
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "1d": (lambda: nn.BatchNorm1d(C), (C,)),

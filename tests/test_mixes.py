@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 
+pytestmark = pytest.mark.usefixtures("last_draws")
+
 METHODS: dict[str, sb.Config] = {
     "rank1": sb.Rank1(members=2),
     "rank1-member": sb.Rank1(members=3, draws="member"),

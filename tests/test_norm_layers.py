@@ -18,7 +18,7 @@ from slimbayes.layers.norm import NORMS
 from slimbayes.engine.passes import posteriors_of
 
 # torch says so of every sequence-first nn.TransformerEncoder.
-pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+pytestmark = [pytest.mark.usefixtures("last_draws"), pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")]
 
 B, C = 4, 6
 
@@ -98,7 +98,7 @@ def test_one_component_is_the_plain_layer_over_many_calls(case: str, mode: str) 
     """Outputs and running statistics, bit for bit."""
     plain, _ = made(case)
     layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=1))
-    assert isinstance(layer, BayesLayer) and layer.kind == "norm"
+    assert isinstance(layer, BayesLayer) and layer.bayes_kind == "norm"
     for net in (plain, layer):
         net.train(mode == "train")
     for _ in range(3):

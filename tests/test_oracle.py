@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 import slimbayes as sb
 
+pytestmark = pytest.mark.usefixtures("last_draws")
+
 
 @pytest.fixture(autouse=True)
 def _double() -> Iterator[None]:

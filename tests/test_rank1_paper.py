@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import slimbayes as sb
 from slimbayes.models import resnet50, wrn
 
+pytestmark = pytest.mark.usefixtures("last_draws")
+
 Spatial = tuple[int, ...]
 
 

@@ -14,6 +14,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import slimbayes as sb
 
+pytestmark = pytest.mark.usefixtures("last_draws")
+
 T, B, D, U, K = 4, 3, 3, 5, 2  # steps, rows, inputs, units, members
 
 

@@ -12,6 +12,8 @@ from slimbayes import models
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.sharing import shared
 
+pytestmark = pytest.mark.usefixtures("last_draws")
+
 
 class Residual(nn.Module):
     """A shortcut from before the first norm, a module used twice, and a branch that nothing random reaches."""

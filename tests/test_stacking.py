@@ -15,6 +15,8 @@ from torch import Tensor
 import slimbayes as sb
 from slimbayes.stacking import factored_weights, stacking_weights
 
+pytestmark = pytest.mark.usefixtures("last_draws")
+
 
 def problem(seed: int, draws: int, rows: int, spread: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)

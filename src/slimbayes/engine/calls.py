@@ -129,6 +129,7 @@ def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, firs
 def _finish(new: Pass, posteriors: Sequence[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
     passes.realise(posteriors, new)
+    new.compiled = isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in function.modules())
     out = passes.run(new, function, *args, **kwargs)
     notice(posteriors, new)
     passes.remember(out, new)
@@ -155,7 +156,7 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
 
 def notice(posteriors: Sequence[Any], done: Pass) -> None:
     """After the first pass, say which layers were converted but never ran: their posteriors have no part in any prediction."""
-    if torch.compiler.is_compiling() or posteriors[0].noticed:
+    if torch.compiler.is_compiling() or posteriors[0].noticed or done.compiled:
         return
     posteriors[0].noticed = True
     silent = [p for p in posteriors if p.layer is not None and p.layer.bayes_key not in done.met]

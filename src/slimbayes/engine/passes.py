@@ -64,6 +64,7 @@ class Pass:
         self.calls: dict[str, int] = {}  # how often each posterior was asked in this call
         self.substitutes: dict[tuple[str, str], Tensor | None] = {}  # weights that a layer's own forward reads instead of its own
         self.met: dict[str, None] = {}  # keys of layers that have run, in any call
+        self.compiled = False  # whether compiled code runs in it, which leaves no trace in `met`
         self.drawn_yet = False  # whether a layer has used its draw in this call
         self.shared: dict[int, tuple[Any, Any]] | None = None  # modules that run once for all draws while none has been used
         self.waiting: list[nn.Module] = []  # of those, the ones under way

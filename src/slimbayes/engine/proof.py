@@ -114,7 +114,8 @@ class Probe(passes.Pass):
         def change(i: int, leaf: Any) -> Any:
             dim = earlier.out_dims[i] if i < len(earlier.out_dims) else None
             if isinstance(leaf, PackedSequence):
-                return leaf if dim is None else leaf._replace(data=leaf.data * 1.25 + 0.125)
+                changed = leaf.data * 1.25 + 0.125
+                return leaf if dim is None else _packed_from(leaf, changed, rows // 2 if self.taint == "half" else rows - 1)
             if not leaf.is_floating_point():
                 return leaf
             if dim is None:
@@ -168,27 +169,33 @@ def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Hypothesis]:
     for dim in (0, 1) if batch_dim is None else (batch_dim,):
         for i in order:
             at = 1 if isinstance(arrays[i], PackedSequence) else dim
-            if len(shapes[i]) <= at or shapes[i][at] == 0:
-                continue
-            rows = shapes[i][at]
-            alike = tuple(_fitting(shape, rows, at) for shape in shapes)
-            more = tuple(d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(alike, shapes, strict=True))
-            alone = tuple(d if j == i else None for j, d in enumerate(alike))
-            without = [tuple(None if j == k else d for j, d in enumerate(alike)) for k in range(len(arrays)) if k != i and alike[k] is not None]
-            for dims in (alike, *without, more, alone):
-                if dims not in seen:
-                    seen.add(dims)
-                    yield Hypothesis(dims, (i, at))
+            if len(shapes[i]) > at and shapes[i][at] > 0:
+                for dims in _variants(shapes, i, at):
+                    if dims not in seen:
+                        seen.add(dims)
+                        yield Hypothesis(dims, (i, at))
 
 
 def _flag(array: Any) -> bool:
     return isinstance(array, Tensor) and array.dtype == torch.bool
 
 
-def _fitting(shape: tuple[int, ...], rows: int, dim: int) -> int | None:
-    if len(shape) > dim and shape[dim] == rows:
-        return dim
-    return next((d for d, size in enumerate(shape) if size == rows and d < 2), None)
+def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator[Dims]:
+    """Rows of all inputs, if those of input `lead` lie along `at`: wherever a size fits, then with one input less, or multiples too."""
+    rows = shapes[lead][at]
+    fits = [[d for d, size in enumerate(shape) if size == rows and d < 2] for shape in shapes]
+    first = [at if at in f else f[0] if f else None for f in fits]
+    first[lead] = at
+    yield tuple(first)
+    for i, found in enumerate(fits):  # a state (layers, rows, units) of as many layers as rows
+        for other in found if i != lead else ():
+            yield tuple(other if j == i else d for j, d in enumerate(first))
+    yield tuple(next((d for d in reversed(f)), None) if j != lead else at for j, f in enumerate(fits))
+    for i, dim in enumerate(first):
+        if dim is not None and i != lead:
+            yield tuple(None if j == i else d for j, d in enumerate(first))
+    yield tuple(d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(first, shapes, strict=True))
+    yield tuple(at if j == lead else None for j in range(len(shapes)))
 
 
 def kind_of(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -248,14 +255,19 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
     with _undisturbed(model, inputs):
         for tried, guess in enumerate(hypotheses(inputs, batch_dim)):
             try:
-                layout = _Proof(model, inputs, posteriors, guess).run()
+                proof = _Proof(model, inputs, posteriors, guess)
+                layout = proof.run()
             except Mixed as error:
                 first = first or str(error)
             except Exception as error:
                 first = first or f"{type(error).__name__} when every row came twice: {str(error).splitlines()[0] if str(error) else ''}"
             else:
-                return layout
-            if tried > 12:
+                try:
+                    proof.verify()
+                    return layout
+                except (Mixed, passes.Unproven) as error:
+                    first = first or str(error)
+            if tried > 20:
                 break
     lead = next(((h.lead for h in hypotheses(inputs, batch_dim))), None)
     return Layout(why=first or "no input has a dimension that could hold rows", lead=lead)
@@ -311,7 +323,6 @@ class _Proof:
             layout.apart = True
         except Mixed as error:
             layout.why = str(error)
-        self._verify()
         return layout
 
     def _probe(self, inputs: Any, before: Probe | None, taint: str) -> tuple[Probe, Any]:
@@ -355,9 +366,7 @@ class _Proof:
                 return leaf
             if isinstance(leaf, PackedSequence):
                 whole = index_rows(leaf, 1, torch.arange(self.rows).repeat(2))
-                rows = index_rows(whole, 1, torch.arange(2 * self.rows))
-                other = rows.data * 0.7 + 0.37
-                return whole if what == "row" else _packed_half(whole, other, self.rows)
+                return _packed_from(whole, whole.data * 0.7 + 0.37, self.rows if what == "half" else 2 * self.rows - 1)
             if leaf.shape[dim] == 1 != self.rows:
                 return leaf
             each = leaf.shape[dim] // self.rows
@@ -417,7 +426,7 @@ class _Proof:
         assert probe.before is not None
         return probe.before.visits[probe.visits.index(visit)]
 
-    def _verify(self) -> None:
+    def verify(self) -> None:
         """Two real draws folded and one by one must agree."""
         if not self.posteriors:
             return
@@ -474,12 +483,11 @@ def _other(x: Tensor, dim: int) -> Tensor:
     return x.roll(1, -1) if x.dim() > 1 and dim % x.dim() != x.dim() - 1 and x.dtype != torch.bool else x
 
 
-def _packed_half(whole: PackedSequence, other: Tensor, rows: int) -> PackedSequence:
-    """A packed sequence of 2B rows with other numbers in the second half of them."""
-    unsorted = torch.arange(2 * rows) if whole.sorted_indices is None else whole.sorted_indices.cpu()
-    row = torch.cat([unsorted[: int(n)] for n in whole.batch_sizes]).to(whole.data.device)
-    second = (row >= rows).view(-1, *[1] * (whole.data.dim() - 1))
-    return whole._replace(data=torch.where(second, other, whole.data))
+def _packed_from(whole: PackedSequence, other: Tensor, first: int) -> PackedSequence:
+    """A packed sequence with other numbers in the rows from `first` on."""
+    order = torch.arange(int(whole.batch_sizes[0])) if whole.sorted_indices is None else whole.sorted_indices.cpu()
+    row = torch.cat([order[: int(n)] for n in whole.batch_sizes]).to(whole.data.device)
+    return whole._replace(data=torch.where((row >= first).view(-1, *[1] * (whole.data.dim() - 1)), other, whole.data))
 
 
 @contextmanager
