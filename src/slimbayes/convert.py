@@ -78,7 +78,8 @@ def bayesianize(
         refuse(decisions)
     built = [entry for entry in built if entry[0].config is not None]
     if not built and any(d.problem for d in decisions):
-        raise ValueError("No layer would be converted: " + "; ".join(f"{d.name} ({d.reason})" for d in decisions if d.problem))
+        reasons = "; ".join(f"{d.name or '(the model itself)'} ({d.kind}): {d.reason}" for d in decisions if d.problem)
+        raise ValueError(f"No layer would be converted. {reasons}.")
     _share(decisions, layers, built)
     try:
         for decision, layer, cls, posteriors in built:

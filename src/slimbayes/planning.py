@@ -212,7 +212,7 @@ def _tie(decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool
     users: dict[int, list[Decision]] = {}
     for decision in decisions:
         for parameter in layers[decision.name].parameters(recurse=False):
-            if parameter.dim() > 1:
+            if not nn.parameter.is_lazy(parameter) and parameter.dim() > 1:
                 users.setdefault(id(parameter), []).append(decision)
     for group in users.values():
         converted = [d for d in group if d.config is not None]

@@ -15,7 +15,7 @@ hypothesis: those with as many entries along one dimension as a leading one; hyp
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 from slimbayes.engine import passes
 from slimbayes.engine.layout import Dims, Layout, stack_draws
 from slimbayes.engine.quiet import Quiet
-from slimbayes.engine.tree import arrays_of, index_rows, leaves_of, map_arrays, padded, tree_map
+from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, padded, tree_map
 
 
 class Mixed(Exception):
@@ -42,7 +42,7 @@ class Hypothesis:
     lead: tuple[int, int]
 
 
-@dataclass
+@dataclass(eq=False)
 class Visit:
     """One call of a converted module in a run of the proof."""
 
@@ -50,6 +50,7 @@ class Visit:
     name: str
     shapes: list[tuple[int, ...]]
     ndims: tuple[int, ...] = ()
+    allowed: Callable[[int, int], bool] = lambda dim, ndim: True
     outputs: list[tuple[int, ...]] = field(default_factory=list)
     prints: list[Tensor | None] = field(default_factory=list)
     dims: list[int | None] = field(default_factory=list)
@@ -72,7 +73,8 @@ class Probe(passes.Pass):
         """Run a converted module's plain forward and note what came in and what went out."""
         place = len(self.visits)
         arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
-        here = Visit(layer.bayes_key, layer.bayes_name, [tuple(a.shape) for a in arrays], tuple(a.dim() for a in arrays))
+        shapes = [tuple(a.shape) for a in arrays]
+        here = Visit(layer.bayes_key, layer.bayes_name, shapes, tuple(a.dim() for a in arrays), layer.may_hold_rows)
         self.visits.append(here)
         if self.before is not None:
             self._compare(here, self._same(place, here), arrays)
@@ -124,8 +126,9 @@ class Probe(passes.Pass):
                 leaf, dim = leaf.expand(rows, *leaf.shape[1:]), 0
             size = leaf.shape[dim]
             part = size // 2 if self.taint == "half" else size // rows
-            keep = leaf.narrow(dim, 0, size - part)
-            return torch.cat([keep, leaf.narrow(dim, size - part, part) * 1.25 + 0.125], dim)
+            out = leaf.clone()  # in place, so that its memory format stays: others use other kernels
+            out.narrow(dim, size - part, part).mul_(1.25).add_(0.125)
+            return out
 
         return map_arrays(change, out)
 
@@ -274,7 +277,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
 
 
 def _without_cache(leaf: Any) -> Any:
-    return None if hasattr(leaf, "get_seq_length") else leaf
+    return None if hasattr(leaf, "get_seq_length") or type(leaf).__name__ == "NotJoined" else leaf
 
 
 @contextmanager
@@ -365,16 +368,16 @@ class _Proof:
             if dim is None:
                 return leaf
             if isinstance(leaf, PackedSequence):
-                whole = index_rows(leaf, 1, torch.arange(self.rows).repeat(2))
-                return _packed_from(whole, whole.data * 0.7 + 0.37, self.rows if what == "half" else 2 * self.rows - 1)
+                return _packed_from(leaf, leaf.data * 0.7 + 0.37, self.rows if what == "half" else 2 * self.rows - 1)
             if leaf.shape[dim] == 1 != self.rows:
                 return leaf
-            each = leaf.shape[dim] // self.rows
-            part = leaf.shape[dim] if what == "half" else each
-            kept = torch.cat([leaf, leaf.narrow(dim, 0, leaf.shape[dim] - part)], dim)
-            return torch.cat([kept, _other(leaf.narrow(dim, leaf.shape[dim] - part, part), dim)], dim)
+            part = leaf.shape[dim] // 2 if what == "half" else leaf.shape[dim] // (2 * self.rows)
+            out = leaf.clone()
+            last = out.narrow(dim, leaf.shape[dim] - part, part)
+            last.copy_(_other(last, dim))
+            return out
 
-        return map_arrays(alter, self.inputs)
+        return map_arrays(alter, self.layout.tile(self.inputs, 2))
 
     def _feels(self, what: str, plain: Probe, tainted: Probe, out: list[Any], out_tainted: list[Any], dims: Dims) -> None:
         """Refuse if anything outside the changed rows differs; note layers that nothing reached."""
@@ -416,6 +419,8 @@ class _Proof:
                 if not stands_for_all(visit):
                     raise Mixed(f"{visit.name}: an input of shape {visit.shapes[0] if visit.shapes else ()} has no rows in it")
                 dim = -1
+            if not visit.allowed(dim, len(visit.shapes[0])):
+                raise Mixed(f"{visit.name}: dimension {dim} of its input {visit.shapes[0]} cannot hold rows")
             before = self._earlier(probe, visit)
             at = (visit.key, len(visit.shapes[0]))
             if layout.dims.setdefault(at, dim) != dim:
@@ -436,13 +441,14 @@ class _Proof:
             folded = passes.realise(self.posteriors, new.view(new.rows, self.layout))
             args, kwargs = map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.layout.tile(self.inputs, 2))
             with _buffers_kept(self.model):
-                together = arrays_of(self.layout.split(passes.run(folded, self.model, *args, **kwargs), 2))
+                out = tree_map(padded, passes.run(folded, self.model, *args, **kwargs))
+                together = arrays_of(self.layout.split(out, 2))
             parts = []
             for j in range(2):
                 args, kwargs = map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.inputs)
                 one = passes.realise(self.posteriors, new.single(j, self.layout))
                 with _buffers_kept(self.model):
-                    parts.append(passes.run(one, self.model, *args, **kwargs))
+                    parts.append(tree_map(padded, passes.run(one, self.model, *args, **kwargs)))
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
                 raise Mixed(f"output {i} of folded draws differs from that of single ones by {_apart(a, b):.2g} of its size")

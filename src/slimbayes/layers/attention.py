@@ -37,6 +37,9 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
         ]
         return [*sites, Site("out", size, size, self.out_proj.bias is not None, "out_proj.weight", (size, size), positions="many")]
 
+    def may_hold_rows(self, dim: int, ndim: int) -> bool:  # type: ignore[override]
+        return ndim == 3 and dim == (0 if self.batch_first else 1)
+
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias = self._parameters_of(site)
         return LinearMap(weight, bias, F.linear, matrix_outer, 0 if self.batch_first else 1, -1, self.posterior[site].name)

@@ -136,6 +136,11 @@ class Converted(nn.Module):
         name = posterior.name.removesuffix(site).rstrip(".")  # type: ignore[union-attr, operator]
         return name or "the model itself"
 
+    @classmethod
+    def may_hold_rows(cls, dim: int, ndim: int) -> bool:
+        """Whether a dimension of the first input, which has `ndim` of them, can hold rows."""
+        return True
+
     def plain_forward(self, args: Any, kwargs: Any) -> Any:
         """What the module did before it was converted."""
         return self.plain.forward(self, *args, **kwargs)

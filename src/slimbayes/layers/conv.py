@@ -21,6 +21,10 @@ class _BayesConv(BayesLayer):
         shape = tuple(own_value(self, "weight").shape)
         return [Site("weight", self.in_channels, self.out_channels, has(self, "bias"), "weight", shape, out_dim, "many")]
 
+    @classmethod
+    def may_hold_rows(cls, dim: int, ndim: int) -> bool:
+        return dim != 1 and ndim == cls.spatial + 2
+
     def _map(self, op: Any, outer: Any, batch_dim: int) -> LinearMap:
         name, weight, bias = self.posterior["weight"].name, self.own_value("weight"), self.own_value("bias")
         return LinearMap(weight, bias, op, outer, batch_dim, 1, name, mask=mask_of(self))

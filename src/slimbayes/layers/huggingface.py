@@ -29,6 +29,10 @@ class BayesConv1D(BayesLayer, Conv1D):
         shape = tuple(own_value(self, "weight").shape)
         return [Site("weight", *shape, True, "weight", shape, out_dim=1)]
 
+    @classmethod
+    def may_hold_rows(cls, dim: int, ndim: int) -> bool:
+        return dim < ndim - 1
+
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias = self.own_value("weight"), self.own_value("bias")
         return LinearMap(weight, bias, _op, _outer, batch_dim, -1, self.posterior[site].name, mask=mask_of(self))

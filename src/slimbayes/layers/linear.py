@@ -19,6 +19,10 @@ class BayesLinear(BayesLayer, nn.Linear):
         shape = (self.out_features, self.in_features)
         return [Site("weight", self.in_features, self.out_features, has(self, "bias"), "weight", shape)]
 
+    @classmethod
+    def may_hold_rows(cls, dim: int, ndim: int) -> bool:
+        return dim < ndim - 1
+
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias = self.own_value("weight"), self.own_value("bias")
         return LinearMap(weight, bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name, mask=mask_of(self))

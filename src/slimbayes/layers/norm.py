@@ -46,6 +46,10 @@ class _BayesNorm(BayesLayer):
         size, shape = weight.numel(), tuple(weight.shape)
         return [Site("weight", size, size, has(self, "bias"), "weight", shape, positions="many", kind="norm")]
 
+    @classmethod
+    def may_hold_rows(cls, dim: int, ndim: int) -> bool:
+        return ndim > 1 and dim != cls.channel_dim % ndim
+
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = self.own_value("bias") if has(self, "bias") else None
         return NormMap(self.own_value("weight"), bias, self._op, _outer, batch_dim, self.channel_dim, self.posterior[site].name)

@@ -90,6 +90,9 @@ class _BayesRecurrent(BayesLayer):
                 out.append(_site(self, f"weight_{kind}{stem}", bool(self.bias) and kind == "ih"))
         return out
 
+    def may_hold_rows(self, dim: int, ndim: int) -> bool:  # type: ignore[override]
+        return ndim == 3 and dim in ((0, 1) if self.batch_first else (1,))  # packed sequences come as (time, rows, ...)
+
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = getattr(self, site.replace("weight", "bias")) if self.bias else None
         # Inside, sequences are (T, R, D) and hidden states (R, u).
@@ -235,6 +238,9 @@ class _BayesCell(BayesLayer):
 
     def sites(self) -> list[Site]:
         return [_site(self, "weight_ih", self.bias_ih is not None), _site(self, "weight_hh", False)]
+
+    def may_hold_rows(self, dim: int, ndim: int) -> bool:  # type: ignore[override]
+        return ndim == 2 and dim == 0
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = getattr(self, site.replace("weight", "bias"))
