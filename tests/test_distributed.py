@@ -1,7 +1,8 @@
-"""Two gloo processes against one: DDP and FSDP2 compute what a single process computes on the whole batch.
+"""Two gloo processes against one: DDP and FSDP2 compute what a single process computes that plays both ranks in turn.
 
 This file is also the worker: the fixture starts it twice, each process runs every scenario and writes its results, and the
-tests compare those of the two ranks with each other and with the same scenario run here, alone, on the whole batch.
+tests compare those of the two ranks with each other and with what one process finds here: it runs the rows of each rank with
+the noise of that rank, and averages losses and gradients over the ranks.
 
 Sizes: N rows of the whole batch, K members, S draws.
 """
@@ -24,20 +25,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes.engine import passes
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
 
 WORLD, SECONDS = 2, 100
-ALONE = -1  # the rank of a scenario that runs in one process, on the whole batch
 NUM_DATA = 20
+WEIGHTS = {"loss": (1.0, 1.0), "nll": (1.0, 0.0), "kl": (0.0, 1.0), "twice": (0.0, 2.0)}  # of the likelihood and of the KL
 Result = dict[str, Any]
 Scenario = Callable[[int, Path], Result]
 SCENARIOS: dict[str, Scenario] = {}
 CONFIGS: dict[str, sb.Config] = {
     "example": sb.Rank1(members=2),
     "member": sb.Rank1(members=2, draws="member"),
-    "odd": sb.Rank1(members=3, prior=sb.Cauchy(1.0, 0.1)),  # three members do not divide among two ranks
+    "odd": sb.Rank1(members=3, prior=sb.Cauchy(1.0, 0.1)),  # three members do not divide the four rows of a rank
     "batchensemble": sb.BatchEnsemble(members=2),
     "picks": sb.ModelPatch(components=3, patch=".*", draws="example", jitter=0.5),
     "ensemble": sb.Ensemble(members=2, init="copies", jitter=0.5),
@@ -56,21 +58,19 @@ def build(config: str) -> nn.Module:
 
 
 def batch(rank: int, step: int = 0, size: int = 4) -> tuple[Tensor, Tensor]:
-    """A rank's rows of a step's batch, or all rows."""
+    """A rank's rows of a step's batch."""
     data = torch.Generator().manual_seed(100 + step)
     x = torch.randn(WORLD * size, 4, generator=data)
     y = torch.randint(0, 3, (WORLD * size,), generator=data)
-    return (x, y) if rank == ALONE else (x[rank::WORLD], y[rank::WORLD])  # dealt out as DistributedSampler does
+    return x[rank::WORLD], y[rank::WORLD]  # dealt out as DistributedSampler does
 
 
 def ddp(model: nn.Module, rank: int) -> nn.Module:
-    return model if rank == ALONE else nn.parallel.DistributedDataParallel(model)
+    return nn.parallel.DistributedDataParallel(model)
 
 
 def shard(model: nn.Module, rank: int, alone: tuple[int, ...] = (0, 2, 4)) -> nn.Module:
     """FSDP2 with a group of its own for the layers at these positions; the root takes the others."""
-    if rank == ALONE:
-        return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -110,7 +110,67 @@ def distance(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
     return max((one[n] - two[n]).abs().max().item() for n in one)
 
 
-# ---- scenarios: each runs on both ranks, and some here alone as well -------------------------------------------------------
+# ---- one process that plays all ranks --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def playing(rank: int, world: int = WORLD) -> Iterator[None]:
+    """Draw what a rank would draw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slimbayes.engine.passes.processes", lambda: (rank, world))
+        yield
+
+
+class Ranks:
+    """All ranks in turn with one model; each has its own random state, which starts at the same seed."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.states = [torch.Generator().manual_seed(seed).get_state()] * WORLD
+
+    def each(self, run: Callable[[int], Any]) -> list[Any]:
+        found = []
+        for rank in range(WORLD):
+            torch.set_rng_state(self.states[rank])
+            with playing(rank):
+                found.append(run(rank))
+            self.states[rank] = torch.get_rng_state()
+        return found
+
+    def backward(self, net: nn.Module, run: Callable[[int], sb.ELBO]) -> list[sb.ELBO]:
+        """Losses of all ranks, and in the model's gradients the mean of theirs."""
+
+        def one(rank: int) -> sb.ELBO:
+            terms = run(rank)
+            terms.loss.backward()
+            return terms
+
+        found = self.each(one)
+        for p in net.parameters():
+            if p.grad is not None:
+                p.grad /= WORLD
+        return found
+
+
+def played_training(config: str, steps: int) -> dict[str, Tensor]:
+    net, ranks = build(config), Ranks()
+    optimizer = torch.optim.SGD(sb.param_groups(net, weight_decay=0.01), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        ranks.backward(net, lambda rank, step=step: loss(net, *batch(rank, step)))
+        optimizer.step()
+    return parameters(net)
+
+
+def played_step(config: str) -> Result:
+    net = build(config)
+    optimizer = torch.optim.SGD(sb.param_groups(net, weight_decay=0.01), lr=0.1)
+    terms = Ranks().backward(net, lambda rank: loss(net, *batch(rank)))
+    grad = gradients(net)
+    optimizer.step()
+    return {"kl": sb.kl(build(config)).detach(), "nll": [t.nll.detach() for t in terms], "grad": grad, "end": parameters(net)}
+
+
+# ---- scenarios: each runs on both ranks -------------------------------------------------------------------------------------
 
 
 def _ddp_training(config: str, rank: int) -> Result:
@@ -142,7 +202,7 @@ def ddp_noise(rank: int, folder: Path) -> Result:
 def ddp_gradients(rank: int, folder: Path) -> Result:
     """One backward pass of the whole loss, of the likelihood alone, of the KL alone, and of a KL counted twice."""
     out = {}
-    for name, weights in {"loss": (1.0, 1.0), "nll": (1.0, 0.0), "kl": (0.0, 1.0), "twice": (0.0, 2.0)}.items():
+    for name, weights in WEIGHTS.items():
         net = ddp(build("example"), rank)
         torch.manual_seed(1)
         terms = loss(net, *batch(rank), *weights)
@@ -292,8 +352,7 @@ def test_ddp_ranks_stay_equal_and_follow_one_process(folder: Path, config: str) 
     first, second = (r[config] for r in results(folder, "ddp_training"))
     assert distance(first["end"], second["end"]) == 0
     assert min((first["start"][n] - p).abs().max().item() for n, p in first["end"].items()) > 0
-    if config != "member":  # draws shared by a rank's rows are other draws than those shared by all rows
-        assert distance(first["end"], _ddp_training(config, ALONE)["end"]) < 1e-6
+    assert distance(first["end"], played_training(config, steps=3)) < 1e-6
 
 
 @pytest.mark.parametrize("call", ["sample", "bare"])
@@ -308,12 +367,14 @@ def test_ddp_ranks_with_equal_seeds_draw_different_noise(folder: Path, config: s
 
 
 def test_ddp_loss_and_gradients_equal_those_of_one_process(folder: Path) -> None:
-    ranks, alone = results(folder, "ddp_gradients"), ddp_gradients(ALONE, folder)
+    ranks = results(folder, "ddp_gradients")
     for name in ("loss", "nll", "kl"):
-        mean = sum(r[name]["loss"] for r in ranks) / WORLD
-        torch.testing.assert_close(mean, alone[name]["loss"], atol=1e-6, rtol=1e-6)
-        for rank in ranks:
-            assert distance(rank[name]["grad"], alone[name]["grad"]) < 1e-6, name
+        net = build("example")
+        terms = Ranks().backward(net, lambda rank, name=name, net=net: loss(net, *batch(rank), *WEIGHTS[name]))
+        expected = gradients(net)
+        for rank, alone in zip(ranks, terms, strict=True):
+            torch.testing.assert_close(rank[name]["loss"], alone.loss.detach(), atol=1e-6, rtol=1e-6)
+            assert distance(rank[name]["grad"], expected) < 1e-6, name
 
 
 def test_ddp_counts_the_kl_once(folder: Path) -> None:
@@ -339,6 +400,39 @@ def test_ddp_uneven_batches_draw_different_noise(folder: Path) -> None:
     assert len(torch.unique(rows, dim=0)) == 16
 
 
+def test_a_rank_draws_its_own_noise_at_a_cost_that_does_not_depend_on_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, randn = [], torch.randn
+
+    def counting(shape: Any, **options: Any) -> Tensor:
+        asked.append(tuple(shape))
+        return randn(shape, **options)
+
+    monkeypatch.setattr(torch, "randn", counting)
+    found = []
+    for rank in (0, 3, 63):
+        torch.manual_seed(5)
+        with playing(rank, 64):
+            found.append(passes.standard_normal((5, 7), torch.device("cpu"), torch.float32))
+    assert asked == [(5, 7)] * 3
+    assert len(torch.unique(torch.stack(found))) == 3 * 35
+    with playing(3, 64):
+        torch.manual_seed(5)
+        assert torch.equal(passes.standard_normal((5, 7), torch.device("cpu"), torch.float32), found[1])
+        assert not torch.equal(passes.standard_normal((5, 7), torch.device("cpu"), torch.float32), found[1])
+
+
+def test_ranks_noise_is_standard_normal_and_uncorrelated() -> None:
+    found = []
+    for rank in range(16):
+        torch.manual_seed(5)
+        with playing(rank, 16):
+            found.append(passes.standard_normal((20_000,), torch.device("cpu"), torch.float64))
+    noise = torch.stack(found)
+    assert noise.mean(1).abs().max() < 5 / 20_000**0.5
+    assert (noise.var(1) - 1).abs().max() < 5 * (2 / 20_000) ** 0.5
+    assert (torch.corrcoef(noise) - torch.eye(16, dtype=torch.float64)).abs().max() < 5 / 20_000**0.5
+
+
 @pytest.mark.parametrize("saved", ["inner", "wrapper"])
 def test_ddp_rank_zero_saves_alone(folder: Path, saved: str) -> None:
     first, _ = results(folder, "ddp_save")
@@ -349,16 +443,23 @@ def test_ddp_rank_zero_saves_alone(folder: Path, saved: str) -> None:
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGS if c != "member"])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_fsdp_step_equals_one_process(folder: Path, config: str) -> None:
-    alone = _fsdp_step(config, ALONE)
-    ranks = [r[config] for r in results(folder, "fsdp_step")]
-    torch.testing.assert_close(sum(r["nll"] for r in ranks) / WORLD, alone["nll"], atol=1e-6, rtol=1e-6)
-    for rank in ranks:
+    alone = played_step(config)
+    for rank, nll in zip([r[config] for r in results(folder, "fsdp_step")], alone["nll"], strict=True):
         assert rank["plain"]
+        torch.testing.assert_close(rank["nll"], nll, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(rank["kl"], alone["kl"])
         assert distance(rank["grad"], alone["grad"]) < 1e-6
         assert distance(rank["end"], alone["end"]) < 1e-6
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_fsdp_trains_every_parameter(folder: Path, config: str) -> None:
+    start = parameters(build(config))
+    for rank in results(folder, "fsdp_step"):
+        still = [n for n, p in rank[config]["end"].items() if torch.equal(p, start[n])]
+        assert not still
 
 
 def test_fsdp_step_runs_with_draws_shared_by_a_rank(folder: Path) -> None:
@@ -369,7 +470,7 @@ def test_fsdp_step_runs_with_draws_shared_by_a_rank(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fsdp_root", "fsdp_mixed"])
 def test_fsdp_groups_may_span_layers(folder: Path, name: str) -> None:
-    alone = _fsdp_step("example", ALONE)
+    alone = played_step("example")
     for rank in results(folder, name):
         assert rank["plain"]
         assert distance(rank["grad"], alone["grad"]) < 1e-6
@@ -377,16 +478,20 @@ def test_fsdp_groups_may_span_layers(folder: Path, name: str) -> None:
 
 
 def test_fsdp_kl_gradient_equals_one_process(folder: Path) -> None:
-    alone = fsdp_kl_gradient(ALONE, folder)["grad"]
+    net = build("odd")
+    sb.kl(net).backward()
+    alone = gradients(net)
     assert alone.keys() == {n for n, _ in build("odd").named_parameters() if n.endswith(("loc", "rho"))}
     for rank in results(folder, "fsdp_kl_gradient"):
         assert distance(rank["grad"], alone) < 1e-6
 
 
 def test_fsdp_predicts_as_one_process(folder: Path) -> None:
-    ranks, alone = results(folder, "fsdp_predict"), fsdp_predict(ALONE, folder)
-    torch.testing.assert_close(torch.stack([r["samples"] for r in ranks], 2).flatten(1, 2), alone["samples"], atol=1e-6, rtol=1e-6)
-    assert all(r["held"] for r in ranks)
+    net = build("example").eval()
+    alone = Ranks().each(lambda rank: sb.predict(net, batch(rank)[0], draws=2).samples)
+    for rank, samples in zip(results(folder, "fsdp_predict"), alone, strict=True):
+        torch.testing.assert_close(rank["samples"], samples, atol=1e-6, rtol=1e-6)
+        assert rank["held"]
 
 
 def test_fsdp_checkpoint_loads_into_one_process(folder: Path) -> None:
