@@ -19,6 +19,10 @@ _RANDOM = {"rand": 0.5, "rand_like": 0.5, "uniform_": 0.5, "randn": 0.25, "randn
 _RANDOM |= {"bernoulli": 1.0, "bernoulli_": 1.0, "exponential_": 1.0, "poisson": 1.0, "cauchy_": 0.25, "log_normal_": 1.0}
 _RANDOM |= {"geometric_": 1.0, "randint": None, "randint_like": None, "random_": None, "randperm": None}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+_BY_INDEX = {"index_select": 2, "gather": 2, "take_along_dim": 1}  # place of the index among the arguments
+_BY_INDEX |= dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), 2)
+_BY_INDEX |= dict.fromkeys(("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"), 2)
+_INDEXED = {*_BY_INDEX, "embedding", "embedding_bag", "__getitem__", "__setitem__", "one_hot", "cross_entropy", "nll_loss"}
 _FACTS = {"__get__", "size", "dim", "ndimension", "is_floating_point", "is_complex", "element_size", "numel", "stride", "is_contiguous", "type"}
 
 
@@ -41,6 +45,8 @@ class Quiet(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if self.watched and name not in _FACTS:
             self._note_uses([*args, *kwargs.values()])
+        if name in _INDEXED:
+            check_bounds(name, args, kwargs)
         if name in _DROPOUT:
             self.random = self.random or _drops(args, kwargs)
             return args[0] if args else kwargs["input"]
@@ -70,6 +76,50 @@ class Quiet(TorchFunctionMode):
                 self._note_uses(list(value))
             elif isinstance(value, Tensor) and id(value) in self.watched:
                 self.used[self.watched[id(value)][1]] = None
+
+
+def check_bounds(name: str, args: Any, kwargs: Any) -> None:
+    """Raise for an index out of range. On a GPU the kernel itself would end the process's use of the device."""
+    if not any(isinstance(a, Tensor) and a.is_cuda for a in args):
+        return
+    x = args[0]
+    if name in ("embedding", "embedding_bag"):
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        _within(x if not x.is_floating_point() else weight, (weight if not x.is_floating_point() else x).shape[0])
+    elif name in ("__getitem__", "__setitem__"):
+        _check_key(x, args[1])
+    elif name == "one_hot":
+        classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        _within(x, classes if classes > 0 else None)
+    elif name in ("cross_entropy", "nll_loss"):
+        target = args[1] if len(args) > 1 else kwargs["target"]
+        if not target.is_floating_point():
+            _within(target.where(target != kwargs.get("ignore_index", -100), 0), x.shape[1 if x.dim() > 1 else 0])
+    else:
+        place = _BY_INDEX[name]
+        index = args[place] if len(args) > place else kwargs.get("index", kwargs.get("indices"))
+        dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else None)
+        if isinstance(index, Tensor) and isinstance(dim, int):
+            _within(index, x.shape[dim])
+
+
+def _check_key(x: Tensor, key: Any) -> None:
+    dim = 0
+    parts = key if isinstance(key, tuple) else (key,)
+    for i, part in enumerate(parts):
+        if part is Ellipsis:
+            dim = x.dim() - sum(p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else p is not None for p in parts[i + 1 :])
+        elif isinstance(part, Tensor) and part.dtype == torch.bool:
+            dim += part.dim()
+        elif part is not None:
+            if isinstance(part, Tensor) and dim < x.dim():
+                _within(part, x.shape[dim])
+            dim += 1
+
+
+def _within(index: Tensor, size: int | None) -> None:
+    if index.numel() and (int(index.min()) < -(size or 0) or (size is not None and int(index.max()) >= size)):
+        raise IndexError(f"an index from {int(index.min())} to {int(index.max())} into {size} entries")
 
 
 def _constant(name: str, out: Tensor, args: Any, kwargs: Any) -> Tensor:
