@@ -180,10 +180,9 @@ class Interrupted(nn.Linear):
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["after a call", "cold"])
-@pytest.mark.parametrize("call", ["bare", "sample", "loop", "predict", "frozen", "backward"])
+@pytest.mark.parametrize("call", ["bare", "sample", "loop", "predict", "frozen"])
 def test_an_interrupt_inside_a_layer_leaves_nothing_open(call: str, known: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), Interrupted(8, 8), nn.Linear(8, 3))
-    checkpointed = Net(lambda m, x: m.model[3](checkpoint(m.model[:3], x, use_reentrant=False)), model=model)
     sb.bayesianize(model, RANDOM, exclude="1").train()
     x = torch.randn(6, 4)
     calls: dict[str, Callable[[], Any]] = {
@@ -191,7 +190,6 @@ def test_an_interrupt_inside_a_layer_leaves_nothing_open(call: str, known: bool)
         "sample": lambda: sb.sample(model, x),
         "loop": lambda: sb.sample(model, x, fold=False),
         "predict": lambda: sb.predict(model, x),
-        "backward": lambda: checkpointed(x).sum().backward(),
     }
 
     def held() -> None:
@@ -203,7 +201,7 @@ def test_an_interrupt_inside_a_layer_leaves_nothing_open(call: str, known: bool)
         for one in calls.values():
             one()
     statistics = model[1].running_mean.clone()
-    model[2].at = 2 if call == "backward" and known else 1
+    model[2].at = 1
     with pytest.raises(KeyboardInterrupt):
         calls[call]()
     assert passes.current() is None
@@ -334,6 +332,22 @@ def test_checkpointing_gives_the_gradients_of_the_same_draws(method: str, betwee
         close(gradients[1][name], found)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_converted_block_may_be_checkpointed_as_a_whole(method: str) -> None:
+    """The block opens its pass inside what is checkpointed; the outer model knows nothing of it."""
+    block, x = converted(mlp(), METHODS[method]), torch.randn(6, 4)
+    block(x)
+    gradients = []
+    for on in (False, True):
+        block.zero_grad()
+        torch.manual_seed(4)
+        out = checkpoint(block, x, use_reentrant=False) if on else block(x)
+        out.square().sum().backward()
+        gradients.append({n: p.grad.clone() for n, p in block.named_parameters() if p.grad is not None})
+    for name, found in gradients[0].items():
+        close(gradients[1][name], found)
+
+
 # Copies -----------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -431,3 +445,534 @@ def test_graphs_in_parts_need_no_call_before(method: str) -> None:
         expected = sb.sample(model, x, draws=2)
         torch.manual_seed(2)
         close(sb.sample(compiled, x, draws=2), expected)
+
+
+# The proof of rows ----------------------------------------------------------------------------------------------------------------------
+
+
+def x(*shape: int) -> Callable[[], tuple[Any, ...]]:
+    return lambda: (torch.randn(shape),)
+
+
+def two(run: Callable[..., Any], **parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: Net(run, **{name: part() for name, part in parts.items()})
+
+
+def time_major(m: Any, x: Tensor) -> Tensor:
+    rows, steps = x.shape[:2]
+    return m.b(torch.tanh(m.a(x.transpose(0, 1).reshape(steps * rows, 4))).view(steps, rows, 6).mean(0))
+
+
+def siamese(m: Any, x: Tensor) -> Tensor:
+    one, other = m.b(torch.tanh(m.a(torch.cat([x, 2 * x])))).chunk(2)
+    return one - other
+
+
+def graph(m: Any, x: Tensor, edge: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.b(torch.tanh(h.index_add(0, edge[1], h[edge[0]])))
+
+
+def batch_attention(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.b((h @ h.T).softmax(-1) @ h)
+
+
+def pairs(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).view(x.shape[0] // 2, 2, -1)
+    return m.b(torch.tanh(h + h.flip(1)).reshape(x.shape[0], -1))
+
+
+def packed_inside(m: Any, x: Tensor) -> Tensor:
+    packed = pack_padded_sequence(m.a(x), torch.arange(len(x)) % x.shape[1] + 1, batch_first=True, enforce_sorted=False)
+    return m.b(pad_packed_sequence(m.lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0])
+
+
+EDGES = torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]])
+WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "time-major": (two(time_major), x(6, 5, 4)),
+    "siamese": (two(siamese), x(6, 4)),
+    "graph": (two(graph), lambda: (torch.randn(6, 4), EDGES)),
+    "batch-attention": (two(batch_attention), x(6, 4)),
+    "cumsum": (two(lambda m, x: m.b(torch.tanh(m.a(x)).cumsum(0))), x(6, 4)),
+    "roll": (two(lambda m, x: m.b(torch.tanh(m.a(x)).roll(-1, 0))), x(6, 4)),
+    "roll-forward": (two(lambda m, x: m.b(torch.tanh(m.a(x)).roll(1, 0))), x(6, 4)),
+    "over-rows": (two(lambda m, x: m.b(torch.tanh(m.a(x)) / x.shape[0])), x(6, 4)),
+    "numbered": (two(lambda m, x: m.b(torch.tanh(m.a(x)) + torch.arange(x.shape[0]).view(-1, 1) * 0.1)), x(6, 4)),
+    "numbered-input": (two(lambda m, x: m.b(torch.tanh(m.a(x + torch.arange(x.shape[0]).view(-1, 1) * 0.1)))), x(6, 4)),
+    "scalar": (two(lambda m, x: m.b(torch.tanh(m.a(x))).sum()), x(6, 4)),
+    "mean": (two(lambda m, x: m.b(torch.tanh(m.a(x))).mean()), x(6, 4)),
+    "loss-too": (two(lambda m, x: (lambda y: (y, y.mean()))(m.b(torch.tanh(m.a(x))))), x(6, 4)),
+    "rowless": (two(lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(5, 4)).mean(0)), c=lambda: nn.Linear(4, 6)), x(6, 4)),
+    "vector": (two(lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(4))), c=lambda: nn.Linear(4, 6)), x(6, 4)),
+    "past": (two(lambda m, x: F.linear(torch.tanh(F.linear(x, m.a.weight, m.a.bias)), m.b.weight)), x(6, 4)),
+    "past-one": (two(lambda m, x: m.b(torch.tanh(m.a(x))) @ m.b.weight), x(6, 4)),
+    "centred": (two(lambda m, x: m.b((lambda h: h - h.mean(0))(torch.tanh(m.a(x))))), x(6, 4)),
+    "first-row": (two(lambda m, x: m.b((lambda h: h + h[:1])(torch.tanh(m.a(x))))), x(6, 4)),
+    "last-row": (two(lambda m, x: m.b((lambda h: h + h[-1:])(torch.tanh(m.a(x))))), x(6, 4)),
+    "sorted": (two(lambda m, x: m.b(torch.tanh(m.a(x)).sort(0).values)), x(6, 4)),
+    "flipped": (two(lambda m, x: m.b(torch.tanh(m.a(x)).flip(0))), x(6, 4)),
+    "largest": (two(lambda m, x: m.b((lambda h: h / h.abs().max())(m.a(x)))), x(6, 4)),
+    "flat-transposed": (two(lambda m, x: m.b(m.a(x)).transpose(0, 1).reshape(-1)), x(6, 5, 4)),
+}
+RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "mlp": (mlp, x(6, 4)),
+    "one-row": (mlp, x(1, 4)),
+    "steps": (mlp, x(6, 6, 4)),
+    "cnn": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)), x(6, 2, 5, 5)),
+    "encoder-rows-first": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2), x(6, 5, 8)),
+    "encoder-steps-first": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False), x(5, 6, 8)),
+    "lstm-rows-first": (lambda: nn.LSTM(4, 5, 2, batch_first=True), x(6, 3, 4)),
+    "lstm-steps-first": (lambda: nn.LSTM(4, 5, 2), x(3, 6, 4)),
+    "packed-inside": (two(packed_inside, lstm=lambda: nn.LSTM(6, 6, batch_first=True)), x(6, 4, 4)),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)), x(6, 4)),
+    "windows": (two(lambda m, x: m.b(torch.tanh(m.a(x.reshape(-1, 4)))).view(x.shape[0], -1, 3).mean(1)), x(6, 5, 4)),
+    "flat-outputs": (two(lambda m, x: m.b(m.a(x)).reshape(-1)), x(6, 5, 4)),
+    "positions": (two(lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(1, 4))), c=lambda: nn.Linear(4, 6)), x(6, 4)),
+}
+
+
+def proven(make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]], config: Any = MEMBERS, mode: bool = False) -> tuple[Any, Any, Layout]:
+    model, args = make(), inputs()
+    sb.bayesianize(model, config).train(mode)
+    return model, args, proof.prove(model, (args, {}), passes.posteriors_of(model), None)
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_folding_is_found_out_and_the_reason_names_a_place(name: str, mode: bool) -> None:
+    _, _, layout = proven(*WRONG[name], mode=mode)
+    assert not layout.folds
+    assert not layout.apart
+    assert any(layout.why.startswith(place) or f"of {place} " in layout.why for place in ("a", "b", "c", "output 0", "output 1")), layout.why
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_where_folding_is_wrong_draws_run_one_by_one_and_right(name: str) -> None:
+    model, args, _ = proven(*WRONG[name])
+    with torch.no_grad(), pytest.warns(UserWarning, match="draw by draw"):
+        found = sb.sample(model, *args)
+    with torch.no_grad(), sb.frozen(model):
+        for j in range(3):
+            expected = sb.write_out(model, j)(*args)
+            for one, other in zip(found if isinstance(found, tuple) else [found], expected if isinstance(expected, tuple) else [expected], strict=True):
+                close(one[j], other)
+    with pytest.raises(ValueError, match="fold=True"):
+        sb.sample(model, *args, fold=True)
+    with pytest.raises(ValueError, match="told apart"):
+        sb.sample(model, *args, rows="split")
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_folding_is_found(name: str, mode: bool) -> None:
+    _, args, layout = proven(*RIGHT[name], mode=mode)
+    assert layout.folds, layout.why
+    assert layout.apart, layout.why
+    assert layout.rows((args, {})) == (1 if name == "one-row" else 6)
+
+
+def test_rows_that_act_on_each_other_within_pairs_fold_but_are_not_apart() -> None:
+    model, args, layout = proven(two(pairs), x(6, 4))
+    assert layout.folds
+    assert not layout.apart
+    assert "rows" in layout.why
+    with torch.no_grad():
+        close(sb.sample(model, *args), sb.sample(model, *args, fold=False))
+        with pytest.raises(ValueError, match="told apart"):
+            sb.sample(model, *args, rows="split")
+        with pytest.warns(UserWarning, match="one draw for all rows"):
+            out = model(*args)
+        with sb.frozen(model):
+            expected = torch.stack([sb.write_out(model, j)(*args) for j in range(3)])
+    assert any(torch.allclose(out, one, atol=1e-5) for one in expected)
+
+
+@pytest.mark.parametrize("enforce", [True, False])
+def test_packed_sequences_fold(enforce: bool) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(4, 5), nn.Linear(5, 3)
+
+        def forward(self, packed: PackedSequence) -> Tensor:
+            _, (h, _) = self.lstm(packed)
+            return self.out(h[-1])
+
+    lengths = torch.tensor([5, 5, 4, 2, 1, 1]) if enforce else torch.tensor([1, 5, 2, 5, 4, 1])
+    packed = pack_padded_sequence(torch.randn(5, 6, 4), lengths, enforce_sorted=enforce)
+    model = converted(Reads())
+    layout = proof.prove(model, ((packed,), {}), passes.posteriors_of(model), None)
+    assert layout.folds, layout.why
+    assert layout.apart, layout.why
+    with torch.no_grad():
+        close(sb.sample(model, packed), sb.sample(model, packed, fold=False))
+
+
+class Counting(nn.Module):
+    """Has a buffer that every call changes, and noise of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.drop, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.drop(self.norm(self.a(x)))
+        return self.b(h + 0.1 * torch.randn_like(h))
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "fails"])
+@pytest.mark.parametrize("mode", [False, True], ids=["eval", "train"])
+def test_a_proof_leaves_no_trace(mode: bool, kind: str) -> None:
+    model = Counting()
+    sb.bayesianize(model, RANDOM).train(mode)
+    if kind == "wrong":
+        model.norm = nn.Sequential(model.norm, Net(lambda m, x: x.cumsum(0)))
+    if kind == "fails":
+        model.norm = nn.Sequential(model.norm, Net(lambda m, x: x.view(6, 8)))
+    inputs = torch.randn(6, 4, requires_grad=True)
+    sb.sample(model, inputs.detach(), fold=False).sum().backward()
+    before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    values, state, kept = {n: p.clone() for n, p in model.named_parameters()}, torch.get_rng_state(), inputs.detach().clone()
+    layout = proof.prove(model, ((inputs,), {}), passes.posteriors_of(model), None)
+    assert layout.folds == (kind == "right"), layout.why
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(b, buffers[n]) for n, b in model.named_buffers())
+    assert all(torch.equal(p, values[n]) for n, p in model.named_parameters())
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == set(before)
+    assert all(torch.equal(model.get_parameter(n).grad, g) for n, g in before.items())
+    assert inputs.grad is None
+    assert torch.equal(inputs, kept)
+    assert torch.is_grad_enabled()
+    assert all(m.training == mode for m in model.modules() if not isinstance(m, Net))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("draws", [2, 3, 4, 6])
+def test_no_coincidence_of_sizes_changes_a_result(draws: int) -> None:
+    """S * B == 12, and steps run past it; so do masks of (T, T)."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.positions = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(2, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            steps = torch.arange(x.shape[1]).float()
+            h = self.a(x) + self.positions(torch.stack([steps.sin(), steps.cos()], -1)[None])
+            scores = (h @ h.transpose(1, 2)).masked_fill(mask, -1e9)
+            return self.b(scores.softmax(-1) @ h)
+
+    torch.manual_seed(draws)
+    model = converted(Masked(), sb.BatchEnsemble(members=draws))
+    for steps in range(2, 27):
+        values, mask = torch.randn(12 // draws, steps, 4), torch.ones(steps, steps).triu(1).bool()
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = sb.sample(model, values, mask, fold=False)
+            close(sb.sample(model, values, mask), expected)
+            fresh = copy.deepcopy(model)  # which has to find its rows on these very sizes
+            fresh.__dict__.pop("_slimbayes_rows", None)
+            close(sb.sample(fresh, values, mask), expected)
+
+
+# Layouts are found again ---------------------------------------------------------------------------------------------------------------
+
+
+def test_layouts_are_kept_and_found_again_after_surgery(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, values = converted(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))), torch.randn(6, 4)
+    proofs, prove = [], proof.prove
+    monkeypatch.setattr(proof, "prove", lambda *args: proofs.append(prove(*args)) or proofs[-1])
+
+    def check(count: int) -> None:
+        with torch.no_grad():
+            close(sb.sample(model, values), sb.sample(model, values, fold=False))
+            model(values)
+            sb.sample(model, torch.randn(2, 4))
+        assert len(proofs) == count
+
+    check(1)
+    check(1)
+    model[1] = nn.Sequential(nn.ReLU(), nn.Linear(8, 8))  # a plain module
+    check(2)
+    model[0] = nn.Linear(4, 8)  # a converted layer
+    check(3)
+    model[2] = converted(nn.Linear(8, 3))
+    check(4)
+    model[1] = Net(lambda m, h: h.cumsum(0))
+    with torch.no_grad(), pytest.warns(UserWarning, match="draw by draw"):
+        close(sb.sample(model, values), sb.sample(model, values, fold=False))
+    assert len(proofs) == 5
+    model[1] = nn.Tanh()
+    check(6)
+    model.train()
+    check(7)  # another mode is another kind of call
+    model.eval()
+    check(7)
+    with torch.no_grad():
+        sb.sample(model, torch.randn(2, 5, 4))  # so is another number of dimensions
+    assert len(proofs) == 8
+
+
+# Quiet ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def attention(dropout: float) -> Callable[[], Any]:
+    q = torch.randn(2, 3, 4)
+    return lambda: F.scaled_dot_product_attention(q, q, q, None, dropout)
+
+
+def recurrent(kind: type[nn.RNNBase]) -> Callable[[], Any]:
+    layer, values = kind(4, 5, 2, dropout=0.5), torch.randn(3, 6, 4)
+    return lambda: layer(values)[0]
+
+
+def multihead() -> Callable[[], Any]:
+    layer, values = nn.MultiheadAttention(8, 2, dropout=0.5), torch.randn(3, 6, 8)
+    return lambda: layer(values, values, values)[0]
+
+
+ONES = torch.ones(64)
+NOISE: dict[str, Callable[[], Any]] = {
+    "dropout": lambda: F.dropout(ONES),
+    "dropout-layer": lambda: nn.Dropout(0.5)(ONES),
+    "dropout2d": lambda: F.dropout2d(torch.ones(2, 64, 2, 2)),
+    "alpha-dropout": lambda: F.alpha_dropout(ONES, 0.5, True),
+    "rand": lambda: torch.rand(64),
+    "rand-like": lambda: torch.rand_like(ONES),
+    "randn": lambda: torch.randn(64),
+    "randint": lambda: torch.randint(3, 100, (64,)),
+    "randperm": lambda: torch.randperm(64),
+    "bernoulli": lambda: torch.bernoulli(ONES * 0.5),
+    "normal": lambda: torch.normal(ONES, ONES),
+    "uniform_": lambda: torch.empty(64).uniform_(),
+    "normal_": lambda: torch.empty(64).normal_(),
+    "multinomial": lambda: torch.multinomial(ONES, 32),
+    "gumbel": lambda: F.gumbel_softmax(torch.zeros(64)),
+    "attention": attention(0.5),
+    "multihead": multihead(),
+    "lstm": recurrent(nn.LSTM),
+    "gru": recurrent(nn.GRU),
+    "distribution": lambda: torch.distributions.Normal(ONES, ONES).rsample(),
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_nothing_is_random_in_a_quiet_run(name: str) -> None:
+    run, quiet = NOISE[name], Quiet()
+    with torch.no_grad():
+        assert not torch.equal(run(), run())
+        with quiet:
+            found = [run(), run()]
+        assert torch.equal(*found)
+        assert not torch.equal(run(), run())
+    assert found[0].shape == run().shape
+
+
+def test_quiet_numbers_of_a_row_do_not_depend_on_how_many_rows_there_are() -> None:
+    for name, make in {"rand": torch.rand, "randn": torch.randn, "zeros": torch.zeros}.items():
+        with Quiet():
+            assert torch.equal(make(6, 4)[:3], make(3, 4)), name
+
+
+def test_quiet_tells_of_randomness() -> None:
+    for run, random in ((lambda: F.dropout(ONES, 0.5, True), True), (lambda: F.dropout(ONES, 0.5, False), False), (lambda: F.dropout(ONES, 0.0), False),
+                        (lambda: torch.rand(3), True), (lambda: torch.relu(ONES), False)):  # fmt: skip
+        with Quiet() as quiet:
+            run()
+        assert quiet.random == random
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_quiet_batch_norm_mixes_no_rows_and_keeps_its_statistics(track: bool) -> None:
+    norm, values = nn.BatchNorm1d(4, track_running_stats=track), torch.randn(6, 4)
+    if track:
+        norm.running_mean.normal_()
+    kept = {n: b.clone() for n, b in norm.named_buffers()}
+    with torch.no_grad(), Quiet():
+        whole, part = norm(values), norm(values[:2])
+    close(whole[:2], part, 0)
+    assert norm.training
+    assert all(torch.equal(b, kept[n]) for n, b in norm.named_buffers() if n != "num_batches_tracked")
+    assert differ(norm(values)[:2], norm(values[:2]))
+
+
+# Layers that never run -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_converted_layer_that_never_runs_is_named_once() -> None:
+    model = converted(Net(lambda m, x: m.b(torch.tanh(m.a(x))), spare=nn.Linear(4, 4), other=nn.Linear(4, 4)), RANDOM, exclude="other")
+    values = torch.randn(6, 4)
+    with pytest.warns(UserWarning, match="spare") as caught:
+        sb.sample(model, values)
+    assert len([w for w in caught if "never called" in str(w.message)]) == 1
+    assert not any(name in str(caught[0].message) for name in ("a.weight,", "b.weight", "other"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sb.sample(model, values)
+        model(values)
+        sb.predict(model, values)
+    text = str(sb.summary(model))
+    line = next(line for line in text.splitlines() if "spare" in line)
+    assert "did not run" in line
+    assert text.count("did not run") == 1
+
+
+def test_a_model_whose_layers_all_run_says_nothing() -> None:
+    model = converted(mlp(), RANDOM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(6, 4))
+    assert "did not run" not in str(sb.summary(model))
+
+
+# Tied weights ----------------------------------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self, tie: bool = True) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        if tie:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+@pytest.mark.parametrize("method", ["rank1", "batch-ensemble", "mean-field", "k-tied", "patch"])
+def test_tied_weights_have_one_posterior_one_kl_and_one_draw(method: str) -> None:
+    torch.manual_seed(0)
+    model, values = converted(Tied(), METHODS[method]), torch.randn(6, 4)
+    assert len(passes.posteriors_of(model)) == 2
+    assert model.a.posterior["weight"] is model.b.posterior["weight"]
+    single = converted(nn.Sequential(copy.deepcopy(sb.debayesianize(copy.deepcopy(model)).a), nn.Linear(4, 3)), METHODS[method])
+    assert len(passes.posteriors_of(single)) == 2
+    torch.manual_seed(1)
+    close(sb.kl(model).detach(), sum(p.kl() for p in passes.posteriors_of(model)).detach())  # type: ignore[union-attr, arg-type]
+    with torch.no_grad(), sb.frozen(model, draws=2):
+        outputs = sb.sample(model, values)
+        for j, out in enumerate(outputs):
+            plain = sb.write_out(model, j)
+            assert plain.a.weight is plain.b.weight
+            close(plain(values), out)
+        close(sb.sample(model, values, fold=False), outputs)
+
+
+# Layers of types nobody knows ----------------------------------------------------------------------------------------------------------------
+
+
+class Bilinear(nn.Module):
+    """Uses its weight twice and takes two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4) * 0.5), nn.Parameter(torch.randn(4))
+
+    def forward(self, left: Tensor, right: Tensor, flip: bool = False) -> Tensor:
+        out = torch.tanh(left @ self.weight.T) * (right @ self.weight) + self.bias
+        return -out if flip else out
+
+
+class UsesBilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.mix, self.b = nn.Linear(4, 4), Bilinear(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        return self.b(self.mix(h, right=x, flip=True) + self.mix(x, h))
+
+
+@pytest.mark.parametrize("rows", [6, 5, 1])
+@pytest.mark.parametrize("method", METHODS)
+def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(method: str, rows: int) -> None:
+    model, values = converted(UsesBilinear(), METHODS[method]), torch.randn(rows, 4)
+    with torch.no_grad(), sb.frozen(model, draws=2):
+        held = sb.sample(model, values)
+        plain = [sb.write_out(model, j) for j in range(len(held))]
+        assert all(type(p.mix) is Bilinear for p in plain)
+        assert differ(plain[0].mix.weight, plain[1].mix.weight)
+        expected = torch.stack([p(values) for p in plain])
+        close(held, expected)
+        close(sb.sample(model, values, fold=False), expected)
+        close(sb.predict(model, values, likelihood="gaussian").samples, expected)
+        blocks = passes.block_of_row(rows, len(held))
+        close(model(values), expected[blocks, torch.arange(rows)])
+        twice = torch.randn(len(held) * rows, 4)
+        found = sb.sample(model, twice, rows="split")
+        close(found, torch.stack([p(part) for p, part in zip(plain, twice.chunk(len(held)), strict=True)]))
+    kept = model.mix.own_value("weight").clone()
+    sb.sample(model, values)
+    assert torch.equal(model.mix.weight, kept)
+    assert model.mix.weight is model.mix._parameters["weight"]
+
+
+class PlusOne(nn.Module):
+    """An RMS norm as Gemma has it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(super().forward(x))
+
+
+class LayerScale(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((channels,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class WeightScale(LayerScale):
+    def __init__(self, channels: int) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.full((channels,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], bool, tuple[int, ...]]] = {
+    "rms": (lambda: PlusOne(4), True, (6, 4)),
+    "layer-2d": (lambda: LayerNorm2d(4), True, (6, 4, 3, 3)),
+    "batch-act": (lambda: BatchNormAct(4), True, (6, 4, 3, 3)),
+    "layer-scale": (lambda: LayerScale(4), False, (6, 4)),
+    "weight-scale": (lambda: WeightScale(4), False, (6, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_are_known_by_what_they_do(name: str) -> None:
+    make, is_norm, shape = NORMS[name]
+    first = nn.Linear(4, 4) if len(shape) == 2 else nn.Conv2d(4, 4, 1)
+    norm, config = make(), sb.ModelPatch(components=3, jitter=0.5)  # whose default are norms
+    model, values = nn.Sequential(first, norm, nn.Flatten(), nn.Linear(4 if len(shape) == 2 else 36, 3)), torch.randn(shape)
+    if not is_norm:
+        assert not sb.bayesianize(nn.Sequential(nn.BatchNorm1d(4), model), config)[1][1].__dict__.get("posterior")
+        assert type(norm) is type(make())
+        return
+    converted(model, config)
+    assert [p.name for p in passes.posteriors_of(model)] == ["1.weight"]
+    with torch.no_grad(), sb.frozen(model, draws=3):
+        held = sb.sample(model, values)
+        plain = [sb.write_out(model, j) for j in range(3)]
+        close(held, torch.stack([p(values) for p in plain]))
+        close(model(values), torch.stack([plain[j](values)[i] for i, j in enumerate((0, 0, 1, 1, 2, 2))]))
