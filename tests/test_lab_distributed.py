@@ -29,6 +29,8 @@ TREE: dict[str, Any] = merged(BASE, {
     "augment": {"kind": "pad_crop_flip", "pad": 1}, "train": {"epochs": 3, "clip": 1.0},
 })  # fmt: skip
 TREE["model"] = {"kind": "mlp", "hidden": [16]}
+# Members without noise: processes draw noise of their own, which one process cannot. Crops are left out, since noise moves their generator.
+SILENT: dict[str, Any] = merged(TREE, {"augment": None}) | {"method": {"kind": "BatchEnsemble", "members": 2}}
 
 
 def words(file: Path, out: Path, *more: object) -> list[str]:
@@ -43,7 +45,8 @@ def together(file: Path, out: Path, *more: object) -> subprocess.CompletedProces
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     (folder / "c.yaml").write_text(yaml.safe_dump(TREE))
-    fit(validate(TREE), folder / "one", CPU)
+    (folder / "silent.yaml").write_text(yaml.safe_dump(SILENT))
+    fit(validate(SILENT), folder / "one", CPU)
     return folder
 
 
@@ -51,21 +54,35 @@ def learned(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model" / "base.safetensors") | load_file(run / "model" / "posterior.safetensors")
 
 
-def check_like_one(place: Path, run: Path) -> None:
-    ours, alone = learned(run), learned(place / "one")
-    for name, value in alone.items():
+def check_like(one: Path, run: Path) -> None:
+    ours, theirs = learned(run), learned(one)
+    for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, atol=2e-6, rtol=1e-5)
-    two, one = record.read(run), record.read(place / "one")
-    for a, b in zip(two.curve, one.curve, strict=True):
+    two, first = record.read(run), record.read(one)
+    for a, b in zip(two.curve, first.curve, strict=True):
         assert {k: v for k, v in a.items() if "valid" not in k} == pytest.approx({k: v for k, v in b.items() if "valid" not in k}, rel=1e-5)
-    assert two.evaluations[0].metrics["nll"] == pytest.approx(one.evaluations[0].metrics["nll"], rel=1e-4)
+    assert two.evaluations[0].metrics["nll"] == pytest.approx(first.evaluations[0].metrics["nll"], rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_does(strategy: str, place: Path) -> None:
-    done = together(place / "c.yaml", place / strategy, "--strategy", strategy)
+    done = together(place / "silent.yaml", place / strategy, "--strategy", strategy)
     assert done.returncode == 0, done.stderr[-2000:]
-    check_like_one(place, place / strategy)
+    check_like(place / "one", place / strategy)
+
+
+@pytest.fixture(scope="module")
+def noisy(place: Path) -> Path:
+    """Two processes that draw noise."""
+    done = together(place / "c.yaml", place / "noisy", "--strategy", "ddp")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return place / "noisy"
+
+
+def test_two_processes_draw_and_learn_the_same_in_any_strategy(place: Path, noisy: Path) -> None:
+    done = together(place / "c.yaml", place / "noisy-shards", "--strategy", "fsdp")
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_like(noisy, place / "noisy-shards")
 
 
 def test_a_sharded_run_resumes_from_its_checkpoint(place: Path) -> None:
@@ -82,11 +99,11 @@ def test_a_sharded_run_resumes_from_its_checkpoint(place: Path) -> None:
         assert torch.equal(learned(place / "shards")[name], value), name
 
 
-def test_torchrun_starts_the_processes_too(place: Path) -> None:
+def test_torchrun_starts_the_processes_too(place: Path, noisy: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "slimbayes.lab.command"]
     done = subprocess.run([*launcher, *words(place / "c.yaml", place / "torchrun")[3:], "--devices", "2"], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-2000:]
-    check_like_one(place, place / "torchrun")
+    check_like(noisy, place / "torchrun")
 
 
 def test_a_killed_process_ends_the_job_and_a_new_one_goes_on_bit_for_bit(place: Path) -> None:
