@@ -239,6 +239,8 @@ def remember(outputs: Any, done: Pass) -> None:
             leaf.grad_fn.register_prehook(restore)
 
 
+_KEYS = count()
+
 # Noise.
 
 
@@ -311,10 +313,10 @@ def _random(function: Any, shape: Sequence[int], device: torch.device, dtype: to
 
 def random_member(device: torch.device | None = None) -> Any:
     """Where the members of a bare call start. 720720 is divisible by 1 to 16: uniform for each of those member counts."""
-    return torch.randint(720720, (), device=device)
-
-
-_KEYS = count()
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return torch.randint(720720, (), device=device)
+    # Inside vmap every number would be one of many: count on from the seed instead.
+    return (torch.initial_seed() * 6364136223846793005 + next(_KEYS) * 1442695040888963407 >> 33) % 720720
 
 
 class Keyed(nn.Module):
