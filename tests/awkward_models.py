@@ -157,7 +157,7 @@ for _t in (B, 5, S * B, 2 * S * B):
     add(f"positions-T={_t}", net(positions, a=lin(), b=lin(H, C), p=lin(1, H)), x(B, _t, D))
 for _t in (B, 5, S * B):
     add(f"sequence-first-T={_t}", two(lambda m, x: m.b(torch.tanh(m.a(x))).mean(0)), x(_t, B, D))
-    add(f"sequence-first-kept-T={_t}", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(_t, B, D), rows=1)
+    add(f"sequence-first-kept-T={_t}", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(_t, B, D))  # nothing tells steps from rows: the first counts
 add("one-B-D", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(1, B, D), rows=None)
 add("one-B-D-summed", two(lambda m, x: m.b(torch.tanh(m.a(x))).sum((0, 1))), x(1, B, D), rows=None)
 add("mask-first", two(mask_first), lambda: call(torch.rand(B, 5) > 0.3, tensor(B, 5, D)))
@@ -381,7 +381,7 @@ add("lstm-wrapper-T=B", net(lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0].trans
 add("lstm-states", net(lambda m, x: m.lstm(x), lstm=lambda: nn.LSTM(D, H, batch_first=True)), x(B, 5, D), rows=(0, 1, 1))
 add("class-token", two(class_token), x(B, 5, D))
 add("unbatched", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(D), rows=None)
-add("transposed-batch", two(lambda m, x: m.b(torch.tanh(m.a(x.T)))), x(B, D), rows=None)
+add("transposed-batch", two(lambda m, x: m.b(torch.tanh(m.a(x.T)))), x(B, D))  # its rows are the columns
 add("einsum", two(lambda m, x: torch.einsum("bth,bsh->bts", m.a(x), m.a(x)).mean(2)), x(B, 5, D))
 
 

@@ -155,5 +155,7 @@ def quietly() -> Iterator[list[str]]:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*weight_norm.*")
         warnings.filterwarnings("always", message=r"(?s).*draw by draw", category=UserWarning)
+        warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad=True to a scalar", category=UserWarning)
+        warnings.filterwarnings("ignore", message=r".*layers that the first pass never called", category=UserWarning)
         yield seen
     seen.extend(str(w.message) for w in caught if "draw by draw" in str(w.message))

@@ -197,7 +197,8 @@ def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> t
     if isinstance(decision.config, Ensemble):
         members = decision.config.copies(layer)
         members.name = decision.name
-        return copied_class(type(layer)), nn.ModuleDict({"members": members}).train(layer.training)
+        names = () if any(True for _ in layer.children()) else tuple(layer._parameters)
+        return copied_class(type(layer), names), nn.ModuleDict({"members": members}).train(layer.training)
     cls = class_for(layer, decision.config.covers)
     assert cls is not None
     first = next(layer.parameters(), torch.empty(0, device=device))

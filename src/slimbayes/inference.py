@@ -261,7 +261,7 @@ def _select(outputs: Any, output: str | int | None) -> Tensor:
         logits = outputs.get("logits")
     if logits is not None:
         return logits
-    for leaf in outputs.values() if isinstance(outputs, dict) else outputs:
+    for leaf in arrays_of(outputs):
         if isinstance(leaf, Tensor):
             return leaf
     raise ValueError(f"No tensor found in the model's output of type {type(outputs).__name__}; name it with output=.")

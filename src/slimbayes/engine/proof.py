@@ -1,11 +1,12 @@
 """Where rows lie is proven, not guessed: once for each kind of input a model meets, then kept.
 
-The plain model, with nothing random in it (see quiet.py), runs four times on the inputs at hand:
+The plain model, with nothing random in it (see quiet.py), runs five times on the inputs at hand:
 
     as they are                                  shapes of everything that reaches a converted layer, and of the outputs
     every row twice, [x, x]                      what doubles holds rows; both halves of the outputs must equal the first run's
     [x, x'], converted layers tainted in x'      the first half may not feel it: several draws can share a forward ("folds")
     [x, x with another last row], likewise       no other row may feel it: each row can have a draw of its own ("apart")
+    one row more in front                        the others' outputs stay: nothing depends on a row's number
 
 x' is x with other numbers, and a tainted layer's output is changed in the rows of x' alone. Runs of one shape use the same kernels, so a
 leak shows as any difference at all. Last, two real draws run folded and one by one and must agree. Which inputs hold rows is a
@@ -27,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 from slimbayes.engine import passes
 from slimbayes.engine.layout import Dims, Layout, stack_draws
 from slimbayes.engine.quiet import Quiet
-from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, padded, tree_map
+from slimbayes.engine.tree import arrays_of, index_rows, leaves_of, map_arrays, padded, tree_map
 
 
 class Mixed(Exception):
@@ -306,11 +307,14 @@ class _Proof:
         self.model, self.posteriors, self.guess = model, posteriors, guess
         self.layout = Layout(inputs=guess.inputs, lead=guess.lead)
         # Of a single row nothing can be told apart.
-        self.inputs = self.layout.tile(inputs, 2) if self.layout.rows(inputs) == 1 else inputs
+        self.alone = inputs if self.layout.rows(inputs) == 1 else None
+        self.inputs = self.layout.tile(inputs, 2) if self.alone is not None else inputs
         self.rows = self.layout.rows(self.inputs)
 
     def run(self) -> Layout:
         layout = self.layout
+        if self.alone is not None:
+            self._outputs(arrays_of(self._probe(self.alone, None, "")[1]), arrays_of(self._probe(self.inputs, None, "")[1]), [], [])
         single, out1 = self._probe(self.inputs, None, "")
         double, out2 = self._probe(layout.tile(self.inputs, 2), single, "")
         layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
@@ -318,15 +322,38 @@ class _Proof:
         layout.random = single.quiet.random
         half, out3 = self._probe(self._altered("half"), double, "half")
         self._feels("half", double, half, arrays_of(out2), arrays_of(out3), layout.outputs)
+        if double.quiet.reads != half.quiet.reads:
+            raise Mixed("a number computed from all rows decides what the model does")
         self._collect(half)
         layout.folds = True
         last, out4 = self._probe(self._altered("row"), double, "row")
         try:
+            self._shift(out1)
             self._feels("row", double, last, arrays_of(out2), arrays_of(out4), layout.outputs)
+            if double.quiet.reads != last.quiet.reads:
+                raise Mixed("a number computed from all rows decides what the model does")
             layout.apart = True
         except Mixed as error:
             layout.why = str(error)
+            if not layout.folds:
+                raise
         return layout
+
+    def _shift(self, out: Any) -> None:
+        """One row more in front may not change the others: outputs that depend on a row's number would fold wrongly."""
+        args = map_arrays(lambda i, leaf: _one_more(leaf, self.guess.inputs[i], self.rows), self.inputs)
+        try:
+            shifted = arrays_of(self._probe(args, None, "")[1])
+        except Mixed:
+            raise
+        except Exception as error:
+            raise Mixed(f"{type(error).__name__} when one row more came: {str(error).splitlines()[0] if str(error) else ''}") from error
+        for i, (a, b, dim) in enumerate(zip(map(padded, arrays_of(out)), map(padded, shifted), self.layout.outputs, strict=True)):
+            each = 0 if dim is None else a.shape[dim] // self.rows
+            rest = b if dim is None else b.narrow(dim, each, b.shape[dim] - each)
+            if not self._close(rest, a):
+                self.layout.folds = False
+                raise Mixed(f"output {i} of shape {tuple(a.shape)} changes when one row more comes in front")
 
     def _probe(self, inputs: Any, before: Probe | None, taint: str) -> tuple[Probe, Any]:
         quiet = Quiet()
@@ -480,6 +507,15 @@ def _other(x: Tensor, dim: int) -> Tensor:
         return x * 0.7 + 0.37
     x = x.roll(1, dim)
     return x.roll(1, -1) if x.dim() > 1 and dim % x.dim() != x.dim() - 1 and x.dtype != torch.bool else x
+
+
+def _one_more(leaf: Any, dim: int | None, rows: int) -> Any:
+    """The first row twice, then the others."""
+    if dim is None or (isinstance(leaf, Tensor) and leaf.shape[dim] == 1 != rows):
+        return leaf
+    if isinstance(leaf, PackedSequence):
+        return index_rows(leaf, 1, torch.cat([torch.zeros(1, dtype=torch.long), torch.arange(rows)]))
+    return torch.cat([leaf.narrow(dim, 0, leaf.shape[dim] // rows), leaf], dim)
 
 
 def _packed_from(whole: PackedSequence, other: Tensor, first: int) -> PackedSequence:

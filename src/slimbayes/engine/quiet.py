@@ -23,6 +23,8 @@ _BY_INDEX = {"index_select": 2, "gather": 2, "take_along_dim": 1}  # place of th
 _BY_INDEX |= dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), 2)
 _BY_INDEX |= dict.fromkeys(("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"), 2)
 _INDEXED = {*_BY_INDEX, "embedding", "embedding_bag", "__getitem__", "__setitem__", "one_hot", "cross_entropy", "nll_loss"}
+_READ = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "equal", "allclose"}
+_COMPARED = {"gt", "lt", "ge", "le", "eq", "ne", "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__", "any", "all", "isclose"}
 _FACTS = {"__get__", "size", "dim", "ndimension", "is_floating_point", "is_complex", "element_size", "numel", "stride", "is_contiguous", "type"}
 
 
@@ -32,6 +34,7 @@ class Quiet(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.random = False
+        self.reads: list[float] = []  # numbers that decide something: what is compared, asked for or counted outside of tensors
         self.watched: dict[int, tuple[Tensor, str]] = {}  # weights handed out past a layer's forward, and the layer's name
         self.used: dict[str, None] = {}  # names of layers whose weights were then used
 
@@ -47,6 +50,8 @@ class Quiet(TorchFunctionMode):
             self._note_uses([*args, *kwargs.values()])
         if name in _INDEXED:
             check_bounds(name, args, kwargs)
+        if name in _READ or name in _COMPARED:
+            self._note_read(name, args)
         if name in _DROPOUT:
             self.random = self.random or _drops(args, kwargs)
             return args[0] if args else kwargs["input"]
@@ -70,6 +75,13 @@ class Quiet(TorchFunctionMode):
             return _norm(*args, **kwargs)
         return func(*args, **kwargs)
 
+    def _note_read(self, name: str, args: Any) -> None:
+        """A number that leaves the tensors, or what is compared to make one: it must not depend on the draw of some rows."""
+        numbers = [a for a in args if isinstance(a, Tensor)]
+        single = all(a.dim() == 0 for a in numbers) or name in ("any", "all", "tolist")
+        if numbers and single and not _inside_func() and not numbers[0].is_complex():
+            self.reads += [float(a.detach().double().nan_to_num().sum()) for a in numbers]
+
     def _note_uses(self, values: list[Any]) -> None:
         for value in values:
             if isinstance(value, (tuple, list)):
@@ -78,10 +90,14 @@ class Quiet(TorchFunctionMode):
                 self.used[self.watched[id(value)][1]] = None
 
 
+def _inside_func() -> bool:
+    """Whether torch.func transforms are under way, where nothing can be looked at."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def check_bounds(name: str, args: Any, kwargs: Any) -> None:
     """Raise for an index out of range. On a GPU the kernel itself would end the process's use of the device."""
-    inside_func = torch._C._functorch.peek_interpreter_stack() is not None  # where nothing can be looked at
-    if inside_func or not any(isinstance(a, Tensor) and a.is_cuda for a in args):
+    if _inside_func() or not any(isinstance(a, Tensor) and a.is_cuda for a in args):
         return
     x = args[0]
     if name in ("embedding", "embedding_bag"):

@@ -273,7 +273,11 @@ def own_value(layer: nn.Module, name: str) -> Any:
 def set_value(layer: nn.Module, name: str, value: Tensor) -> None:
     """Set a parameter of a plain layer for good: what torch.nn.utils computed it from goes."""
     if parametrize.is_parametrized(layer, name):
-        parametrize.remove_parametrizations(layer, name)
+        del layer.parametrizations[name]  # type: ignore[operator, union-attr]
+        if not len(layer.parametrizations):  # type: ignore[arg-type]
+            # torch would also take the property off the class, which copies of the layer share.
+            del layer._modules["parametrizations"]
+            layer.__class__ = type(layer).__bases__[0]
     for key, hook in list(layer._forward_pre_hooks.items()):
         if getattr(hook, "name", getattr(hook, "_tensor_name", None)) == name:
             del layer._forward_pre_hooks[key]

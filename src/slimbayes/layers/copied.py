@@ -21,13 +21,15 @@ from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
 from slimbayes.layers.base import Converted
 from slimbayes.layers.methods import wrap_methods
 
-_CLASSES: dict[type[nn.Module], type[Converted]] = {}
+_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[Converted]] = {}
 _LOCK = threading.Lock()
 _PLAIN: dict[int, list[Any]] = {}  # modules that run as member 0 just now: how many calls, their class and their posterior
 
 
 class Copied(Converted):
     """Mixin of modules that were copied as a whole; `posterior["members"]` holds the copies."""
+
+    copied_names: tuple[str, ...] = ()
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self, self.posterior["members"], args, kwargs, None)
@@ -37,7 +39,7 @@ class Copied(Converted):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class exists only here: it is made again from the plain one.
-        return _empty, (self.plain,), self.__getstate__()
+        return _empty, (self.plain, self.copied_names), self.__getstate__()
 
 
 class _Hidden:
@@ -52,17 +54,38 @@ class _Hidden:
         return len(self._modules) - ("posterior" in self._modules)
 
 
-def copied_class(plain: type[nn.Module]) -> type[Converted]:
-    """The class of copied modules of one type."""
-    if plain not in _CLASSES:
+def _reading(name: str) -> property:
+    """A parameter of a copied layer that others read past its forward: that of the member under way."""
+
+    def get(module: Any) -> Any:
+        own = module._parameters.get(name)
+        members = module._modules["posterior"]["members"] if "posterior" in module._modules else None
+        found = None if members is None else passes.of(members.key)
+        if own is None or found is None or found.held:
+            return own
+        if found.probing:
+            return found.quiet.watch(own, module.bayes_name)  # type: ignore[attr-defined]
+        if found.blocks(members) > 1:
+            return own
+        found.met[members.key] = None
+        index = int(members.values()[0])
+        return members.others[index - 1].get_parameter(name) if index else own
+
+    return property(get, lambda module, value: module._parameters.__setitem__(name, value))
+
+
+def copied_class(plain: type[nn.Module], names: tuple[str, ...] = ()) -> type[Converted]:
+    """The class of copied modules of one type, with parameters of these names."""
+    if (plain, names) not in _CLASSES:
         bases = (Copied, _Hidden, plain) if issubclass(plain, (nn.Sequential, nn.ModuleList)) else (Copied, plain)
-        attributes = {"plain": plain, "__module__": __name__} | wrap_methods(plain, _method)
-        _CLASSES[plain] = type(f"Copied{plain.__name__}", bases, attributes)
-    return _CLASSES[plain]
+        attributes = {"plain": plain, "__module__": __name__, "copied_names": names} | wrap_methods(plain, _method)
+        attributes |= {name: _reading(name) for name in names}
+        _CLASSES[plain, names] = type(f"Copied{plain.__name__}", bases, attributes)
+    return _CLASSES[plain, names]
 
 
-def _empty(plain: type[nn.Module]) -> nn.Module:
-    cls = copied_class(plain)
+def _empty(plain: type[nn.Module], names: tuple[str, ...] = ()) -> nn.Module:
+    cls = copied_class(plain, names)
     return cls.__new__(cls)  # type: ignore[return-value]
 
 
@@ -224,9 +247,11 @@ def _take(inputs: Any, line: Tensor, rows: int, dims: Any) -> Any:
 
 def _select(x: Tensor, dim: int, rows: int, line: Tensor) -> Tensor:
     """Rows of x by number, where each may own several entries along `dim`."""
-    each = x.shape[dim] // rows
     if passes.same(x.shape[dim], rows):
         return x.index_select(dim, line)
+    each = x.shape[dim] // rows
+    if x.shape[dim] != rows * each:
+        raise Unproven(f"{rows} rows have {x.shape[dim]} entries among them, which cannot be dealt out to members")
     return x.unflatten(dim, (rows, each)).index_select(dim, line).flatten(dim, dim + 1)
 
 
