@@ -40,8 +40,13 @@ METHODS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _nothing_is_left_open() -> Iterator[None]:
     yield
-    found, passes._TRACED.current = (passes.current(), passes._TRACED.current), None
+    found, passes._TRACED.current = (passes.current(), traced()), None
     assert found == (None, None)
+
+
+def traced() -> Any:
+    """What code that torch.compile traces would find."""
+    return getattr(passes._TRACED, "current", None)
 
 
 class Net(nn.Module):
@@ -161,7 +166,7 @@ def test_a_compiled_model_after_interleaved_tasks_draws_afresh() -> None:
         await asyncio.gather(hold(3), hold(7))
 
     asyncio.run(both())
-    assert passes._TRACED.current is None
+    assert traced() is None
     model(x)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert differ(compiled(x), compiled(x))
@@ -205,7 +210,7 @@ def test_an_interrupt_inside_a_layer_leaves_nothing_open(call: str, known: bool)
     with pytest.raises(KeyboardInterrupt):
         calls[call]()
     assert passes.current() is None
-    assert passes._TRACED.current is None
+    assert traced() is None
     assert all(m.training for m in model.modules())
     if not known or call == "predict":
         assert torch.equal(model[1].running_mean, statistics)  # a proof that was interrupted, or a prediction
@@ -976,3 +981,87 @@ def test_norms_are_known_by_what_they_do(name: str) -> None:
         plain = [sb.write_out(model, j) for j in range(3)]
         close(held, torch.stack([p(values) for p in plain]))
         close(model(values), torch.stack([plain[j](values)[i] for i, j in enumerate((0, 0, 1, 1, 2, 2))]))
+
+
+# What planted bugs showed to be untested -----------------------------------------------------------------------------------------------------
+
+
+class Stem(nn.Module):
+    """Runs ahead of all draws, with a table that holds no rows and a second output that is one for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.layer(x)) + table.sum()
+        return h, h.mean(0)
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+def test_modules_with_rowless_parts_are_not_shared_wrongly(draws: int) -> None:
+    model = Net(lambda m, x, table: m.b((lambda h: h[0] + m.scale * h[1])(m.stem(x, table))), stem=Stem())
+    model.scale = 0.0
+    sb.bayesianize(model, MEMBERS, include="b")
+    values, table = torch.randn(6, 4), torch.randn(5)
+    close(sb.predict(model, (values, table), draws=draws).samples, sb.predict(model, (values, table), draws=draws, share=False).samples)
+    close(sb.predict(model, (values, table), draws=draws, fold=False).samples, sb.predict(model, (values, table), draws=draws).samples)
+
+
+@pytest.mark.parametrize("config", [sb.MCDropout(), sb.DropConnect()], ids=["mc-dropout", "drop-connect"])
+def test_held_masks_are_the_same_in_every_call(config: Any) -> None:
+    model = converted(Net(lambda m, x: m.b(m.drop(torch.relu(m.a(m.drop(x))))), drop=nn.Dropout(0.5)), config)
+    values = torch.randn(6, 4)
+    with torch.no_grad(), sb.frozen(model, draws=3):
+        first = sb.sample(model, values)
+        for _ in range(3):
+            close(sb.sample(model, values), first)
+        close(sb.sample(model, values, fold=False), first)
+    assert differ(first[0], first[1])
+
+
+def test_the_kl_of_layers_with_priors_of_their_own_is_the_sum_of_theirs() -> None:
+    configs = [sb.Rank1(members=2, prior=sb.Normal(1.0, 0.1)), sb.Rank1(members=2, prior=sb.Normal(1.0, 0.5)), sb.Rank1(members=2, prior=sb.Normal(0.5, 0.1))]
+    layers = [nn.Linear(4, 4) for _ in configs]
+    torch.manual_seed(3)
+    single = [sb.kl(sb.bayesianize(copy.deepcopy(layer), config)).detach() for layer, config in zip(layers, configs, strict=True)]
+    torch.manual_seed(3)
+    model = sb.bayesianize(nn.Sequential(*layers), {str(i): config for i, config in enumerate(configs)})
+    for j, config in enumerate(configs):
+        assert sb.kl(model[j]).item() == pytest.approx(sum(p.kl(None).item() for p in passes.posteriors_of(model[j])))
+        assert passes.posteriors_of(model[j])[0].r.prior == config.prior
+    close(sb.kl(model).detach(), torch.stack([sb.kl(layer).detach() for layer in model]).sum())
+    assert differ(torch.stack(single)[0], torch.stack(single)[1])
+
+
+def test_the_multiplier_of_posterior_rates_leaves_components_at_the_base_rate() -> None:
+    model = sb.bayesianize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), {"0": sb.Rank1(members=2), "1": sb.ModelPatch(components=3, patch=".*", tau=0.1)})
+    groups = sb.param_groups(model, weight_decay=0.01, lr=1.0, posterior_lr_multiplier=0.5)
+    rates = {id(p): group["lr"] for group in groups for p in group["params"]}
+    assert len(rates) == len(list(model.parameters()))
+    for name, p in model.named_parameters():
+        slow = name.startswith("0.posterior")
+        assert rates[id(p)] == (0.5 if slow else 1.0), name
+
+
+def test_member_weights_follow_the_order_of_the_draws() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    sb.bayesianize(model, {"0": sb.Ensemble(members=2, init="copies", jitter=0.5), "2": sb.BatchEnsemble(members=4)})
+    passes.posteriors_of(model)[0].weights.copy_(torch.tensor([0.9, 0.1]))
+    values = torch.randn(6, 4)
+    pred = sb.predict(model, values)
+    weights = torch.tensor([0.45, 0.05, 0.45, 0.05])
+    with torch.no_grad():
+        expected = sb.sample(model.eval(), values).softmax(-1)
+    close(pred.probs, (weights.view(4, 1, 1) * expected).sum(0))
+
+
+def test_a_cosine_with_a_warm_up_starts_where_the_warm_up_ends() -> None:
+    pytest.importorskip("pydantic")
+    from slimbayes.lab import recipes
+    from slimbayes.lab.optimizers import rate
+
+    train = recipes.Train(epochs=10, optimizer={"kind": "SGD"}, schedule={"kind": "Cosine", "warmup": 2, "end": 0.1})
+    found = [rate(train, 10)(step) for step in (0, 9, 19, 20, 60, 99, 100)]
+    half, last = 0.55, 0.1 + 0.45 * (1 + torch.cos(torch.tensor(torch.pi * 79 / 80, dtype=torch.float64)).item())
+    assert found == pytest.approx([0.05, 0.5, 1.0, 1.0, half, last, 0.1])
