@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
 from slimbayes.layers.dropout import DROPOUTS, functional_dropout
 from slimbayes.models import resnet18
-from slimbayes.engine.passes import posteriors_of
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 

@@ -21,9 +21,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import slimbayes as sb
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
 from slimbayes.models import deep_mlp, imdb_lstm, pyramidnet, resnet18
-from slimbayes.engine.passes import posteriors_of
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 

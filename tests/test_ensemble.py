@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
 import slimbayes as sb
-from slimbayes.layers.base import Converted
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.layers.base import Converted
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 

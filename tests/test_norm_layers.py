@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
 from slimbayes.layers.norm import NORMS
-from slimbayes.engine.passes import posteriors_of
 
 # torch says so of every sequence-first nn.TransformerEncoder.
 pytestmark = [pytest.mark.usefixtures("last_draws"), pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")]

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
-from slimbayes.layers.base import BayesLayer
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.layers.base import BayesLayer
 
 transformers = pytest.importorskip("transformers")
 from transformers import (  # noqa: E402

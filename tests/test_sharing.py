@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from slimbayes.sharing import shared
 from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import models
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.sharing import shared
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from slimbayes.layers import bayes_class, class_for
-from slimbayes.layers.anything import NOT_WORTH_IT
+from slimbayes.layers.anything import NOT_WORTH_IT, POSITIONS
 from slimbayes.layers.base import Converted
 from slimbayes.messages import did_you_mean
 from slimbayes.posteriors.base import Config
@@ -161,13 +161,14 @@ def _choose(
 def _not_worth_it(model: nn.Module, name: str, kind: str) -> str:
     """Why a layer is left alone unless it is included by name: tables of positions and routers."""
     last = name.rsplit(".", 1)[-1]
+    around = [part for part in name.split(".")[:-1] if not part.isdigit()][-1:]
     router = "router" in last.lower() or "router" in kind.lower()
     if last == "gate":
-        around = model.get_submodule(name.rpartition(".")[0])
-        router = any("expert" in child for child, _ in around.named_children())
+        parent = model.get_submodule(name.rpartition(".")[0])
+        router = any("expert" in child for child, _ in parent.named_children())
     if router:
         return "a router: it is left alone unless included by name"
-    if NOT_WORTH_IT.search(last) or NOT_WORTH_IT.search(kind):
+    if any(NOT_WORTH_IT.search(part) for part in (last, kind)) or any(POSITIONS.search(part) for part in around):
         return "a table of positions or the like: it is left alone unless included by name"
     return ""
 

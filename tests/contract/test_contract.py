@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 import slimbayes as sb
 from slimbayes.distributions import rho_from_scale
-from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.engine import calls, passes
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.posteriors.mc_dropout import DropoutPosterior

@@ -188,7 +188,7 @@ def draw_all(
 ) -> tuple[Pass, Layout, bool]:
     """The pass of S draws of a call, its layout, and whether the draws share a forward."""
     posteriors = passes.posteriors_of(model)
-    by_row = any(p.by_row for p in posteriors)
+    by_row = any(p.by_row or p.late for p in posteriors)
     alone = not split and not by_row and (total == 1 or fold is False)
     layout = Layout() if alone else layout_of(model, args, kwargs, posteriors)
     rows = max(layout.rows((args, kwargs)), 0)
@@ -223,7 +223,7 @@ def run_draws(model: nn.Module, args: Any, kwargs: Any, new: Pass, layout: Layou
         new.layout = layout
         more, options = layout.tile((args, kwargs), total) if tile else (args, kwargs)
         return layout.split(_finish(new, posteriors, model, more, options), total)
-    known, rows, parts = layout if layout.apart else None, new.rows // total, []
+    known, rows, parts = layout if layout.folds else None, new.rows // total, []
     for j in range(total):
         own, options = (args, kwargs) if tile else layout.narrow((args, kwargs), j * rows, rows)
         parts.append(_finish(new.single(j, known), posteriors, model, own, options))

@@ -21,7 +21,8 @@ from slimbayes.layers.base import BayesLayer, LinearMap, _reading, has, mask_of,
 from slimbayes.posteriors.base import Kind, Site
 
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...], str], type[BayesLayer]] = {}
-NOT_WORTH_IT = re.compile(r"posit|pos_?(emb|enc|bias|table)|wpe|rel_|relative|router|gate$|_token|bias_table|logit_scale", re.IGNORECASE)
+NOT_WORTH_IT = re.compile(r"posit|pos_?(emb|enc|bias|table)|wpe|(^|_)rel_|relative|_token$|bias_table|logit_scale", re.IGNORECASE)
+POSITIONS = re.compile(r"pos(ition)?(al)?_?(emb|enc|bias|table)", re.IGNORECASE)  # of the module around it
 
 
 def _outer(r: Tensor, s: Tensor, shape: tuple[int, ...]) -> Tensor:

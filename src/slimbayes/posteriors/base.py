@@ -90,6 +90,7 @@ class Posterior(Keyed, ABC):
     name: str = ""  # for messages: "encoder.fc1.weight"
     regularises_mean: bool = False  # whether the KL already holds a prior on the layer's own weight
     regularises_bias: bool = False  # and on its bias
+    late: bool = False  # it draws while its layer runs, when the shape of the input is known
     blockwise: bool = False  # one draw serves a whole block of rows, never a single one
 
     note: str = ""  # what a summary should say about it
@@ -184,6 +185,33 @@ class Posterior(Keyed, ABC):
     def by_row(self) -> bool:
         """Whether a pass draws afresh for every row where rows can be told apart."""
         return not self.blockwise and self.widths(True)[1] > 0
+
+    def drawn_late(self, make: Callable[[list[int]], Tensor], shape: Sequence[int], dim: int | None) -> Tensor:
+        """Numbers drawn while the layer runs, make(shape) with rows along `dim`.
+
+        Of draws that run one by one each takes its part of what all would have drawn in one forward: the same draws either way.
+        """
+        current, sizes = self.current, list(shape)
+        if current.index is None or dim is None:
+            return make(sizes)
+        made, place = current.masks.setdefault(self.key, []), self.place_in_forward()
+        while len(made) <= place:
+            made.append(make([n * current.total if d == dim else n for d, n in enumerate(sizes)]))
+        return made[place].narrow(dim, current.index * sizes[dim], sizes[dim])
+
+    def place_in_forward(self) -> int:
+        """How many times this forward has asked before."""
+        calls = self.current.calls
+        count = calls.get(self.key, 0)
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # gradient checkpointing computes it again
+            if count > 1:
+                raise ValueError(
+                    f"{self.name}: draws at several places of a forward cannot be told apart by gradient checkpointing; "
+                    f"use one layer for each."
+                )
+            return 0
+        calls[self.key] = count + 1
+        return count
 
     @property
     def per_row(self) -> bool:

@@ -83,7 +83,8 @@ class GaussianPosterior(Posterior):
         self.log_cap = None if config.max_scale is None else math.log(config.max_scale)
         self.independent_positions = config.independent_positions
         self.regularises_mean = not isinstance(config.prior, TiedMean)
-        if self.estimator == "local":
+        self.late = self.estimator == "local"
+        if self.late and not site.whole:
             self._check_local(site)
         if self.estimator == "flipout" and site.positions == "nonlinear":
             raise ValueError("flipout needs outputs that are linear in the weights, which a maximum is not; use 'reparam'")
@@ -169,7 +170,8 @@ class GaussianPosterior(Posterior):
             shape[linear.channel_dim] = -1
             variance = variance + (2 * self._capped(self.bias_log_scale)).exp().to(variance.dtype).view(shape)
         # Clamped, because the root of an exact zero (a row of zeros) has no gradient.
-        noise = standard_normal(mean.shape, mean.device, mean.dtype)
+        dim = None if self.current.layout is None or linear.batch_dim < 0 else linear.batch_dim
+        noise = self.drawn_late(lambda shape: standard_normal(shape, mean.device, mean.dtype), mean.shape, dim)
         return mean + variance.clamp_min(torch.finfo(variance.dtype).tiny * 1e4).sqrt() * noise
 
     @property
@@ -178,10 +180,10 @@ class GaussianPosterior(Posterior):
 
     def _check_met_once(self, x: Tensor) -> None:
         """Refuse inputs in which a row meets the weights more than once: several positions, or a second call in one pass."""
-        calls = self.current.calls
+        calls, at = self.current.calls, f"{self.key} met"
         recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        again = calls.get(self.key, 0) > 0 and not recomputed
-        calls[self.key] = 1
+        again = calls.get(at, 0) > 0 and not recomputed
+        calls[at] = 1
         if x.dim() > 2 or x.shape[0] != self.current.rows or again:
             met = "a second time in one pass" if again else "at several positions"
             raise ValueError(

@@ -116,6 +116,7 @@ class DropoutPosterior(Posterior):
     """Which units of a layer's input are dropped. It has no parameters; masks are drawn when the input's shape is known."""
 
     place: Tensor
+    late = True
 
     def __init__(self, rate: float, unit: Unit, site: Site, fixed: bool) -> None:
         super().__init__()
@@ -172,7 +173,7 @@ class DropoutPosterior(Posterior):
             kept = (0 if dim is None else dim, linear.channel_dim % x.dim())
             shape = [size if d in kept else 1 for d, size in enumerate(shape)]
         if not current.keeps:
-            return uniform(shape, x.device) >= rate
+            return self.drawn_late(lambda sizes: uniform(sizes, x.device), shape, dim) >= rate
         # A function stays the same over calls: one mask for each draw, whatever the rows.
         mask = self._held([size if d != dim else 1 for d, size in enumerate(shape)], x, rate)
         if current.index is not None or current.total == 1:
@@ -184,27 +185,13 @@ class DropoutPosterior(Posterior):
     def _held(self, shape: list[int], x: Tensor, rate: float) -> Tensor:
         """The masks (S, ...) that this place of the forward had in the first call of a held pass."""
         current = self.current
-        masks, place = current.masks.setdefault(self.key, []), self._place()
+        masks, place = current.masks.setdefault(self.key, []), self.place_in_forward()
         while len(masks) <= place:
             masks.append(uniform([current.total, *shape], x.device) >= rate)
         if list(masks[place].shape[1:]) != shape:
             held = list(masks[place].shape[1:])
             raise ValueError(f"{self.name}: held draws drop units of inputs {held}, but this call needs {shape}; use unit='channel'.")
         return masks[place]
-
-    def _place(self) -> int:
-        """How many times this forward has called the layer before."""
-        calls = self.current.calls
-        count = calls.get(self.key, 0)
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # gradient checkpointing computes it again
-            if count > 1:
-                raise ValueError(
-                    f"{self.name}: held dropout at several places of a forward cannot be told apart by gradient checkpointing; "
-                    f"use one layer for each."
-                )
-            return 0
-        calls[self.key] = count + 1
-        return count
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         raise AssertionError("dropout of single elements is no weight matrix")

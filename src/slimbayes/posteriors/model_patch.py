@@ -20,7 +20,7 @@ from slimbayes.posteriors.component_config import ComponentConfig
 from slimbayes.posteriors.mixture import Mixture, MixturePosterior
 
 if TYPE_CHECKING:
-    from slimbayes.layers.base import BayesLayer
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,23 +112,19 @@ def _end_layer(asker: str, word: str, model: nn.Module, offered: Mapping[str, nn
     return {names[0] if word == "input" else names[-1]}
 
 
-def _bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
-    from slimbayes.layers import bayes_class  # imported here: layers import the posteriors' base
-
-    return bayes_class(layer)
-
-
 def _is_norm(layer: nn.Module) -> bool:
-    cls = _bayes_class(layer)
-    return cls is not None and cls.bayes_kind == "norm"
+    from slimbayes.layers import class_for  # imported here: layers import the posteriors' base
+
+    return class_for(layer, ("norm",)) is not None
 
 
 def _is_dense(layer: nn.Module) -> bool:
     """Whether a layer is one matrix applied to numbers: recurrent layers are several, embeddings are tables."""
-    cls = _bayes_class(layer)
-    if cls is None or cls.bayes_kind != "matrix" or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
-        return False
-    return len(cls.sites(layer)) == 1  # type: ignore[arg-type]
+    from slimbayes.layers import class_for
+    from slimbayes.layers.base import sites_of
+
+    cls = class_for(layer, ("matrix",))
+    return cls is not None and not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and len(sites_of(cls, layer)) == 1
 
 
 def _nothing(asker: str, looked_for: str, offered: Mapping[str, nn.Module]) -> set[str]:
