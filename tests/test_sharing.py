@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from slimbayes.sharing import shared
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import models
 from slimbayes.engine.passes import posteriors_of
-
-pytestmark = pytest.mark.usefixtures("last_draws")
-
 
 class Residual(nn.Module):
     """A shortcut from before the first norm, a module used twice, and a branch that nothing random reaches."""
@@ -222,7 +219,7 @@ def test_ten_thousand_draws_of_25_networks_run_25() -> None:
     net = sb.bayesianize(models.regression_net(6).eval(), sb.ModelPatch(init="uniform"))
     x = torch.randn(7, 6)
     rows: list[int] = []
-    sb.sample(net, x)  # locates rows
+    sb.sample(net, x, draws=2)  # locates rows
     net.dense1.register_forward_hook(lambda layer, args, out: rows.append(len(out)))
     pred = sb.predict(net, x, draws=10_000, likelihood="gaussian", scale=0.3)
     assert sum(rows) <= 25 * 7
@@ -247,7 +244,7 @@ def test_predict_without_sharing_agrees() -> None:
 def test_default_chunk_cuts_draws_but_never_the_batch() -> None:
     model = sb.bayesianize(nn.Linear(2**12, 2), sb.MeanField())
     rows: list[int] = []
-    sb.predict(model, torch.zeros(2**9, 2**12))  # locates rows
+    sb.predict(model, torch.zeros(2**9, 2**12), draws=2)  # locates rows
     model.register_forward_hook(lambda layer, args, out: rows.append(len(out)))
     sb.predict(model, torch.zeros(2**9, 2**12), draws=9, keep_samples=False)
     assert rows == [4 * 2**9, 4 * 2**9, 2**9]  # 2^23 numbers are four repetitions of 2^21
