@@ -161,20 +161,18 @@ def block_sizes(rows: int, blocks: int) -> list[int]:
 _PASS: ContextVar[Pass | None] = ContextVar("slimbayes_pass", default=None)
 
 
-class _Traced(threading.local):
-    """The same for code that torch.compile traces: it cannot read context variables."""
-
-    current: Pass | None = None
-
-
-_TRACED = _Traced()
+_TRACED = threading.local()  # the same for code that torch.compile traces, which cannot read context variables
 _BACKWARD: dict[int, weakref.ref[Pass]] = {}  # by graph task: the pass whose part of the graph is run backwards
+
+
+def _traced() -> Pass | None:
+    return getattr(_TRACED, "current", None)
 
 
 def current() -> Pass | None:
     """The pass under way, or the one whose graph a backward pass is going through (gradient checkpointing runs layers again)."""
     if torch.compiler.is_compiling():
-        return _TRACED.current
+        return _traced()
     found, task = _PASS.get(), torch._C._current_graph_task_id()
     if task != -1 and (found is None or found.task != task):
         recorded = _BACKWARD.get(task)
@@ -192,7 +190,7 @@ def of(key: str) -> Pass | None:
 
 def run(new: Pass, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function while a pass is under way; it ends with the call, whatever is raised."""
-    new.outer, before = current(), _TRACED.current
+    new.outer, before = current(), _traced()
     if torch.compiler.is_compiling():
         _TRACED.current = new
         try:
@@ -212,7 +210,7 @@ def run(new: Pass, function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 @contextmanager
 def holding(new: Pass) -> Iterator[None]:
     """Keep a pass open for many calls."""
-    new.outer, before = current(), _TRACED.current
+    new.outer, before = current(), _traced()
     token = _PASS.set(new)
     try:
         _TRACED.current = new
