@@ -467,7 +467,8 @@ def test_held_masks_have_the_layers_own_units(kind: type[nn.Module]) -> None:
 def test_held_masks_refuse_inputs_of_another_size_and_say_what_to_do() -> None:
     net = on(nn.Dropout(0.5))
     with sb.frozen(net):
-        net(torch.ones(4, 30))
+        first = net(torch.ones(4, 30))
+        assert (first == first[:1]).all() and torch.equal(net(torch.ones(7, 30))[:4], first)  # one function, whatever the rows
         with pytest.raises(ValueError, match=r"0\.units: held draws drop units of inputs \[1, 30\], but this call needs \[1, 31\]; use unit='channel'"):
             net(torch.ones(4, 31))
     net = on(nn.Dropout2d(0.5))

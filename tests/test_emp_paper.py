@@ -4,10 +4,10 @@ Draws are read off outputs, not off the library: a layer that is fed unit vector
 them came from. Sizes: K components, L patched layers, S draws, B rows.
 """
 
-import re
 import copy
 import itertools
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any

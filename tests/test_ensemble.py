@@ -220,6 +220,8 @@ def test_fresh_members_renew_parameters_that_nothing_resets_and_member_0_keeps_i
     assert all(torch.equal(t, before[n]) for n, t in members[0].state_dict().items())
     tokens = [m.token for m in members]
     assert not torch.equal(tokens[0], tokens[1]) and not torch.equal(tokens[1], tokens[2])
+    lists = nets_of(sb.bayesianize(nn.Sequential(nn.Linear(2, 2), nn.ParameterList([torch.randn(3), torch.randn(4)])), sb.Ensemble(members=2)))
+    assert all(a.shape == b.shape and not torch.equal(a, b) for a, b in zip(lists[0][1], lists[1][1], strict=True))
 
 
 @pytest.mark.parametrize("build", [mlp, normed, images, lambda: nn.GRU(3, 4), lambda: nn.Embedding(9, 4)])
