@@ -1,6 +1,8 @@
 """Conversion: what is selected, what is refused and in which words, and what stays as it was."""
 
 import copy
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -64,11 +66,11 @@ def test_a_second_method_may_take_the_layers_the_first_left() -> None:
     sb.bayesianize(model, sb.BatchEnsemble(members=2), include=r"body.*")
     status = {r.name: r.detail for r in sb.summary(model).rows if r.status == "converted"}
     assert status == {"head": "Rank1(normal, members=2)", "body.0": "BatchEnsemble(members=2)", "body.3": "BatchEnsemble(members=2)"}
-    assert len(model._forward_hooks) == 1
+    assert type(model).plain is Net and type(model).__bases__[-1] is Net  # one layer of wrapping, not two
     x = torch.randint(10, (4, 4))
     assert sb.sample(model, x).shape == (2, 4, 3)
     sb.debayesianize(model)
-    assert not converted(model) and not model._forward_hooks
+    assert not converted(model) and type(model) is Net
 
 
 def test_an_inner_module_may_be_converted_alone() -> None:
@@ -111,9 +113,6 @@ def lazy() -> nn.Module:
 
 
 UNCONVERTIBLE = {
-    "unknown": (Custom, r"no Bayesian form of .*Custom is known"),
-    "subclass": (lambda: MyLinear(3, 3), r"no Bayesian form of .*MyLinear is known"),
-    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "remove the parametrization first"),
     "projection": (lambda: nn.LSTM(3, 4, proj_size=2), r"proj_size=2 adds a projection .* use proj_size=0"),
     "max_norm": (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm rewrites the table"),
     "lazy": (lazy, "it is not initialised yet; run one batch"),
@@ -128,11 +127,39 @@ def test_a_layer_that_cannot_be_converted_is_named_and_nothing_changes(kind: str
     before = [type(m) for m in model.modules()]
     include = [nn.Linear, "odd"] if kind == "max_norm" else None
     with pytest.raises(ValueError, match=rf"cannot be converted:\n  odd .*{message}(.|\n)*exclude=\[\.\.\.\]"):
-        sb.bayesianize(model, sb.Rank1(), include=include)
+        sb.bayesianize(model, sb.Rank1(), include=include, strict=True)
     assert [type(m) for m in model.modules()] == before
     assert not hasattr(model, "_slimbayes")
-    sb.bayesianize(model, sb.Rank1(), exclude="odd")
-    assert "good" in converted(model)
+    odd = type(model["odd"])
+    sb.bayesianize(model, sb.Rank1(), include=include)
+    assert "good" in converted(model) and type(model["odd"]) is odd
+    (decision,) = [d for d in model._slimbayes.decisions if d.name == "odd"]
+    assert decision.config is None and re.search(message, decision.reason)
+    if kind != "converted":
+        (row,) = [r for r in sb.summary(model).rows if r.name == "odd"]
+        assert row.status == "skipped" and re.search(message, row.detail)
+
+
+OF_THEIR_OWN: dict[str, Any] = {
+    "unknown": Custom,
+    "subclass": lambda: MyLinear(3, 3),
+    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", OF_THEIR_OWN)
+def test_layers_of_unknown_types_run_their_own_forward_with_drawn_weights(kind: str) -> None:
+    """Each draw is the plain layer with that draw's weight written in; neutral draws are the plain layer."""
+    plain, x = OF_THEIR_OWN[kind](), torch.randn(4, 3)
+    model = sb.bayesianize(nn.ModuleDict({"good": nn.Linear(3, 3), "odd": copy.deepcopy(plain)}), sb.Rank1(members=2, scale_init=0.3), strict=True)
+    assert converted(model) == {"good", "odd"}
+    with sb.frozen(model.odd, draws=2):
+        y = sb.sample(model.odd, x)
+        assert y.shape == (4, 4, 3) and len(y.flatten(1).unique(dim=0)) == 4
+        for j in range(4):
+            torch.testing.assert_close(sb.write_out(model.odd, j)(x), y[j])
+    neutral = sb.bayesianize(copy.deepcopy(plain), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)))
+    torch.testing.assert_close(sb.sample(neutral, x), plain(x).expand(2, 4, 3))
 
 
 def test_a_failure_while_building_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +177,7 @@ def test_a_failure_while_building_leaves_the_model_as_it_was(monkeypatch: pytest
         sb.bayesianize(model, sb.Rank1())
     assert [type(m) for m in model.modules()] == kinds
     assert list(model.state_dict()) == list(state)
-    assert not model._forward_hooks and not hasattr(model, "_slimbayes")
+    assert not hasattr(model, "_slimbayes")
 
 
 @pytest.mark.parametrize("argument", ["include", "exclude"])
@@ -193,10 +220,17 @@ class Mixer(nn.Module):
         return self.inner(x.flatten()[:15].view(5, 3, 1).expand(5, 3, 4))
 
 
-def test_an_input_without_recognisable_rows_names_layer_shape_and_remedy() -> None:
-    model = sb.bayesianize(Mixer(), sb.Rank1(members=1))
-    with pytest.raises(ValueError, match=r"inner\.weight: an input of shape \(5, 3, 4\) .* the 4 rows of this pass .*batch_dim="):
-        model(torch.randn(4, 4))
+def test_an_input_without_recognisable_rows_names_layer_shape_and_remedy_and_runs_draw_by_draw() -> None:
+    model, x = sb.bayesianize(Mixer(), sb.Rank1(members=1, scale_init=0.3)), torch.randn(4, 4)
+    with pytest.warns(UserWarning, match=r"draw by draw.*: inner: an input of shape \(5, 3, 4\) has no rows in it.*batch_dim="):
+        model(x)
+    with pytest.raises(ValueError, match=r"fold=True: the draws of this model cannot share a forward: inner: "):
+        sb.sample(model, x, draws=3, fold=True)
+    with sb.frozen(model, draws=3):
+        y = sb.sample(model, x)
+        assert len(y.flatten(1).unique(dim=0)) == 3
+        for j in range(3):
+            torch.testing.assert_close(sb.write_out(model, j)(x), y[j])
 
 
 class SequenceFirstHead(nn.Module):
@@ -208,16 +242,15 @@ class SequenceFirstHead(nn.Module):
         return self.head(self.rnn(x.transpose(0, 1))[0])
 
 
-def test_rows_inside_a_sequence_first_part_are_found_or_declared() -> None:
-    for steps in (7, 6):  # 6 steps of 3 rows could also be folded rows: that must be declared
+def test_rows_inside_a_sequence_first_part_are_found() -> None:
+    for steps in (7, 6, 3):  # 6 steps of 3 rows could also be folded rows, and 3 steps the rows themselves
         x = torch.randn(3, steps, 4)
         model = sb.bayesianize(SequenceFirstHead(), sb.Rank1(members=1, scale_init=0.2))
-        if steps == 6:
-            with pytest.raises(ValueError, match="batch_dim"):
-                model(x)
-            sb.debayesianize(model)
-            sb.bayesianize(model, sb.Rank1(members=1, scale_init=0.2), batch_dim={"head": 1})
         y = model(x[:1].expand(3, steps, 4))
+        other = sb.bayesianize(SequenceFirstHead(), sb.Rank1(members=2, scale_init=0.2, draws="member"))
+        with sb.frozen(other):
+            for j, drawn in enumerate(sb.sample(other, x, fold=True)):  # a draw keeps to its rows at every step
+                torch.testing.assert_close(drawn, sb.write_out(other, j)(x))
         assert not torch.allclose(y[:, 0], y[:, 1], atol=1e-3)  # each row its own draw
 
 
@@ -307,6 +340,8 @@ def test_flags_hooks_and_types_survive() -> None:
     assert not model.head.weight.requires_grad and model.head.posterior["weight"].r.loc.requires_grad
     assert model.head.posterior["weight"].r.loc.dtype == torch.float64
     assert isinstance(model.head, nn.Linear)
+    sb.sample(model, torch.randint(10, (4, 4)))  # the first call also locates rows
+    calls.clear()
     sb.sample(model, torch.randint(10, (4, 4)))
     assert calls == [1]
 
@@ -318,8 +353,8 @@ def test_registered_layers_convert() -> None:
     class BayesMyLinear(BayesLinear, MyLinear):
         plain = MyLinear
 
-        def run(self, input: Tensor) -> Tensor:
-            return 2 * super().run(input)
+        def bayes_forward(self, input: Tensor) -> Tensor:
+            return 2 * super().bayes_forward(input)
 
     sb.register_layer(BayesMyLinear)
     try:

@@ -7,6 +7,7 @@ them came from. Sizes: K components, L patched layers, S draws, B rows.
 import copy
 import itertools
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -376,8 +377,7 @@ def test_a_component_of_probability_zero_is_never_picked(config: sb.Config) -> N
     rare = torch.full((1, posterior.widths(False)[0]), 6.0, dtype=torch.float32)
     x = torch.eye(3, dtype=torch.float32)
     with sb.frozen(layer):
-        posterior.start(posterior.current, posterior.noise._replace(block=rare))
-        type(posterior).realise_together([posterior])
+        posterior.current.noise[posterior.key] = posterior.noise._replace(block=rare)
         torch.testing.assert_close(sb.sample(layer, x)[0], F.linear(x, layer.weight, layer.bias))
 
 
@@ -1323,9 +1323,13 @@ def test_a_patch_that_is_no_regular_expression_is_refused_at_once() -> None:
 @pytest.mark.parametrize("config", [sb.ModelPatch(), sb.Mixture()])
 def test_a_norm_without_scale_cannot_be_patched_by_name(config: sb.Config) -> None:
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
-    with pytest.raises(ValueError, match=r"1\.weight \(BatchNorm1d\): it has no scale or bias to put components on \(affine=False\)"):
-        sb.bayesianize(net, config, include=".*")
+    reason = "it has no scale or bias to put components on (affine=False)"
+    with pytest.raises(ValueError, match=rf"1 \(BatchNorm1d\): {re.escape(reason)}"):
+        sb.bayesianize(net, config, include=".*", strict=True)
     assert type(net[0]) is nn.Linear and type(net[1]) is nn.BatchNorm1d
+    sb.bayesianize(net, config, include=".*")
+    assert type(net[0]) is not nn.Linear and type(net[1]) is nn.BatchNorm1d
+    assert {row.name: row.detail for row in sb.summary(net).rows}["1"] == reason
 
 
 # Inputs without rows ---------------------------------------------------------------------------------------------------

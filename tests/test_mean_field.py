@@ -593,9 +593,9 @@ ERRORS: list[tuple[str, Callable[[], Any]]] = [
     (r"KTied: scale_jitter must not be negative, got -0\.1", lambda: sb.KTied(scale_jitter=-0.1)),
     (r"unknown estimator 'lokal'; did you mean 'local'", lambda: sb.MeanField(estimator="lokal")),  # type: ignore[arg-type]
     (r"unknown bias 'gaussan'; did you mean 'gaussian'", lambda: sb.MeanField(bias="gaussan")),  # type: ignore[arg-type]
-    (r"weight \(Conv2d\): the local .* exact only where .* " + SHARED, lambda: sb.bayesianize(nn.Conv2d(3, 2, 2), LOCAL_ONLY)),
-    (r"weight_ih_l0 \(LSTM\): the local .* exact only where .* " + SHARED, lambda: sb.bayesianize(nn.LSTM(3, 2), LOCAL_ONLY)),
-    (r"weight \(EmbeddingBag\): .* pooled vectors; use 'reparam'", lambda: sb.bayesianize(nn.EmbeddingBag(3, 2), LOCAL_ONLY)),
+    (r"\(Conv2d\): the local .* exact only where .* " + SHARED, lambda: sb.bayesianize(nn.Conv2d(3, 2, 2), LOCAL_ONLY)),
+    (r"\(LSTM\): the local .* exact only where .* " + SHARED, lambda: sb.bayesianize(nn.LSTM(3, 2), LOCAL_ONLY)),
+    (r"\(EmbeddingBag\): .* pooled vectors; use 'reparam'", lambda: sb.bayesianize(nn.EmbeddingBag(3, 2), LOCAL_ONLY)),
     (r"\(EmbeddingBag\): flipout needs .* linear", lambda: sb.bayesianize(nn.EmbeddingBag(3, 2, mode="max"), FLIPOUT)),
     (r"weight: .* got \(4, 5, 3\), whose positions share .* " + SHARED, lambda: linear(3, 2, LOCAL_ONLY)(torch.randn(4, 5, 3))),
     (r"Normal needs a positive, finite scale, got 0\.0", lambda: sb.MeanField(prior=sb.Normal(0.0, 0.0))),
@@ -615,9 +615,13 @@ def test_errors_say_what_was_got_and_what_to_do(message: str, act: Callable[[], 
 
 def test_refused_conversions_leave_the_model_alone() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Conv1d(4, 2, 1))
-    with pytest.raises(ValueError, match=r"1\.weight"):
-        sb.bayesianize(net, {"0": sb.MeanField(), "1": sb.KTied(estimator="local")})
+    configs = {"0": sb.MeanField(), "1": sb.KTied(estimator="local")}
+    with pytest.raises(ValueError, match=r"  1 \(Conv1d\): the local estimator"):
+        sb.bayesianize(net, configs, strict=True)
     assert not any(isinstance(m, BayesLayer) for m in net.modules())
+    sb.bayesianize(net, configs)  # without strict that layer stays, and says why
+    assert isinstance(net[0], BayesLayer) and type(net[1]) is nn.Conv1d
+    assert "the local estimator is exact only where" in {row.name: row.detail for row in sb.summary(net).rows}["1"]
 
 
 class Reused(nn.Module):

@@ -199,6 +199,7 @@ def test_a_single_vector_is_one_row(build: Any) -> None:
     torch.testing.assert_close(y, with_values(plain, *picked(layer, 0))(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize("build", [lambda: nn.LayerNorm(C), lambda: nn.RMSNorm(C), lambda: nn.LayerNorm((2, C))])
 def test_a_single_vector_meets_held_draws(build: Any) -> None:
     """Three draws are held; one row belongs to the first of them."""
@@ -283,7 +284,7 @@ def test_norms_of_different_precision_keep_theirs(draws: int) -> None:
     x, seen = torch.randn(4, C).bfloat16(), []
     net.b.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     y = sb.sample(net, x, draws=draws)
-    for j, one in enumerate(seen[0].unflatten(0, (draws, 4))):
+    for j, one in enumerate(seen[-1].unflatten(0, (draws, 4))):  # the call itself, after those that located rows
         torch.testing.assert_close(y[j], with_values(nn.LayerNorm(C), *picked(net.b, j))(one), rtol=1e-5, atol=1e-5)
 
 
@@ -306,7 +307,7 @@ def test_folded_draws_keep_channels_last_memory() -> None:
     seen = []
     layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last)))
     sb.sample(layer, torch.randn(B, C, 3, 5).to(memory_format=torch.channels_last), draws=3)
-    assert seen == [True]
+    assert all(seen)  # also while rows are located
 
 
 @pytest.mark.parametrize("case", ["BatchNorm2d", "LayerNorm-two-dimensions", "GroupNorm", "InstanceNorm2d"])  # torch's cumulative one breaks the graph

@@ -197,6 +197,7 @@ def test_models_that_pack_inside_are_sampled_row_by_row(draws: str) -> None:
         np.testing.assert_allclose(array(y[j, b, : lengths[b]]), out, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_unbatched_sequences_equal_the_slow_loop(kind: type, options: dict[str, Any], draws: str) -> None:
@@ -318,6 +319,7 @@ def test_unrolled_cells_equal_the_slow_loop(kind: type, mode: str, options: dict
             np.testing.assert_allclose(array(y[j, b, t]), h, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize(("kind", "mode", "options"), CELLS)
 def test_unbatched_cells_take_vectors(kind: type, mode: str, options: dict[str, Any]) -> None:
     """F18: one vector is one row."""
@@ -447,6 +449,7 @@ def test_sampled_attention_repeats_masks_with_their_rows(mask: str, draws: str) 
     check_attention(layer, qkv, MASKS[mask], y.flatten(0, 1), weights.flatten(0, 1), tiles=K)
 
 
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_unbatched_attention_is_one_row(batch_first: bool) -> None:
     """F1: (L, E) in, (L, E) out."""
@@ -485,6 +488,7 @@ def test_encoder_layer_equals_torch_on_materialised_weights(batch_first: bool, n
 # Layouts that are easy to get wrong ------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize(
     ("kind", "shape", "expected"),
     [
@@ -502,6 +506,7 @@ def test_converted_root_layer_takes_unbatched_inputs(kind: Any, shape: Any, expe
     assert (y[0] if isinstance(y, tuple) else y).shape == expected
 
 
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_converted_root_attention_takes_unbatched_inputs(batch_first: bool) -> None:
     """F1: as above, for nn.MultiheadAttention."""

@@ -1,18 +1,17 @@
 """Draws that share work at prediction, and stacking weights: the same numbers as without, from less work."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from slimbayes.sharing import shared
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import models
 from slimbayes.engine.passes import posteriors_of
-
-pytestmark = pytest.mark.usefixtures("last_draws")
 
 
 class Residual(nn.Module):
@@ -56,47 +55,114 @@ def _counted(model: nn.Module, name: str) -> list[int]:
     return seen
 
 
+def _hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def _both(model: nn.Module, x: Tensor, draws: int) -> tuple[Tensor, Tensor]:
+    """Predictions of the same draws with and without sharing."""
+    out = []
+    for share in (True, False):
+        torch.manual_seed(1)
+        out.append(sb.predict(model, x, draws=draws, share=share).samples)
+    return out[0], out[1]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_shared_passes_give_the_same_outputs(method: str) -> None:
     torch.manual_seed(0)
     model, x = sb.bayesianize(Residual().eval(), METHODS[method]), torch.randn(5, 3, 6, 6)
-    torch.manual_seed(1)
-    expected = sb.sample(model, x, draws=12)
-    torch.manual_seed(1)
-    with torch.no_grad(), shared(model, 0):
-        torch.testing.assert_close(sb.sample(model, x, draws=12), expected, rtol=1e-5, atol=1e-6)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if m is not model)
+    shared, apart = _both(model, x, 12)
+    torch.testing.assert_close(shared, apart, rtol=1e-5, atol=1e-6)
+    assert len(shared.flatten(1).unique(dim=0)) > 1  # draws differ at all
+    assert _hooks(model) == 0
 
 
-def test_modules_run_once_for_each_prefix_that_draws_agree_on() -> None:
-    model, x = sb.bayesianize(Residual().eval(), METHODS["emp"]), torch.randn(5, 3, 6, 6)
-    stem, conv = _counted(model, "stem"), _counted(model, "conv")
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        # Every draw picks one of four networks: each runs once, and the stem once for all.
+        ("emp", {"stem": [5], "side": [20], "conv": [20, 20]}),
+        # Draws are real numbers from the first norm on: the stem is all they share.
+        ("ecmp", {"stem": [5], "side": [80], "conv": [80, 80]}),
+        # Only the last layer draws. A module that runs twice in a forward is not shared.
+        ("last-layer", {"stem": [5], "side": [5], "conv": [80, 80]}),
+        # The first layer draws: nothing comes before.
+        ("mean-field", {"stem": [], "side": [], "conv": []}),
+    ],
+)
+def test_modules_run_once_where_no_draw_has_been_used(method: str, expected: dict[str, list[int]]) -> None:
+    model, x = sb.bayesianize(Residual().eval(), METHODS[method]), torch.randn(5, 3, 6, 6)
+    draws = 16 // sb.members(model)
+    plain = [name for name in expected if not hasattr(model.get_submodule(name), "posterior")]
+    sb.predict(model, x, draws=2)  # locates rows
+    seen = {name: _counted(model, name) for name in plain}
     torch.manual_seed(0)
-    with torch.no_grad(), shared(model, 0):
-        sb.sample(model, x, draws=16)
-    assert stem == [5]  # nothing drawn yet: once
-    assert conv == [2 * 5, 4 * 5]  # two components of the first norm, then two times two
+    sb.predict(model, x, draws=draws)
+    assert seen == {name: expected[name] for name in plain}
+    for rows in seen.values():
+        rows.clear()
+    sb.predict(model, x, draws=draws, share=False)
+    assert all(set(rows) == {80} for rows in seen.values())
+    for rows in seen.values():
+        rows.clear()
+    with torch.no_grad():
+        sb.sample(model, x, draws=draws)  # sharing is predict's alone
+    assert all(set(rows) == {80} for rows in seen.values())
 
 
-def test_sharing_ends_where_draws_are_real_numbers_or_mostly_differ() -> None:
-    x = torch.randn(5, 3, 6, 6)
-    for config, expected in ((METHODS["ecmp"], [80, 80]), (sb.ModelPatch(components=16, jitter=0.5), [80, 80]), (METHODS["last-layer"], [5, 5])):
-        model = sb.bayesianize(Residual().eval(), config)
-        conv = _counted(model, "conv")
-        torch.manual_seed(3)
-        with torch.no_grad(), shared(model, 0):
-            sb.sample(model, x, draws=16 // sb.members(model))
-        assert conv == expected
+class Noisy(nn.Module):
+    """A body with noise of the user's own, in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.fc = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.norm(F.dropout(self.body(x), 0.5, training=True)))
 
 
-def test_where_the_first_pass_shares_nothing_no_hooks_stay() -> None:
-    model = sb.bayesianize(models.regression_net(6).eval(), sb.ModelPatch(cross=True, init="uniform"))
-    x = torch.randn(4, 6)
-    with torch.no_grad(), shared(model, 0):
-        sb.sample(model, x, draws=8)
-        assert model.dense1._forward_pre_hooks
-        sb.sample(model, x, draws=8)
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if m is not model)
+class NoisyBody(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(F.dropout(input, 0.5, training=True))
+
+
+def test_modules_with_noise_of_their_own_are_not_shared() -> None:
+    model = sb.bayesianize(nn.Sequential(NoisyBody(6, 8), nn.Linear(8, 3)), {"1": sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))})
+    samples = sb.predict(model, torch.randn(7, 6), draws=4).samples
+    assert len(samples.flatten(1).unique(dim=0)) == 8  # members are alike: only the noise tells draws apart
+
+
+def test_draws_that_picked_alike_keep_the_users_own_noise() -> None:
+    model = sb.bayesianize(Noisy(), sb.ModelPatch(components=2, jitter=0.5))
+    samples = sb.predict(model, torch.randn(7, 6), draws=12).samples
+    assert len(samples.flatten(1).unique(dim=0)) == 12
+
+
+def test_hooks_and_training_flags_are_put_back_whatever_happens() -> None:
+    model, x = sb.bayesianize(Residual(), METHODS["last-layer"]), torch.randn(5, 3, 6, 6)
+    model.conv.eval()
+    flags = [m.training for m in model.modules()]
+    sb.predict(model, x, draws=4)
+    assert _hooks(model) == 0 and [m.training for m in model.modules()] == flags
+    handle = model.side.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sb.predict(model, x, draws=4)
+    handle.remove()
+    assert _hooks(model) == 0 and [m.training for m in model.modules()] == flags
+    shared, apart = _both(model, x, 4)
+    torch.testing.assert_close(shared, apart, rtol=1e-5, atol=1e-6)
+
+
+def test_threads_share_apart() -> None:
+    model = sb.bayesianize(Residual(), {"fc": sb.BatchEnsemble(members=2)})
+    batches = [torch.randn(n, 3, 6, 6) for n in (3, 5, 7, 4)]
+    expected = [sb.predict(model, x, draws=2, share=False).samples for x in batches]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda x: sb.predict(model, x, draws=2).samples, batches * 4))
+    for samples, alone in zip(found, expected * 4, strict=True):
+        torch.testing.assert_close(samples, alone, rtol=1e-5, atol=1e-6)
+    assert _hooks(model) == 0 and model.training
 
 
 def test_a_dimension_that_only_looks_like_the_batch_is_left_alone() -> None:
@@ -105,17 +171,31 @@ def test_a_dimension_that_only_looks_like_the_batch_is_left_alone() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.mix, self.norm = nn.Linear(12, 12), nn.LayerNorm(12)
+            self.mix, self.norm = nn.Linear(3, 3), nn.LayerNorm(12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(torch.cat([self.mix(part.t()).t() for part in x.split(3)]))
+
+    model, x = sb.bayesianize(Transposed().eval(), sb.ModelPatch(components=2, jitter=0.5)), torch.randn(3, 12)
+    shared, apart = _both(model, x, 4)
+    torch.testing.assert_close(shared, apart)
+
+
+def test_where_draws_run_one_by_one_nothing_is_shared() -> None:
+    """A Linear over (features, rows) mixes rows, so draws cannot share a forward; predictions are right all the same."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.norm = nn.Linear(3, 3), nn.LayerNorm(12)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(self.mix(x.t()).t())
 
-    model, x = sb.bayesianize(Transposed().eval(), sb.ModelPatch(components=2, jitter=0.5)), torch.randn(3, 12)
-    torch.manual_seed(0)
-    expected = sb.sample(model, x, draws=4)
-    torch.manual_seed(0)
-    with torch.no_grad(), shared(model, 0):
-        torch.testing.assert_close(sb.sample(model, x, draws=4), expected)
+    model, x = sb.bayesianize(Mixing().eval(), sb.ModelPatch(components=2, jitter=0.5)), torch.randn(3, 12)
+    with pytest.warns(UserWarning, match="draw by draw"):
+        shared, apart = _both(model, x, 4)
+    torch.testing.assert_close(shared, apart)
 
 
 def _enumerated(net: nn.Module, x: Tensor) -> Tensor:
@@ -139,6 +219,7 @@ def test_ten_thousand_draws_of_25_networks_run_25() -> None:
     net = sb.bayesianize(models.regression_net(6).eval(), sb.ModelPatch(init="uniform"))
     x = torch.randn(7, 6)
     rows: list[int] = []
+    sb.sample(net, x, draws=2)  # locates rows
     net.dense1.register_forward_hook(lambda layer, args, out: rows.append(len(out)))
     pred = sb.predict(net, x, draws=10_000, likelihood="gaussian", scale=0.3)
     assert sum(rows) <= 25 * 7
@@ -152,7 +233,7 @@ def test_ten_thousand_draws_of_25_networks_run_25() -> None:
     torch.testing.assert_close(loose.epistemic, pred.epistemic, rtol=0.1, atol=1e-3)
 
 
-def test_predict_without_sharing_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predict_without_sharing_agrees() -> None:
     model, x = sb.bayesianize(Residual(), METHODS["ecmp"]), torch.randn(5, 3, 6, 6)
     torch.manual_seed(0)
     first = sb.predict(model, x, draws=6)
@@ -163,6 +244,7 @@ def test_predict_without_sharing_agrees(monkeypatch: pytest.MonkeyPatch) -> None
 def test_default_chunk_cuts_draws_but_never_the_batch() -> None:
     model = sb.bayesianize(nn.Linear(2**12, 2), sb.MeanField())
     rows: list[int] = []
+    sb.predict(model, torch.zeros(2**9, 2**12), draws=2)  # locates rows
     model.register_forward_hook(lambda layer, args, out: rows.append(len(out)))
     sb.predict(model, torch.zeros(2**9, 2**12), draws=9, keep_samples=False)
     assert rows == [4 * 2**9, 4 * 2**9, 2**9]  # 2^23 numbers are four repetitions of 2^21

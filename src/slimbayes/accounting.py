@@ -138,7 +138,7 @@ def _own_parameters(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _count(parameters: list[nn.Parameter], seen: set[int]) -> int:
-    fresh = [p for p in parameters if id(p) not in seen]
+    fresh = [p for p in parameters if id(p) not in seen and not nn.parameter.is_lazy(p)]
     seen.update(id(p) for p in fresh)
     return sum(p.numel() for p in fresh)
 

@@ -182,7 +182,8 @@ def _outputs(model: nn.Module, args: Any, kwargs: Any, draws: int, chunk: int | 
     """Outputs (S', N, ...) of all draws of one batch, so many at a time as fit."""
     posteriors = posteriors_in(model)
     if not posteriors:
-        yield calls.stack_draws([model(*args, **kwargs)])
+        for _ in range(draws):
+            yield calls.stack_draws([model(*args, **kwargs)])
         return
     held = passes.of(posteriors[0].key)
     if held is not None and not held.held:

@@ -67,7 +67,7 @@ def sample(model: nn.Module, *args: Any, draws: int = 1, rows: Literal["tile", "
     if not arrays_of((args, kwargs)):
         raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
     if not posteriors:
-        return calls.stack_draws([model(*args, **kwargs)])
+        return calls.stack_draws([model(*args, **kwargs) for _ in range(draws)])
     held = passes.of(posteriors[0].key)
     if held is not None and not held.held:
         raise ValueError("sample was called inside a forward pass of the same model; call it from outside.")

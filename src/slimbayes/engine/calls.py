@@ -143,14 +143,14 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
         layout = layout_of(module, args, kwargs, posteriors) if held.inner is None or not held.whole else held.inner.layout
         layout = layout or Layout()
         new = held.call(layout.rows((args, kwargs)), layout)
-    elif held.draws == 1:
+    elif held.draws == 1 and not any(p.late for p in posteriors):
         new = held.view(1, None)
     else:
         layout = layout_of(module, args, kwargs, posteriors)
         rows = layout.rows((args, kwargs))
-        if not layout.apart:
+        if not layout.apart and held.total > 1:
             tell(layout, f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all")
-        new = held.view(rows, layout) if layout.apart else held.single(0)
+        new = held.view(rows, layout) if layout.apart else held.single(0, layout if layout.folds else None)
     return _finish(new, posteriors, function, args, kwargs)
 
 

@@ -313,7 +313,7 @@ def _random(function: Any, shape: Sequence[int], device: torch.device, dtype: to
 
 def random_member(device: torch.device | None = None) -> Any:
     """Where the members of a bare call start. 720720 is divisible by 1 to 16: uniform for each of those member counts."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return torch.randint(720720, (), device=device)
     # Inside vmap every number would be one of many: count on from the seed instead.
     return (torch.initial_seed() * 6364136223846793005 + next(_KEYS) * 1442695040888963407 >> 33) % 720720

@@ -168,7 +168,7 @@ def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Hypothesis]:
     arrays = arrays_of(inputs)
     shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]
     # Inputs with more dimensions first: masks, lengths and weights have fewer than what they are for.
-    order = sorted(range(len(arrays)), key=lambda i: (_flag(arrays[i]), -len(shapes[i])))
+    order = sorted(range(len(arrays)), key=lambda i: (not isinstance(arrays[i], PackedSequence), _flag(arrays[i]), -len(shapes[i])))
     seen: set[Dims] = set()
     for dim in (0, 1) if batch_dim is None else (batch_dim,):
         for i in order:
@@ -271,6 +271,8 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                     return layout
                 except (Mixed, passes.Unproven) as error:
                     first = first or str(error)
+                except ValueError:
+                    return layout  # a posterior refuses what it met: the call itself will say so
             if tried > 20:
                 break
     lead = next(((h.lead for h in hypotheses(inputs, batch_dim))), None)
@@ -322,22 +324,27 @@ class _Proof:
         layout.random = single.quiet.random
         half, out3 = self._probe(self._altered("half"), double, "half")
         self._feels("half", double, half, arrays_of(out2), arrays_of(out3), layout.outputs)
-        if double.quiet.reads != half.quiet.reads:
-            raise Mixed("a number computed from all rows decides what the model does")
+        self._reads_alike(double, half, "half")
         self._collect(half)
         layout.folds = True
         last, out4 = self._probe(self._altered("row"), double, "row")
         try:
             self._shift(out1)
             self._feels("row", double, last, arrays_of(out2), arrays_of(out4), layout.outputs)
-            if double.quiet.reads != last.quiet.reads:
-                raise Mixed("a number computed from all rows decides what the model does")
+            self._reads_alike(double, last, "row")
             layout.apart = True
         except Mixed as error:
             layout.why = str(error)
             if not layout.folds:
                 raise
         return layout
+
+    def _reads_alike(self, plain: Probe, tainted: Probe, what: str) -> None:
+        """Numbers that the model reads may depend on its inputs, but not on the draws of some rows."""
+        if plain.quiet.reads != tainted.quiet.reads:
+            again, _ = self._probe(self.layout.tile(self.inputs, 2), plain, what)
+            if plain.quiet.reads != again.quiet.reads:
+                raise Mixed("a number computed from all rows decides what the model does")
 
     def _shift(self, out: Any) -> None:
         """One row more in front may not change the others: outputs that depend on a row's number would fold wrongly."""

@@ -70,6 +70,7 @@ class Quiet(TorchFunctionMode):
         if name == "multi_head_attention_forward":
             kwargs = {**kwargs, "training": False}
         if name in _RECURRENT:
+            _check_states(args)
             args = tuple(0.0 if isinstance(a, float) else a for a in args)
         if name == "batch_norm":
             return _norm(*args, **kwargs)
@@ -118,6 +119,16 @@ def check_bounds(name: str, args: Any, kwargs: Any) -> None:
         dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else None)
         if isinstance(index, Tensor) and isinstance(dim, int):
             _within(index, x.shape[dim])
+
+
+def _check_states(args: Any) -> None:
+    """Refuse recurrent states of other rows than the input's: the kernel for packed sequences does not look."""
+    packed = isinstance(args[2], (Tensor, tuple, list)) and isinstance(args[1], Tensor) and not args[1].is_floating_point()
+    states = args[2] if packed else args[1]
+    states = [states] if isinstance(states, Tensor) else list(states)
+    rows = {h.shape[1] for h in states} | ({int(args[1][0])} if packed else set())
+    if len(rows) > 1:
+        raise RuntimeError(f"recurrent states and inputs of {sorted(rows)} rows do not go together")
 
 
 def _check_key(x: Tensor, key: Any) -> None:
