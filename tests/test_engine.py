@@ -517,6 +517,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "last-row": (two(lambda m, x: m.b((lambda h: h + h[-1:])(torch.tanh(m.a(x))))), x(6, 4)),
     "sorted": (two(lambda m, x: m.b(torch.tanh(m.a(x)).sort(0).values)), x(6, 4)),
     "flipped": (two(lambda m, x: m.b(torch.tanh(m.a(x)).flip(0))), x(6, 4)),
+    "last-column": (two(lambda m, x: (lambda y: torch.cat([y[:, :2], y[:, 2:] + y[:, 2:].roll(1, 0)], 1))(m.b(torch.tanh(m.a(x))))), x(6, 4)),
     "largest": (two(lambda m, x: m.b((lambda h: h / h.abs().max())(m.a(x)))), x(6, 4)),
 }
 RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
@@ -894,11 +895,14 @@ class UsesBilinear(nn.Module):
 @pytest.mark.parametrize("method", METHODS)
 def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(method: str, rows: int) -> None:
     model, values = converted(UsesBilinear(), METHODS[method]), torch.randn(rows, 4)
+    for name, p in model.named_parameters():
+        if ".posterior." in name and name.endswith(".bias"):
+            nn.init.normal_(p)  # they start at zero
     with torch.no_grad(), sb.frozen(model, draws=2):
         held = sb.sample(model, values)
         plain = [sb.write_out(model, j) for j in range(len(held))]
         assert all(type(p.mix) is Bilinear for p in plain)
-        assert differ(plain[0].mix.weight, plain[1].mix.weight)
+        assert method == "patch" or differ(plain[0].mix.weight, plain[1].mix.weight)  # two draws may pick one component
         expected = torch.stack([p(values) for p in plain])
         close(held, expected)
         close(sb.sample(model, values, fold=False), expected)
@@ -1065,3 +1069,70 @@ def test_a_cosine_with_a_warm_up_starts_where_the_warm_up_ends() -> None:
     found = [rate(train, 10)(step) for step in (0, 9, 19, 20, 60, 99, 100)]
     half, last = 0.55, 0.1 + 0.45 * (1 + torch.cos(torch.tensor(torch.pi * 79 / 80, dtype=torch.float64)).item())
     assert found == pytest.approx([0.05, 0.5, 1.0, 1.0, half, last, 0.1])
+
+
+@pytest.mark.parametrize("config", [sb.ModelPatch(components=3, patch=".*", jitter=0.5), sb.ModelPatch(components=2, patch="2", jitter=0.5)], ids=["all", "last"])
+def test_networks_that_several_draws_picked_run_once_and_answer_for_all(config: Any) -> None:
+    """A mixture has few networks: each runs once, and every draw gets the outputs of the one it picked."""
+    model, values = converted(mlp(), config), torch.randn(6, 4)
+    found = []
+    for share in (True, False):
+        torch.manual_seed(5)
+        found.append(sb.predict(model, values, draws=16, share=share, likelihood="gaussian").samples)
+    close(*found)
+    assert 1 < len(torch.unique(found[1].flatten(1).round(decimals=4), dim=0)) <= 9
+
+
+@pytest.mark.parametrize("first", [6, 1])
+def test_an_input_of_one_row_stands_for_all(first: int) -> None:
+    """Located with as many rows as the batch has, or with one; later calls bring the other."""
+    model = converted(Net(lambda m, x, context: m.b(torch.tanh(m.a(x) + m.a(context)))))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in (first, 1, 6, 1):
+            values, context = torch.randn(6, 4), torch.randn(rows, 4)
+            expected = sb.sample(model, values, context, fold=False)
+            assert expected.shape == (3, 6, 3)
+            close(sb.sample(model, values, context), expected)
+            assert model(values, context).shape == (6, 3)
+
+
+class NoisyStem(nn.Module):
+    """Work worth sharing, and noise in it that differs between draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h + torch.randn_like(h)
+
+
+def test_modules_with_noise_of_their_own_are_not_shared() -> None:
+    model = sb.bayesianize(Net(lambda m, x: m.b(m.stem(x)), stem=NoisyStem()), sb.BatchEnsemble(members=2), include="b")
+    samples = sb.predict(model, torch.randn(6, 4), draws=4, likelihood="gaussian").samples
+    assert len(torch.unique(samples.flatten(1).round(decimals=5), dim=0)) == 8
+
+
+def test_modules_that_run_ahead_run_once_for_all_draws() -> None:
+    seen: list[int] = []
+    model = Net(lambda m, x: m.b(torch.tanh(m.stem(x))), stem=nn.Sequential(nn.Linear(4, 6), Net(lambda m, h: seen.append(len(h)) or h)))
+    sb.bayesianize(model, MEMBERS, include="b")
+    values = torch.randn(6, 4)
+    expected = sb.predict(model, values, draws=2, share=False).samples
+    del seen[:]
+    close(sb.predict(model, values, draws=2).samples, expected)
+    assert seen == [6]
+    sb.predict(model, values, draws=2, share=False)
+    assert seen == [6, 36]
+
+
+def test_a_bare_call_starts_at_a_random_member() -> None:
+    model, values = converted(mlp()), torch.randn(1, 4).expand(6, 4)
+    with torch.no_grad():
+        firsts = torch.stack([model(values)[0] for _ in range(60)]).round(decimals=4)
+        counts = torch.unique(firsts, dim=0, return_counts=True)[1]
+        assert len(counts) == 3
+        assert counts.min() > 6
+        assert len(torch.unique(model(values).round(decimals=4), dim=0)) == 3
