@@ -164,9 +164,11 @@ def test_a_bare_call_gives_each_row_one_member(name: str, method: str) -> None:
     model, args, kwargs, case = built(name, method)
     with quietly(), sb.frozen(model):
         expected = [plain(*args, **kwargs) for plain in held(model, 1)]
+    # Whole networks may take their rows of the queries beside all of the support; layers would mix the support's rows.
+    rows = 0 if (name, method) == ("prototypes", "ensemble") else case.rows
     with quietly():
         for _ in range(3):  # where the members begin is random
-            assert_rows_of_draws(model(*args, **kwargs), expected, case.rows, case.owner)
+            assert_rows_of_draws(model(*args, **kwargs), expected, rows, case.owner)
 
 
 @torch.no_grad()

@@ -56,6 +56,7 @@ class Visit:
     prints: list[Tensor | None] = field(default_factory=list)
     dims: list[int | None] = field(default_factory=list)
     out_dims: list[int | None] = field(default_factory=list)
+    reads: list[float] = field(default_factory=list)
 
 
 class Probe(passes.Pass):
@@ -72,6 +73,13 @@ class Probe(passes.Pass):
 
     def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """Run a converted module's plain forward and note what came in and what went out."""
+        self.quiet.muted = True
+        try:
+            return self._visit(layer, args, kwargs)
+        finally:
+            self.quiet.muted = False
+
+    def _visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
         place = len(self.visits)
         arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
         shapes = [tuple(a.shape) for a in arrays]
@@ -80,10 +88,16 @@ class Probe(passes.Pass):
         if self.before is not None:
             self._compare(here, self._same(place, here), arrays)
         self.inside.append(layer.bayes_key)
+        start, self.quiet.muted = len(self.quiet.reads), False
         try:
             out = layer.plain_forward(args, kwargs)
         finally:
             self.inside.pop()
+            self.quiet.muted = True
+        here.reads = self.quiet.reads[start:]
+        if self.taint and hasattr(layer, "copied_names") and here.reads != self.before.visits[place].reads:  # type: ignore[union-attr]
+            # Members see only their own rows: what one reads from all rows it would read from fewer.
+            raise Mixed(f"{here.name}: a number computed from all rows decides what it does")
         outs = [padded(leaf) for leaf in arrays_of(out)]
         here.outputs = [tuple(o.shape) for o in outs]
         if self.before is None:
