@@ -69,6 +69,7 @@ def sample(model: nn.Module, *args: Any, draws: int = 1, rows: Literal["tile", "
     if not posteriors:
         return calls.stack_draws([model(*args, **kwargs) for _ in range(draws)])
     held = passes.of(posteriors[0].key)
+    held = None if held is not None and passes.recomputing(held) else held
     if held is not None and not held.held:
         raise ValueError("sample was called inside a forward pass of the same model; call it from outside.")
     held = None if isinstance(held, calls.Scope) else held

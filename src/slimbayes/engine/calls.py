@@ -51,6 +51,8 @@ def bare(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
     """Call a module that has converted layers in it: as part of the pass under way, or in one of its own."""
     key = passes.first_key(module)
     found = None if key is None else passes.of(key)
+    if found is not None and found.opener is module and passes.recomputing(found):
+        return _open(module, function, args, kwargs)  # a checkpoint around the whole call: it restores the random state, too
     if key is None or (found is not None and not found.held):
         return function(*args, **kwargs)
     if found is None or (isinstance(found, Scope) and found.module is module and not found.whole):
@@ -107,8 +109,10 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     rows = layout.rows((args, kwargs)) if layout is not None else 1
     if layout is not None and not layout.apart and rows > 1:
         tell(layout, "each call uses one draw for all rows, where rows would share out the members")
+    new = _bare_pass(posteriors, rows, layout)
+    new.opener = module
     try:
-        return _finish(_bare_pass(posteriors, rows, layout), posteriors, function, args, kwargs)
+        return _finish(new, posteriors, function, args, kwargs)
     except Unproven as error:
         assert layout is not None
         layout.folds, layout.apart, layout.why = False, False, str(error)

@@ -70,6 +70,7 @@ class Pass:
         self.waiting: list[nn.Module] = []  # of those, the ones under way
         self.spent: list[bool] = []  # filled when a backward pass has gone through it
         self.outer: Pass | None = None
+        self.opener: Any = None  # the module whose call opened it
         self.task = -1
 
     def blocks(self, posterior: Any) -> int:
@@ -125,6 +126,10 @@ class Pass:
             if self.draws == 1 and not self.rowwise:
                 return 0
             raise Unproven(f"a layer met an input of {x.dim()} dimensions, unlike those that its rows were located in")
+        if found >= 0 and x.shape[found] == 1 and not same(self.rows, 1):
+            if found > 0:
+                raise Unproven("a layer met a single row where it had many when its rows were located")
+            return -1
         return found
 
 
@@ -180,6 +185,11 @@ def current() -> Pass | None:
     return found
 
 
+def recomputing(found: Pass) -> bool:
+    """Whether a pass is not under way, but gone through backwards: gradient checkpointing runs parts of it again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() not in (-1, found.task)
+
+
 def of(key: str) -> Pass | None:
     """The innermost pass under way that has draws of this posterior."""
     found = current()
@@ -210,14 +220,14 @@ def run(new: Pass, function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 @contextmanager
 def holding(new: Pass) -> Iterator[None]:
     """Keep a pass open for many calls."""
-    new.outer, before = current(), _traced()
+    new.outer = current()
     token = _PASS.set(new)
     try:
         _TRACED.current = new
         yield
     finally:
-        _TRACED.current = before
         _PASS.reset(token)
+        _TRACED.current = _PASS.get()  # not what was there before: another task may have left it
 
 
 def remember(outputs: Any, done: Pass) -> None:

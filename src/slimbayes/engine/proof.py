@@ -15,6 +15,7 @@ hypothesis: those with as many entries along one dimension as a leading one; hyp
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from slimbayes.engine import passes
 from slimbayes.engine.layout import Dims, Layout, stack_draws
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.tree import arrays_of, index_rows, leaves_of, map_arrays, padded, tree_map
+
+_PROVING = threading.RLock()
 
 
 class Mixed(Exception):
@@ -248,10 +251,17 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
     model = unwrapped(model)
     known: dict[Any, Layout] = model.__dict__.setdefault("_slimbayes_rows", {})
     kind, tree = kind_of(model, args, kwargs), tree_of(model)
-    found = known.get(kind)
-    if found is not None and found.tree == tree:
-        model.__dict__["_slimbayes_latest"] = found
-        return found
+    with _PROVING:  # threads that meet a model together wait for the first
+        found = known.get(kind)
+        if found is not None and found.tree == tree:
+            model.__dict__["_slimbayes_latest"] = found
+            return found
+        return _located(model, args, kwargs, posteriors, batch_dim, known, kind, tree)
+
+
+def _located(
+    model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], batch_dim: int | None, known: dict[Any, Layout], kind: Any, tree: int
+) -> Layout:
     layout = prove(model, (args, kwargs), posteriors, batch_dim)
     layout.tree, layout.key = tree, passes.first_key(model)
     if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
@@ -372,6 +382,8 @@ class _Proof:
         for i, (a, b, dim) in enumerate(zip(map(padded, arrays_of(out)), map(padded, shifted), self.layout.outputs, strict=True)):
             each = 0 if dim is None else a.shape[dim] // self.rows
             rest = b if dim is None else b.narrow(dim, each, b.shape[dim] - each)
+            if rest.shape != a.shape:
+                raise Mixed(f"output {i} of shape {tuple(a.shape)} does not get one row more for one row more")
             if not self._close(rest, a):
                 self.layout.folds = False
                 raise Mixed(f"output {i} of shape {tuple(a.shape)} changes when one row more comes in front")
@@ -592,14 +604,18 @@ class _Ahead:
         if all(d is not None for part in dims for d in part):  # what has no rows might still depend on all of them
             self.found[module] = (dims[0], dims[1])
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if passes.current() is not self.probe or kwargs is None:
+            return  # another thread's call; torch may not have marked the hook as taking keywords yet
         if not self.probe.visits and id(module) not in self.shapes:
             self.shapes[id(module)] = ([tuple(a.shape) for a in map(padded, arrays_of((args, kwargs)))], None)  # type: ignore[assignment]
             self.random = self.probe.quiet.random
         else:
             self.shapes[id(module)] = ([], None)  # type: ignore[assignment]
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        if passes.current() is not self.probe:
+            return
         ins, done = self.shapes.get(id(module), ([], None))
         if ins and done is None and not self.probe.visits and self.probe.quiet.random == self.random:
             self.shapes[id(module)] = (ins, [tuple(a.shape) for a in map(padded, arrays_of(output))])

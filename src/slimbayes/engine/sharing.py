@@ -56,8 +56,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                     module.training = training
 
 
-def _narrow(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _narrow(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
     found = passes.current()
+    if kwargs is None:
+        return None  # torch has not yet marked the hook as taking keywords: another thread registers it just now
     if found is None or found.shared is None or found.drawn_yet or id(module) not in found.shared:
         return None
     dims, total = found.shared[id(module)][0], found.total

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from slimbayes import objective
 from slimbayes.data.folders import ImageFolder
 from slimbayes.decay import l2
+from slimbayes.engine.passes import processes
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.crops import crops_pictures
 from slimbayes.lab.optimizers import set_rate
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.task import Task
-from slimbayes.posteriors.base import processes
 from slimbayes.prediction import Likelihood
 from slimbayes.sampling import sample
 

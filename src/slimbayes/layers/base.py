@@ -316,7 +316,7 @@ def _reading(name: str) -> property:
     def get(layer: Any) -> Any:
         value = own_value(layer, name)
         found = None if value is None or "posterior" not in layer._modules else passes.of(layer.bayes_key)
-        if found is None or found.held:
+        if found is None or found.held or hasattr(value, "full_tensor"):  # FSDP2 looks for its shards
             return value
         if (layer.bayes_key, name) in found.substitutes:
             return found.substitutes[layer.bayes_key, name]

@@ -114,7 +114,7 @@ def _reset(member: nn.Module) -> None:
     if callable(own) and not inspect.signature(own).parameters.keys() - {"mode", "needs_reset"}:
         own()
         for name, parameter in member.named_parameters():
-            if torch.equal(parameter, before[name]):
+            if not parameter.is_meta and torch.equal(parameter, before[name]):
                 _alike(parameter, before[name])
         return
     for module in reversed(list(member.modules())):  # parents last: they may start what their children own in another way
@@ -132,7 +132,7 @@ def _alike(parameter: Tensor, own: Tensor) -> None:
     What nothing resets (class tokens, tables of positions, layer scales) gets the network's own numbers in another order: the same
     distribution if they were drawn alike, the same constant if they were constant.
     """
-    if not parameter.requires_grad or parameter.numel() < 2:
+    if not parameter.requires_grad or parameter.numel() < 2 or parameter.is_meta:
         return
     if torch.equal(parameter, own):
         order = torch.randperm(own.numel(), device=own.device)
