@@ -8,7 +8,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo digits test lint bench bench-lab bench-ktied bench-ensembles figure3
+.PHONY: demo digits test lint bench bench-lab bench-ktied bench-ensembles figure3 zoo
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -34,6 +34,10 @@ bench-ktied: .venv/ready
 
 bench-ensembles: .venv/ready
 	$(RUN) benchmarks/ensembles.py
+
+zoo: .venv/ready
+	$(RUN) benchmarks/zoo.py --workers 2 --out results/benchmarks/zoo.json
+	$(RUN) benchmarks/zoo.py --table results/benchmarks/zoo.json
 
 figure3: .venv/ready
 	$(RUN) -m slimbayes.diagnostics.prior_functions --out docs/figure3.png

@@ -141,7 +141,7 @@ def debayesianize(model: Model) -> Model:
         if isinstance(layer, Converted):
             _restore(layer, layer.posterior)
         elif isinstance(layer, Opens):
-            layer.__class__ = layer.plain
+            layer.__class__ = layer.plain  # type: ignore[assignment]
         layer.__dict__.pop("_slimbayes_rows", None)
         layer.__dict__.pop("_slimbayes_latest", None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)

@@ -31,7 +31,7 @@ class Scope(Pass):
 
     def __init__(self, module: nn.Module, posteriors: Sequence[Any], whole: bool, rows: int) -> None:
         super().__init__(None, rows, held=True)
-        self.noise = dict.fromkeys([p.key for p in posteriors])  # type: ignore[arg-type]
+        self.noise = dict.fromkeys([p.key for p in posteriors])  # type: ignore[assignment]
         self.module, self.posteriors, self.whole = module, posteriors, whole
         self.first = passes.random_member(posteriors[0].device)
         self.inner: Pass | None = None

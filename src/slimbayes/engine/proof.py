@@ -69,7 +69,7 @@ class Probe(passes.Pass):
 
     def __init__(self, keys: Sequence[str], quiet: Quiet, before: Probe | None = None, taint: str = "") -> None:
         super().__init__(1, 1, rowwise=False)
-        self.noise = dict.fromkeys(keys)  # type: ignore[arg-type]
+        self.noise = dict.fromkeys(keys)  # type: ignore[assignment]
         self.quiet, self.before, self.taint = quiet, before, taint
         self.visits: list[Visit] = []
         self.inside: list[str] = []  # keys of modules whose own forward is under way

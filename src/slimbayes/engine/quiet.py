@@ -15,7 +15,7 @@ _DROPOUT = {
     "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_",
     "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout",
 }  # fmt: skip
-_RANDOM = {"rand": 0.5, "rand_like": 0.5, "uniform_": 0.5, "randn": 0.25, "randn_like": 0.25, "normal": 0.25, "normal_": 0.25}
+_RANDOM: dict[str, float | None] = {"rand": 0.5, "rand_like": 0.5, "uniform_": 0.5, "randn": 0.25, "randn_like": 0.25, "normal": 0.25, "normal_": 0.25}
 _RANDOM |= {"bernoulli": 1.0, "bernoulli_": 1.0, "exponential_": 1.0, "poisson": 1.0, "cauchy_": 0.25, "log_normal_": 1.0}
 _RANDOM |= {"geometric_": 1.0, "randint": None, "randint_like": None, "random_": None, "randperm": None}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
@@ -159,7 +159,7 @@ def _constant(name: str, out: Tensor, args: Any, kwargs: Any) -> Tensor:
         if name == "randperm":
             return out.copy_(torch.arange(len(out)))
         if _RANDOM[name] is not None:
-            return out.fill_(_RANDOM[name])
+            return out.fill_(_RANDOM[name])  # type: ignore[arg-type]
         numbers = [a for a in args if isinstance(a, int)]
         return out.fill_(kwargs.get("low", kwargs.get("from", numbers[0] if len(numbers) > 1 else 0)))
 

@@ -7,7 +7,7 @@ known by what they do: their output does not change when the input is scaled, an
 import copy
 import re
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class AnyLayer(BayesLayer):
     """Mixin of layers of other types. `names` are the parameters that are drawn."""
 
     drawn_names: tuple[str, ...] = ()
-    read_names = ()
+    read_names: ClassVar[tuple[str, ...]] = ()
 
     def sites(self) -> list[Site]:
         return [_site(self, name, self.bayes_kind) for name in self.drawn_names]
@@ -131,7 +131,8 @@ class AnyLayer(BayesLayer):
         found = passes.of(self.bayes_key)
         assert found is not None
         before = found.substitutes
-        found.substitutes = {**before, **{(self.bayes_key, n): self.own_value(n) for n in self.read_names}, **{(self.bayes_key, n): v for n, v in values.items()}}
+        own = {name: self.own_value(name) for name in self.read_names}
+        found.substitutes = before | {(self.bayes_key, name): value for name, value in (own | values).items()}
         try:
             return self.plain_forward(args, kwargs)
         finally:

@@ -59,7 +59,7 @@ def _reading(name: str) -> property:
 
     def get(module: Any) -> Any:
         own = module._parameters.get(name)
-        members = module._modules["posterior"]["members"] if "posterior" in module._modules else None
+        members: Any = module._modules["posterior"]["members"] if "posterior" in module._modules else None
         found = None if members is None else passes.of(members.key)
         if own is None or found is None or found.held:
             return own
