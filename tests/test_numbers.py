@@ -367,7 +367,7 @@ def test_output_layers_are_told_by_what_they_are() -> None:
 
 def test_norms_are_told_by_what_they_are() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.RMSNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.GroupNorm(2, 8))
-    assert all(bayes_class(net[i]).kind == "norm" for i in (1, 2, 3))
+    assert all(bayes_class(net[i]).bayes_kind == "norm" for i in (1, 2, 3))
     sb.bayesianize(net, sb.ModelPatch())
     assert [r.name for r in sb.summary(net).rows if r.status == "converted"] == ["1", "3"]
 

@@ -109,6 +109,13 @@ def check_finite(model: nn.Module) -> None:
 
     `predict`, `save` and (on CPU) `elbo` call this by themselves.
     """
+    found = [p.detach() for posterior in posteriors_of(model) for p in posterior.parameters()]
+    flags: dict[torch.device, list[Tensor]] = {}
+    for parameter in found:
+        flags.setdefault(parameter.device, []).append(parameter.isfinite().all())
+    # One number is read for each device, not one for each parameter.
+    if all(bool(_whole(torch.stack(same).all())) for same in flags.values()):
+        return
     for posterior in posteriors_of(model):
         for name, parameter in posterior.named_parameters():
             bad = int((~parameter.detach().isfinite()).sum())
@@ -117,6 +124,10 @@ def check_finite(model: nn.Module) -> None:
                     f"{posterior.name}: {bad} of {parameter.numel()} values of its posterior's {name} are NaN or infinite. Training has "
                     f"diverged: lower the learning rate, clip gradients, or go back to an earlier checkpoint."
                 )
+
+
+def _whole(flag: Tensor) -> Tensor:
+    return flag.full_tensor() if hasattr(flag, "full_tensor") else flag
 
 
 def categorical(logits: Tensor, target: Tensor, form: Form = "average", class_dim: int = -1, ignore_index: int = -100) -> Tensor:

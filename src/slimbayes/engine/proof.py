@@ -380,6 +380,8 @@ class _Proof:
         except Exception as error:
             raise Mixed(f"{type(error).__name__} when one row more came: {str(error).splitlines()[0] if str(error) else ''}") from error
         for i, (a, b, dim) in enumerate(zip(map(padded, arrays_of(out)), map(padded, shifted), self.layout.outputs, strict=True)):
+            if dim is not None and a.shape[dim] % self.rows:
+                raise Mixed(f"output {i} of shape {tuple(a.shape)} has no entry for each row")
             each = 0 if dim is None else a.shape[dim] // self.rows
             rest = b if dim is None else b.narrow(dim, each, b.shape[dim] - each)
             if rest.shape != a.shape:

@@ -239,6 +239,7 @@ class BayesLayer(Converted):
         found = passes.of(self.bayes_key)
         if found is not None and not torch.compiler.is_compiling():
             found.met[self.bayes_key] = None
+            self.posteriors()[0].note = "its weight is used past the layer's own forward"
         for site in self.sites():
             posterior: Any = self.posterior[site.name]
             if name in (site.parameter, site.bias_parameter) and posterior.has_weights and posterior.drawn == 1:
