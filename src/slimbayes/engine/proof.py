@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,196 +26,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
+from slimbayes.engine.ahead import Ahead
+from slimbayes.engine.hypotheses import Hypothesis, hypotheses
 from slimbayes.engine.layout import Dims, Layout, stack_draws
+from slimbayes.engine.probe import Mixed, Probe, Visit, doubled, packed_from, prints_of, stands_for_all
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.tree import arrays_of, index_rows, leaves_of, map_arrays, padded, tree_map
 
 _PROVING = threading.RLock()
-
-
-class Mixed(Exception):
-    """A hypothesis about rows does not hold; the text says why."""
-
-
-@dataclass
-class Hypothesis:
-    """Which inputs hold rows, where, and what tells how many there are."""
-
-    inputs: Dims
-    lead: tuple[int, int]
-
-
-@dataclass(eq=False)
-class Visit:
-    """One call of a converted module in a run of the proof."""
-
-    key: str
-    name: str
-    shapes: list[tuple[int, ...]]
-    ndims: tuple[int, ...] = ()
-    allowed: Callable[[int, int], bool] = lambda dim, ndim: True
-    outputs: list[tuple[int, ...]] = field(default_factory=list)
-    prints: list[Tensor | None] = field(default_factory=list)
-    dims: list[int | None] = field(default_factory=list)
-    out_dims: list[int | None] = field(default_factory=list)
-    reads: list[float] = field(default_factory=list)
-
-
-class Probe(passes.Pass):
-    """Takes the place of a pass while the proof runs: converted modules call `visit` instead of drawing."""
-
-    probing = True
-
-    def __init__(self, keys: Sequence[str], quiet: Quiet, before: Probe | None = None, taint: str = "") -> None:
-        super().__init__(1, 1, rowwise=False)
-        self.noise = dict.fromkeys(keys)  # type: ignore[assignment]
-        self.quiet, self.before, self.taint = quiet, before, taint
-        self.visits: list[Visit] = []
-        self.inside: list[str] = []  # keys of modules whose own forward is under way
-
-    def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
-        """Run a converted module's plain forward and note what came in and what went out."""
-        self.quiet.muted = True
-        try:
-            return self._visit(layer, args, kwargs)
-        finally:
-            self.quiet.muted = False
-
-    def _visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
-        place = len(self.visits)
-        arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
-        shapes = [tuple(a.shape) for a in arrays]
-        here = Visit(layer.bayes_key, layer.bayes_name, shapes, tuple(a.dim() for a in arrays), layer.may_hold_rows)
-        self.visits.append(here)
-        if self.before is not None:
-            self._compare(here, self._same(place, here), arrays)
-        self.inside.append(layer.bayes_key)
-        start, self.quiet.muted = len(self.quiet.reads), False
-        try:
-            out = layer.plain_forward(args, kwargs)
-        finally:
-            self.inside.pop()
-            self.quiet.muted = True
-        here.reads = self.quiet.reads[start:]
-        if self.taint and hasattr(layer, "copied_names") and here.reads != self.before.visits[place].reads:  # type: ignore[union-attr]
-            # Members see only their own rows: what one reads from all rows it would read from fewer.
-            raise Mixed(f"{here.name}: a number computed from all rows decides what it does")
-        outs = [padded(leaf) for leaf in arrays_of(out)]
-        here.outputs = [tuple(o.shape) for o in outs]
-        if self.before is None:
-            return out
-        earlier = self.before.visits[place]
-        if not self.taint:
-            here.out_dims = [_doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
-            return out
-        return self._tainted(out, earlier, here)
-
-    def _same(self, place: int, here: Visit) -> Visit:
-        assert self.before is not None
-        earlier = self.before.visits[place] if place < len(self.before.visits) else None
-        if earlier is None or earlier.key != here.key or len(earlier.shapes) != len(here.shapes):
-            raise Mixed(f"{here.name} is not called alike for more rows")
-        return earlier
-
-    def _compare(self, here: Visit, earlier: Visit, arrays: list[Tensor]) -> None:
-        if not self.taint:
-            here.dims = [_doubled(a, b, here.name) for a, b in zip(earlier.shapes, here.shapes, strict=True)]
-        else:
-            here.dims = list(earlier.dims)
-            for i, (a, b) in enumerate(zip(earlier.shapes, here.shapes, strict=True)):
-                if a != b:  # behind a single row that stood for all and was repeated
-                    here.dims[i] = next(d for d in range(len(a)) if a[d] != b[d]) if len(a) == len(b) else None
-        here.prints = [_prints(a, d) for a, d in zip(arrays, here.dims, strict=True)]
-
-    def _tainted(self, out: Any, earlier: Visit, here: Visit) -> Any:
-        rows = self.rows
-
-        def change(i: int, leaf: Any) -> Any:
-            dim = earlier.out_dims[i] if i < len(earlier.out_dims) else None
-            if isinstance(leaf, PackedSequence):
-                changed = leaf.data * 1.25 + 0.125
-                return leaf if dim is None else _packed_from(leaf, changed, rows // 2 if self.taint == "half" else rows - 1)
-            if not leaf.is_floating_point():
-                return leaf
-            if dim is None:
-                if not stands_for_all(here) or leaf.shape[0] != 1:
-                    return leaf
-                leaf, dim = leaf.expand(rows, *leaf.shape[1:]), 0
-            size = leaf.shape[dim]
-            part = size // 2 if self.taint == "half" else size // rows
-            out = leaf.clone()  # in place, so that its memory format stays: others use other kernels
-            out.narrow(dim, size - part, part).mul_(1.25).add_(0.125)
-            return out
-
-        return map_arrays(change, out)
-
-
-def stands_for_all(visit: Visit) -> bool:
-    """Whether a layer's first input is a single row without any rows of the batch in it: (1, ...)."""
-    return bool(visit.shapes) and visit.dims[:1] == [None] and len(visit.shapes[0]) > 1 and visit.shapes[0][0] == 1
-
-
-def _doubled(a: tuple[int, ...], b: tuple[int, ...], name: str) -> int | None:
-    """The one dimension that doubled, None where nothing changed."""
-    if a == b:
-        return None
-    found = [d for d in range(min(len(a), len(b))) if a[d] != b[d]]
-    if len(a) != len(b) or len(found) != 1 or b[found[0]] != 2 * a[found[0]]:
-        raise Mixed(f"{name}: {a} became {b} when every row came twice")
-    return found[0]
-
-
-def _prints(x: Tensor, dim: int | None) -> Tensor | None:
-    """Fingerprints (2, n): a weighted sum of each of the n entries along `dim`, and their sizes; n is 1 without rows."""
-    if x.numel() == 0 or x.is_complex() or x.is_nested or x.layout is not torch.strided:
-        return None
-    numbers = x.detach().float().nan_to_num(0.123, 7.7, -7.7).contiguous()
-    weights = torch.arange(numbers.numel(), device=x.device).mul(0.6180339887).frac_().add_(0.5).view(numbers.shape)
-
-    def along(values: Tensor) -> Tensor:
-        lines = values.reshape(1, -1) if dim is None else values.movedim(dim, 0).flatten(1) if values.dim() > 1 else values.view(-1, 1)
-        return lines.sum(1, dtype=torch.float64)
-
-    return torch.stack([along(numbers * weights), along(numbers.abs())])
-
-
-def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Hypothesis]:
-    """Which inputs may hold rows, the likeliest first."""
-    arrays = arrays_of(inputs)
-    shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]
-    # Inputs with more dimensions first: masks, lengths and weights have fewer than what they are for.
-    order = sorted(range(len(arrays)), key=lambda i: (not isinstance(arrays[i], PackedSequence), _flag(arrays[i]), -len(shapes[i])))
-    seen: set[Dims] = set()
-    for dim in (0, 1) if batch_dim is None else (batch_dim,):
-        for i in order:
-            at = 1 if isinstance(arrays[i], PackedSequence) else dim
-            if len(shapes[i]) > at and shapes[i][at] > 0:
-                for dims in _variants(shapes, i, at):
-                    if dims not in seen:
-                        seen.add(dims)
-                        yield Hypothesis(dims, (i, at))
-
-
-def _flag(array: Any) -> bool:
-    return isinstance(array, Tensor) and array.dtype == torch.bool
-
-
-def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator[Dims]:
-    """Rows of all inputs, if those of input `lead` lie along `at`: wherever a size fits, then with one input less, or multiples too."""
-    rows = shapes[lead][at]
-    fits = [[d for d, size in enumerate(shape) if size == rows and d < 2] for shape in shapes]
-    first = [at if at in f else f[0] if f else None for f in fits]
-    first[lead] = at
-    yield tuple(first)
-    for i, found in enumerate(fits):  # a state (layers, rows, units) of as many layers as rows
-        for other in found if i != lead else ():
-            yield tuple(other if j == i else d for j, d in enumerate(first))
-    yield tuple(next((d for d in reversed(f)), None) if j != lead else at for j, f in enumerate(fits))
-    for i, dim in enumerate(first):
-        if dim is not None and i != lead:
-            yield tuple(None if j == i else d for j, d in enumerate(first))
-    yield tuple(d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(first, shapes, strict=True))
-    yield tuple(at if j == lead else None for j in range(len(shapes)))
 
 
 def kind_of(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -395,7 +212,7 @@ class _Proof:
         probe = Probe([p.key for p in self.posteriors], quiet, before, taint)
         probe.rows = self.rows * (1 if before is None else 2)
         args, kwargs = map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-        watcher = _Ahead(self.model, probe, before)
+        watcher = Ahead(self.model, probe, before)
         devices = {p.device.type for p in self.posteriors} or {"cpu"}
         with quiet, _no_autocast(devices), _buffers_kept(self.model), watcher:
             out = passes.run(probe, self.model, *args, **kwargs)
@@ -415,7 +232,7 @@ class _Proof:
         dims = []
         for i, (a, b) in enumerate(zip(map(padded, first), map(padded, second), strict=True)):
             name = f"output {i} of shape {tuple(a.shape)}"
-            dim = _doubled(tuple(a.shape), tuple(b.shape), name)
+            dim = doubled(tuple(a.shape), tuple(b.shape), name)
             halves = [b] if dim is None else list(b.split(a.shape[dim], dim)) if a.shape[dim] else []
             if not all(self._close(half, a) for half in halves):
                 raise Mixed(f"{name} changes when every row comes twice")
@@ -430,7 +247,7 @@ class _Proof:
             if dim is None:
                 return leaf
             if isinstance(leaf, PackedSequence):
-                return _packed_from(leaf, leaf.data * 0.7 + 0.37, self.rows if what == "half" else 2 * self.rows - 1)
+                return packed_from(leaf, leaf.data * 0.7 + 0.37, self.rows if what == "half" else 2 * self.rows - 1)
             if leaf.shape[dim] == 1 != self.rows:
                 return leaf
             part = leaf.shape[dim] // 2 if what == "half" else leaf.shape[dim] // (2 * self.rows)
@@ -453,7 +270,7 @@ class _Proof:
         for i, (x, y, dim) in enumerate(zip(map(padded, out), map(padded, out_tainted), dims, strict=True)):
             if x.shape != y.shape:
                 raise Mixed(f"output {i} changes its shape when a single row is repeated for each draw")
-            p, q = _prints(x, dim), _prints(y, dim)
+            p, q = prints_of(x, dim), prints_of(y, dim)
             if p is not None and q is not None:
                 rowless = "" if dim is not None else ", which has no rows,"
                 self._check(what, p, q, dim, f"output {i}{rowless} mixes rows of different draws")
@@ -553,13 +370,6 @@ def _one_more(leaf: Any, dim: int | None, rows: int) -> Any:
     return torch.cat([leaf.narrow(dim, 0, leaf.shape[dim] // rows), leaf], dim)
 
 
-def _packed_from(whole: PackedSequence, other: Tensor, first: int) -> PackedSequence:
-    """A packed sequence with other numbers in the rows from `first` on."""
-    order = torch.arange(int(whole.batch_sizes[0])) if whole.sorted_indices is None else whole.sorted_indices.cpu()
-    row = torch.cat([order[: int(n)] for n in whole.batch_sizes]).to(whole.data.device)
-    return whole._replace(data=torch.where((row >= first).view(-1, *[1] * (whole.data.dim() - 1)), other, whole.data))
-
-
 @contextmanager
 def _no_autocast(devices: set[str]) -> Iterator[None]:
     if not devices:
@@ -567,75 +377,3 @@ def _no_autocast(devices: set[str]) -> Iterator[None]:
         return
     with torch.autocast(devices.pop(), enabled=False), _no_autocast(devices):
         yield
-
-
-class _Ahead:
-    """Finds the largest modules without posteriors that run before any converted layer does, and where their rows lie."""
-
-    def __init__(self, model: nn.Module, probe: Probe, before: Probe | None) -> None:
-        self.model, self.probe, self.before = model, probe, before
-        self.handles: list[Any] = []
-        self.random = False
-        self.shapes: dict[int, tuple[list[Any], list[Any]]] = {}
-        self.found: dict[int, tuple[Dims, Dims]] = {}
-
-    def __enter__(self) -> _Ahead:
-        if self.probe.taint:
-            return self
-        for module in plain_modules(self.model):
-            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for handle in self.handles:
-            handle.remove()
-        if self.before is not None and not self.probe.taint:
-            earlier = self.before.shapes_ahead  # type: ignore[attr-defined]
-            for module, (ins, outs) in self.shapes.items():
-                self._settle(module, earlier.get(module), ins, outs)
-        self.probe.shapes_ahead = self.shapes  # type: ignore[attr-defined]
-
-    def _settle(self, module: int, earlier: Any, ins: list[Any], outs: list[Any]) -> None:
-        if earlier is None or None in (earlier[1], outs):
-            return
-        try:
-            dims = [tuple(_doubled(a, b, "") for a, b in zip(x, y, strict=True)) for x, y in zip(earlier, (ins, outs), strict=True)]
-        except (Mixed, ValueError):
-            return
-        if all(d is not None for part in dims for d in part):  # what has no rows might still depend on all of them
-            self.found[module] = (dims[0], dims[1])
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if passes.current() is not self.probe or kwargs is None:
-            return  # another thread's call; torch may not have marked the hook as taking keywords yet
-        if not self.probe.visits and id(module) not in self.shapes:
-            self.shapes[id(module)] = ([tuple(a.shape) for a in map(padded, arrays_of((args, kwargs)))], None)  # type: ignore[assignment]
-            self.random = self.probe.quiet.random
-        else:
-            self.shapes[id(module)] = ([], None)  # type: ignore[assignment]
-
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        if passes.current() is not self.probe:
-            return
-        ins, done = self.shapes.get(id(module), ([], None))
-        if ins and done is None and not self.probe.visits and self.probe.quiet.random == self.random:
-            self.shapes[id(module)] = (ins, [tuple(a.shape) for a in map(padded, arrays_of(output))])
-
-
-def plain_modules(model: nn.Module) -> list[nn.Module]:
-    """The largest modules without posteriors in them that have a weight matrix: the work worth sharing."""
-    found: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        if hasattr(type(module), "plain_forward"):
-            return
-        heavy = any(p.dim() > 1 for p in module.parameters())
-        if heavy and passes.first_key(module) is None and type(module).forward is not nn.Module.forward:
-            found.append(module)
-            return
-        for child in module.children():
-            visit(child)
-
-    visit(model)
-    return found

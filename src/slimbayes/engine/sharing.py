@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from slimbayes.engine import passes
-from slimbayes.engine.proof import plain_modules
+from slimbayes.engine.ahead import plain_modules
 from slimbayes.engine.tree import map_arrays
 
 _LOCK = threading.RLock()

@@ -1,0 +1,160 @@
+"""One run of the proof of rows: what reaches every converted module, by shape and fingerprint, and the taint it puts on their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from slimbayes.engine import passes
+from slimbayes.engine.quiet import Quiet
+from slimbayes.engine.tree import arrays_of, map_arrays, padded
+
+
+class Mixed(Exception):
+    """A hypothesis about rows does not hold; the text says why."""
+
+
+@dataclass(eq=False)
+class Visit:
+    """One call of a converted module in a run of the proof."""
+
+    key: str
+    name: str
+    shapes: list[tuple[int, ...]]
+    ndims: tuple[int, ...] = ()
+    allowed: Callable[[int, int], bool] = lambda dim, ndim: True
+    outputs: list[tuple[int, ...]] = field(default_factory=list)
+    prints: list[Tensor | None] = field(default_factory=list)
+    dims: list[int | None] = field(default_factory=list)
+    out_dims: list[int | None] = field(default_factory=list)
+    reads: list[float] = field(default_factory=list)
+
+
+class Probe(passes.Pass):
+    """Takes the place of a pass while the proof runs: converted modules call `visit` instead of drawing."""
+
+    probing = True
+
+    def __init__(self, keys: Sequence[str], quiet: Quiet, before: Probe | None = None, taint: str = "") -> None:
+        super().__init__(1, 1, rowwise=False)
+        self.noise = dict.fromkeys(keys)  # type: ignore[assignment]
+        self.quiet, self.before, self.taint = quiet, before, taint
+        self.visits: list[Visit] = []
+        self.inside: list[str] = []  # keys of modules whose own forward is under way
+
+    def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        """Run a converted module's plain forward and note what came in and what went out."""
+        self.quiet.muted = True
+        try:
+            return self._visit(layer, args, kwargs)
+        finally:
+            self.quiet.muted = False
+
+    def _visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        place = len(self.visits)
+        arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
+        shapes = [tuple(a.shape) for a in arrays]
+        here = Visit(layer.bayes_key, layer.bayes_name, shapes, tuple(a.dim() for a in arrays), layer.may_hold_rows)
+        self.visits.append(here)
+        if self.before is not None:
+            self._compare(here, self._same(place, here), arrays)
+        self.inside.append(layer.bayes_key)
+        start, self.quiet.muted = len(self.quiet.reads), False
+        try:
+            out = layer.plain_forward(args, kwargs)
+        finally:
+            self.inside.pop()
+            self.quiet.muted = True
+        here.reads = self.quiet.reads[start:]
+        if self.taint and hasattr(layer, "copied_names") and here.reads != self.before.visits[place].reads:  # type: ignore[union-attr]
+            # Members see only their own rows: what one reads from all rows it would read from fewer.
+            raise Mixed(f"{here.name}: a number computed from all rows decides what it does")
+        outs = [padded(leaf) for leaf in arrays_of(out)]
+        here.outputs = [tuple(o.shape) for o in outs]
+        if self.before is None:
+            return out
+        earlier = self.before.visits[place]
+        if not self.taint:
+            here.out_dims = [doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
+            return out
+        return self._tainted(out, earlier, here)
+
+    def _same(self, place: int, here: Visit) -> Visit:
+        assert self.before is not None
+        earlier = self.before.visits[place] if place < len(self.before.visits) else None
+        if earlier is None or earlier.key != here.key or len(earlier.shapes) != len(here.shapes):
+            raise Mixed(f"{here.name} is not called alike for more rows")
+        return earlier
+
+    def _compare(self, here: Visit, earlier: Visit, arrays: list[Tensor]) -> None:
+        if not self.taint:
+            here.dims = [doubled(a, b, here.name) for a, b in zip(earlier.shapes, here.shapes, strict=True)]
+        else:
+            here.dims = list(earlier.dims)
+            for i, (a, b) in enumerate(zip(earlier.shapes, here.shapes, strict=True)):
+                if a != b:  # behind a single row that stood for all and was repeated
+                    here.dims[i] = next(d for d in range(len(a)) if a[d] != b[d]) if len(a) == len(b) else None
+        here.prints = [prints_of(a, d) for a, d in zip(arrays, here.dims, strict=True)]
+
+    def _tainted(self, out: Any, earlier: Visit, here: Visit) -> Any:
+        rows = self.rows
+
+        def change(i: int, leaf: Any) -> Any:
+            dim = earlier.out_dims[i] if i < len(earlier.out_dims) else None
+            if isinstance(leaf, PackedSequence):
+                changed = leaf.data * 1.25 + 0.125
+                return leaf if dim is None else packed_from(leaf, changed, rows // 2 if self.taint == "half" else rows - 1)
+            if not leaf.is_floating_point():
+                return leaf
+            if dim is None:
+                if not stands_for_all(here) or leaf.shape[0] != 1:
+                    return leaf
+                leaf, dim = leaf.expand(rows, *leaf.shape[1:]), 0
+            size = leaf.shape[dim]
+            part = size // 2 if self.taint == "half" else size // rows
+            out = leaf.clone()  # in place, so that its memory format stays: others use other kernels
+            out.narrow(dim, size - part, part).mul_(1.25).add_(0.125)
+            return out
+
+        return map_arrays(change, out)
+
+
+def stands_for_all(visit: Visit) -> bool:
+    """Whether a layer's first input is a single row without any rows of the batch in it: (1, ...)."""
+    return bool(visit.shapes) and visit.dims[:1] == [None] and len(visit.shapes[0]) > 1 and visit.shapes[0][0] == 1
+
+
+def doubled(a: tuple[int, ...], b: tuple[int, ...], name: str) -> int | None:
+    """The one dimension that doubled, None where nothing changed."""
+    if a == b:
+        return None
+    found = [d for d in range(min(len(a), len(b))) if a[d] != b[d]]
+    if len(a) != len(b) or len(found) != 1 or b[found[0]] != 2 * a[found[0]]:
+        raise Mixed(f"{name}: {a} became {b} when every row came twice")
+    return found[0]
+
+
+def prints_of(x: Tensor, dim: int | None) -> Tensor | None:
+    """Fingerprints (2, n): a weighted sum of each of the n entries along `dim`, and their sizes; n is 1 without rows."""
+    if x.numel() == 0 or x.is_complex() or x.is_nested or x.layout is not torch.strided:
+        return None
+    numbers = x.detach().float().nan_to_num(0.123, 7.7, -7.7).contiguous()
+    weights = torch.arange(numbers.numel(), device=x.device).mul(0.6180339887).frac_().add_(0.5).view(numbers.shape)
+
+    def along(values: Tensor) -> Tensor:
+        lines = values.reshape(1, -1) if dim is None else values.movedim(dim, 0).flatten(1) if values.dim() > 1 else values.view(-1, 1)
+        return lines.sum(1, dtype=torch.float64)
+
+    return torch.stack([along(numbers * weights), along(numbers.abs())])
+
+
+def packed_from(whole: PackedSequence, other: Tensor, first: int) -> PackedSequence:
+    """A packed sequence with other numbers in the rows from `first` on."""
+    order = torch.arange(int(whole.batch_sizes[0])) if whole.sorted_indices is None else whole.sorted_indices.cpu()
+    row = torch.cat([order[: int(n)] for n in whole.batch_sizes]).to(whole.data.device)
+    return whole._replace(data=torch.where((row >= first).view(-1, *[1] * (whole.data.dim() - 1)), other, whole.data))
