@@ -74,7 +74,7 @@ def test_held_draws_are_written_out_models(name: str, method: str) -> None:
         assert max(float((t - t[:1]).abs().max()) for t in leaves(outputs)) > 1e-3, "draws do not differ"
 
 
-@pytest.mark.parametrize(("name", "method"), pairs(1, 2))
+@pytest.mark.parametrize(("name", "method"), pairs(1, 1))
 @torch.no_grad()
 def test_held_draws_are_the_same_in_any_fold(name: str, method: str) -> None:
     model, args, kwargs, case = built(name, method)
@@ -105,7 +105,7 @@ def test_one_seed_gives_the_same_draws_in_any_fold(name: str, method: str) -> No
         assert_equal(folded, expected, "fold=True neither equals the draws one by one nor refuses")
 
 
-@pytest.mark.parametrize(("name", "method"), [(n, m) for n, m in pairs(3, 2) if CASES[n].trains])
+@pytest.mark.parametrize(("name", "method"), [(n, m) for n, m in pairs(3, 1) if CASES[n].trains])
 def test_training_is_the_same_in_any_fold(name: str, method: str) -> None:
     model, args, kwargs, _ = built(name, method, "train")
     results = []
@@ -120,7 +120,7 @@ def test_training_is_the_same_in_any_fold(name: str, method: str) -> None:
     assert model.training
 
 
-@pytest.mark.parametrize(("name", "method"), [(n, m) for n, m in pairs(0, 3) if CASES[n].predicts and not all(CASES[n].inputs())])
+@pytest.mark.parametrize(("name", "method"), [(n, m) for n, m in pairs(0, 2) if CASES[n].predicts and not all(CASES[n].inputs())])
 @torch.no_grad()
 def test_predictions_are_of_written_out_models(name: str, method: str) -> None:
     model, args, kwargs, _ = built(name, method, "train")
@@ -138,7 +138,7 @@ def _first(output: Any) -> torch.Tensor:
     return output["logits"] if isinstance(output, dict) and "logits" in output else leaves(output)[0]
 
 
-@pytest.mark.parametrize(("name", "method"), [(n, m) for n, m in pairs(3, 2) if CASES[n].predicts and not all(CASES[n].inputs())])
+@pytest.mark.parametrize(("name", "method"), [(n, m) for n, m in pairs(3, 1) if CASES[n].predicts and not all(CASES[n].inputs())])
 def test_predictions_are_the_same_in_any_fold(name: str, method: str) -> None:
     model, args, kwargs, _ = built(name, method)
     x = kwargs if kwargs else tuple(args)
@@ -148,7 +148,7 @@ def test_predictions_are_the_same_in_any_fold(name: str, method: str) -> None:
         assert_equal(seeded(sb.predict, model, x, **options).samples, expected.samples)
 
 
-@pytest.mark.parametrize(("name", "method"), pairs(2, 2))
+@pytest.mark.parametrize(("name", "method"), pairs(2, 1))
 @torch.no_grad()
 def test_a_bare_call_under_held_draws_gives_each_row_one_of_them(name: str, method: str) -> None:
     model, args, kwargs, case = built(name, method)
