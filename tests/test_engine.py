@@ -1138,3 +1138,14 @@ def test_a_bare_call_starts_at_a_random_member() -> None:
         assert len(counts) == 3
         assert counts.min() > 6
         assert len(torch.unique(model(values).round(decimals=4), dim=0)) == 3
+
+
+@torch.no_grad()
+def test_a_weight_that_is_used_transposed_is_used() -> None:
+    parts = {"a": lambda: nn.Linear(4, 6), "b": lambda: nn.Linear(6, 3)}
+    model = converted(two(lambda m, x: m.b(torch.sin(x @ m.a.weight.T)), **parts)(), METHODS["rank1"])
+    with sb.frozen(model, draws=2):
+        with pytest.warns(UserWarning, match="weight of a is used past"):
+            outputs = sb.sample(model, torch.ones(3, 4))
+        for j, one in enumerate(outputs):
+            close(one, sb.write_out(model, j)(torch.ones(3, 4)))

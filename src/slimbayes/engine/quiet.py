@@ -51,6 +51,11 @@ class Quiet(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.watched and name not in _FACTS:
             self._note_uses([*args, *kwargs.values()])
+        if self.watched and name == "__get__":  # a shape or a type is no use of a weight, but weight.T is
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor):
+                self._note_uses(list(args))
+            return out
         if name in _INDEXED:
             check_bounds(name, args, kwargs)
         if name in _READ or name in _COMPARED:
