@@ -83,7 +83,7 @@ def sampled(model: nn.Module, args: Any, kwargs: Any, total: int, fold: Fold, he
     try:
         return calls.run_draws(model, args, kwargs, new, layout, folds, tile=not split)
     except Unproven as error:
-        if fold is True or layout.why:
+        if fold is True or not layout.folds:
             raise ValueError(f"The draws of this model cannot share a forward: {error}. Use fold=False.") from error
         layout.folds, layout.apart, layout.why = False, False, str(error)
         return sampled(model, args, kwargs, total, fold, held, split)

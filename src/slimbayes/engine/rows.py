@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.engine.passes import Pass, block_of_row, block_sizes, same
+from slimbayes.engine.passes import Pass, Unproven, block_of_row, block_sizes, same
 
 
 def spread(x: Tensor, rows: int, dim: int) -> tuple[Tensor, int]:
@@ -41,6 +41,8 @@ def apply_rows(combine: Any, x: Tensor, factor: Tensor, current: Pass, dim: int,
     count = factor.shape[0]
     if seen == count:
         return combine(x, _place(factor, x.dim(), dim, channel_dim))
+    if seen % count:
+        raise Unproven(f"a layer met {seen} rows, which {count} draws cannot share")
     if channel_dim > dim:
         channel_dim += 1
     blocks = x.unflatten(dim, (count, seen // count))
