@@ -20,6 +20,7 @@ test: .venv/ready lint
 	$(RUN) -m pytest -n 2
 
 lint: .venv/ready
+	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 

@@ -49,7 +49,9 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def race(runs: dict[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
+def race(
+    runs: dict[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int
+) -> dict[str, dict[str, float]]:
     """Medians over rounds in which every variant runs once, after two rounds to warm up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(rounds + 2):
@@ -58,7 +60,10 @@ def race(runs: dict[str, Callable[[], Any]], reference: str, device: torch.devic
             if i >= 2:
                 times[name].append(spent)
     ratios = {name: [a / b for a, b in zip(spent, times[reference], strict=True)] for name, spent in times.items()}
-    return {name: {"ms": 1e3 * statistics.median(spent), "ratio": statistics.median(ratios[name])} for name, spent in times.items()}
+    return {
+        name: {"ms": 1e3 * statistics.median(spent), "ratio": statistics.median(ratios[name])}
+        for name, spent in times.items()
+    }
 
 
 def stepper(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
@@ -75,14 +80,19 @@ def stepper(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
 
 
 def steps(device: torch.device, rounds: int, small: bool) -> dict[str, Any]:
-    nets: dict[str, Callable[[], nn.Module]] = {"ResNet-18, 32 x 32": lambda: models.resnet18(classes=100, small_images=True)}
+    nets: dict[str, Callable[[], nn.Module]] = {
+        "ResNet-18, 32 x 32": lambda: models.resnet18(classes=100, small_images=True)
+    }
     if not small:
         nets["PyramidNet-110, alpha 270"] = models.pyramidnet
     x = torch.randn(8 if small else 256, 3, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
     y = torch.randint(100, (len(x),), device=device)
     out = {}
     for name, build in nets.items():
-        runs = {m: stepper(sb.bayesianize(build().to(device, memory_format=torch.channels_last), c), x, y) for m, c in FAMILY.items()}
+        runs = {
+            m: stepper(sb.bayesianize(build().to(device, memory_format=torch.channels_last), c), x, y)
+            for m, c in FAMILY.items()
+        }
         if "Pyramid" in name:
             runs.pop("DropConnect")
         out[name] = race(runs, "plain", device, rounds)
@@ -97,7 +107,12 @@ def predictions(device: torch.device, rounds: int, small: bool) -> dict[str, Any
     cases: dict[str, tuple[Callable[[], nn.Module], Any, Tensor, int]] = {
         f"ResNet-18, all norms EMP, S={draws}": (resnet, sb.ModelPatch(patch="norm+output"), image, draws),
         f"ResNet-18, all norms ECMP, S={draws}": (resnet, sb.ModelPatch(patch="norm+output", cross=True), image, draws),
-        f"ResNet-18, last stage and output EMP, S={draws}": (resnet, sb.ModelPatch(patch=r"layer4.*bn.*|fc"), image, draws),
+        f"ResNet-18, last stage and output EMP, S={draws}": (
+            resnet,
+            sb.ModelPatch(patch=r"layer4.*bn.*|fc"),
+            image,
+            draws,
+        ),
         f"ResNet-18, output rank-1, S={draws}": (resnet, {"fc": sb.Rank1(members=1)}, image, draws),
         "regression net EMP, S=10,000": (lambda: models.regression_net(6), sb.ModelPatch(), table, 10_000),
         "regression net ECMP, S=10,000": (lambda: models.regression_net(6), sb.ModelPatch(cross=True), table, 10_000),
@@ -108,9 +123,21 @@ def predictions(device: torch.device, rounds: int, small: bool) -> dict[str, Any
 
         def run(share: bool, net: nn.Module = net, x: Tensor = x, count: int = count) -> None:
             with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-                sb.predict(net, x, draws=count, share=share, keep_samples=False, likelihood="categorical" if x.dim() > 2 else "gaussian")
+                sb.predict(
+                    net,
+                    x,
+                    draws=count,
+                    share=share,
+                    keep_samples=False,
+                    likelihood="categorical" if x.dim() > 2 else "gaussian",
+                )
 
-        out[name] = race({"share off": lambda r=run: r(False), "share on": lambda r=run: r(True)}, "share off", device, max(3, rounds // 3))
+        out[name] = race(
+            {"share off": lambda r=run: r(False), "share on": lambda r=run: r(True)},
+            "share off",
+            device,
+            max(3, rounds // 3),
+        )
     return out
 
 
@@ -119,12 +146,19 @@ def members(device: torch.device, rounds: int, small: bool) -> dict[str, Any]:
     for width in (50, 100, 200) if small else (50, 100, 200, 400, 800, 1600):
         for count in (5, 20):
             for rows in (100, 1000):
-                net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)).to(device)
+                net = nn.Sequential(
+                    nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+                ).to(device)
                 x = torch.randn(rows, width, device=device)
                 runs: dict[str, Callable[[], Any]] = {}
                 for execution in ("loop", "batched"):
                     ensemble = sb.bayesianize(
-                        nn.Sequential(*[type(m)(m.in_features, m.out_features) if isinstance(m, nn.Linear) else nn.ReLU() for m in net]).to(device),
+                        nn.Sequential(
+                            *[
+                                type(m)(m.in_features, m.out_features) if isinstance(m, nn.Linear) else nn.ReLU()
+                                for m in net
+                            ]
+                        ).to(device),
                         sb.Ensemble(members=count, execution=execution),
                     )
 
@@ -139,7 +173,10 @@ def members(device: torch.device, rounds: int, small: bool) -> dict[str, Any]:
                 done = race(runs, "loop train", device, rounds)
                 size = sum(p.numel() for p in net.parameters())
                 out[f"width {width} ({size:,} parameters), {count} members, {rows} rows"] = {
-                    kind: {"loop ms": done[f"loop {kind}"]["ms"], "batched / loop": done[f"batched {kind}"]["ms"] / done[f"loop {kind}"]["ms"]}
+                    kind: {
+                        "loop ms": done[f"loop {kind}"]["ms"],
+                        "batched / loop": done[f"batched {kind}"]["ms"] / done[f"loop {kind}"]["ms"],
+                    }
                     for kind in ("train", "predict")
                 }
     return out
@@ -153,10 +190,18 @@ def write_tables(record: Path, page: Path) -> None:
     names = list(next(iter(steps.values())))
     lines = [head, "", "| | " + " | ".join(steps) + " |", "|---|" + "---|" * len(steps)]
     for name in names:
-        cells = [f"{case[name]['ms']:.1f} ({case[name]['ratio']:.2f})" if name in case else "" for case in steps.values()]
+        cells = [
+            f"{case[name]['ms']:.1f} ({case[name]['ratio']:.2f})" if name in case else "" for case in steps.values()
+        ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    shared = ["| `predict` for 100 images, or 31 rows of 6 numbers | share off, ms | share on, ms | ratio |", "|---|---|---|---|"]
-    shared += [f"| {name} | {case['share off']['ms']:.1f} | {case['share on']['ms']:.1f} | {case['share on']['ratio']:.2f} |" for name, case in data["predict"].items()]
+    shared = [
+        "| `predict` for 100 images, or 31 rows of 6 numbers | share off, ms | share on, ms | ratio |",
+        "|---|---|---|---|",
+    ]
+    shared += [
+        f"| {name} | {case['share off']['ms']:.1f} | {case['share on']['ms']:.1f} | {case['share on']['ratio']:.2f} |"
+        for name, case in data["predict"].items()
+    ]
     text = page.read_text()
     for mark, body in (("sharing", shared), ("steps", lines)):
         before, rest = text.split(f"<!-- {mark} -->")

@@ -32,8 +32,13 @@ def write_tables(folder: Path, rows: int, packed: bool) -> Path:
     first = datetime(2100, 1, 1)
     starts = [first + timedelta(hours=6 * i) for i in range(STAYS)]
     with (folder / "ADMISSIONS.csv").open("w") as stream:
-        stream.write("ROW_ID,SUBJECT_ID,HADM_ID,ADMITTIME,DISCHTIME,DEATHTIME,ADMISSION_TYPE,ADMISSION_LOCATION,HOSPITAL_EXPIRE_FLAG\n")
-        stream.writelines(f"{i},{i},{100_000 + i},{s},{s + timedelta(days=5)},,EMERGENCY,CLINIC,{i % 9 == 0:d}\n" for i, s in enumerate(starts))
+        stream.write(
+            "ROW_ID,SUBJECT_ID,HADM_ID,ADMITTIME,DISCHTIME,DEATHTIME,ADMISSION_TYPE,ADMISSION_LOCATION,HOSPITAL_EXPIRE_FLAG\n"
+        )
+        stream.writelines(
+            f"{i},{i},{100_000 + i},{s},{s + timedelta(days=5)},,EMERGENCY,CLINIC,{i % 9 == 0:d}\n"
+            for i, s in enumerate(starts)
+        )
     with (folder / "PATIENTS.csv").open("w") as stream:
         stream.write("ROW_ID,SUBJECT_ID,GENDER,DOB,DOD\n")
         stream.writelines(f"{i},{i},{'FM'[i % 2]},2050-01-01 00:00:00,\n" for i in range(STAYS))
@@ -64,7 +69,13 @@ def measure(folder: Path, way: str) -> dict[str, Any]:
     digest = hashlib.sha256()
     for column in (events.patient, events.hours, events.feature, events.value):
         digest.update(column.numpy().tobytes())
-    return {"way": way, "seconds": round(seconds, 2), "peak_mib": round(peak), "events": len(events), "digest": digest.hexdigest()[:16]}
+    return {
+        "way": way,
+        "seconds": round(seconds, 2),
+        "peak_mib": round(peak),
+        "events": len(events),
+        "digest": digest.hexdigest()[:16],
+    }
 
 
 def in_a_process(folder: Path, way: str) -> dict[str, Any]:
@@ -86,8 +97,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="slimbayes-events-") as place:
         file = write_tables(Path(place), arguments.rows, arguments.gz)
         size = file.stat().st_size
-        results = [in_a_process(Path(place), way) for way in reversed(WAYS)][::-1]  # the baseline removes the table: it comes last
-    report = {"rows": arguments.rows, "packed": arguments.gz, "file_mb": round(size / 1e6), "machine": platform.platform(), "results": results}
+        results = [in_a_process(Path(place), way) for way in reversed(WAYS)][
+            ::-1
+        ]  # the baseline removes the table: it comes last
+    report = {
+        "rows": arguments.rows,
+        "packed": arguments.gz,
+        "file_mb": round(size / 1e6),
+        "machine": platform.platform(),
+        "results": results,
+    }
     print(json.dumps(report, indent=1))
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

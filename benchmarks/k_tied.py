@@ -164,7 +164,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             case = CASES[args.device][name]
             rows = measure(case, device, mode == "compile", args.rounds)
             show(name, case, mode, rows)
-            record["results"] += [{"case": name, "sizes": str(case), "mode": mode, "method": m} | r for m, r in rows.items()]
+            record["results"] += [
+                {"case": name, "sizes": str(case), "mode": mode, "method": m} | r for m, r in rows.items()
+            ]
             if args.out:  # after every case: a run that is cut short keeps what it has
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
     return record

@@ -22,7 +22,12 @@ from slimbayes.lab.files import validate
 from slimbayes.lab.fit import fit
 from slimbayes.lab.runs import environment
 
-RANK1 = {"kind": "Rank1", "members": 4, "prior": {"kind": "Normal", "loc": 1.0, "scale": 0.1}, "mean_init": {"kind": "Normal", "loc": 1.0, "scale": 0.5}}
+RANK1 = {
+    "kind": "Rank1",
+    "members": 4,
+    "prior": {"kind": "Normal", "loc": 1.0, "scale": 0.1},
+    "mean_init": {"kind": "Normal", "loc": 1.0, "scale": 0.5},
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"method": {"kind": "Deterministic"}},
     "rank1": {"method": RANK1},
@@ -59,7 +64,9 @@ def run(name: str, mode: str, data: Dataset, epochs: int) -> dict[str, Any]:
         with Bars() as bars:
             fit(experiment, Path(folder) / "run", Execution(compile=compiled, graph=graph), dataset=data, watcher=bars)
         cost = json.loads((Path(folder) / "run" / "cost.json").read_text())
-        curve = [float(line.split(",")[2]) for line in (Path(folder) / "run" / "metrics.csv").read_text().splitlines()[1:]]
+        curve = [
+            float(line.split(",")[2]) for line in (Path(folder) / "run" / "metrics.csv").read_text().splitlines()[1:]
+        ]
     seconds = sorted(cost["epoch_seconds"][1:] or cost["epoch_seconds"])
     torch._dynamo.reset()
     return {

@@ -70,7 +70,9 @@ CASES = {
     },
     "cuda": {
         "mlp": Case("4 x 4096, 4096 rows, bf16", partial(mlp, 4096), (4096,), 4096),
-        "conv": Case("WRN-28-10, 512 rows of 32x32, bf16, channels-last", partial(models.wrn, 28, 10), (3, 32, 32), 512),
+        "conv": Case(
+            "WRN-28-10, 512 rows of 32x32, bf16, channels-last", partial(models.wrn, 28, 10), (3, 32, 32), 512
+        ),
         "lstm": Case("512 units, T=64, 512 rows, bf16", partial(LSTMClassifier, 128, 512), (64, 128), 512),
     },
 }
@@ -185,7 +187,10 @@ def show(name: str, case: Case, mode: str, results: dict[str, dict[str, Any]]) -
             print(f"  {method:22}{r['error']}")
             continue
         peak = "-" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
-        step, predict = f"{r['train_ms']:10.2f}{r['train_ratio']:9.2f}", f"{r['predict_ms']:12.2f}{r['predict_ratio']:9.2f}"
+        step, predict = (
+            f"{r['train_ms']:10.2f}{r['train_ratio']:9.2f}",
+            f"{r['predict_ms']:12.2f}{r['predict_ratio']:9.2f}",
+        )
         print(f"  {method:22}{step}{predict}{peak:>10}")
     sys.stdout.flush()
 

@@ -141,7 +141,9 @@ def _in_processes(
 
 def _set_up(threads: int = 1) -> None:
     torch.set_num_threads(threads)
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # comparisons need full single precision
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = (
+        False  # comparisons need full single precision
+    )
 
 
 def _progress(name: str, results: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The lab in three minutes: five methods on small digits, corrupted test data, and a report to open.
 
-    python examples/demo.py [--out demo] [--epochs 40]
+python examples/demo.py [--out demo] [--epochs 40]
 """
 
 import argparse
@@ -28,7 +28,15 @@ def main() -> None:
     for file in sorted(CONFIGS.glob("[0-9]*.yaml")):
         experiment = load(file, changes)
         with Bars(f"{experiment.name:14}", Console(stderr=True)) as bars:
-            runs.append(fit(experiment, args.out / f"{file.stem}-{experiment.hash}", Execution(accelerator="cpu", workers=0), resume=True, watcher=bars))
+            runs.append(
+                fit(
+                    experiment,
+                    args.out / f"{file.stem}-{experiment.hash}",
+                    Execution(accelerator="cpu", workers=0),
+                    resume=True,
+                    watcher=bars,
+                )
+            )
     for on in ("test", "corrupted"):
         console.print(compare(runs, on=on, metrics=("accuracy", "nll", "ece")).render())
     page = write_page(runs, args.out / "report.html", "Five ways to know what one does not know")

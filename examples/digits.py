@@ -81,7 +81,9 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, tick: Callable[[]
             order = torch.randperm(len(x))
             tick()
         rows, order = order[:BATCH], order[BATCH:]
-        terms = sb.elbo(sb.categorical(sb.sample(model, x[rows]), y[rows]), model, num_data=len(x), kl_weight=anneal(step))
+        terms = sb.elbo(
+            sb.categorical(sb.sample(model, x[rows]), y[rows]), model, num_data=len(x), kl_weight=anneal(step)
+        )
         optimizer.zero_grad()
         terms.loss.backward()
         optimizer.step()
@@ -168,8 +170,13 @@ def judge(config: sb.Config, data: tuple[Tensor, ...], epochs: int, tick: Callab
     seen = {name: look(images) for name, images in test_sets(x).items()}
     strange = {name: look(images) for name, images in strangers(x).items()}
     scores = {name: metrics(p.probs, y) for name, p in seen.items()}
-    scores["mean of shifted"] = {m: float(np.mean([s[m] for n, s in scores.items() if n != "clean"])) for m in scores["clean"]}
-    auroc = {name: {kind: separation(seen["clean"], p, kind) for kind in ("total", "epistemic")} for name, p in strange.items()}
+    scores["mean of shifted"] = {
+        m: float(np.mean([s[m] for n, s in scores.items() if n != "clean"])) for m in scores["clean"]
+    }
+    auroc = {
+        name: {kind: separation(seen["clean"], p, kind) for kind in ("total", "epistemic")}
+        for name, p in strange.items()
+    }
     return Judged(seen, strange, scores, auroc, sum(p.numel() for p in model.parameters()), seconds)
 
 
@@ -216,7 +223,15 @@ def draw_reliability(ax: Axes, name: str, judged: Judged, y: Tensor) -> None:
     gap = confidence[full] - accuracy[full]
     ax.bar(left, gap, 0.1, accuracy[full], align="edge", color=GAP, edgecolor="white", label="gap to what it claims")
     ax.plot([0, 1], [0, 1], color="#333", lw=1, ls="--")
-    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="how often right", xticks=TICKS, yticks=TICKS, aspect="equal")
+    ax.set(
+        xlim=(0, 1),
+        ylim=(0, 1),
+        xlabel="confidence",
+        ylabel="how often right",
+        xticks=TICKS,
+        yticks=TICKS,
+        aspect="equal",
+    )
     ax.set_title(f"{name}: calibration error {ece(probs, target):.2f}")
     ax.legend(frameon=False, loc="upper left")
 
@@ -225,7 +240,9 @@ def draw_rotation(axes: Any, judged: dict[str, Judged]) -> None:
     sets = ["clean", "rotated 15°", "rotated 30°", "rotated 45°", "rotated 60°"]
     for ax, metric, title in zip(axes, ("accuracy", "nll"), ("accuracy", "negative log-likelihood")):
         for name, j in judged.items():
-            ax.plot([0, 15, 30, 45, 60], [j.scores[s][metric] for s in sets], "o-", color=COLORS[name], lw=2, label=name)
+            ax.plot(
+                [0, 15, 30, 45, 60], [j.scores[s][metric] for s in sets], "o-", color=COLORS[name], lw=2, label=name
+            )
         ax.set(xlabel="rotation in degrees", xticks=[0, 15, 30, 45, 60], title=title, ylim=(0, None))
     axes[0].legend(frameon=False)
 
@@ -263,7 +280,11 @@ def draw_uncertainty(axes: Any, judged: dict[str, Judged], images: Tensor, kind:
     for ax, (name, j) in zip(axes, judged.items()):
         ax.hist(j.predictions["clean"].total, edges, color=COLORS[name], alpha=0.85, label="test digits")
         ax.hist(j.strangers[kind].total, edges, color=ALARM, alpha=0.55, label=f"{kind} digits")
-        ax.set(title=f"{name}: tells them apart with AUROC {j.auroc[kind]['total']:.2f}", ylabel="images", xlim=(0, edges[-1]))
+        ax.set(
+            title=f"{name}: tells them apart with AUROC {j.auroc[kind]['total']:.2f}",
+            ylabel="images",
+            xlim=(0, edges[-1]),
+        )
         ax.legend(frameon=False, loc="upper right")
     axes[1].set_xlabel("uncertainty: entropy of the prediction, in nats")
     for i in range(3):

@@ -76,7 +76,9 @@ class Net(nn.Module):
         return self.run(self, *args, **kwargs)
 
 
-def two(run: Callable[..., Any], n_in: int = D, hidden: int = H, n_out: int = C, **parts: nn.Module) -> Callable[[], nn.Module]:
+def two(
+    run: Callable[..., Any], n_in: int = D, hidden: int = H, n_out: int = C, **parts: nn.Module
+) -> Callable[[], nn.Module]:
     """Two dense layers `a` and `b`, used by `run`."""
     return lambda: Net(run, a=nn.Linear(n_in, hidden), b=nn.Linear(hidden, n_out), **{k: v for k, v in parts.items()})
 
@@ -147,9 +149,25 @@ add("time-major", two(time_major), x(B, 5, D))
 add("time-major-T=B", two(time_major), x(B, B, D))
 add("time-major-T=SB", two(time_major), x(B, S * B, D))
 add("siamese-cat", two(lambda m, x: m.b(torch.tanh(m.a(torch.cat([x, 2 * x]))))), x(B, D), owner=lambda i: i % B)
-add("siamese-pair", two(lambda m, x, y: (m.b(m.a(torch.cat([x, y]))).chunk(2)[0] - m.b(m.a(y))).abs()), lambda: call(tensor(B, D), tensor(B, D)))
-add("graph", two(graph), lambda: call(tensor(5, D), torch.tensor([[0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0, 2]])), rows=None, folds=False)
-add("graph-E=N", two(graph), lambda: call(tensor(5, D), torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]])), rows=None, folds=False)
+add(
+    "siamese-pair",
+    two(lambda m, x, y: (m.b(m.a(torch.cat([x, y]))).chunk(2)[0] - m.b(m.a(y))).abs()),
+    lambda: call(tensor(B, D), tensor(B, D)),
+)
+add(
+    "graph",
+    two(graph),
+    lambda: call(tensor(5, D), torch.tensor([[0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0, 2]])),
+    rows=None,
+    folds=False,
+)
+add(
+    "graph-E=N",
+    two(graph),
+    lambda: call(tensor(5, D), torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]])),
+    rows=None,
+    folds=False,
+)
 add("graph-N=2", two(graph), lambda: call(tensor(2, D), torch.tensor([[0, 1], [1, 0]])), rows=None, folds=False)
 add("flat-outputs", two(lambda m, x: m.b(torch.tanh(m.a(x))).view(-1, C)), x(B, 5, D), owner=lambda i: i // 5)
 add("batch-attention", two(batch_attention), x(B, D), rows=None, folds=False)
@@ -157,12 +175,18 @@ for _t in (B, 5, S * B, 2 * S * B):
     add(f"positions-T={_t}", net(positions, a=lin(), b=lin(H, C), p=lin(1, H)), x(B, _t, D))
 for _t in (B, 5, S * B):
     add(f"sequence-first-T={_t}", two(lambda m, x: m.b(torch.tanh(m.a(x))).mean(0)), x(_t, B, D))
-    add(f"sequence-first-kept-T={_t}", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(_t, B, D))  # nothing tells steps from rows: the first counts
+    add(
+        f"sequence-first-kept-T={_t}", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(_t, B, D)
+    )  # nothing tells steps from rows: the first counts
 add("one-B-D", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(1, B, D), rows=None)
 add("one-B-D-summed", two(lambda m, x: m.b(torch.tanh(m.a(x))).sum((0, 1))), x(1, B, D), rows=None)
 add("mask-first", two(mask_first), lambda: call(torch.rand(B, 5) > 0.3, tensor(B, 5, D)))
 add("mask-first-keywords", two(mask_first), lambda: call(mask=torch.rand(B, B) > 0.3, x=tensor(B, B, D)))
-add("shared-mask-first", two(lambda m, mask, x: m.b(torch.tanh(m.a(x)) * mask[None, :, None]).sum(1)), lambda: call(torch.rand(5) > 0.3, tensor(B, 5, D)))
+add(
+    "shared-mask-first",
+    two(lambda m, mask, x: m.b(torch.tanh(m.a(x)) * mask[None, :, None]).sum(1)),
+    lambda: call(torch.rand(5) > 0.3, tensor(B, 5, D)),
+)
 add(
     "lstm-alone-sequence-first",
     net(lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0][-1]), lstm=lambda: nn.LSTM(D, H), fc=lin(H, C)),
@@ -235,7 +259,11 @@ def settled(model: nn.Module, x: Tensor) -> nn.Module:
 
 add("instance-forward", with_instance_forward, x(B, D))
 add("encoder-subclass", lambda: LoudEncoderLayer(D, 2, 8, dropout=0.0, batch_first=True), x(B, 5, D))
-add("encoder-stack-subclass", lambda: nn.TransformerEncoder(LoudEncoderLayer(D, 2, 8, 0.0, batch_first=True), 2, enable_nested_tensor=False), x(B, B, D))
+add(
+    "encoder-stack-subclass",
+    lambda: nn.TransformerEncoder(LoudEncoderLayer(D, 2, 8, 0.0, batch_first=True), 2, enable_nested_tensor=False),
+    x(B, B, D),
+)
 add("tied", Tied, lambda: call(ids(B, 5)))
 add(
     "padding",
@@ -291,8 +319,16 @@ def new_style(norm: Callable[..., Any]) -> Callable[[], nn.Module]:
 
 add("own-matrix", lambda: nn.Sequential(OwnMatrix(), nn.Tanh(), nn.Linear(H, C)), x(B, D))
 add("scaled-linear", lambda: nn.Sequential(Scaled(D, H), nn.Tanh(), nn.Linear(H, C)), x(B, D))
-add("same-pad-conv", net(lambda m, x: m.fc(m.conv(x).mean((2, 3))), conv=lambda: SamePad(2, 4, 3), fc=lin(4, C)), x(B, 2, 4, 4))
-add("bilinear", net(lambda m, x, y: m.fc(torch.tanh(m.mix(x, y))), mix=lambda: nn.Bilinear(D, D, H), fc=lin(H, C)), lambda: call(tensor(B, D), tensor(B, D)))
+add(
+    "same-pad-conv",
+    net(lambda m, x: m.fc(m.conv(x).mean((2, 3))), conv=lambda: SamePad(2, 4, 3), fc=lin(4, C)),
+    x(B, 2, 4, 4),
+)
+add(
+    "bilinear",
+    net(lambda m, x, y: m.fc(torch.tanh(m.mix(x, y))), mix=lambda: nn.Bilinear(D, D, H), fc=lin(H, C)),
+    lambda: call(tensor(B, D), tensor(B, D)),
+)
 add("weight-norm-old", old_style(torch.nn.utils.weight_norm), x(B, D))
 add("weight-norm-new", new_style(parametrizations.weight_norm), x(B, D))
 add("spectral-norm-old", old_style(torch.nn.utils.spectral_norm), x(B, D), trains=False)
@@ -358,17 +394,30 @@ def class_token(m: Any, x: Tensor) -> Tensor:
     return m.b(torch.tanh(torch.cat([token, m.a(x)], 1)).mean(1))
 
 
-add("packed-inside", net(packed_inside, gru=lambda: nn.GRU(D, H, batch_first=True), fc=lin(H, C)), lambda: call(tensor(B, 5, D), torch.tensor([5, 2, 4, 1])))
+add(
+    "packed-inside",
+    net(packed_inside, gru=lambda: nn.GRU(D, H, batch_first=True), fc=lin(H, C)),
+    lambda: call(tensor(B, 5, D), torch.tensor([5, 2, 4, 1])),
+)
 add("patches", two(patches, n_in=8), x(B, 2, 4, 4))
 add("transformer-sequence-first", lambda: Causal(False), x(5, B, D), rows=1)
 add("transformer-sequence-first-T=B", lambda: Causal(False), lambda: call(tensor(B, B, D), mask=causal(B)), rows=1)
-add("transformer-sequence-first-T=SB", lambda: Causal(False), lambda: call(tensor(S * B, B, D), mask=causal(S * B)), rows=1)
+add(
+    "transformer-sequence-first-T=SB",
+    lambda: Causal(False),
+    lambda: call(tensor(S * B, B, D), mask=causal(S * B)),
+    rows=1,
+)
 add("transformer-T=B", lambda: Causal(True), lambda: call(tensor(B, B, D), causal(B)))
 add("transformer-T=SB", lambda: Causal(True), lambda: call(tensor(B, S * B, D), mask=causal(S * B)))
 add("transformer-dropout", lambda: Causal(True, 0.3), x(B, 5, D), trains=False)
 add(
     "attention-mask-T=B",
-    net(lambda m, x, mask: m.fc(m.att(x, x, x, attn_mask=mask)[0]), att=lambda: nn.MultiheadAttention(D, 2, batch_first=True), fc=lin(D, C)),
+    net(
+        lambda m, x, mask: m.fc(m.att(x, x, x, attn_mask=mask)[0]),
+        att=lambda: nn.MultiheadAttention(D, 2, batch_first=True),
+        fc=lin(D, C),
+    ),
     lambda: call(tensor(B, B, D), causal(B)),
 )
 add("unet", UNet, x(B, 2, 4, 4))
@@ -376,9 +425,19 @@ add("channels-last", two(lambda m, x: m.b(torch.tanh(m.a(x.permute(0, 2, 3, 1)))
 add("split-chunks", two(lambda m, x: torch.cat([m.b(torch.tanh(m.a(part))) for part in x.split(3)])), x(B, D))
 add("row-by-row", two(per_row), x(B, D))
 add("gru-cell", net(cells, cell=lambda: nn.GRUCell(D, H), fc=lin(H, C)), x(B, 5, D))
-add("lstm-wrapper", net(lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0].transpose(0, 1)), lstm=lambda: nn.LSTM(D, H), fc=lin(H, C)), x(B, 5, D))
-add("lstm-wrapper-T=B", net(lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0].transpose(0, 1)), lstm=lambda: nn.LSTM(D, H), fc=lin(H, C)), x(B, B, D))
-add("lstm-states", net(lambda m, x: m.lstm(x), lstm=lambda: nn.LSTM(D, H, batch_first=True)), x(B, 5, D), rows=(0, 1, 1))
+add(
+    "lstm-wrapper",
+    net(lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0].transpose(0, 1)), lstm=lambda: nn.LSTM(D, H), fc=lin(H, C)),
+    x(B, 5, D),
+)
+add(
+    "lstm-wrapper-T=B",
+    net(lambda m, x: m.fc(m.lstm(x.transpose(0, 1))[0].transpose(0, 1)), lstm=lambda: nn.LSTM(D, H), fc=lin(H, C)),
+    x(B, B, D),
+)
+add(
+    "lstm-states", net(lambda m, x: m.lstm(x), lstm=lambda: nn.LSTM(D, H, batch_first=True)), x(B, 5, D), rows=(0, 1, 1)
+)
 add("class-token", two(class_token), x(B, 5, D))
 add("unbatched", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(D), rows=None)
 add("transposed-batch", two(lambda m, x: m.b(torch.tanh(m.a(x.T)))), x(B, D))  # its rows are the columns
@@ -406,11 +465,23 @@ def branch(m: Any, x: Tensor) -> Tensor:
     return m.b(torch.tanh(h)) if bool(h.mean() > 0) else m.b(torch.relu(h)) * 2
 
 
-add("adjacency", two(lambda m, x, adj: m.b(adj @ torch.tanh(m.a(x)))), lambda: call(tensor(5, D), torch.rand(5, 5)), rows=None, folds=False)
+add(
+    "adjacency",
+    two(lambda m, x, adj: m.b(adj @ torch.tanh(m.a(x)))),
+    lambda: call(tensor(5, D), torch.rand(5, 5)),
+    rows=None,
+    folds=False,
+)
 add("contrastive", two(lambda m, x: (lambda h: h @ h.T)(m.b(torch.tanh(m.a(x))))), x(B, D), rows=None, folds=False)
 add("prototypes", two(prototypes), lambda: call(tensor(B, D), tensor(B, D)), rows=None, folds=False)
 add("prototypes-2", two(prototypes), lambda: call(tensor(B, D), tensor(2, D)))
-add("pairwise", two(lambda m, x: m.b(torch.tanh(m.a(x).unsqueeze(1) - m.a(x).unsqueeze(0)))), x(B, D), rows=None, folds=False)
+add(
+    "pairwise",
+    two(lambda m, x: m.b(torch.tanh(m.a(x).unsqueeze(1) - m.a(x).unsqueeze(0)))),
+    x(B, D),
+    rows=None,
+    folds=False,
+)
 add("pairs", two(lambda m, x: m.b(torch.tanh(m.a(x)).view(x.shape[0] // 2, 2, -1).sum(1))), x(B, D), rows=None)
 add("cumsum", two(lambda m, x: m.b(torch.tanh(m.a(x)).cumsum(0))), x(B, D), rows=None, folds=False)
 add("sorted", two(lambda m, x: m.b(m.a(x).sort(0).values)), x(B, D), rows=None, folds=False)
@@ -475,19 +546,59 @@ add("dict-outputs", two(lambda m, x: {"logits": m.b(m.a(x)), "hidden": m.a(x), "
 add("dataclass-outputs", two(lambda m, x: Result(m.b(m.a(x)), m.a(x))), x(B, D))
 add("namedtuple-outputs", two(lambda m, x: Pair(m.b(m.a(x)), F.softplus(m.b(m.a(x))))), x(B, D))
 add("nested-outputs", two(lambda m, x: {"all": [m.b(m.a(x)), (m.a(x), None, 3)]}), x(B, D))
-add("scalar-loss", two(lambda m, x, y: F.cross_entropy(m.b(m.a(x)), y)), lambda: call(tensor(B, D), ids(B, most=C)), rows=("any",), predicts=False)
-add("loss-and-logits", two(lambda m, x, y: {"loss": F.cross_entropy(m.b(m.a(x)), y), "logits": m.b(m.a(x))}), lambda: call(tensor(B, D), ids(B, most=C)), rows=("any", 0))
+add(
+    "scalar-loss",
+    two(lambda m, x, y: F.cross_entropy(m.b(m.a(x)), y)),
+    lambda: call(tensor(B, D), ids(B, most=C)),
+    rows=("any",),
+    predicts=False,
+)
+add(
+    "loss-and-logits",
+    two(lambda m, x, y: {"loss": F.cross_entropy(m.b(m.a(x)), y), "logits": m.b(m.a(x))}),
+    lambda: call(tensor(B, D), ids(B, most=C)),
+    rows=("any", 0),
+)
 add("no-rows", two(lambda m, x: m.b(m.a(x)).mean(0)), x(B, D), rows=("any",))
 add("no-rows-C=SB", two(lambda m, x: m.b(m.a(x)).mean(0), n_out=S * B), x(B, D), rows=("any",))
 add("weights-returned", two(lambda m, x: (m.b(m.a(x)), m.a.bias * 2)), x(B, D), rows=None)
-add("keywords-only", two(lambda m, *, x, scale: m.b(torch.tanh(m.a(x)) * scale)), lambda: call(x=tensor(B, D), scale=torch.rand(B, 1)))
-add("keywords-scale-first", two(lambda m, *, x, scale: m.b(torch.tanh(m.a(x)) * scale)), lambda: call(scale=torch.rand(H), x=tensor(B, D)))
-add("var-args", two(lambda m, *xs: m.b(torch.tanh(sum(m.a(x) for x in xs)))), lambda: call(tensor(B, D), tensor(B, D), tensor(1, D)))
+add(
+    "keywords-only",
+    two(lambda m, *, x, scale: m.b(torch.tanh(m.a(x)) * scale)),
+    lambda: call(x=tensor(B, D), scale=torch.rand(B, 1)),
+)
+add(
+    "keywords-scale-first",
+    two(lambda m, *, x, scale: m.b(torch.tanh(m.a(x)) * scale)),
+    lambda: call(scale=torch.rand(H), x=tensor(B, D)),
+)
+add(
+    "var-args",
+    two(lambda m, *xs: m.b(torch.tanh(sum(m.a(x) for x in xs)))),
+    lambda: call(tensor(B, D), tensor(B, D), tensor(1, D)),
+)
 add("ragged", two(ragged), lambda: call([tensor(2, D), tensor(5, D), tensor(B, D)]))
-add("ragged-outputs", two(lambda m, xs: [m.b(torch.tanh(m.a(one))) for one in xs]), lambda: call([tensor(2, D), tensor(5, D)]), rows=None)
+add(
+    "ragged-outputs",
+    two(lambda m, xs: [m.b(torch.tanh(m.a(one))) for one in xs]),
+    lambda: call([tensor(2, D), tensor(5, D)]),
+    rows=None,
+)
 add("nested-dict", two(nested), lambda: call({"left": {"x": tensor(B, D)}, "right": [tensor(B, D), "word"]}))
-add("integers", net(lambda m, t, keep: m.fc((m.table(t) * keep.unsqueeze(-1)).sum(1)), table=lambda: nn.Embedding(7, H), fc=lin(H, C)), lambda: call(ids(B, B), torch.rand(B, B) > 0.3))
-add("row-index", two(lambda m, x, i: m.b(torch.tanh(m.a(x))).gather(1, i.unsqueeze(1))), lambda: call(tensor(B, D), ids(B, most=C)))
+add(
+    "integers",
+    net(
+        lambda m, t, keep: m.fc((m.table(t) * keep.unsqueeze(-1)).sum(1)),
+        table=lambda: nn.Embedding(7, H),
+        fc=lin(H, C),
+    ),
+    lambda: call(ids(B, B), torch.rand(B, B) > 0.3),
+)
+add(
+    "row-index",
+    two(lambda m, x, i: m.b(torch.tanh(m.a(x))).gather(1, i.unsqueeze(1))),
+    lambda: call(tensor(B, D), ids(B, most=C)),
+)
 add("one-hot", two(lambda m, t: m.b(torch.tanh(m.a(F.one_hot(t, D).float())))), lambda: call(ids(B, most=D)))
 add("shared-layer", two(lambda m, x: m.b(m.a(torch.tanh(m.b(m.a(x))) @ x.new_ones(C, D)))), x(B, D))
 add("steps-3", net(many_steps, a=lin(), c=lin(H, H), b=lin(H, C)), lambda: call(tensor(B, D), 3))
@@ -496,12 +607,54 @@ add("until-small", net(until_small, a=lin(), c=lin(H, H), b=lin(H, C)), x(B, D),
 add("holds-tensors", Holds, x(B, D))
 add(
     "batch-norm",
-    net(lambda m, x: m.fc(torch.relu(m.norm(m.conv(x))).mean((2, 3))), conv=lambda: nn.Conv2d(2, 4, 3), norm=lambda: nn.BatchNorm2d(4), fc=lin(4, C)),
+    net(
+        lambda m, x: m.fc(torch.relu(m.norm(m.conv(x))).mean((2, 3))),
+        conv=lambda: nn.Conv2d(2, 4, 3),
+        norm=lambda: nn.BatchNorm2d(4),
+        fc=lin(4, C),
+    ),
     x(B, 2, 5, 5),
     trains=False,
 )
-add("group-norm", net(lambda m, x: m.fc(m.norm(torch.relu(m.conv(x))).mean(2)), conv=lambda: nn.Conv1d(2, 4, 3), norm=lambda: nn.GroupNorm(2, 4), fc=lin(4, C)), x(B, 2, 6))
-add("layer-norm-T=B", net(lambda m, x: m.fc(m.norm(torch.relu(m.a(x)))), a=lin(), norm=lambda: nn.LayerNorm(H), fc=lin(H, C)), x(B, B, D))
-add("instance-norm", net(lambda m, x: m.fc(torch.relu(m.norm(m.a(x))).mean(2)), a=lambda: nn.Conv1d(2, 4, 3), norm=lambda: nn.InstanceNorm1d(4, affine=True), fc=lin(4, C)), x(B, 2, 6))
-add("dropout", net(lambda m, x: m.b(m.drop(torch.tanh(m.a(x)))), a=lin(), b=lin(H, C), drop=lambda: nn.Dropout(0.4)), x(B, D), trains=False)
-add("dropout-time-major", net(lambda m, x: m.b(m.drop(torch.tanh(m.a(x.transpose(0, 1))))).mean(0), a=lin(), b=lin(H, C), drop=lambda: nn.Dropout(0.4)), x(B, 5, D), trains=False)
+add(
+    "group-norm",
+    net(
+        lambda m, x: m.fc(m.norm(torch.relu(m.conv(x))).mean(2)),
+        conv=lambda: nn.Conv1d(2, 4, 3),
+        norm=lambda: nn.GroupNorm(2, 4),
+        fc=lin(4, C),
+    ),
+    x(B, 2, 6),
+)
+add(
+    "layer-norm-T=B",
+    net(lambda m, x: m.fc(m.norm(torch.relu(m.a(x)))), a=lin(), norm=lambda: nn.LayerNorm(H), fc=lin(H, C)),
+    x(B, B, D),
+)
+add(
+    "instance-norm",
+    net(
+        lambda m, x: m.fc(torch.relu(m.norm(m.a(x))).mean(2)),
+        a=lambda: nn.Conv1d(2, 4, 3),
+        norm=lambda: nn.InstanceNorm1d(4, affine=True),
+        fc=lin(4, C),
+    ),
+    x(B, 2, 6),
+)
+add(
+    "dropout",
+    net(lambda m, x: m.b(m.drop(torch.tanh(m.a(x)))), a=lin(), b=lin(H, C), drop=lambda: nn.Dropout(0.4)),
+    x(B, D),
+    trains=False,
+)
+add(
+    "dropout-time-major",
+    net(
+        lambda m, x: m.b(m.drop(torch.tanh(m.a(x.transpose(0, 1))))).mean(0),
+        a=lin(),
+        b=lin(H, C),
+        drop=lambda: nn.Dropout(0.4),
+    ),
+    x(B, 5, D),
+    trains=False,
+)

@@ -17,6 +17,7 @@ collect_ignore = ["fakes"]  # stand-ins for programs, run by tests
 def _seed() -> None:
     torch.manual_seed(0)
 
+
 if device := os.environ.get("SLIMBAYES_TEST_DEVICE"):  # run the suite on a GPU: SLIMBAYES_TEST_DEVICE=cuda
     torch.set_default_device(device)
     torch.backends.cudnn.allow_tf32 = False  # its default; comparisons need full single precision
@@ -37,4 +38,6 @@ def last_draws(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(new, *args, **kwargs)
 
     monkeypatch.setattr(passes, "run", recording)
-    monkeypatch.setattr(Posterior, "current", property(lambda posterior: passes.of(posterior.key) or last[posterior.key]))
+    monkeypatch.setattr(
+        Posterior, "current", property(lambda posterior: passes.of(posterior.key) or last[posterior.key])
+    )

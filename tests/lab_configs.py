@@ -31,8 +31,17 @@ METHODS: dict[str, dict[str, Any]] = {
     "drop-connect": {"kind": "DropConnect"},
     "ensemble": {"kind": "Ensemble", "members": 2},
     "mixture": {"kind": "Mixture", "components": 2},
-    "member-norm": {"kind": "ByName", "layers": {"norm.*": {"kind": "MemberNorm", "members": 2}, "conv.*|dense": {"kind": "BatchEnsemble", "members": 2}}},
-    "by-name": {"kind": "ByName", "layers": {"norm.*": {"kind": "ModelPatch", "components": 2}, "conv.*|dense": {"kind": "Rank1", "members": 2}}},
+    "member-norm": {
+        "kind": "ByName",
+        "layers": {
+            "norm.*": {"kind": "MemberNorm", "members": 2},
+            "conv.*|dense": {"kind": "BatchEnsemble", "members": 2},
+        },
+    },
+    "by-name": {
+        "kind": "ByName",
+        "layers": {"norm.*": {"kind": "ModelPatch", "components": 2}, "conv.*|dense": {"kind": "Rank1", "members": 2}},
+    },
 }
 
 

@@ -70,7 +70,9 @@ def _set(layer: Any, site: str, weight: Tensor, bias: Tensor | None) -> None:
     elif isinstance(layer, nn.MultiheadAttention):
         own, own_bias = layer.out_proj.weight, layer.out_proj.bias
     else:
-        own = getattr(layer, f"{site}_orig", None) if hasattr(layer, f"{site}_mask") else getattr(layer, site)  # pruned or as it is
+        own = (
+            getattr(layer, f"{site}_orig", None) if hasattr(layer, f"{site}_mask") else getattr(layer, site)
+        )  # pruned or as it is
         own_bias = getattr(layer, site.replace("weight", "bias"), None)
     own.copy_(weight)
     if own_bias is not None and bias is not None:
@@ -127,7 +129,9 @@ def draws_of_rows(output: Any, expected: list[Any], rows: Any, owner: Any = None
     for i, tensor in enumerate(leaves(output)):
         dim = rows[i] if isinstance(rows, tuple) else rows
         ones = [leaves(one)[i] for one in expected]
-        assert all(tensor.shape == one.shape for one in ones), f"tensor {i} is {tuple(tensor.shape)} instead of {tuple(ones[0].shape)}"
+        assert all(tensor.shape == one.shape for one in ones), (
+            f"tensor {i} is {tuple(tensor.shape)} instead of {tuple(ones[0].shape)}"
+        )
         for row in range(0 if dim == "any" else 1 if dim is None else tensor.shape[dim]):
             parts = [t if dim is None else t.select(dim, row) for t in (tensor, *ones)]
             fits = {j for j, part in enumerate(parts[1:]) if torch.allclose(parts[0], part, rtol=RTOL, atol=ATOL)}
@@ -155,7 +159,9 @@ def quietly() -> Iterator[list[str]]:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*weight_norm.*")
         warnings.filterwarnings("always", message=r"(?s).*draw by draw", category=UserWarning)
-        warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad=True to a scalar", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="Converting a tensor with requires_grad=True to a scalar", category=UserWarning
+        )
         warnings.filterwarnings("ignore", message=r".*layers that the first pass never called", category=UserWarning)
         yield seen
     seen.extend(str(w.message) for w in caught if "draw by draw" in str(w.message))

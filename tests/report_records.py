@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slimbayes.record import Cost, Evaluation, Example, Parameters, Record, Reliability, RiskCoverage
+from slimbayes.report.record import Cost, Evaluation, Example, Parameters, Record, Reliability, RiskCoverage
 
 CORRUPTIONS = ["gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow", "frost", "fog",
                "brightness", "contrast", "elastic", "pixelate", "jpeg", "speckle_noise", "gaussian_blur", "spatter", "saturate"]  # fmt: skip
@@ -30,7 +30,9 @@ METHODS = {
 def png(rng: np.random.Generator, size: int = 32) -> str:
     """A small smooth picture as a data URL, written without an image library."""
     y, x = np.mgrid[0:size, 0:size] / size
-    waves = [np.sin(2 * math.pi * (rng.uniform(0.3, 1.5) * x + rng.uniform(0.3, 1.5) * y + rng.uniform())) for _ in range(3)]
+    waves = [
+        np.sin(2 * math.pi * (rng.uniform(0.3, 1.5) * x + rng.uniform(0.3, 1.5) * y + rng.uniform())) for _ in range(3)
+    ]
     pixels = np.stack([(127 + 110 * wave).astype(np.uint8) // 24 * 24 for wave in waves], -1)
     raw = b"".join(b"\0" + row.tobytes() for row in pixels)
 
@@ -83,8 +85,24 @@ def evaluations(rng: np.random.Generator, method: str, corruptions: list[str], d
                                        reliability=reliability(hard["accuracy"], gap * (1 + hardness), 10_000)))  # fmt: skip
         for k, name in enumerate(("street numbers", "textures")):
             auroc = 0.88 + 0.1 * skill - 0.03 * k + rng.normal(0, 0.004)
-            made.append(Evaluation(data=name, role="ood", draws=count, rows=20_000, metrics={"auroc": auroc, "aucpr": auroc - 0.05, "fpr95": 1.2 - auroc}))
-    made.append(Evaluation(data="synthetic-v2", role="shift", draws=draws[-1], rows=2_000, metrics=scores(rng, skill, gap, 0.3, draws[-1])))
+            made.append(
+                Evaluation(
+                    data=name,
+                    role="ood",
+                    draws=count,
+                    rows=20_000,
+                    metrics={"auroc": auroc, "aucpr": auroc - 0.05, "fpr95": 1.2 - auroc},
+                )
+            )
+    made.append(
+        Evaluation(
+            data="synthetic-v2",
+            role="shift",
+            draws=draws[-1],
+            rows=2_000,
+            metrics=scores(rng, skill, gap, 0.3, draws[-1]),
+        )
+    )
     return made
 
 

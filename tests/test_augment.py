@@ -22,7 +22,12 @@ def test_every_result_is_one_of_the_crops_of_its_padded_image(flip: bool) -> Non
     seen = []
     for image, result in zip(images, out, strict=True):
         padded = F.pad(image, (2, 2, 2, 2))
-        crops = {(i, j, f): padded[:, i : i + 5, j : j + 6].flip(2) if f else padded[:, i : i + 5, j : j + 6] for i in range(5) for j in range(5) for f in (0, 1)}
+        crops = {
+            (i, j, f): padded[:, i : i + 5, j : j + 6].flip(2) if f else padded[:, i : i + 5, j : j + 6]
+            for i in range(5)
+            for j in range(5)
+            for f in (0, 1)
+        }
         found = [key for key, crop in crops.items() if torch.equal(crop, result)]
         assert len(found) == 1
         seen.append(found[0])

@@ -29,7 +29,9 @@ METHODS: dict[str, Any] = {
     "ensemble-layers": {".+": sb.Ensemble(members=3, init="copies", jitter=0.5)},
 }
 DROPS = ["dropout", "dropout-time-major", "transformer-dropout"]  # models with dropout layers, for MCDropout
-DRAWS = {name: S // getattr(config, "members", 3) for name, config in METHODS.items()} | {"mc-dropout": S}  # S draws in all
+DRAWS = {name: S // getattr(config, "members", 3) for name, config in METHODS.items()} | {
+    "mc-dropout": S
+}  # S draws in all
 MEMBERS = ["batch-ensemble", "ensemble"]  # methods whose draws are members: nothing random is left
 
 
@@ -120,7 +122,9 @@ def test_training_is_the_same_in_any_fold(name: str, method: str) -> None:
     assert model.training
 
 
-@pytest.mark.parametrize(("name", "method"), [(n, m) for n, m in pairs(0, 2) if CASES[n].predicts and not all(CASES[n].inputs())])
+@pytest.mark.parametrize(
+    ("name", "method"), [(n, m) for n, m in pairs(0, 2) if CASES[n].predicts and not all(CASES[n].inputs())]
+)
 @torch.no_grad()
 def test_predictions_are_of_written_out_models(name: str, method: str) -> None:
     model, args, kwargs, _ = built(name, method, "train")
@@ -138,7 +142,9 @@ def _first(output: Any) -> torch.Tensor:
     return output["logits"] if isinstance(output, dict) and "logits" in output else leaves(output)[0]
 
 
-@pytest.mark.parametrize(("name", "method"), [(n, m) for n, m in pairs(3, 1) if CASES[n].predicts and not all(CASES[n].inputs())])
+@pytest.mark.parametrize(
+    ("name", "method"), [(n, m) for n, m in pairs(3, 1) if CASES[n].predicts and not all(CASES[n].inputs())]
+)
 def test_predictions_are_the_same_in_any_fold(name: str, method: str) -> None:
     model, args, kwargs, _ = built(name, method)
     x = kwargs if kwargs else tuple(args)
@@ -248,7 +254,9 @@ def test_write_out_leaves_no_posterior_and_the_model_as_it_was() -> None:
     with sb.frozen(model):
         plain = held(model, 1)[1]
         inside = sb.sample(model, *args)
-    assert {n: tuple(p.shape) for n, p in plain.named_parameters()} == {n: tuple(p.shape) for n, p in CASES["mlp"].make().named_parameters()}
+    assert {n: tuple(p.shape) for n, p in plain.named_parameters()} == {
+        n: tuple(p.shape) for n, p in CASES["mlp"].make().named_parameters()
+    }
     assert [type(m) for m in plain.modules()] == [type(m) for m in CASES["mlp"].make().modules()]
     assert_equal(plain(*args), inside[1])
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

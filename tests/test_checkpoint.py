@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import atomic
+from slimbayes import files as atomic
 
 
 def plain() -> nn.Sequential:
@@ -42,7 +42,9 @@ def test_every_bit_flip_and_truncation_is_refused(saved: Path) -> None:
         data = (saved / name).read_bytes()
         bits = [chance.randrange(len(data) * 8) for _ in range(300)]
         cuts = [chance.randrange(len(data)) for _ in range(30)]
-        damaged = [data[: b // 8] + bytes([data[b // 8] ^ 1 << b % 8]) + data[b // 8 + 1 :] for b in bits] + [data[:c] for c in cuts]
+        damaged = [data[: b // 8] + bytes([data[b // 8] ^ 1 << b % 8]) + data[b // 8 + 1 :] for b in bits] + [
+            data[:c] for c in cuts
+        ]
         for bad in damaged:
             if name == "manifest.json" and _same_json(bad, data):
                 continue  # a flip in white space
@@ -151,7 +153,10 @@ def test_nan_factors_are_not_saved(tmp_path: Path) -> None:
     model = sb.bayesianize(plain(), sb.Rank1(members=2))
     with torch.no_grad():
         model[3].posterior["weight"].s.loc[0, 0, 3] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"3\.weight: 1 of 32 values of its posterior's s\.loc are NaN .* lower the learning rate"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"3\.weight: 1 of 32 values of its posterior's s\.loc are NaN .* lower the learning rate",
+    ):
         sb.save(model, tmp_path / "posterior")
     assert not (tmp_path / "posterior").exists()
 
@@ -178,7 +183,9 @@ def test_base_weights_travel_when_asked_and_tied_ones_once(tmp_path: Path) -> No
 def test_mixed_methods_and_layouts_come_back(tmp_path: Path) -> None:
     base = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3)})
     model = sb.bayesianize(
-        copy.deepcopy(base), {"a": sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.01)), "b": sb.BatchEnsemble(members=3)}, batch_dim=1
+        copy.deepcopy(base),
+        {"a": sb.Rank1(members=2, prior=sb.Cauchy(1.0, 0.01)), "b": sb.BatchEnsemble(members=3)},
+        batch_dim=1,
     )
     again = sb.load(base, sb.save(model, tmp_path / "posterior"))
     assert again._slimbayes.batch_dim == 1 and type(again.c) is nn.Linear
@@ -208,7 +215,13 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_readable(saved: Path, mon
             return call
 
         with monkeypatch.context() as patch:
-            for owner, name in ((os, "rename"), (os, "fsync"), (os, "chmod"), (atomic.shutil, "rmtree"), (atomic, "_write_synced")):
+            for owner, name in (
+                (os, "rename"),
+                (os, "fsync"),
+                (os, "chmod"),
+                (atomic.shutil, "rmtree"),
+                (atomic, "_write_synced"),
+            ):
                 patch.setattr(owner, name, maybe_crash(getattr(owner, name)))
             crashed = False
             try:

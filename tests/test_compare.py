@@ -10,19 +10,31 @@ import report_records
 from report_records import record, regression, save
 from rich.console import Console
 
-from slimbayes.record import Evaluation, RecordError
 from slimbayes.report import compare
 from slimbayes.report.metric import HEADLINE, best, metric
+from slimbayes.report.record import Evaluation, RecordError
 from slimbayes.report.resampling import bootstrap_interval, sign_flip_p
 
 
 def run(name, seed, data="toy", **metrics):
-    return record(name, seed, data=data, evaluations=[Evaluation(data="toy", role="test", draws=1, rows=9, metrics=metrics)], epochs=1, pictures=0)
+    return record(
+        name,
+        seed,
+        data=data,
+        evaluations=[Evaluation(data="toy", role="test", draws=1, rows=9, metrics=metrics)],
+        epochs=1,
+        pictures=0,
+    )
 
 
 def grid(name, seed, cells, draws=4):
     """A run with a corrupted set for each (corruption, severity): value."""
-    sets = [Evaluation(data="c", role="corruption", corruption=kind, severity=level, draws=draws, rows=9, metrics={"nll": value}) for (kind, level), value in cells.items()]
+    sets = [
+        Evaluation(
+            data="c", role="corruption", corruption=kind, severity=level, draws=draws, rows=9, metrics={"nll": value}
+        )
+        for (kind, level), value in cells.items()
+    ]
     return record(name, seed, data="toy", evaluations=sets, epochs=1, pictures=0)
 
 
@@ -54,7 +66,11 @@ def test_the_best_is_marked_by_direction(two):
 
 def test_directions_are_known_for_all_headline_metrics():
     assert all(metric(name).better for name in HEADLINE)
-    assert best("coverage95", [0.90, 0.97, 0.85]) == {1} and best("entropy", [0.1, 0.2]) == set() and best("nll", [0.2]) == set()
+    assert (
+        best("coverage95", [0.90, 0.97, 0.85]) == {1}
+        and best("entropy", [0.1, 0.2]) == set()
+        and best("nll", [0.2]) == set()
+    )
     assert best("nll", [math.nan, math.inf]) == set() and best("accuracy", [0.9, 0.9, 0.1]) == {0, 1}
 
 
@@ -77,7 +93,9 @@ def test_corrupted_is_a_mean_over_what_all_runs_share(tmp_path):
 
 def test_draws_are_the_most_that_a_name_shares_unless_chosen(tmp_path):
     def drawn(seed, *counts):
-        sets = [Evaluation(data="t", role="test", draws=count, rows=9, metrics={"nll": float(count)}) for count in counts]
+        sets = [
+            Evaluation(data="t", role="test", draws=count, rows=9, metrics={"nll": float(count)}) for count in counts
+        ]
         return record("a", seed, data="toy", evaluations=sets, epochs=1, pictures=0)
 
     paths = save(tmp_path, drawn(0, 1, 4, 16), drawn(1, 1, 4))
@@ -93,18 +111,42 @@ def test_other_sets_and_real_targets(tmp_path):
     both = compare(paths, on="ood").rows[0].scores["auroc"].mean
     assert only > both  # the other set is harder
     rows = compare(paths).rows
-    assert [row.data for row in rows] == ["synthetic-10", "synthetic-line"] and set(rows[1].scores) == {"rmse", "lpd", "crps", "coverage95"}
+    assert [row.data for row in rows] == ["synthetic-10", "synthetic-line"] and set(rows[1].scores) == {
+        "rmse",
+        "lpd",
+        "crps",
+        "coverage95",
+    }
 
 
 def test_data_sets_are_not_mixed(tmp_path):
-    paths = save(tmp_path, *(run(name, seed, data, nll=value) for data in ("one", "two") for name, value in (("a", 0.1), ("b", 0.2)) for seed in (0, 1)))
+    paths = save(
+        tmp_path,
+        *(
+            run(name, seed, data, nll=value)
+            for data in ("one", "two")
+            for name, value in (("a", 0.1), ("b", 0.2))
+            for seed in (0, 1)
+        ),
+    )
     table = compare(paths, baseline="a")
-    assert [(row.data, row.name, row.scores["nll"].best) for row in table.rows] == [("one", "a", True), ("one", "b", False), ("two", "a", True), ("two", "b", False)]
+    assert [(row.data, row.name, row.scores["nll"].best) for row in table.rows] == [
+        ("one", "a", True),
+        ("one", "b", False),
+        ("two", "a", True),
+        ("two", "b", False),
+    ]
     assert all(row.scores["nll"].difference.mean == pytest.approx(0.1) for row in table.rows if row.name == "b")
 
 
 def test_values_that_are_not_finite_are_told(tmp_path):
-    paths = save(tmp_path, *(run("a", seed, nll=0.1) for seed in range(3)), run("b", 0, nll=math.nan), run("b", 1, nll=0.2), run("b", 2, nll=0.4))
+    paths = save(
+        tmp_path,
+        *(run("a", seed, nll=0.1) for seed in range(3)),
+        run("b", 0, nll=math.nan),
+        run("b", 1, nll=0.2),
+        run("b", 2, nll=0.4),
+    )
     table = compare(paths, baseline="a")
     score = table.rows[1].scores["nll"]
     assert math.isnan(score.mean) and score.interval is None and not score.best and score.difference.seeds == (1, 2)
@@ -174,7 +216,10 @@ def test_rendered_tables_hold_all_columns(two):
     console.print(compare(two, baseline="base").render())
     text = console.export_text()
     console.file.close()
-    assert all(word in text for word in ("Accuracy, % ↑", "Δ NLL", "p", "base", "other", "Mean over seeds", "0.520 [0.508, 0.532]"))
+    assert all(
+        word in text
+        for word in ("Accuracy, % ↑", "Δ NLL", "p", "base", "other", "Mean over seeds", "0.520 [0.508, 0.532]")
+    )
 
 
 def test_neither_the_package_nor_a_comparison_needs_torch_or_altair(two):
@@ -191,4 +236,7 @@ assert "torch" not in sys.modules
 
 
 def test_made_up_records_are_deterministic():
-    assert report_records.record("rank1-cauchy", 1, corruptions=1).digest == report_records.record("rank1-cauchy", 1, corruptions=1).digest
+    assert (
+        report_records.record("rank1-cauchy", 1, corruptions=1).digest
+        == report_records.record("rank1-cauchy", 1, corruptions=1).digest
+    )

@@ -65,7 +65,11 @@ def test_a_second_method_may_take_the_layers_the_first_left() -> None:
     model = sb.bayesianize(Net(), sb.Rank1(members=2), include="head")
     sb.bayesianize(model, sb.BatchEnsemble(members=2), include=r"body.*")
     status = {r.name: r.detail for r in sb.summary(model).rows if r.status == "converted"}
-    assert status == {"head": "Rank1(normal, members=2)", "body.0": "BatchEnsemble(members=2)", "body.3": "BatchEnsemble(members=2)"}
+    assert status == {
+        "head": "Rank1(normal, members=2)",
+        "body.0": "BatchEnsemble(members=2)",
+        "body.3": "BatchEnsemble(members=2)",
+    }
     assert type(model).plain is Net and type(model).__bases__[-1] is Net  # one layer of wrapping, not two
     x = torch.randint(10, (4, 4))
     assert sb.sample(model, x).shape == (2, 4, 3)
@@ -116,7 +120,10 @@ UNCONVERTIBLE = {
     "projection": (lambda: nn.LSTM(3, 4, proj_size=2), r"proj_size=2 adds a projection .* use proj_size=0"),
     "max_norm": (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm rewrites the table"),
     "lazy": (lazy, "it is not initialised yet; run one batch"),
-    "converted": (lambda: sb.bayesianize(nn.Linear(3, 3), sb.Rank1()), "it is converted already; call debayesianize first"),
+    "converted": (
+        lambda: sb.bayesianize(nn.Linear(3, 3), sb.Rank1()),
+        "it is converted already; call debayesianize first",
+    ),
 }
 
 
@@ -151,7 +158,11 @@ OF_THEIR_OWN: dict[str, Any] = {
 def test_layers_of_unknown_types_run_their_own_forward_with_drawn_weights(kind: str) -> None:
     """Each draw is the plain layer with that draw's weight written in; neutral draws are the plain layer."""
     plain, x = OF_THEIR_OWN[kind](), torch.randn(4, 3)
-    model = sb.bayesianize(nn.ModuleDict({"good": nn.Linear(3, 3), "odd": copy.deepcopy(plain)}), sb.Rank1(members=2, scale_init=0.3), strict=True)
+    model = sb.bayesianize(
+        nn.ModuleDict({"good": nn.Linear(3, 3), "odd": copy.deepcopy(plain)}),
+        sb.Rank1(members=2, scale_init=0.3),
+        strict=True,
+    )
     assert converted(model) == {"good", "odd"}
     with sb.frozen(model.odd, draws=2):
         y = sb.sample(model.odd, x)
@@ -182,7 +193,9 @@ def test_a_failure_while_building_leaves_the_model_as_it_was(monkeypatch: pytest
 
 @pytest.mark.parametrize("argument", ["include", "exclude"])
 def test_a_pattern_that_matches_nothing_is_refused(argument: str) -> None:
-    with pytest.raises(ValueError, match=rf"{argument}='haed' matches no layer with parameters; did you mean 'head'\? Known: .*embed"):
+    with pytest.raises(
+        ValueError, match=rf"{argument}='haed' matches no layer with parameters; did you mean 'head'\? Known: .*embed"
+    ):
         sb.bayesianize(Net(), sb.Rank1(), **{argument: "haed"})
 
 
@@ -206,7 +219,9 @@ def test_rows_that_do_not_fit_the_asked_layout_are_refused() -> None:
 def test_split_rows_go_to_their_members() -> None:
     model, x = sb.bayesianize(nn.Linear(3, 2), sb.BatchEnsemble(members=4)), torch.randn(8, 3)
     every = sb.sample(model, x)
-    torch.testing.assert_close(sb.sample(model, x, rows="split"), torch.stack([every[k, 2 * k : 2 * k + 2] for k in range(4)]))
+    torch.testing.assert_close(
+        sb.sample(model, x, rows="split"), torch.stack([every[k, 2 * k : 2 * k + 2] for k in range(4)])
+    )
 
 
 class Mixer(nn.Module):
@@ -222,7 +237,9 @@ class Mixer(nn.Module):
 
 def test_an_input_without_recognisable_rows_names_layer_shape_and_remedy_and_runs_draw_by_draw() -> None:
     model, x = sb.bayesianize(Mixer(), sb.Rank1(members=1, scale_init=0.3)), torch.randn(4, 4)
-    with pytest.warns(UserWarning, match=r"draw by draw.*: inner: an input of shape \(5, 3, 4\) has no rows in it.*batch_dim="):
+    with pytest.warns(
+        UserWarning, match=r"draw by draw.*: inner: an input of shape \(5, 3, 4\) has no rows in it.*batch_dim="
+    ):
         model(x)
     with pytest.raises(ValueError, match=r"fold=True: the draws of this model cannot share a forward: inner: "):
         sb.sample(model, x, draws=3, fold=True)
@@ -305,7 +322,15 @@ def test_bad_configs_say_what_is_wrong(fields: dict, message: str) -> None:
     "config",
     [
         sb.Rank1(),
-        sb.Rank1(members=2, prior=sb.Cauchy(0.5, 1e-4), mean_init=sb.Signs(0.25), rank=3, draws="member", clip=None, random="s"),
+        sb.Rank1(
+            members=2,
+            prior=sb.Cauchy(0.5, 1e-4),
+            mean_init=sb.Signs(0.25),
+            rank=3,
+            draws="member",
+            clip=None,
+            random="s",
+        ),
         sb.Rank1(posterior="lognormal", prior=sb.HalfCauchy(2.0)),
         sb.Rank1(perturbation="additive", posterior="normal", prior=sb.Cauchy(0.0, 0.3)),
         sb.BatchEnsemble(members=7, mean_init=sb.Normal(1.0, 0.5)),

@@ -21,7 +21,16 @@ from slimbayes.data.corruptions.constants import STRENGTHS
 from slimbayes.data.corruptions.draws import Draws
 
 ALL = CORRUPTIONS + EXTRA
-FIXED = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression", "gaussian_blur", "saturate")
+FIXED = (
+    "defocus_blur",
+    "zoom_blur",
+    "brightness",
+    "contrast",
+    "pixelate",
+    "jpeg_compression",
+    "gaussian_blur",
+    "saturate",
+)
 SHARED = Path(os.environ.get("SLIMBAYES_DATA", Path(__file__).parents[2] / "shared" / "data"))
 COLOURS = ((200, 10, 30), (10, 200, 30), (10, 30, 200), (90, 90, 90), (250, 240, 5))
 
@@ -242,7 +251,9 @@ def test_zoom_against_scipy(size: int) -> None:
         grown = ndimage.zoom(line[start : start + crop], factor, order=1)
         trim = (len(grown) - size) // 2
         want = grown[trim : trim + size]
-        np.testing.assert_allclose(filters.zoom_matrix(size, factor).numpy() @ line, want, atol=1e-12, err_msg=str(factor))
+        np.testing.assert_allclose(
+            filters.zoom_matrix(size, factor).numpy() @ line, want, atol=1e-12, err_msg=str(factor)
+        )
 
 
 def test_zoom_blur_takes_numpys_factors() -> None:
@@ -289,7 +300,9 @@ def test_motion_against_a_loop() -> None:
     for radius, sigma in ((6, 1.5), (20, 15.0)):
         got = numpy(filters.motion(x, radius, sigma, angle))
         for i, c in np.ndindex(4, 2):
-            np.testing.assert_allclose(got[i, c], slow_motion(numpy(x)[i, c], radius, sigma, float(angle[i])), atol=1e-6)
+            np.testing.assert_allclose(
+                got[i, c], slow_motion(numpy(x)[i, c], radius, sigma, float(angle[i])), atol=1e-6
+            )
 
 
 def test_motion_angles_fill_their_ranges() -> None:
@@ -322,7 +335,9 @@ def test_snow_against_scipy(severity: int) -> None:
         image = numpy(x)[i]
         gray = 0.299 * image[0] + 0.587 * image[1] + 0.114 * image[2]
         want = mix * image + (1 - mix) * np.maximum(image, gray * 1.5 + 0.5) + flakes + np.rot90(flakes, 2)
-        assert np.mean(np.abs(got[i] - want) > 1e-5) < 0.01 and np.abs(got[i] - want).max() < 2.1 / 255  # ties of rounding
+        assert (
+            np.mean(np.abs(got[i] - want) > 1e-5) < 0.01 and np.abs(got[i] - want).max() < 2.1 / 255
+        )  # ties of rounding
 
 
 def test_plasma_against_a_loop() -> None:
@@ -381,7 +396,9 @@ def test_frost_crops_are_whole_pieces_at_random_places() -> None:
     crops = weather._crops(photo, place, 32, 24)
     start = crops[:, 0, 0, 0].long()
     rows, columns = start // 50, start % 50
-    assert set(rows.tolist()) == set(range(8)) and set(columns.tolist()) == set(range(26))  # the last start is never drawn
+    assert set(rows.tolist()) == set(range(8)) and set(columns.tolist()) == set(
+        range(26)
+    )  # the last start is never drawn
     for i in (0, 1, 7):
         assert crops[i].equal(photo[:, rows[i] : rows[i] + 32, columns[i] : columns[i] + 24])
 
@@ -441,7 +458,9 @@ def test_bilinear_against_scipy(border: str) -> None:
     got = numpy(filters.bilinear(x, rows, columns, border))  # type: ignore[arg-type]
     for i, c in np.ndindex(2, 2):
         at = [numpy(rows[i]), numpy(columns[i])]
-        np.testing.assert_allclose(got[i, c], ndimage.map_coordinates(numpy(x)[i, c], at, order=1, mode=border), atol=1e-9)
+        np.testing.assert_allclose(
+            got[i, c], ndimage.map_coordinates(numpy(x)[i, c], at, order=1, mode=border), atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("style", ["cifar", "imagenet"])
@@ -462,7 +481,9 @@ def test_elastic_against_scipy(style: str, size: tuple[int, int]) -> None:
             ones = np.ones((3, 1))
             back = np.linalg.solve(np.hstack([corners + offsets[i], ones]), corners)  # new (x, y, 1) -> old (x, y)
             swap = back[[1, 0, 2]][:, ::-1]  # the same for (row, column)
-            smooth = [f if sigma == 0 else ndimage.gaussian_filter(f, sigma, mode="reflect", truncate=3) for f in fields[:, i]]
+            smooth = [
+                f if sigma == 0 else ndimage.gaussian_filter(f, sigma, mode="reflect", truncate=3) for f in fields[:, i]
+            ]
             at = np.mgrid[: size[0], : size[1]] + alpha * np.array(smooth)
             for c in range(3):
                 warped = ndimage.affine_transform(numpy(x)[i, c], swap[:2].T, swap[2], order=1, mode="mirror")
@@ -478,7 +499,9 @@ def test_pixelate_equals_pillow(style: str, size: tuple[int, int]) -> None:
         (factor,) = STRENGTHS[style]["pixelate"][severity - 1]  # type: ignore[index]
         got = corrupt(x, "pixelate", severity, style=style)  # type: ignore[arg-type]
         for i in range(2):
-            small = Image.fromarray(bytes_of(x[i])).resize((int(size[1] * factor), int(size[0] * factor)), Image.Resampling.BOX)
+            small = Image.fromarray(bytes_of(x[i])).resize(
+                (int(size[1] * factor), int(size[0] * factor)), Image.Resampling.BOX
+            )
             want = np.asarray(small.resize(size[::-1], Image.Resampling.BOX))
             np.testing.assert_array_equal(bytes_of(got[i]), want)
 
@@ -567,7 +590,9 @@ def test_spatter_only_adds_water_or_paints_mud(style: str) -> None:
             assert float((y - mud).abs().movedim(1, -1)[touched].max()) <= 0.2 * 0.2 + 0.2 * float(mud.max())
         else:  # nowhere darker, more by at most the strength, in the colour of water
             assert float(change.min()) >= -1e-6
-            torch.testing.assert_close(change[:, 0] / spatter.WATER[0], change[:, 1] / spatter.WATER[1], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                change[:, 0] / spatter.WATER[0], change[:, 1] / spatter.WATER[1], atol=1e-5, rtol=0
+            )
             assert float(change[:, 1].amax()) == pytest.approx(strength[4] * spatter.WATER[1], abs=1e-5)
 
 
@@ -608,7 +633,9 @@ def test_other_numbers_of_channels_work_or_are_refused(name: str, channels: int,
         else ("frost", "spatter", "saturate", "snow", "brightness", "jpeg_compression")
     )
     if name in coloured:
-        with pytest.raises(ValueError, match=rf"{name} needs images of .*3 channels .* got shape \(2, {channels}, 32, 32\)"):
+        with pytest.raises(
+            ValueError, match=rf"{name} needs images of .*3 channels .* got shape \(2, {channels}, 32, 32\)"
+        ):
             corrupt(x, name, 3, frost_folder=photos)
         return
     y = corrupt(x, name, 3, seeded())
@@ -626,7 +653,9 @@ def test_real_photos(tmp_path: Path) -> None:
     if not sheets.is_file() or not (SHARED / "frost").is_dir():
         pytest.skip(f"NOT RUN: no CIFAR-10 and frost photos in {SHARED}")
     with zipfile.ZipFile(sheets) as pack, Image.open(io.BytesIO(pack.read(sorted(pack.namelist())[0]))) as sheet:
-        tiles = np.asarray(sheet.convert("RGB")).reshape(10, 32, 10, 32, 3).transpose(0, 2, 4, 1, 3).reshape(100, 3, 32, 32)
+        tiles = (
+            np.asarray(sheet.convert("RGB")).reshape(10, 32, 10, 32, 3).transpose(0, 2, 4, 1, 3).reshape(100, 3, 32, 32)
+        )
     x = torch.tensor(tiles[:8]) / 255
     rows = []
     for name in ALL:

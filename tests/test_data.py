@@ -52,7 +52,9 @@ def test_missing_sets_name_files_and_source(tmp_path: Path, monkeypatch: pytest.
     for name, source in SOURCES.items():
         with pytest.raises(FileNotFoundError) as error:
             load(name, tmp_path)
-        assert source.url in str(error.value) and source.layout in str(error.value) and str(tmp_path) in str(error.value)
+        assert (
+            source.url in str(error.value) and source.layout in str(error.value) and str(tmp_path) in str(error.value)
+        )
     assert available(tmp_path) == {}
     with pytest.raises(ValueError, match="Unknown data set 'cifar'; known are cifar10"):
         load("cifar", tmp_path)
@@ -81,9 +83,15 @@ def test_dataset_splits_and_devices() -> None:
 # --- CIFAR, binary version ---
 
 
-def write_binary(folder: Path, rng: np.random.Generator, fine: bool, rows: int = 7) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def write_binary(
+    folder: Path, rng: np.random.Generator, fine: bool, rows: int = 7
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     folder.mkdir()
-    names = {"train": ["train"], "test": ["test"]} if fine else {"train": [f"data_batch_{n}" for n in range(1, 6)], "test": ["test_batch"]}
+    names = (
+        {"train": ["train"], "test": ["test"]}
+        if fine
+        else {"train": [f"data_batch_{n}" for n in range(1, 6)], "test": ["test_batch"]}
+    )
     truth = {}
     for split, files in names.items():
         x, y = pictures(rng, rows * len(files), 3, 32, 32), rng.integers(0, 100 if fine else 10, rows * len(files))
@@ -112,7 +120,9 @@ def test_cifar_binary_broken(tmp_path: Path, rng: np.random.Generator) -> None:
     file = folder / "test_batch.bin"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=r"test_batch.bin has 21,510 bytes and stops in record 6; every record has 3073"):
+    with pytest.raises(
+        ValueError, match=r"test_batch.bin has 21,510 bytes and stops in record 6; every record has 3073"
+    ):
         load("cifar10", tmp_path, ["test"])
     file.write_bytes(whole[: 3073 * 2] + b"\x0a" + whole[3073 * 2 + 1 :])
     with pytest.raises(ValueError, match=r"test_batch.bin, record 2: label 10 is not one of 0..9"):
@@ -145,7 +155,15 @@ def python2_pickle(content: dict[str, object], data: np.ndarray | None) -> bytes
     body = b"".join(text_(key) + item(value) for key, value in content.items())
     if data is not None:
         rebuilt = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85" + text_("b") + b"tR"
-        dtype = b"cnumpy\ndtype\n(" + text_("u1") + b"K\x00K\x01tR(K\x03" + text_("|") + b"NNN" + number(-1) * 2 + b"K\x00tb"
+        dtype = (
+            b"cnumpy\ndtype\n("
+            + text_("u1")
+            + b"K\x00K\x01tR(K\x03"
+            + text_("|")
+            + b"NNN"
+            + number(-1) * 2
+            + b"K\x00tb"
+        )
         shape = number(data.shape[0]) + number(data.shape[1]) + b"\x86"
         body += text_("data") + rebuilt + b"(K\x01" + shape + dtype + b"\x89" + text_(data.tobytes()) + b"tb"
     return b"\x80\x02}(" + body + b"u."
@@ -224,13 +242,22 @@ def test_cifar_python_broken(tmp_path: Path, rng: np.random.Generator) -> None:
         (whole[:-100], "not a file of CIFAR's python version"),
         (b"", "not a file of CIFAR's python version"),
         (pickle.dumps([1], protocol=2), "must hold a dictionary, got list"),
-        (python2_pickle({"labels": [1, 2]}, None), r"'data' must be an array of bytes of shape \(n, 3072\), got NoneType"),
+        (
+            python2_pickle({"labels": [1, 2]}, None),
+            r"'data' must be an array of bytes of shape \(n, 3072\), got NoneType",
+        ),
         (python2_pickle({"labels": [1, 2]}, x[:, :5]), r"got \(2, 5\)"),
         (python2_pickle({"labels": [1]}, x), "2 images but 1 labels"),
         (python2_pickle({"labels": [1, 10]}, x), r"record 1: its label is not one of 0..9"),
         (python2_pickle({}, x), "'labels' must be a list of whole numbers"),
-        (whole.replace(b"J\x02\x00\x00\x00J\x00\x0c", b"J\x03\x00\x00\x00J\x00\x0c"), r"6,144 bytes where its shape \(3, 3072\) needs 9,216"),
-        (pickle.dumps({b"labels": [1], b"data": np.zeros((1, 3072))}, protocol=2), "must be an array of unsigned bytes, got 'f8'"),
+        (
+            whole.replace(b"J\x02\x00\x00\x00J\x00\x0c", b"J\x03\x00\x00\x00J\x00\x0c"),
+            r"6,144 bytes where its shape \(3, 3072\) needs 9,216",
+        ),
+        (
+            pickle.dumps({b"labels": [1], b"data": np.zeros((1, 3072))}, protocol=2),
+            "must be an array of unsigned bytes, got 'f8'",
+        ),
         (pickle.dumps({b"labels": [1], b"data": np.array([None])}, protocol=2), "not an array of bytes"),
     ]
     for content, message in cases:
@@ -250,7 +277,10 @@ def write_sheets(file: Path, x: np.ndarray, first: int = 0) -> None:
         for number in range(len(x) // 100):
             sheet = Image.new("RGB", (320, 320))
             for i in range(100):
-                sheet.paste(Image.fromarray(np.ascontiguousarray(x[100 * number + i].transpose(1, 2, 0))), (i % 10 * 32, i // 10 * 32))
+                sheet.paste(
+                    Image.fromarray(np.ascontiguousarray(x[100 * number + i].transpose(1, 2, 0))),
+                    (i % 10 * 32, i // 10 * 32),
+                )
             packed = io.BytesIO()
             sheet.save(packed, "WEBP", lossless=True, quality=0, method=0)
             archive.writestr(f"{first + number:04d}.webp", packed.getvalue())
@@ -269,7 +299,9 @@ def test_cifar_sheets(tmp_path: Path, rng: np.random.Generator) -> None:
     same(data.test, x[200:], y[200:])
     assert data.classes == tuple(names) and available(tmp_path) == {"cifar100": {"train": 200, "test": 100}}
     (folder / "z" / "train-images-0.zip").unlink()
-    with pytest.raises(ValueError, match=r"train-images-1.zip: entry '0001.webp' stands where sheet 0000 must; a piece is missing"):
+    with pytest.raises(
+        ValueError, match=r"train-images-1.zip: entry '0001.webp' stands where sheet 0000 must; a piece is missing"
+    ):
         load("cifar100", tmp_path)
 
 
@@ -348,7 +380,15 @@ def test_npz_that_is_no_plain_array(tmp_path: Path) -> None:
 
 
 def test_npz_equals_numpy(tmp_path: Path, rng: np.random.Generator) -> None:
-    file, arrays = tmp_path / "a.npz", {"f": np.asfortranarray(rng.normal(size=(3, 4))), "e": np.empty((0, 2)), "s": np.array(["x", "yz"]), "n": np.array(3)}
+    file, arrays = (
+        tmp_path / "a.npz",
+        {
+            "f": np.asfortranarray(rng.normal(size=(3, 4))),
+            "e": np.empty((0, 2)),
+            "s": np.array(["x", "yz"]),
+            "n": np.array(3),
+        },
+    )
     np.savez_compressed(file, **arrays)
     read = archives.read_npz(file)
     assert all(np.array_equal(read[k], v) and read[k].dtype == v.dtype for k, v in arrays.items())
@@ -367,7 +407,10 @@ def write_idx(file: Path, values: np.ndarray) -> None:
 @pytest.mark.parametrize(("dot", "gz"), [("-", ".gz"), ("-", ""), (".", "")])
 def test_idx(tmp_path: Path, rng: np.random.Generator, name: str, dot: str, gz: str) -> None:
     folder = tmp_path / SOURCES[name].folders[-1 if gz else 0]
-    truth = {split: (pictures(rng, n, 28, 28), rng.integers(0, 10, n, dtype=np.uint8)) for split, n in (("train", 5), ("t10k", 3))}
+    truth = {
+        split: (pictures(rng, n, 28, 28), rng.integers(0, 10, n, dtype=np.uint8))
+        for split, n in (("train", 5), ("t10k", 3))
+    }
     for split, (x, y) in truth.items():
         write_idx(folder / f"{split}-images{dot}idx3-ubyte{gz}", x)
         write_idx(folder / f"{split}-labels{dot}idx1-ubyte{gz}", y)
@@ -537,10 +580,17 @@ def write_tree(folder: Path, rng: np.random.Generator, classes: tuple[str, ...] 
 def test_imagenet(tmp_path: Path, rng: np.random.Generator) -> None:
     write_tree(tmp_path / "imagenet" / "train", rng)
     image = write_tree(tmp_path / "imagenet" / "val", rng)
-    Image.fromarray(image[..., 0]).save(tmp_path / "imagenet" / "val" / "n02" / "c.JPEG")  # grey, as some of ImageNet are
+    Image.fromarray(image[..., 0]).save(
+        tmp_path / "imagenet" / "val" / "n02" / "c.JPEG"
+    )  # grey, as some of ImageNet are
     data = load("imagenet", tmp_path).to("cpu")
     folder = data.splits["val"]
-    assert isinstance(folder, ImageFolder) and len(folder) == 5 and folder.y.tolist() == [0, 0, 1, 1, 1] and data.classes == ("n01", "n02")
+    assert (
+        isinstance(folder, ImageFolder)
+        and len(folder) == 5
+        and folder.y.tolist() == [0, 0, 1, 1, 1]
+        and data.classes == ("n01", "n02")
+    )
     assert np.array_equal(folder[3][0].numpy(), image.transpose(2, 0, 1)) and folder[3][1] == 1
     assert folder[0][0].shape == (3, 3, 8) and folder[4][0].shape == (3, 6, 8)
     folder.transform = lambda x: x[:, :2, :2].float()
@@ -582,7 +632,9 @@ def test_uci_npz_and_csv(tmp_path: Path, rng: np.random.Generator) -> None:
     (tmp_path / "uci" / "energy.csv").write_text("\n".join(["a,b,c,target", *rows]) + "\n")
     npz, written = load("uci/yacht", tmp_path), load("uci/energy", tmp_path)
     assert torch.equal(npz.splits["all"].x, torch.tensor(x, dtype=torch.float32))
-    assert torch.equal(npz.splits["all"].x, written.splits["all"].x) and torch.equal(npz.splits["all"].y, written.splits["all"].y)
+    assert torch.equal(npz.splits["all"].x, written.splits["all"].x) and torch.equal(
+        npz.splits["all"].y, written.splits["all"].y
+    )
     assert available(tmp_path) == {"uci/energy": {"all": 40}, "uci/yacht": {"all": 40}}
 
     split = tables.standard_split(npz, 2)
@@ -591,7 +643,9 @@ def test_uci_npz_and_csv(tmp_path: Path, rng: np.random.Generator) -> None:
     train, test = orders[2][:36], orders[2][36:]
     x, y = x.astype(np.float32).astype(float), y.astype(np.float32).astype(float)
     varying = x[:, [0, 2]]
-    assert np.allclose(split.train.x[:, [0, 2]], (varying[train] - varying[train].mean(0)) / varying[train].std(0), atol=1e-5)
+    assert np.allclose(
+        split.train.x[:, [0, 2]], (varying[train] - varying[train].mean(0)) / varying[train].std(0), atol=1e-5
+    )
     assert np.allclose(split.train.x[:, 1], 0) and np.allclose(split.test.y[:, 0], y[test])
     assert np.allclose(split.y_mean + split.y_std * split.train.y, y[train][:, None], atol=1e-6)
     assert split.to("meta").y_std.device.type == "meta"
@@ -660,9 +714,29 @@ def test_imdb_two_formats_agree(tmp_path: Path) -> None:
     packed, tree = (load("imdb", tmp_path / name) for name in "ab")
     assert packed.vocabulary == tree.vocabulary
     # training half: bad 4, good 4, a 2, film 2, one 2, then br hurts it so
-    assert packed.vocabulary == ("<pad>", "<start>", "<unknown>", "bad", "good", "a", "film", "one", "br", "hurts", "it", "so")
+    assert packed.vocabulary == (
+        "<pad>",
+        "<start>",
+        "<unknown>",
+        "bad",
+        "good",
+        "a",
+        "film",
+        "one",
+        "br",
+        "hurts",
+        "it",
+        "so",
+    )
     for split in ("train", "test"):
-        assert torch.equal(packed.splits[split].x, tree.splits[split].x) and packed.splits[split].y.tolist() == [0, 0, 0, 1, 1, 1]
+        assert torch.equal(packed.splits[split].x, tree.splits[split].x) and packed.splits[split].y.tolist() == [
+            0,
+            0,
+            0,
+            1,
+            1,
+            1,
+        ]
     assert packed.train.x.shape == (6, 80) and packed.train.x.dtype == torch.int64
     assert packed.train.x[1, -6:].tolist() == [1, 11, 3, 8, 10, 9] and not packed.train.x[1, :-6].any()
     assert packed.test.x[0, -3:].tolist() == [1, 3, 2]
@@ -722,9 +796,14 @@ def test_real_cifar10_train() -> None:
     for x, y in zip(data.train.x.split(10_000), data.train.y.split(10_000)):
         assert len(y) == 10_000
         sha1.append(hashlib.sha1(torch.cat([y.byte()[:, None], x.flatten(1)], 1).numpy().tobytes()).hexdigest()[:8])
-    assert sha1 == ["aadd24ac", "c0ba65cc", "1dd00a74", "aab85764", "26e2849e"] and data.train.y.bincount().tolist() == [5000] * 10
+    assert (
+        sha1 == ["aadd24ac", "c0ba65cc", "1dd00a74", "aab85764", "26e2849e"]
+        and data.train.y.bincount().tolist() == [5000] * 10
+    )
     mean, std = moments(data.train.x)
-    assert mean == pytest.approx([0.49140, 0.48216, 0.44653], abs=1e-5) and std == pytest.approx([0.24703, 0.24349, 0.26159], abs=1e-5)
+    assert mean == pytest.approx([0.49140, 0.48216, 0.44653], abs=1e-5) and std == pytest.approx(
+        [0.24703, 0.24349, 0.26159], abs=1e-5
+    )
 
 
 def test_real_cifar100() -> None:
@@ -738,7 +817,11 @@ def test_real_cifar10h() -> None:
     root = real("cifar10h")
     votes = load("cifar10h", root)
     counts, test = votes.splits["counts"].y, load("cifar10", root, ["test"]).test
-    assert counts.sum() == 511_000 and (counts.sum(1).min(), counts.sum(1).max()) == (47, 63) and torch.equal(votes.test.x, test.x)
+    assert (
+        counts.sum() == 511_000
+        and (counts.sum(1).min(), counts.sum(1).max()) == (47, 63)
+        and torch.equal(votes.test.x, test.x)
+    )
     assert torch.allclose(votes.test.y.sum(1), torch.ones(10_000))
     assert (counts.argmax(1) == test.y).double().mean().item() == pytest.approx(0.9921, abs=1e-9)
 
@@ -746,8 +829,22 @@ def test_real_cifar10h() -> None:
 def test_real_mnist() -> None:
     data = load("mnist", real("mnist"))
     assert check("mnist", REAL) == []
-    assert data.train.y.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]  # as published
-    md5 = [hashlib.md5(bytes((0, 0, 8, 3)) + struct.pack(">3I", len(s), 28, 28) + s.x.numpy().tobytes()).hexdigest() for s in (data.train, data.test)]
+    assert data.train.y.bincount().tolist() == [
+        5923,
+        6742,
+        5958,
+        6131,
+        5842,
+        5421,
+        5918,
+        6265,
+        5851,
+        5949,
+    ]  # as published
+    md5 = [
+        hashlib.md5(bytes((0, 0, 8, 3)) + struct.pack(">3I", len(s), 28, 28) + s.x.numpy().tobytes()).hexdigest()
+        for s in (data.train, data.test)
+    ]
     assert md5 == ["6bbc9ace898e44ae57da46a324031adb", "2646ac647ad5339dbf082846283269ea"]
     assert moments(data.train.x) == (pytest.approx([0.13066], abs=1e-5), pytest.approx([0.30811], abs=1e-5))
 
@@ -769,7 +866,9 @@ def test_real_uci(name: str) -> None:
         x, y = arrays["X"], arrays["y"][:, None]
     split = tables.standard_split(data, splits - 1)
     std = np.where(np.ptp(x[train], 0) > 0, x[train].std(0), 1)
-    assert np.abs(split.test.x.numpy() - (x[test] - x[train].mean(0)) / std).max() < 1e-4  # float32 storage against float64
+    assert (
+        np.abs(split.test.x.numpy() - (x[test] - x[train].mean(0)) / std).max() < 1e-4
+    )  # float32 storage against float64
     assert np.allclose(split.test.y, y[test], rtol=1e-6) and np.allclose(split.y_std, y[train].std(0), rtol=1e-5)
 
 
@@ -791,12 +890,22 @@ def test_real_listing() -> None:
     here = available(real("uci"))
     published = {name: source.published for name, source in SOURCES.items()}
     assert {f"uci/{name}" for name in tables.UCI if name != "year"} <= set(here)
-    assert all(count == published[name][split] for name, splits in here.items() for split, count in splits.items() if split in published[name])
+    assert all(
+        count == published[name][split]
+        for name, splits in here.items()
+        for split, count in splits.items()
+        if split in published[name]
+    )
 
 
 def test_a_broken_set_does_not_hide_the_others(tmp_path: Path) -> None:
     (tmp_path / "mnist").mkdir()
-    for name in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+    for name in (
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+    ):
         (tmp_path / "mnist" / name).write_bytes(b"nonsense")
     (tmp_path / "uci").mkdir()
     (tmp_path / "uci" / "yacht.csv").write_text("a,b\n" + "1.0,2.0\n" * 10)

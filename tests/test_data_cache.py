@@ -74,7 +74,13 @@ def write_votes(root: Path) -> Path:
     return root
 
 
-SETS: dict[str, Callable[[Path], Path]] = {"mnist": write_mnist, "cifar10-c": write_fog, "uci/yacht": write_yacht, "imdb": write_imdb, "cifar10h": write_votes}
+SETS: dict[str, Callable[[Path], Path]] = {
+    "mnist": write_mnist,
+    "cifar10-c": write_fog,
+    "uci/yacht": write_yacht,
+    "imdb": write_imdb,
+    "cifar10h": write_votes,
+}
 
 
 def equal(a: Dataset, b: Dataset) -> bool:
@@ -103,7 +109,9 @@ def test_a_cache_equals_its_source_and_is_mapped(name: str, tmp_path: Path) -> N
     assert folder == root / ".slimbayes-cache" / name and entries(folder) == {"manifest.json", "arrays"}
     rows = sum(len(split) for split in plain.splits.values())
     assert [done for done, *_ in steps] == sorted(done for done, *_ in steps) and steps[-1][:2] == (rows, rows)
-    assert {what.split(" ", 1)[1] for *_, what in steps} == set(plain.splits) and all(total == rows for _, total, _ in steps)
+    assert {what.split(" ", 1)[1] for *_, what in steps} == set(plain.splits) and all(
+        total == rows for _, total, _ in steps
+    )
     data = load(name, root)
     assert equal(data, plain) and mapped(folder)
     one = list(plain.splits)[-1]
@@ -143,7 +151,9 @@ def test_a_changed_source_makes_the_cache_stale(tmp_path: Path) -> None:
         os.utime(file, ns=(1, 1))  # as after copying: the content decides, and is the same
     assert equal(load("mnist", root), first) and mapped(folder)
     write_mnist(root, seed=1)
-    with pytest.warns(UserWarning, match=r"cache .*mnist is not used: its source mnist/t.*-ubyte has changed.*prepare it again"):
+    with pytest.warns(
+        UserWarning, match=r"cache .*mnist is not used: its source mnist/t.*-ubyte has changed.*prepare it again"
+    ):
         second = load("mnist", root)
     assert not equal(first, second)
     prepare("mnist", root)
@@ -194,7 +204,10 @@ def damage(folder: Path, kind: str) -> None:
     manifest.write_text({"no json": "{", "nested": "[" * 100_000, "list": "[]"}.get(kind) or json.dumps(content))
 
 
-@pytest.mark.parametrize("kind", ["short", "flipped", "gone", "pickled", "elsewhere", "format", "shape", "no split", "no json", "nested", "list"])
+@pytest.mark.parametrize(
+    "kind",
+    ["short", "flipped", "gone", "pickled", "elsewhere", "format", "shape", "no split", "no json", "nested", "list"],
+)
 def test_a_damaged_cache_is_not_used_and_can_be_replaced(kind: str, tmp_path: Path) -> None:
     root = write_mnist(tmp_path)
     plain, folder = load("mnist", root), prepare("mnist", root)
@@ -257,7 +270,9 @@ def interrupted(*step: object) -> None:
 
 @pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("cause", ["source", "disk 0", "disk 3", "disk 4", "interrupt"])
-def test_failure_leaves_no_part_and_keeps_the_old(cause: str, earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_leaves_no_part_and_keeps_the_old(
+    cause: str, earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = write_mnist(tmp_path / "data", seed=1)
     old = load("mnist", root)
     if earlier:
@@ -331,7 +346,9 @@ def test_kill_at_any_moment(moment: str, earlier: bool, tmp_path: Path) -> None:
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode == -signal.SIGKILL
     switched = moment == "before the old is swept"
-    assert (folder / "manifest.json").exists() == (earlier or switched) and len(list(folder.iterdir())) > (2 if earlier else 0)
+    assert (folder / "manifest.json").exists() == (earlier or switched) and len(list(folder.iterdir())) > (
+        2 if earlier else 0
+    )
     assert equal(load_quietly(root), new)  # whatever is there is not mistaken for a cache of the new files
     if not switched and earlier:
         write_mnist(root, seed=1)
@@ -396,7 +413,9 @@ def test_gzipped_sources(tmp_path: Path) -> None:
 
 def test_the_real_mnist(tmp_path: Path) -> None:
     if not (REAL / "mnist").is_dir():
-        pytest.skip(f"NOT CHECKED on real data: {REAL / 'mnist'} does not exist; set SLIMBAYES_DATA to a folder that has it.")
+        pytest.skip(
+            f"NOT CHECKED on real data: {REAL / 'mnist'} does not exist; set SLIMBAYES_DATA to a folder that has it."
+        )
     prepare("mnist", REAL, out=tmp_path / "cache")
     data, plain = load("mnist", REAL, cache=tmp_path / "cache"), load("mnist", REAL, cache=tmp_path / "none")
     assert mapped(tmp_path / "cache") and equal(data, plain)

@@ -38,12 +38,16 @@ def run(*arguments: str | Path, code: int = 0) -> str:
 
 def test_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_yacht(write_mnist(tmp_path))
-    assert "train 6, test 3" in run("list", "--data-dir", root) and "Not there: cifar10" in run("list", "--data-dir", root)
+    assert "train 6, test 3" in run("list", "--data-dir", root) and "Not there: cifar10" in run(
+        "list", "--data-dir", root
+    )
     monkeypatch.setenv("SLIMBAYES_DATA", str(root))
     assert json.loads(run("list", "--json")) == {"mnist": {"train": 6, "test": 3}, "uci/yacht": {"all": 9}}
     (root / "mnist" / "train-labels-idx1-ubyte").write_bytes(b"x")
     result = CliRunner().invoke(app, ["list", "--json"])
-    assert json.loads(result.stdout) == {"uci/yacht": {"all": 9}} and "mnist is there but cannot be read" in result.stderr
+    assert (
+        json.loads(result.stdout) == {"uci/yacht": {"all": 9}} and "mnist is there but cannot be read" in result.stderr
+    )
 
 
 def test_check_reports_and_compares(tmp_path: Path) -> None:
@@ -56,7 +60,10 @@ def test_check_reports_and_compares(tmp_path: Path) -> None:
     assert facts["splits"]["train"]["mean"] == [pytest.approx(float(pixels.mean()))]
     assert facts["splits"]["train"]["std"] == [pytest.approx(float(pixels.std(correction=0)))]
     assert list(facts["splits"]["train"]["classes"].values()) == data.train.y.bincount(minlength=10).tolist()
-    assert facts["sha256"]["mnist/train-images-idx3-ubyte"] == hashlib.sha256(file.read_bytes()).hexdigest() and len(facts["sha256"]) == 4
+    assert (
+        facts["sha256"]["mnist/train-images-idx3-ubyte"] == hashlib.sha256(file.read_bytes()).hexdigest()
+        and len(facts["sha256"]) == 4
+    )
 
 
 def test_check_sees_an_unbalanced_set_of_the_right_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +121,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_importing_the_command_imports_no_torch() -> None:
     code = "import sys, slimbayes.lab.data_command; print([m for m in ('torch', 'numpy', 'duckdb', 'slimbayes.data') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_moments_against_a_slow_loop() -> None:
@@ -128,7 +137,9 @@ def test_moments_against_a_slow_loop() -> None:
 
 def test_check_of_the_real_mnist() -> None:
     if not (REAL / "mnist").is_dir():
-        pytest.skip(f"NOT CHECKED on real data: {REAL / 'mnist'} does not exist; set SLIMBAYES_DATA to a folder that has it.")
+        pytest.skip(
+            f"NOT CHECKED on real data: {REAL / 'mnist'} does not exist; set SLIMBAYES_DATA to a folder that has it."
+        )
     facts = inspect("mnist", REAL)
     assert facts.differences == [] and facts.splits["train"].mean == [pytest.approx(0.13066, abs=1e-5)]
     assert "Rows and class balance are as published." in run("check", "mnist", "--data-dir", REAL)

@@ -46,7 +46,11 @@ def test_the_table_splits_in_the_middle(tmp_path: Path, name: str) -> None:
 
 def test_the_table_has_an_odd_row_in_its_test_half(tmp_path: Path) -> None:
     root = write_table(tmp_path, REVIEWS[:5])
-    assert {name: len(split) for name, split in load("imdb", root).splits.items()} == available(root)["imdb"] == {"train": 2, "test": 3}
+    assert (
+        {name: len(split) for name, split in load("imdb", root).splits.items()}
+        == available(root)["imdb"]
+        == {"train": 2, "test": 3}
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,10 @@ def test_the_table_has_an_odd_row_in_its_test_half(tmp_path: Path) -> None:
     [
         (b"", "line 1: expected the column names review,sentiment, got ''"),
         (b"text,label\na,positive\n", "line 1: expected the column names review,sentiment, got 'text,label'"),
-        (b"review,sentiment\na,positive\nb,nan\n", "line 3: expected a review and one of negative, positive, got the sentiment 'nan'"),
+        (
+            b"review,sentiment\na,positive\nb,nan\n",
+            "line 3: expected a review and one of negative, positive, got the sentiment 'nan'",
+        ),
         (b"review,sentiment\na,positive\nb,2\n", "line 3: .* got the sentiment '2'"),
         (b'review,sentiment\n"a\nb",positive\nc\n', "line 4: .* got 1 cells"),
         (b'review,sentiment\na,positive\n"cut in the mid', "line 3: .*cut short"),
@@ -102,7 +109,9 @@ def write_keras(root: Path, arrays: dict[str, Any], protocol: int | None = None,
             stream = io.BytesIO()
             if values.dtype != object:
                 np.save(stream, values)
-            archive.writestr(f"{name}.npy", packed(values, protocol, old) if values.dtype == object else stream.getvalue())
+            archive.writestr(
+                f"{name}.npy", packed(values, protocol, old) if values.dtype == object else stream.getvalue()
+            )
     return root
 
 
@@ -122,15 +131,24 @@ def reviews(rng: np.random.Generator) -> list[list[int]]:
 def test_keras_lists(tmp_path: Path, protocol: int | None, old: bool) -> None:
     rng = np.random.default_rng(0)
     rows, more = reviews(rng), reviews(rng)[:2]
-    arrays = {"x_train": ragged(rows), "y_train": np.array([0, 1, 1, 0, 1, 0]), "x_test": ragged(more), "y_test": np.array([1, 0], np.uint8)}
+    arrays = {
+        "x_train": ragged(rows),
+        "y_train": np.array([0, 1, 1, 0, 1, 0]),
+        "x_test": ragged(more),
+        "y_test": np.array([1, 0], np.uint8),
+    }
     root = write_keras(tmp_path, arrays, protocol, old)
     with np.load(root / "imdb" / "imdb.npz", allow_pickle=True) as written:  # numpy itself reads what is written here
         assert written["x_train"].tolist() == rows
     data = load("imdb", root)
-    assert data.train.x.tolist() == [keras_rules(row) for row in rows] and data.test.x.tolist() == [keras_rules(row) for row in more]
+    assert data.train.x.tolist() == [keras_rules(row) for row in rows] and data.test.x.tolist() == [
+        keras_rules(row) for row in more
+    ]
     assert data.train.y.tolist() == [0, 1, 1, 0, 1, 0] and data.test.y.tolist() == [1, 0]
     assert available(root) == {"imdb": {"train": 6, "test": 2}} and len(data.vocabulary) == 20_000
-    assert data.vocabulary[:5] == ("<pad>", "<start>", "<unknown>", "<unused>", "#1") and data.vocabulary[-1] == "#19996"
+    assert (
+        data.vocabulary[:5] == ("<pad>", "<start>", "<unknown>", "<unused>", "#1") and data.vocabulary[-1] == "#19996"
+    )
     (root / "imdb" / "imdb_word_index.json").write_text(json.dumps({"the": 1, "fawn": 19996, "sonja": 19997}))
     named = load("imdb", root).vocabulary
     assert named[4] == "the" and named[-1] == "fawn" and "sonja" not in named and len(named) == 20_000
@@ -142,7 +160,9 @@ def test_hostile_lists_are_refused_and_do_not_run(tmp_path: Path) -> None:
     for rows in attacks:
         for protocol in (None, 2, 4):
             write_keras(tmp_path, {"x_train": rows, "y_train": y, "x_test": rows, "y_test": y}, protocol)
-            with pytest.raises(ValueError, match="imdb.npz: x_train is not a pickled array of lists: it asks for (posix|nt).system"):
+            with pytest.raises(
+                ValueError, match="imdb.npz: x_train is not a pickled array of lists: it asks for (posix|nt).system"
+            ):
                 load("imdb", tmp_path)
             assert not canary.exists()
     with zipfile.ZipFile(tmp_path / "imdb" / "imdb.npz", "w") as archive:
@@ -151,7 +171,10 @@ def test_hostile_lists_are_refused_and_do_not_run(tmp_path: Path) -> None:
         archive.writestr("y_train.npy", stream.getvalue())
         archive.writestr("y_test.npy", stream.getvalue())
         header = packed(ragged([]), 2, False).split(b"\n")[0] + b"\n"
-        for name, body in (("x_train", b"\x80\x02Nr\xff\xff\xff\x7f."), ("x_test", b"\x80\x02cbuiltins\neval\nU\x031+1\x85R.")):
+        for name, body in (
+            ("x_train", b"\x80\x02Nr\xff\xff\xff\x7f."),
+            ("x_test", b"\x80\x02cbuiltins\neval\nU\x031+1\x85R."),
+        ):
             archive.writestr(f"{name}.npy", header + body)
     for split, message in (("train", "memory place 2,147,483,647"), ("test", "builtins.eval")):
         with pytest.raises(ValueError, match=message):
@@ -166,7 +189,9 @@ def test_lists_that_refer_to_themselves(tmp_path: Path) -> None:
     loop: list[Any] = [1]
     loop.append(loop)
     y = np.zeros(2000, np.int64)
-    root = write_keras(tmp_path, {"x_train": ragged([long] * 2000), "y_train": y, "x_test": ragged([loop]), "y_test": y[:1]})
+    root = write_keras(
+        tmp_path, {"x_train": ragged([long] * 2000), "y_train": y, "x_test": ragged([loop]), "y_test": y[:1]}
+    )
     assert load("imdb", root, ["train"]).train.x.unique().tolist() == [10]
     with pytest.raises(ValueError, match="x_test, review 0: expected a list of word ranks"):
         load("imdb", root, ["test"])
@@ -191,7 +216,12 @@ def test_lists_that_refer_to_themselves(tmp_path: Path) -> None:
     ],
 )
 def test_bad_lists_are_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    arrays = {"x_train": ragged([[1], [2]]), "y_train": np.array([0, 1]), "x_test": ragged([[1], [2]]), "y_test": np.array([0, 1])}
+    arrays = {
+        "x_train": ragged([[1], [2]]),
+        "y_train": np.array([0, 1]),
+        "x_test": ragged([[1], [2]]),
+        "y_test": np.array([0, 1]),
+    }
     write_keras(tmp_path, arrays | change)
     with pytest.raises(ValueError, match=message) as error:
         load("imdb", tmp_path)
@@ -199,7 +229,12 @@ def test_bad_lists_are_named(change: dict[str, Any], message: str, tmp_path: Pat
 
 
 def test_bad_files_of_keras_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = {"x_train": ragged([[1] * 50, [2] * 50]), "y_train": np.array([0, 1]), "x_test": ragged([[1]]), "y_test": np.array([0])}
+    arrays = {
+        "x_train": ragged([[1] * 50, [2] * 50]),
+        "y_train": np.array([0, 1]),
+        "x_test": ragged([[1]]),
+        "y_test": np.array([0]),
+    }
     file = write_keras(tmp_path, arrays) / "imdb" / "imdb.npz"
     whole = file.read_bytes()
     at = whole.index(b"numpy")
@@ -214,7 +249,12 @@ def test_bad_files_of_keras_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match="must hold the array x_train"):
         load("imdb", tmp_path)
     file.write_bytes(whole)
-    for words, message in (("[]", "must map words"), ("{", "must map words"), ('{"the": 0}', "the word 'the' has the rank 0"), ('{"a": "b"}', "rank 'b'")):
+    for words, message in (
+        ("[]", "must map words"),
+        ("{", "must map words"),
+        ('{"the": 0}', "the word 'the' has the rank 0"),
+        ('{"a": "b"}', "rank 'b'"),
+    ):
         (tmp_path / "imdb" / "imdb_word_index.json").write_text(words)
         with pytest.raises(ValueError, match=f"imdb_word_index.json {message}|{message}"):
             load("imdb", tmp_path)

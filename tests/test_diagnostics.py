@@ -16,6 +16,7 @@ import slimbayes as sb
 from slimbayes import diagnostics as dg
 from slimbayes.diagnostics.low_rank import low_rank, nonnegative_factors
 from slimbayes.diagnostics.sites import gaussian_sites
+from slimbayes.distributions.families import Distribution, kl
 
 METHODS = [sb.MeanField(), sb.KTied(rank=2), sb.MatrixNormal()]
 
@@ -122,7 +123,7 @@ PRIORS = [sb.Normal(0.0, 0.3), sb.HeNormal(), sb.TiedMean(0.2), sb.EmpiricalBaye
 
 
 @pytest.mark.parametrize("prior", PRIORS, ids=lambda p: type(p).__name__)
-def test_f26_equal_scales_have_equal_kl(prior: sb.distributions.Distribution) -> None:
+def test_f26_equal_scales_have_equal_kl(prior: Distribution) -> None:
     tied = single(6, 5, sb.KTied(rank=2, prior=prior, bias="gaussian"))
     free = dg.truncate(copy.deepcopy(tied), rank=2, form="mean-field")
     assert isinstance(free._slimbayes.decisions[0].config, sb.MeanField)
@@ -181,7 +182,9 @@ def test_f27_rank_one_of_a_positive_matrix_is_positive_and_only_higher_ranks_are
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_f27_every_layer_has_a_matrix_view_that_round_trips(layer: nn.Module, sites: dict[str, tuple[int, int]]) -> None:
+def test_f27_every_layer_has_a_matrix_view_that_round_trips(
+    layer: nn.Module, sites: dict[str, tuple[int, int]]
+) -> None:
     net = sb.bayesianize(layer, sb.MeanField(scale_jitter=0.003))
     assert {s.name: s.shape for s in dg.spectrum(net).sites} == sites
     before = {s.name: s.scales() for s in gaussian_sites(net)}
@@ -199,7 +202,9 @@ def test_f27_every_layer_has_a_matrix_view_that_round_trips(layer: nn.Module, si
 
 def test_f27_any_order_of_a_kernels_rows_gives_the_papers_spectrum() -> None:
     net = sb.bayesianize(nn.Conv2d(6, 8, 3), sb.MeanField())
-    paper = net.weight.detach().permute(2, 3, 1, 0).reshape(-1, 8).double()  # (kh, kw, in, out), all but the last flattened
+    paper = (
+        net.weight.detach().permute(2, 3, 1, 0).reshape(-1, 8).double()
+    )  # (kh, kw, in, out), all but the last flattened
     assert dg.spectrum(net)["weight"].means == pytest.approx(torch.linalg.svdvals(paper).tolist(), rel=1e-6)
 
 
@@ -209,7 +214,9 @@ def test_f28_rank_two_needs_no_more_than_two_nonnegative_factors() -> None:
         assert nonnegative_factors(positive(15, 11, 2), 2).error < 1e-12
         a = (0.5 * torch.randn(15, 11, dtype=torch.float64)).exp()
         if (low_rank(a, 2) > 0).all():
-            assert nonnegative_factors(a, 2).error == pytest.approx(float((a - low_rank(a, 2)).norm() / a.norm()), rel=1e-9)
+            assert nonnegative_factors(a, 2).error == pytest.approx(
+                float((a - low_rank(a, 2)).norm() / a.norm()), rel=1e-9
+            )
 
 
 def test_f28_rank_three_may_need_four() -> None:
@@ -265,7 +272,13 @@ def test_truncating_an_exactly_k_tied_model_reproduces_it(k: int) -> None:
 
 
 def test_truncation_keeps_means_biases_outputs_and_the_callers_noise() -> None:
-    shared = {"prior": sb.Normal(0.0, 0.3), "estimator": "flipout", "bias": "gaussian", "max_scale": 0.4, "scale_init": 0.1}
+    shared = {
+        "prior": sb.Normal(0.0, 0.3),
+        "estimator": "flipout",
+        "bias": "gaussian",
+        "max_scale": 0.4,
+        "scale_init": 0.1,
+    }
     net = mlp(sb.MeanField(**shared, scale_jitter=0.02))
     net[0].posterior.requires_grad_(False)
     means, biases = net[0].weight.clone(), net[0].posterior["weight"].bias_log_scale.clone()
@@ -426,7 +439,9 @@ def test_a_tracker_says_what_it_lacks() -> None:
     with pytest.raises(ValueError, match="window of at least 2 steps, got window=1"):
         dg.GradientSNR(net, window=1)
     tracker = dg.GradientSNR(net)
-    with pytest.raises(ValueError, match=r"0\.weight weight_log_scale has no gradient. Call update\(\) after loss.backward"):
+    with pytest.raises(
+        ValueError, match=r"0\.weight weight_log_scale has no gradient. Call update\(\) after loss.backward"
+    ):
         tracker.update()
     with pytest.raises(ValueError, match="at least 2 steps, got 0"):
         tracker.result()
@@ -485,7 +500,9 @@ def test_pareto_k_finds_the_shape_of_known_tails(k: float) -> None:
 def test_pareto_k_at_its_limits() -> None:
     assert dg.pareto_k(torch.full((100,), 3.7)) == -math.inf
     i = torch.arange(1, 501, dtype=torch.float64)
-    assert dg.pareto_k(300 * torch.sin(i * 12.9898)) == pytest.approx(7.049865099, abs=1e-6)  # ArviZ again: a tail of 10^200
+    assert dg.pareto_k(300 * torch.sin(i * 12.9898)) == pytest.approx(
+        7.049865099, abs=1e-6
+    )  # ArviZ again: a tail of 10^200
     assert dg.pareto_k(i * 400) == math.inf  # all but a few ratios underflow beside the largest
     assert dg.pareto_k(torch.cat([i.log(), torch.tensor([-math.inf])])) < 0
     for wrong in (torch.zeros(10), torch.zeros(5, 50)):
@@ -533,7 +550,7 @@ def test_ratios_of_members_and_of_capped_biases_are_their_own() -> None:
     factor = net[0].posterior["weight"].r
     with torch.no_grad():
         factor.loc[1] = 3.0
-    apart = sb.distributions.kl(factor.distribution(), factor.prior).detach().flatten(1).sum(1)
+    apart = kl(factor.distribution(), factor.prior).detach().flatten(1).sum(1)
     found = dg.log_ratios(net, none, draws=3000, chunk=7).mean(1)
     torch.testing.assert_close(found.float(), -apart, rtol=0.02, atol=0.1)
     net = sb.bayesianize(nn.Sequential(nn.Linear(4, 3)), sb.MeanField(scale_init=0.1, max_scale=0.2, bias="gaussian"))
@@ -560,7 +577,9 @@ def regression(shrink: float, features: int = 1) -> tuple[nn.Module, object]:
     torch.manual_seed(0)
     x = torch.linalg.qr(torch.randn(40, features, dtype=torch.float64))[0] * 3
     y = x @ torch.ones(features, 1, dtype=torch.float64) + torch.randn(40, 1, dtype=torch.float64)
-    net = sb.bayesianize(nn.Sequential(nn.Linear(features, 1, bias=False).double()), sb.MeanField(prior=sb.Normal(0.0, 1.0)))
+    net = sb.bayesianize(
+        nn.Sequential(nn.Linear(features, 1, bias=False).double()), sb.MeanField(prior=sb.Normal(0.0, 1.0))
+    )
     with torch.no_grad():
         net[0].weight.copy_((x.T @ y / (9 + 1)).T)
         net[0].posterior["weight"].weight_log_scale.fill_(math.log(shrink / math.sqrt(9 + 1)))
@@ -669,7 +688,9 @@ def test_a_pruning_curve_is_nested_and_leaves_the_model_alone(config: sb.Config)
     sparsities = [p.sparsity for p in points]
     assert sparsities == sorted(sparsities) and sparsities == pytest.approx(fractions, abs=5e-3)
     for less, more in pairwise(points):
-        assert all(bool((b | ~a).all()) for a, b in zip(less.value, more.value, strict=True))  # what was pruned stays pruned
+        assert all(
+            bool((b | ~a).all()) for a, b in zip(less.value, more.value, strict=True)
+        )  # what was pruned stays pruned
 
 
 def test_a_layer_that_loses_weights_of_one_matrix_changes_as_a_whole(tmp_path: Path) -> None:
@@ -761,7 +782,9 @@ def test_a_spectrum_reads_as_a_table_and_as_data() -> None:
 def test_models_without_gaussian_posteriors_are_refused() -> None:
     with pytest.raises(ValueError, match="has not been converted"):
         dg.spectrum(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"has a Gaussian posterior .* found: Rank1Posterior\. Convert it with MeanField"):
+    with pytest.raises(
+        ValueError, match=r"has a Gaussian posterior .* found: Rank1Posterior\. Convert it with MeanField"
+    ):
         dg.truncate(sb.bayesianize(nn.Linear(2, 2), sb.Rank1()), 1)
     broken = mlp()
     with torch.no_grad():
@@ -786,7 +809,9 @@ def test_plots_show_every_layer(tmp_path: Path) -> None:
     torch.testing.assert_close(drawn, [exact, low_rank(exact, 1), low_rank(exact, 2)])
     maps.savefig(tmp_path / "maps.png")
     assert (tmp_path / "maps.png").stat().st_size > 5000
-    assert len(dg.plot_scales(sb.bayesianize(nn.Linear(4, 1), sb.MeanField()), "weight").axes) == 3  # no rank 2 in a vector
+    assert (
+        len(dg.plot_scales(sb.bayesianize(nn.Linear(4, 1), sb.MeanField()), "weight").axes) == 3
+    )  # no rank 2 in a vector
     with pytest.raises(ValueError, match=r"layer='1' has no Gaussian posterior or is not there"):
         dg.plot_scales(net, "1")
     with pytest.raises(ValueError, match="has several weights; name one"):

@@ -32,7 +32,12 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 WORLD, SECONDS = 2, 100
 NUM_DATA = 20
-WEIGHTS = {"loss": (1.0, 1.0), "nll": (1.0, 0.0), "kl": (0.0, 1.0), "twice": (0.0, 2.0)}  # of the likelihood and of the KL
+WEIGHTS = {
+    "loss": (1.0, 1.0),
+    "nll": (1.0, 0.0),
+    "kl": (0.0, 1.0),
+    "twice": (0.0, 2.0),
+}  # of the likelihood and of the KL
 Result = dict[str, Any]
 Scenario = Callable[[int, Path], Result]
 SCENARIOS: dict[str, Scenario] = {}
@@ -167,7 +172,12 @@ def played_step(config: str) -> Result:
     terms = Ranks().backward(net, lambda rank: loss(net, *batch(rank)))
     grad = gradients(net)
     optimizer.step()
-    return {"kl": sb.kl(build(config)).detach(), "nll": [t.nll.detach() for t in terms], "grad": grad, "end": parameters(net)}
+    return {
+        "kl": sb.kl(build(config)).detach(),
+        "nll": [t.nll.detach() for t in terms],
+        "grad": grad,
+        "end": parameters(net),
+    }
 
 
 # ---- scenarios: each runs on both ranks -------------------------------------------------------------------------------------
@@ -301,7 +311,9 @@ def fsdp_save(rank: int, folder: Path) -> Result:
 
 def work(rank: int, folder: Path) -> None:
     limit = timedelta(seconds=20)  # a rank that waits for one that failed must not wait for ever
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD, timeout=limit)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD, timeout=limit
+    )
     for name, run in SCENARIOS.items():
         try:
             result = run(rank, folder)
@@ -320,7 +332,9 @@ def folder() -> Iterator[Path]:
         ranks = []
         for rank in range(WORLD):
             with open(Path(name) / f"log-{rank}", "w") as log:
-                ranks.append(subprocess.Popen([*command, str(rank)], env=environment, stdout=log, stderr=subprocess.STDOUT))
+                ranks.append(
+                    subprocess.Popen([*command, str(rank)], env=environment, stdout=log, stderr=subprocess.STDOUT)
+                )
         stop = time.monotonic() + SECONDS
         try:
             for process in ranks:
@@ -400,7 +414,9 @@ def test_ddp_uneven_batches_draw_different_noise(folder: Path) -> None:
     assert len(torch.unique(rows, dim=0)) == 16
 
 
-def test_a_rank_draws_its_own_noise_at_a_cost_that_does_not_depend_on_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_draws_its_own_noise_at_a_cost_that_does_not_depend_on_the_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked, randn = [], torch.randn
 
     def counting(shape: Any, **options: Any) -> Tensor:

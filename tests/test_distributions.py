@@ -13,7 +13,7 @@ from torch import Tensor
 from torch import distributions as td
 
 import slimbayes as sb
-from slimbayes.distributions import (
+from slimbayes.distributions.families import (
     FAMILIES,
     check_pair,
     distribution_from_dict,
@@ -52,7 +52,9 @@ def quadrature_kl(q: object, p: object) -> float:
             return (sq.logpdf(x) - sp.logpdf(x)) / math.pi
 
         middle = math.atan((p.loc - q.loc) / q.scale)
-        return integrate.quad(integrand, -math.pi / 2, math.pi / 2, points=[middle], limit=500, epsabs=1e-12, epsrel=1e-12)[0]
+        return integrate.quad(
+            integrand, -math.pi / 2, math.pi / 2, points=[middle], limit=500, epsabs=1e-12, epsrel=1e-12
+        )[0]
 
     def value(z: float) -> float:
         x = q.loc + q.scale * z
@@ -252,7 +254,9 @@ def test_lognormal_under_normal_kl_equals_its_moments() -> None:
     """F9: E(log p) needs the first two moments of the log-normal only, here torch's own."""
     q = td.LogNormal(*f64(0.2, 0.4))
     cross = 0.5 * (q.variance + (q.mean - 1.5) ** 2) / 0.3**2 + math.log(0.3) + 0.5 * math.log(2 * math.pi)
-    torch.testing.assert_close(kl(sb.LogNormal(*f64(0.2, 0.4)), sb.Normal(1.5, 0.3)), cross - q.entropy(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        kl(sb.LogNormal(*f64(0.2, 0.4)), sb.Normal(1.5, 0.3)), cross - q.entropy(), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize(("q", "p"), [*CAUCHY_PAIRS[:2], *MIXED, (sb.Normal(0.3, 0.2), sb.Normal(1.0, 0.1)),
@@ -264,7 +268,9 @@ def test_kl_gradients_are_exact(q: object, p: object) -> None:
     assert torch.autograd.gradcheck(lambda loc, scale: kl(type(q)(loc, scale), p), leaves, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("prior", [sb.Normal(0.5, 1.0), sb.Cauchy(0.5, 1.0), sb.LogNormal(0.0, 1.0), sb.HalfCauchy(1.0)])
+@pytest.mark.parametrize(
+    "prior", [sb.Normal(0.5, 1.0), sb.Cauchy(0.5, 1.0), sb.LogNormal(0.0, 1.0), sb.HalfCauchy(1.0)]
+)
 def test_point_posteriors_pay_no_kl(prior: object) -> None:
     """F9: no prior where there is no posterior."""
     assert torch.equal(kl(sb.Point(torch.ones(3)), prior), torch.zeros(3))
@@ -323,7 +329,11 @@ def test_cauchy_noise_matches_quantiles_far_into_the_tail(dtype: torch.dtype, re
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_cauchy_noise_is_finite_and_monotone_everywhere(dtype: torch.dtype) -> None:
     """G15: no overflow in the tail, no pole at the centre."""
-    noise = torch.cat([torch.linspace(-40, 40, 8001, dtype=dtype), torch.linspace(-1e-4, 1e-4, 401, dtype=dtype)]).sort().values
+    noise = (
+        torch.cat([torch.linspace(-40, 40, 8001, dtype=dtype), torch.linspace(-1e-4, 1e-4, 401, dtype=dtype)])
+        .sort()
+        .values
+    )
     drawn = standard_cauchy(noise)
     assert bool(drawn.isfinite().all())
     assert bool((drawn.diff() >= 0).all())
@@ -360,7 +370,7 @@ def test_every_family_survives_json(d: object) -> None:
 
 def test_every_family_is_covered_by_the_json_test() -> None:
     """A family added to the module must join the strategy above; those of single methods are tested with them."""
-    here = {name for name, family in FAMILIES.items() if family.__module__ == "slimbayes.distributions"}
+    here = {name for name, family in FAMILIES.items() if family.__module__ == "slimbayes.distributions.families"}
     assert here == {"Normal", "Cauchy", "LogNormal", "HalfCauchy", "Point", "Signs"}
 
 

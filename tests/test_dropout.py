@@ -94,7 +94,9 @@ def test_alpha_dropout_keeps_the_moments_as_torchs_does(kind: type[nn.Module], r
     y, reference = on(kind(rate)).eval()(x), kind(rate)(x)
     for z in (y, reference):
         assert abs(z.mean()) < 0.02 and abs(z.var() - 1) < 0.03
-    ours, theirs = (z.flatten()[::7].round(decimals=5).numpy() for z in (y, reference))  # dropped values may differ in the last bit
+    ours, theirs = (
+        z.flatten()[::7].round(decimals=5).numpy() for z in (y, reference)
+    )  # dropped values may differ in the last bit
     assert stats.ks_2samp(ours, theirs).pvalue > RARE
 
 
@@ -216,7 +218,9 @@ def test_only_dropout_layers_are_converted_and_listed() -> None:
         ("1", "Dropout", "converted", 0, 0),
         ("3", "Dropout", "converted", 0, 0),
     ]
-    assert {r.detail for r in rows if r.status == "skipped"} == {"not among the layers that MCDropout(rate=own or 0.005) is for"}
+    assert {r.detail for r in rows if r.status == "skipped"} == {
+        "not among the layers that MCDropout(rate=own or 0.005) is for"
+    }
     assert [r.name for r in rows] == ["0", "1", "2", "3", "4"]
     other = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)), sb.Rank1())
     assert type(other[1]) is nn.Dropout and [r.name for r in sb.summary(other).rows] == ["0", "2"]
@@ -236,7 +240,11 @@ def test_a_second_method_may_follow_dropout() -> None:
     net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
     sb.bayesianize(net, sb.Rank1(members=2))
     sb.bayesianize(net, sb.MCDropout())
-    assert {r.name: r.detail.split("(")[0] for r in sb.summary(net).rows} == {"0": "Rank1", "1": "MCDropout", "2": "Rank1"}
+    assert {r.name: r.detail.split("(")[0] for r in sb.summary(net).rows} == {
+        "0": "Rank1",
+        "1": "MCDropout",
+        "2": "Rank1",
+    }
 
 
 def test_a_method_after_dropout_does_not_forget_it(tmp_path: Path) -> None:
@@ -253,7 +261,9 @@ def test_a_method_after_dropout_does_not_forget_it(tmp_path: Path) -> None:
 
 
 def stack() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5), nn.Linear(4, 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,7 +305,9 @@ def test_inputs_of_a_layer_are_dropped_scaled_and_nothing_else(kind: str, unit: 
     """Layers that can be undone show their inputs: zero or x / (1 - rate), whole channels where asked; biases stay."""
     rate = 0.3
     shape = (5, 6) if kind == "dense" else (5, 6, 4, 4)
-    layer = {"dense": nn.Linear(6, 6), "convolution": nn.Conv2d(6, 6, 1), "norm": nn.BatchNorm2d(6)}[kind].double().eval()
+    layer = (
+        {"dense": nn.Linear(6, 6), "convolution": nn.Conv2d(6, 6, 1), "norm": nn.BatchNorm2d(6)}[kind].double().eval()
+    )
     x = torch.rand(shape).double() + 0.5
     net = sb.bayesianize(nn.Sequential(layer), sb.MCDropout(before="0", rate=rate, unit=unit))
     y = sb.sample(net, x, draws=100).detach()
@@ -330,7 +342,10 @@ def test_channel_dropout_of_a_matrix_is_a_distribution_over_weights() -> None:
 
 
 def test_channels_of_a_layer_norm_are_its_last_dimension() -> None:
-    net = sb.bayesianize(nn.Sequential(nn.RMSNorm(6, eps=1e-9, elementwise_affine=False)), sb.MCDropout(before="0", rate=0.5, unit="channel"))
+    net = sb.bayesianize(
+        nn.Sequential(nn.RMSNorm(6, eps=1e-9, elementwise_affine=False)),
+        sb.MCDropout(before="0", rate=0.5, unit="channel"),
+    )
     y = sb.sample(net, torch.rand(5, 7, 6) + 0.5, draws=40)
     dropped = y == 0
     assert (dropped == dropped[:, :, :1]).all() and 0.4 < dropped.float().mean() < 0.6
@@ -350,7 +365,9 @@ def test_channel_dropout_of_an_lstm_is_the_same_at_every_step() -> None:
     x = x.repeat(2, 1, 1)
     h = c = torch.zeros(10, 4).double()
     for t in range(6):
-        gates = F.linear(x[:, t] * masks[0], lstm.weight_ih_l0, lstm.bias_ih_l0) + F.linear(h * masks[1], lstm.weight_hh_l0, lstm.bias_hh_l0)
+        gates = F.linear(x[:, t] * masks[0], lstm.weight_ih_l0, lstm.bias_ih_l0) + F.linear(
+            h * masks[1], lstm.weight_hh_l0, lstm.bias_hh_l0
+        )
         i, f, g, o = gates.chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
@@ -370,7 +387,9 @@ def test_element_dropout_of_an_lstm_differs_from_step_to_step() -> None:
     y = sb.sample(net, torch.ones(4, 60, 1).double(), draws=10)[0].squeeze(-1)
     dropped = (y.abs() < 1e-9).flatten(0, 1)
     assert (y.flatten(0, 1)[~dropped] - math.tanh(math.tanh(0.2))).abs().max() < 1e-9
-    assert frequency_p(dropped, 0.5) > RARE and independent_p(dropped[:, :-1].flatten(), dropped[:, 1:].flatten()) > RARE
+    assert (
+        frequency_p(dropped, 0.5) > RARE and independent_p(dropped[:, :-1].flatten(), dropped[:, 1:].flatten()) > RARE
+    )
 
 
 @pytest.mark.parametrize("unit", ["element", "channel"])
@@ -468,8 +487,13 @@ def test_held_masks_refuse_inputs_of_another_size_and_say_what_to_do() -> None:
     net = on(nn.Dropout(0.5))
     with sb.frozen(net):
         first = net(torch.ones(4, 30))
-        assert (first == first[:1]).all() and torch.equal(net(torch.ones(7, 30))[:4], first)  # one function, whatever the rows
-        with pytest.raises(ValueError, match=r"0\.units: held draws drop units of inputs \[1, 30\], but this call needs \[1, 31\]; use unit='channel'"):
+        assert (first == first[:1]).all() and torch.equal(
+            net(torch.ones(7, 30))[:4], first
+        )  # one function, whatever the rows
+        with pytest.raises(
+            ValueError,
+            match=r"0\.units: held draws drop units of inputs \[1, 30\], but this call needs \[1, 31\]; use unit='channel'",
+        ):
             net(torch.ones(4, 31))
     net = on(nn.Dropout2d(0.5))
     with sb.frozen(net):  # whole channels: images of any size
@@ -633,7 +657,10 @@ def test_attention_dropout_given_by_position_is_found() -> None:
 def test_dropout_that_stays_off_is_reported_in_a_warning_and_in_the_summary(build: Any) -> None:
     net = build()
     name = "0" if isinstance(net, nn.Sequential) else ""
-    with pytest.warns(UserWarning, match=f"{name or 'the model itself'} calls F.dropout in its forward: MCDropout turns on dropout layers, but this stays off") as caught:
+    with pytest.warns(
+        UserWarning,
+        match=f"{name or 'the model itself'} calls F.dropout in its forward: MCDropout turns on dropout layers, but this stays off",
+    ) as caught:
         sb.bayesianize(net, sb.MCDropout())
     assert len(caught) == 1 and caught[0].filename == __file__
     row = next(r for r in sb.summary(net).rows if r.name == name)
@@ -644,7 +671,11 @@ def test_a_recurrent_layers_dropout_is_reported_on_its_own_row() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lstm, self.drop, self.head = nn.LSTM(3, 4, num_layers=2, dropout=0.3, batch_first=True), nn.Dropout(0.1), nn.Linear(4, 2)
+            self.lstm, self.drop, self.head = (
+                nn.LSTM(3, 4, num_layers=2, dropout=0.3, batch_first=True),
+                nn.Dropout(0.1),
+                nn.Linear(4, 2),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.drop(self.lstm(x)[0][:, -1]))
@@ -667,10 +698,16 @@ def test_no_warning_where_nothing_is_functional_or_no_dropout_layer_is_turned_on
 
 def test_a_model_without_dropout_is_refused_in_words() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match=r"MCDropout\(\) looked for dropout layers \(Dropout, Dropout1d, .*\) in this Sequential and found none\. Put dropout in front of layers with before=\"norm\""):
+    with pytest.raises(
+        ValueError,
+        match=r"MCDropout\(\) looked for dropout layers \(Dropout, Dropout1d, .*\) in this Sequential and found none\. Put dropout in front of layers with before=\"norm\"",
+    ):
         sb.bayesianize(net, sb.MCDropout())
     net = nn.LSTM(3, 4, num_layers=2, dropout=0.3)
-    with pytest.raises(ValueError, match=r"found none\. Dropout inside a forward was found, which cannot be converted: \(the model itself\) dropout=0\.3 between its layers\. Make it an nn\.Dropout layer"):
+    with pytest.raises(
+        ValueError,
+        match=r"found none\. Dropout inside a forward was found, which cannot be converted: \(the model itself\) dropout=0\.3 between its layers\. Make it an nn\.Dropout layer",
+    ):
         sb.bayesianize(net, sb.MCDropout())
     with pytest.raises(ValueError, match=r"MCDropout\(before='norm'\) looked for norm layers and found none"):
         sb.bayesianize(nn.Sequential(nn.Linear(3, 4)), sb.MCDropout(before="norm"))
@@ -716,7 +753,15 @@ def test_channel_dropout_of_an_embedding_drops_words() -> None:
 # Compiled, and in models nobody here wrote -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [sb.MCDropout(), sb.MCDropout(before="[05]", rate=0.5), sb.MCDropout(before="[05]", rate=0.5, unit="channel"), sb.DropConnect(rate=0.5)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        sb.MCDropout(),
+        sb.MCDropout(before="[05]", rate=0.5),
+        sb.MCDropout(before="[05]", rate=0.5, unit="channel"),
+        sb.DropConnect(rate=0.5),
+    ],
+)
 def test_compiles_as_one_graph(config: sb.Config) -> None:
     net = sb.bayesianize(stack(), config).eval()
     torch._dynamo.reset()
@@ -733,13 +778,22 @@ transformers = pytest.importorskip("transformers")
 
 
 def bert() -> nn.Module:
-    config = transformers.BertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, max_position_embeddings=8)
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=8,
+    )
     return transformers.BertForSequenceClassification(config).eval()
 
 
 def test_berts_dropout_layers_are_turned_on_and_its_attention_dropout_is_reported() -> None:
     """transformers hands attention dropout to a function as a number: that layer is converted, but never runs."""
-    with pytest.warns(UserWarning, match=r"bert\.encoder\.layer\.0\.attention\.self calls attention_interface in its forward"):
+    with pytest.warns(
+        UserWarning, match=r"bert\.encoder\.layer\.0\.attention\.self calls attention_interface in its forward"
+    ):
         net = sb.bayesianize(bert(), sb.MCDropout(rate=0.3))
     ids = torch.randint(20, (3, 6))
     with pytest.warns(UserWarning, match=r"never called: bert\.encoder\.layer\.0\.attention\.self\.dropout"):

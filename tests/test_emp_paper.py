@@ -40,7 +40,13 @@ def _double() -> Iterator[None]:
 def toy() -> nn.Sequential:
     """Three layers that can be patched (norm1, norm2, out), with statistics and scales that are not the neutral ones."""
     layers = OrderedDict(
-        a=nn.Linear(3, 4), norm1=nn.BatchNorm1d(4), act1=nn.Tanh(), b=nn.Linear(4, 4), norm2=nn.LayerNorm(4), act2=nn.Tanh(), out=nn.Linear(4, 2)
+        a=nn.Linear(3, 4),
+        norm1=nn.BatchNorm1d(4),
+        act1=nn.Tanh(),
+        b=nn.Linear(4, 4),
+        norm2=nn.LayerNorm(4),
+        act2=nn.Tanh(),
+        out=nn.Linear(4, 2),
     )
     net = nn.Sequential(layers)
     for p in (*net.norm1.parameters(), *net.norm2.parameters(), net.norm1.running_mean):
@@ -61,7 +67,9 @@ def components(layer: Any, site: str = "weight") -> tuple[Tensor, Tensor | None]
     """All K weights and biases of a layer, its own first."""
     posterior = layer.posterior[site]
     weight = torch.cat([getattr(layer, site)[None], posterior.weight])
-    return weight, None if posterior.bias is None else torch.cat([getattr(layer, site.replace("weight", "bias"))[None], posterior.bias])
+    return weight, None if posterior.bias is None else torch.cat(
+        [getattr(layer, site.replace("weight", "bias"))[None], posterior.bias]
+    )
 
 
 def network(net: nn.Module, picks: dict[str, int]) -> nn.Module:
@@ -121,7 +129,13 @@ def which(values: Tensor, choices: Tensor) -> Tensor:
 class Images(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(
-            nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 3)
+            nn.Conv2d(2, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 2),
+            nn.GroupNorm(2, 4),
+            nn.Flatten(),
+            nn.Linear(36, 3),
         )
 
 
@@ -156,7 +170,9 @@ def outputs_of_every_pick(net: nn.Module, x: Tensor) -> tuple[list[dict[str, int
 
 
 @pytest.mark.parametrize("probs", [None, (0.6, 0.3, 0.1), (0.0, 0.25, 0.75)])
-def test_every_draw_is_one_of_the_enumerated_networks_and_their_mean_is_the_limit(probs: tuple[float, ...] | None) -> None:
+def test_every_draw_is_one_of_the_enumerated_networks_and_their_mean_is_the_limit(
+    probs: tuple[float, ...] | None,
+) -> None:
     """F31: K^L different networks; every draw is one of them, with the product of its picks' probabilities."""
     net = patched(toy(), probs=probs).eval()
     x = torch.randn(4, 3)
@@ -219,7 +235,9 @@ def picks_of_pass(net: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("probs", [None, (0.7, 0.3)])
-def test_gradients_of_single_draws_average_to_the_gradient_of_the_expected_loss(probs: tuple[float, ...] | None) -> None:
+def test_gradients_of_single_draws_average_to_the_gradient_of_the_expected_loss(
+    probs: tuple[float, ...] | None,
+) -> None:
     """F32: over all K^L picks; autograd on hand-made networks is the reference."""
     net = patched(toy(), components=2, probs=probs).eval()
     x, target = torch.randn(5, 3), torch.randn(5, 2)
@@ -228,7 +246,9 @@ def test_gradients_of_single_draws_average_to_the_gradient_of_the_expected_loss(
     while len(single) < 8:
         loss = (sb.sample(net, x)[0] - target).square().mean()
         z = tuple(picks_of_pass(net).values())
-        single.setdefault(z, list(torch.autograd.grad(loss, list(net.parameters()))))  # would refuse a parameter without gradient
+        single.setdefault(
+            z, list(torch.autograd.grad(loss, list(net.parameters())))
+        )  # would refuse a parameter without gradient
 
     p = probs or (0.5, 0.5)
     plain, expected = sb.debayesianize(copy.deepcopy(net)), torch.zeros(())
@@ -253,7 +273,10 @@ def test_only_the_picked_component_gets_a_gradient_and_the_others_get_zero_not_n
         sb.sample(net, torch.randn(5, 3)).square().sum().backward()
         for name, k in picks_of_pass(net).items():
             layer = net.get_submodule(name)
-            for own, others in ((layer.weight, layer.posterior["weight"].weight), (layer.bias, layer.posterior["weight"].bias)):
+            for own, others in (
+                (layer.weight, layer.posterior["weight"].weight),
+                (layer.bias, layer.posterior["weight"].bias),
+            ):
                 grads = torch.cat([own.grad[None], others.grad])
                 assert [bool(g.any()) for g in grads] == [j == k for j in range(3)]
             seen.add((name, k))
@@ -354,7 +377,12 @@ def test_matrices_pick_independently_of_each_other_and_of_norms(kinds: Any, cros
     z = []
     for column, layer in ((0, net.a), (2, net.b)):
         weights, biases = components(layer)
-        z.append(which(y[:, column, None], torch.stack([layer.linear_map("weight").op(x, w, b)[0, :1] for w, b in zip(weights, biases)]))[:, 0])
+        z.append(
+            which(
+                y[:, column, None],
+                torch.stack([layer.linear_map("weight").op(x, w, b)[0, :1] for w, b in zip(weights, biases)]),
+            )[:, 0]
+        )
     assert independent_p(*z, 2) > RARE
     assert uniform_p((2 * z[0] + z[1]).bincount(minlength=4), [750] * 4) > RARE
 
@@ -369,7 +397,14 @@ def test_probabilities_that_are_not_uniform_are_respected(cross: bool) -> None:
         assert uniform_p(z[:, i].bincount(minlength=4), 3000 * np.array(probs)) > RARE
 
 
-@pytest.mark.parametrize("config", [sb.DropConnect(rate=0.0), sb.Mixture(components=2, probs=(1.0, 0.0)), sb.Mixture(components=2, probs=(1.0, 0.0), assignment="element")])
+@pytest.mark.parametrize(
+    "config",
+    [
+        sb.DropConnect(rate=0.0),
+        sb.Mixture(components=2, probs=(1.0, 0.0)),
+        sb.Mixture(components=2, probs=(1.0, 0.0), assignment="element"),
+    ],
+)
 def test_a_component_of_probability_zero_is_never_picked(config: sb.Config) -> None:
     """One weight in 3e7 would be, for float32 noise."""
     layer = sb.bayesianize(nn.Linear(3, 2).float(), config)
@@ -387,21 +422,35 @@ def test_layers_may_have_different_probabilities(kind: str, cross: bool) -> None
     """Equally many components, so their picks are made together."""
     probs = {"0": (0.8, 0.2), "1": (0.3, 0.7)}
     net = nn.Sequential(*(nn.LayerNorm(2) if kind == "norm" else nn.Linear(2, 2) for _ in range(2)))
-    sb.bayesianize(net, {name: sb.ModelPatch(components=2, cross=cross, probs=p, jitter=1.0) for name, p in probs.items()})
+    sb.bayesianize(
+        net, {name: sb.ModelPatch(components=2, cross=cross, probs=p, jitter=1.0) for name, p in probs.items()}
+    )
     seen: dict[str, Tensor] = {}
     for name, layer in net.named_children():
         layer.register_forward_hook(lambda module, args, output, name=name: seen.update({name: (args[0], output)}))
     sb.sample(net, torch.randn(1, 2), draws=2000)
     for name, layer in net.named_children():
         (x, y), (weights, biases) = seen[name], components(layer)
-        both = [layer.linear_map("weight").op(x, w, b) for w, b in itertools.product(weights, biases)] if cross and kind == "norm" else None
+        both = (
+            [layer.linear_map("weight").op(x, w, b) for w, b in itertools.product(weights, biases)]
+            if cross and kind == "norm"
+            else None
+        )
         if kind == "norm" and cross:
             z = torch.stack([(y - option)[:, 0].abs() for option in both]).argmin(0) // 2
         elif cross:
-            options = [sum(t) for t in itertools.product(*((weights[:, 0, i, None] * x[:, i]).unbind() for i in range(2)), biases[:, 0, None].expand(2, 2000).unbind())]
+            options = [
+                sum(t)
+                for t in itertools.product(
+                    *((weights[:, 0, i, None] * x[:, i]).unbind() for i in range(2)),
+                    biases[:, 0, None].expand(2, 2000).unbind(),
+                )
+            ]
             z = torch.stack([(y[:, 0] - option).abs() for option in options]).argmin(0) // 4
         else:
-            z = torch.stack([(y - layer.linear_map("weight").op(x, w, b)).abs().amax(1) for w, b in zip(weights, biases)]).argmin(0)
+            z = torch.stack(
+                [(y - layer.linear_map("weight").op(x, w, b)).abs().amax(1) for w, b in zip(weights, biases)]
+            ).argmin(0)
         assert uniform_p(z.bincount(minlength=2), 2000 * np.array(probs[name])) > RARE
 
 
@@ -409,7 +458,20 @@ def test_layers_may_have_different_probabilities(kind: str, cross: bool) -> None
 
 
 def learned(assignment: str = "layer", **options: Any) -> Any:
-    return dense(sb.Mixture(**({"components": 3, "assignment": assignment, "learn_probs": True, "probs": (0.5, 0.3, 0.2), "jitter": 1.0} | options)))
+    return dense(
+        sb.Mixture(
+            **(
+                {
+                    "components": 3,
+                    "assignment": assignment,
+                    "learn_probs": True,
+                    "probs": (0.5, 0.3, 0.2),
+                    "jitter": 1.0,
+                }
+                | options
+            )
+        )
+    )
 
 
 @pytest.mark.parametrize("assignment", ["layer", "element"])
@@ -471,7 +533,9 @@ def test_the_kl_of_learned_probabilities_counts_every_pick(assignment: str, pick
     q = torch.distributions.Categorical(torch.tensor([0.5, 0.3, 0.2]))
     uniform = torch.distributions.Categorical(torch.ones(3))
     torch.testing.assert_close(sb.kl(layer), picks * torch.distributions.kl_divergence(q, uniform))
-    torch.testing.assert_close(sb.kl(dense(sb.Mixture(components=3, assignment=assignment, learn_probs=True, tau=None))), torch.zeros(()))
+    torch.testing.assert_close(
+        sb.kl(dense(sb.Mixture(components=3, assignment=assignment, learn_probs=True, tau=None))), torch.zeros(())
+    )
 
 
 def test_learned_probabilities_move_towards_the_better_component() -> None:
@@ -507,14 +571,18 @@ def test_input_assignment_is_inverted_dropout_of_the_inputs(kind: str, draws: st
     mask = (inputs / x).round(decimals=6)
     assert set(mask.unique().tolist()) == {0.0, round(1 / (1 - rate), 6)}
     kept = (mask > 0).flatten(3)[..., 0] if kind == "convolution" else mask > 0
-    assert torch.equal(mask > 0, (kept[..., None, None] if kind == "convolution" else kept).expand_as(mask))  # all places alike
+    assert torch.equal(
+        mask > 0, (kept[..., None, None] if kind == "convolution" else kept).expand_as(mask)
+    )  # all places alike
     if draws == "forward":
         assert (kept == kept[:, :1]).all()
         kept = kept[:, 0]
     else:
         assert not (kept == kept[:, :1]).all()
         assert independent_p(kept[:, 0, 0].long(), kept[:, 1, 0].long(), 2) > RARE
-    assert abs(stats.binomtest(int((~kept).sum()), kept.numel(), rate).proportion_estimate - rate) < 5 * math.sqrt(rate * (1 - rate) / kept.numel())
+    assert abs(stats.binomtest(int((~kept).sum()), kept.numel(), rate).proportion_estimate - rate) < 5 * math.sqrt(
+        rate * (1 - rate) / kept.numel()
+    )
     flat = kept.flatten(0, -2).long()
     assert min(independent_p(flat[:, i], flat[:, j], 2) for i, j in itertools.combinations(range(6), 2)) > RARE
 
@@ -650,8 +718,12 @@ def test_eq_8_is_the_monte_carlo_kl_up_to_its_constant(assignment: str, tau: flo
             log_q = sum(log_mixture(x[:, i : i + 1], centres[:, i : i + 1], p, sigma) for i in range(8))
         log_p = torch.distributions.Normal(0.0, tau**-0.5).log_prob(x).sum(1)
         ratio = log_q - log_p
-        constant = 4 * (tau * sigma**2 - 1 - math.log(tau * sigma**2)) + (1 if assignment == "layer" else 8) * float((p * p.log()).sum())
-        assert abs(float(ratio.mean()) - float(sb.kl(layer).detach()) - constant) < 5 * float(ratio.std()) / math.sqrt(draws)
+        constant = 4 * (tau * sigma**2 - 1 - math.log(tau * sigma**2)) + (1 if assignment == "layer" else 8) * float(
+            (p * p.log()).sum()
+        )
+        assert abs(float(ratio.mean()) - float(sb.kl(layer).detach()) - constant) < 5 * float(ratio.std()) / math.sqrt(
+            draws
+        )
 
 
 def test_the_gradient_of_the_kl_is_tau_p_times_each_component() -> None:
@@ -661,7 +733,9 @@ def test_the_gradient_of_the_kl_is_tau_p_times_each_component() -> None:
         sb.kl(layer).backward()
         weights, biases = components(layer)
         p, posterior = torch.tensor([0.5, 0.3, 0.2]), layer.posterior["weight"]
-        torch.testing.assert_close(torch.cat([layer.weight.grad[None], posterior.weight.grad]), 2.0 * p[:, None, None] * weights)
+        torch.testing.assert_close(
+            torch.cat([layer.weight.grad[None], posterior.weight.grad]), 2.0 * p[:, None, None] * weights
+        )
         torch.testing.assert_close(torch.cat([layer.bias.grad[None], posterior.bias.grad]), 0.7 * p[:, None] * biases)
 
 
@@ -670,7 +744,9 @@ def test_the_kl_of_dropout_counts_its_components_as_they_are_drawn() -> None:
     layer = dense(sb.Mixture(components=2, assignment="input", zero=True, probs=(0.8, 0.2), tau=2.0, rho=3.0))
     expected = 2.0 * 0.8 / 2 * (layer.weight / 0.8).square().sum() + 3.0 / 2 * layer.bias.square().sum()
     torch.testing.assert_close(sb.kl(layer), expected)
-    net = sb.bayesianize(nn.Sequential(nn.Linear(3, 2)), sb.MCDropout(before="0", unit="channel", rate=0.2, tau=2.0, rho=3.0))
+    net = sb.bayesianize(
+        nn.Sequential(nn.Linear(3, 2)), sb.MCDropout(before="0", unit="channel", rate=0.2, tau=2.0, rho=3.0)
+    )
     net.load_state_dict({f"0.{name}": value for name, value in layer.state_dict().items()}, strict=False)
     torch.testing.assert_close(sb.kl(net), expected)
 
@@ -738,7 +814,11 @@ PENALISED = [
     pytest.param(lambda: patched(Images()), ["1", "4", "6"], id="convnet"),
     pytest.param(lambda: patched(Images(), patch="norm+input"), ["0", "1", "4"], id="convnet-input"),
     pytest.param(lambda: patched(Recurrent()), ["norm", "head"], id="lstm-shared"),
-    pytest.param(lambda: sb.bayesianize(Recurrent(), sb.Mixture(components=3), include="lstm|head"), ["lstm", "head"], id="lstm-patched"),
+    pytest.param(
+        lambda: sb.bayesianize(Recurrent(), sb.Mixture(components=3), include="lstm|head"),
+        ["lstm", "head"],
+        id="lstm-patched",
+    ),
 ]
 
 
@@ -753,7 +833,9 @@ def test_l2_has_the_four_sums_of_appendix_c_1(build: Any, names: list[str]) -> N
     factors = ("patched_weights", "patched_biases", "shared_weights", "shared_biases")
     for factor, expected in zip(factors, sums, strict=True):
         assert math.isclose(float(sb.l2(net, **{factor: 1.0}).detach()), expected, rel_tol=1e-6)
-    assert math.isclose(float(sb.l2(net, 0.1, 0.2, 0.3, 0.4).detach()), float(np.dot([0.1, 0.2, 0.3, 0.4], sums)), rel_tol=1e-6)
+    assert math.isclose(
+        float(sb.l2(net, 0.1, 0.2, 0.3, 0.4).detach()), float(np.dot([0.1, 0.2, 0.3, 0.4], sums)), rel_tol=1e-6
+    )
     assert float(sb.l2(net)) == 0.0
 
 
@@ -769,7 +851,9 @@ def test_eq_6_is_the_kl_plus_l2_of_what_is_shared(build: Any, names: list[str]) 
     net = build()
     sums = hand_sums(net, names)
     eq_6 = sums[0] / 3 / 2 + sums[1] / 3 / 2 + sums[2] / 2 + sums[3] / 2
-    assert math.isclose(float((sb.kl(net) + sb.l2(net, shared_weights=0.5, shared_biases=0.5)).detach()), eq_6, rel_tol=1e-6)
+    assert math.isclose(
+        float((sb.kl(net) + sb.l2(net, shared_weights=0.5, shared_biases=0.5)).detach()), eq_6, rel_tol=1e-6
+    )
 
 
 def test_l2_reaches_every_component_with_its_gradient() -> None:
@@ -811,7 +895,10 @@ def test_weight_decay_equals_l2_on_a_patched_network() -> None:
     """lambda |w|^2 is weight_decay 2 lambda, for all components also while they are not picked."""
     a = patched(toy(), tau=None)
     b = copy.deepcopy(a)
-    optimizers = [torch.optim.SGD(sb.param_groups(a, weight_decay=0.2), lr=0.1), torch.optim.SGD(b.parameters(), lr=0.1)]
+    optimizers = [
+        torch.optim.SGD(sb.param_groups(a, weight_decay=0.2), lr=0.1),
+        torch.optim.SGD(b.parameters(), lr=0.1),
+    ]
     for step in range(5):
         x = torch.randn(4, 3)
         for net, optimizer, penalty in ((a, optimizers[0], 0.0), (b, optimizers[1], 0.1)):
@@ -825,7 +912,9 @@ def test_weight_decay_equals_l2_on_a_patched_network() -> None:
 
 def test_weight_decay_leaves_learned_probabilities_alone() -> None:
     decay = decayed(patched(toy(), tau=None, learn_probs=True))
-    assert {name: d for name, d in decay.items() if name.endswith("logits")} == {f"{n}.posterior.weight.logits": 0.0 for n in PATCHED}
+    assert {name: d for name, d in decay.items() if name.endswith("logits")} == {
+        f"{n}.posterior.weight.logits": 0.0 for n in PATCHED
+    }
 
 
 # F37: counts -----------------------------------------------------------------------------------------------------------
@@ -861,7 +950,9 @@ PATCH = sb.ModelPatch(components=5, patch="norm+output")
         (deep_mlp, sb.Ensemble(members=5, init="copies"), 1_009_900, 5_049_500, 400.0),
     ],
 )
-def test_parameter_counts_of_tables_1_and_3(build: Any, config: sb.Config, before: int, after: int, percent: float) -> None:
+def test_parameter_counts_of_tables_1_and_3(
+    build: Any, config: sb.Config, before: int, after: int, percent: float
+) -> None:
     """F37: ResNet-18, PyramidNet-110 and the MLP of the paper, to the last parameter."""
     assert counted(build, config) == (before, after)
     digits = 4 if percent < 2 else 2 if percent < 100 else 1
@@ -1071,7 +1162,10 @@ def test_scales_start_where_init_says_the_own_one_included(init: Any, value: flo
 def test_copies_are_the_own_weights_with_jitter_relative_to_their_size() -> None:
     plain, net = started("copies", jitter=0.1)
     for layer, before in ((net[1], plain[1]), (net[2], plain[2])):
-        for own, others in ((before.weight, layer.posterior["weight"].weight), (before.bias, layer.posterior["weight"].bias)):
+        for own, others in (
+            (before.weight, layer.posterior["weight"].weight),
+            (before.bias, layer.posterior["weight"].bias),
+        ):
             noise = ((others - own) / own.square().mean().sqrt() / 0.1).detach().flatten().numpy()
             assert stats.kstest(noise, "norm").pvalue > RARE
         assert torch.equal(layer.weight, before.weight) and torch.equal(layer.bias, before.bias)
@@ -1118,7 +1212,9 @@ def test_a_conversion_that_fails_leaves_every_weight_as_it_was() -> None:
     net = nn.Sequential(nn.LayerNorm(4), Conv1D(3, 4))
     nn.init.normal_(net[0].weight)
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match="a Conv1D has no reset_parameters to start components afresh; use init='copies'"):
+    with pytest.raises(
+        ValueError, match="a Conv1D has no reset_parameters to start components afresh; use init='copies'"
+    ):
         sb.bayesianize(net, sb.ModelPatch(patch="norm+output", init="ones"))
     assert [type(m) for m in net] == [nn.LayerNorm, Conv1D]
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -1152,7 +1248,9 @@ def test_probabilities_keep_their_precision_in_a_model_of_half_precision(cast: s
     with torch.no_grad():
         layer.weight.fill_(1.0)
         layer.bias.zero_()
-        dropped = sum(int((sb.sample(layer, torch.eye(200, dtype=layer.weight.dtype), draws=2) == 0).sum()) for _ in range(5))
+        dropped = sum(
+            int((sb.sample(layer, torch.eye(200, dtype=layer.weight.dtype), draws=2) == 0).sum()) for _ in range(5)
+        )
     assert abs(dropped - 2000) < 5 * math.sqrt(400_000 * 0.005)
 
 
@@ -1201,7 +1299,11 @@ def test_patch_picks_layers_by_role_or_by_name(patch: str | None, expected: set[
     assert set(rows) == {"a", "norm1", "b", "norm2", "out"}
     for name, row in rows.items():
         assert row.status == ("converted" if name in expected else "skipped")
-        assert row.detail == ("ModelPatch(EMP, components=5)" if name in expected else "not among the layers that ModelPatch(EMP, components=5) is for")
+        assert row.detail == (
+            "ModelPatch(EMP, components=5)"
+            if name in expected
+            else "not among the layers that ModelPatch(EMP, components=5) is for"
+        )
 
 
 def test_include_and_mappings_pick_layers_without_a_patch() -> None:
@@ -1209,7 +1311,11 @@ def test_include_and_mappings_pick_layers_without_a_patch() -> None:
     assert converted(sb.bayesianize(toy(), sb.ModelPatch(), include=nn.Linear)) == {"a", "b", "out"}
     assert converted(sb.bayesianize(toy(), sb.ModelPatch(patch="norm"), exclude="norm1")) == {"norm2"}
     assert converted(sb.bayesianize(toy(), sb.ModelPatch(patch="norm"), include="a|norm2")) == {"norm2"}
-    mapping = {"norm1": sb.ModelPatch(components=2), "norm2|out": sb.ModelPatch(components=3, cross=True), "b": sb.Rank1(members=2)}
+    mapping = {
+        "norm1": sb.ModelPatch(components=2),
+        "norm2|out": sb.ModelPatch(components=3, cross=True),
+        "b": sb.Rank1(members=2),
+    }
     net = sb.bayesianize(toy(), mapping)
     assert converted(net) == {"norm1", "norm2", "out", "b"}
     details = {r.name: r.detail for r in sb.summary(net).rows}
@@ -1235,7 +1341,16 @@ def test_norms_without_scales_are_left_out_of_patch_norm() -> None:
     assert converted(sb.bayesianize(net, sb.ModelPatch())) == {"2"}
 
 
-@pytest.mark.parametrize("config", [sb.ModelPatch(components=3, cross=True, probs=(0.5, 0.25, 0.25), init=0.2, tau=None), sb.Mixture(components=2, zero=True, sigma=0.1), sb.DropConnect(rate=0.3), sb.MCDropout(rate=0.2, before="norm"), sb.Ensemble(members=3)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        sb.ModelPatch(components=3, cross=True, probs=(0.5, 0.25, 0.25), init=0.2, tau=None),
+        sb.Mixture(components=2, zero=True, sigma=0.1),
+        sb.DropConnect(rate=0.3),
+        sb.MCDropout(rate=0.2, before="norm"),
+        sb.Ensemble(members=3),
+    ],
+)
 def test_configs_survive_json(config: sb.Config) -> None:
     import json
 
@@ -1299,7 +1414,11 @@ def test_unequal_members_are_refused_since_samples_hold_each_once() -> None:
     ("build", "patch", "words"),
     [
         (lambda: nn.Sequential(nn.Linear(3, 2)), None, ["norm layers with scales", "of type Linear"]),
-        (lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False)), "norm", ["norm layers with scales", "found none"]),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False)),
+            "norm",
+            ["norm layers with scales", "found none"],
+        ),
         (lambda: nn.Sequential(nn.BatchNorm1d(2)), "output", ["an output layer", "dense", "BatchNorm1d"]),
         (lambda: nn.Sequential(nn.BatchNorm1d(2)), "norm+input", ["an input layer"]),
         (lambda: toy(), "conv.*", ["whole name matches 'conv.*'", "norm1"]),
@@ -1346,7 +1465,14 @@ class Token(nn.Module):
         return x + self.layer(self.token)
 
 
-@pytest.mark.parametrize("config", [sb.Mixture(components=3, jitter=1.0), sb.Mixture(components=3, assignment="element", jitter=1.0), sb.Mixture(components=3, assignment="model", jitter=1.0)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        sb.Mixture(components=3, jitter=1.0),
+        sb.Mixture(components=3, assignment="element", jitter=1.0),
+        sb.Mixture(components=3, assignment="model", jitter=1.0),
+    ],
+)
 @pytest.mark.parametrize("build", [lambda: nn.Linear(4, 4), lambda: nn.LayerNorm(4)])
 def test_an_input_of_one_row_meets_every_draw(build: Any, config: sb.Config) -> None:
     net = sb.bayesianize(Token(build()), config, include="layer")

@@ -83,7 +83,9 @@ def differ(one: Tensor, two: Tensor) -> bool:
 
 @pytest.mark.parametrize("known", [True, False], ids=["after a call", "cold"])
 def test_eight_threads_predict_what_one_does(known: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3)
+    )
     sb.bayesianize(model, MEMBERS, exclude=["0", "2"]).train()
     model[2].running_mean.normal_()
     model[4].eval()  # flags that differ
@@ -242,7 +244,9 @@ def test_recursion_is_one_pass(method: str) -> None:
             close(sb.write_out(model, draw)(x), out)
 
 
-@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")  # members of the inner one are shared out among rows
+@pytest.mark.filterwarnings(
+    "ignore:slimbayes runs this model draw by draw"
+)  # members of the inner one are shared out among rows
 @pytest.mark.parametrize("method", METHODS)
 def test_a_converted_model_may_call_another_in_its_forward(method: str) -> None:
     inner = converted(mlp(), METHODS[method])
@@ -286,7 +290,12 @@ def test_one_model_may_predict_while_another_is_called() -> None:
 class Checkpointed(nn.Module):
     def __init__(self, on: bool) -> None:
         super().__init__()
-        self.on, self.first, self.block, self.last = on, nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 3)
+        self.on, self.first, self.block, self.last = (
+            on,
+            nn.Linear(4, 8),
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
@@ -318,7 +327,9 @@ def test_checkpointing_gives_the_gradients_of_the_same_draws(method: str, betwee
                 sb.sample(model, 2 * x)
             elif between == "sample-backward":
                 with torch.enable_grad():
-                    torch.autograd.grad(sb.sample(model, 2 * x).sum(), model.first._parameters["weight"], allow_unused=True)
+                    torch.autograd.grad(
+                        sb.sample(model, 2 * x).sum(), model.first._parameters["weight"], allow_unused=True
+                    )
             elif between == "other-model":
                 other(x).sum().backward()
             elif between == "two":
@@ -426,7 +437,9 @@ def test_whole_graphs_after_one_call(method: str, call: str, monkeypatch: pytest
         assert len(torch.unique(found, dim=0)) >= 3
         if method == "batch-ensemble":
             assert len(torch.unique(found, dim=0)) == 3
-            assert len(torch.unique(found.view(20, 6, 3)[:, 0], dim=0)) > 1  # the first row is not always that of one member
+            assert (
+                len(torch.unique(found.view(20, 6, 3)[:, 0], dim=0)) > 1
+            )  # the first row is not always that of one member
 
 
 def test_a_whole_graph_before_any_call_asks_for_one() -> None:
@@ -509,7 +522,10 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "scalar": (two(lambda m, x: m.b(torch.tanh(m.a(x))).sum()), x(6, 4)),
     "mean": (two(lambda m, x: m.b(torch.tanh(m.a(x))).mean()), x(6, 4)),
     "loss-too": (two(lambda m, x: (lambda y: (y, y.mean()))(m.b(torch.tanh(m.a(x))))), x(6, 4)),
-    "rowless": (two(lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(5, 4)).mean(0)), c=lambda: nn.Linear(4, 6)), x(6, 4)),
+    "rowless": (
+        two(lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(5, 4)).mean(0)), c=lambda: nn.Linear(4, 6)),
+        x(6, 4),
+    ),
     "vector": (two(lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(4))), c=lambda: nn.Linear(4, 6)), x(6, 4)),
     "past": (two(lambda m, x: F.linear(torch.tanh(F.linear(x, m.a.weight, m.a.bias)), m.b.weight)), x(6, 4)),
     "past-one": (two(lambda m, x: m.b(torch.tanh(m.a(x))) @ m.b.weight), x(6, 4)),
@@ -518,27 +534,47 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "last-row": (two(lambda m, x: m.b((lambda h: h + h[-1:])(torch.tanh(m.a(x))))), x(6, 4)),
     "sorted": (two(lambda m, x: m.b(torch.tanh(m.a(x)).sort(0).values)), x(6, 4)),
     "flipped": (two(lambda m, x: m.b(torch.tanh(m.a(x)).flip(0))), x(6, 4)),
-    "last-column": (two(lambda m, x: (lambda y: torch.cat([y[:, :2], y[:, 2:] + y[:, 2:].roll(1, 0)], 1))(m.b(torch.tanh(m.a(x))))), x(6, 4)),
+    "last-column": (
+        two(lambda m, x: (lambda y: torch.cat([y[:, :2], y[:, 2:] + y[:, 2:].roll(1, 0)], 1))(m.b(torch.tanh(m.a(x))))),
+        x(6, 4),
+    ),
     "largest": (two(lambda m, x: m.b((lambda h: h / h.abs().max())(m.a(x)))), x(6, 4)),
 }
 RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "mlp": (mlp, x(6, 4)),
     "one-row": (mlp, x(1, 4)),
     "steps": (mlp, x(6, 6, 4)),
-    "cnn": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)), x(6, 2, 5, 5)),
-    "encoder-rows-first": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2), x(6, 5, 8)),
-    "encoder-steps-first": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False), x(5, 6, 8)),
+    "cnn": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)),
+        x(6, 2, 5, 5),
+    ),
+    "encoder-rows-first": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+        x(6, 5, 8),
+    ),
+    "encoder-steps-first": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False),
+        x(5, 6, 8),
+    ),
     "lstm-rows-first": (lambda: nn.LSTM(4, 5, 2, batch_first=True), x(6, 3, 4)),
     "lstm-steps-first": (lambda: nn.LSTM(4, 5, 2), x(3, 6, 4)),
-    "packed-inside": (two(packed_inside, lstm=lambda: nn.LSTM(6, 6, batch_first=True)), lambda: (torch.randn(6, 4, 4), torch.tensor([1, 4, 2, 3, 4, 1]))),
+    "packed-inside": (
+        two(packed_inside, lstm=lambda: nn.LSTM(6, 6, batch_first=True)),
+        lambda: (torch.randn(6, 4, 4), torch.tensor([1, 4, 2, 3, 4, 1])),
+    ),
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)), x(6, 4)),
     "windows": (two(lambda m, x: m.b(torch.tanh(m.a(x.reshape(-1, 4)))).view(x.shape[0], -1, 3).mean(1)), x(6, 5, 4)),
     "flat-outputs": (two(lambda m, x: m.b(m.a(x)).reshape(-1)), x(6, 5, 4)),
-    "positions": (two(lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(1, 4))), c=lambda: nn.Linear(4, 6)), x(6, 4)),
+    "positions": (
+        two(lambda m, x: m.b(torch.tanh(m.a(x)) + m.c(torch.ones(1, 4))), c=lambda: nn.Linear(4, 6)),
+        x(6, 4),
+    ),
 }
 
 
-def proven(make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]], config: Any = MEMBERS, mode: bool = False) -> tuple[Any, Any, Layout]:
+def proven(
+    make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]], config: Any = MEMBERS, mode: bool = False
+) -> tuple[Any, Any, Layout]:
     model, args = make(), inputs()
     sb.bayesianize(model, config).train(mode)
     return model, args, proof.prove(model, (args, {}), passes.posteriors_of(model), None)
@@ -550,7 +586,10 @@ def test_a_wrong_folding_is_found_out_and_the_reason_names_a_place(name: str, mo
     _, _, layout = proven(*WRONG[name], mode=mode)
     assert not layout.folds
     assert not layout.apart
-    assert any(layout.why.startswith(place) or f"of {place} " in layout.why for place in ("a", "b", "c", "output 0", "output 1")), layout.why
+    assert any(
+        layout.why.startswith(place) or f"of {place} " in layout.why
+        for place in ("a", "b", "c", "output 0", "output 1")
+    ), layout.why
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -561,7 +600,11 @@ def test_where_folding_is_wrong_draws_run_one_by_one_and_right(name: str) -> Non
     with torch.no_grad(), sb.frozen(model):
         for j in range(3):
             expected = sb.write_out(model, j)(*args)
-            for one, other in zip(found if isinstance(found, tuple) else [found], expected if isinstance(expected, tuple) else [expected], strict=True):
+            for one, other in zip(
+                found if isinstance(found, tuple) else [found],
+                expected if isinstance(expected, tuple) else [expected],
+                strict=True,
+            ):
                 close(one[j], other)
     with pytest.raises(ValueError, match="fold=True"):
         sb.sample(model, *args, fold=True)
@@ -644,7 +687,11 @@ def test_a_proof_leaves_no_trace(mode: bool, kind: str) -> None:
     sb.sample(model, inputs.detach(), fold=False).sum().backward()
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     buffers = {n: b.clone() for n, b in model.named_buffers()}
-    values, state, kept = {n: p.clone() for n, p in model.named_parameters()}, torch.get_rng_state(), inputs.detach().clone()
+    values, state, kept = (
+        {n: p.clone() for n, p in model.named_parameters()},
+        torch.get_rng_state(),
+        inputs.detach().clone(),
+    )
     layout = proof.prove(model, ((inputs,), {}), passes.posteriors_of(model), None)
     assert layout.folds == (kind == "right"), layout.why
     assert torch.equal(torch.get_rng_state(), state)
@@ -812,7 +859,11 @@ def test_quiet_batch_norm_mixes_no_rows_and_keeps_its_statistics(track: bool) ->
 
 
 def test_a_converted_layer_that_never_runs_is_named_once() -> None:
-    model = converted(Net(lambda m, x: m.b(torch.tanh(m.a(x))), spare=nn.Linear(4, 4), omitted=nn.Linear(4, 4)), RANDOM, exclude="omitted")
+    model = converted(
+        Net(lambda m, x: m.b(torch.tanh(m.a(x))), spare=nn.Linear(4, 4), omitted=nn.Linear(4, 4)),
+        RANDOM,
+        exclude="omitted",
+    )
     values = torch.randn(6, 4)
     with pytest.warns(UserWarning, match="spare") as caught:
         sb.sample(model, values)
@@ -857,7 +908,9 @@ def test_tied_weights_have_one_posterior_one_kl_and_one_draw(method: str) -> Non
     model, values = converted(Tied(), METHODS[method]), torch.randn(6, 4)
     assert len(passes.posteriors_of(model)) == 2
     assert model.a.posterior["weight"] is model.b.posterior["weight"]
-    once = [layer.posterior["weight"].kl(lambda layer=layer: layer.linear_map("weight")) for layer in (model.a, model.c)]
+    once = [
+        layer.posterior["weight"].kl(lambda layer=layer: layer.linear_map("weight")) for layer in (model.a, model.c)
+    ]
     close(sb.kl(model).detach(), torch.stack(once).sum().detach())
     with torch.no_grad(), sb.frozen(model, draws=2):
         outputs = sb.sample(model, values)
@@ -975,7 +1028,10 @@ def test_norms_are_known_by_what_they_do(name: str) -> None:
     make, is_norm, shape = NORMS[name]
     first = nn.Linear(4, 4) if len(shape) == 2 else nn.Conv2d(4, 4, 1)
     norm, config = make(), sb.ModelPatch(components=3, jitter=0.5)  # whose default are norms
-    model, values = nn.Sequential(first, norm, nn.Flatten(), nn.Linear(4 if len(shape) == 2 else 36, 3)), torch.randn(shape)
+    model, values = (
+        nn.Sequential(first, norm, nn.Flatten(), nn.Linear(4 if len(shape) == 2 else 36, 3)),
+        torch.randn(shape),
+    )
     if not is_norm:
         assert not sb.bayesianize(nn.Sequential(nn.BatchNorm1d(4), model), config)[1][1].__dict__.get("posterior")
         assert type(norm) is type(make())
@@ -1010,8 +1066,14 @@ def test_modules_with_rowless_parts_are_not_shared_wrongly(draws: int) -> None:
     model.scale = 0.0
     sb.bayesianize(model, MEMBERS, include="b")
     values, table = torch.randn(6, 4), torch.randn(5)
-    close(sb.predict(model, (values, table), draws=draws).samples, sb.predict(model, (values, table), draws=draws, share=False).samples)
-    close(sb.predict(model, (values, table), draws=draws, fold=False).samples, sb.predict(model, (values, table), draws=draws).samples)
+    close(
+        sb.predict(model, (values, table), draws=draws).samples,
+        sb.predict(model, (values, table), draws=draws, share=False).samples,
+    )
+    close(
+        sb.predict(model, (values, table), draws=draws, fold=False).samples,
+        sb.predict(model, (values, table), draws=draws).samples,
+    )
 
 
 @pytest.mark.parametrize("config", [sb.MCDropout(), sb.DropConnect()], ids=["mc-dropout", "drop-connect"])
@@ -1027,10 +1089,17 @@ def test_held_masks_are_the_same_in_every_call(config: Any) -> None:
 
 
 def test_the_kl_of_layers_with_priors_of_their_own_is_the_sum_of_theirs() -> None:
-    configs = [sb.Rank1(members=2, prior=sb.Normal(1.0, 0.1)), sb.Rank1(members=2, prior=sb.Normal(1.0, 0.5)), sb.Rank1(members=2, prior=sb.Normal(0.5, 0.1))]
+    configs = [
+        sb.Rank1(members=2, prior=sb.Normal(1.0, 0.1)),
+        sb.Rank1(members=2, prior=sb.Normal(1.0, 0.5)),
+        sb.Rank1(members=2, prior=sb.Normal(0.5, 0.1)),
+    ]
     layers = [nn.Linear(4, 4) for _ in configs]
     torch.manual_seed(3)
-    single = [sb.kl(sb.bayesianize(copy.deepcopy(layer), config)).detach() for layer, config in zip(layers, configs, strict=True)]
+    single = [
+        sb.kl(sb.bayesianize(copy.deepcopy(layer), config)).detach()
+        for layer, config in zip(layers, configs, strict=True)
+    ]
     torch.manual_seed(3)
     model = sb.bayesianize(nn.Sequential(*layers), {str(i): config for i, config in enumerate(configs)})
     for j, config in enumerate(configs):
@@ -1041,7 +1110,10 @@ def test_the_kl_of_layers_with_priors_of_their_own_is_the_sum_of_theirs() -> Non
 
 
 def test_the_multiplier_of_posterior_rates_leaves_components_at_the_base_rate() -> None:
-    model = sb.bayesianize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), {"0": sb.Rank1(members=2), "1": sb.ModelPatch(components=3, patch=".*", tau=0.1)})
+    model = sb.bayesianize(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)),
+        {"0": sb.Rank1(members=2), "1": sb.ModelPatch(components=3, patch=".*", tau=0.1)},
+    )
     groups = sb.param_groups(model, weight_decay=0.01, lr=1.0, posterior_lr_multiplier=0.5)
     rates = {id(p): group["lr"] for group in groups for p in group["params"]}
     assert len(rates) == len(list(model.parameters()))
@@ -1073,7 +1145,11 @@ def test_a_cosine_with_a_warm_up_starts_where_the_warm_up_ends() -> None:
     assert found == pytest.approx([0.05, 0.5, 1.0, 1.0, half, last, 0.1])
 
 
-@pytest.mark.parametrize("config", [sb.ModelPatch(components=3, patch=".*", jitter=0.5), sb.ModelPatch(components=2, patch="2", jitter=0.5)], ids=["all", "last"])
+@pytest.mark.parametrize(
+    "config",
+    [sb.ModelPatch(components=3, patch=".*", jitter=0.5), sb.ModelPatch(components=2, patch="2", jitter=0.5)],
+    ids=["all", "last"],
+)
 def test_networks_that_several_draws_picked_run_once_and_answer_for_all(config: Any) -> None:
     """A mixture has few networks: each runs once, and every draw gets the outputs of the one it picked."""
     model, values = converted(mlp(), config), torch.randn(6, 4)
@@ -1119,7 +1195,10 @@ def test_modules_with_noise_of_their_own_are_not_shared() -> None:
 
 def test_modules_that_run_ahead_run_once_for_all_draws() -> None:
     seen: list[int] = []
-    model = Net(lambda m, x: m.b(torch.tanh(m.stem(x))), stem=nn.Sequential(nn.Linear(4, 6), Net(lambda m, h: seen.append(len(h)) or h)))
+    model = Net(
+        lambda m, x: m.b(torch.tanh(m.stem(x))),
+        stem=nn.Sequential(nn.Linear(4, 6), Net(lambda m, h: seen.append(len(h)) or h)),
+    )
     sb.bayesianize(model, MEMBERS, include="b")
     values = torch.randn(6, 4)
     expected = sb.predict(model, values, draws=2, share=False).samples

@@ -74,7 +74,12 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch-norm": (normed, (7, 3)),
     "images": (images, (7, 2, 6, 6)),
     "linear": (lambda: nn.Linear(3, 2), (7, 3)),
-    "tokens": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)), (7, 5, 3)),
+    "tokens": (
+        lambda: nn.Sequential(
+            nn.Linear(3, 4), nn.LayerNorm(4), nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+        ),
+        (7, 5, 3),
+    ),
     "recurrent": (lambda: nn.LSTM(3, 4, num_layers=2, batch_first=True, bidirectional=True), (7, 5, 3)),
 }
 
@@ -151,7 +156,12 @@ def test_rows_of_a_bare_call_are_shared_out_among_the_members(rows: int, executi
             counts[torch.arange(rows), member] += 1
             starts.append(int(member[0]))
     assert min(stats.chisquare(line).pvalue for line in counts.numpy()) > RARE
-    assert stats.chi2_contingency([[sum(a == i and b == j for a, b in itertools.pairwise(starts)) for j in range(3)] for i in range(3)]).pvalue > RARE
+    assert (
+        stats.chi2_contingency(
+            [[sum(a == i and b == j for a, b in itertools.pairwise(starts)) for j in range(3)] for i in range(3)]
+        ).pvalue
+        > RARE
+    )
 
 
 def test_more_members_than_rows_and_rows_of_a_frozen_ensemble() -> None:
@@ -220,12 +230,18 @@ def test_fresh_members_renew_parameters_that_nothing_resets_and_member_0_keeps_i
     assert all(torch.equal(t, before[n]) for n, t in members[0].state_dict().items())
     tokens = [m.token for m in members]
     assert not torch.equal(tokens[0], tokens[1]) and not torch.equal(tokens[1], tokens[2])
-    lists = nets_of(sb.bayesianize(nn.Sequential(nn.Linear(2, 2), nn.ParameterList([torch.randn(3), torch.randn(4)])), sb.Ensemble(members=2)))
+    lists = nets_of(
+        sb.bayesianize(
+            nn.Sequential(nn.Linear(2, 2), nn.ParameterList([torch.randn(3), torch.randn(4)])), sb.Ensemble(members=2)
+        )
+    )
     assert all(a.shape == b.shape and not torch.equal(a, b) for a, b in zip(lists[0][1], lists[1][1], strict=True))
 
 
 @pytest.mark.parametrize("build", [mlp, normed, images, lambda: nn.GRU(3, 4), lambda: nn.Embedding(9, 4)])
-def test_fresh_members_start_as_torch_starts_them_and_member_0_keeps_its_weights(build: Callable[[], nn.Module]) -> None:
+def test_fresh_members_start_as_torch_starts_them_and_member_0_keeps_its_weights(
+    build: Callable[[], nn.Module],
+) -> None:
     plain = build()
     with torch.no_grad():
         for t in (*plain.parameters(), *plain.buffers()):
@@ -276,7 +292,9 @@ def test_copies_have_jitter_relative_to_each_parameters_size() -> None:
             noise = (q - p) / p.square().mean().sqrt() / 0.1
             assert stats.kstest(noise.detach().flatten().numpy(), "norm").pvalue > RARE
     net = sb.bayesianize(copy.deepcopy(plain), sb.Ensemble(members=2, init="copies"))
-    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), net.posterior["members"].others.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(plain.parameters(), net.posterior["members"].others.parameters(), strict=True)
+    )
 
 
 class Projecting(nn.Module):
@@ -336,7 +354,10 @@ def test_names_and_children_of_the_library_do_not_get_in_a_modules_way(build: Ca
 def test_a_module_with_a_posterior_of_its_own_is_refused_and_can_be_wrapped() -> None:
     net, x = Autoencoder(), torch.randn(4, 3)
     expected = net(x)
-    with pytest.raises(ValueError, match=r"This Autoencoder has an attribute `posterior` of its own, .* Wrap it: nn\.Sequential\(model\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"This Autoencoder has an attribute `posterior` of its own, .* Wrap it: nn\.Sequential\(model\)",
+    ):
         sb.bayesianize(net, sb.Ensemble(members=2, init="copies"))
     torch.testing.assert_close(net(x), expected)
     wrapped = sb.bayesianize(nn.Sequential(net), sb.Ensemble(members=2, init="copies"))
@@ -361,7 +382,11 @@ def test_tuples_and_named_inputs() -> None:
             return self.a(x) + self.b(z), mask.sum() + self.b.bias
 
     net = ensemble_of(Two)
-    x, z, mask = torch.randn(5, 3), torch.randn(5, 4), torch.ones(9)  # nine entries: no rows, so every member gets it whole
+    x, z, mask = (
+        torch.randn(5, 3),
+        torch.randn(5, 4),
+        torch.ones(9),
+    )  # nine entries: no rows, so every member gets it whole
     y, bias = sb.sample(net, x, z=z, mask=mask)
     alone = [m(x, z=z, mask=mask) for m in nets_of(net)]
     torch.testing.assert_close(y, torch.stack([a for a, _ in alone]))
@@ -387,7 +412,12 @@ def test_packed_sequences_go_to_one_member_and_say_so() -> None:
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 @pytest.mark.parametrize(
     "build",
-    [lambda: nn.LSTM(4, 4), lambda: nn.GRU(4, 4, num_layers=2), lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0), 1), lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0)],
+    [
+        lambda: nn.LSTM(4, 4),
+        lambda: nn.GRU(4, 4, num_layers=2),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0), 1),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0),
+    ],
 )
 def test_sequence_first_networks_hold_their_rows_in_the_second_dimension(build: Callable[[], nn.Module]) -> None:
     net = ensemble_of(build).eval()
@@ -532,7 +562,9 @@ def test_a_bare_call_in_training_normalises_each_member_over_its_own_rows(rows: 
     x = torch.randn(rows, 3)
     y, half = net(x), -(-rows // 2)
     with torch.no_grad():
-        candidates = [torch.cat([copy.deepcopy(a)(x[:half]), copy.deepcopy(b)(x[half:])]) for a, b in (nets, nets[::-1])]
+        candidates = [
+            torch.cat([copy.deepcopy(a)(x[:half]), copy.deepcopy(b)(x[half:])]) for a, b in (nets, nets[::-1])
+        ]
     assert min((y - c).abs().max() for c in candidates) < 1e-5
 
 
@@ -540,7 +572,10 @@ def test_a_members_gradient_comes_from_its_own_rows() -> None:
     net = ensemble_of(mlp)
     sb.sample(net, torch.randn(4, 3))[1].sum().backward()
     assert not net[0].weight.grad.any()
-    assert net.posterior["members"].others[0][0].weight.grad.any() and not net.posterior["members"].others[1][0].weight.grad.any()
+    assert (
+        net.posterior["members"].others[0][0].weight.grad.any()
+        and not net.posterior["members"].others[1][0].weight.grad.any()
+    )
 
 
 def test_modes_and_types_reach_every_member() -> None:
@@ -553,7 +588,9 @@ def test_modes_and_types_reach_every_member() -> None:
 
 def test_dropout_inside_members_is_drawn_apart() -> None:
     for execution in ("loop", "batched"):
-        net = sb.bayesianize(nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5)), sb.Ensemble(members=2, init="copies", execution=execution))
+        net = sb.bayesianize(
+            nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5)), sb.Ensemble(members=2, init="copies", execution=execution)
+        )
         y = sb.sample(net, torch.randn(4, 3))
         assert not torch.equal(y[0] == 0, y[1] == 0)
 
@@ -572,7 +609,9 @@ def test_saved_loaded_copied_and_pickled_ensembles_are_the_same(network: str, tm
     for folder, start, options in (("own", copy.deepcopy(plain), {}), ("whole", build(), {"base": True})):
         again = sb.load(start, sb.save(net, tmp_path / folder, **options))
         assert list(again.state_dict()) == list(net.state_dict())
-        assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), net.state_dict().values(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(again.state_dict().values(), net.state_dict().values(), strict=True)
+        )
         assert type(again) is type(net)
     twins = [copy.deepcopy(net), pickle.loads(pickle.dumps(net)), again]
     expected = first(sb.sample(net.eval(), x))
@@ -652,7 +691,10 @@ def test_joined_networks_are_the_networks_themselves(build: Callable[[], nn.Modu
         ([nn.Linear(2, 2), nn.Linear(2, 2, bias=False)], "model 1 is a Linear that differs in bias"),
         ([nn.Linear(2, 2), nn.Bilinear(2, 2, 2)], "model 1 is a Bilinear that differs in weight"),
         ([nn.BatchNorm1d(2), nn.BatchNorm2d(2)], "model 1 is a BatchNorm2d that differs in its type"),
-        ([nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False)], "differs in num_batches_tracked, running_mean, running_var"),
+        (
+            [nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False)],
+            "differs in num_batches_tracked, running_mean, running_var",
+        ),
     ],
 )
 def test_misfits_are_refused_by_name(nets: list[nn.Module], words: str) -> None:
@@ -726,7 +768,11 @@ def member_of_layer(layer: Any, k: int) -> Callable[[Tensor], Tensor]:
         r, s = posterior.r.loc[k].squeeze(0), posterior.s.loc[k].squeeze(0)
         bias = layer.bias
         if posterior.bias is not None:
-            offsets = posterior.bias if len(posterior.bias) == posterior.members else torch.cat([torch.zeros_like(posterior.bias[:1]), posterior.bias])
+            offsets = (
+                posterior.bias
+                if len(posterior.bias) == posterior.members
+                else torch.cat([torch.zeros_like(posterior.bias[:1]), posterior.bias])
+            )
             bias = bias + offsets[k]
         return lambda x: F.linear(x * s, layer.weight) * r + bias
     weight = layer.weight if k == 0 else posterior.weight[k - 1]
@@ -763,7 +809,10 @@ def test_a_row_sees_the_same_member_in_every_layer_whatever_its_method(rows: int
 
 
 def test_numbers_of_members_may_differ() -> None:
-    config = {"0": sb.Ensemble(members=2, init="copies", jitter=0.5), "1": sb.Ensemble(members=3, init="copies", jitter=0.5)}
+    config = {
+        "0": sb.Ensemble(members=2, init="copies", jitter=0.5),
+        "1": sb.Ensemble(members=3, init="copies", jitter=0.5),
+    }
     net = sb.bayesianize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), config)
     x = torch.randn(5, 4)
     y = sb.sample(net, x)
@@ -774,14 +823,23 @@ def test_numbers_of_members_may_differ() -> None:
 
 def test_ensembles_beside_patches_dropout_and_mean_field() -> None:
     net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Linear(6, 2))
-    config = {"0": sb.Ensemble(members=2, init="copies", jitter=0.5), "1": sb.ModelPatch(components=3), "2": sb.MCDropout(), "3": sb.MeanField(), "4": sb.Rank1(members=2)}
+    config = {
+        "0": sb.Ensemble(members=2, init="copies", jitter=0.5),
+        "1": sb.ModelPatch(components=3),
+        "2": sb.MCDropout(),
+        "3": sb.MeanField(),
+        "4": sb.Rank1(members=2),
+    }
     sb.bayesianize(net, config).eval()
     x = torch.randn(5, 3)
     assert sb.sample(net, x, draws=4).shape == (8, 5, 2) and net(x).shape == (5, 2)
     assert sb.summary(net).ensemble_size == "infinite (continuous)"
     sb.elbo(sb.categorical(sb.sample(net, x), torch.zeros(5, dtype=torch.long)), net, num_data=10).loss.backward()
     assert all(p.grad is not None for p in net.parameters())
-    enumerated = sb.bayesianize(nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6)), {"0": sb.Ensemble(members=2, init="copies", jitter=0.5), "1": sb.ModelPatch(components=2, jitter=0.5)})
+    enumerated = sb.bayesianize(
+        nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6)),
+        {"0": sb.Ensemble(members=2, init="copies", jitter=0.5), "1": sb.ModelPatch(components=2, jitter=0.5)},
+    )
     scales = torch.stack([enumerated[1].weight, enumerated[1].posterior["weight"].weight[0]])
     shifts = torch.stack([enumerated[1].bias, enumerated[1].posterior["weight"].bias[0]])
     y = sb.sample(enumerated, x, draws=10)
@@ -792,7 +850,9 @@ def test_ensembles_beside_patches_dropout_and_mean_field() -> None:
 
 def test_a_converted_model_cannot_be_copied_as_a_whole() -> None:
     net = sb.bayesianize(mlp(), sb.Rank1(), include="0")
-    with pytest.raises(ValueError, match="converted layers already: call debayesianize first, or pick other layers with include"):
+    with pytest.raises(
+        ValueError, match="converted layers already: call debayesianize first, or pick other layers with include"
+    ):
         sb.bayesianize(net, sb.Ensemble(members=2))
     sb.bayesianize(net, sb.Ensemble(members=4), include="2")
     assert sb.members(net) == 4
@@ -823,13 +883,21 @@ def test_counts_and_costs(build: Callable[[], nn.Module], members: int) -> None:
     size = sum(p.numel() for p in net.parameters())
     config = sb.Ensemble(members=members, init="copies")
     cost = sb.estimate_cost(net, config)
-    assert (cost.parameters, cost.extra_parameters, cost.extra_bytes) == (size, (members - 1) * size, 4 * (members - 1) * size)
+    assert (cost.parameters, cost.extra_parameters, cost.extra_bytes) == (
+        size,
+        (members - 1) * size,
+        4 * (members - 1) * size,
+    )
     assert cost.forwards == members and cost.relative_flops == 1.0
     sb.bayesianize(net, config)
     assert sum(p.numel() for p in net.parameters()) == members * size
     report = sb.summary(net)
     assert (report.before, report.after) == (size, members * size)
-    assert len(report.rows) == 1 and report.rows[0].status == "converted" and report.rows[0].detail == f"Ensemble(members={members})"
+    assert (
+        len(report.rows) == 1
+        and report.rows[0].status == "converted"
+        and report.rows[0].detail == f"Ensemble(members={members})"
+    )
     assert math.isclose(report.log_ensemble_size, math.log(members)) and report.ensemble_size == str(members)
     assert f"1 of 1 layers converted; {size:,} -> {members * size:,} parameters" in str(report)
 
@@ -872,7 +940,14 @@ transformers = pytest.importorskip("transformers")
 
 def bert() -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, max_position_embeddings=8, num_labels=3, initializer_range=0.3
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=8,
+        num_labels=3,
+        initializer_range=0.3,
     )
     return transformers.BertForSequenceClassification(config).eval()
 
@@ -881,7 +956,9 @@ def bert() -> nn.Module:
 @pytest.mark.parametrize("init", ["fresh", "copies"])
 def test_an_ensemble_of_berts(init: str, tmp_path: Path) -> None:
     base = bert()
-    net = sb.bayesianize(copy.deepcopy(base), sb.Ensemble(members=3, init=init, jitter=0.2 if init == "copies" else 0.0)).eval()
+    net = sb.bayesianize(
+        copy.deepcopy(base), sb.Ensemble(members=3, init=init, jitter=0.2 if init == "copies" else 0.0)
+    ).eval()
     nets = nets_of(net)
     for (name, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
         if p.dim() > 1:
@@ -906,7 +983,9 @@ def test_an_ensemble_of_berts(init: str, tmp_path: Path) -> None:
 
 
 def test_caches_of_a_language_model_hold_every_row_or_are_refused() -> None:
-    config = transformers.GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
     net = sb.bayesianize(transformers.GPT2LMHeadModel(config), sb.Ensemble(members=2, init="copies", jitter=0.5)).eval()
     ids = torch.randint(20, (4, 5))
     with torch.no_grad(), sb.frozen(net):

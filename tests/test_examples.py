@@ -73,7 +73,11 @@ def test_demo_counts_the_rank1_parameters(run: tuple[dict[str, Any], Path]) -> N
         ([[1.0, 0.0]], [1], 1.0),  # sure and wrong
         ([[0.75, 0.25]] * 4, [0, 0, 0, 1], 0.0),  # right three times in four, as claimed
         ([[0.75, 0.25]] * 4, [1, 1, 1, 1], 0.75),
-        ([[1.0, 0.0], [1.0, 0.0], [0.6, 0.4], [0.6, 0.4]], [0, 1, 0, 0], 0.5 * 0.5 + 0.5 * 0.4),  # two bins of equal weight
+        (
+            [[1.0, 0.0], [1.0, 0.0], [0.6, 0.4], [0.6, 0.4]],
+            [0, 1, 0, 0],
+            0.5 * 0.5 + 0.5 * 0.4,
+        ),  # two bins of equal weight
         ([[0.95, 0.05], [0.99, 0.01]], [0, 1], 0.47),  # one bin: the mean confidence 0.97 against one half
     ],
 )
@@ -137,7 +141,10 @@ def test_benchmark_says_what_failed(bench: ModuleType) -> None:
 
 def test_the_lab_s_demo_writes_a_report(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "demo.py"), "--out", str(tmp_path), "--epochs", "1"], capture_output=True, text=True, timeout=200
+        [sys.executable, str(ROOT / "examples" / "demo.py"), "--out", str(tmp_path), "--epochs", "1"],
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "report.html" in done.stdout.replace("\n", "")

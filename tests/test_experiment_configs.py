@@ -29,7 +29,14 @@ ROWS = [row for listed in listings([FOLDER]) for row in find(listed.name, [FOLDE
 TRAINED = [row for row in ROWS if row.trains]
 PAPERS = {"rank1": "rank1-bnn.txt", "k_tied": "k-tied-normal.txt", "emp": "ensemble-model-patching.txt"}
 _IMAGES = {"cifar10": (10, 3, 32), "cifar100": (100, 3, 32), "mnist": (10, 1, 28)}
-_TRAIN = {"cifar10": 50_000, "cifar100": 50_000, "mnist": 60_000, "imdb": 25_000, "physionet2012": 4000, "imagenet": 1_281_167}
+_TRAIN = {
+    "cifar10": 50_000,
+    "cifar100": 50_000,
+    "mnist": 60_000,
+    "imdb": 25_000,
+    "physionet2012": 4000,
+    "imagenet": 1_281_167,
+}
 
 
 def facts(name: str) -> dict[str, int]:
@@ -60,9 +67,17 @@ def _built(text: str) -> nn.Module:
 
 def built(experiment: Experiment) -> nn.Module:
     """The converted network on the meta device; rows that share one share the work."""
-    small = {"train": {"epochs": 1, "optimizer": {"kind": "SGD"}}, "name": "one", "data": {"name": experiment.data.name}}
+    small = {
+        "train": {"epochs": 1, "optimizer": {"kind": "SGD"}},
+        "name": "one",
+        "data": {"name": experiment.data.name},
+    }
     whole = experiment.resolved
-    return _built(Experiment.model_validate(small | {k: whole[k] for k in ("model", "method", "include", "exclude")}).model_dump_json())
+    return _built(
+        Experiment.model_validate(
+            small | {k: whole[k] for k in ("model", "method", "include", "exclude")}
+        ).model_dump_json()
+    )
 
 
 def ids(row: Row) -> str:
@@ -71,9 +86,41 @@ def ids(row: Row) -> str:
 
 def test_every_table_and_figure_is_there() -> None:
     wanted = {
-        "rank1": ["table1", "table2", "table3", "table4", "table8", "figure2", "figure3", "figure4", "figure5", "figure6", "figure9"],
-        "k_tied": ["table2", "table3", "table5", "figure3", "figure4", "figure5", "figure6", "figure7", "figure9", "figure10"],
-        "emp": ["table4", "table5", "table6", *(f"table{n}" for n in range(9, 14)), "figure3", "figure4", "figure5", "figure6"],
+        "rank1": [
+            "table1",
+            "table2",
+            "table3",
+            "table4",
+            "table8",
+            "figure2",
+            "figure3",
+            "figure4",
+            "figure5",
+            "figure6",
+            "figure9",
+        ],
+        "k_tied": [
+            "table2",
+            "table3",
+            "table5",
+            "figure3",
+            "figure4",
+            "figure5",
+            "figure6",
+            "figure7",
+            "figure9",
+            "figure10",
+        ],
+        "emp": [
+            "table4",
+            "table5",
+            "table6",
+            *(f"table{n}" for n in range(9, 14)),
+            "figure3",
+            "figure4",
+            "figure5",
+            "figure6",
+        ],
     }
     found = {listed.name for listed in listings([FOLDER])}
     assert {f"{paper}/{place}" for paper, places in wanted.items() for place in places} <= found
@@ -136,7 +183,9 @@ def test_sizes_are_the_papers(name: str) -> None:
     assert sb.summary(built(row.experiment())).after == EXACT[name]
 
 
-@pytest.mark.parametrize("row", [row for row in TRAINED if {"parameters", "overhead"} & row.paper.numbers.keys()], ids=ids)
+@pytest.mark.parametrize(
+    "row", [row for row in TRAINED if {"parameters", "overhead"} & row.paper.numbers.keys()], ids=ids
+)
 def test_printed_sizes_are_ours_rounded(row: Row) -> None:
     """Rounded to the digits printed, but for the misprints."""
     network = built(row.experiment())
@@ -145,7 +194,9 @@ def test_printed_sizes_are_ours_rounded(row: Row) -> None:
         assert 100 * (table.after / table.before - 1) == pytest.approx(numbers["overhead"], rel=0.01, abs=1e-9)
         return
     if "elbo" in row.paper.diagnostic or "truncation" in row.paper.diagnostic:
-        count = keras_count(network) - row.paper.options.get("uncounted", 0) + _tied(network, row.paper.options.get("rank"))
+        count = (
+            keras_count(network) - row.paper.options.get("uncounted", 0) + _tied(network, row.paper.options.get("rank"))
+        )
     else:
         count = table.after
     unit = {"k": 1e3, "M": 1e6}.get(row.paper.units.get("parameters", ""), 1.0)
@@ -158,7 +209,9 @@ def _tied(network: nn.Module, rank: int | None) -> int:
     """What k-tied factors save against free scales."""
     from slimbayes.layers.base import BayesLayer
 
-    sizes = [p.site.matrix for layer in network.modules() if isinstance(layer, BayesLayer) for p in layer.posterior.values()]
+    sizes = [
+        p.site.matrix for layer in network.modules() if isinstance(layer, BayesLayer) for p in layer.posterior.values()
+    ]
     return 0 if rank is None else sum(rank * (m + n) - m * n for m, n in sizes)
 
 
@@ -169,18 +222,28 @@ def test_rows_that_share_a_config_share_a_run() -> None:
     names = {"emp/table12": 40, "k_tied/table2": 3, "k_tied/table5": 1, "rank1/table8": 3, "emp/table9": 4}
     assert {name: len(experiments_of(find(name, [FOLDER]))) for name in names} == names
     assert experiments_of(find("emp/table12", [FOLDER])).keys() == experiments_of(find("emp/table13", [FOLDER])).keys()
-    assert experiments_of(find("rank1/table8", [FOLDER])).keys() <= experiments_of(find("rank1/table2", [FOLDER])).keys()
+    assert (
+        experiments_of(find("rank1/table8", [FOLDER])).keys() <= experiments_of(find("rank1/table2", [FOLDER])).keys()
+    )
 
 
 # Settings that are easy to get wrong --------------------------------------------------------------------------------------
 
 
 def test_rank1_settings_are_table_5s() -> None:
-    for name, prior, mean, decay in (("table2/rank1-gaussian", 0.1, 0.5, 2e-4), ("table3/rank1-cauchy", 0.01, 1.0, 6e-4)):
+    for name, prior, mean, decay in (
+        ("table2/rank1-gaussian", 0.1, 0.5, 2e-4),
+        ("table3/rank1-cauchy", 0.01, 1.0, 6e-4),
+    ):
         (row,) = find(f"rank1/{name}", [FOLDER])
         experiment = row.experiment()
         method = experiment.method.build()
-        assert (method.prior.loc, method.prior.scale, method.mean_init.loc, method.mean_init.scale) == (1.0, prior, 1.0, mean)
+        assert (method.prior.loc, method.prior.scale, method.mean_init.loc, method.mean_init.scale) == (
+            1.0,
+            prior,
+            1.0,
+            mean,
+        )
         assert experiment.train.weight_decay == decay
         rate = 1e-3 if "gaussian" in name else 1e-6
         assert method.scale_init == pytest.approx(math.sqrt(rate / (1 - rate)), rel=1e-6)
@@ -205,11 +268,19 @@ def _text(paper: str) -> str:
 
 def _pattern(numbers: list[float]) -> str:
     """These numbers one after another, whatever zeros, signs and words of fewer than 30 letters stand between."""
-    return r"[^\d]{1,30}".join(rf"{re.escape(f'{abs(value):g}' if value < 1e4 else f'{value:,.0f}')}0*(?:\.0*)?%?(?!\d)" for value in numbers)
+    return r"[^\d]{1,30}".join(
+        rf"{re.escape(f'{abs(value):g}' if value < 1e4 else f'{value:,.0f}')}0*(?:\.0*)?%?(?!\d)" for value in numbers
+    )
 
 
-SPOTS = [f"rank1/{t}/{r}" for t in ("table1", "table2", "table3") for r in ("deterministic", "batch-ensemble", "rank1-gaussian", "rank1-cauchy")]
-SPOTS += [f"emp/table4/{r}" for r in ("emp", "emp-norm", "ecmp", "ecmp-norm", "dropout", "vanilla")] + [f"emp/table5/{r}" for r in ("emp", "ecmp", "dropout")]
+SPOTS = [
+    f"rank1/{t}/{r}"
+    for t in ("table1", "table2", "table3")
+    for r in ("deterministic", "batch-ensemble", "rank1-gaussian", "rank1-cauchy")
+]
+SPOTS += [f"emp/table4/{r}" for r in ("emp", "emp-norm", "ecmp", "ecmp-norm", "dropout", "vanilla")] + [
+    f"emp/table5/{r}" for r in ("emp", "ecmp", "dropout")
+]
 SPOTS += [f"emp/table{t}/imagenet-{s}" for t in (9, 10, 11) for s in (1, 20, 100, 200)]
 SPOTS += [f"rank1/table8/rank1-gaussian-{s}" for s in (1, 4, 25)]
 

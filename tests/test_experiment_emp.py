@@ -95,25 +95,54 @@ def test_printed_tables_hold_the_numbers_written(tables: Any, outcome: tuple[dic
     assert [(r["split"], r["method"]) for r in record["runs"]] == [(s, m) for s in range(3) for m in tables.METHODS]
     blocks = re.split(r"Table 1[23]", printed)
     for block, score in zip(blocks[1:], ("rmse", "lpd"), strict=True):
-        header, ours, theirs = (next(line for line in block.splitlines() if key in line) for key in ("| dataset", "| Yacht", "*paper*"))
+        header, ours, theirs = (
+            next(line for line in block.splitlines() if key in line) for key in ("| dataset", "| Yacht", "*paper*")
+        )
         columns = [cell.strip() for cell in header.split("|")]
         for method in tables.METHODS:
             values = [r[score] for r in record["runs"] if r["method"] == method]
             shown = [cell.strip() for cell in ours.split("|")][columns.index(method)]
             assert shown == f"{np.mean(values):.2f} ± {np.std(values, ddof=1) / math.sqrt(3):.2f}"
-        assert [cell.strip() for cell in theirs.split("|")][-5:-1] == [tables.cell(*v) for v in getattr(tables.PAPER["yacht"], score)]
+        assert [cell.strip() for cell in theirs.split("|")][-5:-1] == [
+            tables.cell(*v) for v in getattr(tables.PAPER["yacht"], score)
+        ]
 
 
 def test_same_seed_same_numbers_with_any_number_of_workers(regression: Any, tmp_path: Path) -> None:
     """Two processes give what one gives, in the same order; another seed does not."""
-    short = ["--epochs", "3", "--draws", "20", "--splits", "2", "1", "--methods", "EMP", "Dropout", "--out", str(tmp_path / "a.json")]
+    short = [
+        "--epochs",
+        "3",
+        "--draws",
+        "20",
+        "--splits",
+        "2",
+        "1",
+        "--methods",
+        "EMP",
+        "Dropout",
+        "--out",
+        str(tmp_path / "a.json"),
+    ]
     here = regression.main(short)["runs"]
-    command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", str(FOLDER / "regression.py"), *short, "--workers", "2"]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-W",
+        "ignore::DeprecationWarning",
+        str(FOLDER / "regression.py"),
+        *short,
+        "--workers",
+        "2",
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=200)
     there = json.loads((tmp_path / "a.json").read_text())["runs"]
     other = regression.main([*short, "--seed", "1"])["runs"]
     for one, two, different in zip(here, there, other, strict=True):
-        assert [one[k] for k in ("split", "method", "rmse", "lpd")] == [two[k] for k in ("split", "method", "rmse", "lpd")]
+        assert [one[k] for k in ("split", "method", "rmse", "lpd")] == [
+            two[k] for k in ("split", "method", "rmse", "lpd")
+        ]
         assert one["rmse"] != different["rmse"]
 
 
@@ -136,7 +165,9 @@ def test_the_kept_results_are_those_of_the_present_setting(regression: Any, tabl
         file = tables.RESULTS / name
         if name == "yacht.json" or file.exists():
             kept = json.loads(file.read_text())
-            assert kept["setting"] == asdict(regression.Setting()), f"run experiments/emp/regression.py again for {name}"
+            assert kept["setting"] == asdict(regression.Setting()), (
+                f"run experiments/emp/regression.py again for {name}"
+            )
     readme = (FOLDER / "README.md").read_text()
     assert tables.page(readme) == readme, "run experiments/emp/tables.py"
 
@@ -178,8 +209,16 @@ def test_evaluation_is_in_original_units(regression: Any, readers: Any) -> None:
 def test_nets_are_the_papers(regression: Any) -> None:
     """13 inputs, 50 units: 751 shared parameters; K = 5 pairs of scales and shifts on 13 + 50 channels; five whole nets."""
     setting, shared = regression.Setting(), 13 * 50 + 50 + 50 + 1
-    counts = {m: sum(p.numel() for p in regression.build(m, 13, 1, 50, setting).parameters()) for m in ("ECMP", "EMP", "Dropout", "Ensemble")}
-    assert counts == {"ECMP": shared + 5 * 2 * 63, "EMP": shared + 5 * 2 * 63, "Dropout": shared, "Ensemble": 5 * shared}
+    counts = {
+        m: sum(p.numel() for p in regression.build(m, 13, 1, 50, setting).parameters())
+        for m in ("ECMP", "EMP", "Dropout", "Ensemble")
+    }
+    assert counts == {
+        "ECMP": shared + 5 * 2 * 63,
+        "EMP": shared + 5 * 2 * 63,
+        "Dropout": shared,
+        "Ensemble": 5 * shared,
+    }
     net = regression.build("EMP", 13, 1, 50, setting)
     scales = [p for name, p in net.named_parameters() if name.startswith("norm") and name.endswith("weight")]
     assert sum(p.numel() for p in scales) == 5 * 63 and all(bool((p == 0.2).all()) for p in scales)
@@ -191,7 +230,10 @@ def test_nets_are_the_papers(regression: Any) -> None:
 def test_training_step_is_adam_on_squared_error(regression: Any, readers: Any, method: str) -> None:
     """One step of the ensemble or of one component, against Adam's formula written out: g = d loss / d w + 0.01 w, w - 0.001 sign(g)."""
     table = readers.read("yacht")
-    data, setting = readers.split(table, 0), regression.Setting(epochs=1, batch=500, components=1 if method == "EMP" else 5)
+    data, setting = (
+        readers.split(table, 0),
+        regression.Setting(epochs=1, batch=500, components=1 if method == "EMP" else 5),
+    )
     net = regression.build(method, 6, 1, 50, setting)
     before = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
     if method == "EMP":
@@ -199,7 +241,10 @@ def test_training_step_is_adam_on_squared_error(regression: Any, readers: Any, m
     else:
         plain = nn.Sequential(nn.Linear(6, 50), nn.ReLU(), nn.Linear(50, 1))
         stacks = [list(before.values())[4 * k : 4 * k + 4] for k in range(5)]
-        outputs = [torch.func.functional_call(plain, dict(zip(dict(plain.named_parameters()), s, strict=True)), (data.x,)) for s in stacks]
+        outputs = [
+            torch.func.functional_call(plain, dict(zip(dict(plain.named_parameters()), s, strict=True)), (data.x,))
+            for s in stacks
+        ]
     torch.stack([(out - data.y).square().mean() for out in outputs]).mean().backward()
     regression.train(net, data, setting)
     for name, after in net.named_parameters():
@@ -222,7 +267,9 @@ def test_shipped_set(readers: Any) -> None:
 def test_splits_are_the_standard_ones(readers: Any) -> None:
     """Digests of the published index files of yacht: the test rows of all 20 splits, 31 each."""
     rows = np.stack([readers.split_rows(308, index)[1] for index in range(20)]).astype(np.uint16)
-    assert hashlib.sha256(rows.tobytes()).hexdigest() == "5d78897d2218ab238ec0f870589d7d84bdb82e78804baf9502f04998d0ccc9c9"
+    assert (
+        hashlib.sha256(rows.tobytes()).hexdigest() == "5d78897d2218ab238ec0f870589d7d84bdb82e78804baf9502f04998d0ccc9c9"
+    )
     train, test = readers.split_rows(308, 7)
     assert len(train) == 277 and sorted([*train, *test]) == list(range(308))
 
@@ -251,7 +298,10 @@ def test_other_sets_are_read_from_a_folder(readers: Any, tmp_path: Path, monkeyp
 
 
 def test_a_missing_set_is_named_with_its_place(readers: Any, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"No data for 'concrete'.*SLIMBAYES_DATA, where DIR/uci/concrete\.npz.*Shipped.*: yacht\."):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"No data for 'concrete'.*SLIMBAYES_DATA, where DIR/uci/concrete\.npz.*Shipped.*: yacht\.",
+    ):
         readers.read("concrete")
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "uci" / "concrete.npz"))):
         readers.read("concrete", tmp_path)
@@ -262,6 +312,10 @@ def test_wrong_files_are_refused(readers: Any, tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", X=x)
     np.savez(tmp_path / "b.npz", X=x, y=np.zeros(9))
     np.savez(tmp_path / "c.npz", X=x, y=y, test_idx=np.array([[0]]))
-    for name, message in {"a": "must hold the arrays X and y, got X", "b": r"got \(10, 2\) and \(9, 1\)", "c": "split 0 is not the standard one"}.items():
+    for name, message in {
+        "a": "must hold the arrays X and y, got X",
+        "b": r"got \(10, 2\) and \(9, 1\)",
+        "c": "split 0 is not the standard one",
+    }.items():
         with pytest.raises(ValueError, match=message):
             readers.read(name, tmp_path)

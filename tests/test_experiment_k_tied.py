@@ -91,7 +91,9 @@ def test_half_the_parameters_predict_as_well(record: dict[str, Any]) -> None:
 
 def test_the_kept_results_are_those_of_the_present_setting(script: Any) -> None:
     kept = json.loads((ROOT / "results" / "k_tied" / "digits.json").read_text())
-    assert kept["setting"] == json.loads(json.dumps(asdict(script.SETTINGS["digits"]))), "run experiments/k_tied/digits.py"
+    assert kept["setting"] == json.loads(json.dumps(asdict(script.SETTINGS["digits"]))), (
+        "run experiments/k_tied/digits.py"
+    )
     assert list(kept["methods"]) == list(script.METHODS)
     assert "2-tied" in script.show(kept)
 
@@ -169,7 +171,9 @@ def test_mnist_reader(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for part, pixels in images.items():
         header = np.array([2051, len(pixels), 28, 28], ">i4").tobytes()
         (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + pixels.tobytes(), 1))
-        labels = np.array([2049, len(pixels)], ">i4").tobytes() + (np.arange(len(pixels)) % 10).astype(np.uint8).tobytes()
+        labels = (
+            np.array([2049, len(pixels)], ">i4").tobytes() + (np.arange(len(pixels)) % 10).astype(np.uint8).tobytes()
+        )
         (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
     monkeypatch.setenv("SLIMBAYES_DATA", str(tmp_path))
     data = script.mnist(torch.device("cpu"))

@@ -29,7 +29,9 @@ def make_events(count: int = 400, patients: int = 5, before: float = 0.0) -> Eve
     """Minutes over three days, so a third lies after 48 h; one value in five is missing."""
     hours = torch.randint(0, 72 * 60, (count,)).double() / 60 - before
     value = torch.randn(count).masked_fill(torch.rand(count) < 0.2, math.nan)
-    return Events(torch.randint(0, patients, (count,)), hours, torch.randint(0, 3, (count,)), value, patients, ("x", "y", "z"))
+    return Events(
+        torch.randint(0, patients, (count,)), hours, torch.randint(0, 3, (count,)), value, patients, ("x", "y", "z")
+    )
 
 
 def join(*parts: Events) -> Events:
@@ -60,13 +62,24 @@ def test_buckets_are_numpys_quantiles_of_what_was_known(count: int) -> None:
 
 
 def test_buckets_of_constant_and_unseen_features() -> None:
-    constant = Events(torch.zeros(4).long(), torch.zeros(4).double(), torch.zeros(4).long(), torch.ones(4), 1, ("a", "b"))
-    later = Events(torch.zeros(3).long(), torch.zeros(3).double(), torch.tensor([0, 0, 1]), torch.tensor([1.0, 0.0, 9.0]), 1, ("a", "b"))
+    constant = Events(
+        torch.zeros(4).long(), torch.zeros(4).double(), torch.zeros(4).long(), torch.ones(4), 1, ("a", "b")
+    )
+    later = Events(
+        torch.zeros(3).long(),
+        torch.zeros(3).double(),
+        torch.tensor([0, 0, 1]),
+        torch.tensor([1.0, 0.0, 9.0]),
+        1,
+        ("a", "b"),
+    )
     same, below, unseen = Buckets.fit(constant, count=5).tokens(later).tolist()
     assert (same, below, unseen) == (6, 2, 8)
 
 
-def slow_bags(events: Events, tokens: list[int], hours: float, precision: float, older: float | None) -> list[list[list[int]]]:
+def slow_bags(
+    events: Events, tokens: list[int], hours: float, precision: float, older: float | None
+) -> list[list[list[int]]]:
     """One event at a time, in whole minutes."""
     limit = round(60 * (hours if older is None else min(older, hours)))
     width = round(60 * precision)
@@ -93,19 +106,30 @@ def test_bags_equal_a_slow_loop(hours: float, precision: float, older: float | N
 
 
 def test_a_full_bag_keeps_the_latest() -> None:
-    events = Events(torch.zeros(3).long(), torch.tensor([1.9, 0.5, 1.2]).double(), torch.tensor([2, 0, 1]), torch.full((3,), math.nan), 2, ("a", "b", "c"))
+    events = Events(
+        torch.zeros(3).long(),
+        torch.tensor([1.9, 0.5, 1.2]).double(),
+        torch.tensor([2, 0, 1]),
+        torch.full((3,), math.nan),
+        2,
+        ("a", "b", "c"),
+    )
     tokens = bag(events, Buckets.fit(events, count=1), hours=2.0, precision=2.0, tokens_per_bag=2)
     assert tokens.tolist() == [[[3, 5]], [[0, 0]]]  # the second patient has no event
 
 
 @pytest.mark.parametrize("most", [None, 1, 3])
 @pytest.mark.parametrize("at_a_time", [1, 7, 100])
-def test_bags_do_not_depend_on_how_many_events_are_sorted_at_a_time(at_a_time: int, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bags_do_not_depend_on_how_many_events_are_sorted_at_a_time(
+    at_a_time: int, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events = make_events()
     options = {"precision": 5.0, "aggregate_older_than": 30.0, "tokens_per_bag": most}
     whole = bag(events, Buckets.fit(events), **options)
     monkeypatch.setattr("slimbayes.data.health._EVENTS", at_a_time)
-    assert torch.equal(bag(events, Buckets.fit(events), **options), whole) and whole.shape[2] == (most or whole.shape[2])
+    assert torch.equal(bag(events, Buckets.fit(events), **options), whole) and whole.shape[2] == (
+        most or whole.shape[2]
+    )
     nobody = events.of(torch.tensor([], dtype=torch.int64))
     assert bag(nobody, Buckets.fit(events), **options).shape == (0, 7, 1)
 
@@ -120,14 +144,23 @@ def test_nothing_after_the_prediction_time_enters(hours: float) -> None:
     assert torch.equal(Buckets.fit(both, hours).edges, buckets.edges)
     assert torch.equal(bag(both, buckets, hours), tokens)
     on_time = join(known, Events(known.patient, at, known.feature, known.value, known.patients, known.features))
-    assert int((bag(on_time, buckets, hours) != 0).sum()) == 2 * len(known)  # the test can fail: a minute earlier they enter
+    assert int((bag(on_time, buckets, hours) != 0).sum()) == 2 * len(
+        known
+    )  # the test can fail: a minute earlier they enter
 
 
 def test_buckets_come_from_training_patients_only() -> None:
     events, rows = make_events(), {"train": torch.tensor([3, 0]), "test": torch.tensor([1, 2, 4])}
     labels = torch.tensor([0, 1, 0, 1, 1])
     trained = (events.patient == 0) | (events.patient == 3)
-    other = Events(events.patient, events.hours, events.feature, torch.where(trained, events.value, 5 - events.value), 5, events.features)
+    other = Events(
+        events.patient,
+        events.hours,
+        events.feature,
+        torch.where(trained, events.value, 5 - events.value),
+        5,
+        events.features,
+    )
     first, second = (mortality(Stays("toy", e, labels, labels, rows)) for e in (events, other))
     assert torch.equal(first.train.x, second.train.x) and not torch.equal(first.test.x, second.test.x)
     assert first.train.y.tolist() == [1, 0] and first.test.y.tolist() == [1, 0, 1]
@@ -162,7 +195,13 @@ def test_refusals_of_events_and_bags() -> None:
 
 HEAD = "RecordID,SAPS-I,SOFA,Length_of_stay,Survival,In-hospital_death\n"
 STAY = "Time,Parameter,Value\n00:00,RecordID,{}\n00:00,Age,54\n00:00,Gender,0\n00:00,Height,-1\n00:00,ICUType,4\n00:07,HR,73.5\n13:37,,-1\n47:59,MechVent,1\n"
-EVENTS = [(0.0, "Age", 54.0), (0.0, "Gender=0", None), (0.0, "ICUType=4", None), (7 / 60, "HR", 73.5), (2879 / 60, "MechVent=1", None)]
+EVENTS = [
+    (0.0, "Age", 54.0),
+    (0.0, "Gender=0", None),
+    (0.0, "ICUType=4", None),
+    (7 / 60, "HR", 73.5),
+    (2879 / 60, "MechVent=1", None),
+]
 
 
 def write_text(folder: Path) -> Path:
@@ -179,7 +218,10 @@ def write_packed(folder: Path, **change: Any) -> Path:
     """The same four stays as `write_text` gives, sorted by parameter, record and time."""
     names = ["Age", "Gender", "HR", "Height", "ICUType", "MechVent"]
     records = np.array([140101, 132539, 142675, 152871], "int32")
-    minutes, values = {"HR": 7, "MechVent": 47 * 60 + 59}, {"Age": 54, "Gender": 0, "HR": 73.5, "Height": -1, "ICUType": 4, "MechVent": 1}
+    minutes, values = (
+        {"HR": 7, "MechVent": 47 * 60 + 59},
+        {"Age": 54, "Gender": 0, "HR": 73.5, "Height": -1, "ICUType": 4, "MechVent": 1},
+    )
     table = np.unique(np.array(list(values.values()), "float32"))
     outcomes = np.zeros((4, 6), "int32")
     outcomes[:, 0], outcomes[:, 5] = records, records % 2
@@ -207,10 +249,18 @@ def test_physionet_formats(write: Any, tmp_path: Path) -> None:
     stays = physionet2012(write(tmp_path))
     assert stays.records.tolist() == [140101, 132539, 142675, 152871]
     assert stays.labels.tolist() == [1, 1, 1, 1]
-    assert {name: rows.tolist() for name, rows in stays.splits.items()} == {"train": [0, 1], "validation": [2], "test": [3]}
+    assert {name: rows.tolist() for name, rows in stays.splits.items()} == {
+        "train": [0, 1],
+        "validation": [2],
+        "test": [3],
+    }
     assert [listed(stays.events, i) for i in range(4)] == [EVENTS] * 4
     found = bags(tmp_path)
-    assert found is not None and {name: part.count() for name, part in found.parts.items()} == {"train": 2, "validation": 1, "test": 1}
+    assert found is not None and {name: part.count() for name, part in found.parts.items()} == {
+        "train": 2,
+        "validation": 1,
+        "test": 1,
+    }
     train = found.parts["train"].read()
     assert train.x.shape == (2, 48, 4) and train.y.tolist() == [1, 1]
     assert len(found.vocabulary()) == 1 + 6 * len(FEATURES)
@@ -303,11 +353,18 @@ def stays() -> Stays:
 def test_the_real_set(stays: Stays, tmp_path: Path) -> None:
     """Counts and deaths of its README; 13.85 % of set a died, as published. Six stays written as official text read back the same."""
     assert {name: len(rows) for name, rows in stays.splits.items()} == {"train": 4000, "validation": 4000, "test": 4000}
-    assert {name: int(stays.labels[rows].sum()) for name, rows in stays.splits.items()} == {"train": 554, "validation": 568, "test": 585}
+    assert {name: int(stays.labels[rows].sum()) for name, rows in stays.splits.items()} == {
+        "train": 554,
+        "validation": 568,
+        "test": 585,
+    }
     assert len(stays.events) == 5_271_415 - 6_963  # measurements less those of -1
     assert float(stays.events.hours.max()) == 48.0 and float(stays.events.hours.min()) == 0.0
     (tmp_path / "set-a").mkdir()
-    rows = [f"{record},1,1,1,-1,{label}\n" for record, label in zip(stays.records[:6].tolist(), stays.labels[:6].tolist(), strict=True)]
+    rows = [
+        f"{record},1,1,1,-1,{label}\n"
+        for record, label in zip(stays.records[:6].tolist(), stays.labels[:6].tolist(), strict=True)
+    ]
     (tmp_path / "Outcomes-a.txt").write_text(HEAD + "".join(rows))
     few = stays.events.of(torch.arange(6))
     for patient, record in enumerate(stays.records[:6].tolist()):
@@ -354,13 +411,17 @@ TABLES = {
 def write_mimic(folder: Path, **change: str) -> Path:
     for i, (name, text) in enumerate((TABLES | change).items()):
         packed = i % 2 == 0
-        (folder / f"{name}.csv{'.gz' if packed else ''}").write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+        (folder / f"{name}.csv{'.gz' if packed else ''}").write_bytes(
+            gzip.compress(text.encode()) if packed else text.encode()
+        )
     return folder
 
 
 def named(events: Events, patient: int) -> dict[str, list[tuple[float, float]]]:
     out: dict[str, list[tuple[float, float]]] = {}
-    for who, hour, feature, value in zip(*(getattr(events, n).tolist() for n in ("patient", "hours", "feature", "value")), strict=True):
+    for who, hour, feature, value in zip(
+        *(getattr(events, n).tolist() for n in ("patient", "hours", "feature", "value")), strict=True
+    ):
         if who == patient and hour:
             out.setdefault(events.features[feature], []).append((hour, value))
     return out
@@ -368,11 +429,17 @@ def named(events: Events, patient: int) -> dict[str, list[tuple[float, float]]]:
 
 def test_mimic_uses_what_was_known(tmp_path: Path) -> None:
     stays = mimic3(write_mimic(tmp_path), hours=24.0)
-    assert stays.records.tolist() == [100, 101, 103] and stays.labels.tolist() == [0, 1, 0]  # 102 ended before the prediction time
+    assert stays.records.tolist() == [100, 101, 103] and stays.labels.tolist() == [
+        0,
+        1,
+        0,
+    ]  # 102 ended before the prediction time
     first, second, third = (named(stays.events, i) for i in range(3))
     assert first == {}  # its own codes come too late
     known = {"diagnosis/4019": -27 * 24 - 10.0, "drug/insulin": 14.0, "lab/50912/mg/dl": 24.0}
-    assert {name: [hour for hour, _ in events] for name, events in second.items()} == {name: [hour] for name, hour in known.items()}
+    assert {name: [hour for hour, _ in events] for name, events in second.items()} == {
+        name: [hour] for name, hour in known.items()
+    }
     assert second["lab/50912/mg/dl"] == [(24.0, 1.5)]
     assert list(third) == ["lab/50912/mg/dl"] and math.isnan(third["lab/50912/mg/dl"][0][1])
     ages = stays.events.value[stays.events.feature == stays.events.features.index("age")]
@@ -393,8 +460,18 @@ def test_mimic_uses_what_was_known(tmp_path: Path) -> None:
         ("ADMISSIONS", "URGENT,X,1", "URGENT,1", "line 3: 8 cells, but there are 9"),
         ("PATIENTS", "2,8,M", "2,7,M", "PATIENTS.csv, line 3: patient '7' is there twice"),
         ("PATIENTS", "2060-01-01 00:00:00", "2060-01-01", "PATIENTS.csv, line 2: '2060-01-01' is not a time"),
-        ("DIAGNOSES_ICD", "9,103", "9,104", "DIAGNOSES_ICD.csv.gz, line 4: the table of admissions has no admission '104' of patient '9'"),
-        ("PRESCRIPTIONS", "2,7,101", "2,6,101", "PRESCRIPTIONS.csv, line 3: the table of admissions has no patient '6'"),
+        (
+            "DIAGNOSES_ICD",
+            "9,103",
+            "9,104",
+            "DIAGNOSES_ICD.csv.gz, line 4: the table of admissions has no admission '104' of patient '9'",
+        ),
+        (
+            "PRESCRIPTIONS",
+            "2,7,101",
+            "2,6,101",
+            "PRESCRIPTIONS.csv, line 3: the table of admissions has no patient '6'",
+        ),
         ("LABEVENTS", "9.5,9.5", "9.5,inf", "LABEVENTS.csv.gz, line 3: 'inf' is not a finite number"),
         ("LABEVENTS", "low,,", 'low,"', "LABEVENTS.csv.gz, after line 3: damaged or cut short"),
     ],
@@ -448,7 +525,9 @@ def test_padding_and_order_of_tokens_do_not_matter() -> None:
     padded = torch.cat([torch.zeros_like(tokens), tokens.flip(-1)], -1)
     torch.testing.assert_close(net(padded), net(tokens))
     table = net.embedding.weight
-    means = torch.stack([torch.stack([table[bag[bag != 0]].mean(0) if bag.any() else torch.zeros(4) for bag in row]) for row in tokens])
+    means = torch.stack(
+        [torch.stack([table[bag[bag != 0]].mean(0) if bag.any() else torch.zeros(4) for bag in row]) for row in tokens]
+    )
     state = net.lstm(means)[1][0][0]
     torch.testing.assert_close(net(tokens), net.output(net.hidden(state).clamp(0, 6)).squeeze(-1))
 
@@ -505,13 +584,17 @@ def test_other_methods_by_name(config: sb.Config) -> None:
 @real
 @pytest.mark.parametrize("name", ["deterministic", "rank-1 Gaussian"])
 def test_training_on_real_stays(name: str, stays: Stays) -> None:
-    few = Stays("few", stays.events.of(torch.arange(500)), stays.labels[:500], stays.records[:500], {"train": torch.arange(500)})
+    few = Stays(
+        "few", stays.events.of(torch.arange(500)), stays.labels[:500], stays.records[:500], {"train": torch.arange(500)}
+    )
     data = mortality(few, precision=8.0, tokens_per_bag=24)
     net = sb.bayesianize(mortality_lstm(len(data.vocabulary), embedding=8, units=16, hidden=16), VARIANTS[name])
     optimizer, losses = torch.optim.Adam(net.parameters(), lr=1e-2), []
     for _ in range(25):
         optimizer.zero_grad()
-        terms = sb.elbo(sb.bernoulli(sb.sample(net, data.train.x), data.train.y.float()), net, num_data=500, kl_weight=1e-3)
+        terms = sb.elbo(
+            sb.bernoulli(sb.sample(net, data.train.x), data.train.y.float()), net, num_data=500, kl_weight=1e-3
+        )
         terms.loss.backward()
         optimizer.step()
         losses.append(float(terms.nll.detach()))

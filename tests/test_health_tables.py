@@ -82,7 +82,9 @@ def hours(events: dict[str, list[tuple[float, float]]]) -> dict[str, list[float]
 @pytest.mark.parametrize("packed", [False, True])
 def test_mimic4_uses_what_was_known(way: str, packed: bool, tmp_path: Path) -> None:
     stays = mimic4(write(tmp_path, FOUR, packed), hours=24.0)
-    assert stays.name == "mimic4" and stays.records.tolist() == [2001, 2002, 2004] and stays.labels.tolist() == [0, 1, 0]
+    assert (
+        stays.name == "mimic4" and stays.records.tolist() == [2001, 2002, 2004] and stays.labels.tolist() == [0, 1, 0]
+    )
     first, second, third = (named(stays.events, i) for i in range(3))
     assert first == {} and third == {}  # codes of their own stay come too late
     back = -(406 * 24 + 17.0)  # from the first discharge to the second admission
@@ -95,7 +97,11 @@ def test_mimic4_uses_what_was_known(way: str, packed: bool, tmp_path: Path) -> N
     ages = stays.events.value[stays.events.feature == stays.events.features.index("age")]
     assert ages.tolist() == [52.0, 53.0, 90.0]
     later = named(mimic4(tmp_path, hours=48.0).events, 1)
-    assert later["drug/insulin"][0][0] == 38.0 and len(later["lab/50931 glucose/mg/dl"]) == 3 and len(later["chart/220045 heart rate/bpm"]) == 2
+    assert (
+        later["drug/insulin"][0][0] == 38.0
+        and len(later["lab/50931 glucose/mg/dl"]) == 3
+        and len(later["chart/220045 heart rate/bpm"]) == 2
+    )
     outcome = {"deathtime", "dischtime", "discharge_location", "dod", "los", "last_careunit", "surgical icu", "died"}
     assert not [name for name in stays.events.features if any(word in name.casefold() for word in outcome)]
 
@@ -118,7 +124,14 @@ def test_nothing_after_the_prediction_time_enters(limit: float, way: str, tmp_pa
     for column in ("patient", "hours", "feature", "value"):
         assert torch.equal(getattr(before.events, column).nan_to_num(-7), getattr(after.events, column).nan_to_num(-7))
     early = {name: text.replace(late, "2181-06-20 10:30:00") for name, text in more.items()}  # the test can fail
-    assert len(mimic4(write(tmp_path / "c", {name: text + early.get(name, "") for name, text in FOUR.items()}), limit).events) == len(before.events) + 4
+    assert (
+        len(
+            mimic4(
+                write(tmp_path / "c", {name: text + early.get(name, "") for name, text in FOUR.items()}), limit
+            ).events
+        )
+        == len(before.events) + 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,12 +143,22 @@ def test_nothing_after_the_prediction_time_enters(limit: float, way: str, tmp_pa
         ("hosp/patients", "13,M,30", "13,M,nan", "patients.csv, line 5: 'nan' is not a finite number"),
         ("hosp/patients", "13,M,30", "13,M,", "patients.csv, line 5: anchor_age ''"),
         ("hosp/patients", "anchor_age", "age", "patients.csv, line 1: the columns anchor_age are missing"),
-        ("hosp/diagnoses_icd", "12,2004", "12,2002", "diagnoses_icd.csv, line 4: .* no admission '2002' of patient '12'"),
+        (
+            "hosp/diagnoses_icd",
+            "12,2004",
+            "12,2002",
+            "diagnoses_icd.csv, line 4: .* no admission '2002' of patient '12'",
+        ),
         ("icu/icustays", "2181-06-20 12", "2181-06-20 25", "icustays.csv, line 2: '2181-06-20 25:00:00' is not a time"),
         ("hosp/labevents", "___,300", "___,nan", "labevents.csv, line 4: 'nan' is not a finite number"),
         ("hosp/labevents", "___,300", "___,1e39", "labevents.csv, line 4: '1e39' is not a finite number"),
         ("hosp/labevents", "4,10,", "4,99,", "labevents.csv, line 5: the table of admissions has no patient '99'"),
-        ("hosp/labevents", "2181-06-21 10:00:01", "2181-06-31 10:00:01", "labevents.csv, line 4: '2181-06-31 10:00:01' is not a time"),
+        (
+            "hosp/labevents",
+            "2181-06-21 10:00:01",
+            "2181-06-31 10:00:01",
+            "labevents.csv, line 4: '2181-06-31 10:00:01' is not a time",
+        ),
         ("hosp/labevents", "neg,,,,,,,", "neg,,,,,,", "labevents.csv, line 6: 15 cells, but there are 16"),
         ("hosp/labevents", "\n4,", "\n\n4,", "labevents.csv, line 5: 0 cells"),
         ("hosp/labevents", "storetime", "stored", "labevents.csv, line 1: the columns storetime are missing"),
@@ -159,7 +182,11 @@ def test_damaged_packing_is_named_both_ways(way: str, tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"labevents.csv.gz, after line .*damaged or cut short"):
             mimic4(tmp_path)
-    for content, message in ((b"", "the columns .* are missing"), (b"PK\x03\x04", "damaged or cut short"), (gzip.compress(b"x" * (1 << 21)), "more than 1,048,576 characters")):
+    for content, message in (
+        (b"", "the columns .* are missing"),
+        (b"PK\x03\x04", "damaged or cut short"),
+        (gzip.compress(b"x" * (1 << 21)), "more than 1,048,576 characters"),
+    ):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=f"labevents.csv.gz.*{message}"):
             mimic4(tmp_path)
@@ -185,8 +212,13 @@ def make(folder: Path) -> Path:
 def random_tables(seed: int, rows: int = 400) -> dict[str, str]:
     """MIMIC-III tables with rows in any order, patients with several stays, odd but allowed cells, quotes and units in two cases."""
     draw = random.Random(seed)
-    stamp = lambda: f"2100-0{draw.randint(1, 2)}-{draw.randint(1, 28):02} {draw.randint(0, 23):02}:{draw.randint(0, 59):02}:{draw.randint(0, 59):02}"  # noqa: E731
-    admissions = "SUBJECT_ID,HADM_ID,ADMITTIME,DISCHTIME,DEATHTIME,ADMISSION_TYPE,ADMISSION_LOCATION,HOSPITAL_EXPIRE_FLAG\n"
+
+    def stamp():
+        return f"2100-0{draw.randint(1, 2)}-{draw.randint(1, 28):02} {draw.randint(0, 23):02}:{draw.randint(0, 59):02}:{draw.randint(0, 59):02}"
+
+    admissions = (
+        "SUBJECT_ID,HADM_ID,ADMITTIME,DISCHTIME,DEATHTIME,ADMISSION_TYPE,ADMISSION_LOCATION,HOSPITAL_EXPIRE_FLAG\n"
+    )
     admissions += "".join(f"{n % 7},{n},{stamp()},2100-03-01 00:00:00,,A,B,{n % 2}\n" for n in range(12))
     labs = "ROW_ID,SUBJECT_ID,HADM_ID,ITEMID,CHARTTIME,VALUE,VALUENUM,VALUEUOM,FLAG\n"
     cells = ("", "1", "-2.5", "1e3", ".5", "7.", "12345.678901", '"3"', "+4")
@@ -199,14 +231,18 @@ def random_tables(seed: int, rows: int = 400) -> dict[str, str]:
 def sequences(stays: Stays) -> list[list[tuple[float, str, float]]]:
     out: list[list[tuple[float, str, float]]] = [[] for _ in range(stays.events.patients)]
     e = stays.events
-    for who, hour, feature, value in zip(e.patient.tolist(), e.hours.tolist(), e.feature.tolist(), e.value.nan_to_num(-7).tolist(), strict=True):
+    for who, hour, feature, value in zip(
+        e.patient.tolist(), e.hours.tolist(), e.feature.tolist(), e.value.nan_to_num(-7).tolist(), strict=True
+    ):
         out[who].append((hour, e.features[feature], value))
     return out
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("packed", [False, True])
-def test_both_ways_give_the_same_events(seed: int, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_give_the_same_events(
+    seed: int, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, random_tables(seed), packed)
     with monkeypatch.context() as patch:
         patch.setattr(measurements, "_add_lines", lambda *a: pytest.fail("the plain reader was asked"))
@@ -242,7 +278,22 @@ def test_odd_but_allowed_files_are_read_by_either(kind: str, tmp_path: Path, mon
     assert sequences(quick) == sequences(mimic3(tmp_path, 200.0))
 
 
-FAULTS = ["24:00:00", "2100-01-01", "2100-13-01 00:00:00", "NaN", "inf", "0x10", "1e400", "1,5", '"', "\x00", "\n", ",", "nobody", "\udcff"]
+FAULTS = [
+    "24:00:00",
+    "2100-01-01",
+    "2100-13-01 00:00:00",
+    "NaN",
+    "inf",
+    "0x10",
+    "1e400",
+    "1,5",
+    '"',
+    "\x00",
+    "\n",
+    ",",
+    "nobody",
+    "\udcff",
+]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -270,7 +321,9 @@ def test_text_that_is_not_utf8_in_a_column_that_is_not_used(way: str, tmp_path: 
     write(tmp_path, FOUR)
     head, *lines = FOUR["hosp/labevents"].encode().splitlines(keepends=True)
     odd = [line.replace(b"stored a second", b"stored \xff second") for line in lines]
-    (tmp_path / "hosp" / "labevents.csv").write_bytes(head + b"".join(lines * 500 + odd))  # far behind what reading the first line brings in
+    (tmp_path / "hosp" / "labevents.csv").write_bytes(
+        head + b"".join(lines * 500 + odd)
+    )  # far behind what reading the first line brings in
     with pytest.raises(ValueError, match=r"labevents.csv, after line .*'utf-8' codec can't decode byte 0xff"):
         mimic4(tmp_path)
 
@@ -314,8 +367,13 @@ def test_duckdb_cannot_reach_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_patients_are_in_one_split(tmp_path: Path) -> None:
     head, *_ = FOUR["hosp/admissions"].splitlines()
-    lines = [f"{n % 40},{n},2180-05-{1 + n // 40:02} 00:00:00,2180-05-30 00:00:00,,A,P,B,H,O,E,W,W,,,{n % 2}" for n in range(120)]
-    stays = mimic4(write(tmp_path, {"hosp/admissions": "\n".join([head, *lines]) + "\n", "hosp/patients": FOUR["hosp/patients"]}))
+    lines = [
+        f"{n % 40},{n},2180-05-{1 + n // 40:02} 00:00:00,2180-05-30 00:00:00,,A,P,B,H,O,E,W,W,,,{n % 2}"
+        for n in range(120)
+    ]
+    stays = mimic4(
+        write(tmp_path, {"hosp/admissions": "\n".join([head, *lines]) + "\n", "hosp/patients": FOUR["hosp/patients"]})
+    )
     owners = [{r % 40 for r in stays.records[rows].tolist()} for rows in stays.splits.values()]
     assert [len(o) for o in owners] == [32, 4, 4] and len(set.union(*owners)) == 40
 
@@ -324,7 +382,14 @@ def test_bags_of_tables_hold_no_later_event(tmp_path: Path) -> None:
     """The same once more through `mortality`: late events added to the Stays themselves change no token."""
     stays = mimic4(write(tmp_path, FOUR))
     events = stays.events
-    late = Events(events.patient, torch.full_like(events.hours, 24 + 1 / 3600), events.feature, events.value + 1, events.patients, events.features)
+    late = Events(
+        events.patient,
+        torch.full_like(events.hours, 24 + 1 / 3600),
+        events.feature,
+        events.value + 1,
+        events.patients,
+        events.features,
+    )
     whole = Stays(stays.name, join(events, late), stays.labels, stays.records, stays.splits)
     a, b = (mortality(s, 24.0, 6.0, aggregate_older_than=24.0) for s in (stays, whole))
     assert all(torch.equal(a.splits[name].x, b.splits[name].x) for name in a.splits)

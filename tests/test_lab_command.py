@@ -14,10 +14,10 @@ import yaml
 from lab_configs import BASE, CPU, METHODS, experiment
 from typer.testing import CliRunner
 
-from slimbayes import record
 from slimbayes.lab.command import app
 from slimbayes.lab.files import merged
 from slimbayes.lab.fit import fit
+from slimbayes.report import record
 
 run = CliRunner()
 
@@ -39,7 +39,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     made = []
     for method in ("plain", "rank1"):
         for seed in (0, 1):
-            chosen = experiment(name=method, method=METHODS[method], seed=seed, evaluate={"corruptions": ["gaussian_noise"], "ood": ["inverted"]})
+            chosen = experiment(
+                name=method,
+                method=METHODS[method],
+                seed=seed,
+                evaluate={"corruptions": ["gaussian_noise"], "ood": ["inverted"]},
+            )
             made.append(fit(chosen, folder / f"{method}-{seed}", CPU))
     return made
 
@@ -53,23 +58,53 @@ def test_help_is_quick_and_needs_no_torch() -> None:
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         seconds.append(time.perf_counter() - start)
     assert out.splitlines()[-1] == "False False False"
-    assert all(word in out for word in ("fit", "evaluate", "predict", "compare", "sweep", "reproduce", "report", "data", "config"))
+    assert all(
+        word in out
+        for word in ("fit", "evaluate", "predict", "compare", "sweep", "reproduce", "report", "data", "config")
+    )
     assert min(seconds) < 2
 
 
-@pytest.mark.parametrize("command", ["fit", "evaluate", "predict", "compare", "sweep", "reproduce", "report", "data", "config"])
+@pytest.mark.parametrize(
+    "command", ["fit", "evaluate", "predict", "compare", "sweep", "reproduce", "report", "data", "config"]
+)
 def test_every_command_has_help(command: str) -> None:
     result = call(command, "--help")
     assert result.exit_code == 0 and "Usage" in result.output
 
 
 def test_fit_trains_and_a_second_call_does_nothing(config: Path, tmp_path: Path) -> None:
-    result = call("fit", config, "--out", tmp_path / "run", "--accelerator", "cpu", "--set", "train.epochs=1", "--set", "evaluate.draws=[1,2]")
+    result = call(
+        "fit",
+        config,
+        "--out",
+        tmp_path / "run",
+        "--accelerator",
+        "cpu",
+        "--set",
+        "train.epochs=1",
+        "--set",
+        "evaluate.draws=[1,2]",
+    )
     assert result.exit_code == 0, result.output
     found = record.read(tmp_path / "run")
     assert [e.draws for e in found.evaluations] == [1, 2] and len(found.curve) == 1 and "accuracy" in result.output
     before = (tmp_path / "run" / "record.json").read_bytes()
-    assert call("fit", config, "--out", tmp_path / "run", "--accelerator", "cpu", "--set", "train.epochs=1", "--set", "evaluate.draws=[1,2]").exit_code == 0
+    assert (
+        call(
+            "fit",
+            config,
+            "--out",
+            tmp_path / "run",
+            "--accelerator",
+            "cpu",
+            "--set",
+            "train.epochs=1",
+            "--set",
+            "evaluate.draws=[1,2]",
+        ).exit_code
+        == 0
+    )
     assert (tmp_path / "run" / "record.json").read_bytes() == before
 
 
@@ -83,7 +118,9 @@ def test_fit_refuses_what_is_wrong_before_anything_runs(config: Path, tmp_path: 
 
 
 def test_fit_says_when_data_and_network_do_not_fit(config: Path, tmp_path: Path) -> None:
-    result = call("fit", config, "--out", tmp_path / "run", "--accelerator", "cpu", "--set", "model={kind: regression_net}")
+    result = call(
+        "fit", config, "--out", tmp_path / "run", "--accelerator", "cpu", "--set", "model={kind: regression_net}"
+    )
     assert result.exit_code == 1 and "no network for this data" in result.output
 
 
@@ -97,7 +134,11 @@ def test_evaluate_again_with_more_draws(runs: list[Path], tmp_path: Path) -> Non
     assert result.exit_code == 0, result.output
     after = record.read(copy)
     assert {e.draws for e in after.evaluations} == {1, 3} and {e.corruption for e in after.evaluations} == {None, "fog"}
-    assert after.config_hash == before.config_hash and after.curve == before.curve and after.cost.train_seconds == before.cost.train_seconds
+    assert (
+        after.config_hash == before.config_hash
+        and after.curve == before.curve
+        and after.cost.train_seconds == before.cost.train_seconds
+    )
     assert after.evaluations[0].metrics == before.evaluations[0].metrics, "the first draw is the same draw"
     refused = call("evaluate", copy, "--set", "train.epochs=3")
     assert refused.exit_code == 1 and "Only evaluate.* can be changed" in refused.output
@@ -108,7 +149,9 @@ def test_evaluate_again_with_more_draws(runs: list[Path], tmp_path: Path) -> Non
 def test_predict_rows_of_ones_own(end: str, runs: list[Path], tmp_path: Path) -> None:
     x = np.random.default_rng(0).random((5, 1, 8, 8)).astype("float32")
     np.save(tmp_path / "x.npy", x)
-    result = call("predict", runs[2], tmp_path / "x.npy", "-o", tmp_path / f"p.{end}", "--draws", 4, "--accelerator", "cpu")
+    result = call(
+        "predict", runs[2], tmp_path / "x.npy", "-o", tmp_path / f"p.{end}", "--draws", 4, "--accelerator", "cpu"
+    )
     assert result.exit_code == 0 and "5 predictions" in result.output
     if end == "npz":
         found = dict(np.load(tmp_path / "p.npz", allow_pickle=False))
@@ -127,18 +170,28 @@ def test_predict_reads_images_and_refuses_what_it_cannot_judge(runs: list[Path],
     (tmp_path / "pictures").mkdir()
     for i in range(2):
         Image.fromarray(np.full((8, 8), 100 * i, np.uint8)).save(tmp_path / "pictures" / f"{i}.png")
-    assert call("predict", runs[0], tmp_path / "pictures", "-o", tmp_path / "p.csv", "--accelerator", "cpu").exit_code == 0
+    assert (
+        call("predict", runs[0], tmp_path / "pictures", "-o", tmp_path / "p.csv", "--accelerator", "cpu").exit_code == 0
+    )
     x = np.zeros((4, 1, 8, 8), "float32")
     x[2, 0, 0, 0] = np.nan
-    cases = {"nan": (x, "row 2 holds NaN"), "range": (x[:1] + 7, "in [0, 1], got 7"), "shape": (x[:, :, :4], "must have shape (1, 8, 8)")}
+    cases = {
+        "nan": (x, "row 2 holds NaN"),
+        "range": (x[:1] + 7, "in [0, 1], got 7"),
+        "shape": (x[:, :, :4], "must have shape (1, 8, 8)"),
+    }
     for name, (array, told) in cases.items():
         np.save(tmp_path / f"{name}.npy", array)
         result = call("predict", runs[0], tmp_path / f"{name}.npy", "-o", tmp_path / "q.csv", "--accelerator", "cpu")
         assert result.exit_code == 1 and told in result.output.replace("\n", " "), result.output
     np.save(tmp_path / "evil.npy", np.array([object()]), allow_pickle=True)
-    assert call("predict", runs[0], tmp_path / "evil.npy", "-o", tmp_path / "q.csv", "--accelerator", "cpu").exit_code == 1
+    assert (
+        call("predict", runs[0], tmp_path / "evil.npy", "-o", tmp_path / "q.csv", "--accelerator", "cpu").exit_code == 1
+    )
     assert call("predict", runs[0], tmp_path / "x.npy", "-o", tmp_path / "q.txt", "--accelerator", "cpu").exit_code == 1
-    assert call("predict", runs[0], tmp_path / "none.npy", "-o", tmp_path / "q.csv", "--accelerator", "cpu").exit_code == 3
+    assert (
+        call("predict", runs[0], tmp_path / "none.npy", "-o", tmp_path / "q.csv", "--accelerator", "cpu").exit_code == 3
+    )
 
 
 def test_compare_and_report(runs: list[Path], tmp_path: Path) -> None:
@@ -146,7 +199,9 @@ def test_compare_and_report(runs: list[Path], tmp_path: Path) -> None:
     assert table.exit_code == 0, table.output
     assert {row["name"] for row in json.loads(table.output)["rows"]} == {"plain", "rank1"}
     assert "rank1" in call("compare", runs[0].parent).output
-    severe = json.loads(call("compare", *runs, "--on", "corrupted", "--severity", 5, "--metric", "nll", "--draws", 1, "--json").output)
+    severe = json.loads(
+        call("compare", *runs, "--on", "corrupted", "--severity", 5, "--metric", "nll", "--draws", 1, "--json").output
+    )
     assert len(severe["rows"]) == 2
     assert call("compare", *runs, "--on", "nowhere").exit_code == 1
     page = call("report", runs[0].parent, "-o", tmp_path / "page.html", "--title", "Mine")
@@ -211,7 +266,9 @@ def test_image_folders_stream_through_worker_processes(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             for i in range(count):
                 shape = (int(rng.integers(30, 60)), int(rng.integers(30, 60)), 3)
-                Image.fromarray(rng.integers(0 + 128 * label, 128 + 128 * label, shape, dtype=np.uint8)).save(folder / f"{i}.JPEG")
+                Image.fromarray(rng.integers(0 + 128 * label, 128 + 128 * label, shape, dtype=np.uint8)).save(
+                    folder / f"{i}.JPEG"
+                )
     tree = merged(BASE, {
         "data": {"name": "imagenet", "image_size": 28, "train_limit": None, "test_limit": None}, "model": {"kind": "small_cnn", "width": 4},
         "augment": {"kind": "resized_crop", "size": 28}, "train": {"epochs": 4, "batch": 4}, "evaluate": {"batch": 4},

@@ -45,13 +45,20 @@ def test_every_network_can_be_named_with_its_defaults(network: Any) -> None:
 
 
 def test_values_reach_the_method() -> None:
-    method = {"kind": "Rank1", "members": 3, "prior": {"kind": "Cauchy", "loc": 1.0, "scale": 0.25}, "mean_init": {"kind": "Signs", "positive": 0.5}}
+    method = {
+        "kind": "Rank1",
+        "members": 3,
+        "prior": {"kind": "Cauchy", "loc": 1.0, "scale": 0.25},
+        "mean_init": {"kind": "Signs", "positive": 0.5},
+    }
     built = validate(with_(method=method)).method.build()
     assert built == sb.Rank1(members=3, prior=sb.Cauchy(1.0, 0.25), mean_init=sb.Signs(0.5))
 
 
 def test_methods_by_name_pattern() -> None:
-    experiment = validate(with_(method={"kind": "ByName", "layers": {"norm.*": {"kind": "ModelPatch"}, ".*": {"kind": "Rank1"}}}))
+    experiment = validate(
+        with_(method={"kind": "ByName", "layers": {"norm.*": {"kind": "ModelPatch"}, ".*": {"kind": "Rank1"}}})
+    )
     assert experiment.method.build() == {"norm.*": sb.ModelPatch(), ".*": sb.Rank1()}
     assert validate(experiment.resolved).hash == experiment.hash
 
@@ -63,9 +70,18 @@ def test_methods_by_name_pattern() -> None:
         ({"dta": {}}, "dta: no such field; did you mean 'data'?"),
         ({"method": {"kind": "Rank1", "membrs": 4}}, "method.membrs: no such field; did you mean 'members'?"),
         ({"method": {"kind": "Rank2"}}, "method.kind: unknown 'Rank2'; did you mean 'Rank1'?"),
-        ({"method": {"kind": "Rank1", "prior": {"kind": "Cauchi"}}}, "method.prior.kind: unknown 'Cauchi'; did you mean 'Cauchy'?"),
-        ({"method": {"kind": "Rank1", "prior": {"kind": "Cauchy", "scal": 1}}}, "method.prior.scal: no such field; did you mean 'scale'?"),
-        ({"method": {"kind": "ByName", "layers": {"fc": {"kind": "KTied", "rnk": 2}}}}, "method.layers.fc.rnk: no such field; did you mean 'rank'?"),
+        (
+            {"method": {"kind": "Rank1", "prior": {"kind": "Cauchi"}}},
+            "method.prior.kind: unknown 'Cauchi'; did you mean 'Cauchy'?",
+        ),
+        (
+            {"method": {"kind": "Rank1", "prior": {"kind": "Cauchy", "scal": 1}}},
+            "method.prior.scal: no such field; did you mean 'scale'?",
+        ),
+        (
+            {"method": {"kind": "ByName", "layers": {"fc": {"kind": "KTied", "rnk": 2}}}},
+            "method.layers.fc.rnk: no such field; did you mean 'rank'?",
+        ),
         ({"method": {"kind": "Rank1", "clip": -1}}, "method: Rank1: clip must be positive or None, got -1"),
         ({"method": {"members": 2, "kind": None}}, "method"),
         ({"model": {"kind": "wrn", "deph": 16}}, "model.deph: no such field; did you mean 'depth'?"),
@@ -90,7 +106,9 @@ def test_all_faults_are_told_at_once() -> None:
     assert all(path in str(error.value) for path in ("seed:", "train.epochs:", "data.nam:"))
 
 
-@pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['touch canary']", "a: !!python/name:os.system", "- 1", "a: [", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["!!python/object/apply:os.system ['touch canary']", "a: !!python/name:os.system", "- 1", "a: [", "\x00"]
+)
 def test_hostile_or_broken_yaml_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.yaml").write_text(text)
@@ -101,7 +119,12 @@ def test_hostile_or_broken_yaml_is_refused(text: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("key", ["class_path", "_target_", "_instantiator", "module", "import"])
 def test_no_config_can_name_code(key: str) -> None:
-    for changes in ({key: "os.system"}, {"model": {key: "os.system"}}, {"method": {"kind": "os.system"}}, {"model": {"kind": "os.system"}}):
+    for changes in (
+        {key: "os.system"},
+        {"model": {key: "os.system"}},
+        {"method": {"kind": "os.system"}},
+        {"model": {"kind": "os.system"}},
+    ):
         with pytest.raises(ConfigError):
             validate(with_(**changes))
 
@@ -114,7 +137,9 @@ def test_a_newer_format_is_refused_by_name() -> None:
 def test_files_extend_one_another(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "row.yaml").write_text("extends: ../base.yaml\nname: row\ntrain: {epochs: 7}\nmethod: {kind: KTied}\nsmall: {train: {epochs: 2}}\npaper: {x: 1}\n")
+    (tmp_path / "sub" / "row.yaml").write_text(
+        "extends: ../base.yaml\nname: row\ntrain: {epochs: 7}\nmethod: {kind: KTied}\nsmall: {train: {epochs: 2}}\npaper: {x: 1}\n"
+    )
     row = load(tmp_path / "sub" / "row.yaml")
     assert (row.name, row.train.epochs, row.method.build(), row.train.optimizer.lr) == ("row", 7, sb.KTied(), 0.01)
     assert load(tmp_path / "sub" / "row.yaml", scale="small").train.epochs == 2
@@ -150,8 +175,12 @@ def test_wrong_overrides_are_told(text: str) -> None:
 
 def test_another_kind_replaces_a_mapping_whole() -> None:
     assert merged({"m": {"kind": "Rank1", "members": 4}}, {"m": {"kind": "KTied"}}) == {"m": {"kind": "KTied"}}
-    assert merged({"m": {"kind": "Rank1", "members": 4}}, {"m": {"members": 8}}) == {"m": {"kind": "Rank1", "members": 8}}
-    assert merged({"m": {"kind": "Rank1", "members": 4}}, {"m": {"kind": "Rank1", "rank": 2}}) == {"m": {"kind": "Rank1", "members": 4, "rank": 2}}
+    assert merged({"m": {"kind": "Rank1", "members": 4}}, {"m": {"members": 8}}) == {
+        "m": {"kind": "Rank1", "members": 8}
+    }
+    assert merged({"m": {"kind": "Rank1", "members": 4}}, {"m": {"kind": "Rank1", "rank": 2}}) == {
+        "m": {"kind": "Rank1", "members": 4, "rank": 2}
+    }
 
 
 @settings(max_examples=50, deadline=None)
@@ -175,7 +204,9 @@ def test_the_schema_is_closed_and_accepts_what_we_accept() -> None:
 
 def test_the_hash_leaves_out_what_is_as_usual() -> None:
     """So that an option added later, with a default that changes nothing, does not rename the runs that exist."""
-    spelled = with_(train={"norm_statistics": "shared", "clip": None, "draws": 1}, method={"rank": 1, "draws": "example"}, seed=0)
+    spelled = with_(
+        train={"norm_statistics": "shared", "clip": None, "draws": 1}, method={"rank": 1, "draws": "example"}, seed=0
+    )
     assert validate(spelled).hash == validate(BASE).hash
     assert validate(with_(train={"clip": 1.0})).hash != validate(BASE).hash
     assert validate(with_(method={"clip": 5.0})).hash != validate(BASE).hash

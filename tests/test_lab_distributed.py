@@ -16,9 +16,9 @@ import yaml
 from lab_configs import BASE, CPU
 from safetensors.torch import load_file
 
-from slimbayes import record
 from slimbayes.lab.files import merged, validate
 from slimbayes.lab.fit import fit
+from slimbayes.report import record
 
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
@@ -34,7 +34,19 @@ SILENT: dict[str, Any] = merged(TREE, {"augment": None}) | {"method": {"kind": "
 
 
 def words(file: Path, out: Path, *more: object) -> list[str]:
-    return [sys.executable, "-m", "slimbayes.lab.command", "fit", str(file), "--accelerator", "cpu", "--out", str(out), "--resume", *map(str, more)]
+    return [
+        sys.executable,
+        "-m",
+        "slimbayes.lab.command",
+        "fit",
+        str(file),
+        "--accelerator",
+        "cpu",
+        "--out",
+        str(out),
+        "--resume",
+        *map(str, more),
+    ]
 
 
 def together(file: Path, out: Path, *more: object) -> subprocess.CompletedProcess[str]:
@@ -60,7 +72,9 @@ def check_like(one: Path, run: Path) -> None:
         torch.testing.assert_close(ours[name], value, atol=2e-6, rtol=1e-5)
     two, first = record.read(run), record.read(one)
     for a, b in zip(two.curve, first.curve, strict=True):
-        assert {k: v for k, v in a.items() if "valid" not in k} == pytest.approx({k: v for k, v in b.items() if "valid" not in k}, rel=1e-5)
+        assert {k: v for k, v in a.items() if "valid" not in k} == pytest.approx(
+            {k: v for k, v in b.items() if "valid" not in k}, rel=1e-5
+        )
     assert two.evaluations[0].metrics["nll"] == pytest.approx(first.evaluations[0].metrics["nll"], rel=1e-4)
 
 
@@ -100,8 +114,22 @@ def test_a_sharded_run_resumes_from_its_checkpoint(place: Path) -> None:
 
 
 def test_torchrun_starts_the_processes_too(place: Path, noisy: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "slimbayes.lab.command"]
-    done = subprocess.run([*launcher, *words(place / "c.yaml", place / "torchrun")[3:], "--devices", "2"], capture_output=True, text=True, timeout=150)
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "slimbayes.lab.command",
+    ]
+    done = subprocess.run(
+        [*launcher, *words(place / "c.yaml", place / "torchrun")[3:], "--devices", "2"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     check_like(noisy, place / "torchrun")
 
@@ -116,7 +144,9 @@ def test_a_killed_process_ends_the_job_and_a_new_one_goes_on_bit_for_bit(place: 
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 90
-    while not list((place / "cut" / "checkpoints").glob("step-*")) and time.monotonic() < deadline and job.poll() is None:
+    while (
+        not list((place / "cut" / "checkpoints").glob("step-*")) and time.monotonic() < deadline and job.poll() is None
+    ):
         time.sleep(0.05)
     assert job.poll() is None, "the job must still be under way"
     os.killpg(job.pid, signal.SIGKILL)

@@ -16,9 +16,8 @@ import torch
 from lab_configs import CPU, METHODS, experiment, weights
 
 import slimbayes as sb
-from slimbayes import record
-from slimbayes.atomic import CheckpointError
 from slimbayes.data import Dataset, Split
+from slimbayes.files import CheckpointError
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Diverged, Stopped, Training, fit
 from slimbayes.lab.records import load_run
@@ -27,6 +26,7 @@ from slimbayes.lab.seeds import key
 from slimbayes.lab.state import latest_state
 from slimbayes.lab.step import Step
 from slimbayes.lab.task import Scaling, digits, limited, open_task
+from slimbayes.report import record
 
 KEY = 4238720567276977853
 EVERY_STEP = Execution(accelerator="cpu", workers=0, checkpoint_every=1)
@@ -48,7 +48,9 @@ def crash_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_killed_anywhere_and_resumed_ends_in_the_same_weights(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_killed_anywhere_and_resumed_ends_in_the_same_weights(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = experiment(method=METHODS[method], augment={"kind": "pad_crop_flip", "pad": 1})
     whole = fit(chosen, tmp_path / "whole", CPU)
     place = random.Random(method).randrange(1, 8)
@@ -63,7 +65,9 @@ def test_a_run_killed_anywhere_and_resumed_ends_in_the_same_weights(method: str,
     assert record.read(cut).digest == record.read(whole).digest
 
 
-def test_resuming_from_an_older_checkpoint_runs_the_lost_steps_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_from_an_older_checkpoint_runs_the_lost_steps_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen, every3 = experiment(), Execution(accelerator="cpu", workers=0, checkpoint_every=3)
     whole = fit(chosen, tmp_path / "whole", CPU)
     with monkeypatch.context() as patch:
@@ -107,7 +111,9 @@ def test_equal_configs_give_equal_records_and_other_seeds_others(tmp_path: Path)
 
 
 def test_a_run_directory_says_everything(tmp_path: Path) -> None:
-    chosen = experiment(evaluate={"draws": [1, 3], "corruptions": ["gaussian_noise"], "severities": [1, 5], "ood": ["inverted"]})
+    chosen = experiment(
+        evaluate={"draws": [1, 3], "corruptions": ["gaussian_noise"], "severities": [1, 5], "ood": ["inverted"]}
+    )
     run = fit(chosen, tmp_path / "run", CPU)
     files = {p.name for p in run.iterdir()}
     assert {"config.yaml", "environment.json", "metrics.csv", "steps.csv", "posterior", "model", "record.json"} <= files
@@ -123,9 +129,20 @@ def test_a_run_directory_says_everything(tmp_path: Path) -> None:
     first = [float(line.split(",")[1]) for line in steps[1:5]]
     assert float(rows[0]["loss"]) == pytest.approx(sum(first) / 4)
     asked = [(e.role, e.draws, e.severity) for e in found.evaluations]
-    assert asked == [("test", 1, 0), ("test", 3, 0), ("corruption", 1, 1), ("corruption", 3, 1), ("corruption", 1, 5), ("corruption", 3, 5), ("ood", 1, 0), ("ood", 3, 0)]
+    assert asked == [
+        ("test", 1, 0),
+        ("test", 3, 0),
+        ("corruption", 1, 1),
+        ("corruption", 3, 1),
+        ("corruption", 1, 5),
+        ("corruption", 3, 5),
+        ("ood", 1, 0),
+        ("ood", 3, 0),
+    ]
     assert [e.sure for e in found.examples] == ["most"] * 2 + ["least"] * 2
-    assert found.examples[0].entropy <= found.examples[-1].entropy and (found.examples[0].image or "").startswith("data:image/png;base64,")
+    assert found.examples[0].entropy <= found.examples[-1].entropy and (found.examples[0].image or "").startswith(
+        "data:image/png;base64,"
+    )
 
 
 def test_scores_are_those_of_predict(tmp_path: Path) -> None:
@@ -179,7 +196,13 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_training_lowers_the_loss_for_every_part_of_the_recipe(tmp_path: Path) -> None:
-    run = fit(experiment(train={"epochs": 6, "rows": "split", "form": "mixture", "kl": {"kind": "Linear"}, "posterior_lr": 0.5}), tmp_path / "r", CPU)
+    run = fit(
+        experiment(
+            train={"epochs": 6, "rows": "split", "form": "mixture", "kl": {"kind": "Linear"}, "posterior_lr": 0.5}
+        ),
+        tmp_path / "r",
+        CPU,
+    )
     nll = [row["nll"] for row in record.read(run).curve]
     assert nll[-1] < 0.7 * nll[0]
 
@@ -207,7 +230,11 @@ def test_averaged_weights_are_what_is_saved(tmp_path: Path) -> None:
 
 def test_pieces_of_a_batch_add_up_to_the_whole(tmp_path: Path) -> None:
     """Without batch norm, a batch in two pieces gives the gradient of the whole one."""
-    options = {"model": {"kind": "mlp", "hidden": [8]}, "method": METHODS["plain"], "data": {"name": "digits", "train_limit": 200, "test_limit": 100}}
+    options = {
+        "model": {"kind": "mlp", "hidden": [8]},
+        "method": METHODS["plain"],
+        "data": {"name": "digits", "train_limit": 200, "test_limit": 100},
+    }
     runs = [fit(experiment(**options, train={"accumulate": pieces}), tmp_path / str(pieces), CPU) for pieces in (1, 2)]
     ours = [load_run(run, CPU)[1].state_dict() for run in runs]
     for name in ours[0]:
@@ -227,7 +254,9 @@ def test_early_stopping_keeps_the_best_epoch(tmp_path: Path) -> None:
 # --- faults ---
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = experiment()
     whole = fit(chosen, tmp_path / "whole", CPU)
     with monkeypatch.context() as patch:
@@ -291,11 +320,15 @@ def nan_data(where: str) -> Dataset:
 
 
 def test_nan_in_the_data_stops_at_its_step_and_names_it(tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match=r"loss of step [0-3] is not finite. The inputs of row \d+ of the batch hold NaN"):
+    with pytest.raises(
+        Diverged, match=r"loss of step [0-3] is not finite. The inputs of row \d+ of the batch hold NaN"
+    ):
         fit(experiment(method=METHODS["plain"]), tmp_path / "run", CPU, dataset=nan_data("inputs"))
 
 
-def test_nan_in_a_layer_stops_and_names_the_layer_and_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_a_layer_stops_and_names_the_layer_and_keeps_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = Step.__call__
 
     def poison(self: Step, batch: Any, step: int, *rest: Any) -> None:
@@ -308,7 +341,11 @@ def test_nan_in_a_layer_stops_and_names_the_layer_and_keeps_the_last_good_checkp
     with pytest.raises(Diverged, match=r"step 5 is not finite. The parameter conv2.weight holds NaN or infinity"):
         fit(experiment(method=METHODS["plain"]), tmp_path / "run", EVERY_STEP)
     found = latest_state(tmp_path / "run" / "checkpoints")
-    assert found is not None and found[1]["step"] == 5 and all(t.isfinite().all() for t in found[0].values() if t.is_floating_point())
+    assert (
+        found is not None
+        and found[1]["step"] == 5
+        and all(t.isfinite().all() for t in found[0].values() if t.is_floating_point())
+    )
 
 
 def test_an_overflowing_layer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +357,9 @@ def test_an_overflowing_layer_is_named(tmp_path: Path, monkeypatch: pytest.Monke
             self.network.get_parameter("dense.weight").fill_(3e38)
 
     monkeypatch.setattr(Training, "__init__", huge)
-    with pytest.raises(Diverged, match="step 0 is not finite. The first layer whose output is NaN or infinite is 'dense'"):
+    with pytest.raises(
+        Diverged, match="step 0 is not finite. The first layer whose output is NaN or infinite is 'dense'"
+    ):
         fit(experiment(method=METHODS["plain"]), tmp_path / "run", CPU)
 
 
@@ -339,11 +378,13 @@ def test_two_processes_cannot_share_a_run_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit_kb", [30, 60])
-def test_a_full_disk_keeps_the_last_good_checkpoint(limit_kb: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_last_good_checkpoint(
+    limit_kb: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Writes fail with ENOSPC from the fourth checkpoint on."""
     import errno
 
-    from slimbayes import atomic
+    from slimbayes import files as atomic
 
     real, count = atomic._write_synced, 0
 
@@ -361,7 +402,9 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(limit_kb: int, tmp_path: Pat
     monkeypatch.undo()
     folders = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert folders == ["step-00000002", "step-00000003"]
-    assert weights(fit(experiment(), tmp_path / "run", EVERY_STEP, resume=True)) == weights(fit(experiment(), tmp_path / "whole", CPU))
+    assert weights(fit(experiment(), tmp_path / "run", EVERY_STEP, resume=True)) == weights(
+        fit(experiment(), tmp_path / "whole", CPU)
+    )
 
 
 def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +419,9 @@ def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(Stopped, match="after step 3.*--resume"):
         fit(experiment(), tmp_path / "run", CPU)
     monkeypatch.undo()
-    assert weights(fit(experiment(), tmp_path / "run", CPU, resume=True)) == weights(fit(experiment(), tmp_path / "whole", CPU))
+    assert weights(fit(experiment(), tmp_path / "run", CPU, resume=True)) == weights(
+        fit(experiment(), tmp_path / "whole", CPU)
+    )
 
 
 # --- real kills, in processes of their own ---
@@ -399,7 +444,9 @@ def test_kill_nine_at_random_times(tmp_path: Path) -> None:
         whole = fit(chosen, tmp_path / f"{method}-whole", CPU)
         cut = tmp_path / method
         for _ in range(3):
-            child = subprocess.Popen([sys.executable, "-c", CHILD, json.dumps(chosen.resolved), str(cut)], stderr=subprocess.DEVNULL)
+            child = subprocess.Popen(
+                [sys.executable, "-c", CHILD, json.dumps(chosen.resolved), str(cut)], stderr=subprocess.DEVNULL
+            )
             seen = latest_step(cut)
             deadline = time.monotonic() + 60
             while child.poll() is None and latest_step(cut) <= seen + 8 and time.monotonic() < deadline:
@@ -438,7 +485,9 @@ def test_scaling_and_limits() -> None:
     assert (len(task.train), len(task.validation or ()), len(task.test)) == (800, 200, 100)
     assert isinstance(task.train, Split)
     scaled = task.scaling(task.train.x)
-    assert float(scaled.mean()) == pytest.approx(0, abs=1e-5) and float(scaled.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    assert float(scaled.mean()) == pytest.approx(0, abs=1e-5) and float(scaled.std(correction=0)) == pytest.approx(
+        1, abs=1e-5
+    )
     assert Scaling()(task.train.x).max() <= 1
 
 
@@ -468,7 +517,11 @@ GOOD_STATE = json.dumps({"step": 1, "curve": [], "hash": "x"}).encode()
     ("tensors", "state", "manifest"),
     [
         ((2**60).to_bytes(8, "little") + b"{}", GOOD_STATE, {}),
-        ((50).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'.ljust(50), GOOD_STATE, {}),
+        (
+            (50).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'.ljust(50),
+            GOOD_STATE,
+            {},
+        ),
         (b"\x80\x04cposix\nsystem\n(S'touch canary'\ntR.", GOOD_STATE, {}),
         (b"PK\x03\x04" + b"x" * 50, GOOD_STATE, {}),
         (b"", GOOD_STATE, {}),
@@ -479,9 +532,23 @@ GOOD_STATE = json.dumps({"step": 1, "curve": [], "hash": "x"}).encode()
         (b"\x02\0\0\0\0\0\0\0{}", GOOD_STATE, {"sha256": {"../../etc/passwd": "0"}}),
         (b"\x02\0\0\0\0\0\0\0{}", GOOD_STATE, {"sha256": []}),
     ],
-    ids=["huge header", "lying shape", "pickle", "zip", "empty", "state a list", "state cut", "state empty", "newer format", "path outside", "hashes a list"],
+    ids=[
+        "huge header",
+        "lying shape",
+        "pickle",
+        "zip",
+        "empty",
+        "state a list",
+        "state cut",
+        "state empty",
+        "newer format",
+        "path outside",
+        "hashes a list",
+    ],
 )
-def test_hostile_checkpoints_are_refused_and_nothing_runs(tensors: bytes, state: bytes, manifest: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_checkpoints_are_refused_and_nothing_runs(
+    tensors: bytes, state: bytes, manifest: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even with a manifest that fits: whoever can write files can write that too."""
     monkeypatch.chdir(tmp_path)
     hostile(tmp_path / "checkpoints" / "step-00000001", tensors, state, **manifest)
@@ -500,7 +567,9 @@ def test_curves_for_tensorboard(tmp_path: Path) -> None:
 
 def test_tables_of_ones_own_are_standardised() -> None:
     x = torch.randn(40, 3) * torch.tensor([1.0, 50.0, 0.0]) + torch.tensor([0.0, 300.0, 7.0])
-    data = Dataset("mine", {"train": Split(x, torch.arange(40) % 2), "test": Split(x[:5], torch.zeros(5, dtype=torch.int64))})
+    data = Dataset(
+        "mine", {"train": Split(x, torch.arange(40) % 2), "test": Split(x[:5], torch.zeros(5, dtype=torch.int64))}
+    )
     task = open_task(experiment(data={"name": "mine", "train_limit": None, "test_limit": None}).data, None, data)
     scaled = task.scaling(x)
     torch.testing.assert_close(scaled.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
@@ -519,7 +588,11 @@ def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told
     np.save(folder / "fog.npy", images)
     where = Execution(accelerator="cpu", data_dir=tmp_path)
     found = _published("cifar10", "fog", 2, where, None)
-    assert found is not None and torch.equal(found.x, torch.from_numpy(images[2:4]).permute(0, 3, 1, 2)) and found.y.tolist() == [2, 3]
+    assert (
+        found is not None
+        and torch.equal(found.x, torch.from_numpy(images[2:4]).permute(0, 3, 1, 2))
+        and found.y.tolist() == [2, 3]
+    )
     assert _published("cifar10", "snow", 2, where, None) is None and _published("digits", "fog", 2, where, None) is None
     (folder / "fog.npy").write_bytes((folder / "fog.npy").read_bytes()[:5000])
     with pytest.raises(ValueError, match="fog.npy"):

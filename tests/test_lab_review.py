@@ -17,9 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import slimbayes as sb
-from slimbayes import record
 from slimbayes.data import Dataset, Split
-from slimbayes.inference import predict_prefixes
 from slimbayes.lab import evaluate as evaluating
 from slimbayes.lab import recipes, training
 from slimbayes.lab.again import fitted, read_rows
@@ -34,6 +32,8 @@ from slimbayes.lab.optimizers import rate
 from slimbayes.lab.records import load_run
 from slimbayes.lab.state import latest_state
 from slimbayes.lab.task import open_task
+from slimbayes.prediction.predict import predict_prefixes
+from slimbayes.report import record
 
 ONCE: dict[str, Any] = {"epochs": 1, "batch": 50}
 MINE: dict[str, Any] = {"data": {"name": "mine", "train_limit": None, "test_limit": None}, "model": {"kind": "mlp"}}
@@ -72,14 +72,30 @@ def fit_without_record(chosen: Experiment, folder: Path, resume: bool = False) -
 
 def test_the_order_of_patterns_is_part_of_the_name() -> None:
     one, two = {"conv.*": {"kind": "Rank1", "members": 2}}, {".*": {"kind": "BatchEnsemble", "members": 2}}
-    first, second = (validate(merged(BASE, {"method": {"kind": "ByName", "layers": layers}})) for layers in ({**one, **two}, {**two, **one}))
+    first, second = (
+        validate(merged(BASE, {"method": {"kind": "ByName", "layers": layers}}))
+        for layers in ({**one, **two}, {**two, **one})
+    )
     assert list(first.method.build()) != list(second.method.build()) and first.hash != second.hash
 
 
 def test_hashes_see_values_not_how_they_are_written() -> None:
-    same = ({"train": {"epochs": 2.0}}, {"seed": "0"}, {"train": {"optimizer": {"lr": "1e-2"}}}, {"evaluate": {"draws": (1,)}}, {"method": {"prior": {"kind": "Normal", "loc": 1, "scale": 0.1}}})
+    same = (
+        {"train": {"epochs": 2.0}},
+        {"seed": "0"},
+        {"train": {"optimizer": {"lr": "1e-2"}}},
+        {"evaluate": {"draws": (1,)}},
+        {"method": {"prior": {"kind": "Normal", "loc": 1, "scale": 0.1}}},
+    )
     assert {experiment(**changes).hash for changes in same} == {experiment().hash}
-    other = ({"train": {"schedule": {"kind": "Constant", "warmup": 1}}}, {"train": {"kl": {"kind": "Constant", "weight": 2}}}, {"train": {"weight_decay": {}}}, {"evaluate": {"draws": [1, 2]}}, {"train": {"l2": {}}}, {"include": ".*"})
+    other = (
+        {"train": {"schedule": {"kind": "Constant", "warmup": 1}}},
+        {"train": {"kl": {"kind": "Constant", "weight": 2}}},
+        {"train": {"weight_decay": {}}},
+        {"evaluate": {"draws": [1, 2]}},
+        {"train": {"l2": {}}},
+        {"include": ".*"},
+    )
     assert len({experiment(**changes).hash for changes in (*other, {})}) == len(other) + 1
 
 
@@ -131,8 +147,19 @@ def test_the_kl_counts_once_however_a_batch_is_cut(tmp_path: Path) -> None:
     moves = []
     for pieces in (1, 4):
         train = {"epochs": 1, "batch": 40, "accumulate": pieces, "optimizer": {"kind": "SGD", "lr": 1e-6}}
-        made = Training(experiment(train=train, data={"validation": 0.2}, model={"kind": "mlp", "hidden": [8]}), tmp_path, CPU, CPU.fabric("32"), Nobody(), None, None)
-        before, kl = {n: p.detach().clone() for n, p in made.network.named_parameters() if "rho" in n}, float(sb.kl(made.network).detach())
+        made = Training(
+            experiment(train=train, data={"validation": 0.2}, model={"kind": "mlp", "hidden": [8]}),
+            tmp_path,
+            CPU,
+            CPU.fabric("32"),
+            Nobody(),
+            None,
+            None,
+        )
+        before, kl = (
+            {n: p.detach().clone() for n, p in made.network.named_parameters() if "rho" in n},
+            float(sb.kl(made.network).detach()),
+        )
         made.stepper(next(made._batches(0, 0)), 0, 1e6, 1.0)
         assert before and float(made.stepper.history[0, 2]) == pytest.approx(kl / 160, rel=1e-5)
         moves.append({n: p.detach() - before[n] for n, p in made.network.named_parameters() if n in before})
@@ -140,7 +167,10 @@ def test_the_kl_counts_once_however_a_batch_is_cut(tmp_path: Path) -> None:
         torch.testing.assert_close(moved, moves[1][name], rtol=1e-2, atol=1e-5)
 
 
-@pytest.mark.parametrize(("changes", "epoch"), [({"train": {"ema": 0.5}}, 4), ({"train": {"early_stop": {"patience": 3}}, "data": {"validation": 0.25}}, 3)])
+@pytest.mark.parametrize(
+    ("changes", "epoch"),
+    [({"train": {"ema": 0.5}}, 4), ({"train": {"early_stop": {"patience": 3}}, "data": {"validation": 0.25}}, 3)],
+)
 def test_many_resumes_in_a_row(changes: dict[str, Any], epoch: int, tmp_path: Path) -> None:
     """Killed in an epoch, at an epoch's end, and while it was judged; with other checkpoints each time, and moved in between."""
     chosen = experiment(**merged({"train": {"epochs": 3}}, changes))
@@ -168,7 +198,10 @@ def test_steps_are_written_down_once(execution: Execution, tmp_path: Path) -> No
     if execution is EVERY_STEP:
         (tmp_path / "run" / "steps.csv").write_text("")
     fit(experiment(), tmp_path / "run", execution, resume=True)
-    assert [line.split(",")[0] for line in (tmp_path / "run" / "steps.csv").read_text().splitlines()] == ["step", *map(str, range(8))]
+    assert [line.split(",")[0] for line in (tmp_path / "run" / "steps.csv").read_text().splitlines()] == [
+        "step",
+        *map(str, range(8)),
+    ]
 
 
 @pytest.mark.parametrize("judged", [True, False])
@@ -186,9 +219,17 @@ def test_the_cost_is_that_of_all_of_a_run(judged: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("batch", [40, 10])
 def test_weights_that_turn_nan_are_told_and_never_saved(batch: int, tmp_path: Path) -> None:
     data, net = mine(X, torch.arange(60) % 3, "a", "b", "c"), dense(3)
-    net.register_forward_hook(lambda module, inputs, outputs: outputs + torch.sqrt(outputs * 0))  # finite, with a gradient that is not
+    net.register_forward_hook(
+        lambda module, inputs, outputs: outputs + torch.sqrt(outputs * 0)
+    )  # finite, with a gradient that is not
     with pytest.raises(Diverged):
-        fit(experiment(**MINE, train={"epochs": 1, "batch": batch}), tmp_path / "run", EVERY_STEP, network=net, dataset=data)
+        fit(
+            experiment(**MINE, train={"epochs": 1, "batch": batch}),
+            tmp_path / "run",
+            EVERY_STEP,
+            network=net,
+            dataset=data,
+        )
     found = latest_state(tmp_path / "run" / "checkpoints")
     assert found is None or all(bool(t.isfinite().all()) for n, t in found[0].items() if n.startswith("network/"))
 
@@ -214,7 +255,9 @@ def test_processes_agree_when_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_early_stopping_judges_the_best_epoch_with_its_norms(ema: float | None, tmp_path: Path) -> None:
     """With no draws to differ by, the final score of the validation rows is the lowest of the curve."""
     train = {"epochs": 9, "early_stop": {"patience": 2}, "optimizer": {"kind": "SGD", "lr": 0.8}, "ema": ema}
-    found = record.read(fit(experiment(train=train, data={"validation": 0.3}, method=METHODS["plain"]), tmp_path / "run", CPU))
+    found = record.read(
+        fit(experiment(train=train, data={"validation": 0.3}, method=METHODS["plain"]), tmp_path / "run", CPU)
+    )
     judged = next(e for e in found.evaluations if e.role == "validation")
     assert judged.metrics["nll"] == pytest.approx(min(row["validation_nll"] for row in found.curve), rel=1e-6)
 
@@ -227,11 +270,21 @@ def test_early_stopping_without_rows_to_watch_is_refused(tmp_path: Path) -> None
 # --- judging ---
 
 
-@pytest.mark.parametrize(("network", "method"), [("imdb_lstm", "plain"), ("imdb_lstm", "rank1"), ("mortality_lstm", "mean-field"), ("mortality_lstm", "ensemble")])
+@pytest.mark.parametrize(
+    ("network", "method"),
+    [("imdb_lstm", "plain"), ("imdb_lstm", "rank1"), ("mortality_lstm", "mean-field"), ("mortality_lstm", "ensemble")],
+)
 def test_two_classes_from_words(network: str, method: str, tmp_path: Path) -> None:
-    words = torch.randint(0, 30, (60, 6) if network == "imdb_lstm" else (60, 5, 3), generator=torch.Generator().manual_seed(1))
+    words = torch.randint(
+        0, 30, (60, 6) if network == "imdb_lstm" else (60, 5, 3), generator=torch.Generator().manual_seed(1)
+    )
     data = mine(words, (words.flatten(1)[:, 0] > 15).long(), "no", "yes")
-    chosen = experiment(**MINE | {"model": {"kind": network, "embedding": 4, "units": 4}}, method=METHODS[method], train=ONCE, evaluate={"draws": [1, 3]})
+    chosen = experiment(
+        **MINE | {"model": {"kind": network, "embedding": 4, "units": 4}},
+        method=METHODS[method],
+        train=ONCE,
+        evaluate={"draws": [1, 3]},
+    )
     folder = fit(chosen, tmp_path / "run", CPU, dataset=data)
     _, net, task, likelihood = load_run(folder, CPU, dataset=data)
     found = record.read(folder).evaluations[0].metrics
@@ -239,13 +292,24 @@ def test_two_classes_from_words(network: str, method: str, tmp_path: Path) -> No
     if method == "plain":
         p, y = sb.predict(net, task.test.x, likelihood="bernoulli").probs.double(), data.test.y  # type: ignore[union-attr]
         above = (p[y == 1][:, None] > p[y == 0]).double() + 0.5 * (p[y == 1][:, None] == p[y == 0])
-        assert found["auroc"] == pytest.approx(float(above.mean())) and found["brier"] == pytest.approx(float(2 * (p - y).square().mean()), rel=1e-5)
+        assert found["auroc"] == pytest.approx(float(above.mean())) and found["brier"] == pytest.approx(
+            float(2 * (p - y).square().mean()), rel=1e-5
+        )
         assert found["nll"] == pytest.approx(float(-torch.where(y == 1, p, 1 - p).log().mean()), rel=1e-5)
 
 
 def test_how_rows_are_batched_changes_no_score_of_a_plain_network(tmp_path: Path) -> None:
     asked = {"corruptions": ["gaussian_noise", "fog"], "severities": [3], "ood": ["inverted", "shuffled"]}
-    runs = [record.read(fit(experiment(method=METHODS["plain"], train=ONCE, evaluate={**asked, "batch": size}), tmp_path / str(size), CPU)) for size in (7, 500)]
+    runs = [
+        record.read(
+            fit(
+                experiment(method=METHODS["plain"], train=ONCE, evaluate={**asked, "batch": size}),
+                tmp_path / str(size),
+                CPU,
+            )
+        )
+        for size in (7, 500)
+    ]
     for one, other in zip(runs[0].evaluations, runs[1].evaluations, strict=True):
         assert one.metrics == pytest.approx(other.metrics, rel=1e-4, abs=1e-6)
 
@@ -253,7 +317,9 @@ def test_how_rows_are_batched_changes_no_score_of_a_plain_network(tmp_path: Path
 def test_numbers_of_draws_are_prefixes_of_one_another(run: Path) -> None:
     _, net, task, _ = load_run(run, CPU)
     found = predict_prefixes(net, task.scaling(task.test.x[:5]), [1, 3, 4])  # type: ignore[union-attr]
-    assert torch.equal(found[4].samples[: found[1].count], found[1].samples) and torch.equal(found[4].samples[: found[3].count], found[3].samples)
+    assert torch.equal(found[4].samples[: found[1].count], found[1].samples) and torch.equal(
+        found[4].samples[: found[3].count], found[3].samples
+    )
 
 
 def test_validation_counts_every_target_as_the_test_does(tmp_path: Path) -> None:
@@ -267,29 +333,49 @@ def test_validation_counts_every_target_as_the_test_does(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("asked", ["ood", "shift"])
 def test_sets_that_do_not_fit_are_told(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluating, "_test_of", lambda *_: Split(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)))
+    monkeypatch.setattr(
+        evaluating,
+        "_test_of",
+        lambda *_: Split(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)),
+    )
     real = {"network": dense(2), "dataset": mine(X, X[:, :2])} if asked == "ood" else {}
     with pytest.raises(ValueError, match="inverted"):
-        fit(experiment(**MINE if real else {}, train=ONCE, evaluate={asked: ["inverted"]}), tmp_path / "run", CPU, **real)
+        fit(
+            experiment(**MINE if real else {}, train=ONCE, evaluate={asked: ["inverted"]}),
+            tmp_path / "run",
+            CPU,
+            **real,
+        )
 
 
 def test_examples_show_the_predictions_that_were_judged(tmp_path: Path) -> None:
     chosen = experiment(train=ONCE, evaluate={"draws": [1, 4]})
     folder = fit(chosen, tmp_path / "run", CPU)
     _, net, task, likelihood = load_run(folder, CPU)
-    found = torch.cat([p[4].entropy for p, _ in Judge(net, task, likelihood, chosen).predictions(task.test, "digits test {}", [1, 4])])
-    assert [float(found[e.index]) for e in record.read(folder).examples] == [e.entropy for e in record.read(folder).examples]
+    found = torch.cat(
+        [p[4].entropy for p, _ in Judge(net, task, likelihood, chosen).predictions(task.test, "digits test {}", [1, 4])]
+    )
+    assert [float(found[e.index]) for e in record.read(folder).examples] == [
+        e.entropy for e in record.read(folder).examples
+    ]
 
 
 def test_classes_need_no_names(tmp_path: Path) -> None:
-    folder = fit(experiment(**MINE, train=ONCE), tmp_path / "run", CPU, network=dense(3), dataset=mine(X, torch.arange(60) % 3))
+    folder = fit(
+        experiment(**MINE, train=ONCE), tmp_path / "run", CPU, network=dense(3), dataset=mine(X, torch.arange(60) % 3)
+    )
     assert {e.label for e in record.read(folder).examples} <= {"0", "1", "2"}
 
 
 def test_a_corruption_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     told: list[str] = []
     watcher = SimpleNamespace(begin=lambda *_: None, move=lambda *_: None, say=told.append)
-    fit(experiment(train=ONCE, evaluate={"corruptions": ["frost"], "severities": [5]}), tmp_path / "run", CPU, watcher=watcher)
+    fit(
+        experiment(train=ONCE, evaluate={"corruptions": ["frost"], "severities": [5]}),
+        tmp_path / "run",
+        CPU,
+        watcher=watcher,
+    )
     assert any("frost is left out" in message for message in told)
 
 
@@ -300,7 +386,11 @@ def test_records_keep_numbers_that_json_does_not_have(run: Path, tmp_path: Path)
     (tmp_path / "record.json").write_text(changed.model_dump_json())
     json.loads((tmp_path / "record.json").read_text(), parse_constant=pytest.fail)
     again = record.read(tmp_path)
-    assert again.digest == changed.digest and math.isnan(again.evaluations[0].metrics["mce"]) and again.evaluations[0].metrics["nll"] == math.inf
+    assert (
+        again.digest == changed.digest
+        and math.isnan(again.evaluations[0].metrics["mce"])
+        and again.evaluations[0].metrics["nll"] == math.inf
+    )
 
 
 # --- the command ---

@@ -17,12 +17,14 @@ pytest.importorskip("pytorch_lightning")
 
 import pytorch_lightning as pl
 
-from slimbayes.lab.lightning import BayesModule
+from slimbayes.contrib.lightning import BayesModule
 
 pytestmark = [
     # The Trainer's hints about workers, intervals and devices.
     pytest.mark.filterwarnings("ignore::lightning_fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:.*(does not have many workers|GPU available|tensorboard|isinstance\\(treespec|Checkpoint directory):"),
+    pytest.mark.filterwarnings(
+        "ignore:.*(does not have many workers|GPU available|tensorboard|isinstance\\(treespec|Checkpoint directory):"
+    ),
 ]
 
 
@@ -90,7 +92,9 @@ def test_the_kl_is_scaled_once(tmp_path: Path, accumulate: int) -> None:
             grads.append({n: p.grad.clone() for n, p in module.model.named_parameters()})
 
     seen = Losses()
-    trainer(tmp_path, 1, callbacks=[Look(), seen], accumulate_grad_batches=accumulate, limit_train_batches=accumulate).fit(module, loader())
+    trainer(
+        tmp_path, 1, callbacks=[Look(), seen], accumulate_grad_batches=accumulate, limit_train_batches=accumulate
+    ).fit(module, loader())
     expected = sb.kl(before) / 1000
     assert seen.rows[0]["kl"] == pytest.approx(expected.item(), rel=1e-6)
     assert seen.rows[0]["loss"] == pytest.approx(seen.rows[0]["nll"] + 0.25 * expected.item(), rel=1e-6)
@@ -160,8 +164,10 @@ def test_resuming_at_an_epoch_s_end_is_exact_with_a_seed_and_a_fixed_order(tmp_p
 
 
 def test_with_the_lightning_package_too() -> None:
-    pytest.importorskip("lightning", reason="the `lightning` package is not installed; pytorch_lightning is tested above")
-    code = "import lightning as L; from slimbayes.lab.lightning import BayesModule; assert issubclass(BayesModule, L.LightningModule)"
+    pytest.importorskip(
+        "lightning", reason="the `lightning` package is not installed; pytorch_lightning is tested above"
+    )
+    code = "import lightning as L; from slimbayes.contrib.lightning import BayesModule; assert issubclass(BayesModule, L.LightningModule)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -171,7 +177,7 @@ warnings.simplefilter("ignore")
 sys.path.insert(0, sys.argv[1])
 import pytorch_lightning as pl
 from test_lightning_adapter import network, loader, fast
-from slimbayes.lab.lightning import BayesModule
+from slimbayes.contrib.lightning import BayesModule
 devices = int(sys.argv[3])
 pl.seed_everything(1, verbose=False)
 module = BayesModule(network(), num_data=240, optimizer=lambda g: torch.optim.SGD(g, lr=0.1))
@@ -190,7 +196,9 @@ def test_two_processes_take_the_step_of_one(tmp_path: Path) -> None:
     found = []
     for devices in (1, 2):
         file = tmp_path / f"{devices}.pt"
-        subprocess.run([sys.executable, str(script), str(Path(__file__).parent), str(file), str(devices)], check=True, timeout=120)
+        subprocess.run(
+            [sys.executable, str(script), str(Path(__file__).parent), str(file), str(devices)], check=True, timeout=120
+        )
         found.append(torch.load(file, weights_only=True))
     # A KL counted twice would pull twice as hard; rows are dealt out differently, so weights agree only roughly.
     assert found[0]["kl"] == pytest.approx(found[1]["kl"].item(), rel=1e-2)

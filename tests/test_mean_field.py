@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slimbayes as sb
+from slimbayes.distributions.priors import gaussian_kl
 from slimbayes.layers.base import BayesLayer
-from slimbayes.posteriors.priors import gaussian_kl
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 
@@ -82,7 +82,9 @@ def test_flipout_draws_biases_once_for_all_rows() -> None:
     deviation = y - y.mean(0)
     bias = net.posterior["weight"].bias_log_scale.exp().square().detach()
     assert ((deviation[:, 0] * deviation[:, 1]).mean(0) - bias).abs().max() < 0.05
-    torch.testing.assert_close(y.var(0), x.square() @ scales(net).square().T + bias, rtol=4.5 * math.sqrt(2 / len(y)), atol=0)
+    torch.testing.assert_close(
+        y.var(0), x.square() @ scales(net).square().T + bias, rtol=4.5 * math.sqrt(2 / len(y)), atol=0
+    )
 
 
 def test_flipout_signs_are_rademacher() -> None:
@@ -133,12 +135,16 @@ def gradients(config: sb.Config, steps: int = 1200) -> tuple[np.ndarray, np.ndar
     drawn = []
     for _ in range(steps):
         nll = sb.gaussian(sb.sample(net, x)[..., 0], y, 0.7)
-        drawn.append([g.flatten().numpy() for g in torch.autograd.grad(sb.elbo(nll, net, num_data=32).loss, parameters)])
+        drawn.append(
+            [g.flatten().numpy() for g in torch.autograd.grad(sb.elbo(nll, net, num_data=32).loss, parameters)]
+        )
     by_mean, by_scale = np.stack(drawn, 1)
     return by_mean, by_scale, net, x, y
 
 
-def exact_gradients(net: Any, x: Tensor, y: Tensor, noise: float = 0.7, prior: float = 0.5) -> tuple[np.ndarray, np.ndarray]:
+def exact_gradients(
+    net: Any, x: Tensor, y: Tensor, noise: float = 0.7, prior: float = 0.5
+) -> tuple[np.ndarray, np.ndarray]:
     """Of the expected loss (sum of (y - x m)^2 + x^2 s^2) / 2 noise^2 / N + KL / N."""
     mean, scale = net.weight.detach().numpy()[0], scales(net).numpy()[0]
     design, target = x.numpy(), y.numpy()
@@ -160,7 +166,9 @@ def test_gradients_are_unbiased_and_less_noisy_from_reparam_to_flipout_to_local(
         variance[estimator] = [got.var(0).sum() for got in drawn]
     means, stds = zip(*(variance[e] for e in ESTIMATORS), strict=True)
     assert means[0] > 5 * means[1]
-    assert means[1] == pytest.approx(means[2], rel=0.15)  # both leave rows uncorrelated; this gradient is linear in the noise
+    assert means[1] == pytest.approx(
+        means[2], rel=0.15
+    )  # both leave rows uncorrelated; this gradient is linear in the noise
     assert stds[0] > 1.2 * stds[1] > 3 * stds[2]
 
 
@@ -170,7 +178,11 @@ Case = tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[[Tensor, Te
 LOCAL: dict[str, Case] = {  # layer, input, and op(x^2, sigma^2) written with torch alone
     "Linear": (lambda: nn.Linear(7, 5), lambda: torch.randn(3, 7), lambda x, v: x.square() @ v.T),
     "Linear 3d": (lambda: nn.Linear(7, 5), lambda: torch.randn(3, 2, 7), lambda x, v: x.square() @ v.T),
-    "Conv2d": (lambda: nn.Conv2d(4, 6, 3, 2, 1), lambda: torch.randn(3, 4, 7, 7), lambda x, v: F.conv2d(x**2, v, None, 2, 1)),
+    "Conv2d": (
+        lambda: nn.Conv2d(4, 6, 3, 2, 1),
+        lambda: torch.randn(3, 4, 7, 7),
+        lambda x, v: F.conv2d(x**2, v, None, 2, 1),
+    ),
     "Conv2d groups": (
         lambda: nn.Conv2d(4, 6, 3, groups=2),
         lambda: torch.randn(3, 4, 5, 5),
@@ -280,7 +292,9 @@ def kl_by_torch(net: Any, loc: float, scale: float) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("config", [sb.MeanField(prior=sb.Normal(0.1, 0.3)), sb.KTied(rank=2, prior=sb.Normal(0.1, 0.3))])
+@pytest.mark.parametrize(
+    "config", [sb.MeanField(prior=sb.Normal(0.1, 0.3)), sb.KTied(rank=2, prior=sb.Normal(0.1, 0.3))]
+)
 def test_kl_of_a_large_layer_equals_torch(config: sb.Config, dtype: torch.dtype) -> None:
     """512 x 512 weights, one sum of 262,144 terms, in float32 too."""
     net = sb.bayesianize(nn.Linear(512, 512, bias=False, dtype=dtype), config)
@@ -374,7 +388,14 @@ def mixture_kl(mean: float, scale: float, prior: sb.ScaleMixture) -> float:
     return integrate.quad(integrand, low, high, points=[mean, *cuts], limit=400, epsabs=1e-10)[0]
 
 
-NEAR = [(0.0, 0.02, 0.1), (0.05, 0.1, 0.1), (0.3, 0.05, 0.1), (-1.0, 0.2, 0.1), (0.0, 0.01, 0.0025), (0.1, 0.01, 0.0025)]
+NEAR = [
+    (0.0, 0.02, 0.1),
+    (0.05, 0.1, 0.1),
+    (0.3, 0.05, 0.1),
+    (-1.0, 0.2, 0.1),
+    (0.0, 0.01, 0.0025),
+    (0.1, 0.01, 0.0025),
+]
 WIDE = [(0.0, 0.03, 0.0025), (0.02, 0.1, 0.0025), (0.0, 0.3, 0.0025), (0.5, 1.0, 0.0025)]
 
 
@@ -487,7 +508,9 @@ def test_gradients_to_factors_are_projections_of_those_to_scales() -> None:
     """F25: dL/d log u_ik = sum_j dL/dsigma_ij u_ik v_jk, for an arbitrary loss of sigma."""
     posterior = linear(4, 3, sb.KTied(rank=2, scale_jitter=0.5)).posterior["weight"]
     weight = torch.randn(3, 4)
-    by_u, by_v = torch.autograd.grad((weight * posterior.log_scale().exp().sin()).sum(), [posterior.log_u, posterior.log_v])
+    by_u, by_v = torch.autograd.grad(
+        (weight * posterior.log_scale().exp().sin()).sum(), [posterior.log_u, posterior.log_v]
+    )
     u, v = posterior.log_u.exp(), posterior.log_v.exp()
     by_sigma = (weight * posterior.log_scale().exp().cos()).T  # (inputs, outputs)
     torch.testing.assert_close(by_u, u * (by_sigma @ v))
@@ -505,7 +528,9 @@ def test_a_cap_holds_and_lets_scales_return(config: Any) -> None:
             p += 1.5
     assert scales(net).max().item() == pytest.approx(0.2)
     (got,) = torch.autograd.grad(sb.kl(net), [next(posterior.parameters())])
-    assert got.sum().item() == pytest.approx(6 * ((0.2 / 0.05) ** 2 - 1), rel=1e-6)  # d KL / d log sigma at the cap, six scales
+    assert got.sum().item() == pytest.approx(
+        6 * ((0.2 / 0.05) ** 2 - 1), rel=1e-6
+    )  # d KL / d log sigma at the cap, six scales
     optimizer = torch.optim.Adam(posterior.parameters(), lr=0.05)
     for _ in range(300):
         optimizer.zero_grad()
@@ -548,7 +573,9 @@ def test_biases_are_points_or_have_posteriors(estimator: Any) -> None:
     """On inputs of zero only the bias is left: constant, or with its own scale, which the KL counts."""
     point = linear(3, 2, sb.MeanField(estimator=estimator), bias=True)
     assert torch.allclose(sb.sample(point, torch.zeros(4, 3), draws=5), point.bias)
-    net = linear(3, 2, sb.MeanField(estimator=estimator, bias="gaussian", scale_init=0.3, prior=sb.Normal(0.0, 0.5)), bias=True)
+    net = linear(
+        3, 2, sb.MeanField(estimator=estimator, bias="gaussian", scale_init=0.3, prior=sb.Normal(0.0, 0.5)), bias=True
+    )
     posterior = net.posterior["weight"]
     assert posterior.bias_log_scale.shape == (2,)
     drawn = sb.sample(net, torch.zeros(1, 3), draws=20_000)[:, 0].detach()
@@ -571,7 +598,12 @@ def test_means_under_a_prior_are_not_decayed() -> None:
     build = lambda: nn.Sequential(nn.Linear(3, 4), nn.LSTM(4, 2))  # noqa: E731
     biases = {"0.bias", "1.bias_ih_l0", "1.bias_hh_l0"}
     kernels = {"0.weight", "1.weight_ih_l0", "1.weight_hh_l0"}
-    for config in (sb.MeanField(), sb.KTied(rank=1), sb.MeanField(prior=sb.HeNormal()), sb.KTied(prior=sb.EmpiricalBayes())):
+    for config in (
+        sb.MeanField(),
+        sb.KTied(rank=1),
+        sb.MeanField(prior=sb.HeNormal()),
+        sb.KTied(prior=sb.EmpiricalBayes()),
+    ):
         assert decayed(sb.bayesianize(build(), config)) == biases
     assert decayed(sb.bayesianize(build(), sb.MeanField(prior=sb.TiedMean()))) == biases | kernels
 

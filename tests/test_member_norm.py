@@ -52,12 +52,18 @@ def input_of(case: str, rows: int) -> Tensor:
 def separate(layer: Any) -> list[Any]:
     """Each member as a torch layer of its own; they share the layer's scale and bias where the members do."""
     posterior, out = layer.posterior["weight"], []
-    shared = {n: None if p is None else nn.Parameter(p.detach().clone()) for n, p in (("weight", layer.weight), ("bias", layer.bias))}
+    shared = {
+        n: None if p is None else nn.Parameter(p.detach().clone())
+        for n, p in (("weight", layer.weight), ("bias", layer.bias))
+    }
     for k in range(posterior.members):
         one = copy.deepcopy(sb.debayesianize(copy.deepcopy(layer)))
         one.weight, one.bias = shared["weight"], shared["bias"]
         if k and posterior.weight is not None:
-            one.weight, one.bias = nn.Parameter(posterior.weight[k - 1].clone()), nn.Parameter(posterior.bias[k - 1].clone())
+            one.weight, one.bias = (
+                nn.Parameter(posterior.weight[k - 1].clone()),
+                nn.Parameter(posterior.bias[k - 1].clone()),
+            )
         if k and posterior.running_mean is not None:
             for name in ("running_mean", "running_var", "num_batches_tracked"):
                 getattr(one, name).copy_(getattr(posterior, name)[k - 1])
@@ -83,7 +89,10 @@ def assert_same(layer: Any, nets: list[Any]) -> None:
     posterior = layer.posterior["weight"]
     for name in ("weight", "bias"):
         if getattr(layer, name) is not None:
-            gradients = [getattr(layer, name).grad, *([] if posterior.weight is None else getattr(posterior, name).grad)]
+            gradients = [
+                getattr(layer, name).grad,
+                *([] if posterior.weight is None else getattr(posterior, name).grad),
+            ]
             for ours, theirs in zip(gradients, nets, strict=False):
                 torch.testing.assert_close(ours, getattr(theirs, name).grad, rtol=1e-9, atol=1e-9)
 
@@ -106,7 +115,9 @@ def test_training_and_prediction_equal_separate_layers(case: str, draws: int, af
     assert_same(layer, nets)
     layer.eval(), [one.eval() for one in nets]
     x = input_of(case, len(member))
-    torch.testing.assert_close(sb.sample(layer, x, draws=draws, rows="split").flatten(0, 1), by_hand(nets, x, member), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        sb.sample(layer, x, draws=draws, rows="split").flatten(0, 1), by_hand(nets, x, member), rtol=1e-12, atol=1e-12
+    )
     assert_same(layer, nets)
 
 
@@ -122,12 +133,17 @@ def test_a_bare_call_shares_rows_out(case: str, rows: int, training: bool) -> No
     for _ in range(8):
         x = input_of(case, rows)
         if fails:
-            with pytest.raises(ValueError, match=r"weight: every member's statistics need more than one value for each channel.*2 rows or more for each of the 3"):
+            with pytest.raises(
+                ValueError,
+                match=r"weight: every member's statistics need more than one value for each channel.*2 rows or more for each of the 3",
+            ):
                 layer(x)
             continue
         y, first = layer(x), int(layer.posterior["weight"].current.first)
         firsts.add(first % K)
-        torch.testing.assert_close(y, by_hand(nets, x, [(i * K // rows + first) % K for i in range(rows)]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            y, by_hand(nets, x, [(i * K // rows + first) % K for i in range(rows)]), rtol=1e-12, atol=1e-12
+        )
     if fails:  # and leaves everything as it was
         assert all(torch.equal(t, before[n]) for n, t in layer.state_dict().items())
     else:
@@ -145,7 +161,9 @@ def test_one_member_at_a_time_moves_its_own_statistics(case: str) -> None:
         torch.testing.assert_close(y, nets[k](x), rtol=1e-12, atol=1e-12)
     assert_same(layer, nets)
     x = input_of(case, 4)
-    torch.testing.assert_close(sb.sample(layer, x, fold=False), torch.stack([one(x) for one in nets]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        sb.sample(layer, x, fold=False), torch.stack([one(x) for one in nets]), rtol=1e-12, atol=1e-12
+    )
     assert_same(layer, nets)
 
 
@@ -166,7 +184,11 @@ def test_members_see_only_their_rows() -> None:
     changed = x.clone()
     changed[4:8] *= 10
     before, after = (sb.sample(copy.deepcopy(layer), rows, rows="split") for rows in (x, changed))
-    assert torch.equal(before[0], after[0]) and torch.equal(before[2], after[2]) and not torch.allclose(before[1], after[1])
+    assert (
+        torch.equal(before[0], after[0])
+        and torch.equal(before[2], after[2])
+        and not torch.allclose(before[1], after[1])
+    )
     rows = x.clone().requires_grad_()
     sb.sample(layer, rows, rows="split")[1].square().sum().backward()
     assert [bool(part.any()) for part in rows.grad.split(4)] == [False, True, False]
@@ -243,7 +265,9 @@ def test_members_of_a_network_normalise_apart() -> None:
     means = torch.cat([net.bn.running_mean[None], net.bn.posterior["weight"].running_mean])
     assert (means[0] - means[1]).abs().max() > 0.01 and (means[1] - means[2]).abs().max() > 0.01
     # Folded draws count twice as many values, so that only the means agree.
-    torch.testing.assert_close(means, torch.cat([alone.bn.running_mean[None], alone.bn.posterior["weight"].running_mean]))
+    torch.testing.assert_close(
+        means, torch.cat([alone.bn.running_mean[None], alone.bn.posterior["weight"].running_mean])
+    )
     net.eval()
     torch.testing.assert_close(sb.sample(net, x), sb.sample(net, x, fold=False))
     torch.manual_seed(1)
@@ -270,16 +294,26 @@ def test_a_second_conversion_adds_member_norms_to_any_method() -> None:
     rows = {row.name: row for row in sb.summary(net).rows}
     assert [rows[n].status for n in ("conv", "bn", "fc", "norm")] == ["converted", "converted", "converted", "skipped"]
     assert rows["bn"].detail == "MemberNorm(members=3)"
-    assert sb.sample(net, torch.randn(4, 2, 5, 5)).shape == (K, 4, 3) and type(net).plain is Net and type(net).__bases__[-1] is Net
+    assert (
+        sb.sample(net, torch.randn(4, 2, 5, 5)).shape == (K, 4, 3)
+        and type(net).plain is Net
+        and type(net).__bases__[-1] is Net
+    )
     with pytest.raises(ValueError, match="bn .*converted already"):
         sb.bayesianize(net, sb.MemberNorm(members=K), strict=True)
 
 
 def test_other_layers_stay_and_say_why() -> None:
     rows = {row.name: row for row in sb.summary(network()).rows}
-    assert rows["norm"].status == "skipped" and rows["norm"].detail == "its statistics are those of one row: members have their own already"
+    assert (
+        rows["norm"].status == "skipped"
+        and rows["norm"].detail == "its statistics are those of one row: members have their own already"
+    )
     rows = {row.name: row for row in sb.summary(sb.bayesianize(Net(), sb.MemberNorm())).rows}
-    assert rows["fc"].detail == "not among the layers that MemberNorm(members=4) is for" and "one row" in rows["norm"].detail
+    assert (
+        rows["fc"].detail == "not among the layers that MemberNorm(members=4) is for"
+        and "one row" in rows["norm"].detail
+    )
     with pytest.raises(ValueError, match="MemberNorm looked for batch norm .*found none among: LayerNorm"):
         sb.bayesianize(Net(), {"norm": sb.MemberNorm(), "fc": sb.Rank1()})
     with pytest.raises(ValueError, match="members must be a whole number of at least 1, got 0"):
@@ -315,7 +349,14 @@ class NoQuestions(TorchDispatchMode):
     """Refuses operations that make the host wait for the device, or copy numbers of its own there: no CUDA graph could record them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "equal", "lift_fresh", "bincount", "masked_select"), func
+        assert func.overloadpacket.__name__ not in (
+            "_local_scalar_dense",
+            "nonzero",
+            "equal",
+            "lift_fresh",
+            "bincount",
+            "masked_select",
+        ), func
         return func(*args, **(kwargs or {}))
 
 
@@ -379,7 +420,10 @@ def test_scales_of_members_are_weights_like_the_layers_own() -> None:
     assert torch.equal(net.bn.posterior["weight"].weight, net.bn.weight.expand(2, -1)) and float(sb.kl(net)) == 0
     groups = sb.param_groups(net, {"kernels": 1.0, "norms": 2.0}, lr=1.0, posterior_lr_multiplier=0.5)
     found = {id(p): (g["weight_decay"], g["lr"]) for g in groups for p in g["params"]}
-    assert found[id(net.bn.posterior["weight"].weight)] == (2.0, 1.0) and found[id(net.fc.posterior["weight"].r.loc)][1] == 0.5
+    assert (
+        found[id(net.bn.posterior["weight"].weight)] == (2.0, 1.0)
+        and found[id(net.fc.posterior["weight"].r.loc)][1] == 0.5
+    )
 
 
 def test_resnet50_counts_what_the_papers_code_would_have_had() -> None:

@@ -86,10 +86,19 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int, int], Batch]]] = {
     **{name: (lambda name=name: make(name), rows(*probs_and_target())) for name in CLASSES},
     "binary ECE": (lambda: sm.ECE(), rows(probs_and_target(N, 2)[0][:, 1], probs_and_target(N, 2)[1])),
     "tfp Brier": (lambda: sm.Brier(convention="tfp"), rows(*probs_and_target())),
-    "SoftLabelNLL": (lambda: sm.SoftLabelNLL(), rows(probs_and_target()[0], torch.arange(N * C).reshape(N, C) % 11 + 1)),
+    "SoftLabelNLL": (
+        lambda: sm.SoftLabelNLL(),
+        rows(probs_and_target()[0], torch.arange(N * C).reshape(N, C) % 11 + 1),
+    ),
     **{name: (lambda name=name: getattr(sm, name)(), rows(*ood_rows())) for name in ("AUROC", "AUCPR", "FPR95")},
-    **{name: (lambda name=name: getattr(sm, name)(), rows(members(), dims=(1,))) for name in ("Disagreement", "PairwiseKL", "CosineSimilarity")},
-    "NormalisedDisagreement": (lambda: sm.NormalisedDisagreement(), rows(members(), probs_and_target()[1], dims=(1, 0))),
+    **{
+        name: (lambda name=name: getattr(sm, name)(), rows(members(), dims=(1,)))
+        for name in ("Disagreement", "PairwiseKL", "CosineSimilarity")
+    },
+    "NormalisedDisagreement": (
+        lambda: sm.NormalisedDisagreement(),
+        rows(members(), probs_and_target()[1], dims=(1, 0)),
+    ),
     "RMSE": (lambda: sm.RMSE(), rows(real_rows()[0][0], real_rows()[1])),
     "LPD": (lambda: sm.LPD(), rows(*real_rows(), torch.full((M, N), 0.5), dims=(1, 0, 1))),
     "CRPS": (lambda: sm.CRPS(), rows(*real_rows(), dims=(1, 0))),
@@ -181,11 +190,18 @@ def worker(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="needs gloo"
+)
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     """Real sync, also where one process has no data: its empty lists must join the others' in their type."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([sys.executable, "-W", "error::UserWarning", __file__, str(rank), str(tmp_path)], env=environment) for rank in (0, 1)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error::UserWarning", __file__, str(rank), str(tmp_path)], env=environment
+        )
+        for rank in (0, 1)
+    ]
     try:
         assert [process.wait(timeout=100) for process in started] == [0, 0]
     finally:
@@ -198,7 +214,14 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
 
 def test_a_collection_does_not_mix_up_metrics() -> None:
     """torchmetrics lets metrics with equal first states share an update: here after a batch that all of them judge alike."""
-    each = {"top1": sm.TopK(1), "top3": sm.TopK(3), "accuracy": sm.Accuracy(), "ece": sm.ECE(), "mce": sm.MCE(drop=2), "aurc": sm.AURC()}
+    each = {
+        "top1": sm.TopK(1),
+        "top3": sm.TopK(3),
+        "accuracy": sm.Accuracy(),
+        "ece": sm.ECE(),
+        "mce": sm.MCE(drop=2),
+        "aurc": sm.AURC(),
+    }
     each |= {"adaptive": sm.AdaptiveECE(), "wide": sm.ECE(bins=20)}
     together = torchmetrics.MetricCollection(copy.deepcopy(each))
     first = torch.eye(C), torch.arange(C)
@@ -244,7 +267,9 @@ def test_scores_equal_scikit_learn_and_torchmetrics() -> None:
     assert value(sm.NLL(), probs, target) == pytest.approx(log_loss(y, exact, labels=range(C)), abs=1e-6)
     assert value(sm.Brier(), probs, target) == pytest.approx(brier_score_loss(y, exact, labels=range(C)), abs=1e-6)
     for k in (1, 3, 5, C):
-        assert value(sm.TopK(k), probs, target) == pytest.approx(top_k_accuracy_score(y, exact, k=k, labels=range(C)) if k < C else 1.0)
+        assert value(sm.TopK(k), probs, target) == pytest.approx(
+            top_k_accuracy_score(y, exact, k=k, labels=range(C)) if k < C else 1.0
+        )
         theirs = MulticlassAccuracy(C, top_k=k, average="micro")
         assert value(sm.TopK(k), probs, target) == pytest.approx(value(theirs, probs, target))
 
@@ -306,13 +331,22 @@ def test_soft_labels() -> None:
     probs, target = probs_and_target()
     counts = torch.randint(0, 50, (N, C)) + torch.nn.functional.one_hot(target, C)
     share = counts.double() / counts.sum(-1, keepdim=True)
-    slow = np.mean([-sum(q * math.log(p) for q, p in zip(*pair, strict=True)) for pair in zip(share.tolist(), probs.tolist(), strict=True)])
+    slow = np.mean(
+        [
+            -sum(q * math.log(p) for q, p in zip(*pair, strict=True))
+            for pair in zip(share.tolist(), probs.tolist(), strict=True)
+        ]
+    )
     assert value(sm.SoftLabelNLL(), probs, counts) == pytest.approx(slow)
     assert value(sm.SoftLabelNLL(), probs, share) == pytest.approx(slow)
-    assert value(sm.SoftLabelNLL(), probs, torch.nn.functional.one_hot(target, C)) == pytest.approx(value(sm.NLL(), probs, target))
+    assert value(sm.SoftLabelNLL(), probs, torch.nn.functional.one_hot(target, C)) == pytest.approx(
+        value(sm.NLL(), probs, target)
+    )
     assert value(sm.SoftLabelNLL(), share, counts) == pytest.approx(float(torch.special.entr(share).sum(-1).mean()))
     assert value(sm.SoftLabelNLL(), torch.eye(2), torch.eye(2)) == 0  # 0 log 0
-    assert value(sm.SoftLabelNLL(), torch.tensor([0.25]), torch.tensor([[3, 1]])) == pytest.approx(stats.entropy([0.75, 0.25]))
+    assert value(sm.SoftLabelNLL(), torch.tensor([0.25]), torch.tensor([[3, 1]])) == pytest.approx(
+        stats.entropy([0.75, 0.25])
+    )
 
 
 # Confidence ------------------------------------------------------------------------------------------------------------
@@ -347,12 +381,17 @@ def test_ece_where_torchmetrics_is_wrong() -> None:
     assert value(sm.MCE(1), probs, target) == pytest.approx(0.48, abs=1e-6)
     probs, target = probs_and_target(400, 3, seed=2)  # elsewhere they agree
     assert value(sm.ECE(), probs, target) == pytest.approx(value(theirs(3, n_bins=15), probs, target), abs=1e-6)
-    assert value(sm.MCE(), probs, target) == pytest.approx(value(theirs(3, n_bins=15, norm="max"), probs, target), abs=1e-6)
+    assert value(sm.MCE(), probs, target) == pytest.approx(
+        value(theirs(3, n_bins=15, norm="max"), probs, target), abs=1e-6
+    )
 
 
 def test_adaptive_bins_equal_a_slow_loop() -> None:
     probs, target = probs_and_target()
-    pairs = sorted(((max(row), row.index(max(row)) == y) for row, y in zip(probs.tolist(), target.tolist(), strict=True)), reverse=True)
+    pairs = sorted(
+        ((max(row), row.index(max(row)) == y) for row, y in zip(probs.tolist(), target.tolist(), strict=True)),
+        reverse=True,
+    )
     for bins in (1, 4, 15, N, 2 * N):
         inside: list[list[tuple[float, bool]]] = [[] for _ in range(bins)]
         for i, pair in enumerate(pairs):
@@ -388,7 +427,10 @@ def test_risk_coverage_equals_a_slow_loop() -> None:
 def test_ties_are_an_average_over_orders() -> None:
     """Three equal confidences, one right: AURC is the mean over all orders."""
     probs, target = torch.tensor([0.9, 0.7, 0.7, 0.7]), [1, 1, 0, 0]
-    every = [np.mean([sum(1 - t for t in order[:k]) / k for k in range(1, 5)]) for order in ([1, *p] for p in itertools.permutations(target[1:]))]
+    every = [
+        np.mean([sum(1 - t for t in order[:k]) / k for k in range(1, 5)])
+        for order in ([1, *p] for p in itertools.permutations(target[1:]))
+    ]
     assert value(sm.AURC(), probs, torch.tensor(target)) == pytest.approx(np.mean(every))
 
 
@@ -399,9 +441,20 @@ unit = st.lists(st.tuples(st.floats(0, 1, width=32), st.integers(0, 1)), min_siz
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_bounds_and_order(pairs: list[tuple[float, int]], bins: int, rng: Any) -> None:
     """ECE <= MCE <= 1, 0 <= Brier <= 2, and the order of rows changes nothing, not even among ties."""
-    builds = [lambda: sm.ECE(bins), lambda: sm.MCE(bins), lambda: sm.AdaptiveECE(bins), lambda: sm.ClasswiseECE(2, bins), sm.AURC, sm.Brier, sm.Accuracy]
+    builds = [
+        lambda: sm.ECE(bins),
+        lambda: sm.MCE(bins),
+        lambda: sm.AdaptiveECE(bins),
+        lambda: sm.ClasswiseECE(2, bins),
+        sm.AURC,
+        sm.Brier,
+        sm.Accuracy,
+    ]
     shuffled = rng.sample(pairs, len(pairs))
-    found = [[value(build(), torch.tensor([p for p, _ in some]), torch.tensor([y for _, y in some])) for build in builds] for some in (pairs, shuffled)]
+    found = [
+        [value(build(), torch.tensor([p for p, _ in some]), torch.tensor([y for _, y in some])) for build in builds]
+        for some in (pairs, shuffled)
+    ]
     assert found[0] == pytest.approx(found[1], abs=1e-9)
     ece, mce, adaptive, classwise, aurc, brier, _ = found[0]
     assert -1e-12 <= ece <= mce + 1e-12 and mce <= 1 and 0 <= brier <= 2
@@ -415,7 +468,11 @@ def test_bounds_and_order(pairs: list[tuple[float, int]], bins: int, rng: Any) -
 def slow_fpr(scores: list[float], label: list[int], recall: float) -> float:
     positive = [s for s, y in zip(scores, label, strict=True) if y]
     negative = [s for s, y in zip(scores, label, strict=True) if not y]
-    return min(sum(s >= t for s in negative) / len(negative) for t in scores if sum(s >= t for s in positive) >= recall * len(positive) - 1e-9)
+    return min(
+        sum(s >= t for s in negative) / len(negative)
+        for t in scores
+        if sum(s >= t for s in positive) >= recall * len(positive) - 1e-9
+    )
 
 
 def test_ranking_equals_scikit_learn() -> None:
@@ -425,10 +482,16 @@ def test_ranking_equals_scikit_learn() -> None:
     assert value(sm.AUROC(), scores, label) == pytest.approx(roc_auc_score(label, scores))
     assert value(sm.AUCPR(), scores, label) == pytest.approx(average_precision_score(label, scores))
     for recall in (0.5, 0.8, 0.95, 1.0):
-        assert value(sm.FPR95(recall), scores, label) == pytest.approx(slow_fpr(scores.tolist(), label.tolist(), recall))
+        assert value(sm.FPR95(recall), scores, label) == pytest.approx(
+            slow_fpr(scores.tolist(), label.tolist(), recall)
+        )
 
 
-@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 1)), min_size=2, max_size=40).filter(lambda v: {y for _, y in v} == {0, 1}))
+@given(
+    st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 1)), min_size=2, max_size=40).filter(
+        lambda v: {y for _, y in v} == {0, 1}
+    )
+)
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_ranking_with_ties(pairs: list[tuple[int, int]]) -> None:
     from sklearn.metrics import average_precision_score, roc_auc_score
@@ -466,7 +529,9 @@ def test_torchmetrics_loses_the_ranking_of_scores_across_batches() -> None:
 def test_ood_scores() -> None:
     pred = sb.Prediction.from_outputs(torch.randn(6, N, C), members=3)
     assert torch.allclose(sm.ood_score(pred), pred.entropy, atol=1e-6)
-    assert torch.allclose(sm.ood_score(pred.probs, "entropy"), torch.distributions.Categorical(pred.probs).entropy(), atol=1e-6)
+    assert torch.allclose(
+        sm.ood_score(pred.probs, "entropy"), torch.distributions.Categorical(pred.probs).entropy(), atol=1e-6
+    )
     assert torch.equal(sm.ood_score(pred, "confidence"), 1 - pred.confidence)
     assert torch.equal(sm.ood_score(pred, "mutual_information"), pred.epistemic)
     binary = sb.Prediction.from_outputs(torch.randn(6, N), "bernoulli")
@@ -490,8 +555,12 @@ def test_diversity_equals_a_slow_loop() -> None:
     pairs = list(itertools.combinations(each.numpy(), 2))
     disagree = np.mean([(p.argmax(1) != q.argmax(1)).mean() for p, q in pairs])
     assert value(sm.Disagreement(), each) == pytest.approx(disagree)
-    assert value(sm.PairwiseKL(), each) == pytest.approx(np.mean([stats.entropy(p, q, axis=1).mean() for p, q in pairs]))
-    cosine = [(p @ q) / np.linalg.norm(p) / np.linalg.norm(q) for one, other in pairs for p, q in zip(one, other, strict=True)]
+    assert value(sm.PairwiseKL(), each) == pytest.approx(
+        np.mean([stats.entropy(p, q, axis=1).mean() for p, q in pairs])
+    )
+    cosine = [
+        (p @ q) / np.linalg.norm(p) / np.linalg.norm(q) for one, other in pairs for p, q in zip(one, other, strict=True)
+    ]
     assert value(sm.CosineSimilarity(), each) == pytest.approx(np.mean(cosine))
     error = float((each.mean(0).argmax(-1) != target).double().mean())
     assert value(sm.NormalisedDisagreement(), each, target) == pytest.approx(disagree / (error + 1e-7))
@@ -526,7 +595,9 @@ def test_diversity_ignores_the_order_of_members(seed: int, k: int, classes: int)
 def test_diversity_takes_predictions() -> None:
     pred, target = sb.Prediction.from_outputs(torch.randn(6, N, C), members=3), torch.randint(C, (N,))
     assert value(sm.Disagreement(), pred) == value(sm.Disagreement(), pred.member_probs)
-    assert value(sm.NormalisedDisagreement(), pred, target) == value(sm.NormalisedDisagreement(), pred.member_probs, target)
+    assert value(sm.NormalisedDisagreement(), pred, target) == value(
+        sm.NormalisedDisagreement(), pred.member_probs, target
+    )
     binary = sb.Prediction.from_outputs(torch.randn(4, N), "bernoulli", members=2)
     p = binary.member_probs
     assert value(sm.PairwiseKL(), p) == pytest.approx(value(sm.PairwiseKL(), torch.stack([1 - p, p], -1)))
@@ -543,9 +614,13 @@ def test_rmse_and_lpd() -> None:
 
     pred = sb.Prediction.from_outputs(torch.randn(M, N, 2), "gaussian", scale=0.7)
     target = torch.randn(N, 2)
-    assert value(sm.RMSE(), pred, target) == pytest.approx(root_mean_squared_error(target.flatten(), pred.mean.flatten()))
+    assert value(sm.RMSE(), pred, target) == pytest.approx(
+        root_mean_squared_error(target.flatten(), pred.mean.flatten())
+    )
     theirs = torchmetrics.MeanSquaredError(squared=False)
-    assert value(sm.RMSE(), pred, target) == pytest.approx(value(theirs, pred.mean.flatten(), target.flatten()), rel=1e-5)
+    assert value(sm.RMSE(), pred, target) == pytest.approx(
+        value(theirs, pred.mean.flatten(), target.flatten()), rel=1e-5
+    )
     assert value(sm.LPD(), pred, target) == pytest.approx(float(pred.log_prob(target).mean()), abs=1e-5)
     assert value(sm.LPD(), pred, target) == value(sm.LPD(), pred.samples, target, pred.noise.sqrt())
     mean_log = float(pred.draw_log_prob(target).mean())
@@ -571,7 +646,9 @@ def test_weights_enter_every_distribution() -> None:
 def slow_crps(cdf: Callable[[Any], Any], y: float, ends: list[float]) -> float:
     """The integral that defines it, piece by piece."""
     knots = sorted({*ends, y})
-    return sum(integrate.quad(lambda x: (cdf(x) - (x >= y)) ** 2, a, b, limit=200)[0] for a, b in itertools.pairwise(knots))
+    return sum(
+        integrate.quad(lambda x: (cdf(x) - (x >= y)) ** 2, a, b, limit=200)[0] for a, b in itertools.pairwise(knots)
+    )
 
 
 def test_crps_is_the_integral() -> None:
@@ -602,9 +679,13 @@ def test_crps_forms_agree() -> None:
     assert torch.allclose(crps_mixture(values, torch.zeros(()), target), slow, atol=1e-6)  # points
     assert torch.allclose(crps_mixture(values, torch.full((), 1e-7), target), slow, atol=1e-6)
     assert value(sm.CRPS(), values[:1], target) == pytest.approx(float((values[0] - target).abs().mean()))
-    assert torch.allclose(crps_samples(values + 1e6, target + 1e6), crps_samples((values + 1e6) - 1e6, (target + 1e6) - 1e6))
+    assert torch.allclose(
+        crps_samples(values + 1e6, target + 1e6), crps_samples((values + 1e6) - 1e6, (target + 1e6) - 1e6)
+    )
     draws = torch.randn(40_001, 1, dtype=torch.float64)  # all pairs would need 12 GiB
-    assert float(crps_samples(draws, torch.zeros(1))) == pytest.approx((math.sqrt(2) - 1) / math.sqrt(math.pi), abs=0.01)
+    assert float(crps_samples(draws, torch.zeros(1))) == pytest.approx(
+        (math.sqrt(2) - 1) / math.sqrt(math.pi), abs=0.01
+    )
 
 
 def test_coverage() -> None:
@@ -619,10 +700,14 @@ def test_coverage() -> None:
     for level in (0.5, 0.9, 0.99):
         assert value(sm.IntervalCoverage(level), torch.zeros(1, len(y)), y, 1.0) == pytest.approx(level, abs=0.015)
         half = stats.norm.ppf(0.5 + level / 2)
-        assert value(sm.IntervalCoverage(level), torch.zeros(1, len(y)), y, 1.0) == pytest.approx(float((y.abs() <= half).double().mean()))
+        assert value(sm.IntervalCoverage(level), torch.zeros(1, len(y)), y, 1.0) == pytest.approx(
+            float((y.abs() <= half).double().mean())
+        )
     noisy = sb.Prediction.from_outputs(values, "gaussian", scale=0.5)
     drawn = noisy.interval(0.8, per_draw=2000)
-    assert value(sm.IntervalCoverage(0.8), noisy, target) == pytest.approx(value(sm.IntervalCoverage(0.8), drawn, target), abs=2 / N)
+    assert value(sm.IntervalCoverage(0.8), noisy, target) == pytest.approx(
+        value(sm.IntervalCoverage(0.8), drawn, target), abs=2 / N
+    )
 
 
 # Corruptions -----------------------------------------------------------------------------------------------------------
@@ -633,7 +718,9 @@ def test_corruption_errors_from_batches() -> None:
     metrics = sm.CorruptionError(REFERENCE), sm.RelativeCorruptionError(REFERENCE)
     for name, severity, wrong in [("clean", None, 2), ("fog", 1, 3), ("snow", 2, 6), ("fog", 2, 5), ("snow", 1, 4)]:
         for metric in metrics:
-            metric.update(torch.tensor([[0.9, 0.1]] * 10), torch.tensor([1] * wrong + [0] * (10 - wrong)), name, severity)
+            metric.update(
+                torch.tensor([[0.9, 0.1]] * 10), torch.tensor([1] * wrong + [0] * (10 - wrong)), name, severity
+            )
     assert [float(m.compute()) for m in metrics] == pytest.approx([100, 100])
     for metric in metrics:
         metric.update(torch.tensor([[0.9, 0.1]] * 10), torch.zeros(10, dtype=torch.long), "fog", 1)  # 3 of 20 now
@@ -683,7 +770,9 @@ def test_temperature_is_the_minimum(factor: float) -> None:
     assert found == pytest.approx(math.exp(best.x), rel=1e-5)
     assert nll(math.log(found)) <= best.fun + 1e-12
     assert found == pytest.approx(factor * temperature(logits / factor, target), rel=1e-6)
-    assert temperature(logits + torch.randn(N, 1), target) == pytest.approx(found, rel=1e-6)  # a shift of a row is nothing
+    assert temperature(logits + torch.randn(N, 1), target) == pytest.approx(
+        found, rel=1e-6
+    )  # a shift of a row is nothing
     if factor < 30:
         assert temperature(logits.softmax(-1), target) == pytest.approx(found, rel=1e-6)
 
@@ -779,31 +868,91 @@ def test_bad_classes_are_refused_and_leave_no_trace(name: str, probs: Tensor, ta
     [
         (lambda: sm.Accuracy(), ([[0.5, 0.5]], torch.tensor([0])), TypeError, "must be a tensor, got list"),
         (lambda: sm.Accuracy(), (torch.tensor([[0.5, 0.5]]), [0]), TypeError, "Targets must be a tensor, got list"),
-        (lambda: sm.TopK(3), (torch.tensor([[0.5, 0.5]]), torch.tensor([0])), ValueError, "k=3 needs at least as many classes, got 2"),
-        (lambda: sm.ClasswiseECE(3), (torch.tensor([[0.5, 0.5]]), torch.tensor([0])), ValueError, "for 3 classes, got probabilities of 2"),
+        (
+            lambda: sm.TopK(3),
+            (torch.tensor([[0.5, 0.5]]), torch.tensor([0])),
+            ValueError,
+            "k=3 needs at least as many classes, got 2",
+        ),
+        (
+            lambda: sm.ClasswiseECE(3),
+            (torch.tensor([[0.5, 0.5]]), torch.tensor([0])),
+            ValueError,
+            "for 3 classes, got probabilities of 2",
+        ),
         (lambda: sm.SoftLabelNLL(), (torch.tensor([[0.5, 0.5]]), torch.tensor([0])), ValueError, r"shape \(1, 2\)"),
         (lambda: sm.SoftLabelNLL(), (torch.tensor([[0.5, 0.5]]), torch.tensor([[-1, 2]])), ValueError, "got -1"),
         (lambda: sm.SoftLabelNLL(), (torch.tensor([[0.5, 0.5]]), torch.tensor([[0, 0]])), ValueError, "row of zeros"),
         (lambda: sm.AUROC(), (torch.tensor([0.5, 0.1]), torch.tensor([0])), ValueError, r"got \(2,\) and \(1,\)"),
         (lambda: sm.AUROC(), (torch.tensor([math.nan]), torch.tensor([0])), ValueError, "got nan"),
         (lambda: sm.AUROC(), (torch.tensor([0.5]), torch.tensor([2])), ValueError, "0 or 1, got 2"),
-        (lambda: sm.AUROC(), (sb.Prediction.from_outputs(torch.randn(2, 1, 3)), torch.tensor([1])), TypeError, "use ood_score"),
-        (lambda: sm.AUCPR(), (torch.tensor([0.5]), torch.tensor([1])), ValueError, "both kinds, got 1 rows, all positive"),
-        (lambda: sm.FPR95(), (torch.tensor([0.5]), torch.tensor([0])), ValueError, "both kinds, got 1 rows, all negative"),
-        (lambda: sm.Disagreement(), (torch.full((1, 3, 2), 0.5),), ValueError, r"K >= 2 members .* got shape \(1, 3, 2\)"),
+        (
+            lambda: sm.AUROC(),
+            (sb.Prediction.from_outputs(torch.randn(2, 1, 3)), torch.tensor([1])),
+            TypeError,
+            "use ood_score",
+        ),
+        (
+            lambda: sm.AUCPR(),
+            (torch.tensor([0.5]), torch.tensor([1])),
+            ValueError,
+            "both kinds, got 1 rows, all positive",
+        ),
+        (
+            lambda: sm.FPR95(),
+            (torch.tensor([0.5]), torch.tensor([0])),
+            ValueError,
+            "both kinds, got 1 rows, all negative",
+        ),
+        (
+            lambda: sm.Disagreement(),
+            (torch.full((1, 3, 2), 0.5),),
+            ValueError,
+            r"K >= 2 members .* got shape \(1, 3, 2\)",
+        ),
         (lambda: sm.PairwiseKL(), (torch.full((2, 3, 2), 0.4),), ValueError, "sum to 1"),
-        (lambda: sm.NormalisedDisagreement(), (torch.full((2, 3, 2), 0.5), torch.tensor([0])), ValueError, r"\(3, 2\) and \(1,\)"),
-        (lambda: sm.RMSE(), (torch.zeros(3), torch.zeros(3, 1)), ValueError, r"equal shapes .* got \(3,\) and \(3, 1\)"),
+        (
+            lambda: sm.NormalisedDisagreement(),
+            (torch.full((2, 3, 2), 0.5), torch.tensor([0])),
+            ValueError,
+            r"\(3, 2\) and \(1,\)",
+        ),
+        (
+            lambda: sm.RMSE(),
+            (torch.zeros(3), torch.zeros(3, 1)),
+            ValueError,
+            r"equal shapes .* got \(3,\) and \(3, 1\)",
+        ),
         (lambda: sm.RMSE(), (torch.zeros(1), torch.tensor([math.nan])), ValueError, "Targets must be finite"),
-        (lambda: sm.RMSE(), (sb.Prediction.from_outputs(torch.randn(2, 1, 3)), torch.zeros(1)), TypeError, "of categorical targets"),
+        (
+            lambda: sm.RMSE(),
+            (sb.Prediction.from_outputs(torch.randn(2, 1, 3)), torch.zeros(1)),
+            TypeError,
+            "of categorical targets",
+        ),
         (lambda: sm.LPD(), (torch.zeros(2, 1), torch.zeros(1)), ValueError, "density needs observation noise"),
         (lambda: sm.CRPS(), (torch.zeros(1), torch.zeros(1)), ValueError, r"Draws \(M, N, ...\)"),
         (lambda: sm.CRPS(), (torch.zeros(2, 3), torch.zeros(2)), ValueError, r"got \(3,\) and \(2,\)"),
         (lambda: sm.CRPS(), (torch.tensor([[0.0], [math.inf]]), torch.zeros(1)), ValueError, "Draws must be finite"),
         (lambda: sm.CRPS(), (torch.zeros(2, 1), torch.zeros(1), -1.0), ValueError, "not negative"),
-        (lambda: sm.CRPS(), (torch.zeros(2, 1), torch.zeros(1), torch.ones(3)), ValueError, r"broadcast .* got shape \(3,\)"),
-        (lambda: sm.CRPS(), (sb.Prediction.from_outputs(torch.zeros(2, 1), "gaussian"), torch.zeros(1), 1.0), ValueError, "knows its noise"),
-        (lambda: sm.IntervalCoverage(), ((torch.zeros(2), torch.ones(1)), torch.zeros(1)), ValueError, r"got \(2,\) and \(1,\)"),
+        (
+            lambda: sm.CRPS(),
+            (torch.zeros(2, 1), torch.zeros(1), torch.ones(3)),
+            ValueError,
+            r"broadcast .* got shape \(3,\)",
+        ),
+        (
+            lambda: sm.CRPS(),
+            (sb.Prediction.from_outputs(torch.zeros(2, 1), "gaussian"), torch.zeros(1), 1.0),
+            ValueError,
+            "knows its noise",
+        ),
+        (
+            lambda: sm.IntervalCoverage(),
+            ((torch.zeros(2), torch.ones(1)), torch.zeros(1)),
+            ValueError,
+            r"got \(2,\) and \(1,\)",
+        ),
         (lambda: sm.TopK(0), (), ValueError, "k=0"),
         (lambda: sm.Brier("half"), (), ValueError, "got 'half'"),
         (lambda: sm.ECE(bins=0), (), ValueError, "bins=0"),
@@ -815,7 +964,9 @@ def test_bad_classes_are_refused_and_leave_no_trace(name: str, probs: Tensor, ta
         (lambda: sm.TemperatureScaling(0.0), (), ValueError, "got 0.0"),
     ],
 )
-def test_bad_input_is_refused_in_words(build: Callable[[], Any], batch: Batch, kind: type[Exception], match: str) -> None:
+def test_bad_input_is_refused_in_words(
+    build: Callable[[], Any], batch: Batch, kind: type[Exception], match: str
+) -> None:
     with pytest.raises(kind, match=match):
         value(build(), *batch)
 

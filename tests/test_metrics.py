@@ -36,9 +36,18 @@ def loop_calibration(probs: Tensor, target: Tensor, bins: int, drop: int) -> tup
     return ece, max((gaps[r] for r in kept), default=math.nan), [len(b) for b in inside]
 
 
-@given(st.integers(0, 2**31), st.integers(1, 400), st.integers(1, 30), st.integers(0, 8), st.integers(2, 10), st.floats(0.1, 8))
+@given(
+    st.integers(0, 2**31),
+    st.integers(1, 400),
+    st.integers(1, 30),
+    st.integers(0, 8),
+    st.integers(2, 10),
+    st.floats(0.1, 8),
+)
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_calibration_equals_a_slow_loop(seed: int, rows: int, bins: int, drop: int, classes: int, spread: float) -> None:
+def test_calibration_equals_a_slow_loop(
+    seed: int, rows: int, bins: int, drop: int, classes: int, spread: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     probs = (spread * torch.randn(rows, classes, generator=generator, dtype=torch.float64)).softmax(-1)
     target = torch.randint(classes, (rows,), generator=generator)
@@ -182,7 +191,9 @@ def test_the_rank1_papers_rule_agrees_away_from_edges() -> None:
         (torch.tensor([0.5]), torch.tensor([1]), {"drop": -1}, "drop=-1"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused(probs: Tensor, target: Tensor, changes: dict[str, int], match: str) -> None:
+def test_what_cannot_be_calibrated_is_refused(
+    probs: Tensor, target: Tensor, changes: dict[str, int], match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         calibration(probs, target, **changes)
 
@@ -197,7 +208,9 @@ def test_a_reference_against_itself_is_a_hundred() -> None:
     result = corruption_errors(PLAIN, PLAIN)
     assert (result.mce, result.rmce) == pytest.approx((100, 100), abs=1e-12)
     assert set(result.by_corruption) == set(result.relative_by_corruption) == {"fog", "snow"}
-    assert [*result.by_corruption.values(), *result.relative_by_corruption.values()] == pytest.approx([100] * 4, abs=1e-12)
+    assert [*result.by_corruption.values(), *result.relative_by_corruption.values()] == pytest.approx(
+        [100] * 4, abs=1e-12
+    )
 
 
 def test_corruption_errors_by_hand() -> None:
@@ -205,13 +218,19 @@ def test_corruption_errors_by_hand() -> None:
     ours = {"clean": 0.1, "fog": [0.2, 0.4, 0.5], "snow": [0.2, 0.4, 0.75]}
     result = corruption_errors(ours, PLAIN)
     assert result.by_corruption == pytest.approx({"fog": 100 * 1.1 / 1.4, "snow": 100 * 1.35 / 1.35})
-    assert result.relative_by_corruption == pytest.approx({"fog": 100 * (1.1 - 0.3) / (1.4 - 0.6), "snow": 100 * (1.35 - 0.3) / (1.35 - 0.6)})
+    assert result.relative_by_corruption == pytest.approx(
+        {"fog": 100 * (1.1 - 0.3) / (1.4 - 0.6), "snow": 100 * (1.35 - 0.3) / (1.35 - 0.6)}
+    )
     assert result.mce == pytest.approx(100 * (1.1 / 1.4 + 1) / 2)
     assert result.rmce == pytest.approx(100 * (0.8 / 0.8 + 1.05 / 0.75) / 2)
 
 
 def test_numbers_of_every_kind_and_order_are_taken() -> None:
-    ours = {"snow": torch.tensor([0.25, 0.4, 0.7], dtype=torch.float64), "clean": torch.tensor(0.2, dtype=torch.float64), "fog": (0.3, 0.5, 0.6)}
+    ours = {
+        "snow": torch.tensor([0.25, 0.4, 0.7], dtype=torch.float64),
+        "clean": torch.tensor(0.2, dtype=torch.float64),
+        "fog": (0.3, 0.5, 0.6),
+    }
     assert corruption_errors(ours, PLAIN).rmce == pytest.approx(100)
 
 
@@ -237,16 +256,28 @@ def test_alexnet_gives_the_absolute_error_alone() -> None:
         ({"clean": 0.2}, {"clean": 0.2}, ValueError, "at least one"),
         ({**PLAIN, "fog": [0.3, 0.4]}, PLAIN, ValueError, "fog: errors has 2 severities, reference 3"),
         ({**PLAIN, "fog": []}, PLAIN, ValueError, "errors, fog: .*at least one severity"),
-        ({**PLAIN, "fog": 0.3}, PLAIN, TypeError, "errors, fog: a sequence of error rates is needed, one per severity, got 0.3"),
+        (
+            {**PLAIN, "fog": 0.3},
+            PLAIN,
+            TypeError,
+            "errors, fog: a sequence of error rates is needed, one per severity, got 0.3",
+        ),
         ({**PLAIN, "fog": [30, 50, 60]}, PLAIN, ValueError, "errors, fog: .*fraction between 0 and 1, got 30"),
         ({**PLAIN, "clean": math.nan}, PLAIN, ValueError, "errors, clean: .*got nan"),
         (PLAIN, {**PLAIN, "snow": [-0.1, 0.2, 0.3]}, ValueError, "reference, snow: .*got -0.1"),
         ({"fog": [0.1] * 3, "snow": [0.1] * 3}, PLAIN, ValueError, '"clean" error rate, so errors needs one'),
         (PLAIN, {**PLAIN, "snow": [0.0, 0.0, 0.0]}, ValueError, "snow: .*are zero"),
-        (PLAIN, {**PLAIN, "snow": [0.2, 0.2, 0.2]}, ValueError, 'snow: .*no more than its clean rate 0.2.*leave "clean" out'),
+        (
+            PLAIN,
+            {**PLAIN, "snow": [0.2, 0.2, 0.2]},
+            ValueError,
+            'snow: .*no more than its clean rate 0.2.*leave "clean" out',
+        ),
         (PLAIN, {**PLAIN, "snow": [0.1, 0.1, 0.1]}, ValueError, "snow: .*no more than its clean rate 0.2"),
     ],
 )
-def test_errors_that_cannot_be_compared_name_the_corruption(ours: Any, reference: Any, kind: type[Exception], match: str) -> None:
+def test_errors_that_cannot_be_compared_name_the_corruption(
+    ours: Any, reference: Any, kind: type[Exception], match: str
+) -> None:
     with pytest.raises(kind, match=match):
         corruption_errors(ours, reference)

@@ -46,7 +46,11 @@ PAIRS = [pytest.param(m, n, id=f"{m}+{n}") for m, n in itertools.product(METHODS
 def test_two_methods_share_one_model(first: str, second: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain, x = Net().eval(), torch.randn(5, 4)
-    configs: dict[str, Any] = {"a": METHODS[first], "b": METHODS[second], "norm": sb.ModelPatch(components=2, jitter=0.5)}
+    configs: dict[str, Any] = {
+        "a": METHODS[first],
+        "b": METHODS[second],
+        "norm": sb.ModelPatch(components=2, jitter=0.5),
+    }
     net = sb.bayesianize(copy.deepcopy(plain), configs)
     k = math.lcm(METHODS[first].members, METHODS[second].members)
     assert sb.members(net) == k and sb.sample(net, x, draws=2).shape == (2 * k, 5, 3)
@@ -67,7 +71,9 @@ def test_two_methods_share_one_model(first: str, second: str, tmp_path: Path) ->
     assert torch.equal(net(x), plain(x))
 
 
-@pytest.mark.parametrize(("first", "second"), [("ensemble", "batch-ensemble"), ("batch-ensemble", "ensemble"), ("ensemble", "ensemble")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("ensemble", "batch-ensemble"), ("batch-ensemble", "ensemble"), ("ensemble", "ensemble")]
+)
 def test_members_of_different_methods_are_matched_row_by_row(first: str, second: str) -> None:
     """In a bare call a row that the first layer gives to member k must meet member k in the second."""
     net = sb.bayesianize(Net().eval(), {"a": METHODS[first], "b": METHODS[second]})
@@ -92,5 +98,9 @@ def test_the_kl_of_many_patched_layers_is_the_sum_of_their_own() -> None:
     for name, parameter in net.named_parameters():
         if name.endswith("logits"):
             nn.init.normal_(parameter)
-    apart = sum(float(p.kl(lambda layer=layer, site=site: layer.linear_map(site)).detach()) for layer in net for site, p in layer.posterior.items())
+    apart = sum(
+        float(p.kl(lambda layer=layer, site=site: layer.linear_map(site)).detach())
+        for layer in net
+        for site, p in layer.posterior.items()
+    )
     assert float(sb.kl(net).detach()) == pytest.approx(apart, rel=1e-5)

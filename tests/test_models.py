@@ -238,7 +238,9 @@ def test_other_sizes_have_the_known_totals(build: Callable[[], nn.Module], count
         (models.deep_mlp, 1_009_900, 1_129_100),
     ],
 )
-def test_five_patches_of_norms_and_output_give_table_3(build: Callable[[], nn.Module], plain: int, patched: int) -> None:
+def test_five_patches_of_norms_and_output_give_table_3(
+    build: Callable[[], nn.Module], plain: int, patched: int
+) -> None:
     """D.7: four more copies of all batch norms and of the last layer, its bias included where there is one."""
     net = on_meta(build)
     total, output = parts(net), list(net.modules())[-1]
@@ -335,10 +337,14 @@ def torchvision_entries(name: str) -> dict[str, tuple[int, ...]]:
             kernels = [(width, 3), (width, 3)] if name not in BOTTLENECKS else [(width, 1), (width, 3), (4 * width, 1)]
             first = n_in
             for j, (n_out, size) in enumerate(kernels, start=1):
-                entries |= {f"{block}.conv{j}.weight": (n_out, n_in, size, size)} | norm_entries(f"{block}.bn{j}", n_out)
+                entries |= {f"{block}.conv{j}.weight": (n_out, n_in, size, size)} | norm_entries(
+                    f"{block}.bn{j}", n_out
+                )
                 n_in = n_out
             if i == 0 and (stage > 1 or name in BOTTLENECKS):
-                entries |= {f"{block}.downsample.0.weight": (n_in, first, 1, 1)} | norm_entries(f"{block}.downsample.1", n_in)
+                entries |= {f"{block}.downsample.0.weight": (n_in, first, 1, 1)} | norm_entries(
+                    f"{block}.downsample.1", n_in
+                )
     return entries | {"fc.weight": (1000, n_in), "fc.bias": (1000,)}
 
 
@@ -386,7 +392,9 @@ class Replay:
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         shape = (-1,) + (1,) * (x.dim() - 2)
-        w, b, mean, var = (self.state[f"{name}.{k}"].view(shape) for k in ("weight", "bias", "running_mean", "running_var"))
+        w, b, mean, var = (
+            self.state[f"{name}.{k}"].view(shape) for k in ("weight", "bias", "running_mean", "running_var")
+        )
         return (x - mean) / (var + 1e-5).sqrt() * w + b
 
     def conv(self, name: str, x: Tensor, stride: int = 1) -> Tensor:

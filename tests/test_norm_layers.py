@@ -18,7 +18,10 @@ from slimbayes.layers.base import BayesLayer
 from slimbayes.layers.norm import NORMS
 
 # torch says so of every sequence-first nn.TransformerEncoder.
-pytestmark = [pytest.mark.usefixtures("last_draws"), pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("last_draws"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
+]
 
 B, C = 4, 6
 
@@ -32,7 +35,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BatchNorm-no-statistics": (lambda: nn.BatchNorm2d(C, track_running_stats=False), (B, C, 3, 5)),
     "InstanceNorm1d": (lambda: nn.InstanceNorm1d(C, affine=True), (B, C, 5)),
     "InstanceNorm2d": (lambda: nn.InstanceNorm2d(C, affine=True, track_running_stats=True), (B, C, 3, 5)),
-    "InstanceNorm2d-cumulative": (lambda: nn.InstanceNorm2d(C, affine=True, track_running_stats=True, momentum=None), (B, C, 3, 5)),
+    "InstanceNorm2d-cumulative": (
+        lambda: nn.InstanceNorm2d(C, affine=True, track_running_stats=True, momentum=None),
+        (B, C, 3, 5),
+    ),
     "InstanceNorm3d": (lambda: nn.InstanceNorm3d(C, affine=True), (B, C, 2, 3, 4)),
     "GroupNorm": (lambda: nn.GroupNorm(3, C, eps=0.1), (B, C, 3, 5)),
     "GroupNorm-flat": (lambda: nn.GroupNorm(2, C), (B, C)),
@@ -113,7 +119,9 @@ def test_one_component_is_the_plain_layer_over_many_calls(case: str, mode: str) 
 @pytest.mark.parametrize("draws", [1, 3])
 @pytest.mark.parametrize("assignment", ["layer", "element"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_draw_in_eval_mode_is_the_plain_layer_with_that_draws_values(case: str, assignment: str, draws: int) -> None:
+def test_every_draw_in_eval_mode_is_the_plain_layer_with_that_draws_values(
+    case: str, assignment: str, draws: int
+) -> None:
     plain, x = made(case)
     layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, assignment=assignment, jitter=0.5)).eval()
     plain.eval()
@@ -127,7 +135,9 @@ def test_every_draw_in_eval_mode_is_the_plain_layer_with_that_draws_values(case:
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_has_its_own_draw_where_it_is_asked_for(case: str, assignment: str) -> None:
     plain, x = made(case)
-    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, assignment=assignment, draws="example", jitter=0.5)).eval()
+    layer = sb.bayesianize(
+        copy.deepcopy(plain), sb.Mixture(components=3, assignment=assignment, draws="example", jitter=0.5)
+    ).eval()
     plain.eval()
     for run in (lambda: sb.sample(layer, x, draws=1)[0], lambda: layer(x)):
         y = run()
@@ -154,7 +164,9 @@ def test_folded_draws_in_training_mode_normalise_over_all_rows(case: str) -> Non
 def test_folded_and_one_at_a_time_agree_in_eval_mode(case: str) -> None:
     layer, x = made(case)
     sb.bayesianize(layer, sb.Mixture(components=3, assignment="model", jitter=0.5)).eval()
-    torch.testing.assert_close(sb.sample(layer, x, draws=2), sb.sample(layer, x, draws=2, fold=False), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        sb.sample(layer, x, draws=2), sb.sample(layer, x, draws=2, fold=False), rtol=1e-5, atol=1e-5
+    )
     bare = torch.cat([layer(x) for _ in range(4)]).view(4, *x.shape)  # 4 rows for 3 members
     members = sb.sample(layer, x)
     gap = (bare[:, None] - members).abs().flatten(3).amax(3)  # (calls, members, rows)
@@ -226,7 +238,15 @@ def test_statistics_that_are_turned_off_later(mode: str) -> None:
         assert torch.equal(layer.get_buffer(name), buffer), name
 
 
-@pytest.mark.parametrize("build", [lambda: nn.BatchNorm1d(C, affine=False), lambda: nn.LayerNorm(C, elementwise_affine=False), lambda: nn.GroupNorm(2, C, affine=False), lambda: nn.InstanceNorm1d(C)])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.BatchNorm1d(C, affine=False),
+        lambda: nn.LayerNorm(C, elementwise_affine=False),
+        lambda: nn.GroupNorm(2, C, affine=False),
+        lambda: nn.InstanceNorm1d(C),
+    ],
+)
 def test_dropout_acts_on_norms_without_scales(build: Any) -> None:
     """There is nothing to patch, but their inputs can be dropped: against plain torch on the dropped input."""
     plain = build().eval()
@@ -248,7 +268,9 @@ def test_dropout_before_norm_means_every_norm() -> None:
 # Precision and memory --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's own RMSNorm under autocast
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype between input and weight:UserWarning"
+)  # torch's own RMSNorm under autocast
 @pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
 @pytest.mark.parametrize("draws", [1, 3])
 @pytest.mark.parametrize("case", CASES)
@@ -289,7 +311,9 @@ def test_norms_of_different_precision_keep_theirs(draws: int) -> None:
 
 
 @pytest.mark.parametrize("draws", ["forward", "example"])
-@pytest.mark.parametrize("build", [lambda: nn.BatchNorm2d(C), lambda: nn.GroupNorm(2, C), lambda: nn.InstanceNorm2d(C, affine=True)])
+@pytest.mark.parametrize(
+    "build", [lambda: nn.BatchNorm2d(C), lambda: nn.GroupNorm(2, C), lambda: nn.InstanceNorm2d(C, affine=True)]
+)
 def test_channels_last_memory_stays(build: Any, draws: str) -> None:
     plain = shaken(build()).eval()
     layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5, draws=draws)).eval()
@@ -305,12 +329,16 @@ def test_channels_last_memory_stays(build: Any, draws: str) -> None:
 def test_folded_draws_keep_channels_last_memory() -> None:
     layer = sb.bayesianize(nn.BatchNorm2d(C), sb.Mixture(components=3)).eval()
     seen = []
-    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last)))
+    layer.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
+    )
     sb.sample(layer, torch.randn(B, C, 3, 5).to(memory_format=torch.channels_last), draws=3)
     assert all(seen)  # also while rows are located
 
 
-@pytest.mark.parametrize("case", ["BatchNorm2d", "LayerNorm-two-dimensions", "GroupNorm", "InstanceNorm2d"])  # torch's cumulative one breaks the graph
+@pytest.mark.parametrize(
+    "case", ["BatchNorm2d", "LayerNorm-two-dimensions", "GroupNorm", "InstanceNorm2d"]
+)  # torch's cumulative one breaks the graph
 def test_compiles_as_one_graph_and_trains(case: str) -> None:
     layer, x = made(case)
     sb.bayesianize(layer, sb.Mixture(components=3, jitter=0.5))
@@ -330,7 +358,11 @@ def test_compiles_as_one_graph_and_trains(case: str) -> None:
 
 
 def test_inputs_of_the_wrong_rank_are_refused_as_torch_refuses_them() -> None:
-    for build, shape in ((lambda: nn.BatchNorm2d(C), (B, C, 3)), (lambda: nn.InstanceNorm2d(C, affine=True), (B, C)), (lambda: nn.BatchNorm1d(C), (C,))):
+    for build, shape in (
+        (lambda: nn.BatchNorm2d(C), (B, C, 3)),
+        (lambda: nn.InstanceNorm2d(C, affine=True), (B, C)),
+        (lambda: nn.BatchNorm1d(C), (C,)),
+    ):
         with pytest.raises(ValueError) as plain:
             build()(torch.randn(shape))
         with pytest.raises(ValueError) as ours:
@@ -446,27 +478,51 @@ transformers = pytest.importorskip("transformers")
 
 def bert() -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, max_position_embeddings=8, num_labels=3, initializer_range=0.3
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=8,
+        num_labels=3,
+        initializer_range=0.3,
     )
     return shaken(transformers.BertForSequenceClassification(config)).eval()
 
 
 def vit() -> nn.Module:
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4, num_labels=3, initializer_range=0.3
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=8,
+        patch_size=4,
+        num_labels=3,
+        initializer_range=0.3,
     )
     return shaken(transformers.ViTForImageClassification(config)).eval()
 
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0, initializer_range=0.3, tie_word_embeddings=False
+        vocab_size=20,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=8,
+        bos_token_id=0,
+        eos_token_id=0,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
     )
     return shaken(transformers.GPT2LMHeadModel(config)).eval()
 
 
 def resnet() -> nn.Module:
-    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=3)
+    config = transformers.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=3
+    )
     return shaken(transformers.ResNetForImageClassification(config)).eval()
 
 
@@ -490,7 +546,9 @@ def test_patched_models_equal_plain_ones_draw_by_draw(model: str, cross: bool, p
     net = sb.bayesianize(build(), sb.ModelPatch(components=3, cross=cross, patch=patch, jitter=0.5))
     converted = [r for r in sb.summary(net).rows if r.status == "converted"]
     assert len([r for r in converted if "Norm" in r.layer]) == norms
-    assert [r.name for r in converted if "Norm" not in r.layer] == ([head.replace("\\", "")] if patch == "norm+output" else [])
+    assert [r.name for r in converted if "Norm" not in r.layer] == (
+        [head.replace("\\", "")] if patch == "norm+output" else []
+    )
     x = inputs()
     with torch.no_grad():
         y = sb.sample(net, x, draws=4).logits
@@ -555,7 +613,10 @@ def test_checkpointed_batch_norm_recomputes_with_the_same_picks() -> None:
     class Net(nn.Module):
         def __init__(self, on: bool) -> None:
             super().__init__()
-            self.body, self.on = nn.Sequential(nn.Linear(3, C), nn.BatchNorm1d(C), nn.Tanh(), nn.Linear(C, C), nn.LayerNorm(C)), on
+            self.body, self.on = (
+                nn.Sequential(nn.Linear(3, C), nn.BatchNorm1d(C), nn.Tanh(), nn.Linear(C, C), nn.LayerNorm(C)),
+                on,
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.body, x, use_reentrant=False) if self.on else self.body(x)

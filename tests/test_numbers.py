@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import slimbayes as sb
 import slimbayes.layers
 import slimbayes.metrics as sm
-from slimbayes.distributions import kl as kl_of
+from slimbayes.distributions.families import kl as kl_of
 from slimbayes.lab.scores import Scores
 from slimbayes.lab.tables import _averages
 from slimbayes.layers import bayes_class
@@ -26,8 +26,8 @@ from slimbayes.metrics import TemperatureScaling, temperature
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.k_tied import KTiedPosterior
 from slimbayes.posteriors.model_patch import chosen_layers
-from slimbayes.running import Running
-from slimbayes.stacking import stack
+from slimbayes.prediction.accumulate import Running
+from slimbayes.prediction.stacking import stack
 
 FORMS = ("average", "mixture", "probs", "logits")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

@@ -17,8 +17,8 @@ from torch import distributions as td
 from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
-from slimbayes import schedules
-from slimbayes.objective import noise_scale
+from slimbayes.train import schedules
+from slimbayes.train.elbo import noise_scale
 
 S, B, C = 5, 7, 4
 
@@ -191,7 +191,9 @@ def test_soft_labels_reduce_to_hard_ones_and_weigh_the_others(form: str) -> None
     """F11: probabilities as targets; the loss is linear in them."""
     logits, labels = logits_and_labels()
     hard = F.one_hot(labels, C).double()
-    torch.testing.assert_close(sb.categorical(logits, hard, form), sb.categorical(logits, labels, form), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        sb.categorical(logits, hard, form), sb.categorical(logits, labels, form), rtol=1e-12, atol=1e-12
+    )
     soft = torch.rand(B, C, dtype=torch.float64).softmax(-1)
     each = [sb.categorical(logits[:, b : b + 1], torch.tensor([c]), form).item() for b in range(B) for c in range(C)]
     expected = (soft.flatten().numpy() * np.array(each)).sum() / B
@@ -205,7 +207,9 @@ def test_soft_labels_reduce_to_hard_ones_and_weigh_the_others(form: str) -> None
 def test_soft_binary_labels_weigh_both_classes(form: str) -> None:
     """F11 for bernoulli targets strictly between 0 and 1."""
     logits, soft = binary()[0], torch.rand(B, dtype=torch.float64)
-    each = [[sb.bernoulli(logits[:, b : b + 1], torch.tensor([v]).double(), form).item() for v in (0, 1)] for b in range(B)]
+    each = [
+        [sb.bernoulli(logits[:, b : b + 1], torch.tensor([v]).double(), form).item() for v in (0, 1)] for b in range(B)
+    ]
     expected = np.mean([(1 - y) * no + y * yes for y, (no, yes) in zip(soft.tolist(), each, strict=True)])
     assert sb.bernoulli(logits, soft, form).item() == pytest.approx(expected, rel=1e-12)
 
@@ -233,7 +237,9 @@ def test_class_dimension_may_lie_anywhere() -> None:
     images = logits.movedim(-1, 2)
     expected = torch.stack([F.cross_entropy(z, labels) for z in images]).mean()
     for class_dim in (2, -3):
-        torch.testing.assert_close(sb.categorical(images, labels, class_dim=class_dim), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            sb.categorical(images, labels, class_dim=class_dim), expected, rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize(
@@ -271,7 +277,9 @@ def test_targets_of_another_shape_are_refused(
         (sb.heteroscedastic_gaussian, (S, B, 2), torch.zeros(B)),
     ],
 )
-def test_unknown_forms_are_refused_by_name(likelihood: Callable[..., Tensor], outputs: tuple[int, ...], target: Tensor) -> None:
+def test_unknown_forms_are_refused_by_name(
+    likelihood: Callable[..., Tensor], outputs: tuple[int, ...], target: Tensor
+) -> None:
     """A slip in form= must not fall back to another loss."""
     with pytest.raises(ValueError, match="'avarage'; did you mean 'average'"):
         likelihood(torch.zeros(outputs), target, form="avarage")
@@ -282,7 +290,9 @@ def test_unknown_forms_are_refused_by_name(likelihood: Callable[..., Tensor], ou
 
 def test_elbo_is_per_datum_and_weighs_the_kl_in_the_loss_only() -> None:
     """A.6: loss = nll + weight * KL / N, KL summed over layers, members, r and s, here by torch.distributions."""
-    net = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), sb.Rank1(members=3, prior=sb.Normal(1.0, 0.2)))
+    net = sb.bayesianize(
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), sb.Rank1(members=3, prior=sb.Normal(1.0, 0.2))
+    )
     expected = 0.0
     for layer in net:
         for factor in (layer.posterior["weight"].r, layer.posterior["weight"].s):
@@ -323,7 +333,8 @@ def test_linear_annealing_reaches_one_on_the_papers_last_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "expected"), [(0, 0.0), (99, 0.0), (100, 0.005), (199, 0.005), (19_999, 0.995), (20_000, 1.0), (50_000, 1.0)]
+    ("step", "expected"),
+    [(0, 0.0), (99, 0.0), (100, 0.005), (199, 0.005), (19_999, 0.995), (20_000, 1.0), (50_000, 1.0)],
 )
 def test_staircase_annealing_rises_every_hundred_steps(step: int, expected: float) -> None:
     """F17, F30: slope 5e-5 in steps of 100."""
@@ -514,7 +525,9 @@ def test_predict_averages_the_probabilities_of_sample() -> None:
     probs = sb.sample(net, x, draws=3).softmax(-1).detach()
     torch.testing.assert_close(pred.samples, probs, rtol=0, atol=1e-6)
     torch.testing.assert_close(pred.probs, probs.mean(0), rtol=0, atol=1e-6)
-    torch.testing.assert_close(pred.member_probs, torch.stack([probs[k::2].mean(0) for k in range(2)]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        pred.member_probs, torch.stack([probs[k::2].mean(0) for k in range(2)]), rtol=0, atol=1e-6
+    )
 
 
 def test_predict_inside_frozen_uses_the_held_draws() -> None:
@@ -572,7 +585,10 @@ def test_numpy_arrays_hold_every_summary(dtype: torch.dtype) -> None:
 
 def test_summaries_of_the_other_kind_of_target_are_refused() -> None:
     """No variance of class labels, no entropy of real targets."""
-    classes, real = sb.Prediction.from_outputs(torch.randn(2, 3, C)), sb.Prediction.from_outputs(torch.randn(2, 3), "gaussian")
+    classes, real = (
+        sb.Prediction.from_outputs(torch.randn(2, 3, C)),
+        sb.Prediction.from_outputs(torch.randn(2, 3), "gaussian"),
+    )
     for pred, name in ((classes, "variance"), (classes, "std"), (real, "probs"), (real, "entropy"), (real, "label")):
         with pytest.raises(AttributeError, match="likelihood"):
             getattr(pred, name)

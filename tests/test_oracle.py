@@ -72,7 +72,9 @@ def regression(correlated: bool, d: int = 16, n: int = 40) -> tuple[Tensor, Tens
     return torch.tensor(x), torch.tensor(y), torch.tensor(weight), noise
 
 
-def gaussian_optimum(x: Tensor, y: Tensor, weight: Tensor, noise: float, members: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def gaussian_optimum(
+    x: Tensor, y: Tensor, weight: Tensor, noise: float, members: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """Mean and scale of the best factorised q(s) under N(1, .5^2), where each member sees 1 / members of the likelihood."""
     design = (x * weight).numpy() / noise / math.sqrt(members)
     precision = design.T @ design + np.eye(len(weight)) / 0.25
@@ -151,7 +153,9 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "prior", "density"), PAIRS, ids=[f"{f} under {type(p).__name__}" for f, p, _ in PAIRS])
+@pytest.mark.parametrize(
+    ("family", "prior", "density"), PAIRS, ids=[f"{f} under {type(p).__name__}" for f, p, _ in PAIRS]
+)
 def test_other_posteriors_reach_their_numeric_optimum(family: str, prior: Any, density: Any) -> None:
     """R13: E[s] and E[s^2] give the Gaussian likelihood, a fine grid the KL, scipy the optimum of each factor."""
     x, weight, index = parted(1)
@@ -304,14 +308,18 @@ LAYERS: dict[str, Case] = {
 FAMILIES = ["normal", "cauchy", "lognormal", "point"]
 
 
-def converted(name: str, dtype: torch.dtype = torch.float64, **config: Any) -> tuple[nn.Module, nn.Module, tuple[Any, ...]]:
+def converted(
+    name: str, dtype: torch.dtype = torch.float64, **config: Any
+) -> tuple[nn.Module, nn.Module, tuple[Any, ...]]:
     """The plain layer, its converted copy and inputs of three rows."""
     build, make = LAYERS[name]
     plain, inputs = build().to(dtype), pytree.tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, make())
     family = config.get("posterior", "normal")
     start = sb.Normal(0.0 if family == "lognormal" else 1.0, 0.3)
     chosen = {"members": 2, "scale_init": 0.1, "mean_init": start} | config
-    net = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(**chosen), include=".*")  # by name: embeddings are left alone otherwise
+    net = sb.bayesianize(
+        copy.deepcopy(plain), sb.Rank1(**chosen), include=".*"
+    )  # by name: embeddings are left alone otherwise
     with torch.no_grad():
         for key, p in net.named_parameters():
             if "posterior" in key and key.endswith("bias"):
@@ -324,7 +332,9 @@ def only(y: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", [n for n in LAYERS if n != "Embedding padded"])  # torch zeroes the padding word's gradient
+@pytest.mark.parametrize(
+    "name", [n for n in LAYERS if n != "Embedding padded"]
+)  # torch zeroes the padding word's gradient
 def test_gradients_of_every_layer_and_family_are_exact(name: str, family: str) -> None:
     """R15: gradcheck along random directions, noise held fixed: weights, biases, posterior parameters and the input."""
     _, net, inputs = converted(name, posterior=family, rank=2 if name == "Linear" else 1)
@@ -376,7 +386,9 @@ def check_against_single_models(name: str, dtype: torch.dtype, tolerance: float,
     for n in range(drawn):
         model, first = single_model(plain, net, n), n * rows % 3
         part = pytree.tree_map(lambda t, first=first: t[first : first + rows], inputs)
-        torch.testing.assert_close(y[n * rows : (n + 1) * rows], only(model(*part)).detach(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            y[n * rows : (n + 1) * rows], only(model(*part)).detach(), rtol=tolerance, atol=tolerance
+        )
 
 
 @pytest.mark.parametrize("draws", ["example", "member"])

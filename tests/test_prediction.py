@@ -14,8 +14,8 @@ from scipy import optimize, special, stats
 from torch import Tensor
 
 import slimbayes as sb
-from slimbayes.objective import noise_scale
-from slimbayes.running import Running
+from slimbayes.prediction.accumulate import Running
+from slimbayes.train.elbo import noise_scale
 
 S, K, N, C = 12, 3, 40, 4
 WEIGHTS = (0.5, 0.25, 0.25)
@@ -24,7 +24,10 @@ CASES = {
     "categorical": lambda: (2 * torch.randn(S, N, C, dtype=torch.float64), torch.randint(C, (N,))),
     "bernoulli": lambda: (2 * torch.randn(S, N, dtype=torch.float64), torch.randint(2, (N,))),
     "gaussian": lambda: (torch.randn(S, N, 2, dtype=torch.float64), torch.randn(N, 2, dtype=torch.float64)),
-    "heteroscedastic_gaussian": lambda: (torch.randn(S, N, 2, dtype=torch.float64), torch.randn(N, dtype=torch.float64)),
+    "heteroscedastic_gaussian": lambda: (
+        torch.randn(S, N, 2, dtype=torch.float64),
+        torch.randn(N, dtype=torch.float64),
+    ),
 }
 
 
@@ -68,7 +71,9 @@ def test_log_prob_of_pixels_and_sequences() -> None:
     """Further dimensions between rows and classes."""
     outputs, target = torch.randn(S, 5, 6, 7, C, dtype=torch.float64), torch.randint(C, (5, 6, 7))
     pred = sb.Prediction.from_outputs(outputs, class_dim=-1)
-    torch.testing.assert_close(pred.log_prob(target).mean(), -sb.categorical(outputs, target, "mixture"), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        pred.log_prob(target).mean(), -sb.categorical(outputs, target, "mixture"), rtol=0, atol=1e-12
+    )
     assert pred.draw_log_prob(target).shape == (S, 5, 6, 7)
 
 
@@ -96,7 +101,9 @@ def test_log_of_the_mean_is_never_below_the_mean_of_logs(seed: int, spread: floa
 def test_far_targets_keep_a_finite_density() -> None:
     """A target 100 noise scales away: the densities underflow, their log does not."""
     pred = sb.Prediction.from_outputs(torch.tensor([[0.0], [1.0]]), "gaussian", scale=1.0)
-    expected = stats.norm.logpdf(99) + math.log1p(math.exp(stats.norm.logpdf(100) - stats.norm.logpdf(99))) - math.log(2)
+    expected = (
+        stats.norm.logpdf(99) + math.log1p(math.exp(stats.norm.logpdf(100) - stats.norm.logpdf(99))) - math.log(2)
+    )
     assert pred.log_prob(torch.tensor([100.0])).item() == pytest.approx(expected, rel=1e-6)
 
 
@@ -173,7 +180,9 @@ def test_equal_weights_change_nothing(likelihood: str) -> None:
 @pytest.mark.parametrize("likelihood", CASES)
 def test_a_member_of_weight_zero_is_not_there(likelihood: str) -> None:
     pred, outputs, target = case(likelihood, weights=[0.5, 0.0, 0.5])
-    rest = sb.Prediction.from_outputs(outputs.unflatten(0, (-1, K))[:, [0, 2]].flatten(0, 1), likelihood, members=2, scale=0.7)
+    rest = sb.Prediction.from_outputs(
+        outputs.unflatten(0, (-1, K))[:, [0, 2]].flatten(0, 1), likelihood, members=2, scale=0.7
+    )
     for name in SUMMARIES:
         torch.testing.assert_close(getattr(pred, name), getattr(rest, name), rtol=0, atol=1e-12)
     torch.testing.assert_close(pred.log_prob(target), rest.log_prob(target), rtol=0, atol=1e-12)
@@ -223,11 +232,23 @@ def test_an_outlier_of_tiny_weight_does_not_move_the_interval() -> None:
     """Stacking gives unhelpful members weights like 1e-12; they must not reach in by interpolation."""
     outputs = torch.tensor([[-1e6], [0.0], [1.0]], dtype=torch.float64)
     low, high = sb.Prediction.from_outputs(outputs, "gaussian", members=3, weights=[1e-12, 0.5, 0.5]).interval(0.9)
-    torch.testing.assert_close((low, high), sb.Prediction.from_outputs(outputs[1:], "gaussian").interval(0.9), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        (low, high), sb.Prediction.from_outputs(outputs[1:], "gaussian").interval(0.9), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    "weights", [[0.5, 0.5], [0.5, 0.25, 0.25, 0.0], [1.2, -0.1, -0.1], [0.3, 0.3, 0.3], [0.5, 0.25, 0.26], [math.nan, 0.5, 0.5], [[1.0, 0.0, 0.0]], []]
+    "weights",
+    [
+        [0.5, 0.5],
+        [0.5, 0.25, 0.25, 0.0],
+        [1.2, -0.1, -0.1],
+        [0.3, 0.3, 0.3],
+        [0.5, 0.25, 0.26],
+        [math.nan, 0.5, 0.5],
+        [[1.0, 0.0, 0.0]],
+        [],
+    ],
 )
 def test_weights_that_are_none_are_refused(weights: list[Any]) -> None:
     with pytest.raises(ValueError, match="weights must be 3 non-negative numbers that sum to 1") as error:
@@ -259,7 +280,9 @@ def test_rescaled_predictions_are_those_of_rescaled_outputs(likelihood: str, wei
     for name in ("aleatoric", "epistemic", "total", "variance", "noise"):
         torch.testing.assert_close(getattr(ours, name), std**2 * getattr(pred, name))
     assert torch.equal(ours.total, ours.aleatoric + ours.epistemic)
-    torch.testing.assert_close(ours.log_prob(mean + std * target), pred.log_prob(target) - torch.as_tensor(std).log(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        ours.log_prob(mean + std * target), pred.log_prob(target) - torch.as_tensor(std).log(), rtol=0, atol=1e-5
+    )
     one, two = (p.interval(0.8, generator=torch.Generator().manual_seed(0)) for p in (pred, ours))
     torch.testing.assert_close(two, tuple(mean + std * edge for edge in one))
     assert pred.samples.abs().max() < 10  # the original is left as it was
@@ -269,7 +292,12 @@ def test_rescaled_without_samples_and_in_any_shape_of_statistics() -> None:
     outputs, _ = CASES["gaussian"]()
     running = Running("gaussian", K, 0.7, keep=False)
     running.add(outputs)
-    for mean, std in ((1.0, 2.0), (torch.ones(2), torch.full((1, 2), 2.0)), (torch.ones(1, 1), torch.tensor(2.0)), (1, 2)):
+    for mean, std in (
+        (1.0, 2.0),
+        (torch.ones(2), torch.full((1, 2), 2.0)),
+        (torch.ones(1, 1), torch.tensor(2.0)),
+        (1, 2),
+    ):
         result = running.result().rescaled(mean, std)
         torch.testing.assert_close(result.mean, 1 + 2 * running.result().mean)
         assert result.by_draw is None
@@ -286,7 +314,11 @@ def test_rescaled_without_samples_and_in_any_shape_of_statistics() -> None:
         (0.0, torch.tensor([1.0, 0.0]), "std must be positive"),
         (0.0, math.nan, "std must be finite, got nan"),
         (math.inf, 1.0, "mean must be finite, got inf"),
-        (torch.zeros(N, 1), 1.0, r"mean must be a number or broadcast against one row's targets, shape \(2,\), got shape \(40, 1\)"),
+        (
+            torch.zeros(N, 1),
+            1.0,
+            r"mean must be a number or broadcast against one row's targets, shape \(2,\), got shape \(40, 1\)",
+        ),
         (0.0, torch.ones(3), r"std must be .* shape \(2,\), got shape \(3,\)"),
     ],
 )
@@ -316,7 +348,9 @@ def test_density_of_model_patching(error: float) -> None:
     y, y_mean, y_std, tau = 5 * torch.randn(N, 2), 1.5, 5.0, 0.1
     outputs = ((y + error - y_mean) / y_std).expand(S, -1, -1)
     pred = sb.Prediction.from_outputs(outputs, "gaussian", scale=tau**-0.5 / y_std).rescaled(y_mean, y_std)
-    assert pred.log_prob(y).mean().item() == pytest.approx(0.5 * math.log(0.1 / (2 * math.pi)) - 0.05 * error**2, abs=1e-5)
+    assert pred.log_prob(y).mean().item() == pytest.approx(
+        0.5 * math.log(0.1 / (2 * math.pi)) - 0.05 * error**2, abs=1e-5
+    )
     assert error or pred.log_prob(y).mean().item() == pytest.approx(-2.0702, abs=5e-5)
 
 

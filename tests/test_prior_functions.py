@@ -56,7 +56,9 @@ def test_a_quarter_of_the_steps_survives_dropout(method: Any) -> None:
     share = inside * (0.25 if method == "dropout" else 1.0)
     counted = steps(prior_functions(method, x, functions=functions)).mean().item()
     error = math.sqrt(HIDDEN * share * (1 - share) / functions)
-    assert abs(counted - HIDDEN * share) < 4 * error + 0.02 * HIDDEN * share  # two steps may fall between the same two points
+    assert (
+        abs(counted - HIDDEN * share) < 4 * error + 0.02 * HIDDEN * share
+    )  # two steps may fall between the same two points
 
 
 def test_rate_and_standard_deviations() -> None:

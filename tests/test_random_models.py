@@ -31,7 +31,15 @@ METHODS: dict[str, Any] = {
     "drop-connect": sb.DropConnect(rate=0.4),
     "ensemble-layers": {".+": sb.Ensemble(members=3, init="copies", jitter=0.5)},
 }
-CALM = ["linear", "layer_norm", "loop", "again", "cat_features", "skip", "swish"]  # steps that leave every row to itself, in its place
+CALM = [
+    "linear",
+    "layer_norm",
+    "loop",
+    "again",
+    "cat_features",
+    "skip",
+    "swish",
+]  # steps that leave every row to itself, in its place
 WILD = [
     *CALM, "linear", "conv", "transpose", "flatten_rows", "unflatten_rows", "fixed_view", "cat_rows", "split_rows", "centre", "attend_first",
     "attend", "mask", "positions", "row_numbers", "by_size", "cumsum", "pick", "average", "flip", "batch_norm", "functional", "chunks", "matrix",
@@ -110,7 +118,9 @@ class Interpreter(nn.Module):
 
     def _again(self, h: Tensor, i: int, a: int, b: int, first: Tensor) -> Tensor:
         """Call an earlier layer once more."""
-        names = [n for n, layer in self.layers.items() if isinstance(layer, nn.Linear) and layer.in_features == h.shape[-1]]
+        names = [
+            n for n, layer in self.layers.items() if isinstance(layer, nn.Linear) and layer.in_features == h.shape[-1]
+        ]
         name = self._fixed(i, names[a % len(names)] if names else None)
         assert name is not None
         return torch.tanh(self.layers[name](h))

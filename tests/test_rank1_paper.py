@@ -43,16 +43,25 @@ def spread_bias(net: nn.Module) -> None:
 def factors(layer: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """r, s and bias offset of every draw of the last pass, ranks first: (p, n, channels)."""
     r, s, bias = layer.posterior["weight"].values()
-    return r.detach().numpy().swapaxes(0, 1), s.detach().numpy().swapaxes(0, 1), None if bias is None else bias.detach().numpy()
+    return (
+        r.detach().numpy().swapaxes(0, 1),
+        s.detach().numpy().swapaxes(0, 1),
+        None if bias is None else bias.detach().numpy(),
+    )
 
 
 # F1: Eq. 1 -------------------------------------------------------------------------------------------------------------
 
 
-def conv_loops(x: np.ndarray, w: np.ndarray, stride: Spatial, padding: Spatial, dilation: Spatial, groups: int) -> np.ndarray:
+def conv_loops(
+    x: np.ndarray, w: np.ndarray, stride: Spatial, padding: Spatial, dilation: Spatial, groups: int
+) -> np.ndarray:
     """Convolution of one example, one multiplication at a time: x (in, ...), w (out, in / groups, ...)."""
     n_out, per_group, *kernel = w.shape
-    sizes = [(n + 2 * p - d * (k - 1) - 1) // st + 1 for n, p, d, k, st in zip(x.shape[1:], padding, dilation, kernel, stride)]
+    sizes = [
+        (n + 2 * p - d * (k - 1) - 1) // st + 1
+        for n, p, d, k, st in zip(x.shape[1:], padding, dilation, kernel, stride)
+    ]
     y = np.zeros((n_out, *sizes))
     for o, pos, i, k in itertools.product(range(n_out), np.ndindex(*sizes), range(per_group), np.ndindex(*kernel)):
         at = tuple(a * st - p + b * d for a, st, p, b, d in zip(pos, stride, padding, k, dilation))
@@ -126,7 +135,9 @@ CONVOLUTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("draws", "members"), [("example", 2), ("member", 2), ("member", 1)])  # one draw is folded into W
+@pytest.mark.parametrize(
+    ("draws", "members"), [("example", 2), ("member", 2), ("member", 1)]
+)  # one draw is folded into W
 @pytest.mark.parametrize(("kind", "options", "size"), CONVOLUTIONS)
 def test_convolution_equals_loops_with_materialised_kernels(
     kind: type, options: dict[str, Any], size: Spatial, draws: str, members: int
@@ -177,7 +188,9 @@ def test_additive_form_shifts_inputs_and_outputs(draws: str) -> None:
     r, s, offset = factors(layer)
     for j, b in itertools.product(range(3), range(2)):
         n = j * 2 + b if draws == "example" else j
-        expected = layer.weight.detach().numpy() @ (x[b].numpy() + s[0, n]) + r[0, n] + layer.bias.detach().numpy() + offset[n]
+        expected = (
+            layer.weight.detach().numpy() @ (x[b].numpy() + s[0, n]) + r[0, n] + layer.bias.detach().numpy() + offset[n]
+        )
         np.testing.assert_allclose(y[j, b], expected, atol=1e-12)
 
 
@@ -221,7 +234,9 @@ def test_block_k_of_a_tiled_batch_belongs_to_member_k(build: Callable[[], nn.Mod
     alone = []
     for k in range(3):
         single = sb.bayesianize(build(), sb.BatchEnsemble(members=1))
-        state = {n: (p[k : k + 1] if p.dim() == 3 and ".posterior." in f".{n}" else p) for n, p in net.named_parameters()}
+        state = {
+            n: (p[k : k + 1] if p.dim() == 3 and ".posterior." in f".{n}" else p) for n, p in net.named_parameters()
+        }
         for n in [n for n in state if n.endswith("posterior.weight.bias")]:
             offset = state.pop(n)
             base = n.replace("posterior.weight.bias", "bias")
@@ -320,7 +335,9 @@ def test_methods_of_different_size_cycle_through_all_pairs() -> None:
         hidden = np.tanh(
             (x.numpy() * s0[0, j]) @ net[0].weight.detach().numpy().T * r0[0, j] + net[0].bias.detach().numpy() + b0[j]
         )
-        expected = (hidden * s2[0, j]) @ net[2].weight.detach().numpy().T * r2[0, j] + net[2].bias.detach().numpy() + b2[j]
+        expected = (
+            (hidden * s2[0, j]) @ net[2].weight.detach().numpy().T * r2[0, j] + net[2].bias.detach().numpy() + b2[j]
+        )
         np.testing.assert_allclose(y[j], expected, atol=1e-12)
 
 
@@ -546,7 +563,9 @@ def test_theorem_1_relates_weight_and_factor_fluctuations() -> None:
     blocks = [m for _ in range(depth) for m in (nn.Linear(width, width, bias=False), nn.Tanh())]
     net = nn.Sequential(*blocks, nn.Linear(width, 1, bias=False))
     x = torch.randn(7, width)
-    rank1 = sb.bayesianize(copy.deepcopy(net), sb.BatchEnsemble(members=1, mean_init=sb.Point(1.0)), exclude=str(2 * depth))
+    rank1 = sb.bayesianize(
+        copy.deepcopy(net), sb.BatchEnsemble(members=1, mean_init=sb.Point(1.0)), exclude=str(2 * depth)
+    )
 
     def score(model: nn.Module, name: str, value: Tensor) -> Tensor:
         return torch.func.functional_call(model, {name: value}, (x,)).sum()
@@ -670,7 +689,9 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("build", "config", "expected"), COUNTS)
-def test_parameter_counts_are_the_papers(build: Callable[[], nn.Module], config: sb.Config | None, expected: int) -> None:
+def test_parameter_counts_are_the_papers(
+    build: Callable[[], nn.Module], config: sb.Config | None, expected: int
+) -> None:
     """F16, D.8: the true count, what summary says and what estimate_cost foretold."""
     with torch.device("meta"):
         net = build()

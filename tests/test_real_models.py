@@ -65,7 +65,9 @@ def bert(**options: Any) -> nn.Module:
 
 def gpt2(**options: Any) -> nn.Module:
     sizes = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "initializer_range": 0.3}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0, use_cache=False, **options))
+    return GPT2LMHeadModel(
+        GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0, use_cache=False, **options)
+    )
 
 
 def vit(**options: Any) -> nn.Module:
@@ -465,7 +467,9 @@ def test_base_checkpoint_loads_into_the_converted_model(case: Case, method: sb.C
     args, kwargs = case.inputs()
     if isinstance(method, sb.BatchEnsemble):
         with torch.no_grad():
-            torch.testing.assert_close(main(model(*args, **kwargs)), plain_output(donor, args, kwargs), atol=2e-6, rtol=2e-6)
+            torch.testing.assert_close(
+                main(model(*args, **kwargs)), plain_output(donor, args, kwargs), atol=2e-6, rtol=2e-6
+            )
 
 
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
@@ -601,7 +605,9 @@ def test_trainer_trains_with_the_kl_in_the_loss(tmp_path: Path) -> None:
     )  # fmt: skip
     optimizer = torch.optim.SGD(sb.param_groups(model), lr=1e-2)
     VariationalTrainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, None)).train()
-    assert len(losses) == 12  # with a loss among its outputs a call trains one member: the second had its turn, but for one time in 4096
+    assert (
+        len(losses) == 12
+    )  # with a loss among its outputs a call trains one member: the second had its turn, but for one time in 4096
     assert all(total > nll for nll, total in losses)
     still = [n for n, p in model.named_parameters() if torch.equal(p, start[n])]
     # Attention ignores a shift of all keys, so their biases move by rounding at most.
@@ -639,7 +645,9 @@ LOSSES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Tensor]] = {
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_gradient_checkpointing_recomputes_the_same_draw(name: str, method: str, loss: str) -> None:
     case = CASES[name]
-    model = scatter(case.convert(case.build().train(), METHODS[method]))  # dropout stays on: its noise must not be disturbed
+    model = scatter(
+        case.convert(case.build().train(), METHODS[method])
+    )  # dropout stays on: its noise must not be disturbed
     batch = {"input_ids": torch.randint(1, WORDS, (4, L)), "attention_mask": torch.ones(4, L, dtype=torch.long)}
     expected = posterior_gradients(model, lambda: LOSSES[loss](model, batch))
     calls: list[int] = []

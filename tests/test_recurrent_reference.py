@@ -78,7 +78,9 @@ def cell(mode: str, gi: np.ndarray, gh: np.ndarray, h: np.ndarray, c: np.ndarray
     return (np.tanh(gi + gh) if mode == "RNN_TANH" else np.maximum(gi + gh, 0)), c
 
 
-def loop(layer: Any, x: np.ndarray, n: int, h0: np.ndarray, c0: np.ndarray, hide: bool = False) -> tuple[np.ndarray, ...]:
+def loop(
+    layer: Any, x: np.ndarray, n: int, h0: np.ndarray, c0: np.ndarray, hide: bool = False
+) -> tuple[np.ndarray, ...]:
     """A sequence (T', D) of one row under draw n: outputs (T', directions * U), last h and last c (layers * directions, U)."""
     h0, c0, index = h0.copy(), c0.copy(), 0
     for i in range(layer.num_layers):
@@ -114,7 +116,9 @@ SHAPES = [
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_sampled_sequences_equal_the_slow_loop(kind: type, options: dict[str, Any], shape: dict[str, Any], draws: str) -> None:
+def test_sampled_sequences_equal_the_slow_loop(
+    kind: type, options: dict[str, Any], shape: dict[str, Any], draws: str
+) -> None:
     """F18: every draw and row runs the recurrence with its own W o r s^T, the same at every step."""
     first = 0 if shape.get("batch_first") else 1
     net = convert(kind(D, U, **options, **shape), draws, batch_dim=first)
@@ -135,7 +139,9 @@ def test_sampled_sequences_equal_the_slow_loop(kind: type, options: dict[str, An
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize("shape", SHAPES[1:3])
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_additive_factors_shift_both_matrices(kind: type, options: dict[str, Any], shape: dict[str, Any], draws: str) -> None:
+def test_additive_factors_shift_both_matrices(
+    kind: type, options: dict[str, Any], shape: dict[str, Any], draws: str
+) -> None:
     """F18, A.2: W (x + s) + r and U (h + s') + r', also where the layer has no bias of its own."""
     first = 0 if shape.get("batch_first") else 1
     layer = kind(D, U, **options, **shape)
@@ -304,7 +310,9 @@ CELLS = [
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize(("kind", "mode", "options"), CELLS)
-def test_unrolled_cells_equal_the_slow_loop(kind: type, mode: str, options: dict[str, Any], draws: str, bias: bool) -> None:
+def test_unrolled_cells_equal_the_slow_loop(
+    kind: type, mode: str, options: dict[str, Any], draws: str, bias: bool
+) -> None:
     """F18: one draw for all steps of a pass, two sites for a cell."""
     net = convert(Unroll(kind(D, U, bias=bias, **options)), draws)
     x = torch.randn(B, T, D)
@@ -427,7 +435,9 @@ OPTIONS = [
 @pytest.mark.parametrize("mask", MASKS)
 def test_attention_equals_torch_on_materialised_weights(mask: str, options: dict[str, Any], draws: str) -> None:
     """F1 for the four projections, with every mask torch takes, row by row."""
-    layer = convert(nn.MultiheadAttention(E, HEADS, **options), draws, batch_dim=0 if options.get("batch_first") else 1).eval()
+    layer = convert(
+        nn.MultiheadAttention(E, HEADS, **options), draws, batch_dim=0 if options.get("batch_first") else 1
+    ).eval()
     qkv = inputs(layer, R)
     given = qkv if layer.batch_first else tuple(t.transpose(0, 1) for t in qkv)
     for extra in ({"need_weights": False}, {"average_attn_weights": False}, {}):

@@ -9,15 +9,21 @@ import pytest
 from report_records import record, regression, save
 from test_report_page import HOSTILE
 
-from slimbayes.record import Evaluation, Example
 from slimbayes.report import write_page
+from slimbayes.report.record import Evaluation, Example
 
-playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need playwright: pip install playwright")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="the browser tests need playwright: pip install playwright"
+)
 METHODS = ["deterministic", "batch-ensemble", "rank1-gaussian", "rank1-cauchy"]
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 MISSING = "NO BROWSER: the report is NOT tested in one (Debian: apt-get install chromium)"
 if CHROMIUM is None:
-    with warnings.catch_warnings():  # a skip alone is easily overlooked; this stands in the summary without being an error
+    with (
+        warnings.catch_warnings()
+    ):  # a skip alone is easily overlooked; this stands in the summary without being an error
         warnings.simplefilter("always")
         warnings.warn(MISSING, RuntimeWarning, stacklevel=1)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
@@ -35,25 +41,55 @@ def browser():
 def pages(tmp_path_factory):
     """The standard page and a hostile one."""
     folder = tmp_path_factory.mktemp("pages")
-    good = save(folder / "good", *(record(name, seed, corruptions=2) for name in METHODS for seed in (0, 1)), *(regression("k-tied", seed) for seed in (0, 1)))
+    good = save(
+        folder / "good",
+        *(record(name, seed, corruptions=2) for name in METHODS for seed in (0, 1)),
+        *(regression("k-tied", seed) for seed in (0, 1)),
+    )
     (damaged := folder / "damaged").mkdir()
     (damaged / "record.json").write_text("{")
     bad = save(folder / "bad", *(hostile(text) for text in HOSTILE))
-    return {"good": write_page([*good, damaged], folder / "good.html"), "bad": write_page(bad, folder / "bad.html", HOSTILE[0])}
+    return {
+        "good": write_page([*good, damaged], folder / "good.html"),
+        "bad": write_page(bad, folder / "bad.html", HOSTILE[0]),
+    }
 
 
 def hostile(text):
     sets = [Evaluation(data=text, role=role, corruption=text, severity=s, draws=d, rows=1, metrics={"nll": 0.1 + len(text), text: 1.0 * d},
                        members=[{"nll": 0.1, text: 0.2}] * 2, diversity={"kl": 0.1, text: 0.3}) for role, s in (("test", 0), ("corruption", 1), ("ood", 0)) for d in (1, 2)]  # fmt: skip
-    shown = [Example(index=1, sure="most", label=text, predicted=text, confidence=1, entropy=0, epistemic=0, image='x" onerror="alert(1)')]
-    return record(text, 0, evaluations=sets, examples=shown, commands=[text], config={text: text}, method=text, environment={text: text}, curve=[{"epoch": 0.0, text: 1.0}])
+    shown = [
+        Example(
+            index=1,
+            sure="most",
+            label=text,
+            predicted=text,
+            confidence=1,
+            entropy=0,
+            epistemic=0,
+            image='x" onerror="alert(1)',
+        )
+    ]
+    return record(
+        text,
+        0,
+        evaluations=sets,
+        examples=shown,
+        commands=[text],
+        config={text: text},
+        method=text,
+        environment={text: text},
+        curve=[{"epoch": 0.0, text: 1.0}],
+    )
 
 
 class Visit:
     """A page in its own context, with everything it said and asked for."""
 
     def __init__(self, browser, path: Path, width=1280, scheme="light"):
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+        )
         self.requests, self.console, self.dialogs = [], [], []
         self.context.on("request", lambda request: self.requests.append(request.url))
         self.context.route(re.compile("^(?!file:)"), lambda route: route.abort())
@@ -71,7 +107,9 @@ class Visit:
         self.context.close()
         if error[0] is None:
             assert self.console == [] and self.dialogs == []
-            assert all(url.startswith(("file:", "data:image/png;base64,", "data:image/svg+xml")) for url in self.requests), self.requests
+            assert all(
+                url.startswith(("file:", "data:image/png;base64,", "data:image/svg+xml")) for url in self.requests
+            ), self.requests
             assert len([url for url in self.requests if url.startswith("file:")]) == 1
 
 
@@ -83,21 +121,29 @@ def shared(browser, pages):
 
 
 def column(page, number):
-    return page.eval_on_selector_all(f"#table-1 tbody tr > :nth-child({number})", "cells => cells.map(cell => cell.dataset.sort)")
+    return page.eval_on_selector_all(
+        f"#table-1 tbody tr > :nth-child({number})", "cells => cells.map(cell => cell.dataset.sort)"
+    )
 
 
 def test_every_chart_is_drawn_without_a_word_or_a_request(shared):
     charts = shared.locator(".chart")
     assert charts.count() >= 14 and shared.locator(".chart svg").count() == charts.count()
-    assert shared.evaluate("[...document.querySelectorAll('.chart svg')].every(svg => svg.querySelectorAll('path').length > 3)")
+    assert shared.evaluate(
+        "[...document.querySelectorAll('.chart svg')].every(svg => svg.querySelectorAll('path').length > 3)"
+    )
 
 
 def test_the_policy_stops_scripts_and_eval(browser, pages):
     visit = Visit(browser, pages["good"])
-    visit.page.evaluate("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.broken = 1'}))")
+    visit.page.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.broken = 1'}))"
+    )
     visit.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x: onerror=\"window.broken = 1\">')")
     visit.page.wait_for_timeout(200)
-    assert visit.page.evaluate("window.broken") is None and any("Content Security Policy" in text for text in visit.console)
+    assert visit.page.evaluate("window.broken") is None and any(
+        "Content Security Policy" in text for text in visit.console
+    )
     visit.context.close()
 
 
@@ -108,7 +154,9 @@ def test_tables_sort_by_mouse(browser, pages):
         up = [float(value) for value in column(visit.page, 3)]
         assert up == sorted(up) and head.get_attribute("aria-sort") == "ascending"
         head.locator("button").click()
-        assert [float(value) for value in column(visit.page, 3)] == up[::-1] and head.get_attribute("aria-sort") == "descending"
+        assert [float(value) for value in column(visit.page, 3)] == up[::-1] and head.get_attribute(
+            "aria-sort"
+        ) == "descending"
         assert visit.page.locator("#table-1 th[aria-sort=ascending], #table-1 th[aria-sort=descending]").count() == 1
 
 
@@ -121,7 +169,9 @@ def test_tables_sort_by_keyboard(browser, pages):
         assert column(visit.page, 1) == sorted(METHODS, reverse=True)
         visit.page.keyboard.press("Tab")
         visit.page.keyboard.press("Enter")
-        assert [float(value) for value in column(visit.page, 2)] == sorted(float(value) for value in column(visit.page, 2))
+        assert [float(value) for value in column(visit.page, 2)] == sorted(
+            float(value) for value in column(visit.page, 2)
+        )
 
 
 def test_the_skip_link_comes_first_and_focus_is_seen(browser, pages):
@@ -144,7 +194,11 @@ def test_tooltips_appear_on_hover(browser, pages):
         visit.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=4)
         tip = visit.page.locator("#tip")
         tip.wait_for(state="visible", timeout=5000)
-        assert "Name" in tip.inner_text() and "Severity" in tip.inner_text() and any(name in tip.inner_text() for name in METHODS)
+        assert (
+            "Name" in tip.inner_text()
+            and "Severity" in tip.inner_text()
+            and any(name in tip.inner_text() for name in METHODS)
+        )
         visit.page.mouse.move(2, 2)
         tip.wait_for(state="hidden")
 
@@ -177,7 +231,10 @@ def test_numbers_can_be_read_as_a_table(browser, pages):
         visit.page.locator("#figure-2 .numbers summary").click()
         table = visit.page.locator("#figure-2 .numbers table")
         table.wait_for()
-        assert table.locator("th").all_inner_texts()[:3] == ["Name", "Severity", "Accuracy ↑"] and table.locator("tbody tr").count() == len(METHODS) * 6
+        assert (
+            table.locator("th").all_inner_texts()[:3] == ["Name", "Severity", "Accuracy ↑"]
+            and table.locator("tbody tr").count() == len(METHODS) * 6
+        )
 
 
 def test_a_chart_can_be_saved(browser, pages, tmp_path):
@@ -186,17 +243,26 @@ def test_a_chart_can_be_saved(browser, pages, tmp_path):
             visit.page.locator("#figure-2 .save").click()
         caught.value.save_as(tmp_path / "chart.svg")
         text = (tmp_path / "chart.svg").read_text()
-        assert caught.value.suggested_filename == "figure-2.svg" and text.startswith("<svg") and "rank1-cauchy" in text and "Severity" in text
+        assert (
+            caught.value.suggested_filename == "figure-2.svg"
+            and text.startswith("<svg")
+            and "rank1-cauchy" in text
+            and "Severity" in text
+        )
 
 
 def colours(page):
-    return page.evaluate("""() => [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('.chart .role-axis-title text')).fill]""")
+    return page.evaluate(
+        """() => [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('.chart .role-axis-title text')).fill]"""
+    )
 
 
 def test_dark_and_light_follow_the_system_and_the_button(browser, pages):
     with Visit(browser, pages["good"]) as visit, Visit(browser, pages["good"], scheme="dark") as night:
         light, dark = colours(visit.page), colours(night.page)
-        assert light != dark and light[0] == "rgb(255, 254, 251)" and dark[0] == "rgb(21, 23, 28)" and light[1] != dark[1]
+        assert (
+            light != dark and light[0] == "rgb(255, 254, 251)" and dark[0] == "rgb(21, 23, 28)" and light[1] != dark[1]
+        )
         button = visit.page.locator("#theme")
         assert button.get_attribute("aria-pressed") == "false"
         button.click()
@@ -214,7 +280,9 @@ def test_narrow_screens_do_not_scroll_sideways(browser, pages, name, width):
         for details in visit.page.locator("main details").all():
             details.evaluate("element => { element.open = true }")
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
-        wide = visit.page.evaluate("[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth + 1).length")
+        wide = visit.page.evaluate(
+            "[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth + 1).length"
+        )
         assert wide > 0 or width > 400  # tables scroll in their own box
 
 
@@ -253,7 +321,13 @@ def test_bad_records_are_told_at_the_top_and_in_the_notes(shared):
 
 
 def test_controls_have_names_and_headings_do_not_skip(shared):
-    nameless = shared.evaluate("[...document.querySelectorAll('button, a, summary')].filter(el => !el.textContent.trim()).length")
+    nameless = shared.evaluate(
+        "[...document.querySelectorAll('button, a, summary')].filter(el => !el.textContent.trim()).length"
+    )
     assert nameless == 0
-    assert shared.evaluate("[...document.querySelectorAll('.chart svg')].every(svg => svg.getAttribute('aria-label') || svg.querySelector('[aria-label]'))")
-    assert shared.evaluate("[...document.querySelectorAll('table')].every(table => table.querySelector('th[scope=col]'))")
+    assert shared.evaluate(
+        "[...document.querySelectorAll('.chart svg')].every(svg => svg.getAttribute('aria-label') || svg.querySelector('[aria-label]'))"
+    )
+    assert shared.evaluate(
+        "[...document.querySelectorAll('table')].every(table => table.querySelector('th[scope=col]'))"
+    )

@@ -15,13 +15,21 @@ import vl_convert
 from altair.vegalite.schema import load_schema
 from report_records import METHODS, record, regression, save
 
-from slimbayes.record import Evaluation, Example, RecordError
 from slimbayes.report import write_page
 from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import _types, corruption_boxes, reliability, risk_coverage
+from slimbayes.report.record import Evaluation, Example, RecordError
 from slimbayes.report.runs import load
 
-HOSTILE = ["<script>alert(1)</script>", "</script>", "<!--<script>", '"><img src=x onerror=alert(1)>', "{{ 7 * 7 }}", "' or datum.n", "\u2028</ScRiPt\t>"]
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</script>",
+    "<!--<script>",
+    '"><img src=x onerror=alert(1)>',
+    "{{ 7 * 7 }}",
+    "' or datum.n",
+    "\u2028</ScRiPt\t>",
+]
 VALIDATOR = jsonschema.validators.validator_for(load_schema())(load_schema())
 
 
@@ -30,7 +38,16 @@ class Reader(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.ids, self.headings, self.scripts, self.styles, self.policy, self.text, self.open = [], [], [], [], [], "", [], []
+        self.tags, self.ids, self.headings, self.scripts, self.styles, self.policy, self.text, self.open = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            "",
+            [],
+            [],
+        )
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -64,11 +81,18 @@ class Reader(HTMLParser):
 
     @property
     def specs(self):
-        return [chart["spec"] for figure in self.figures.values() for variant in figure["variants"] for chart in variant["charts"]]
+        return [
+            chart["spec"]
+            for figure in self.figures.values()
+            for variant in figure["variants"]
+            for chart in variant["charts"]
+        ]
 
 
 def page(tmp_path, *records, title=None):
-    return write_page(save(tmp_path / "runs", *records), tmp_path / "out" / "page.html", title).read_text(encoding="utf-8")
+    return write_page(save(tmp_path / "runs", *records), tmp_path / "out" / "page.html", title).read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +152,11 @@ def test_the_policy_names_every_script_and_style_and_nothing_else(full):
     run = [body for attrs, body in full.scripts if "type" not in attrs]
     assert rules["default-src"] == "'none'" and rules["script-src"].split() == [sha(body) for body in run]
     assert rules["style-src"].split() == [sha(body) for _, body in full.styles] and rules["img-src"] == "data:"
-    assert "unsafe" not in full.policy and not any({"src", "style", *(k for k in attrs if k.startswith("on"))} & set(attrs) for tag, attrs in full.tags if tag != "img")
+    assert "unsafe" not in full.policy and not any(
+        {"src", "style", *(k for k in attrs if k.startswith("on"))} & set(attrs)
+        for tag, attrs in full.tags
+        if tag != "img"
+    )
     assert all(attrs["src"].startswith("data:image/png;base64,") for tag, attrs in full.tags if tag == "img")
 
 
@@ -139,7 +167,18 @@ def test_hostile_text_stays_text(tmp_path):
         sets = [Evaluation(data=text, role=role, corruption=text if role == "corruption" else None, severity=s, draws=d, rows=1, metrics={"nll": 0.1 * i, text: 1.0},
                            members=[{"nll": 0.1, text: 0.2}] * 2, diversity={"kl": 0.1, text: 0.3})
                 for role, s in (("test", 0), ("corruption", 1), ("shift", 0), ("ood", 0)) for d in (1, 2)]  # fmt: skip
-        shown = [Example(index=1, sure="most", label=text, predicted=bad, confidence=1, entropy=0, epistemic=0, image=f"data:image/svg+xml,{bad}")]
+        shown = [
+            Example(
+                index=1,
+                sure="most",
+                label=text,
+                predicted=bad,
+                confidence=1,
+                entropy=0,
+                epistemic=0,
+                image=f"data:image/svg+xml,{bad}",
+            )
+        ]
         runs.append(record(text, 0, data=HOSTILE[i % 2], evaluations=sets, examples=shown, commands=[text], config={text: text}, classes=[text], method=text,
                            environment={text: text}, curve=[{"epoch": 0.0, text: 1.0}, {"epoch": 1.0, text: 2.0}]))  # fmt: skip
     text = page(tmp_path, *runs, title=bad)
@@ -157,11 +196,20 @@ def test_hostile_text_stays_text(tmp_path):
 def test_real_targets_have_only_the_sections_with_data(tmp_path):
     reader = Reader(page(tmp_path, *(regression(name, seed) for name in ("mean-field", "k-tied") for seed in (0, 1))))
     assert titles(reader, 3) == ["Summary", "Draws", "Cost", "Training", "Commands", "Environment"]
-    assert [variant["label"] for variant in reader.figures["figure-1"]["variants"]] == ["RMSE", "LPD", "CRPS", "Coverage of 95 %"]
+    assert [variant["label"] for variant in reader.figures["figure-1"]["variants"]] == [
+        "RMSE",
+        "LPD",
+        "CRPS",
+        "Coverage of 95 %",
+    ]
 
 
 def test_data_sets_have_a_chapter_each_and_names_keep_their_colour(tmp_path):
-    runs = [record("rank1-cauchy", 0, corruptions=1), record("deterministic", 0, data="other", corruptions=1), record("rank1-cauchy", 0, data="other", corruptions=1)]
+    runs = [
+        record("rank1-cauchy", 0, corruptions=1),
+        record("deterministic", 0, data="other", corruptions=1),
+        record("rank1-cauchy", 0, data="other", corruptions=1),
+    ]
     reader = Reader(page(tmp_path, *runs))
     assert titles(reader, 2) == ["synthetic-10", "other", "How it was made"]
     for spec in reader.specs:
@@ -173,26 +221,39 @@ def test_data_sets_have_a_chapter_each_and_names_keep_their_colour(tmp_path):
 
 
 def test_a_bare_record_makes_a_page(tmp_path):
-    reader = Reader(page(tmp_path, record(evaluations=[], examples=[], curve=[], environment={}, commands=[], config={})))
+    reader = Reader(
+        page(tmp_path, record(evaluations=[], examples=[], curve=[], environment={}, commands=[], config={}))
+    )
     assert titles(reader, 3) == ["Summary", "Cost", "Commands"]
 
 
 def test_values_that_are_not_finite_are_shown_and_not_drawn(tmp_path):
-    sets = [Evaluation(data="t", role="test", draws=1, rows=1, metrics={"nll": value, "ece": 0.1}) for value in (math.nan,)]
-    text = page(tmp_path, record("diverged", 0, evaluations=sets, curve=[{"epoch": 0.0, "loss": math.inf}, {"epoch": 1.0, "loss": 2.0}]), record("deterministic", 0, corruptions=0))
+    sets = [
+        Evaluation(data="t", role="test", draws=1, rows=1, metrics={"nll": value, "ece": 0.1}) for value in (math.nan,)
+    ]
+    text = page(
+        tmp_path,
+        record("diverged", 0, evaluations=sets, curve=[{"epoch": 0.0, "loss": math.inf}, {"epoch": 1.0, "loss": 2.0}]),
+        record("deterministic", 0, corruptions=0),
+    )
     reader = Reader(text)
     assert "nan" in reader.text and all("NaN" not in json.dumps(spec) for spec in reader.specs)
 
 
 def test_bad_records_are_left_out_and_told(tmp_path):
-    good, cut, newer, odd = save(tmp_path, *(record("rank1-cauchy", seed, corruptions=0, pictures=0) for seed in range(4)))
+    good, cut, newer, odd = save(
+        tmp_path, *(record("rank1-cauchy", seed, corruptions=0, pictures=0) for seed in range(4))
+    )
     (cut / "record.json").write_text((cut / "record.json").read_text()[:400])
     (newer / "record.json").write_text('{"format": 7}')
     (odd / "record.json").write_text(json.dumps({"format": 1, "name": HOSTILE[0]}))
     reader = Reader(write_page([good, cut, newer, odd, tmp_path / "absent"], tmp_path / "p.html").read_text())
     text = "".join(reader.text)
     assert "4 records were left out" in text and "notes" in reader.ids
-    assert all(reason in text for reason in ("it is not JSON", "made by a newer slimbayes", "is damaged: method", "cannot be read"))
+    assert all(
+        reason in text
+        for reason in ("it is not JSON", "made by a newer slimbayes", "is damaged: method", "cannot be read")
+    )
     with pytest.raises(RecordError, match=r"(?s)none of the 2 records can be used:.*newer slimbayes"):
         write_page([cut, newer], tmp_path / "q.html")
     assert not (tmp_path / "q.html").exists() and not list(tmp_path.glob(".*"))
@@ -208,11 +269,15 @@ def test_the_page_stays_small_and_repeats(tmp_path):
 
 def test_many_data_sets_on_one_page_stay_small(tmp_path):
     """Ten regression tasks, and six classification tasks with corruptions: menus shrink, and the page says so."""
-    tasks = [regression(name, seed, data=f"task {i}") for i in range(10) for name in ("a", "b", "c", "d") for seed in (0, 1)]
+    tasks = [
+        regression(name, seed, data=f"task {i}") for i in range(10) for name in ("a", "b", "c", "d") for seed in (0, 1)
+    ]
     images = [record(name, 0, data=f"task {i}", corruptions=5) for i in range(10, 16) for name in list(METHODS)[:4]]
     reader = Reader(text := page(tmp_path, *tasks, *images))
     assert len(text.encode()) < 2_000_000 and len(titles(reader, 2)) == 17
-    assert max(len(figure["variants"]) for figure in reader.figures.values()) == 1 and any("1 at most" in part for part in reader.text)
+    assert max(len(figure["variants"]) for figure in reader.figures.values()) == 1 and any(
+        "1 at most" in part for part in reader.text
+    )
 
 
 def test_twenty_seeds_cost_no_more_than_a_few(tmp_path):
@@ -224,7 +289,11 @@ def test_twenty_seeds_cost_no_more_than_a_few(tmp_path):
 def test_pictures_share_the_room(tmp_path):
     reader = Reader(page(tmp_path, *(record(f"m{i}", 0, corruptions=0, pictures=8) for i in range(9))))
     shown = [attrs["src"] for tag, attrs in reader.tags if tag == "img"]
-    assert 60 <= len(shown) < 144 and sum(map(len, shown)) <= 200_000 and any("more in the record" in text for text in reader.text)
+    assert (
+        60 <= len(shown) < 144
+        and sum(map(len, shown)) <= 200_000
+        and any("more in the record" in text for text in reader.text)
+    )
 
 
 # What the charts show, against slow loops.
@@ -232,7 +301,12 @@ def test_pictures_share_the_room(tmp_path):
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
-    return load(save(tmp_path_factory.mktemp("g"), *(record("rank1-cauchy", seed, corruptions=3, draws=(1, 4)) for seed in (0, 1)))).groups[0]
+    return load(
+        save(
+            tmp_path_factory.mktemp("g"),
+            *(record("rank1-cauchy", seed, corruptions=3, draws=(1, 4)) for seed in (0, 1)),
+        )
+    ).groups[0]
 
 
 def test_boxes_are_quartiles_over_corruption_types_of_seed_means(group):
@@ -244,7 +318,11 @@ def test_boxes_are_quartiles_over_corruption_types_of_seed_means(group):
                 if e.role == "corruption" and e.draws == 4 and e.severity == row["x"]:
                     kinds.setdefault(e.corruption, []).append(e.metrics["nll"])
         values = sorted(np.mean(v) for v in kinds.values())
-        assert len(values) == 3 and row["mid"] == pytest.approx(values[1], rel=1e-3) and row["low"] == pytest.approx(values[0], rel=1e-3)
+        assert (
+            len(values) == 3
+            and row["mid"] == pytest.approx(values[1], rel=1e-3)
+            and row["low"] == pytest.approx(values[0], rel=1e-3)
+        )
         assert row["q1"] == pytest.approx((values[0] + values[1]) / 2, rel=1e-3)
     assert sorted(_types(group, "nll")) == [1, 2, 3, 4, 5]
 
@@ -267,12 +345,16 @@ def test_reliability_pools_rows(group):
     diagram, shares = reliability([group]).variants[0].charts
     assert sum(row["y"] for row in shares.rows) == pytest.approx(1, abs=1e-3)
     curve = next(e for e in group.records[0].evaluations if e.role == "test" and e.draws == 4).reliability
-    assert [row["x"] for row in diagram.rows] == pytest.approx(curve.confidence, abs=1e-4) and len(diagram.rows) == len(curve.count)
+    assert [row["x"] for row in diagram.rows] == pytest.approx(curve.confidence, abs=1e-4) and len(diagram.rows) == len(
+        curve.count
+    )
 
 
 def test_risk_falls_on_the_recorded_curve(group):
     rows = risk_coverage([group]).variants[0].charts[0].rows
-    last = [e.risk_coverage.risk[-1] for run in group.records for e in run.evaluations if e.risk_coverage and e.draws == 4]
+    last = [
+        e.risk_coverage.risk[-1] for run in group.records for e in run.evaluations if e.risk_coverage and e.draws == 4
+    ]
     assert rows[-1]["x"] == 1 and rows[-1]["y"] == pytest.approx(np.mean(last), rel=1e-3)
 
 
@@ -286,7 +368,11 @@ def test_colours_stand_out_on_both_papers_and_for_colour_blind_readers():
               [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
               [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]]]  # fmt: skip
     for sight in sights:
-        xyz = np.clip(linear @ np.array(sight).T, 0, 1) @ np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]).T / [0.9505, 1, 1.089]
+        xyz = (
+            np.clip(linear @ np.array(sight).T, 0, 1)
+            @ np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]).T
+            / [0.9505, 1, 1.089]
+        )
         f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
         lab = np.stack([116 * f[:, 1] - 16, 500 * (f[:, 0] - f[:, 1]), 200 * (f[:, 1] - f[:, 2])], 1)
         gaps = np.linalg.norm(lab[:, None] - lab[None], axis=-1)[np.triu_indices(len(lab), 1)]

@@ -30,7 +30,9 @@ def test_the_bootstrap_agrees_with_every_possible_resample(values):
 def test_the_bootstrap_agrees_with_scipy_and_with_the_normal_limit():
     values = np.random.default_rng(1).normal(3, 2, 400)
     low, high = bootstrap_interval(values.tolist(), resamples=20_000)
-    other = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(2)).confidence_interval
+    other = stats.bootstrap(
+        (values,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(2)
+    ).confidence_interval
     assert (low, high) == pytest.approx(tuple(other), abs=0.02)
     error = standard_error(values.tolist())
     assert (low, high) == pytest.approx((values.mean() - 1.96 * error, values.mean() + 1.96 * error), abs=0.02)
@@ -56,7 +58,9 @@ def test_mean_passes_on_what_is_not_finite():
 @pytest.mark.parametrize("count", range(2, 11))
 def test_sign_flips_agree_with_scipy_s_exact_test(count):
     gaps = np.random.default_rng(count).normal(0.4, 1, count)
-    other = stats.permutation_test((gaps,), np.mean, permutation_type="samples", n_resamples=np.inf, alternative="two-sided").pvalue
+    other = stats.permutation_test(
+        (gaps,), np.mean, permutation_type="samples", n_resamples=np.inf, alternative="two-sided"
+    ).pvalue
     assert sign_flip_p(gaps.tolist()) == pytest.approx(other)
 
 
@@ -71,7 +75,10 @@ def test_equal_sizes_give_the_binomial_sign_test(plus):
 def test_ties_are_counted_as_on_paper(seed):
     """Tenths are not exact in binary: sums that tie on paper must tie here too."""
     tenths = np.random.default_rng(seed).integers(-4, 5, 8).tolist()
-    reached = sum(abs(sum(s * t for s, t in zip(signs, tenths))) >= abs(sum(tenths)) for signs in itertools.product((1, -1), repeat=8))
+    reached = sum(
+        abs(sum(s * t for s, t in zip(signs, tenths))) >= abs(sum(tenths))
+        for signs in itertools.product((1, -1), repeat=8)
+    )
     assert sign_flip_p([t / 10 for t in tenths]) == reached / 2**8
 
 

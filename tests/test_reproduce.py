@@ -18,7 +18,7 @@ from slimbayes.lab.markdown import markdown
 from slimbayes.lab.reproduce import Incomplete, find, list_all, reproduce
 from slimbayes.lab.rows import listings, roots
 from slimbayes.lab.tables import Result, Table, calibration_errors, draws_of, measured, relative_errors, summary
-from slimbayes.record import Cost, Evaluation, Parameters, Record, Reliability, read
+from slimbayes.report.record import Cost, Evaluation, Parameters, Record, Reliability, read
 
 CPU = Execution(accelerator="cpu")
 BASE = """
@@ -41,9 +41,13 @@ name: digits-tied
 method: {kind: KTied, rank: 2}
 paper: {row: 2-tied, order: 1, numbers: {nll: 0.4}, diagnostic: [elbo, spectrum, convergence, snr], options: {layer: dense1}}
 """
-TRUNCATED = MEAN_FIELD.replace("row: Mean-field, order: 2", "row: 1-tied, order: 3, diagnostic: truncation, options: {rank: 1}")
-BROKEN = MEAN_FIELD.replace("digits-mean-field", "broken").replace("row: Mean-field, order: 2", "row: Broken, order: 0").replace(
-    "method:", "data: {name: cifar10}\nmethod:"
+TRUNCATED = MEAN_FIELD.replace(
+    "row: Mean-field, order: 2", "row: 1-tied, order: 3, diagnostic: truncation, options: {rank: 1}"
+)
+BROKEN = (
+    MEAN_FIELD.replace("digits-mean-field", "broken")
+    .replace("row: Mean-field, order: 2", "row: Broken, order: 0")
+    .replace("method:", "data: {name: cifar10}\nmethod:")
 )
 
 
@@ -89,9 +93,15 @@ def test_a_table_from_end_to_end(folder: Path, tmp_path: Path) -> None:
     scores = [next(e for e in run.evaluations if e.draws == 3).metrics["accuracy"] for run in runs]
     ours = plain["ours"]["accuracy"]
     assert ours["mean"] == pytest.approx(100 * sum(scores) / 2) and ours["count"] == 2
-    assert ours["error"] == pytest.approx(100 * abs(scores[0] - scores[1]) / 2)  # deviation of two, over the root of two
+    assert ours["error"] == pytest.approx(
+        100 * abs(scores[0] - scores[1]) / 2
+    )  # deviation of two, over the root of two
     text = file.read_text()
-    assert "| Mean-field | " in text and "*0.5 ± 0.01*" in text and "full: digits; up to 300 rows, mlp (hidden 16), 6 epochs" in text
+    assert (
+        "| Mean-field | " in text
+        and "*0.5 ± 0.01*" in text
+        and "full: digits; up to 300 rows, mlp (hidden 16), 6 epochs" in text
+    )
     assert f"{runs[0].parameters.total:,}" in text
 
     again = Listener()
@@ -101,20 +111,27 @@ def test_a_table_from_end_to_end(folder: Path, tmp_path: Path) -> None:
     assert file.read_text() == before
 
 
-def test_diagnostics_are_written_beside_the_records(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diagnostics_are_written_beside_the_records(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     reproduce("toy/table1/tied", out, CPU, "small", [0], folders=[folder])
     (row,) = json.loads((out / "table.json").read_text())["rows"]
     ours = {name: one["mean"] for name, one in row["ours"].items()}
     record = read(out / row["runs"][0])
     assert ours["neg_elbo"] == pytest.approx(ours["draw_nll"] + ours["kl"])
-    assert ours["draw_nll"] == pytest.approx(ours["nll"], abs=0.05)  # a narrow posterior's draws agree; these are others
+    assert ours["draw_nll"] == pytest.approx(
+        ours["nll"], abs=0.05
+    )  # a narrow posterior's draws agree; these are others
     assert ours["scales_2"] == pytest.approx(1.0)  # two factors explain a 2-tied posterior
     assert ours["means_2"] < 0.99 and ours["snr"] >= 1 and ours["snr_median"] >= 1
     assert ours["neg_elbo_end"] == pytest.approx(record.curve[-1]["validation_nll"] + record.curve[-1]["kl"])
     names = {Path(name).suffix for name in row["files"]}
     assert names == {".json", ".png"} and all((out / name).is_file() for name in row["files"])
-    assert "small: digits; up to 300 rows, mlp (hidden 16), 2 epochs - not the paper's setting" in (out / "table.md").read_text()
+    assert (
+        "small: digits; up to 300 rows, mlp (hidden 16), 2 epochs - not the paper's setting"
+        in (out / "table.md").read_text()
+    )
 
     def never(name: str, case: Case) -> Any:
         raise AssertionError("what was found before is looked for again")
@@ -140,7 +157,9 @@ def test_a_failing_row_does_not_stop_the_others(folder: Path, tmp_path: Path) ->
     (folder / "toy" / "table1" / "broken.yaml").write_text(BROKEN)
     out, listener = tmp_path / "out", Listener()
     with pytest.raises(Incomplete, match=r"1 of 3 runs failed: broken, seed 0: FileNotFoundError: No cifar10"):
-        reproduce("toy/table1", out, Execution(accelerator="cpu", data_dir=tmp_path), "small", [0], listener, folders=[folder])
+        reproduce(
+            "toy/table1", out, Execution(accelerator="cpu", data_dir=tmp_path), "small", [0], listener, folders=[folder]
+        )
     found = json.loads((out / "table.json").read_text())
     assert [len(row["seeds"]) for row in found["rows"]] == [0, 1, 1]
     text = (out / "table.md").read_text()
@@ -179,7 +198,11 @@ def test_names(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("section", "message"),
-    [("paper: {row: x, numbres: {}}", "paper.numbres: Extra inputs"), ("paper: {row: x, units: {a: kg}}", "paper.units.a"), ("seed: 1", "needs a section `paper`")],
+    [
+        ("paper: {row: x, numbres: {}}", "paper.numbres: Extra inputs"),
+        ("paper: {row: x, units: {a: kg}}", "paper.units.a"),
+        ("seed: 1", "needs a section `paper`"),
+    ],
 )
 def test_a_wrong_paper_section_is_named(folder: Path, section: str, message: str) -> None:
     file = folder / "toy" / "table1" / "odd.yaml"
@@ -197,10 +220,23 @@ def test_seeds_can_be_standard_splits() -> None:
 # Numbers of records ----------------------------------------------------------------------------------------------------------
 
 
-def record(accuracy: float, corrupted: dict[tuple[str, int], float], draws: tuple[int, ...] = (1, 4), **more: Any) -> Record:
-    evaluations = [Evaluation(data="d", role="test", draws=n, rows=100, metrics={"accuracy": accuracy, "nll": 1.0 / n}, **more) for n in draws]
+def record(
+    accuracy: float, corrupted: dict[tuple[str, int], float], draws: tuple[int, ...] = (1, 4), **more: Any
+) -> Record:
+    evaluations = [
+        Evaluation(data="d", role="test", draws=n, rows=100, metrics={"accuracy": accuracy, "nll": 1.0 / n}, **more)
+        for n in draws
+    ]
     evaluations += [
-        Evaluation(data="d", role="corruption", corruption=name, severity=s, draws=n, rows=100, metrics={"accuracy": a, "nll": 2.0, "ece": 0.1})
+        Evaluation(
+            data="d",
+            role="corruption",
+            corruption=name,
+            severity=s,
+            draws=n,
+            rows=100,
+            metrics={"accuracy": a, "nll": 2.0, "ece": 0.1},
+        )
         for (name, s), a in corrupted.items()
         for n in draws
     ]
@@ -211,7 +247,9 @@ def record(accuracy: float, corrupted: dict[tuple[str, int], float], draws: tupl
 
 
 def test_measured_numbers_of_a_record() -> None:
-    made = record(0.8, {("fog", 1): 0.6, ("fog", 3): 0.4}, members=[{"nll": 1.0}, {"nll": 3.0}], diversity={"disagreement": 0.2})
+    made = record(
+        0.8, {("fog", 1): 0.6, ("fog", 3): 0.4}, members=[{"nll": 1.0}, {"nll": 3.0}], diversity={"disagreement": 0.2}
+    )
     assert draws_of(made, None) == 4 and draws_of(made, 3) == 1 and draws_of(made, 1) == 1
     found = measured(made, 4)
     assert found["nll"] == 0.25 and found["corrupted_accuracy"] == pytest.approx(0.5) and found["member_nll"] == 2.0
@@ -238,7 +276,9 @@ def test_calibration_errors_leave_out_small_bins() -> None:
     assert found["ece"] == pytest.approx((40 * 0.1 + 50 * 0.1) / 95) and found["mce"] == pytest.approx(0.1)
 
 
-def test_the_density_of_perfect_predictions_is_the_papers_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_density_of_perfect_predictions_is_the_papers_constant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """0.5 log(0.1 / 2 pi) = -2.07, which the paper prints where errors are small (Kin8nm, Naval)."""
     from types import SimpleNamespace
 
@@ -246,7 +286,9 @@ def test_the_density_of_perfect_predictions_is_the_papers_constant(tmp_path: Pat
     from slimbayes.data import Split
     from slimbayes.lab.task import Scaling
 
-    net = sb.bayesianize(torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1)), sb.ModelPatch(jitter=0.0, patch="norm")).eval()
+    net = sb.bayesianize(
+        torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1)), sb.ModelPatch(jitter=0.0, patch="norm")
+    ).eval()
     torch.nn.init.ones_(net[1].weight)
     torch.nn.init.zeros_(net[1].bias)
     x = torch.linspace(-1, 1, 20)[:, None]

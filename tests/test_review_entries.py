@@ -149,7 +149,9 @@ def test_frozen_parameters_stay_drawn() -> None:
     check_all(model, x)
     sb.sample(model, x).square().sum().backward()
     assert model[0].weight.grad is None
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for n, p in model.named_parameters() if ".posterior." in n)
+    assert all(
+        p.grad is not None and bool(p.grad.isfinite().all()) for n, p in model.named_parameters() if ".posterior." in n
+    )
 
 
 def test_deep_copies_are_models_of_their_own() -> None:
@@ -326,7 +328,11 @@ def test_a_submodule_on_its_own_gives_each_row_one_member(method: str) -> None:
     model, x = sb.bayesianize(Encoder(), config).eval(), torch.randn(7, 4)
     with sb.frozen(model):
         plains = [write_out(model, j) for j in range(2)]
-    calls: dict[str, Callable[[Any], Tensor]] = {"backbone": lambda m: m.backbone(x), "encode": lambda m: m.encode(x), "head": lambda m: m.head(torch.ones(7, 8))}
+    calls: dict[str, Callable[[Any], Tensor]] = {
+        "backbone": lambda m: m.backbone(x),
+        "encode": lambda m: m.encode(x),
+        "head": lambda m: m.head(torch.ones(7, 8)),
+    }
     for name, call in calls.items():
         found = [draws_of_rows(call(model), [call(plain) for plain in plains], 0) for _ in range(4)]
         assert all(all(rows) for rows in found), name
@@ -407,7 +413,9 @@ class Past(nn.Module):
         return F.conv1d(h.unsqueeze(1), self.conv.weight, self.conv.bias).flatten(1)
 
 
-@pytest.mark.parametrize("method", ["rank1", "rank1-member", "batch-ensemble", "k-tied", "mean-field", "flipout", "drop-connect"])
+@pytest.mark.parametrize(
+    "method", ["rank1", "rank1-member", "batch-ensemble", "k-tied", "mean-field", "flipout", "drop-connect"]
+)
 def test_weights_used_past_the_forward_are_drawn(method: str) -> None:
     model, x = sb.bayesianize(Past(), METHODS[method]).eval(), torch.randn(6, 4)
     check_all(model, x, draws=2)
@@ -455,7 +463,10 @@ class Tied(nn.Module):
         return self.out(torch.tanh(self.table(ids)))
 
 
-TIED = {"mean-field": sb.MeanField(scale_init=0.2, scale_jitter=0.0), "k-tied": sb.KTied(rank=2, scale_init=0.2, scale_jitter=0.0)}
+TIED = {
+    "mean-field": sb.MeanField(scale_init=0.2, scale_jitter=0.0),
+    "k-tied": sb.KTied(rank=2, scale_init=0.2, scale_jitter=0.0),
+}
 
 
 @pytest.mark.parametrize("method", TIED)
@@ -509,7 +520,9 @@ def test_padding_adds_nothing_to_the_kl() -> None:
         kls.append(float(sb.kl(sb.bayesianize(nn.Sequential(table), config)).detach()))
     row = nn.Linear(5, 1, bias=False)
     row.weight.data.zero_()
-    torch.testing.assert_close(kls[0] - kls[1], float(sb.kl(sb.bayesianize(row, config)).detach()), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        kls[0] - kls[1], float(sb.kl(sb.bayesianize(row, config)).detach()), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("method", ["mean-field", "flipout", "k-tied", "rank1", "drop-connect"])
@@ -628,7 +641,9 @@ class Packed(nn.Module):
 @torch.no_grad()
 def test_packed_sequences_are_predicted(method: str) -> None:
     model = sb.bayesianize(Packed(), METHODS[method]).eval()
-    packed = pack_padded_sequence(torch.randn(4, 6, 4), torch.tensor([3, 6, 1, 2]), batch_first=True, enforce_sorted=False)
+    packed = pack_padded_sequence(
+        torch.randn(4, 6, 4), torch.tensor([3, 6, 1, 2]), batch_first=True, enforce_sorted=False
+    )
     with quietly(), sb.frozen(model, draws=2):
         plains = held(model, 2)
         assert_draws(sb.sample(model, packed), plains, (packed,), {})
@@ -671,7 +686,11 @@ def test_a_class_in_place_of_a_config_is_refused_in_words(method: Any) -> None:
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("make", [lambda: sb.Rank1(prior=0.1), lambda: sb.MeanField(prior=0.1), lambda: sb.KTied(prior=1.0)], ids=["rank1", "mean-field", "k-tied"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: sb.Rank1(prior=0.1), lambda: sb.MeanField(prior=0.1), lambda: sb.KTied(prior=1.0)],
+    ids=["rank1", "mean-field", "k-tied"],
+)
 def test_a_number_in_place_of_a_prior_is_refused_in_words(make: Callable[[], Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=r"(?s)prior.*Normal"):
         make()
@@ -770,7 +789,10 @@ def test_old_style_norms_train(method: str, kind: str) -> None:
 
 
 def test_unequal_members_are_stacked_or_refused_in_words() -> None:
-    config = {"0": sb.Ensemble(members=2, init="copies", jitter=0.5), "4": sb.Ensemble(members=3, init="copies", jitter=0.5)}
+    config = {
+        "0": sb.Ensemble(members=2, init="copies", jitter=0.5),
+        "4": sb.Ensemble(members=3, init="copies", jitter=0.5),
+    }
     model, x, y = sb.bayesianize(mlp(), config), torch.randn(20, 4), torch.randint(3, (20,))
     try:
         weights = sb.stack(model, x, y)
@@ -783,7 +805,15 @@ def test_unequal_members_are_stacked_or_refused_in_words() -> None:
 
 def _image_net() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
     )
 
 
@@ -811,7 +841,9 @@ def test_an_exported_ensemble_gives_each_row_one_member() -> None:
         with sb.frozen(model):
             plains = [write_out(model, j) for j in range(2)]
         model(torch.randn(6, 4))
-        exported = torch.export.export(model, (torch.randn(6, 4),), dynamic_shapes=({0: torch.export.Dim("batch", min=3, max=64)},)).module()
+        exported = torch.export.export(
+            model, (torch.randn(6, 4),), dynamic_shapes=({0: torch.export.Dim("batch", min=3, max=64)},)
+        ).module()
         for rows in (3, 5, 9):
             x = torch.randn(rows, 4)
             assert all(draws_of_rows(exported(x), [plain(x) for plain in plains], 0)), (method, rows)

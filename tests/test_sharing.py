@@ -41,7 +41,10 @@ METHODS: dict[str, Any] = {
     "batch-ensemble": {"bn2|fc": sb.BatchEnsemble(members=2)},
     "mean-field": sb.MeanField(scale_init=0.1),
     "dropout": sb.MCDropout(before="bn2", rate=0.3),
-    "ensemble-layer": {"bn2": sb.Ensemble(members=2, init="copies", jitter=0.5), "fc": sb.ModelPatch(components=2, jitter=0.5)},
+    "ensemble-layer": {
+        "bn2": sb.Ensemble(members=2, init="copies", jitter=0.5),
+        "fc": sb.ModelPatch(components=2, jitter=0.5),
+    },
     "mix": {"bn.*": sb.ModelPatch(components=2, jitter=0.5), "fc": sb.DropConnect(rate=0.3)},
 }
 
@@ -128,7 +131,9 @@ class NoisyBody(nn.Linear):
 
 
 def test_modules_with_noise_of_their_own_are_not_shared() -> None:
-    model = sb.bayesianize(nn.Sequential(NoisyBody(6, 8), nn.Linear(8, 3)), {"1": sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))})
+    model = sb.bayesianize(
+        nn.Sequential(NoisyBody(6, 8), nn.Linear(8, 3)), {"1": sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0))}
+    )
     samples = sb.predict(model, torch.randn(7, 6), draws=4).samples
     assert len(samples.flatten(1).unique(dim=0)) == 8  # members are alike: only the noise tells draws apart
 
@@ -282,7 +287,8 @@ def test_stacking_an_ensemble_prefers_the_good_member_and_predict_follows(tmp_pa
 def test_stacking_patched_layers_moves_probability_to_good_components(learn: bool) -> None:
     torch.manual_seed(0)
     model = sb.bayesianize(
-        nn.Sequential(nn.LayerNorm(2, eps=10.0), nn.Linear(2, 2)), sb.ModelPatch(components=2, patch="norm+output", jitter=0.0, learn_probs=learn)
+        nn.Sequential(nn.LayerNorm(2, eps=10.0), nn.Linear(2, 2)),
+        sb.ModelPatch(components=2, patch="norm+output", jitter=0.0, learn_probs=learn),
     ).eval()
     _, output = posteriors_of(model)
     x = torch.randn(400, 2)
@@ -323,7 +329,10 @@ def test_windows_of_one_row_stay_together_where_rows_do_not_divide_evenly() -> N
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.fc(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-    for config in (sb.Mixture(components=2, assignment="model", jitter=1.0), sb.ModelPatch(components=2, patch="fc", jitter=1.0)):
+    for config in (
+        sb.Mixture(components=2, assignment="model", jitter=1.0),
+        sb.ModelPatch(components=2, patch="fc", jitter=1.0),
+    ):
         net = sb.bayesianize(Windows(), config)
         x = torch.randn(1, 1, 3).expand(3, 2, 3)  # all windows alike: outputs differ by their draw alone
         with sb.frozen(net, draws=2 // sb.members(net)):

@@ -59,7 +59,9 @@ def test_inputs_move_by_the_strength() -> None:
 def test_without_a_column_the_leading_component_moves() -> None:
     generator = torch.Generator().manual_seed(2)
     common = torch.randn(50_000, 1, generator=generator)
-    x = torch.cat([common + 0.1 * torch.randn(50_000, 2, generator=generator), torch.randn(50_000, 1, generator=generator)], 1)
+    x = torch.cat(
+        [common + 0.1 * torch.randn(50_000, 2, generator=generator), torch.randn(50_000, 1, generator=generator)], 1
+    )
     moved = x[feature_shift(x, 1.0, generator=generator)]
     assert moved[:, 0].mean() > 0.85 and moved[:, 1].mean() > 0.85 and abs(moved[:, 2].mean()) < 0.1
 

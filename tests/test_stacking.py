@@ -13,7 +13,7 @@ from scipy import optimize, special
 from torch import Tensor
 
 import slimbayes as sb
-from slimbayes.stacking import factored_weights, stacking_weights
+from slimbayes.prediction.stacking import factored_weights, stacking_weights
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 
@@ -112,7 +112,9 @@ def test_ruled_out_rows_count_and_draws_that_know_nothing_get_nothing() -> None:
     assert weights[1] < 1e-8
     assert bool(weights.isfinite().all())
     apart = torch.where(torch.eye(3, dtype=torch.bool).repeat_interleave(torch.tensor([1, 2, 5]), 1), 0.0, -math.inf)
-    assert stacking_weights(apart).tolist() == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=1e-8)  # disjoint: shares of rows
+    assert stacking_weights(apart).tolist() == pytest.approx(
+        [1 / 8, 2 / 8, 5 / 8], abs=1e-8
+    )  # disjoint: shares of rows
 
 
 def test_many_draws_and_float32() -> None:
@@ -141,7 +143,10 @@ def test_members_of_a_prediction_are_stacked() -> None:
         (torch.zeros(3, 0), r"got \(3, 0\)"),
         (torch.tensor([[0.0, math.nan]]), "got nan"),
         (torch.tensor([[0.0, math.inf]]), r"\+inf"),
-        (torch.tensor([[0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf]]), "1 of 3 rows, the first is 2, have log_probs -inf under every draw"),
+        (
+            torch.tensor([[0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf]]),
+            "1 of 3 rows, the first is 2, have log_probs -inf under every draw",
+        ),
     ],
 )
 def test_what_cannot_be_stacked_is_refused(log_probs: Tensor, match: str) -> None:
@@ -176,7 +181,9 @@ def exact(log_probs: Tensor, choices: Tensor, probabilities: list[Any], prior: f
     weights = np.ones(len(choices))
     for i, p in enumerate(probabilities):
         weights *= np.asarray(p)[choices[:, i].numpy()]
-    return log_probs.shape[1] * score(log_probs, weights) + prior * sum(np.log(np.asarray(p)).sum() for p in probabilities)
+    return log_probs.shape[1] * score(log_probs, weights) + prior * sum(
+        np.log(np.asarray(p)).sum() for p in probabilities
+    )
 
 
 @pytest.mark.parametrize("components", [(3,), (2, 2), (3, 2, 2), (4, 1, 3), (2, 2, 2, 2)])
@@ -196,7 +203,10 @@ def test_an_enumerated_mixture_is_maximised_exactly(components: tuple[int, ...],
     starts = [np.zeros(sum(sizes)), *rng.standard_normal((4, sum(sizes)))]
     best = max(-optimize.minimize(loss, start, tol=1e-12).fun for start in starts)
     assert exact(log_probs, choices, ours, prior) == pytest.approx(best, abs=1e-6)
-    assert exact(log_probs, choices, ours, prior) >= exact(log_probs, choices, [np.full(k, 1 / k) for k in sizes], prior) - 1e-9
+    assert (
+        exact(log_probs, choices, ours, prior)
+        >= exact(log_probs, choices, [np.full(k, 1 / k) for k in sizes], prior) - 1e-9
+    )
 
 
 @pytest.mark.parametrize("counts", [(5, 5, 5), (2, 9, 4)])
@@ -254,11 +264,15 @@ def test_estimates_from_draws_approach_the_enumeration() -> None:
 
 @given(st.integers(0, 2**31), st.integers(1, 4), st.floats(0, 10), st.floats(-1, 2))
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_random_draws_are_never_scored_worse_than_uniformly(seed: int, sites: int, prior: float, exponent: float) -> None:
+def test_random_draws_are_never_scored_worse_than_uniformly(
+    seed: int, sites: int, prior: float, exponent: float
+) -> None:
     """The objective as documented, in numpy, with scarce draws: at most what equal probabilities lose."""
     log_probs = problem(seed, 30, 20, 10**exponent)
     generator = torch.Generator().manual_seed(seed)
-    choices = torch.stack([torch.cat([torch.arange(3), torch.randint(3, (27,), generator=generator)]) for _ in range(sites)], 1)
+    choices = torch.stack(
+        [torch.cat([torch.arange(3), torch.randint(3, (27,), generator=generator)]) for _ in range(sites)], 1
+    )
     ours = factored_weights(log_probs, choices, [3] * sites, prior)
 
     def objective(probabilities: list[Tensor]) -> float:
@@ -266,7 +280,9 @@ def test_random_draws_are_never_scored_worse_than_uniformly(seed: int, sites: in
         for i, p in enumerate(probabilities):
             picked = choices[:, i].numpy()
             weights *= p.numpy()[picked] / np.bincount(picked)[picked]
-        return 20 * score(log_probs, weights / weights.sum()) + prior * sum(float(p.log().sum()) for p in probabilities if prior)
+        return 20 * score(log_probs, weights / weights.sum()) + prior * sum(
+            float(p.log().sum()) for p in probabilities if prior
+        )
 
     assert objective(ours) >= objective([torch.full((3,), 1 / 3, dtype=torch.float64)] * sites) - 1e-7
 
@@ -274,18 +290,30 @@ def test_random_draws_are_never_scored_worse_than_uniformly(seed: int, sites: in
 @pytest.mark.parametrize(
     ("choices", "components", "changes", "match"),
     [
-        (torch.zeros(3, 2, dtype=torch.long), [1, 1], {}, r"\(S, L\) = \(4, 2\) are needed as choices.*got torch.int64 of shape \(3, 2\)"),
+        (
+            torch.zeros(3, 2, dtype=torch.long),
+            [1, 1],
+            {},
+            r"\(S, L\) = \(4, 2\) are needed as choices.*got torch.int64 of shape \(3, 2\)",
+        ),
         (torch.zeros(4, 2, dtype=torch.long), [1], {}, r"\(S, L\) = \(4, 1\)"),
         (torch.zeros(4, 1), [1], {}, "got torch.float32"),
         (torch.zeros(4, 0, dtype=torch.long), [], {}, "L >= 1 sites"),
-        (torch.tensor([[0, 0], [0, 1], [0, 2], [0, 1]]), [1, 2], {}, "Site 1 has 2 components, got choices from 0 to 2"),
+        (
+            torch.tensor([[0, 0], [0, 1], [0, 2], [0, 1]]),
+            [1, 2],
+            {},
+            "Site 1 has 2 components, got choices from 0 to 2",
+        ),
         (torch.tensor([[0], [-1], [0], [1]]), [2], {}, "Site 0 has 2 components, got choices from -1 to 1"),
         (torch.tensor([[0], [2], [0], [2]]), [3], {}, "Site 0: no draw picked component 1 of 3"),
         (torch.tensor([[0], [1], [0], [1]]), [2], {"prior": -1.0}, "prior must be .* got -1.0"),
         (torch.tensor([[0], [1], [0], [1]]), [2], {"prior": math.nan}, "prior must be .* got nan"),
     ],
 )
-def test_choices_that_do_not_fit_are_refused(choices: Tensor, components: list[int], changes: dict[str, float], match: str) -> None:
+def test_choices_that_do_not_fit_are_refused(
+    choices: Tensor, components: list[int], changes: dict[str, float], match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         factored_weights(torch.zeros(4, 6), choices, components, **changes)
 

@@ -28,7 +28,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Superv
 
     def make(restarts: int = 3, stall: float | None = None, grace: float = 5, **plan: Any) -> Supervisor:
         (tmp_path / "plan.json").write_text(json.dumps(plan))
-        return Supervisor(tmp_path, lambda: Group(["fit", "c.yaml", "--out", str(tmp_path), "--resume"]), restarts, stall, grace)
+        return Supervisor(
+            tmp_path, lambda: Group(["fit", "c.yaml", "--out", str(tmp_path), "--resume"]), restarts, stall, grace
+        )
 
     return make
 
@@ -49,17 +51,23 @@ def wait_for(found: Callable[[], Any], seconds: float = 60) -> Any:
     return value
 
 
-def test_a_job_that_makes_progress_is_started_again_as_often_as_it_dies(job: Callable[..., Supervisor], tmp_path: Path) -> None:
+def test_a_job_that_makes_progress_is_started_again_as_often_as_it_dies(
+    job: Callable[..., Supervisor], tmp_path: Path
+) -> None:
     deaths = {str(n): [2 * n, -9 if n % 2 else 1] for n in range(1, 7)}
     assert job(restarts=1, steps=14, die=deaths).run() == 0
     assert starts(tmp_path) == 7 and (tmp_path / "ended").exists()
 
 
-def test_it_gives_up_without_progress_and_says_so(job: Callable[..., Supervisor], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_gives_up_without_progress_and_says_so(
+    job: Callable[..., Supervisor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert job(restarts=2, steps=9, every=5, die={"always": [3, -9]}).run() == 137
     assert starts(tmp_path) == 3
     told = capsys.readouterr().err
-    assert "killed by SIGKILL before its first checkpoint" in told and "3 times in a row" in told and "giving up" in told
+    assert (
+        "killed by SIGKILL before its first checkpoint" in told and "3 times in a row" in told and "giving up" in told
+    )
 
 
 def test_progress_is_counted_from_one_death_to_the_next(job: Callable[..., Supervisor], tmp_path: Path) -> None:
@@ -70,7 +78,9 @@ def test_progress_is_counted_from_one_death_to_the_next(job: Callable[..., Super
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 143])
-def test_ends_that_a_new_start_would_repeat_are_final(job: Callable[..., Supervisor], tmp_path: Path, code: int) -> None:
+def test_ends_that_a_new_start_would_repeat_are_final(
+    job: Callable[..., Supervisor], tmp_path: Path, code: int
+) -> None:
     assert job(die={"always": [2, code]}).run() == code
     assert starts(tmp_path) == 1
 
@@ -82,7 +92,9 @@ def test_no_process_of_a_dead_job_survives(job: Callable[..., Supervisor], tmp_p
     assert [members_of(pid) for pid in pids(tmp_path)] == [[], [], []]
 
 
-def test_a_job_that_hangs_is_ended_and_started_again(job: Callable[..., Supervisor], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_hangs_is_ended_and_started_again(
+    job: Callable[..., Supervisor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert job(stall=1.0, steps=4, hang=[1]).run() == 0
     assert starts(tmp_path) == 2 and "hangs" in capsys.readouterr().err
 
@@ -106,7 +118,9 @@ sys.exit(supervise.Supervisor(folder, group, grace=float(sys.argv[3])).run())
 
 def drive(folder: Path, grace: float = 20, **plan: Any) -> "subprocess.Popen[str]":
     (folder / "plan.json").write_text(json.dumps({"steps": 10_000, **plan}))
-    process = subprocess.Popen([sys.executable, "-c", DRIVER, FAKE[1], str(folder), str(grace)], text=True, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, FAKE[1], str(folder), str(grace)], text=True, stderr=subprocess.PIPE
+    )
     wait_for(lambda: latest_step(folder) > 2)
     return process
 

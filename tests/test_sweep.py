@@ -20,7 +20,7 @@ from slimbayes.lab.files import ConfigError, load
 from slimbayes.lab.labels import labelled
 from slimbayes.lab.supervise import members_of
 from slimbayes.lab.sweep import sweep
-from slimbayes.record import read
+from slimbayes.report.record import read
 
 FAKE = (sys.executable, str(Path(__file__).parent / "fakes" / "fit.py"))
 BASE = {
@@ -48,13 +48,19 @@ def points(folder: Path, overrides: tuple[str, ...] = (), scale: str = "full", *
 
 
 def test_all_combinations_in_order(tmp_path: Path) -> None:
-    axes = {"seed": [0, 1], "method": [{"kind": "Rank1", "members": 3}, {"kind": "Deterministic"}], "train.optimizer.lr": [0.1, 0.01]}
+    axes = {
+        "seed": [0, 1],
+        "method": [{"kind": "Rank1", "members": 3}, {"kind": "Deterministic"}],
+        "train.optimizer.lr": [0.1, 0.01],
+    }
     found = points(tmp_path, axes=axes)
     assert [(p.experiment.seed, p.experiment.method.kind, p.experiment.train.optimizer.lr) for p in found] == [
         (s, m, lr) for s in (0, 1) for m in ("Rank1", "Deterministic") for lr in (0.1, 0.01)
     ]
     assert found[0].experiment.method.members == 3
-    assert {p.experiment.name for p in found} == {f"try-{m}-lr-{lr}" for m in ("Rank1", "Deterministic") for lr in ("0.1", "0.01")}
+    assert {p.experiment.name for p in found} == {
+        f"try-{m}-lr-{lr}" for m in ("Rank1", "Deterministic") for lr in ("0.1", "0.01")
+    }
     assert len({p.experiment.hash for p in found}) == 8
 
 
@@ -97,11 +103,17 @@ def test_names(tmp_path: Path) -> None:
     axes = {"seed": [0, 1], "method": {"a": {"kind": "Rank1"}, "b": {"kind": "MeanField"}}, "train.optimizer.lr": [0.1]}
     found = points(tmp_path, axes=axes, name="{method}-{lr}-{train.optimizer.lr} of {name}")
     assert [p.experiment.name for p in found[:2]] == ["a-0.1-0.1 of try", "b-0.1-0.1 of try"]
-    assert [p.experiment.name for p in points(tmp_path, axes={"data.name": ["digits"], "seed": [0, 1]})] == ["try", "try"]
+    assert [p.experiment.name for p in points(tmp_path, axes={"data.name": ["digits"], "seed": [0, 1]})] == [
+        "try",
+        "try",
+    ]
 
 
 def test_names_that_reports_would_mix_up_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Two runs would be called 'same' with seed 0: train.optimizer.lr=0.1, and train.optimizer.lr=0.2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Two runs would be called 'same' with seed 0: train.optimizer.lr=0.1, and train.optimizer.lr=0.2",
+    ):
         points(tmp_path, axes={"train.optimizer.lr": [0.1, 0.2]}, name="same")
     with pytest.raises(ConfigError, match=r"\{metod\} is no axis; did you mean 'method'"):
         points(tmp_path, axes={"method": {"a": {"kind": "Rank1"}}}, name="{metod}")
@@ -113,12 +125,19 @@ def test_a_name_cannot_reach_into_objects(tmp_path: Path) -> None:
 
 
 def test_every_fault_is_told_with_its_axis_value(tmp_path: Path) -> None:
-    axes = {"seed": [0, 1], "method": {"good": {"kind": "Rank1"}, "bad": {"kind": "Rang1"}}, "train.optimizer.lr": [0.1, -1]}
+    axes = {
+        "seed": [0, 1],
+        "method": {"good": {"kind": "Rank1"}, "bad": {"kind": "Rang1"}},
+        "train.optimizer.lr": [0.1, -1],
+    }
     with pytest.raises(ConfigError) as caught:
         points(tmp_path, axes=axes)
     told = str(caught.value)
     assert "nothing was run" in told
-    assert "seed=0, method=good, train.optimizer.lr=-1 and 1 more:" in told and "train.optimizer.lr: Input should be greater than 0, got -1" in told
+    assert (
+        "seed=0, method=good, train.optimizer.lr=-1 and 1 more:" in told
+        and "train.optimizer.lr: Input should be greater than 0, got -1" in told
+    )
     assert "method=bad" in told and "did you mean 'Rank1'" in told
 
 
@@ -145,7 +164,10 @@ def test_overrides(tmp_path: Path) -> None:
     assert [p.experiment.train.batch for p in points(tmp_path, ("train.batch=16",), axes={"seed": [0, 1]})] == [16, 16]
     assert [p.experiment.train.epochs for p in points(tmp_path, scale="small")] == [1]
     file = write(tmp_path, axes={"seed": [0, 1, 2]})
-    assert list(read_sweep(file, ["axes.train.optimizer.lr=[0.1, 0.2]", "axes.seed=[7]"]).axes.items()) == [("seed", [7]), ("train.optimizer.lr", [0.1, 0.2])]
+    assert list(read_sweep(file, ["axes.train.optimizer.lr=[0.1, 0.2]", "axes.seed=[7]"]).axes.items()) == [
+        ("seed", [7]),
+        ("train.optimizer.lr", [0.1, 0.2]),
+    ]
     with pytest.raises(ConfigError, match=r"Use --set axes.seed="):
         points(tmp_path, ("seed=3",), axes={"seed": [0, 1]})
 
@@ -164,7 +186,9 @@ def test_gpus_are_handed_out_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert visible_gpus("auto") == ()
     handed = []
-    monkeypatch.setattr("slimbayes.lab.backends.start", lambda job, environment: handed.append(environment["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr(
+        "slimbayes.lab.backends.start", lambda job, environment: handed.append(environment["CUDA_VISIBLE_DEVICES"])
+    )
     pool = Pool(4, gpus=("3", "5", "7"))
     for number in range(4):
         pool.add(Job(Path(str(number)), "", ()))
@@ -200,7 +224,10 @@ def test_a_killed_run_is_tried_again_and_the_others_go_on(fake: Callable[..., Jo
     results = Local(2).run([killed, hopeless, wrong, good], lambda job, state: heard.append((job.folder.name, state)))
     assert [r.state for r in results] == ["finished", "failed", "failed", "finished"]
     assert [len(starts(job)) for job in (killed, hopeless, wrong, good)] == [3, 3, 1, 1]
-    assert results[1].reason == "was killed by SIGKILL, perhaps for want of memory" and results[2].reason == "RuntimeError: no such luck"
+    assert (
+        results[1].reason == "was killed by SIGKILL, perhaps for want of memory"
+        and results[2].reason == "RuntimeError: no such luck"
+    )
     assert killed.log.read_text().count("--- ") == 3
     assert ("killed", "was killed by SIGKILL, started again") in heard and heard[-1][1] in ("finished", "failed")
     assert members_of(starts(good)[0][1]) == []
@@ -245,7 +272,9 @@ with _stoppable():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_sweep_leaves_checkpoints_and_no_processes(tmp_path: Path, number: signal.Signals) -> None:
     jobs = [fake_job(tmp_path / str(n), steps=100_000) for n in range(3)]
-    process = subprocess.Popen([sys.executable, "-c", DRIVER, FAKE[1], *(str(job.folder) for job in jobs)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, FAKE[1], *(str(job.folder) for job in jobs)], stderr=subprocess.DEVNULL
+    )
     until = time.monotonic() + 60
     while not all((job.folder / "checkpoints").exists() for job in jobs[:2]):
         assert time.monotonic() < until and process.poll() is None
@@ -261,7 +290,9 @@ def test_an_interrupted_sweep_leaves_checkpoints_and_no_processes(tmp_path: Path
 # --- the real thing ---
 
 
-def test_a_sweep_with_a_kill_a_failure_and_a_second_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_with_a_kill_a_failure_and_a_second_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Kill one real run as soon as it has started; let one name data that are not there; then call again."""
     monkeypatch.setenv("COLUMNS", "200")
     file = write(tmp_path, axes={"data.name": ["digits", "cifar10"]})
@@ -280,10 +311,16 @@ def test_a_sweep_with_a_kill_a_failure_and_a_second_call(tmp_path: Path, monkeyp
     assert sweep(file, out, jobs=2, accelerator="cpu", data_dir=tmp_path / "none") == 1
     told = capsys.readouterr()
     assert "2 runs: 1 finished, 1 failed" in told.out and "log.txt" in told.out and "started again" in told.err
-    folders = {p.experiment.data.name: job_of(p.experiment, out).folder for p in points(tmp_path, axes={"data.name": ["digits", "cifar10"]})}
+    folders = {
+        p.experiment.data.name: job_of(p.experiment, out).folder
+        for p in points(tmp_path, axes={"data.name": ["digits", "cifar10"]})
+    }
     record = read(folders["digits"])
     assert record.name == "try" and len(record.curve) == 2
-    assert sweep(file, out, jobs=2, accelerator="cpu", data_dir=tmp_path / "none", overrides=["axes.data.name=[digits]"]) == 0
+    assert (
+        sweep(file, out, jobs=2, accelerator="cpu", data_dir=tmp_path / "none", overrides=["axes.data.name=[digits]"])
+        == 0
+    )
     assert "1 runs: 1 skipped" in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ from slimbayes.lab.backends import Job, job_of
 from slimbayes.lab.clusters import Call, Ray, Slurm
 from slimbayes.lab.files import ConfigError, validate
 from slimbayes.lab.sweep import sweep
-from slimbayes.record import read
+from slimbayes.report.record import read
 
 submitit = pytest.importorskip("submitit")
 FAKE = Path(__file__).parent / "fakes" / "fit.py"
@@ -28,7 +28,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     """Jobs whose command is the stand-in, also in processes that others start."""
     site = tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text(f"import sys\nfrom slimbayes.lab import supervise\nsupervise.COMMAND = (sys.executable, {str(FAKE)!r})\n")
+    (site / "sitecustomize.py").write_text(
+        f"import sys\nfrom slimbayes.lab import supervise\nsupervise.COMMAND = (sys.executable, {str(FAKE)!r})\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{site}:{os.environ.get('PYTHONPATH', '')}")
 
     def make(name: str, **plan: Any) -> Job:
@@ -60,7 +62,9 @@ def parent_of(pid: int) -> int:
 def test_jobs_through_submitit(fake: Callable[..., Job], tmp_path: Path) -> None:
     jobs = [fake("good"), fake("wrong", die={"always": [2, 1]})]
     heard: list[str] = []
-    results = Slurm(tmp_path / "submitit", 2, {"cluster": "local", "timeout_min": 2}).run(jobs, lambda job, state: heard.append(state))
+    results = Slurm(tmp_path / "submitit", 2, {"cluster": "local", "timeout_min": 2}).run(
+        jobs, lambda job, state: heard.append(state)
+    )
     assert [r.state for r in results] == ["finished", "failed"] and results[1].reason == "RuntimeError: no such luck"
     assert "running" in heard and {"finished", "failed"} <= set(heard)
 
@@ -87,7 +91,9 @@ def test_a_real_sweep_through_submitit(tmp_path: Path, capsys: pytest.CaptureFix
         "method": {"kind": "Rank1"}, "train": {"epochs": 1, "batch": 64, "optimizer": {"kind": "AdamW"}},
     }  # fmt: skip
     file = tmp_path / "sweep.yaml"
-    file.write_text(yaml.safe_dump({"base": base, "axes": {"seed": [4]}, "slurm": {"cluster": "local", "timeout_min": 3}}))
+    file.write_text(
+        yaml.safe_dump({"base": base, "axes": {"seed": [4]}, "slurm": {"cluster": "local", "timeout_min": 3}})
+    )
     assert sweep(file, tmp_path / "out", backend="slurm", accelerator="cpu") == 0
     assert "1 runs: 1 finished" in capsys.readouterr().out
     job = job_of(validate(base | {"seed": 4}), tmp_path / "out")
@@ -109,7 +115,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
-def test_slurm_s_jobs_outlive_the_sweep_and_are_found_again(fake: Callable[..., Job], slurm: Path, tmp_path: Path) -> None:
+def test_slurm_s_jobs_outlive_the_sweep_and_are_found_again(
+    fake: Callable[..., Job], slurm: Path, tmp_path: Path
+) -> None:
     jobs = [fake("a", steps=150, pause=0.05, every=1000), fake("b", steps=150, pause=0.05)]
     backend = Slurm(tmp_path / "submitit", 2, {"timeout_min": 30})
 
@@ -121,7 +129,9 @@ def test_slurm_s_jobs_outlive_the_sweep_and_are_found_again(fake: Callable[..., 
         backend.run(jobs, stop)
     (pid,) = starts(jobs[0])
     time.sleep(0.3)
-    os.kill(parent_of(pid), submitit.JobEnvironment._usr_sig())  # what scancel --signal does: the job is preempted meanwhile
+    os.kill(
+        parent_of(pid), submitit.JobEnvironment._usr_sig()
+    )  # what scancel --signal does: the job is preempted meanwhile
     assert [r.state for r in backend.run(jobs)] == ["finished", "finished"]
     assert len(list(slurm.glob("*.sh"))) == 1  # one submission, an array of two
     assert [len(starts(job)) for job in jobs] == [2, 1] and (jobs[0].folder / "asked").exists()
@@ -129,13 +139,17 @@ def test_slurm_s_jobs_outlive_the_sweep_and_are_found_again(fake: Callable[..., 
 
 @pytest.fixture
 def ray() -> Iterator[Any]:
-    found = pytest.importorskip("ray", reason='RAY IS NOT INSTALLED: the ray backend is not tested here; pip install "slimbayes[ray]"')
+    found = pytest.importorskip(
+        "ray", reason='RAY IS NOT INSTALLED: the ray backend is not tested here; pip install "slimbayes[ray]"'
+    )
     yield found
     found.shutdown()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_jobs_through_ray_and_a_lost_worker(ray: Any, fake: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_through_ray_and_a_lost_worker(
+    ray: Any, fake: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process that looks after a run is killed: Ray starts the job again, which waits for the former run's checkpoint and goes on from it."""
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     good, lost = fake("good"), fake("lost", steps=100, pause=0.05, every=1000)
@@ -150,15 +164,20 @@ def test_jobs_through_ray_and_a_lost_worker(ray: Any, fake: Callable[..., Job], 
     killer.start()
     results = Ray(2).run([lost, good, wrong])
     killer.join()
-    assert [r.state for r in results] == ["finished", "finished", "failed"] and results[2].reason == "RuntimeError: no such luck"
+    assert [r.state for r in results] == ["finished", "finished", "failed"] and results[
+        2
+    ].reason == "RuntimeError: no such luck"
     assert len(starts(lost)) == 2 and (lost.folder / "asked").exists()
     assert len(list((lost.folder / "checkpoints").iterdir())) == 1
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({}, 'Could not detect "srun"'), ({"cluster": "local", "gpus": 3}, "gpus"), ({"cluster": "cloud"}, "cloud")]
+    ("options", "words"),
+    [({}, 'Could not detect "srun"'), ({"cluster": "local", "gpus": 3}, "gpus"), ({"cluster": "cloud"}, "cloud")],
 )
-def test_wrong_slurm_settings_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str) -> None:
+def test_wrong_slurm_settings_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=words):
         Slurm(tmp_path, 1, options).run([Job(tmp_path, "", ())])
@@ -168,4 +187,3 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r'pip install "slimbayes\[ray\]"'):
         Ray().run([])
-

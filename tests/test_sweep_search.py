@@ -21,7 +21,7 @@ from slimbayes.lab.search import Searcher, study_folder
 from slimbayes.lab.search_config import Search, check, distributions, value_of
 from slimbayes.lab.supervise import members_of
 from slimbayes.lab.sweep import sweep
-from slimbayes.record import read
+from slimbayes.report.record import read
 
 BASE = {
     "name": "try",
@@ -34,7 +34,10 @@ RECORD = {
     "name": "fake", "method": "none", "data": "none", "seed": 0, "config_hash": "", "commands": [], "parameters": {"plain": 1, "total": 1},
     "cost": {"train_seconds": 1.0, "seconds_per_epoch": 1.0},
 }  # fmt: skip
-SPACE = {"train.optimizer.lr": {"low": "1e-4", "high": 0.1, "log": True}, "method": {"r": {"kind": "Rank1"}, "m": {"kind": "MeanField"}}}
+SPACE = {
+    "train.optimizer.lr": {"low": "1e-4", "high": 0.1, "log": True},
+    "method": {"r": {"kind": "Rank1"}, "m": {"kind": "MeanField"}},
+}
 
 
 def write(folder: Path, base: dict[str, Any] | None = None, **search: Any) -> Path:
@@ -66,7 +69,10 @@ def searcher(folder: Path, **search: Any) -> Searcher:
         ({"space": {"train.optimizer.lr": {"low": 0, "high": 1.0, "log": True}}}, "0 < low"),
         ({"space": {"train.optimizer.lr": {"low": 0.1}}}, "needs low and high"),
         ({"space": {"train.optimizer.lr": {"low": "much", "high": 1}}}, "must be numbers, got 'much'"),
-        ({"space": {"train.optimizer.lr": {"low": -0.1, "high": 0.1}}}, "search.space.train.optimizer.lr = -0.1 is not a valid experiment"),
+        (
+            {"space": {"train.optimizer.lr": {"low": -0.1, "high": 0.1}}},
+            "search.space.train.optimizer.lr = -0.1 is not a valid experiment",
+        ),
         ({"space": {"train.optimiser.lr": [0.1]}}, "did you mean 'optimizer'"),
         ({"space": {"method": [{"kind": "Rang1"}]}}, "did you mean 'Rank1'"),
     ],
@@ -95,8 +101,20 @@ def test_all_combinations_are_checked_before_the_first_search(tmp_path: Path) ->
 
 
 def test_the_space_in_optuna_s_words() -> None:
-    found = distributions({"a": {"low": 1, "high": 8}, "b": {"low": "1e-3", "high": 1, "log": True}, "c": [2, 4], "d": {"low": 0.0, "high": 1.0, "step": 0.25}})
-    assert [type(one).__name__ for one in found.values()] == ["IntDistribution", "FloatDistribution", "CategoricalDistribution", "FloatDistribution"]
+    found = distributions(
+        {
+            "a": {"low": 1, "high": 8},
+            "b": {"low": "1e-3", "high": 1, "log": True},
+            "c": [2, 4],
+            "d": {"low": 0.0, "high": 1.0, "step": 0.25},
+        }
+    )
+    assert [type(one).__name__ for one in found.values()] == [
+        "IntDistribution",
+        "FloatDistribution",
+        "CategoricalDistribution",
+        "FloatDistribution",
+    ]
     assert found["c"].choices == ("2", "4") and found["b"].log and found["d"].step == 0.25
 
 
@@ -108,7 +126,9 @@ def test_directions() -> None:
 def test_a_search_has_a_place_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(BASE))
     base, one = load(tmp_path / "c.yaml"), Search(space=SPACE)
-    assert study_folder(one, base, tmp_path) == study_folder(one.model_copy(update={"trials": 99, "pruner": "none"}), base, tmp_path)
+    assert study_folder(one, base, tmp_path) == study_folder(
+        one.model_copy(update={"trials": 99, "pruner": "none"}), base, tmp_path
+    )
     others = [one.model_copy(update={"space": {"seed": [1]}}), one.model_copy(update={"metric": "validation_accuracy"})]
     assert len({study_folder(search, base, tmp_path) for search in (one, *others)}) == 3
 
@@ -144,9 +164,14 @@ def test_trials_of_dead_calls_are_taken_over_and_those_of_live_ones_are_not(tmp_
 
 
 def test_the_value_is_of_the_weights_that_were_kept(tmp_path: Path) -> None:
-    curve = [{"epoch": e, "validation_nll": nll, "validation_accuracy": acc} for e, nll, acc in ((1, 0.9, 0.1), (2, 0.5, 0.2), (3, 0.7, 0.3))]
+    curve = [
+        {"epoch": e, "validation_nll": nll, "validation_accuracy": acc}
+        for e, nll, acc in ((1, 0.9, 0.1), (2, 0.5, 0.2), (3, 0.7, 0.3))
+    ]
     for early, nll, accuracy in ((None, 0.7, 0.3), ({"patience": 1}, 0.5, 0.2)):
-        (tmp_path / "record.json").write_text(json.dumps(RECORD | {"curve": curve, "config": {"train": {"early_stop": early}}}))
+        (tmp_path / "record.json").write_text(
+            json.dumps(RECORD | {"curve": curve, "config": {"train": {"early_stop": early}}})
+        )
         assert value_of(tmp_path, Search(space=SPACE)) == nll
         assert value_of(tmp_path, Search(metric="validation_accuracy", space=SPACE)) == accuracy
     assert math.isnan(value_of(tmp_path, Search(metric="validation_rmse", space=SPACE)))
@@ -163,12 +188,19 @@ def test_a_hopeless_search_is_given_up_and_each_combination_has_its_own(
     assert sweep(file, tmp_path / "out", dry=True) == 0 and not (tmp_path / "out").exists()
     assert sweep(file, tmp_path / "out") == 2
     told = capsys.readouterr().out
-    assert told.count("5 runs: 5 failed") == 2 and "no luck today" in told and len(list((tmp_path / "out").iterdir())) == 2
+    assert (
+        told.count("5 runs: 5 failed") == 2 and "no luck today" in told and len(list((tmp_path / "out").iterdir())) == 2
+    )
 
 
 def command(file: Path, out: Path, *more: str) -> "subprocess.Popen[str]":
     words = ["sweep", str(file), "--out", str(out), "--accelerator", "cpu", *more]
-    return subprocess.Popen([sys.executable, "-m", "slimbayes.lab.command", *words], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [sys.executable, "-m", "slimbayes.lab.command", *words],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def test_two_calls_a_kill_and_a_third_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +229,9 @@ def test_two_calls_a_kill_and_a_third_call(tmp_path: Path, capsys: pytest.Captur
     assert "3 runs: 3 finished" in capsys.readouterr().out
 
 
-def test_a_bad_trial_is_pruned_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_trial_is_pruned_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One good trial, then one whose learning rate of 1e-7 leaves it at chance: it is stopped long before its 60 epochs."""
     monkeypatch.setenv("COLUMNS", "200")
     base = BASE | {"train": BASE["train"] | {"epochs": 60}}  # type: ignore[operator]
@@ -220,4 +254,3 @@ def _in_turn(self: Searcher) -> Any:
         return None
     self.study.enqueue_trial({"train.optimizer.lr": ["0.02", "1e-07"][number]})
     return self.study.ask(distributions(self.chosen.space))
-

@@ -1,6 +1,6 @@
 """Writes the tables of this folder's README from the records in results/cifar10.
 
-    python experiments/cifar10/table.py
+python experiments/cifar10/table.py
 """
 
 from pathlib import Path
@@ -13,7 +13,11 @@ RECORDS = sorted((HERE.parents[1] / "results" / "cifar10").glob("*.json"))
 
 def main() -> None:
     parts = []
-    for on, metrics in (("test", ("accuracy", "nll", "ece", "brier")), ("corrupted", ("accuracy", "nll", "ece")), ("ood", ("auroc", "fpr95"))):
+    for on, metrics in (
+        ("test", ("accuracy", "nll", "ece", "brier")),
+        ("corrupted", ("accuracy", "nll", "ece")),
+        ("ood", ("auroc", "fpr95")),
+    ):
         parts += [compare(RECORDS, on=on, metrics=metrics).to_markdown(), ""]
     page = HERE / "README.md"
     before, rest = page.read_text().split("<!-- tables -->\n")

@@ -37,9 +37,24 @@ CONFIGS: dict[str, sb.Config] = {
 # Top-5, top-1, ECE and MCE in percent by number of draws: Tables 6 and 9 to 11, PyramidNet-110 after 400 epochs.
 PAPER = {
     "vanilla": {1: (90.9, 72.6, 21.6, 54.6)},
-    "dropout": {1: (91.0, 72.0, 21.8, 54.2), 20: (91.4, 72.3, 21.0, 50.7), 100: (91.1, 72.2, 21.0, 51.9), 200: (91.4, 72.0, 21.1, 52.3)},
-    "emp": {1: (90.9, 72.2, 21.2, 50.1), 20: (91.6, 73.2, 14.2, 30.0), 100: (91.7, 74.2, 13.6, 30.3), 200: (92.0, 74.0, 13.6, 28.9)},
-    "ecmp": {1: (89.3, 69.3, 23.9, 53.0), 20: (91.6, 72.9, 9.35, 21.4), 100: (91.8, 72.7, 8.81, 18.2), 200: (91.9, 73.5, 8.73, 18.1)},
+    "dropout": {
+        1: (91.0, 72.0, 21.8, 54.2),
+        20: (91.4, 72.3, 21.0, 50.7),
+        100: (91.1, 72.2, 21.0, 51.9),
+        200: (91.4, 72.0, 21.1, 52.3),
+    },
+    "emp": {
+        1: (90.9, 72.2, 21.2, 50.1),
+        20: (91.6, 73.2, 14.2, 30.0),
+        100: (91.7, 74.2, 13.6, 30.3),
+        200: (92.0, 74.0, 13.6, 28.9),
+    },
+    "ecmp": {
+        1: (89.3, 69.3, 23.9, 53.0),
+        20: (91.6, 72.9, 9.35, 21.4),
+        100: (91.8, 72.7, 8.81, 18.2),
+        200: (91.9, 73.5, 8.73, 18.1),
+    },
 }
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
 
@@ -100,7 +115,9 @@ def run(args: argparse.Namespace) -> None:
     losses = train(net, x[: args.limit], y[: args.limit], args.epochs, args.batch, dtype)
     seconds = time.perf_counter() - start
     start = time.perf_counter()
-    scores = evaluate(net, x_test[: args.limit], y_test[: args.limit], 1 if args.method == "vanilla" else args.draws, dtype)
+    scores = evaluate(
+        net, x_test[: args.limit], y_test[: args.limit], 1 if args.method == "vanilla" else args.draws, dtype
+    )
     record = {
         "experiment": "emp/cifar100", "method": args.method, "config": CONFIGS[args.method].to_dict(), "seed": args.seed,
         "network": f"WRN-{args.depth}-{args.width}", "epochs": args.epochs, "batch": args.batch, "losses": losses, "scores": scores,
@@ -115,7 +132,10 @@ def run(args: argparse.Namespace) -> None:
 
 def table(records: list[dict[str, Any]]) -> str:
     """Scores of all records beside the paper's, as Markdown."""
-    lines = ["| method | overhead | draws | top-5 | top-1 | ECE | MCE | NLL | paper: top-5 | top-1 | ECE | MCE |", "|---|---|---|---|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| method | overhead | draws | top-5 | top-1 | ECE | MCE | NLL | paper: top-5 | top-1 | ECE | MCE |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for record in sorted(records, key=lambda r: list(CONFIGS).index(r["method"])):
         for draws, s in record["scores"].items():
             paper = PAPER.get(record["method"], {}).get(int(draws), ("",) * 4)
@@ -132,7 +152,15 @@ def main() -> None:
     fit.add_argument("--data", type=Path, help="folder that holds cifar100; $SLIMBAYES_DATA by default")
     fit.add_argument("--out", type=Path, required=True)
     fit.add_argument("--device", default="cuda")
-    for name, value in (("depth", 16), ("width", 4), ("epochs", 25), ("batch", 256), ("draws", 200), ("seed", 0), ("limit", 50_000)):
+    for name, value in (
+        ("depth", 16),
+        ("width", 4),
+        ("epochs", 25),
+        ("batch", 256),
+        ("draws", 200),
+        ("seed", 0),
+        ("limit", 50_000),
+    ):
         fit.add_argument(f"--{name}", type=int, default=value)
     commands.add_parser("table").add_argument("records", type=Path, nargs="+")
     args = parser.parse_args()
@@ -141,7 +169,10 @@ def main() -> None:
     else:
         text = table([json.loads(path.read_text()) for path in args.records])
         page = Path(__file__).with_name("README.md")
-        before, after = page.read_text().split("<!-- cifar100 -->")[0], page.read_text().split("<!-- end cifar100 -->")[1]
+        before, after = (
+            page.read_text().split("<!-- cifar100 -->")[0],
+            page.read_text().split("<!-- end cifar100 -->")[1],
+        )
         page.write_text(f"{before}<!-- cifar100 -->\n{text}\n<!-- end cifar100 -->{after}")
         print(text)
 

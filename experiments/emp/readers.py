@@ -66,7 +66,9 @@ def _from_npz(name: str, file: Path) -> Table:
         x, y = arrays["X"].astype(np.float64), arrays["y"].astype(np.float64)
         y = y[:, None] if y.ndim == 1 else y
         if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
-            raise ValueError(f"{file}: X must be (rows, features) and y (rows,) or (rows, targets), got {x.shape} and {y.shape}.")
+            raise ValueError(
+                f"{file}: X must be (rows, features) and y (rows,) or (rows, targets), got {x.shape} and {y.shape}."
+            )
         if "test_idx" in arrays.files:  # a file that brings the benchmark's indices along must agree with ours
             for index, rows in enumerate(arrays["test_idx"]):
                 if not np.array_equal(rows, split_rows(len(x), index)[1]):

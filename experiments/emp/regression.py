@@ -74,13 +74,17 @@ class Job(NamedTuple):
 def build(method: str, inputs: int, outputs: int, hidden: int, setting: Setting) -> nn.Module:
     """The paper's net for a method. Only batch norm is patched; the ensemble's nets have none, dropout's have dropout in its places."""
     if method == "Ensemble":
-        return sb.bayesianize(models.regression_net(inputs, outputs, hidden, norm=False), sb.Ensemble(members=setting.components))
+        return sb.bayesianize(
+            models.regression_net(inputs, outputs, hidden, norm=False), sb.Ensemble(members=setting.components)
+        )
     if method == "Dropout":
         first, last = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
         net = nn.Sequential(nn.Dropout(setting.rate), first, nn.ReLU(), nn.Dropout(setting.rate), last)
         return sb.bayesianize(net, sb.MCDropout())
     # tau=None leaves the prior of all components to the one weight decay, as the paper does in practice (Appendix C.1).
-    config = sb.ModelPatch(components=setting.components, cross=method == "ECMP", patch="norm", init=setting.scale, tau=None)
+    config = sb.ModelPatch(
+        components=setting.components, cross=method == "ECMP", patch="norm", init=setting.scale, tau=None
+    )
     return sb.bayesianize(models.regression_net(inputs, outputs, hidden), config)
 
 
@@ -135,7 +139,10 @@ def run(job: Job) -> dict[str, Any]:
     train(net, data, job.setting)
     middle = time.process_time()
     scores = evaluate(net, data, job.setting)
-    times = {"ms_per_step": 1000 * (middle - start) / max(job.steps, 1), "predict_seconds": time.process_time() - middle}
+    times = {
+        "ms_per_step": 1000 * (middle - start) / max(job.steps, 1),
+        "predict_seconds": time.process_time() - middle,
+    }
     return {"data": job.table.name, "split": job.index, "method": job.method} | scores | times
 
 
@@ -153,7 +160,9 @@ def run_all(jobs: list[Job], workers: int) -> Iterator[dict[str, Any]]:
             yield future.result()
 
 
-def experiment(jobs: list[Job], workers: int, out: Path | None = None, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
+def experiment(
+    jobs: list[Job], workers: int, out: Path | None = None, earlier: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The record of all runs, written to a file after each of them; runs of an earlier record are kept and not repeated."""
     start, record = time.perf_counter(), _empty(jobs, workers)
     runs: list[dict[str, Any]] = []
@@ -180,7 +189,12 @@ def _empty(jobs: list[Job], workers: int) -> dict[str, Any]:
         "seed": jobs[0].seed,
         "methods": [method for method in METHODS if method in {job.method for job in jobs}],
         "data": {
-            name: {"rows": len(job.table.x), "features": job.table.x.shape[1], "targets": job.table.y.shape[1], "hidden": job.hidden}
+            name: {
+                "rows": len(job.table.x),
+                "features": job.table.x.shape[1],
+                "targets": job.table.y.shape[1],
+                "hidden": job.hidden,
+            }
             for name, job in tables.items()
         },
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "slimbayes": sb.__version__},
@@ -193,7 +207,9 @@ def _extended(earlier: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]
     """An earlier record with the sets and methods of a new one."""
     for key in ("setting", "seed"):
         if earlier[key] != record[key]:
-            raise ValueError(f"--resume needs the same {key} as before: the file has {earlier[key]}, this run {record[key]}.")
+            raise ValueError(
+                f"--resume needs the same {key} as before: the file has {earlier[key]}, this run {record[key]}."
+            )
     methods = [method for method in METHODS if method in {*earlier["methods"], *record["methods"]}]
     return earlier | {"data": earlier["data"] | record["data"], "methods": methods}
 
@@ -209,20 +225,31 @@ def write(record: dict[str, Any], out: Path) -> None:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description="The EMP paper's regressions on UCI data.")
     parser.add_argument("--data", nargs="+", default=["yacht"], help="names of sets, such as yacht or concrete")
-    parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2], help="which of the standard splits; the benchmark has 20")
+    parser.add_argument(
+        "--splits", nargs="+", type=int, default=[0, 1, 2], help="which of the standard splits; the benchmark has 20"
+    )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--epochs", type=int, default=Setting.epochs)
     parser.add_argument("--draws", type=int, default=Setting.draws)
     parser.add_argument("--weight-decay", type=float, default=Setting.weight_decay)
-    parser.add_argument("--data-dir", type=Path, help="folder with uci/<name>.npz, before $SLIMBAYES_DATA and the shipped sets")
+    parser.add_argument(
+        "--data-dir", type=Path, help="folder with uci/<name>.npz, before $SLIMBAYES_DATA and the shipped sets"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes, each with one thread")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="instead of results/emp/<data>.json, or regression.json for several sets")
+    parser.add_argument(
+        "--out", type=Path, help="instead of results/emp/<data>.json, or regression.json for several sets"
+    )
     parser.add_argument("--resume", action="store_true", help="keep the runs that the file has and add those it lacks")
     args = parser.parse_args(argv)
     setting = Setting(epochs=args.epochs, draws=args.draws, weight_decay=args.weight_decay)
     tables = [read(name, args.data_dir) for name in dict.fromkeys(args.data)]
-    jobs = [Job(t, index, method, setting, args.seed) for t in tables for index in dict.fromkeys(args.splits) for method in args.methods]
+    jobs = [
+        Job(t, index, method, setting, args.seed)
+        for t in tables
+        for index in dict.fromkeys(args.splits)
+        for method in args.methods
+    ]
     out = args.out or RESULTS / f"{tables[0].name if len(tables) == 1 else 'regression'}.json"
     record = experiment(jobs, args.workers, out, json.loads(out.read_text()) if args.resume and out.exists() else None)
     print(f"\n{show(record)}\n\n{record['seconds']} seconds, written to {out}")

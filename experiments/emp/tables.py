@@ -27,31 +27,58 @@ class Printed(NamedTuple):
 
 PAPER = {
     "bostonhousing": Printed(
-        "Boston", 1, ((3.48, 0.18), (3.56, 0.22), (3.97, 0.26), (4.29, 0.27)), ((-2.65, 0.05), (-2.70, 0.07), (-2.92, 0.11), (-2.81, 0.07))
+        "Boston",
+        1,
+        ((3.48, 0.18), (3.56, 0.22), (3.97, 0.26), (4.29, 0.27)),
+        ((-2.65, 0.05), (-2.70, 0.07), (-2.92, 0.11), (-2.81, 0.07)),
     ),
     "concrete": Printed(
-        "Concrete", 1, ((5.61, 0.14), (5.64, 0.15), (7.06, 0.19), (8.81, 0.15)), ((-3.46, 0.07), (-3.59, 0.08), (-4.60, 0.14), (-5.09, 0.13))
+        "Concrete",
+        1,
+        ((5.61, 0.14), (5.64, 0.15), (7.06, 0.19), (8.81, 0.15)),
+        ((-3.46, 0.07), (-3.59, 0.08), (-4.60, 0.14), (-5.09, 0.13)),
     ),
     "energy": Printed(
-        "Energy", 2, ((1.35, 0.06), (1.24, 0.04), (2.63, 0.05), (3.40, 0.31)), ((-2.19, 0.01), (-2.15, 0.01), (-2.42, 0.01), (-2.58, 0.03))
+        "Energy",
+        2,
+        ((1.35, 0.06), (1.24, 0.04), (2.63, 0.05), (3.40, 0.31)),
+        ((-2.19, 0.01), (-2.15, 0.01), (-2.42, 0.01), (-2.58, 0.03)),
     ),
     "kin8nm": Printed(
-        "Kin8nm", 1, ((0.08, 0.00), (0.08, 0.00), (0.08, 0.00), (0.08, 0.00)), ((-2.07, 0.00), (-2.07, 0.00), (-2.07, 0.00), (-2.07, 0.00))
+        "Kin8nm",
+        1,
+        ((0.08, 0.00), (0.08, 0.00), (0.08, 0.00), (0.08, 0.00)),
+        ((-2.07, 0.00), (-2.07, 0.00), (-2.07, 0.00), (-2.07, 0.00)),
     ),
     "naval-propulsion-plant": Printed(
-        "Naval", 2, ((0.00, 0.00), (0.00, 0.00), (0.01, 0.00), (0.01, 0.00)), ((-2.07, 0.00), (-2.07, 0.00), (-2.07, 0.00), (-2.07, 0.00))
+        "Naval",
+        2,
+        ((0.00, 0.00), (0.00, 0.00), (0.01, 0.00), (0.01, 0.00)),
+        ((-2.07, 0.00), (-2.07, 0.00), (-2.07, 0.00), (-2.07, 0.00)),
     ),
     "power-plant": Printed(
-        "Power", 1, ((4.24, 0.05), (4.29, 0.05), (4.07, 0.04), (4.04, 0.04)), ((-2.95, 0.02), (-2.99, 0.02), (-2.90, 0.01), (-2.87, 0.01))
+        "Power",
+        1,
+        ((4.24, 0.05), (4.29, 0.05), (4.07, 0.04), (4.04, 0.04)),
+        ((-2.95, 0.02), (-2.99, 0.02), (-2.90, 0.01), (-2.87, 0.01)),
     ),
     "protein-tertiary-structure": Printed(
-        "Protein", 1, ((1.95, 0.06), (2.00, 0.07), (2.01, 0.07), (2.24, 0.06)), ((-2.26, 0.01), (-2.27, 0.01), (-2.27, 0.01), (-2.33, 0.01))
+        "Protein",
+        1,
+        ((1.95, 0.06), (2.00, 0.07), (2.01, 0.07), (2.24, 0.06)),
+        ((-2.26, 0.01), (-2.27, 0.01), (-2.27, 0.01), (-2.33, 0.01)),
     ),
     "wine-quality-red": Printed(
-        "WineRed", 1, ((0.60, 0.02), (0.62, 0.02), (0.63, 0.01), (0.88, 0.06)), ((-2.09, 0.00), (-2.09, 0.00), (-2.09, 0.00), (-2.14, 0.01))
+        "WineRed",
+        1,
+        ((0.60, 0.02), (0.62, 0.02), (0.63, 0.01), (0.88, 0.06)),
+        ((-2.09, 0.00), (-2.09, 0.00), (-2.09, 0.00), (-2.14, 0.01)),
     ),
     "yacht": Printed(
-        "Yacht", 1, ((1.59, 0.23), (1.60, 0.28), (12.90, 1.26), (29.48, 5.14)), ((-2.25, 0.02), (-2.22, 0.05), (-10.79, 1.66), (-5.24, 0.36))
+        "Yacht",
+        1,
+        ((1.59, 0.23), (1.60, 0.28), (12.90, 1.26), (29.48, 5.14)),
+        ((-2.25, 0.02), (-2.22, 0.05), (-10.79, 1.66), (-5.24, 0.36)),
     ),
 }
 
@@ -84,7 +111,10 @@ def cell(mean: float, error: float) -> str:
 def table(record: dict[str, Any], score: str) -> list[str]:
     """One of the paper's tables as markdown: for each set our row and, below it, the paper's."""
     methods = record["methods"]
-    lines = [f"| dataset | size | features, targets | splits | {' | '.join(methods)} |", "|---|---:|---|---|" + "---:|" * len(methods)]
+    lines = [
+        f"| dataset | size | features, targets | splits | {' | '.join(methods)} |",
+        "|---|---:|---|---|" + "---:|" * len(methods),
+    ]
     for data, size in record["data"].items():
         values = {method: scores(record, data, method, score) for method in methods}
         counts = sorted({len(v) for v in values.values()})
@@ -94,26 +124,37 @@ def table(record: dict[str, Any], score: str) -> list[str]:
         count = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         shape = f"{size['features']}, {size['targets']}"
         printed = PAPER.get(data)
-        lines.append(f"| {printed.name if printed else data} | {size['rows']:,} | {shape} | {count} | {' | '.join(ours)} |")
+        lines.append(
+            f"| {printed.name if printed else data} | {size['rows']:,} | {shape} | {count} | {' | '.join(ours)} |"
+        )
         if printed:
             theirs = dict(zip(METHODS, getattr(printed, score), strict=True))
             shape = f"{size['features']}, {printed.targets}"
-            lines.append(f"| *paper* | | {shape} | | {' | '.join(cell(*theirs[m]) if m in theirs else '' for m in methods)} |")
+            lines.append(
+                f"| *paper* | | {shape} | | {' | '.join(cell(*theirs[m]) if m in theirs else '' for m in methods)} |"
+            )
     return lines
 
 
 def show(record: dict[str, Any]) -> str:
     """Both tables, and what a training step and a prediction took."""
-    blocks = [[f"{title}, mean ± standard error over splits", "", *table(record, score)] for score, title in SCORES.items()]
+    blocks = [
+        [f"{title}, mean ± standard error over splits", "", *table(record, score)] for score, title in SCORES.items()
+    ]
     return "\n\n".join("\n".join(block) for block in [*blocks, times(record)])
 
 
 def times(record: dict[str, Any]) -> list[str]:
     """Milliseconds of a training step and seconds of a whole prediction, means over all runs, by method."""
     lines = ["| | " + " | ".join(record["methods"]) + " |", "|---|" + "---:|" * len(record["methods"])]
-    for label, key, digits in (("ms per training step", "ms_per_step", 2), ("seconds to predict", "predict_seconds", 2)):
+    for label, key, digits in (
+        ("ms per training step", "ms_per_step", 2),
+        ("seconds to predict", "predict_seconds", 2),
+    ):
         columns = [[run[key] for run in record["runs"] if run["method"] == method] for method in record["methods"]]
-        lines.append(f"| {label} | " + " | ".join(f"{math.fsum(c) / len(c):.{digits}f}" if c else "" for c in columns) + " |")
+        lines.append(
+            f"| {label} | " + " | ".join(f"{math.fsum(c) / len(c):.{digits}f}" if c else "" for c in columns) + " |"
+        )
     return lines
 
 
@@ -125,7 +166,9 @@ def show_variants(record: dict[str, Any]) -> str:
         for score in SCORES:
             values = [scores(part, data, method, score) for method in METHODS]
             label = name if score == "rmse" else ""
-            lines.append(f"| {label} | {score.upper()} | {' | '.join(cell(*mean_and_error(v)) if v else '' for v in values)} |")
+            lines.append(
+                f"| {label} | {score.upper()} | {' | '.join(cell(*mean_and_error(v)) if v else '' for v in values)} |"
+            )
     return "\n".join(lines)
 
 

@@ -39,7 +39,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for name, changes in VARIANTS.items():
         print(f"\n{name}")
         methods = ("Ensemble",) if "members" in changes else METHODS  # the others have one member
-        jobs = [Job(table, index, method, replace(base, **changes), args.seed) for index in args.splits for method in methods]
+        jobs = [
+            Job(table, index, method, replace(base, **changes), args.seed)
+            for index in args.splits
+            for method in methods
+        ]
         records[name] = experiment(jobs, args.workers)
         write({"variants": records}, args.out)
     print(f"\n{show_variants({'variants': records})}\n\nwritten to {args.out}")

@@ -28,14 +28,16 @@ import torch
 from torch import nn
 
 import slimbayes as sb
-from slimbayes import schedules
 from slimbayes.data import Dataset, Split, mortality, physionet2012
 from slimbayes.metrics import AUCPR, AUROC, ECE, NLL
 from slimbayes.models.health import VARIANTS, mortality_lstm
-from slimbayes.record import Cost, Evaluation, Parameters, Record, read
+from slimbayes.report.record import Cost, Evaluation, Parameters, Record, read
+from slimbayes.train import schedules
 
 ROOT = Path(__file__).parents[2]
-CHUNK = 50  # stays at a time: vectors of more tokens no longer fit the cache, and the system hands out fresh pages for each
+CHUNK = (
+    50  # stays at a time: vectors of more tokens no longer fit the cache, and the system hands out fresh pages for each
+)
 METRICS = {"nll": NLL, "aucpr": AUCPR, "auroc": AUROC, "ece": ECE}
 # Table 4, MIMIC-III: validation NLL, AUC-PR, ECE, then test.
 PAPER = {
@@ -88,7 +90,17 @@ def train(net: nn.Module, data: Dataset, settings: Settings) -> list[dict[str, f
         seconds = time.perf_counter() - begun
         loss, nll_, kl = (sum(column) / len(losses) for column in zip(*losses))
         seen = scores(net, data.splits["validation"], draws=1)["nll"]
-        curve.append({"epoch": epoch, "step": (epoch + 1) * steps, "loss": loss, "nll": nll_, "kl": kl, "validation_nll": seen, "seconds": seconds})
+        curve.append(
+            {
+                "epoch": epoch,
+                "step": (epoch + 1) * steps,
+                "loss": loss,
+                "nll": nll_,
+                "kl": kl,
+                "validation_nll": seen,
+                "seconds": seconds,
+            }
+        )
         if seen < best:
             best, kept = seen, copy.deepcopy(net.state_dict())
     net.load_state_dict(kept)
@@ -116,9 +128,19 @@ def run(variant: str, seed: int, data: Dataset, settings: Settings, command: str
     trained = time.perf_counter()
     draws = draws_of(net, settings)
     roles = (("validation", "validation"), ("test", "test"))
-    found = [Evaluation(data=data.name, role=role, draws=draws, rows=len(data.splits[s]), metrics=scores(net, data.splits[s], draws)) for role, s in roles]
+    found = [
+        Evaluation(
+            data=data.name, role=role, draws=draws, rows=len(data.splits[s]), metrics=scores(net, data.splits[s], draws)
+        )
+        for role, s in roles
+    ]
     shares = {name: float(split.y.double().mean()) for name, split in data.splits.items()}
-    config = asdict(settings) | {"variant": variant, "model": "mortality_lstm", "vocabulary": len(data.vocabulary), "deaths": shares}
+    config = asdict(settings) | {
+        "variant": variant,
+        "model": "mortality_lstm",
+        "vocabulary": len(data.vocabulary),
+        "deaths": shares,
+    }
     return Record(
         name=f"physionet2012 {variant} {seed}", method=variant, data=data.name, seed=seed, config=config,
         config_hash=hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16], commands=[command],
@@ -144,15 +166,30 @@ def table(records: list[Record]) -> str:
     ]
     for variant in (name for name in VARIANTS if any(r.method == name for r in records)):
         mine = [r for r in records if r.method == variant]
-        validation, test = ([e.metrics for r in mine for e in r.evaluations if e.role == role] for role in ("validation", "test"))
-        cells = [_cell(validation, k, d) for k, d in (("nll", 4), ("aucpr", 3), ("ece", 4))] + [_cell(test, k, d) for k, d in (("nll", 4), ("aucpr", 3), ("auroc", 3), ("ece", 4))]
+        validation, test = (
+            [e.metrics for r in mine for e in r.evaluations if e.role == role] for role in ("validation", "test")
+        )
+        cells = [_cell(validation, k, d) for k, d in (("nll", 4), ("aucpr", 3), ("ece", 4))] + [
+            _cell(test, k, d) for k, d in (("nll", 4), ("aucpr", 3), ("auroc", 3), ("ece", 4))
+        ]
         paper = [f"*{value}*" for value in PAPER[variant][3:]]
         divergence = f"{sum(float(r.curve[-1]['kl']) for r in mine) / len(mine):.2f}"
         seconds = f"{sum(float(r.cost.train_seconds) for r in mine) / len(mine):.0f}"
-        lines.append("| " + " | ".join([variant, f"{mine[0].parameters.total:,}", str(len(mine)), *cells, divergence, seconds, *paper]) + " |")
+        lines.append(
+            "| "
+            + " | ".join(
+                [variant, f"{mine[0].parameters.total:,}", str(len(mine)), *cells, divergence, seconds, *paper]
+            )
+            + " |"
+        )
     deaths = records[0].config["deaths"]
-    constant = {name: -(deaths[name] * math.log(deaths["train"]) + (1 - deaths[name]) * math.log(1 - deaths["train"])) for name in ("validation", "test")}
-    lines.append(f"| *share of deaths in set a, for all* | *0* | | *{constant['validation']:.4f}* | *{deaths['validation']:.3f}* | | *{constant['test']:.4f}* | *{deaths['test']:.3f}* | *0.500* | | | | | | |")
+    constant = {
+        name: -(deaths[name] * math.log(deaths["train"]) + (1 - deaths[name]) * math.log(1 - deaths["train"]))
+        for name in ("validation", "test")
+    }
+    lines.append(
+        f"| *share of deaths in set a, for all* | *0* | | *{constant['validation']:.4f}* | *{deaths['validation']:.3f}* | | *{constant['test']:.4f}* | *{deaths['test']:.3f}* | *0.500* | | | | | | |"
+    )
     return "\n".join(lines)
 
 
@@ -198,14 +235,23 @@ def main() -> None:
         print(write_table(args.out, args.page))
         return
     settings = Settings(**{name: getattr(args, name) for name in asdict(Settings())})
-    data = mortality(physionet2012(args.data / "physionet2012"), precision=settings.bag_hours, tokens_per_bag=settings.tokens_per_bag)
+    data = mortality(
+        physionet2012(args.data / "physionet2012"), precision=settings.bag_hours, tokens_per_bag=settings.tokens_per_bag
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
         for variant in args.variants:
             command = f'python experiments/health/physionet.py run --data DIR --variants "{variant}" --seeds {seed}'
             record = run(variant, seed, data, settings, command)
-            (args.out / f"physionet2012-{slug(variant)}-{seed}.json").write_text(record.model_dump_json(indent=1) + "\n")
-            print(f"{variant:22} seed {seed}", {k: round(float(v), 4) for k, v in record.evaluations[1].metrics.items()}, f"{record.cost.train_seconds:.0f} s", flush=True)
+            (args.out / f"physionet2012-{slug(variant)}-{seed}.json").write_text(
+                record.model_dump_json(indent=1) + "\n"
+            )
+            print(
+                f"{variant:22} seed {seed}",
+                {k: round(float(v), 4) for k, v in record.evaluations[1].metrics.items()},
+                f"{record.cost.train_seconds:.0f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

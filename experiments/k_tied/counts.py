@@ -1,6 +1,6 @@
 """Parameters of the k-tied paper's four networks, counted on the constructed models, beside the numbers the paper prints.
 
-    python experiments/k_tied/counts.py        writes experiments/k_tied/counts.md
+python experiments/k_tied/counts.py        writes experiments/k_tied/counts.md
 """
 
 from collections.abc import Callable
@@ -100,7 +100,10 @@ def notes() -> list[str]:
 
 def page() -> str:
     """The whole of counts.md."""
-    title, origin = "# Parameters of the k-tied paper's networks", "Written by `experiments/k_tied/counts.py` from the models."
+    title, origin = (
+        "# Parameters of the k-tied paper's networks",
+        "Written by `experiments/k_tied/counts.py` from the models.",
+    )
     return "\n".join([title, "", origin, "", *table(), "", *notes()]) + "\n"
 
 

@@ -76,7 +76,10 @@ def loss(net: nn.Module, setting: Setting, data: Data, kl_weight: float) -> Tens
 
 def train(net: nn.Module, setting: Setting, data: Data) -> None:
     """The run for predictions: KL staircase, Adam."""
-    optimizer, weight = torch.optim.Adam(net.parameters(), fused=True), sb.schedules.staircase(setting.slope, setting.every)
+    optimizer, weight = (
+        torch.optim.Adam(net.parameters(), fused=True),
+        sb.schedules.staircase(setting.slope, setting.every),
+    )
     for step in range(setting.steps):
         left = 1 - step / setting.steps
         optimizer.param_groups[0]["lr"] = setting.lr * min(1.0, left / setting.cooldown if setting.cooldown else 1.0)
@@ -93,7 +96,11 @@ def evaluate(net: nn.Module, setting: Setting, data: Data) -> tuple[dict[str, fl
     rows = math.log(len(logp)) - picked.logsumexp(0)
     right = logp.exp().mean(0).argmax(-1) == data.test_y
     bound = (sb.kl(net) / len(data.x) - picked.mean()).item()
-    return {"-elbo": bound, "nll": rows.mean().item(), "accuracy": right.float().mean().item()}, rows.double().cpu().numpy()
+    return {
+        "-elbo": bound,
+        "nll": rows.mean().item(),
+        "accuracy": right.float().mean().item(),
+    }, rows.double().cpu().numpy()
 
 
 # (a) low rank ----------------------------------------------------------------------------------------------------------
@@ -150,7 +157,11 @@ def watch(net: Any, setting: Setting, data: Data, scale_rate: float = 1.0) -> li
         if step in setting.snr_at:
             gradients = torch.stack(list(window))
             ratio = signal_to_noise(gradients)
-            snr = {"median": ratio.median().item(), "pooled": pooled(gradients), "mean": ratio[ratio.isfinite()].mean().item()}
+            snr = {
+                "median": ratio.median().item(),
+                "pooled": pooled(gradients),
+                "mean": ratio[ratio.isfinite()].mean().item(),
+            }
             seen.append({"step": step} | snr | {"-elbo": evaluate(net, replace(setting, draws=4), data)[0]["-elbo"]})
     return seen
 
@@ -199,7 +210,11 @@ def show(result: dict[str, Any]) -> str:
     for name, s in result["spectrum"].items():
         pairs = [f"{s[f'{part} 1']:.4f} {s[f'{part} 2']:.4f}" for part in ("mean", "scale", "shuffled")]
         lines.append(f"{name:8}{pairs[0]:>16}{pairs[1]:>18}{pairs[2]:>22}")
-    lines += ["", "(b) gradient SNR of dense2's scale parameters: median, pooled, mean; and test -ELBO; no annealing", ""]
+    lines += [
+        "",
+        "(b) gradient SNR of dense2's scale parameters: median, pooled, mean; and test -ELBO; no annealing",
+        "",
+    ]
     watched = {name: m["snr"] for name, m in result["methods"].items()}
     for name, seeds in (watched | {"mean-field x2": result["mean-field, scales at twice the rate"]}).items():
         for i, first in enumerate(seeds[0]):

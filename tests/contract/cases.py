@@ -108,20 +108,44 @@ LAYERS: dict[str, LayerCase] = {
     "Linear-4d": LayerCase(lambda: nn.Linear(4, 5), _x(3, 2, 6, 4), ((4, 5, True),)),
     "Conv1D": LayerCase(lambda: Conv1D(5, 4), _x(3, 2, 4), ((4, 5, True),)),
     "Conv1d": LayerCase(lambda: nn.Conv1d(4, 6, 3), _x(3, 4, 9), ((4, 6, True),), matrix=(12, 6)),
-    "Conv2d": LayerCase(lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), _x(3, 4, 7, 7), ((4, 6, True),), matrix=(36, 6)),
-    "Conv2d-groups": LayerCase(lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), _x(3, 4, 7, 7), ((4, 6, False),), matrix=(18, 6)),
-    "Conv2d-reflect": LayerCase(lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), _x(3, 4, 7, 7), ((4, 6, True),), matrix=(36, 6)),
+    "Conv2d": LayerCase(
+        lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), _x(3, 4, 7, 7), ((4, 6, True),), matrix=(36, 6)
+    ),
+    "Conv2d-groups": LayerCase(
+        lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), _x(3, 4, 7, 7), ((4, 6, False),), matrix=(18, 6)
+    ),
+    "Conv2d-reflect": LayerCase(
+        lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), _x(3, 4, 7, 7), ((4, 6, True),), matrix=(36, 6)
+    ),
     "Conv3d": LayerCase(lambda: nn.Conv3d(2, 3, 2), _x(3, 2, 4, 4, 4), ((2, 3, True),), matrix=(16, 3)),
-    "ConvTranspose1d": LayerCase(lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), _x(3, 4, 5), ((4, 6, True),), matrix=(12, 6)),
-    "ConvTranspose2d": LayerCase(lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, output_padding=1, stride=2), _x(3, 4, 5, 5), ((4, 6, True),), matrix=(36, 3)),
-    "ConvTranspose3d": LayerCase(lambda: nn.ConvTranspose3d(2, 3, 2), _x(3, 2, 3, 3, 3), ((2, 3, True),), matrix=(16, 3)),
+    "ConvTranspose1d": LayerCase(
+        lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), _x(3, 4, 5), ((4, 6, True),), matrix=(12, 6)
+    ),
+    "ConvTranspose2d": LayerCase(
+        lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, output_padding=1, stride=2),
+        _x(3, 4, 5, 5),
+        ((4, 6, True),),
+        matrix=(36, 3),
+    ),
+    "ConvTranspose3d": LayerCase(
+        lambda: nn.ConvTranspose3d(2, 3, 2), _x(3, 2, 3, 3, 3), ((2, 3, True),), matrix=(16, 3)
+    ),
     "Embedding": LayerCase(lambda: nn.Embedding(7, 5, padding_idx=0), lambda: _ints(3, 4), ((7, 5, False),)),
     "EmbeddingBag": LayerCase(lambda: nn.EmbeddingBag(7, 5, mode="mean"), lambda: _ints(3, 4), ((7, 5, False),)),
     "LSTM": LayerCase(lambda: nn.LSTM(4, 5, batch_first=True), _x(3, 6, 4), ((4, 20, True), (5, 20, False))),
     "LSTM-stacked-bi": LayerCase(
         lambda: nn.LSTM(4, 5, num_layers=2, bidirectional=True),
         _x(6, 3, 4),
-        ((4, 20, True), (5, 20, False), (4, 20, True), (5, 20, False), (10, 20, True), (5, 20, False), (10, 20, True), (5, 20, False)),
+        (
+            (4, 20, True),
+            (5, 20, False),
+            (4, 20, True),
+            (5, 20, False),
+            (10, 20, True),
+            (5, 20, False),
+            (10, 20, True),
+            (5, 20, False),
+        ),
         batch_dim=1,
     ),
     "GRU": LayerCase(lambda: nn.GRU(4, 5), _x(6, 3, 4), ((4, 15, True), (5, 15, False)), batch_dim=1),
@@ -134,12 +158,24 @@ LAYERS: dict[str, LayerCase] = {
     "BatchNorm1d": LayerCase(_norm(nn.BatchNorm1d, 4), _x(3, 4), ((4, 4, True),), matrix=(1, 4), kind="norm"),
     "BatchNorm2d": LayerCase(_norm(nn.BatchNorm2d, 4), _x(3, 4, 5, 5), ((4, 4, True),), matrix=(1, 4), kind="norm"),
     "BatchNorm3d": LayerCase(_norm(nn.BatchNorm3d, 4), _x(3, 4, 2, 3, 3), ((4, 4, True),), matrix=(1, 4), kind="norm"),
-    "InstanceNorm1d": LayerCase(_norm(nn.InstanceNorm1d, 4, affine=True), _x(3, 4, 6), ((4, 4, True),), matrix=(1, 4), kind="norm"),
-    "InstanceNorm2d": LayerCase(_norm(nn.InstanceNorm2d, 4, affine=True, track_running_stats=True), _x(3, 4, 5, 5), ((4, 4, True),), matrix=(1, 4), kind="norm"),
-    "InstanceNorm3d": LayerCase(_norm(nn.InstanceNorm3d, 4, affine=True), _x(3, 4, 2, 3, 3), ((4, 4, True),), matrix=(1, 4), kind="norm"),
+    "InstanceNorm1d": LayerCase(
+        _norm(nn.InstanceNorm1d, 4, affine=True), _x(3, 4, 6), ((4, 4, True),), matrix=(1, 4), kind="norm"
+    ),
+    "InstanceNorm2d": LayerCase(
+        _norm(nn.InstanceNorm2d, 4, affine=True, track_running_stats=True),
+        _x(3, 4, 5, 5),
+        ((4, 4, True),),
+        matrix=(1, 4),
+        kind="norm",
+    ),
+    "InstanceNorm3d": LayerCase(
+        _norm(nn.InstanceNorm3d, 4, affine=True), _x(3, 4, 2, 3, 3), ((4, 4, True),), matrix=(1, 4), kind="norm"
+    ),
     "GroupNorm": LayerCase(_norm(nn.GroupNorm, 2, 4), _x(3, 4, 5), ((4, 4, True),), matrix=(1, 4), kind="norm"),
     "LayerNorm": LayerCase(_norm(nn.LayerNorm, 4), _x(3, 6, 4), ((4, 4, True),), matrix=(1, 4), kind="norm"),
-    "LayerNorm-2d": LayerCase(_norm(nn.LayerNorm, (5, 4)), _x(3, 2, 5, 4), ((20, 20, True),), matrix=(1, 20), kind="norm"),
+    "LayerNorm-2d": LayerCase(
+        _norm(nn.LayerNorm, (5, 4)), _x(3, 2, 5, 4), ((20, 20, True),), matrix=(1, 20), kind="norm"
+    ),
     "RMSNorm": LayerCase(_norm(nn.RMSNorm, 4), _x(3, 6, 4), ((4, 4, False),), matrix=(1, 4), kind="norm"),
     "Dropout": LayerCase(lambda: nn.Dropout(0.3).eval(), _x(3, 4, 5), (), kind="dropout"),
     "Dropout1d": LayerCase(lambda: nn.Dropout1d(0.3).eval(), _x(3, 20, 5), (), kind="dropout"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import slimbayes as sb
-from slimbayes.distributions import rho_from_scale
+from slimbayes.distributions.families import rho_from_scale
 from slimbayes.engine import calls, passes
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer, Converted
@@ -25,7 +25,11 @@ from slimbayes.posteriors.mixture import MixturePosterior
 from slimbayes.posteriors.rank1 import Rank1Posterior
 
 PAIRS = [pytest.param(m, n, id=f"{m}-{n}") for m in METHODS for n in LAYERS if fits(m, n)]
-RANDOM = [p for p in PAIRS if p.values[0] not in ("deterministic", "batch-ensemble", "mixture-members", "ensemble", "member-norm")]  # the others draw nothing
+RANDOM = [
+    p
+    for p in PAIRS
+    if p.values[0] not in ("deterministic", "batch-ensemble", "mixture-members", "ensemble", "member-norm")
+]  # the others draw nothing
 BAYESIAN = [p for p in PAIRS if p.values[0] != "deterministic"]
 PICKED = [p for p in PAIRS if p.values[0].startswith(("emp", "ecmp", "mixture", "drop-connect"))]
 DROPS = lambda p: p.values[0].startswith("mc-dropout") and LAYERS[p.values[1]].kind != "matrix"  # noqa: E731 (activations, no weights)
@@ -46,7 +50,9 @@ def set_neutral(model: nn.Module, method: str) -> None:
         if isinstance(posterior, DropoutPosterior):
             posterior.rate, posterior.fixed = 0.0, True
             continue
-        if isinstance(posterior, (MixturePosterior, EnsemblePosterior, MemberNormPosterior)):  # members of a norm start as copies
+        if isinstance(
+            posterior, (MixturePosterior, EnsemblePosterior, MemberNormPosterior)
+        ):  # members of a norm start as copies
             continue
         for factor in (posterior.r, posterior.s):
             nn.init.constant_(factor.loc, 0.0 if "additive" in method else 1.0)
@@ -97,7 +103,11 @@ def test_neutral_factors_without_noise_give_the_plain_output(method: str, layer:
     assert sampled.shape == (sb.members(model), *expected.shape)
     torch.testing.assert_close(sampled, expected.expand_as(sampled), rtol=1e-5, atol=1e-6)
     fused = not any(kind in layer for kind in ("Attention", "Cell", "EmbeddingBag"))  # ours are written out there
-    if method in ("batch-ensemble", "deterministic", "emp", "mixture-members", "drop-connect", "ensemble", "member-norm") and fused:
+    if (
+        method
+        in ("batch-ensemble", "deterministic", "emp", "mixture-members", "drop-connect", "ensemble", "member-norm")
+        and fused
+    ):
         alone = main_output(sb.sample(model, x, fold=False))  # one draw at a time: the weight times exactly one
         assert torch.equal(alone, expected.expand_as(alone))
 
@@ -133,7 +143,11 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
                     offset = None
                 else:  # W + dW, with signs in Flipout
                     signed = drawn.sign_in is not None
-                    signs = _spread(layers[name], drawn.sign_out[row][None], drawn.sign_in[row][None], weight.shape) if signed else 1.0
+                    signs = (
+                        _spread(layers[name], drawn.sign_out[row][None], drawn.sign_in[row][None], weight.shape)
+                        if signed
+                        else 1.0
+                    )
                     weight.add_(drawn.weight[block] * signs)
                     offset = None if drawn.bias is None else drawn.bias[block]
                 if offset is not None:
@@ -141,7 +155,9 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
     return out
 
 
-def _pick_by_hand(layer: nn.Module, posterior: MixturePosterior, drawn: Any, line: int, weight: Tensor, bias: Tensor | None) -> None:
+def _pick_by_hand(
+    layer: nn.Module, posterior: MixturePosterior, drawn: Any, line: int, weight: Tensor, bias: Tensor | None
+) -> None:
     """Overwrite weight and bias with the picked components, element by element."""
 
     def picked(z: Tensor, place: tuple[int, ...]) -> int:
@@ -156,11 +172,16 @@ def _pick_by_hand(layer: nn.Module, posterior: MixturePosterior, drawn: Any, lin
         weight.mul_(_spread(layer, torch.ones(1, posterior.site.n_out).double(), mask[None], weight.shape))
         return
     noise = posterior.config.sigma
-    for target, others, z, start in ((weight, posterior.weight, drawn.weight, 0), (bias, posterior.bias, drawn.bias, weight.numel())):
+    for target, others, z, start in (
+        (weight, posterior.weight, drawn.weight, 0),
+        (bias, posterior.bias, drawn.bias, weight.numel()),
+    ):
         if target is None or (target is bias and zero):
             continue
         own = target.clone()
-        for flat, place in enumerate(torch.cartesian_prod(*(torch.arange(n) for n in target.shape)).view(-1, target.dim()).tolist()):
+        for flat, place in enumerate(
+            torch.cartesian_prod(*(torch.arange(n) for n in target.shape)).view(-1, target.dim()).tolist()
+        ):
             place, k = tuple(place), picked(z, tuple(place)) if others is not None or zero else 0
             if zero:
                 target[place] = own[place] / kept if k == 0 else 0.0
@@ -201,7 +222,14 @@ def _row(x: Tensor, i: int, dim: int) -> Tensor:
     return x.narrow(dim, i, 1)
 
 
-@pytest.mark.parametrize(("method", "layer"), [p for p in BAYESIAN if p.values[0] != "mc-dropout" and not p.values[0].endswith(("additive", "local")) and not DROPS(p)])
+@pytest.mark.parametrize(
+    ("method", "layer"),
+    [
+        p
+        for p in BAYESIAN
+        if p.values[0] != "mc-dropout" and not p.values[0].endswith(("additive", "local")) and not DROPS(p)
+    ],
+)
 def test_every_row_of_a_folded_batch_equals_a_plain_model_with_that_draws_weights(method: str, layer: str) -> None:
     case = LAYERS[layer]
     plain, x = case.make().double(), case.input()
@@ -217,7 +245,9 @@ def test_every_row_of_a_folded_batch_equals_a_plain_model_with_that_draws_weight
     sampled = main_output(calls.run_draws(model, (x,), {}, new, layout, folds))
     for draw in range(len(sampled)):
         for i in range(case.rows):
-            alone = main_output(passes.run(new, weights_of_row, plain, model, draw, draw * case.rows + i)(_row(x, i, case.batch_dim)))
+            alone = main_output(
+                passes.run(new, weights_of_row, plain, model, draw, draw * case.rows + i)(_row(x, i, case.batch_dim))
+            )
             rtol, atol = (1e-6, 1e-7) if "drop" in method else (1e-9, 1e-10)  # dropout rates are float32
             torch.testing.assert_close(_row(sampled[draw], i, case.batch_dim), alone, rtol=rtol, atol=atol)
 
@@ -297,13 +327,22 @@ def test_kl_of_picked_components_is_eq_8(method: str, layer: str) -> None:
             linear, p = module.linear_map(site), posterior.probabilities().tolist()
             kept = 1 - p[-1] if posterior.config.zero else 1.0
             weights = [linear.weight / kept, *(posterior.weight if posterior.weight is not None else ())]
-            total += sum(tau / 2 * pk * w.detach().double().square().sum().item() for pk, w in zip(p, weights, strict=False))
+            total += sum(
+                tau / 2 * pk * w.detach().double().square().sum().item() for pk, w in zip(p, weights, strict=False)
+            )
             if posterior.site.bias:
                 biases = [linear.bias, *(posterior.bias if posterior.bias is not None else ())]
                 shares = [1.0] if len(biases) == 1 else p
-                total += sum(rho / 2 * pk * b.detach().double().square().sum().item() for pk, b in zip(shares, biases, strict=True))
+                total += sum(
+                    rho / 2 * pk * b.detach().double().square().sum().item()
+                    for pk, b in zip(shares, biases, strict=True)
+                )
             if posterior.logits is not None:
-                picks = 1 if "ecmp" not in method else weights[0].numel() + (linear.bias.numel() if posterior.site.bias else 0)
+                picks = (
+                    1
+                    if "ecmp" not in method
+                    else weights[0].numel() + (linear.bias.numel() if posterior.site.bias else 0)
+                )
                 total += picks * sum(pk * math.log(pk * len(p)) for pk in p)
     assert sb.kl(model).item() == pytest.approx(total, rel=1e-5)
 
@@ -358,7 +397,11 @@ def test_save_and_load_round_trip_exactly(method: str, layer: str, tmp_path: Any
 
 
 # Compiling takes seconds: every layer with one drawing and one point method, every method on one layer.
-COMPILED = [p for p in PAIRS if p.values[0] in ("rank1-normal", "batch-ensemble") or p.values[1] in ("Linear", "BatchNorm2d", "Dropout")]
+COMPILED = [
+    p
+    for p in PAIRS
+    if p.values[0] in ("rank1-normal", "batch-ensemble") or p.values[1] in ("Linear", "BatchNorm2d", "Dropout")
+]
 
 
 @pytest.mark.parametrize(("method", "layer"), COMPILED)
@@ -367,7 +410,9 @@ def test_compiles_as_one_graph(method: str, layer: str, monkeypatch: pytest.Monk
     model, x = convert(case.make(), method, case), case.input()
     monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)  # off by default for torch's own recurrent layers
     torch._dynamo.reset()
-    recurrent = any(kind in layer for kind in ("LSTM", "GRU", "RNN"))  # torch's autograd export of its LSTM kernel is broken
+    recurrent = any(
+        kind in layer for kind in ("LSTM", "GRU", "RNN")
+    )  # torch's autograd export of its LSTM kernel is broken
     compiled = torch.compile(model, fullgraph=True, backend="eager" if recurrent else "aot_eager")
     torch.manual_seed(0)
     expected = main_output(sb.sample(model, x))
@@ -421,7 +466,11 @@ def test_parameter_count_is_the_papers_formula(method: str, layer: str) -> None:
     before = sum(p.numel() for p in plain.parameters())
     cost = sb.estimate_cost(plain, config, include=None if method == "deterministic" else (lambda n, m: True))
     model = convert(plain, method, case)
-    extra = sum(_extra(method, config, site, case.matrix or site[:2]) for site in case.sites) if method != "ensemble" else before
+    extra = (
+        sum(_extra(method, config, site, case.matrix or site[:2]) for site in case.sites)
+        if method != "ensemble"
+        else before
+    )
     assert sum(p.numel() for p in model.parameters()) == before + extra
     assert (cost.parameters, cost.extra_parameters) == (before, extra)
     report = sb.summary(model)

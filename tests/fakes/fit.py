@@ -29,7 +29,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if plan.get("deaf") else lambda *_: asked.append(1))
     (folder / "environment.json").write_text("{}")
     if plan.get("helper"):
-        subprocess.Popen([sys.executable, "-c", "import signal,time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+        subprocess.Popen(
+            [sys.executable, "-c", "import signal,time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+        )
     done = [int(p.name[5:]) for p in folder.glob("checkpoints/step-*")]
     step = max(done, default=0) if "--resume" in words else 0
     death = plan.get("die", {}).get(str(start)) or plan.get("die", {}).get("always")

@@ -17,13 +17,24 @@ def sbatch(file: str) -> None:
     array = re.search(r"--array=0-(\d+)", script.read_text())
     for task in range(int(array[1]) + 1) if array else [None]:
         name = str(number) if task is None else f"{number}_{task}"
-        variables = {"SLURM_JOB_ID": str(number), "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+        variables = {
+            "SLURM_JOB_ID": str(number),
+            "SLURM_NTASKS": "1",
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_NODEID": "0",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+        }
         if task is not None:
             variables |= {"SLURM_ARRAY_JOB_ID": str(number), "SLURM_ARRAY_TASK_ID": str(task)}
         # A session of its own: the scheduler outlives whoever submits.
         words = [sys.executable, __file__, "keep", name, str(script)]
         process = subprocess.Popen(
-            words, env=os.environ | variables, start_new_session=True, stdout=subprocess.DEVNULL, stderr=open(STATE / f"{name}.err", "w")  # noqa: SIM115
+            words,
+            env=os.environ | variables,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=open(STATE / f"{name}.err", "w"),  # noqa: SIM115
         )
         (STATE / f"{name}.json").write_text(json.dumps({"pid": process.pid}))
     print(f"Submitted batch job {number}")

@@ -34,7 +34,9 @@ def as_split(dataset: Any, inputs: str | None = None, targets: str | None = None
         xs.append(_input(x, number))
         ys.append(_target(y, number))
         if xs[-1].shape != xs[0].shape:
-            raise ValueError(f"Row {number} has an input of shape {tuple(xs[-1].shape)}, row 0 one of {tuple(xs[0].shape)}; give the data set a transform that resizes.")
+            raise ValueError(
+                f"Row {number} has an input of shape {tuple(xs[-1].shape)}, row 0 one of {tuple(xs[0].shape)}; give the data set a transform that resizes."
+            )
     if not xs:
         raise ValueError("The data set has no rows.")
     return Split(torch.stack(xs), torch.stack(ys))
@@ -51,7 +53,9 @@ def _pair(row: Any, number: int, inputs: str | None, targets: str | None) -> tup
 def _key(row: Any, wanted: str | None, usual: tuple[str, ...], argument: str, number: int) -> str:
     found = wanted if wanted is not None else next((name for name in usual if name in row), None)
     if found is None or found not in row:
-        raise ValueError(f"Row {number} has the keys {', '.join(map(str, row.keys()))}; say with {argument}= which of them to take.")
+        raise ValueError(
+            f"Row {number} has the keys {', '.join(map(str, row.keys()))}; say with {argument}= which of them to take."
+        )
     return found
 
 
@@ -66,12 +70,16 @@ def _input(x: Any, number: int) -> Tensor:
     try:
         return torch.as_tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"Row {number} has an input of type {type(x).__name__}, which is no image, array or tensor.") from error
+        raise ValueError(
+            f"Row {number} has an input of type {type(x).__name__}, which is no image, array or tensor."
+        ) from error
 
 
 def _target(y: Any, number: int) -> Tensor:
     try:
         target = torch.as_tensor(y)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"Row {number} has a target of type {type(y).__name__}, which is no number or array.") from error
+        raise ValueError(
+            f"Row {number} has a target of type {type(y).__name__}, which is no number or array."
+        ) from error
     return target.float() if target.is_floating_point() else target.long()

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LIMIT = 1 << 30  # bytes that one file may unpack to: the largest honest one, the year table of 515,345 x 91 float64, has 0.38e9
+LIMIT = (
+    1 << 30
+)  # bytes that one file may unpack to: the largest honest one, the year table of 515,345 x 91 float64, has 0.38e9
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
 
 
@@ -63,7 +65,9 @@ def _check_entries(path: Path, archive: zipfile.ZipFile) -> None:
             or PurePosixPath(name).is_absolute()
             or ".." in PurePosixPath(name).parts
         ):
-            raise ValueError(f"{path}: entry {name!r} points outside the archive; entries must have plain relative names.")
+            raise ValueError(
+                f"{path}: entry {name!r} points outside the archive; entries must have plain relative names."
+            )
         if name in seen:
             raise ValueError(f"{path}: entry {name!r} is there twice.")
         seen.add(name)
@@ -98,7 +102,8 @@ def read_npz(path: Path, *names: str) -> dict[str, Any]:
                 f"{path} must hold the arrays {', '.join(names)}; {', '.join(sorted(missing))} is not among {sorted(here)}."
             )
         return {
-            name: _array(f"{path}: entry {name!r}", read_entry(path, archive, f"{name}.npy")) for name in names or sorted(here)
+            name: _array(f"{path}: entry {name!r}", read_entry(path, archive, f"{name}.npy"))
+            for name in names or sorted(here)
         }
 
 
@@ -135,7 +140,9 @@ def _array(place: str, content: bytes) -> Any:
         raise ValueError(f"{place} holds pickled Python objects (dtype {dtype}); only plain numbers and text are read.")
     need = math.prod(shape) * dtype.itemsize
     if len(content) - stream.tell() != need:
-        raise ValueError(f"{place} has {len(content) - stream.tell()} bytes of data where its shape {shape} needs {need}.")
+        raise ValueError(
+            f"{place} has {len(content) - stream.tell()} bytes of data where its shape {shape} needs {need}."
+        )
     flat = numpy.frombuffer(content, dtype, offset=stream.tell()) if need else numpy.empty(shape, dtype)
     return flat.reshape(shape, order="F" if fortran else "C").copy()
 
@@ -178,7 +185,11 @@ def read_idx(path: Path, dims: int) -> Tensor:
         raise ValueError(
             f"{path}: the header's shape {shape} needs {need:,} bytes, the file has {got}; it stops in record {_row(content, shape)}."
         )
-    return torch.frombuffer(content, dtype=torch.uint8).reshape(shape) if need else torch.empty(shape, dtype=torch.uint8, device="cpu")
+    return (
+        torch.frombuffer(content, dtype=torch.uint8).reshape(shape)
+        if need
+        else torch.empty(shape, dtype=torch.uint8, device="cpu")
+    )
 
 
 def idx_shape(path: Path, dims: int) -> tuple[int, ...]:

@@ -53,7 +53,9 @@ def read(folder: Path, name: str, files: Sequence[Path], root: Path, splits: Seq
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT or manifest["name"] != name:
-            raise Unusable(f"it is of {manifest['name']!r} in format {manifest['format']!r}, needed is {name!r} in format {FORMAT}")
+            raise Unusable(
+                f"it is of {manifest['name']!r} in format {manifest['format']!r}, needed is {name!r} in format {FORMAT}"
+            )
         _compare({entry["file"]: entry for entry in manifest["sources"]}, files, root)
         if not _FOLDER.fullmatch(manifest["folder"]):
             raise ValueError(f"{manifest['folder']!r} is no folder of arrays")
@@ -117,7 +119,13 @@ def write(folder: Path, name: str, found: Found, files: Sequence[Path], root: Pa
             sources = [_entry(file, _shown(file, root)) for file in files]
             splits = _write_splits(new, found, progress)
             _compare({entry["file"]: entry for entry in sources}, files, root)
-            manifest = {"format": FORMAT, "name": name, "folder": f"arrays-{number}", "splits": splits, "sources": sources}
+            manifest = {
+                "format": FORMAT,
+                "name": name,
+                "folder": f"arrays-{number}",
+                "splits": splits,
+                "sources": sources,
+            }
             words = {"classes": list(found.classes), "vocabulary": list(found.vocabulary())}
             with draft.open("w") as stream:
                 json.dump(manifest | words, stream, indent=1)
@@ -139,7 +147,9 @@ def _write_splits(folder: Path, found: Found, progress: Progress) -> dict[str, A
             raise TypeError(f"The split {split} is decoded image by image: there are no arrays to keep.")
         stem = split.replace("/", "-")
         y = _write_array(folder / f"{stem}.y.npy", rows.y, lambda _: None)
-        x = _write_array(folder / f"{stem}.x.npy", rows.x, lambda n, d=done, s=split: progress(d + n, total, f"writing {s}"))
+        x = _write_array(
+            folder / f"{stem}.x.npy", rows.x, lambda n, d=done, s=split: progress(d + n, total, f"writing {s}")
+        )
         out[split], done = {"x": x, "y": y}, done + len(rows)
     return out
 
@@ -157,7 +167,9 @@ def _write_array(file: Path, values: Tensor, tick: Callable[[int], None]) -> dic
                 tick(min(start + step, len(array)))
             _flush(stream)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}: {file} needs {array.nbytes:,} bytes; make room, or choose another folder") from error
+        raise OSError(
+            error.errno, f"{error.strerror}: {file} needs {array.nbytes:,} bytes; make room, or choose another folder"
+        ) from error
     return _entry(file, file.name) | {"shape": list(array.shape), "dtype": array.dtype.str}
 
 
@@ -187,14 +199,18 @@ def _only_writer(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     foreign = next((entry.name for entry in folder.iterdir() if not _OURS.fullmatch(entry.name)), None)
     if foreign is not None:
-        raise FileExistsError(f"{folder} holds {foreign!r}, which is no part of a cache: give an empty folder, or one that does not exist.")
+        raise FileExistsError(
+            f"{folder} holds {foreign!r}, which is no part of a cache: give an empty folder, or one that does not exist."
+        )
     try:
         with _opened(folder) as handle:
             if fcntl is not None:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:
-                    raise BlockingIOError(f"{folder} is being written by another process: wait until it has finished.") from error
+                    raise BlockingIOError(
+                        f"{folder} is being written by another process: wait until it has finished."
+                    ) from error
             yield
     finally:
         with suppress(OSError):  # succeeds on empty folders only

@@ -22,16 +22,22 @@ _EICU = "patient, apacheApsVar and apachePatientResult as .csv or .csv.gz"
 _FULL, _MNIST = {"train": 50_000, "test": 10_000}, {"train": 60_000, "test": 10_000}
 
 
-def _idx(name: str, url: str, folders: tuple[str, ...], classes: tuple[str, ...], published: dict[str, int], balanced: bool) -> Source:
+def _idx(
+    name: str, url: str, folders: tuple[str, ...], classes: tuple[str, ...], published: dict[str, int], balanced: bool
+) -> Source:
     return Source(name, url, _IDX, folders, (partial(images.idx, classes=classes),), published, balanced)
 
 
 def _table(name: str) -> Source:
     layout = f"{name}.npz with arrays X and y, or {name}.csv with column names and the target last"
-    return Source(f"uci/{name}", _UCI, layout, ("uci", "."), (partial(tables.uci, name=name),), {"all": tables.UCI[name][0]})
+    return Source(
+        f"uci/{name}", _UCI, layout, ("uci", "."), (partial(tables.uci, name=name),), {"all": tables.UCI[name][0]}
+    )
 
 
-def _health(name: str, url: str, layout: str, folders: tuple[str, ...], reader: Callable[[Path], Found | None]) -> Source:
+def _health(
+    name: str, url: str, layout: str, folders: tuple[str, ...], reader: Callable[[Path], Found | None]
+) -> Source:
     return Source(name, f"https://physionet.org/content/{url}/", layout, folders, (reader,))
 
 
@@ -116,7 +122,9 @@ def source_of(name: str) -> Source:
 def root_folder(root: Path | str | None) -> Path:
     given = root if root is not None else os.environ.get("SLIMBAYES_DATA")
     if not given:
-        raise FileNotFoundError("Say where the data lie: pass root, or set the environment variable SLIMBAYES_DATA to a folder.")
+        raise FileNotFoundError(
+            "Say where the data lie: pass root, or set the environment variable SLIMBAYES_DATA to a folder."
+        )
     return Path(given).expanduser()
 
 

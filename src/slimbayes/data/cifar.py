@@ -64,7 +64,9 @@ def read_records(path: Path, header: int, classes: int) -> Split:
 
 def python10(folder: Path) -> Found | None:
     """CIFAR-10, python version: data_batch_1 to data_batch_5 and test_batch."""
-    return _python({split: [folder / name for name in names] for split, names in BATCHES.items()}, "labels", CIFAR10_CLASSES)
+    return _python(
+        {split: [folder / name for name in names] for split, names in BATCHES.items()}, "labels", CIFAR10_CLASSES
+    )
 
 
 def python100(folder: Path) -> Found | None:
@@ -117,7 +119,9 @@ def sheets100(folder: Path) -> Found | None:
 
 def _sheets(folder: Path, name_classes: Callable[[Path], tuple[str, ...]]) -> Found | None:
     # The pieces may lie in several folders below this one; their names, not their paths, say the order.
-    pieces = {split: sorted(folder.rglob(f"{split}-images*.zip"), key=lambda path: path.name) for split in ("train", "test")}
+    pieces = {
+        split: sorted(folder.rglob(f"{split}-images*.zip"), key=lambda path: path.name) for split in ("train", "test")
+    }
     numbers = next(iter(sorted(folder.rglob("labels.npz"))), None)
     if numbers is None or not any(pieces.values()):
         return None
@@ -127,14 +131,18 @@ def _sheets(folder: Path, name_classes: Callable[[Path], tuple[str, ...]]) -> Fo
         count = lambda: len(read_npz(numbers, split)[split])  # noqa: E731
         return Part(count, partial(read_sheets, pieces[split], numbers, split, len(classes)))
 
-    return _found({split: part(split) for split, paths in pieces.items() if paths}, classes, [*chain(*pieces.values()), numbers])
+    return _found(
+        {split: part(split) for split, paths in pieces.items() if paths}, classes, [*chain(*pieces.values()), numbers]
+    )
 
 
 def read_sheets(pieces: list[Path], numbers: Path, split: str, classes: int) -> Split:
     """All images of a split from its zips, in the order of the sheets' numbers."""
     stored = read_npz(numbers, split)[split]
     if stored.ndim != 1 or stored.dtype.kind not in "ui":
-        raise ValueError(f"{numbers}: {split!r} must be whole numbers (n,), got {stored.dtype} of shape {stored.shape}.")
+        raise ValueError(
+            f"{numbers}: {split!r} must be whole numbers (n,), got {stored.dtype} of shape {stored.shape}."
+        )
     y = labels(torch.from_numpy(stored.astype("int64")), classes, numbers)
     x, done = torch.empty(len(y), 3, 32, 32, dtype=torch.uint8, device="cpu"), 0
     for piece in pieces:

@@ -30,7 +30,9 @@ def rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             for line in lines:
                 count = lines.line_num
                 if len(line) != len(names):
-                    raise ValueError(f"{file}, line {count}: {len(line)} cells, but there are {len(names)} column names.")
+                    raise ValueError(
+                        f"{file}, line {count}: {len(line)} cells, but there are {len(names)} column names."
+                    )
                 yield f"{file}, line {count}", [line[i] for i in picks]
     except (csv.Error, EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{file}, after line {count}: damaged or cut short: {error}") from error
@@ -87,7 +89,11 @@ def number_of(place: str, cell: str) -> float:
 
 
 def _open(file: Path) -> Any:
-    return gzip.open(file, "rt", encoding="utf8", newline="") if file.suffix == ".gz" else file.open(encoding="utf8", newline="")
+    return (
+        gzip.open(file, "rt", encoding="utf8", newline="")
+        if file.suffix == ".gz"
+        else file.open(encoding="utf8", newline="")
+    )
 
 
 def _lines(stream: Any, file: Path) -> Iterator[str]:

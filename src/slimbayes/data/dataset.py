@@ -33,7 +33,9 @@ class Split:
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
-            raise ValueError(f"A split needs one target for each input, got {len(self.x)} inputs and {len(self.y)} targets.")
+            raise ValueError(
+                f"A split needs one target for each input, got {len(self.x)} inputs and {len(self.y)} targets."
+            )
 
     def __len__(self) -> int:
         return len(self.y)
@@ -131,5 +133,7 @@ def labels(values: Tensor, classes: int, file: Path, first: int = 0) -> Tensor:
     wrong = ((values < first) | (values >= first + classes)).nonzero()
     if len(wrong):
         row = int(wrong[0, 0])
-        raise ValueError(f"{file}, record {row}: label {int(values[row])} is not one of {first}..{first + classes - 1}.")
+        raise ValueError(
+            f"{file}, record {row}: label {int(values[row])} is not one of {first}..{first + classes - 1}."
+        )
     return values

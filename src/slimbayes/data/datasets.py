@@ -1,8 +1,8 @@
 """Opening a data set by name. Nothing is ever downloaded: a set that is not there gives an error that says what to put where.
 
-    data = slimbayes.data.load("cifar10", root="~/data")     # or set SLIMBAYES_DATA
-    data.to("cuda").train.x                                  # uint8 (50000, 3, 32, 32)
-    slimbayes.data.prepare("cifar10", root="~/data")         # from now on load maps arrays instead of decoding files
+data = slimbayes.data.load("cifar10", root="~/data")     # or set SLIMBAYES_DATA
+data.to("cuda").train.x                                  # uint8 (50000, 3, 32, 32)
+slimbayes.data.prepare("cifar10", root="~/data")         # from now on load maps arrays instead of decoding files
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from slimbayes.data.catalog import find, root_folder, source_of
 from slimbayes.data.dataset import Dataset, Found, Split
 
 
-def load(name: str, root: Path | str | None = None, splits: Sequence[str] | None = None, cache: Path | str | None = None) -> Dataset:
+def load(
+    name: str, root: Path | str | None = None, splits: Sequence[str] | None = None, cache: Path | str | None = None
+) -> Dataset:
     """A data set from the folder `root`, or else from $SLIMBAYES_DATA; all of its splits, or those named.
 
     Where `prepare` has made a cache of the files as they are now, its arrays are mapped into memory; writing to such a tensor changes memory only.
@@ -43,7 +45,9 @@ def load(name: str, root: Path | str | None = None, splits: Sequence[str] | None
         if split not in found.parts:
             raise ValueError(f"{name} has no split {split!r} here, it has: {', '.join(found.parts)}.")
     names = list(found.parts) if splits is None else splits
-    return _from_cache(_cache_folder(name, folder, cache), name, found, folder, names) or _from_files(name, found, names)
+    return _from_cache(_cache_folder(name, folder, cache), name, found, folder, names) or _from_files(
+        name, found, names
+    )
 
 
 def prepare(
@@ -86,7 +90,9 @@ def prepare(
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        raise PermissionError(error.errno, f"{target} cannot be written: pass another folder as out, or set SLIMBAYES_CACHE") from error
+        raise PermissionError(
+            error.errno, f"{target} cannot be written: pass another folder as out, or set SLIMBAYES_CACHE"
+        ) from error
     return target
 
 
@@ -129,7 +135,9 @@ def differences(data: Dataset) -> list[str]:
         if source.balanced and isinstance(rows, Split):
             counts = rows.y.bincount(minlength=len(data.classes))
             if len(counts.unique()) > 1:
-                report.append(f"{data.name} {split}: {int(counts.min())} to {int(counts.max())} rows in a class, published are equal numbers.")
+                report.append(
+                    f"{data.name} {split}: {int(counts.min())} to {int(counts.max())} rows in a class, published are equal numbers."
+                )
     return report
 
 
@@ -144,7 +152,9 @@ def _from_cache(cache: Path, name: str, found: Found, root: Path, splits: Sequen
     try:
         return replace(caches.read(cache, name, found.files(), root, splits), columns=found.columns())
     except caches.Unusable as error:
-        warnings.warn(f"The cache {cache} is not used: {error}. Reading the files of {name}; prepare it again.", stacklevel=3)
+        warnings.warn(
+            f"The cache {cache} is not used: {error}. Reading the files of {name}; prepare it again.", stacklevel=3
+        )
         return None
 
 

@@ -28,7 +28,10 @@ class ImageFolder(torch.utils.data.Dataset[tuple[Any, int]]):
     """
 
     def __init__(
-        self, folder: Path | str, transform: Callable[[Tensor], Any] | None = None, classes: tuple[str, ...] | None = None
+        self,
+        folder: Path | str,
+        transform: Callable[[Tensor], Any] | None = None,
+        classes: tuple[str, ...] | None = None,
     ) -> None:
         self.folder, self.transform = Path(folder), transform
         self.classes = class_folders(self.folder)

@@ -25,6 +25,7 @@ from slimbayes.data.dataset import Dataset, Split
 
 _EVENTS = 500_000  # sorted into bags at a time
 
+
 @dataclass(frozen=True)
 class Events:
     """What was recorded of N patients, in any order.
@@ -48,16 +49,25 @@ class Events:
     def __post_init__(self) -> None:
         sizes = {name: tuple(getattr(self, name).shape) for name in ("patient", "hours", "feature", "value")}
         if len(set(sizes.values())) > 1 or self.patient.dim() != 1:
-            raise ValueError(f"Events needs one patient, time, feature and value for each event, got the shapes {sizes}.")
+            raise ValueError(
+                f"Events needs one patient, time, feature and value for each event, got the shapes {sizes}."
+            )
         if self.hours.dtype != torch.float64:
-            raise ValueError(f"Events: hours must be float64, or minutes fall on the wrong side of a bag's edge; got {self.hours.dtype}.")
-        for name, index, size in (("patient", self.patient, self.patients), ("feature", self.feature, len(self.features))):
+            raise ValueError(
+                f"Events: hours must be float64, or minutes fall on the wrong side of a bag's edge; got {self.hours.dtype}."
+            )
+        for name, index, size in (
+            ("patient", self.patient, self.patients),
+            ("feature", self.feature, len(self.features)),
+        ):
             if (wrong := ((index < 0) | (index >= size)).nonzero()).numel():
                 row = int(wrong[0, 0])
                 raise ValueError(f"Event {row}: {name} {int(index[row])} is not one of 0..{size - 1}.")
         for name, wrong in (("time", (~self.hours.isfinite()).nonzero()), ("value", self.value.isinf().nonzero())):
             if wrong.numel():
-                raise ValueError(f"Event {int(wrong[0, 0])}: its {name} is not finite; values may be nan (none), times must be numbers.")
+                raise ValueError(
+                    f"Event {int(wrong[0, 0])}: its {name} is not finite; values may be nan (none), times must be numbers."
+                )
 
     def __len__(self) -> int:
         return len(self.patient)
@@ -133,7 +143,9 @@ class Buckets:
     def tokens(self, events: Events) -> Tensor:
         """The token of each event, (E,) int64."""
         if events.features != self.features:
-            raise ValueError(f"Buckets of {len(self.features)} features cannot read events of {len(events.features)} other ones.")
+            raise ValueError(
+                f"Buckets of {len(self.features)} features cannot read events of {len(events.features)} other ones."
+            )
         bucket = torch.zeros_like(events.feature)  # edges at or below the value, one edge of all features at a time
         for edge in self.edges.unbind(1):
             bucket += events.value >= edge[events.feature]
@@ -196,7 +208,11 @@ def _fill(out: Tensor, tokens: Tensor, place: Tensor, hours: Tensor, sizes: Tens
     order = order[place[order].argsort(stable=True)]
     tokens, place = tokens[order], place[order]
     starts = sizes.cumsum(0) - sizes + (sizes - out.shape[1]).clamp_min(0)  # of those kept, the latest
-    column = torch.arange(len(tokens), device=tokens.device) - starts[place] + int((sizes[: int(place[0])]).sum() if len(place) else 0)
+    column = (
+        torch.arange(len(tokens), device=tokens.device)
+        - starts[place]
+        + int((sizes[: int(place[0])]).sum() if len(place) else 0)
+    )
     kept = column >= 0
     out[place[kept], column[kept]] = tokens[kept].int()
 
@@ -216,7 +232,9 @@ class Stays:
 
     def __post_init__(self) -> None:
         if not len(self.labels) == len(self.records) == self.events.patients:
-            raise ValueError(f"{self.name}: {self.events.patients} stays, {len(self.labels)} labels, {len(self.records)} record numbers.")
+            raise ValueError(
+                f"{self.name}: {self.events.patients} stays, {len(self.labels)} labels, {len(self.records)} record numbers."
+            )
 
 
 def mortality(
@@ -240,7 +258,10 @@ def mortality(
         raise ValueError(f"{stays.name} has no split 'train' to fit buckets on, it has: {', '.join(stays.splits)}.")
     buckets = Buckets.fit(stays.events.of(stays.splits["train"]), hours, count)
     splits = {
-        name: Split(bag(stays.events.of(rows), buckets, hours, precision, aggregate_older_than, tokens_per_bag), stays.labels[rows])
+        name: Split(
+            bag(stays.events.of(rows), buckets, hours, precision, aggregate_older_than, tokens_per_bag),
+            stays.labels[rows],
+        )
         for name, rows in stays.splits.items()
     }
     return Dataset(stays.name, splits, ("survived", "died"), buckets.names())

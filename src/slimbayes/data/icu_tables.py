@@ -73,15 +73,24 @@ def eicu(folder: Path | str, hours: float = 24.0) -> IcuTable:
     seen = set()
     for place, (number, *cells) in _rows(folder, "apacheApsVar", ("patientunitstayid", *VARIABLES)):
         if number in seen or number not in people:
-            raise ValueError(f"{place}: stay {number!r} {'is there twice' if number in seen else 'is not in the table patient'}.")
+            raise ValueError(
+                f"{place}: stay {number!r} {'is there twice' if number in seen else 'is not in the table patient'}."
+            )
         seen.add(number)
         who, hospital, minutes, described = people[number]
         values = [_value(place, cell) for cell in cells]
         if number in outcomes and minutes >= 60 * hours:
             kept[number] = ([*values, *described], outcomes[number], who, hospital)
     names = {who: i for i, who in enumerate(sorted({row[2] for row in kept.values()}))}
-    columns = ([row[1] for row in kept.values()], map(int, kept), [names[row[2]] for row in kept.values()], [int(row[3]) for row in kept.values()])
-    x = torch.tensor([row[0] for row in kept.values()], dtype=torch.float32, device="cpu").reshape(len(kept), len(FEATURES))
+    columns = (
+        [row[1] for row in kept.values()],
+        map(int, kept),
+        [names[row[2]] for row in kept.values()],
+        [int(row[3]) for row in kept.values()],
+    )
+    x = torch.tensor([row[0] for row in kept.values()], dtype=torch.float32, device="cpu").reshape(
+        len(kept), len(FEATURES)
+    )
     return IcuTable(x, *(torch.tensor(list(column), dtype=torch.int64, device="cpu") for column in columns))
 
 
@@ -106,7 +115,10 @@ def hospital_split(stays: IcuTable, share: float = 0.3, seed: int = 0) -> dict[s
     elsewhere = torch.isin(stays.hospital, away)
     home = ~elsewhere & ~torch.isin(stays.patient, stays.patient[elsewhere])
     tested = home & torch.isin(stays.patient, _draw(stays.patient[home], 0.2, generator))
-    return {name: mask.nonzero().flatten() for name, mask in (("train", home & ~tested), ("test", tested), ("shift", elsewhere))}
+    return {
+        name: mask.nonzero().flatten()
+        for name, mask in (("train", home & ~tested), ("test", tested), ("shift", elsewhere))
+    }
 
 
 def _draw(numbers: Tensor, share: float, generator: torch.Generator) -> Tensor:
@@ -126,7 +138,9 @@ def standardised(stays: IcuTable, splits: Mapping[str, Tensor], name: str = "eic
         [[-1.0, 1.0], [1.0, 1.0]]
     """
     if "train" not in splits:
-        raise ValueError(f"standardised needs a split 'train' to take mean and spread from, got {', '.join(splits) or 'none'}.")
+        raise ValueError(
+            f"standardised needs a split 'train' to take mean and spread from, got {', '.join(splits) or 'none'}."
+        )
     known = ~stays.x.isnan()
     values, train = stays.x.double().nan_to_num(0.0), splits["train"]
     count = known[train].sum(0).clamp_min(1)
@@ -135,7 +149,9 @@ def standardised(stays: IcuTable, splits: Mapping[str, Tensor], name: str = "eic
     spread = (centred[train].square().sum(0) / count).sqrt()
     scaled = centred / spread.where(spread > 0, 1.0)
     x = torch.cat([scaled, known.double()], 1).float()
-    return Dataset(name, {split: Split(x[chosen], stays.y[chosen]) for split, chosen in splits.items()}, ("survived", "died"))
+    return Dataset(
+        name, {split: Split(x[chosen], stays.y[chosen]) for split, chosen in splits.items()}, ("survived", "died")
+    )
 
 
 def table(folder: Path) -> Found | None:
@@ -149,7 +165,10 @@ def table(folder: Path) -> Found | None:
         stays = eicu(folder)
         return standardised(stays, hospital_split(stays))
 
-    parts = {split: Part(lambda s=split: len(data().splits[s]), lambda s=split: data().splits[s]) for split in ("train", "test", "shift")}
+    parts = {
+        split: Part(lambda s=split: len(data().splits[s]), lambda s=split: data().splits[s])
+        for split in ("train", "test", "shift")
+    }
     return Found(parts, ("survived", "died"), files=lambda: files)
 
 
@@ -159,7 +178,9 @@ def table(folder: Path) -> Found | None:
 def _rows(folder: Path, name: str, columns: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
     file = find_table(folder, name)
     if file is None:
-        raise FileNotFoundError(f"{folder} has no {name}.csv or {name}.csv.gz: it must hold {', '.join(TABLES[:-1])} and {TABLES[-1]}.")
+        raise FileNotFoundError(
+            f"{folder} has no {name}.csv or {name}.csv.gz: it must hold {', '.join(TABLES[:-1])} and {TABLES[-1]}."
+        )
     return rows(file, columns)
 
 
@@ -181,7 +202,9 @@ def _patients(folder: Path) -> dict[str, tuple[str, str, float, list[float]]]:
 def _outcomes(folder: Path) -> dict[str, int]:
     """Whether each stay's patient died in hospital, from the rows of APACHE version IVa; those of version IV say the same."""
     out: dict[str, int] = {}
-    for place, (number, version, outcome) in _rows(folder, "apachePatientResult", ("patientunitstayid", "apacheversion", "actualhospitalmortality")):
+    for place, (number, version, outcome) in _rows(
+        folder, "apachePatientResult", ("patientunitstayid", "apacheversion", "actualhospitalmortality")
+    ):
         if outcome not in _OUTCOMES:
             raise ValueError(f"{place}: actualhospitalmortality {outcome!r} is not one of {', '.join(_OUTCOMES)}.")
         if version == "IVa":

@@ -88,7 +88,9 @@ def cifar10_1(folder: Path) -> Found | None:
     for split, version in (("test", "v6"), ("v4", "v4")):
         data, numbers = (folder / f"cifar10.1_{version}_{kind}.npy" for kind in ("data", "labels"))
         if data.is_file() and numbers.is_file():
-            parts[split] = Part(lambda numbers=numbers: len(map_npy(numbers, (None,), "ui")), partial(_npy_pair, data, numbers))
+            parts[split] = Part(
+                lambda numbers=numbers: len(map_npy(numbers, (None,), "ui")), partial(_npy_pair, data, numbers)
+            )
             files += [data, numbers]
     return Found(parts, CIFAR10_CLASSES, files=lambda: files) if parts else None
 
@@ -103,7 +105,9 @@ def cifar10h(folder: Path, images: Callable[[], Tensor], image_files: Callable[[
 
     The split "test" has each image's share of votes (N, 10), float32; "counts" has the votes, int64, where the file is of counts.
     """
-    packed, counts, shares = (folder / name for name in ("cifar10h_counts.npz", "cifar10h-counts.npy", "cifar10h-probs.npy"))
+    packed, counts, shares = (
+        folder / name for name in ("cifar10h_counts.npz", "cifar10h-counts.npy", "cifar10h-probs.npy")
+    )
     file = next((path for path in (packed, counts, shares) if path.is_file()), None)
     if file is None:
         return None
@@ -128,7 +132,9 @@ def _check_votes(votes: Tensor, file: Path) -> Tensor:
     wrong = ~((votes >= 0).all(1) & (votes.sum(1) > 0) & votes.isfinite().all(1))
     if wrong.any():
         row = int(wrong.nonzero()[0, 0])
-        raise ValueError(f"{file}, row {row}: votes must be finite, not negative and not all zero, got {votes[row].tolist()}.")
+        raise ValueError(
+            f"{file}, row {row}: votes must be finite, not negative and not all zero, got {votes[row].tolist()}."
+        )
     return votes
 
 
@@ -160,7 +166,9 @@ def read_mat(path: Path) -> Split:
         raise ValueError(f"{path}: {x_shape[3]:,} images are more than the {2 * LIMIT:,} bytes allowed.")
     content = _mat(path, "loadmat", variable_names=["X", "y"])
     if content["X"].dtype != "uint8" or content["y"].dtype.kind not in "uif":
-        raise ValueError(f"{path}: X must be uint8 and y whole numbers, got {content['X'].dtype} and {content['y'].dtype}.")
+        raise ValueError(
+            f"{path}: X must be uint8 and y whole numbers, got {content['X'].dtype} and {content['y'].dtype}."
+        )
     y = labels(torch.from_numpy(content["y"][:, 0].astype("int64")), 10, path, first=1)
     return Split(torch.from_numpy(content["X"].transpose(3, 2, 0, 1).copy()), y % 10)
 

@@ -57,7 +57,10 @@ def inspect(name: str, root: Path | str | None = None) -> Facts:
         rows = part.read()
         splits[split] = _facts(rows, source.published.get(split), found.classes)
         report += differences(Dataset(name, {split: rows}, found.classes))
-    sums = {file.relative_to(folder).as_posix() if file.is_relative_to(folder) else str(file): sha256(file) for file in found.files()}
+    sums = {
+        file.relative_to(folder).as_posix() if file.is_relative_to(folder) else str(file): sha256(file)
+        for file in found.files()
+    }
     return Facts(name, splits, sums, report)
 
 

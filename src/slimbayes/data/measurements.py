@@ -71,9 +71,18 @@ class Collector:
             raise ValueError(f"{place}: the table of admissions has no patient {subject!r}.")
 
     def events(self) -> Events:
-        columns = ((self.patient, torch.int64), (self.hours, torch.float64), (self.feature, torch.int64), (self.value, torch.float32))
+        columns = (
+            (self.patient, torch.int64),
+            (self.hours, torch.float64),
+            (self.feature, torch.int64),
+            (self.value, torch.float32),
+        )
         tensors = (torch.frombuffer(a, dtype=t) if a else torch.empty(0, dtype=t, device="cpu") for a, t in columns)
-        return Events(*tensors, 1 + max((a.stay for stays in self.stays.values() for a in stays), default=-1), tuple(self.features))
+        return Events(
+            *tensors,
+            1 + max((a.stay for stays in self.stays.values() for a in stays), default=-1),
+            tuple(self.features),
+        )
 
 
 def quick_reader() -> Any:

@@ -51,17 +51,23 @@ class _Version:
     def file(self, folder: Path, table: str) -> Path | None:
         return find_table(folder, self.tables[table])
 
-    def rows(self, folder: Path, table: str, columns: Sequence[str], needed: bool = False) -> Iterator[tuple[str, list[str]]]:
+    def rows(
+        self, folder: Path, table: str, columns: Sequence[str], needed: bool = False
+    ) -> Iterator[tuple[str, list[str]]]:
         file = self.file(folder, table)
         if file is None and needed:
             both = " and ".join(self.tables[name] for name in ("admissions", "patients"))
-            raise FileNotFoundError(f"{folder} has no {self.tables[table]}.csv or {self.tables[table]}.csv.gz: it must hold {both}.")
+            raise FileNotFoundError(
+                f"{folder} has no {self.tables[table]}.csv or {self.tables[table]}.csv.gz: it must hold {both}."
+            )
         return rows(file, columns) if file is not None else iter(())
 
 
 _HOSP = ("admissions", "patients", "diagnoses_icd", "procedures_icd", "prescriptions", "labevents", "d_labitems")
 _ICU = ("icustays", "chartevents", "d_items")
-_THREE = _Version("mimic3", {t: t.upper() for t in (*_HOSP, *_ICU)}, ("dob",), ("icd9_code",), "startdate", ("charttime",))
+_THREE = _Version(
+    "mimic3", {t: t.upper() for t in (*_HOSP, *_ICU)}, ("dob",), ("icd9_code",), "startdate", ("charttime",)
+)
 _FOUR = _Version(
     "mimic4", {t: f"hosp/{t}" for t in _HOSP} | {t: f"icu/{t}" for t in _ICU},
     ("anchor_age", "anchor_year"), ("icd_code", "icd_version"), "starttime", ("charttime", "storetime"),
@@ -116,9 +122,15 @@ def _bags(version: _Version, folder: Path) -> Found | None:
     @cache
     def sizes() -> dict[str, int]:  # of the admissions alone, without a look at the large tables
         admissions, _ = _admissions(version, folder, Collector(24.0))
-        return {name: len(rows) for name, rows in _splits([a.subject for a in admissions.values() if a.stay >= 0], 0).items()}
+        return {
+            name: len(rows)
+            for name, rows in _splits([a.subject for a in admissions.values() if a.stay >= 0], 0).items()
+        }
 
-    parts = {split: Part(lambda s=split: sizes()[s], lambda s=split: data().splits[s]) for split in ("train", "validation", "test")}
+    parts = {
+        split: Part(lambda s=split: sizes()[s], lambda s=split: data().splits[s])
+        for split in ("train", "validation", "test")
+    }
     files = [file for table in version.tables if (file := version.file(folder, table)) is not None]
     return Found(parts, ("survived", "died"), lambda: data().vocabulary, lambda: files)
 
@@ -138,7 +150,13 @@ def _read(version: _Version, folder: Path, hours: float, seed: int) -> Stays:
             add_table(collected, file, prefix, version.measured, names)
     kept = [(number, a.subject) for number, a in admissions.items() if a.stay >= 0]
     records = torch.tensor([int(number) for number, _ in kept], dtype=torch.int64, device="cpu")
-    return Stays(version.name, collected.events(), torch.tensor(labels, dtype=torch.int64, device="cpu"), records, _splits([s for _, s in kept], seed))
+    return Stays(
+        version.name,
+        collected.events(),
+        torch.tensor(labels, dtype=torch.int64, device="cpu"),
+        records,
+        _splits([s for _, s in kept], seed),
+    )
 
 
 def _splits(subjects: list[str], seed: int) -> dict[str, Tensor]:
@@ -157,8 +175,19 @@ def _splits(subjects: list[str], seed: int) -> dict[str, Tensor]:
 def _admissions(version: _Version, folder: Path, collected: Collector) -> tuple[dict[str, Admission], list[int]]:
     out: dict[str, Admission] = {}
     labels: list[int] = []
-    columns = ("subject_id", "hadm_id", "admittime", "dischtime", "deathtime", "hospital_expire_flag", "admission_type", "admission_location")
-    for place, (subject, number, start, discharge, death, died, *described) in version.rows(folder, "admissions", columns, needed=True):
+    columns = (
+        "subject_id",
+        "hadm_id",
+        "admittime",
+        "dischtime",
+        "deathtime",
+        "hospital_expire_flag",
+        "admission_type",
+        "admission_location",
+    )
+    for place, (subject, number, start, discharge, death, died, *described) in version.rows(
+        folder, "admissions", columns, needed=True
+    ):
         if number in out or not number.isdecimal() or died not in ("0", "1"):
             what = "is there twice" if number in out else "needs a number, and hospital_expire_flag of 0 or 1"
             raise ValueError(f"{place}: admission {number!r} with hospital_expire_flag {died!r} {what}.")
@@ -176,7 +205,9 @@ def _admissions(version: _Version, folder: Path, collected: Collector) -> tuple[
 
 def _patients(version: _Version, folder: Path, collected: Collector) -> None:
     seen = set()
-    for place, (subject, gender, *birth) in version.rows(folder, "patients", ("subject_id", "gender", *version.birth), needed=True):
+    for place, (subject, gender, *birth) in version.rows(
+        folder, "patients", ("subject_id", "gender", *version.birth), needed=True
+    ):
         if subject in seen:
             raise ValueError(f"{place}: patient {subject!r} is there twice.")
         seen.add(subject)
@@ -199,17 +230,27 @@ def _born(place: str, cells: list[str]) -> datetime | float:
 
 def _codes(version: _Version, folder: Path, collected: Collector, admissions: dict[str, Admission]) -> None:
     for table, prefix in (("diagnoses_icd", "diagnosis"), ("procedures_icd", "procedure")):
-        for place, (subject, number, code, *edition) in version.rows(folder, table, ("subject_id", "hadm_id", *version.code)):
+        for place, (subject, number, code, *edition) in version.rows(
+            folder, table, ("subject_id", "hadm_id", *version.code)
+        ):
             admission = admissions.get(number)
             if admission is None or admission.subject != subject:
-                raise ValueError(f"{place}: the table of admissions has no admission {number!r} of patient {subject!r}.")
+                raise ValueError(
+                    f"{place}: the table of admissions has no admission {number!r} of patient {subject!r}."
+                )
             for later in collected.stays[subject]:
-                if code and later.stay >= 0 and admission.discharge <= later.start:  # one code can mean two things in ICD-9 and ICD-10
-                    collected.add_to(later, (admission.discharge - later.start) / HOUR, "/".join((prefix, *edition, code)))
+                if (
+                    code and later.stay >= 0 and admission.discharge <= later.start
+                ):  # one code can mean two things in ICD-9 and ICD-10
+                    collected.add_to(
+                        later, (admission.discharge - later.start) / HOUR, "/".join((prefix, *edition, code))
+                    )
 
 
 def _prescriptions(version: _Version, folder: Path, collected: Collector) -> None:
-    for place, (subject, start, drug) in version.rows(folder, "prescriptions", ("subject_id", version.prescribed, "drug")):
+    for place, (subject, start, drug) in version.rows(
+        folder, "prescriptions", ("subject_id", version.prescribed, "drug")
+    ):
         collected.check_subject(place, subject)
         if start:
             known = time_of(place, start)

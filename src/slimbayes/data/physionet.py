@@ -44,7 +44,9 @@ def physionet2012(folder: Path | str) -> Stays:
         return read_packed(folder / PACKED)
     letters = [letter for letter in SETS if (folder / f"set-{letter}").is_dir()]
     if not letters:
-        raise FileNotFoundError(f"{folder} has neither {PACKED} nor a folder set-a, set-b or set-c beside its Outcomes-a.txt, -b or -c.")
+        raise FileNotFoundError(
+            f"{folder} has neither {PACKED} nor a folder set-a, set-b or set-c beside its Outcomes-a.txt, -b or -c."
+        )
     return _read_text(folder, letters)
 
 
@@ -70,7 +72,9 @@ def _files(folder: Path) -> list[Path]:
     if (folder / PACKED).is_file():
         return [folder / PACKED]
     letters = [letter for letter in SETS if (folder / f"set-{letter}").is_dir()]
-    return [file for k in letters for file in (folder / f"Outcomes-{k}.txt", *sorted((folder / f"set-{k}").glob("*.txt")))]
+    return [
+        file for k in letters for file in (folder / f"Outcomes-{k}.txt", *sorted((folder / f"set-{k}").glob("*.txt")))
+    ]
 
 
 # The official text -----------------------------------------------------------------------------------------------------
@@ -96,9 +100,18 @@ def _read_text(folder: Path, letters: list[str]) -> Stays:
     if len(set(records)) != len(records):
         again = Counter(records).most_common(1)[0][0]
         raise ValueError(f"{folder}: record {again} is in two sets; a stay must be in one.")
-    columns = (_tensor(patient, torch.int64), _tensor(hours, torch.float64), _tensor(feature, torch.int64), _tensor(value, torch.float32))
+    columns = (
+        _tensor(patient, torch.int64),
+        _tensor(hours, torch.float64),
+        _tensor(feature, torch.int64),
+        _tensor(value, torch.float32),
+    )
     return Stays(
-        "physionet2012", Events(*columns, len(records), FEATURES), torch.tensor(labels, device="cpu"), torch.tensor(records, device="cpu"), splits
+        "physionet2012",
+        Events(*columns, len(records), FEATURES),
+        torch.tensor(labels, device="cpu"),
+        torch.tensor(records, device="cpu"),
+        splits,
     )
 
 
@@ -114,7 +127,9 @@ def _rows(file: Path, names: list[str]) -> Iterator[tuple[str, list[str]]]:
         lines = csv.reader(stream, strict=True)
         try:
             if (first := next(lines, [])) != names:
-                raise ValueError(f"{file}, line 1: expected the column names {','.join(names)}, got {','.join(first)!r}.")
+                raise ValueError(
+                    f"{file}, line 1: expected the column names {','.join(names)}, got {','.join(first)!r}."
+                )
             for line in lines:
                 if len(line) != len(names):
                     raise ValueError(f"{file}, line {lines.line_num}: {len(line)} cells, expected {','.join(names)}.")
@@ -128,7 +143,9 @@ def _outcomes(file: Path) -> dict[int, int]:
     out: dict[int, int] = {}
     for place, line in _rows(file, OUTCOMES):
         if not line[0].isdecimal() or line[-1] not in ("0", "1"):
-            raise ValueError(f"{place}: expected a RecordID and an In-hospital_death of 0 or 1, got {line[0]!r} and {line[-1]!r}.")
+            raise ValueError(
+                f"{place}: expected a RecordID and an In-hospital_death of 0 or 1, got {line[0]!r} and {line[-1]!r}."
+            )
         if int(line[0]) in out:
             raise ValueError(f"{place}: record {line[0]} is there twice.")
         out[int(line[0])] = int(line[-1])
@@ -140,7 +157,9 @@ def _check_files(folder: Path, outcomes: dict[int, int]) -> None:
     if here != needed:
         missing, extra = sorted(needed - here), sorted(here - needed)
         what = f"{missing[0]} is missing" if missing else f"{extra[0]} has no outcome"
-        raise ValueError(f"{folder}: {what}; {len(missing)} records of the outcome file have no file, {len(extra)} files no outcome.")
+        raise ValueError(
+            f"{folder}: {what}; {len(missing)} records of the outcome file have no file, {len(extra)} files no outcome."
+        )
 
 
 def _record(file: Path, record: int) -> Iterator[tuple[float, int, float]]:
@@ -150,7 +169,9 @@ def _record(file: Path, record: int) -> Iterator[tuple[float, int, float]]:
         clock = _TIME.fullmatch(time)
         value = _number(cell)
         if clock is None or value is None:
-            raise ValueError(f"{place}: expected hh:mm, a parameter and a finite number, got {time!r}, {name!r} and {cell!r}.")
+            raise ValueError(
+                f"{place}: expected hh:mm, a parameter and a finite number, got {time!r}, {name!r} and {cell!r}."
+            )
         if name == "RecordID":
             named += 1
             if value != record or named > 1:

@@ -22,7 +22,17 @@ from slimbayes.data.health import Events, Stays
 from slimbayes.data.physionet_features import CATEGORIES, FEATURES, MISSING, OUTCOMES, SETS, event_of
 
 PACKED = "challenge2012.npz.xz"
-NAMES = ("record_id", "set", "param_names", "count", "time_min", "value_code", "value_table", "outcomes", "outcome_names")
+NAMES = (
+    "record_id",
+    "set",
+    "param_names",
+    "count",
+    "time_min",
+    "value_code",
+    "value_table",
+    "outcomes",
+    "outcome_names",
+)
 
 
 class _Unpacked(io.BytesIO):
@@ -52,7 +62,10 @@ def read_packed(file: Path) -> Stays:
     _check_packed(file, arrays)
     counts, total = arrays["count"].astype("int64"), len(arrays["time_min"])
     stays = torch.arange(counts.shape[1], device="cpu")
-    columns = [torch.empty(total, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.float64, torch.int64, torch.float32)]
+    columns = [
+        torch.empty(total, dtype=dtype, device="cpu")
+        for dtype in (torch.int64, torch.float64, torch.int64, torch.float32)
+    ]
     begin = done = 0
     for name, count in zip(arrays["param_names"].tolist(), counts):
         part, begin = slice(begin, begin + int(count.sum())), begin + int(count.sum())
@@ -61,7 +74,9 @@ def read_packed(file: Path) -> Stays:
         feature, measured = _features(f"{file}, parameter {name}", name, value)
         kept = value != MISSING
         room = slice(done, done := done + int(kept.sum()))
-        for column, values in zip(columns, (torch.repeat_interleave(stays, torch.from_numpy(count)), hours, feature, measured)):
+        for column, values in zip(
+            columns, (torch.repeat_interleave(stays, torch.from_numpy(count)), hours, feature, measured)
+        ):
             column[room] = values[kept]
     labels, letters = torch.from_numpy(arrays["outcomes"][:, -1].astype("int64")), torch.from_numpy(arrays["set"])
     splits = {split: (letters == ord(letter)).nonzero().flatten() for letter, split in SETS.items()}

@@ -87,9 +87,16 @@ def read_ragged(place: str, packed: bytes) -> list[Any]:
     except Exception as error:  # a broken pickle can raise nearly anything
         raise ValueError(f"{place} is not a pickled array of lists: {error}") from error
     state: Any = array.state if isinstance(array, _Array) else None
-    fits = isinstance(state, tuple) and len(state) == 5 and isinstance(state[2], _Dtype) and state[2].code in ("O", "O8", "|O")
+    fits = (
+        isinstance(state, tuple)
+        and len(state) == 5
+        and isinstance(state[2], _Dtype)
+        and state[2].code in ("O", "O8", "|O")
+    )
     if not fits or not isinstance(state[4], list) or state[1] != (len(state[4]),):
-        raise ValueError(f"{place} must hold one array of lists (n,), got {type(array).__name__.strip('_')} of another kind or shape.")
+        raise ValueError(
+            f"{place} must hold one array of lists (n,), got {type(array).__name__.strip('_')} of another kind or shape."
+        )
     return state[4]
 
 
@@ -107,10 +114,16 @@ def _check_sizes(packed: bytes) -> None:
 
 def _tensor(path: Path, key: str, array: _Array) -> Tensor:
     state = array.state
-    if not (isinstance(state, tuple) and len(state) == 5 and isinstance(state[1], tuple) and isinstance(state[4], bytes)):
+    if not (
+        isinstance(state, tuple) and len(state) == 5 and isinstance(state[1], tuple) and isinstance(state[4], bytes)
+    ):
         raise ValueError(f"{path}: {key!r} is not an array of bytes.")
     _, shape, dtype, fortran, raw = state
-    if not isinstance(dtype, _Dtype) or dtype.code not in ("u1", "|u1") or not all(type(n) is int and n > 0 for n in shape):
+    if (
+        not isinstance(dtype, _Dtype)
+        or dtype.code not in ("u1", "|u1")
+        or not all(type(n) is int and n > 0 for n in shape)
+    ):
         raise ValueError(
             f"{path}: {key!r} must be an array of unsigned bytes, got {getattr(dtype, 'code', dtype)!r} of shape {shape}."
         )

@@ -82,7 +82,9 @@ class Table:
 
 
 @contextmanager
-def open_table(duckdb: Any, file: Path, columns: Sequence[str], stays: Mapping[str, Sequence[Any]], until: float) -> Iterator[Table]:
+def open_table(
+    duckdb: Any, file: Path, columns: Sequence[str], stays: Mapping[str, Sequence[Any]], until: float
+) -> Iterator[Table]:
     """The rows of a file that belong to a stay and were known `until` hours into it; raises Stumbled before anything is given out."""
     if _GLOB & set(str(file)):
         raise Stumbled(f"{file} would be taken for a pattern")
@@ -93,7 +95,13 @@ def open_table(duckdb: Any, file: Path, columns: Sequence[str], stays: Mapping[s
         raise Stumbled(str(error)) from error
     lines = _count_lines(file)
     with tempfile.TemporaryDirectory(prefix="slimbayes-") as scratch:
-        options = {"memory_limit": MEMORY, "threads": 1, "temp_directory": scratch, "autoinstall_known_extensions": False, "autoload_known_extensions": False}
+        options = {
+            "memory_limit": MEMORY,
+            "threads": 1,
+            "temp_directory": scratch,
+            "autoinstall_known_extensions": False,
+            "autoload_known_extensions": False,
+        }
         connection = duckdb.connect(str(Path(scratch, "events.duckdb")), config=options)
         try:
             _keep(connection, file, len(names), picks, lines, stays, until)
@@ -106,7 +114,15 @@ def open_table(duckdb: Any, file: Path, columns: Sequence[str], stays: Mapping[s
             connection.close()
 
 
-def _keep(connection: Any, file: Path, width: int, picks: list[int], lines: int, stays: Mapping[str, Sequence[Any]], until: float) -> None:
+def _keep(
+    connection: Any,
+    file: Path,
+    width: int,
+    picks: list[int],
+    lines: int,
+    stays: Mapping[str, Sequence[Any]],
+    until: float,
+) -> None:
     # It would guess that the file is the smaller side of the join, keep all of it in memory, and give its rows in another order.
     connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
     source = [str(file), {f"c{i}": "VARCHAR" for i in range(width)}]
@@ -124,7 +140,10 @@ def _insert_stays(connection: Any, stays: Mapping[str, Sequence[Any]]) -> None:
     rows = [(subject, stay.stay, stay.start) for subject, listed in stays.items() for stay in listed]
     subjects, numbers, starts = (list(column) for column in zip(*rows)) if rows else ([], [], [])
     connection.execute("CREATE TABLE stays (subject VARCHAR, stay INTEGER, start DOUBLE)")
-    connection.execute("INSERT INTO stays SELECT unnest(?::VARCHAR[]), unnest(?::INTEGER[]), epoch(unnest(?::TIMESTAMP[]))", [subjects, numbers, starts])
+    connection.execute(
+        "INSERT INTO stays SELECT unnest(?::VARCHAR[]), unnest(?::INTEGER[]), epoch(unnest(?::TIMESTAMP[]))",
+        [subjects, numbers, starts],
+    )
 
 
 def _count_lines(file: Path) -> int:

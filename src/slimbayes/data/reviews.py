@@ -51,7 +51,10 @@ def _read_table(file: Path) -> Halves:
     if len(rows) < 2:
         raise ValueError(f"{file} has {len(rows)} reviews; a half each for training and testing needs two at least.")
     cut = len(rows) // 2
-    return {name: ([text for text, _ in half], [label for _, label in half]) for name, half in (("train", rows[:cut]), ("test", rows[cut:]))}
+    return {
+        name: ([text for text, _ in half], [label for _, label in half])
+        for name, half in (("train", rows[:cut]), ("test", rows[cut:]))
+    }
 
 
 def _rows(file: Path) -> Iterator[tuple[str, int]]:
@@ -60,14 +63,20 @@ def _rows(file: Path) -> Iterator[tuple[str, int]]:
         lines = csv.reader(stream, strict=True)
         try:
             if (first := next(lines, [])) != _COLUMNS:
-                raise ValueError(f"{file}, line 1: expected the column names {','.join(_COLUMNS)}, got {','.join(first)[:80]!r}.")
+                raise ValueError(
+                    f"{file}, line 1: expected the column names {','.join(_COLUMNS)}, got {','.join(first)[:80]!r}."
+                )
             for line in lines:
                 if len(line) != 2 or line[1] not in CLASSES:
                     got = f"{len(line)} cells" if len(line) != 2 else f"the sentiment {line[1][:40]!r}"
-                    raise ValueError(f"{file}, line {lines.line_num}: expected a review and one of {', '.join(CLASSES)}, got {got}.")
+                    raise ValueError(
+                        f"{file}, line {lines.line_num}: expected a review and one of {', '.join(CLASSES)}, got {got}."
+                    )
                 yield line[0], CLASSES.index(line[1])
         except csv.Error as error:
-            raise ValueError(f"{file}, line {lines.line_num}: {error}; the file is cut short or not of this format.") from error
+            raise ValueError(
+                f"{file}, line {lines.line_num}: {error}; the file is cut short or not of this format."
+            ) from error
         except UnicodeDecodeError as error:
             raise ValueError(f"{file}, after line {lines.line_num}: not UTF-8 text: {error}") from error
 
@@ -77,7 +86,10 @@ def keras(folder: Path) -> Found | None:
     file, index = folder / "imdb.npz", folder / "imdb_word_index.json"
     if not file.is_file():
         return None
-    parts = {split: Part(lambda s=split: len(read_npz(file, f"y_{s}")[f"y_{s}"]), partial(_read_keras, file, split)) for split in ("train", "test")}
+    parts = {
+        split: Part(lambda s=split: len(read_npz(file, f"y_{s}")[f"y_{s}"]), partial(_read_keras, file, split))
+        for split in ("train", "test")
+    }
     return Found(parts, CLASSES, partial(_names, index), lambda: [file, *([index] if index.is_file() else [])])
 
 
@@ -98,7 +110,9 @@ def _numbers(rows: Sequence[Any], place: str) -> Tensor:
     for number, row in enumerate(rows):
         kept = row[-LENGTH:] if isinstance(row, list) else None
         if kept is None or not all(type(rank) is int and rank > 0 for rank in kept):
-            raise ValueError(f"{place}, review {number}: expected a list of word ranks from 1 on, got {type(row).__name__} {str(kept)[:60]}.")
+            raise ValueError(
+                f"{place}, review {number}: expected a list of word ranks from 1 on, got {type(row).__name__} {str(kept)[:60]}."
+            )
         known = [rank + _SHIFT if rank + _SHIFT < VOCABULARY else 2 for rank in kept]
         sequence = [1, *known][-LENGTH:]
         out[number, LENGTH - len(sequence) :] = torch.tensor(sequence, device="cpu")

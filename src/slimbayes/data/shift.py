@@ -23,17 +23,26 @@ def rotate(images: Tensor, degrees: float | Tensor, fill: float = 0.0) -> Tensor
                 [0., 3., 6.]])
     """
     if images.dim() != 4 or not images.is_floating_point():
-        raise ValueError(f"rotate needs a floating-point batch (B, C, H, W), got {images.dtype} of shape {tuple(images.shape)}.")
+        raise ValueError(
+            f"rotate needs a floating-point batch (B, C, H, W), got {images.dtype} of shape {tuple(images.shape)}."
+        )
     batch, _, height, width = images.shape
     angle = torch.deg2rad(torch.as_tensor(degrees, dtype=images.dtype, device=images.device)).expand(batch)
     cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
     # affine_grid asks where a target pixel comes from; its axes are scaled by the image's sides.
-    rows = torch.stack([torch.stack([cos, -sin * height / width, zero], 1), torch.stack([sin * width / height, cos, zero], 1)], 1)
+    rows = torch.stack(
+        [torch.stack([cos, -sin * height / width, zero], 1), torch.stack([sin * width / height, cos, zero], 1)], 1
+    )
     grid = F.affine_grid(rows, list(images.shape), align_corners=False)
     return F.grid_sample(images - fill, grid, mode="bilinear", padding_mode="zeros", align_corners=False) + fill
 
 
-def label_shift(labels: Tensor, proportions: Sequence[float] | Tensor, count: int | None = None, generator: torch.Generator | None = None) -> Tensor:
+def label_shift(
+    labels: Tensor,
+    proportions: Sequence[float] | Tensor,
+    count: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """Rows, drawn with replacement, in which classes have other frequencies: p(y) changes, p(x | y) does not.
 
     Args:
@@ -49,18 +58,28 @@ def label_shift(labels: Tensor, proportions: Sequence[float] | Tensor, count: in
     """
     share = torch.as_tensor(proportions, dtype=torch.float64, device=labels.device)
     if share.dim() != 1 or not bool((share >= 0).all()) or not float(share.sum()) > 0:
-        raise ValueError(f"proportions must be non-negative numbers, not all zero, one for each class; got {share.tolist()}.")
+        raise ValueError(
+            f"proportions must be non-negative numbers, not all zero, one for each class; got {share.tolist()}."
+        )
     if labels.dim() != 1 or labels.is_floating_point() or int(labels.min()) < 0 or int(labels.max()) >= len(share):
-        raise ValueError(f"labels must be (N,) class indices below {len(share)}, got {labels.dtype} of shape {tuple(labels.shape)}.")
+        raise ValueError(
+            f"labels must be (N,) class indices below {len(share)}, got {labels.dtype} of shape {tuple(labels.shape)}."
+        )
     present = torch.bincount(labels, minlength=len(share))
     missing = ((present == 0) & (share > 0)).nonzero().flatten().tolist()
     if missing:
-        raise ValueError(f"No row has class {missing[0]}, which is to have a share of {float(share[missing[0]] / share.sum()):.3g}.")
+        raise ValueError(
+            f"No row has class {missing[0]}, which is to have a share of {float(share[missing[0]] / share.sum()):.3g}."
+        )
     return _draw((share / present.clamp_min(1))[labels], count, generator)
 
 
 def feature_shift(
-    x: Tensor, strength: float, column: int | None = None, count: int | None = None, generator: torch.Generator | None = None
+    x: Tensor,
+    strength: float,
+    column: int | None = None,
+    count: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Rows, drawn with replacement, whose inputs lie elsewhere: p(x) is tilted by exp(strength * z), p(y | x) does not change.
 
@@ -85,7 +104,9 @@ def feature_shift(
     table = (x.double() - x.double().mean(0)) / spread.clamp_min(torch.finfo(torch.float64).tiny)
     if column is None:
         _, _, directions = torch.linalg.svd(table, full_matrices=False)
-        lead = directions[0] * torch.sign(directions[0][directions[0].abs().argmax()])  # a direction has no sign of its own
+        lead = directions[0] * torch.sign(
+            directions[0][directions[0].abs().argmax()]
+        )  # a direction has no sign of its own
         z = table @ lead
     else:
         z = table[:, column]
@@ -95,4 +116,6 @@ def feature_shift(
 
 def _draw(weights: Tensor, count: int | None, generator: torch.Generator | None) -> Tensor:
     device = generator.device if generator else weights.device
-    return torch.multinomial(weights.to(device), count or len(weights), replacement=True, generator=generator).to(weights.device)
+    return torch.multinomial(weights.to(device), count or len(weights), replacement=True, generator=generator).to(
+        weights.device
+    )

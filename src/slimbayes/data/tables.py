@@ -70,7 +70,9 @@ def _read_npz(file: Path) -> Split:
     x, y = arrays["X"], arrays["y"]
     y = y[:, None] if y.ndim == 1 else y
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or x.dtype.kind not in "uif" or y.dtype.kind not in "uif":
-        raise ValueError(f"{file}: X must be numbers (rows, features) and y (rows,) or (rows, targets), got {x.shape} and {y.shape}.")
+        raise ValueError(
+            f"{file}: X must be numbers (rows, features) and y (rows,) or (rows, targets), got {x.shape} and {y.shape}."
+        )
     split = Split(_finite(x, "X", file), _finite(y, "y", file))
     for index, rows in enumerate(arrays.get("test_idx", ())):
         if rows.tolist() != split_rows(len(x), index)[1].tolist():
@@ -82,7 +84,9 @@ def _finite(values: Any, what: str, file: Path) -> Tensor:
     tensor = torch.from_numpy(values.astype("float32"))
     if (wrong := (~tensor.isfinite()).nonzero()).numel():
         row, column = wrong[0].tolist()
-        raise ValueError(f"{file}: {what} row {row}, column {column} is {values[row, column]}; every cell must be a finite number.")
+        raise ValueError(
+            f"{file}: {what} row {row}, column {column} is {values[row, column]}; every cell must be a finite number."
+        )
     return tensor
 
 
@@ -92,7 +96,9 @@ def _read_csv(file: Path) -> Split:
         names = next(lines, [])
         rows = [_cells(line, names, f"{file}, line {lines.line_num}") for line in lines if line]
     if len(names) < 2 or not rows:
-        raise ValueError(f"{file} must have a line of at least two column names and then rows of numbers, the target last.")
+        raise ValueError(
+            f"{file} must have a line of at least two column names and then rows of numbers, the target last."
+        )
     values = torch.tensor(rows, dtype=torch.float64, device="cpu").float()
     return Split(values[:, :-1], values[:, -1:])
 
@@ -123,7 +129,9 @@ def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
         (277, 31)
     """
     if index < 0 or rows < 2:
-        raise ValueError(f"A standard split needs an index from 0 on and two rows at least, got index {index} of {rows} rows.")
+        raise ValueError(
+            f"A standard split needs an index from 0 on and two rows at least, got index {index} of {rows} rows."
+        )
     generator = require("numpy").random.RandomState(1)
     for _ in range(index + 1):
         order = generator.permutation(rows)

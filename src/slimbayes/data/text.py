@@ -82,12 +82,16 @@ def _read_packed(texts: Path, stars: Path) -> Halves:
     content = read_xz(texts).split(b"\n")
     lines = content[:-1] if content[-1] == b"" else content
     if len(lines) != len(ratings) or not lines or len(lines) % 4:
-        raise ValueError(f"{texts} has {len(lines)} lines and {stars} {len(ratings)} ratings; both need the same number, a multiple of 4.")
+        raise ValueError(
+            f"{texts} has {len(lines)} lines and {stars} {len(ratings)} ratings; both need the same number, a multiple of 4."
+        )
     halves: Halves = {"train": ([], []), "test": ([], [])}
     for row, (line, rating) in enumerate(zip(lines, ratings)):
         split, label = _QUARTERS[row * 4 // len(lines)]
         if rating not in ((1, 2, 3, 4) if label == 0 else (7, 8, 9, 10)):
-            raise ValueError(f"{stars}, row {row}: rating {rating} in the {CLASSES[label]} quarter of {split}, expected 1-4 or 7-10 there.")
+            raise ValueError(
+                f"{stars}, row {row}: rating {rating} in the {CLASSES[label]} quarter of {split}, expected 1-4 or 7-10 there."
+            )
         halves[split][0].append(_text(line, f"{texts}, line {row + 1}"))
         halves[split][1].append(label)
     return halves
@@ -98,8 +102,14 @@ def tree(folder: Path) -> Found | None:
     places = {split: [folder / split / name for name in ("neg", "pos")] for split in ("train", "test")}
     if not all(place.is_dir() for pair in places.values() for place in pair):
         return None
-    count = {split: partial(lambda pair: sum(len(_files(place)) for place in pair), pair) for split, pair in places.items()}
-    return reviews(partial(_read_tree, places), count, lambda: [file for pair in places.values() for place in pair for file in _files(place)])
+    count = {
+        split: partial(lambda pair: sum(len(_files(place)) for place in pair), pair) for split, pair in places.items()
+    }
+    return reviews(
+        partial(_read_tree, places),
+        count,
+        lambda: [file for pair in places.values() for place in pair for file in _files(place)],
+    )
 
 
 def _read_tree(places: dict[str, list[Path]]) -> Halves:
@@ -131,7 +141,9 @@ def _text(content: bytes, place: str) -> str:
         raise ValueError(f"{place} is not UTF-8 text: {error}") from error
 
 
-def reviews(read: Callable[[], Halves], count: Mapping[str, Callable[[], int]], files: Callable[[], Sequence[Path]]) -> Found:
+def reviews(
+    read: Callable[[], Halves], count: Mapping[str, Callable[[], int]], files: Callable[[], Sequence[Path]]
+) -> Found:
     """Both halves, encoded with the vocabulary of the training half. The texts are read once."""
     texts = cache(read)
     vocabulary = cache(lambda: count_vocabulary(texts()["train"][0]))
@@ -140,4 +152,6 @@ def reviews(read: Callable[[], Halves], count: Mapping[str, Callable[[], int]], 
         written, numbers = texts()[name]
         return Split(encode(written, vocabulary()), torch.tensor(numbers, device="cpu"))
 
-    return Found({name: Part(count[name], partial(split, name)) for name in ("train", "test")}, CLASSES, vocabulary, files)
+    return Found(
+        {name: Part(count[name], partial(split, name)) for name in ("train", "test")}, CLASSES, vocabulary, files
+    )

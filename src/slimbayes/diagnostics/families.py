@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from slimbayes.messages import did_you_mean
+from slimbayes.errors import did_you_mean
 
 Family = Literal["multivariate-normal", "matrix-normal", "matrix-normal-diagonal", "mean-field", "k-tied"]
 _FAMILIES = ("multivariate-normal", "matrix-normal", "matrix-normal-diagonal", "mean-field", "k-tied")
@@ -33,7 +33,9 @@ def variational_parameters(family: Family, m: int, n: int, k: int | None = None)
     if m < 1 or n < 1:
         raise ValueError(f"A weight matrix has at least one row and one column, got m={m!r}, n={n!r}.")
     if (k is not None) != (family == "k-tied") or (k is not None and k < 1):
-        raise ValueError(f"k is the rank, at least 1, of the family 'k-tied' and of no other; got family={family!r}, k={k!r}.")
+        raise ValueError(
+            f"k is the rank, at least 1, of the family 'k-tied' and of no other; got family={family!r}, k={k!r}."
+        )
     spread = {
         "multivariate-normal": _triangle(m * n),
         "matrix-normal": _triangle(m) + _triangle(n),

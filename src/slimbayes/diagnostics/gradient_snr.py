@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.diagnostics.sites import gaussian_sites
-from slimbayes.messages import did_you_mean
+from slimbayes.errors import did_you_mean
 
 _SCALES = ("weight_log_scale", "log_u", "log_v")
 
@@ -70,7 +70,9 @@ class GradientSNR:
         scales = [pair for layer in self.parameters.values() for pair in layer]
         missing = [name for name, p in scales if p.grad is None]
         if missing:
-            raise ValueError(f"{missing[0]} has no gradient. Call update() after loss.backward() and before zero_grad().")
+            raise ValueError(
+                f"{missing[0]} has no gradient. Call update() after loss.backward() and before zero_grad()."
+            )
         for name, p in scales:
             self._history[name][self.steps % self.window].copy_(p.grad.reshape(-1))  # type: ignore[union-attr]
         self.steps += 1

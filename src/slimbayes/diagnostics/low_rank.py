@@ -91,7 +91,9 @@ def _simplex_start(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return p @ t, q @ torch.linalg.inv(t).T
 
 
-def _descend(matrix: Tensor, p: Tensor, q: Tensor, u: Tensor, v: Tensor, best: float, steps: int) -> tuple[Tensor, Tensor]:
+def _descend(
+    matrix: Tensor, p: Tensor, q: Tensor, u: Tensor, v: Tensor, best: float, steps: int
+) -> tuple[Tensor, Tensor]:
     """Minimise |P Q^T - U V^T| one column after another until the error is the best possible or stands still."""
     enough = best * (1 + 1e-6) + 1e-9 * float(matrix.norm())
     error = _distance(matrix, u, v)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from slimbayes.convert.plan import Selection
 from slimbayes.diagnostics.low_rank import low_rank
 from slimbayes.diagnostics.sites import GaussianSite, gaussian_sites
 from slimbayes.diagnostics.spectra import Of, SiteSpectrum, spectrum
-from slimbayes.messages import did_you_mean
-from slimbayes.planning import Selection
+from slimbayes.errors import did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,9 @@ def plot_scales(model: nn.Module, layer: str) -> Figure:
     axes: Any = figure.subplots(1, len(maps), sharex=True, sharey=True, squeeze=False)[0]
     low, high = _colour_range(maps[0][1])
     for axis, (title, matrix) in zip(axes, maps, strict=True):
-        smooth = "nearest" if max(matrix.shape) <= 500 else "auto"  # large maps are averaged down, small ones not blurred
+        smooth = (
+            "nearest" if max(matrix.shape) <= 500 else "auto"
+        )  # large maps are averaged down, small ones not blurred
         image = axis.imshow(matrix.numpy(), aspect="auto", cmap="viridis", vmin=low, vmax=high, interpolation=smooth)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("outputs")
@@ -95,9 +97,13 @@ def _draw_spectrum(panel: Any, site: SiteSpectrum, count: int) -> None:
     shown = min(count, *site.shape)
     for line, (of, label, colour, marker) in enumerate(_LINES):
         values = site.explained(of)
-        panel.plot(range(1, shown + 1), values[:shown], color=colour, marker=marker, markersize=4, linewidth=1.4, label=label)
+        panel.plot(
+            range(1, shown + 1), values[:shown], color=colour, marker=marker, markersize=4, linewidth=1.4, label=label
+        )
         note = f"first two: {sum(values[:2]):.2%}"
-        panel.text(0.97, 0.93 - 0.11 * line, note, transform=panel.transAxes, color=colour, fontsize=9, ha="right", va="top")
+        panel.text(
+            0.97, 0.93 - 0.11 * line, note, transform=panel.transAxes, color=colour, fontsize=9, ha="right", va="top"
+        )
     panel.set_title(f"{site.name}  ({site.shape[0]} x {site.shape[1]})", fontsize=10)
     panel.set_xlabel("singular value")
     panel.set_xticks(range(1, shown + 1) if shown <= 10 else range(1, shown + 1, math.ceil(shown / 10)))

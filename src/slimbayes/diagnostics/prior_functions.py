@@ -27,19 +27,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert import bayesianize
+from slimbayes.convert.convert import bayesianize
 from slimbayes.diagnostics.plots import _figure_class
-from slimbayes.messages import did_you_mean
+from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.drop_connect import DropConnect
 from slimbayes.posteriors.mixture import Mixture
-from slimbayes.sampling import frozen, sample
+from slimbayes.prediction.sample import frozen, sample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Method = Literal["dropout", "emp", "ecmp"]
-_TITLES = {"dropout": "dropout, rate {rate:g}", "emp": "EMP, {components} components", "ecmp": "ECMP, {components} components"}
+_TITLES = {
+    "dropout": "dropout, rate {rate:g}",
+    "emp": "EMP, {components} components",
+    "ecmp": "ECMP, {components} components",
+}
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
@@ -134,7 +138,9 @@ def plot_prior_functions(
     for panel, method in zip(panels, methods, strict=True):
         values = prior_functions(method, x, functions, hidden, components, rate, bias_std, weight_std)
         for i, line in enumerate(values):
-            panel.plot(x.numpy(), line.numpy(), color=_COLOURS[i % len(_COLOURS)], linewidth=1.3, solid_joinstyle="miter")
+            panel.plot(
+                x.numpy(), line.numpy(), color=_COLOURS[i % len(_COLOURS)], linewidth=1.3, solid_joinstyle="miter"
+            )
         _dress(panel, _TITLES[method].format(rate=rate, components=components), values)
     panels[0].set_ylabel("y = f(x)")
     figure.savefig(path, dpi=130)
@@ -153,7 +159,9 @@ def _dress(panel: Any, title: str, values: Tensor) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line of this module."""
-    parser = argparse.ArgumentParser(prog="python -m slimbayes.diagnostics.prior_functions", description="Draw Figure 3 of Chang et al. 2019.")
+    parser = argparse.ArgumentParser(
+        prog="python -m slimbayes.diagnostics.prior_functions", description="Draw Figure 3 of Chang et al. 2019."
+    )
     parser.add_argument("--out", default="figure3.png", help="the picture to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--methods", nargs="+", default=["dropout", "emp"], choices=list(_TITLES))
@@ -163,7 +171,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--weight-std", type=float, default=5**0.5)
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
-    plot_prior_functions(args.out, args.methods, args.functions, args.limit, bias_std=args.bias_std, weight_std=args.weight_std)
+    plot_prior_functions(
+        args.out, args.methods, args.functions, args.limit, bias_std=args.bias_std, weight_std=args.weight_std
+    )
     print(f"written to {args.out}")
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from slimbayes.convert.plan import Selection
 from slimbayes.diagnostics.sites import (
     GaussianSite,
     converted_config,
@@ -29,7 +30,6 @@ from slimbayes.diagnostics.sites import (
     refuse_open_pass,
 )
 from slimbayes.diagnostics.truncation import mean_field
-from slimbayes.planning import Selection
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.posteriors.mean_field import MeanField

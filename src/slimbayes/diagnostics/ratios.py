@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions import Normal
+from slimbayes.distributions.families import Normal
+from slimbayes.distributions.priors import EmpiricalBayes, HeNormal, TiedMean, prior_of_biases
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer, LinearMap
 from slimbayes.posteriors.base import Posterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
-from slimbayes.posteriors.priors import EmpiricalBayes, HeNormal, TiedMean, prior_of_biases
 from slimbayes.posteriors.rank1 import Factor, Rank1Posterior
-from slimbayes.sampling import frozen, members
+from slimbayes.prediction.sample import frozen, members
 
 LogLikelihood = Callable[[nn.Module], Tensor]
 
@@ -147,7 +147,9 @@ def _rank1_terms(posterior: Rank1Posterior) -> Tensor:
 
 def _factor_terms(posterior: Posterior, factor: Factor, noise: Tensor) -> Tensor:
     of_members = factor.distribution()
-    loc, scale = (posterior.current.pick(posterior, part.double(), len(noise)) for part in (of_members.loc, of_members.scale))
+    loc, scale = (
+        posterior.current.pick(posterior, part.double(), len(noise)) for part in (of_members.loc, of_members.scale)
+    )
     q = type(of_members)(loc, scale)
     x = q.rsample(noise.double().reshape(loc.shape))
     prior: Any = factor.prior

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert import conversions_of
+from slimbayes.convert.convert import conversions_of
+from slimbayes.convert.plan import Decision, Selection, selected
 from slimbayes.engine import passes
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
-from slimbayes.objective import check_finite
-from slimbayes.planning import Decision, Selection, selected
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.gaussian import GaussianPosterior
+from slimbayes.train.elbo import check_finite
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 # What a mean-field and a k-tied config have in common, less the jitter of the start, which means something else in each.
@@ -68,7 +68,9 @@ def gaussian_sites(model: nn.Module, include: Selection = None, exclude: Selecti
     """
     conversions_of(model)
     check_finite(model)
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BayesLayer) and _is_gaussian(layer)}
+    layers = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, BayesLayer) and _is_gaussian(layer)
+    }
     if not layers:
         kinds = sorted({type(p).__name__ for p in posteriors_of(model)}) or ["none"]
         raise ValueError(
@@ -115,7 +117,9 @@ def converted_config(config: Any, kind: type[AnyConfig], **changes: Any) -> AnyC
 @torch.no_grad()
 def rebuilt(old: GaussianPosterior, config: Config) -> GaussianPosterior:
     """A posterior of another method for an old one's place: biases' scales are copied, weights' are still to be set."""
-    with torch.random.fork_rng(devices=[]):  # the start is random but overwritten: the caller's noise must not depend on it
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # the start is random but overwritten: the caller's noise must not depend on it
         new = config.build(old.site)
     assert isinstance(new, GaussianPosterior)
     first = next(old.parameters())
@@ -135,7 +139,9 @@ def exchange(
         fresh = new.get(site.name)
         if fresh is None:
             continue
-        if _shapes(fresh) == _shapes(site.posterior):  # the same parameters with other values: an optimizer keeps hold of them
+        if _shapes(fresh) == _shapes(
+            site.posterior
+        ):  # the same parameters with other values: an optimizer keeps hold of them
             site.posterior.load_state_dict(fresh.state_dict())
         else:  # the object stays and its class is swapped, like a layer's: whoever knows the posterior goes on knowing it
             site.posterior.__class__ = type(fresh)

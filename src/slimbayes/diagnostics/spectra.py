@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from slimbayes.convert.plan import Selection
 from slimbayes.diagnostics.sites import gaussian_sites
-from slimbayes.messages import did_you_mean
-from slimbayes.planning import Selection
+from slimbayes.errors import did_you_mean
 
 Of = Literal["means", "scales"]
 
@@ -69,7 +69,9 @@ class Spectrum:
 
     def __getitem__(self, name: str) -> SiteSpectrum:
         """The spectrum of one weight, by its name or, if it is the layer's only one, the layer's."""
-        found = [s for s in self.sites if s.name == name] or [s for s in self.sites if s.name.rpartition(".")[0] == name]
+        found = [s for s in self.sites if s.name == name] or [
+            s for s in self.sites if s.name.rpartition(".")[0] == name
+        ]
         if len(found) != 1:
             known = [s.name for s in self.sites]
             raise KeyError(f"{name!r} names {len(found)} weights of this spectrum{did_you_mean(name, known)}")

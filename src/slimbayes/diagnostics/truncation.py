@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert import Model
+from slimbayes.convert.convert import Model
+from slimbayes.convert.plan import Selection
 from slimbayes.diagnostics.low_rank import low_rank, nonnegative_factors
 from slimbayes.diagnostics.sites import (
     GaussianSite,
@@ -26,8 +27,7 @@ from slimbayes.diagnostics.sites import (
     rebuilt,
     refuse_open_pass,
 )
-from slimbayes.messages import did_you_mean
-from slimbayes.planning import Selection
+from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.posteriors.k_tied import KTied, KTiedPosterior
@@ -137,7 +137,9 @@ def _check(sites: list[GaussianSite], rank: int, form: str, epsilon: float) -> N
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}.")
     if not epsilon > 0:
-        raise ValueError(f"epsilon must be positive, because a standard deviation of zero has an infinite KL; got {epsilon!r}.")
+        raise ValueError(
+            f"epsilon must be positive, because a standard deviation of zero has an infinite KL; got {epsilon!r}."
+        )
     for site in sites:
         m, n = site.posterior.site.matrix
         if rank > min(m, n):

@@ -43,7 +43,10 @@ class Ahead:
         if earlier is None or None in (earlier[1], outs):
             return
         try:
-            dims = [tuple(doubled(a, b, "") for a, b in zip(x, y, strict=True)) for x, y in zip(earlier, (ins, outs), strict=True)]
+            dims = [
+                tuple(doubled(a, b, "") for a, b in zip(x, y, strict=True))
+                for x, y in zip(earlier, (ins, outs), strict=True)
+            ]
         except (Mixed, ValueError):
             return
         if all(d is not None for part in dims for d in part):  # what has no rows might still depend on all of them

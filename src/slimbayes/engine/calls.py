@@ -52,7 +52,9 @@ def bare(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
     key = passes.first_key(module)
     found = None if key is None else passes.of(key)
     if found is not None and found.opener is module and passes.recomputing(found):
-        return _open(module, function, args, kwargs)  # a checkpoint around the whole call: it restores the random state, too
+        return _open(
+            module, function, args, kwargs
+        )  # a checkpoint around the whole call: it restores the random state, too
     if key is None or (found is not None and not found.held):
         return function(*args, **kwargs)
     if found is None or (isinstance(found, Scope) and found.module is module and not found.whole):
@@ -94,7 +96,9 @@ def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any
 )
 def _locate_outside(model: nn.Module, args: Any, kwargs: Any) -> Layout:
     if any(type(leaf).__name__ == "FakeTensor" for leaf in arrays_of((args, kwargs))):
-        raise RuntimeError("slimbayes locates the rows of a model on real inputs: call the model once before torch.export.")
+        raise RuntimeError(
+            "slimbayes locates the rows of a model on real inputs: call the model once before torch.export."
+        )
     return locate(model, args, kwargs, passes.posteriors_of(model), batch_dim_of(model))
 
 
@@ -144,7 +148,9 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
     """A call while draws are held: its rows are shared out among them."""
     posteriors = passes.posteriors_of(module)
     if isinstance(held, Scope):
-        layout = layout_of(module, args, kwargs, posteriors) if held.inner is None or not held.whole else held.inner.layout
+        layout = (
+            layout_of(module, args, kwargs, posteriors) if held.inner is None or not held.whole else held.inner.layout
+        )
         layout = layout or Layout()
         new = held.call(layout.rows((args, kwargs)), layout)
     elif held.draws == 1 and not any(p.late for p in posteriors):
@@ -153,7 +159,9 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
         layout = layout_of(module, args, kwargs, posteriors)
         rows = layout.rows((args, kwargs))
         if not layout.apart and held.total > 1:
-            tell(layout, f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all")
+            tell(
+                layout, f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all"
+            )
         new = held.view(rows, layout) if layout.apart else held.single(0, layout if layout.folds else None)
     return _finish(new, posteriors, function, args, kwargs)
 
@@ -167,7 +175,9 @@ def notice(posteriors: Sequence[Any], done: Pass) -> None:
     for posterior in silent:
         posterior.note = "did not run in the first pass"
     if silent:
-        names = ", ".join(p.name or "the model itself" for p in silent[:8]) + (f" and {len(silent) - 8} more" if len(silent) > 8 else "")
+        names = ", ".join(p.name or "the model itself" for p in silent[:8]) + (
+            f" and {len(silent) - 8} more" if len(silent) > 8 else ""
+        )
         warnings.warn(
             f"slimbayes converted layers that the first pass never called: {names}. Their posteriors have no part in predictions. "
             f"Exclude them, unless another mode of the model uses them.",
@@ -198,7 +208,9 @@ def draw_all(
     rows = max(layout.rows((args, kwargs)), 0)
     folds = layout.folds and fold is not False and rows > 0
     if fold is True and total > 1 and not layout.folds and rows > 0:
-        raise ValueError(f"fold=True: the draws of this model cannot share a forward: {layout.why}. Use fold='auto' or fold=False.")
+        raise ValueError(
+            f"fold=True: the draws of this model cannot share a forward: {layout.why}. Use fold='auto' or fold=False."
+        )
     if fold == "auto" and total > 1 and not folds and rows > 0:
         tell(layout, "its draws run one after another")
     if split:
@@ -212,7 +224,9 @@ def draw_all(
 
 def _check_split(layout: Layout, rows: int, total: int) -> None:
     if not layout.apart:
-        raise ValueError(f"rows='split' hands rows out to draws, but the rows of this model cannot be told apart: {layout.why}.")
+        raise ValueError(
+            f"rows='split' hands rows out to draws, but the rows of this model cannot be told apart: {layout.why}."
+        )
     if rows % total:
         raise ValueError(
             f"rows='split' hands rows out to {total} draws (members x draws) evenly, but the batch has {rows} rows. "
@@ -220,7 +234,9 @@ def _check_split(layout: Layout, rows: int, total: int) -> None:
         )
 
 
-def run_draws(model: nn.Module, args: Any, kwargs: Any, new: Pass, layout: Layout, folds: bool, tile: bool = True) -> Any:
+def run_draws(
+    model: nn.Module, args: Any, kwargs: Any, new: Pass, layout: Layout, folds: bool, tile: bool = True
+) -> Any:
     """Outputs (S, B, ...) of a pass: all draws in one forward, or one after another."""
     posteriors, total = passes.posteriors_of(model), new.draws or 1
     if folds:

@@ -25,7 +25,9 @@ def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Hypothesis]:
     arrays = arrays_of(inputs)
     shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]
     # Inputs with more dimensions first: masks, lengths and weights have fewer than what they are for.
-    order = sorted(range(len(arrays)), key=lambda i: (not isinstance(arrays[i], PackedSequence), _flag(arrays[i]), -len(shapes[i])))
+    order = sorted(
+        range(len(arrays)), key=lambda i: (not isinstance(arrays[i], PackedSequence), _flag(arrays[i]), -len(shapes[i]))
+    )
     seen: set[Dims] = set()
     for dim in (0, 1) if batch_dim is None else (batch_dim,):
         for i in order:
@@ -55,5 +57,7 @@ def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator
     for i, dim in enumerate(first):
         if dim is not None and i != lead:
             yield tuple(None if j == i else d for j, d in enumerate(first))
-    yield tuple(d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(first, shapes, strict=True))
+    yield tuple(
+        d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(first, shapes, strict=True)
+    )
     yield tuple(at if j == lead else None for j in range(len(shapes)))

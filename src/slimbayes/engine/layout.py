@@ -91,7 +91,12 @@ def _tile(leaf: Any, dim: int | None, rows: int, draws: int) -> Any:
         return leaf  # it stands for all rows already
     repeats = [1] * leaf.dim()
     repeats[dim] = draws
-    if leaf.dim() == 4 and dim == 0 and not leaf.is_contiguous() and leaf.is_contiguous(memory_format=torch.channels_last):
+    if (
+        leaf.dim() == 4
+        and dim == 0
+        and not leaf.is_contiguous()
+        and leaf.is_contiguous(memory_format=torch.channels_last)
+    ):
         return leaf.permute(0, 2, 3, 1).repeat(repeats).permute(0, 3, 1, 2)  # repeat forgets the memory format
     return leaf.repeat(repeats)
 
@@ -110,7 +115,9 @@ def stack_draws(parts: list[Any]) -> Any:
 
     def stack(*leaves: Any) -> Any:
         if isinstance(leaves[0], PackedSequence):
-            raise ValueError("A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence.")
+            raise ValueError(
+                "A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence."
+            )
         if not isinstance(leaves[0], Tensor):
             return leaves[0]
         shapes = {tuple(leaf.shape) for leaf in leaves}

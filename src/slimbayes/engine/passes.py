@@ -48,7 +48,9 @@ class Pass:
 
     probing = False  # a proof of rows is no pass, but takes its place
 
-    def __init__(self, draws: int | None, rows: int, first: int | Tensor = 0, rowwise: bool = True, held: bool = False) -> None:
+    def __init__(
+        self, draws: int | None, rows: int, first: int | Tensor = 0, rowwise: bool = True, held: bool = False
+    ) -> None:
         self.draws = draws  # None in a bare call: each posterior then has one draw per member
         self.total = draws or 1  # also for a view of one draw
         self.rows = rows  # of the call under way
@@ -62,11 +64,15 @@ class Pass:
         self.masks: dict[str, list[Tensor]] = {}  # of dropout, for the views of a held pass
         self.index: int | None = None  # which draw of a larger pass this view shows
         self.calls: dict[str, int] = {}  # how often each posterior was asked in this call
-        self.substitutes: dict[tuple[str, str], Tensor | None] = {}  # weights that a layer's own forward reads instead of its own
+        self.substitutes: dict[
+            tuple[str, str], Tensor | None
+        ] = {}  # weights that a layer's own forward reads instead of its own
         self.met: dict[str, None] = {}  # keys of layers that have run, in any call
         self.compiled = False  # whether compiled code runs in it, which leaves no trace in `met`
         self.drawn_yet = False  # whether a layer has used its draw in this call
-        self.shared: dict[int, tuple[Any, Any]] | None = None  # modules that run once for all draws while none has been used
+        self.shared: dict[int, tuple[Any, Any]] | None = (
+            None  # modules that run once for all draws while none has been used
+        )
         self.waiting: list[nn.Module] = []  # of those, the ones under way
         self.spent: list[bool] = []  # filled when a backward pass has gone through it
         self.outer: Pass | None = None
@@ -98,7 +104,10 @@ class Pass:
         new.draws = new.total = len(index)
         new.values = {}
         rows = self.rows // self.total
-        new.noise = {k: Noise(n.block[index], n.row.unflatten(0, (self.total, -1))[index].flatten(0, 1) if len(n.row) else n.row) for k, n in self.noise.items()}
+        new.noise = {
+            k: Noise(n.block[index], n.row.unflatten(0, (self.total, -1))[index].flatten(0, 1) if len(n.row) else n.row)
+            for k, n in self.noise.items()
+        }
         assert rows or not new.rowwise
         return new
 

@@ -108,7 +108,9 @@ class Probe(passes.Pass):
             dim = earlier.out_dims[i] if i < len(earlier.out_dims) else None
             if isinstance(leaf, PackedSequence):
                 changed = leaf.data * 1.25 + 0.125
-                return leaf if dim is None else packed_from(leaf, changed, rows // 2 if self.taint == "half" else rows - 1)
+                return (
+                    leaf if dim is None else packed_from(leaf, changed, rows // 2 if self.taint == "half" else rows - 1)
+                )
             if not leaf.is_floating_point():
                 return leaf
             if dim is None:
@@ -147,7 +149,13 @@ def prints_of(x: Tensor, dim: int | None) -> Tensor | None:
     weights = torch.arange(numbers.numel(), device=x.device).mul(0.6180339887).frac_().add_(0.5).view(numbers.shape)
 
     def along(values: Tensor) -> Tensor:
-        lines = values.reshape(1, -1) if dim is None else values.movedim(dim, 0).flatten(1) if values.dim() > 1 else values.view(-1, 1)
+        lines = (
+            values.reshape(1, -1)
+            if dim is None
+            else values.movedim(dim, 0).flatten(1)
+            if values.dim() > 1
+            else values.view(-1, 1)
+        )
         return lines.sum(1, dtype=torch.float64)
 
     return torch.stack([along(numbers * weights), along(numbers.abs())])

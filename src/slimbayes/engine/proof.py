@@ -77,7 +77,14 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
 
 
 def _located(
-    model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], batch_dim: int | None, known: dict[Any, Layout], kind: Any, tree: int
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    posteriors: Sequence[Any],
+    batch_dim: int | None,
+    known: dict[Any, Layout],
+    kind: Any,
+    tree: int,
 ) -> Layout:
     layout = prove(model, (args, kwargs), posteriors, batch_dim)
     layout.tree, layout.key = tree, passes.first_key(model)
@@ -94,7 +101,9 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
     if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap or grad, where nothing can be looked at
         return Layout(why="it runs inside torch.func", told=True)
     if any(a.is_cuda for a in map(padded, arrays_of(inputs))) and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured.")
+        raise RuntimeError(
+            "The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured."
+        )
     first = ""
     inputs = tree_map(_without_cache, inputs)
     with _undisturbed(model, inputs):
@@ -105,7 +114,10 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
             except Mixed as error:
                 first = first or str(error)
             except Exception as error:
-                first = first or f"{type(error).__name__} when every row came twice: {str(error).splitlines()[0] if str(error) else ''}"
+                first = (
+                    first
+                    or f"{type(error).__name__} when every row came twice: {str(error).splitlines()[0] if str(error) else ''}"
+                )
             else:
                 try:
                     proof.verify()
@@ -157,7 +169,12 @@ class _Proof:
     def run(self) -> Layout:
         layout = self.layout
         if self.alone is not None:
-            self._outputs(arrays_of(self._probe(self.alone, None, "")[1]), arrays_of(self._probe(self.inputs, None, "")[1]), [], [])
+            self._outputs(
+                arrays_of(self._probe(self.alone, None, "")[1]),
+                arrays_of(self._probe(self.inputs, None, "")[1]),
+                [],
+                [],
+            )
         single, out1 = self._probe(self.inputs, None, "")
         double, out2 = self._probe(layout.tile(self.inputs, 2), single, "")
         layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
@@ -195,8 +212,12 @@ class _Proof:
         except Mixed:
             raise
         except Exception as error:
-            raise Mixed(f"{type(error).__name__} when one row more came: {str(error).splitlines()[0] if str(error) else ''}") from error
-        for i, (a, b, dim) in enumerate(zip(map(padded, arrays_of(out)), map(padded, shifted), self.layout.outputs, strict=True)):
+            raise Mixed(
+                f"{type(error).__name__} when one row more came: {str(error).splitlines()[0] if str(error) else ''}"
+            ) from error
+        for i, (a, b, dim) in enumerate(
+            zip(map(padded, arrays_of(out)), map(padded, shifted), self.layout.outputs, strict=True)
+        ):
             if dim is not None and a.shape[dim] % self.rows:
                 raise Mixed(f"output {i} of shape {tuple(a.shape)} has no entry for each row")
             each = 0 if dim is None else a.shape[dim] // self.rows
@@ -258,7 +279,9 @@ class _Proof:
 
         return map_arrays(alter, self.layout.tile(self.inputs, 2))
 
-    def _feels(self, what: str, plain: Probe, tainted: Probe, out: list[Any], out_tainted: list[Any], dims: Dims) -> None:
+    def _feels(
+        self, what: str, plain: Probe, tainted: Probe, out: list[Any], out_tainted: list[Any], dims: Dims
+    ) -> None:
         """Refuse if anything outside the changed rows differs.
 
         A layer whose input nothing reaches (token types that are all zero) shows where its rows lie by its own output, which is tainted.
@@ -289,14 +312,18 @@ class _Proof:
             dim = visit.dims[0] if visit.dims else None
             if dim is None:
                 if not stands_for_all(visit):
-                    raise Mixed(f"{visit.name}: an input of shape {visit.shapes[0] if visit.shapes else ()} has no rows in it")
+                    raise Mixed(
+                        f"{visit.name}: an input of shape {visit.shapes[0] if visit.shapes else ()} has no rows in it"
+                    )
                 dim = -1
             if not visit.allowed(dim, len(visit.shapes[0])):
                 raise Mixed(f"{visit.name}: dimension {dim} of its input {visit.shapes[0]} cannot hold rows")
             before = self._earlier(probe, visit)
             at = (visit.key, len(visit.shapes[0]))
             if layout.dims.setdefault(at, dim) != dim:
-                raise Mixed(f"{visit.name}: its rows lie along dimension {layout.dims[at]} in one call and {dim} in another")
+                raise Mixed(
+                    f"{visit.name}: its rows lie along dimension {layout.dims[at]} in one call and {dim} in another"
+                )
             layout.arguments[visit.key, visit.ndims] = (tuple(visit.dims), tuple(before.out_dims))
 
     def _earlier(self, probe: Probe, visit: Visit) -> Visit:
@@ -311,19 +338,25 @@ class _Proof:
         devices = {p.device.type for p in self.posteriors}
         with Quiet(), _no_autocast(devices):
             folded = passes.realise(self.posteriors, new.view(new.rows, self.layout))
-            args, kwargs = map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.layout.tile(self.inputs, 2))
+            args, kwargs = map_arrays(
+                lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.layout.tile(self.inputs, 2)
+            )
             with _buffers_kept(self.model):
                 out = tree_map(padded, passes.run(folded, self.model, *args, **kwargs))
                 together = arrays_of(self.layout.split(out, 2))
             parts = []
             for j in range(2):
-                args, kwargs = map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.inputs)
+                args, kwargs = map_arrays(
+                    lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.inputs
+                )
                 one = passes.realise(self.posteriors, new.single(j, self.layout))
                 with _buffers_kept(self.model):
                     parts.append(tree_map(padded, passes.run(one, self.model, *args, **kwargs)))
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
-                raise Mixed(f"output {i} of folded draws differs from that of single ones by {_apart(a, b):.2g} of its size")
+                raise Mixed(
+                    f"output {i} of folded draws differs from that of single ones by {_apart(a, b):.2g} of its size"
+                )
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
         return a.shape == b.shape and _apart(a, b) <= self.tolerance

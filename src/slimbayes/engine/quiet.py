@@ -15,17 +15,71 @@ _DROPOUT = {
     "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_",
     "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout",
 }  # fmt: skip
-_RANDOM: dict[str, float | None] = {"rand": 0.5, "rand_like": 0.5, "uniform_": 0.5, "randn": 0.25, "randn_like": 0.25, "normal": 0.25, "normal_": 0.25}
-_RANDOM |= {"bernoulli": 1.0, "bernoulli_": 1.0, "exponential_": 1.0, "poisson": 1.0, "cauchy_": 0.25, "log_normal_": 1.0}
+_RANDOM: dict[str, float | None] = {
+    "rand": 0.5,
+    "rand_like": 0.5,
+    "uniform_": 0.5,
+    "randn": 0.25,
+    "randn_like": 0.25,
+    "normal": 0.25,
+    "normal_": 0.25,
+}
+_RANDOM |= {
+    "bernoulli": 1.0,
+    "bernoulli_": 1.0,
+    "exponential_": 1.0,
+    "poisson": 1.0,
+    "cauchy_": 0.25,
+    "log_normal_": 1.0,
+}
 _RANDOM |= {"geometric_": 1.0, "randint": None, "randint_like": None, "random_": None, "randperm": None}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _BY_INDEX = {"index_select": 2, "gather": 2, "take_along_dim": 1}  # place of the index among the arguments
-_BY_INDEX |= dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), 2)
+_BY_INDEX |= dict.fromkeys(
+    ("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), 2
+)
 _BY_INDEX |= dict.fromkeys(("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"), 2)
-_INDEXED = {*_BY_INDEX, "embedding", "embedding_bag", "__getitem__", "__setitem__", "one_hot", "cross_entropy", "nll_loss"}
+_INDEXED = {
+    *_BY_INDEX,
+    "embedding",
+    "embedding_bag",
+    "__getitem__",
+    "__setitem__",
+    "one_hot",
+    "cross_entropy",
+    "nll_loss",
+}
 _READ = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "equal", "allclose"}
-_COMPARED = {"gt", "lt", "ge", "le", "eq", "ne", "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__", "any", "all", "isclose"}
-_FACTS = {"__get__", "size", "dim", "ndimension", "is_floating_point", "is_complex", "element_size", "numel", "stride", "is_contiguous", "type"}
+_COMPARED = {
+    "gt",
+    "lt",
+    "ge",
+    "le",
+    "eq",
+    "ne",
+    "__gt__",
+    "__lt__",
+    "__ge__",
+    "__le__",
+    "__eq__",
+    "__ne__",
+    "any",
+    "all",
+    "isclose",
+}
+_FACTS = {
+    "__get__",
+    "size",
+    "dim",
+    "ndimension",
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+    "numel",
+    "stride",
+    "is_contiguous",
+    "type",
+}
 
 
 class Quiet(TorchFunctionMode):
@@ -35,8 +89,12 @@ class Quiet(TorchFunctionMode):
         super().__init__()
         self.random = False
         self.muted = False  # while the proof does its own sums
-        self.reads: list[float] = []  # numbers that decide something: what is compared, asked for or counted outside of tensors
-        self.watched: dict[int, tuple[Tensor, str]] = {}  # weights handed out past a layer's forward, and the layer's name
+        self.reads: list[
+            float
+        ] = []  # numbers that decide something: what is compared, asked for or counted outside of tensors
+        self.watched: dict[
+            int, tuple[Tensor, str]
+        ] = {}  # weights handed out past a layer's forward, and the layer's name
         self.used: dict[str, None] = {}  # names of layers whose weights were then used
 
     def watch(self, weight: Tensor, name: str) -> Tensor:
@@ -131,7 +189,9 @@ def check_bounds(name: str, args: Any, kwargs: Any) -> None:
 
 def _check_states(args: Any) -> None:
     """Refuse recurrent states of other rows than the input's: the kernel for packed sequences does not look."""
-    packed = isinstance(args[2], (Tensor, tuple, list)) and isinstance(args[1], Tensor) and not args[1].is_floating_point()
+    packed = (
+        isinstance(args[2], (Tensor, tuple, list)) and isinstance(args[1], Tensor) and not args[1].is_floating_point()
+    )
     states = args[2] if packed else args[1]
     states = [states] if isinstance(states, Tensor) else list(states)
     rows = {h.shape[1] for h in states} | ({int(args[1][0])} if packed else set())
@@ -144,7 +204,9 @@ def _check_key(x: Tensor, key: Any) -> None:
     parts = key if isinstance(key, tuple) else (key,)
     for i, part in enumerate(parts):
         if part is Ellipsis:
-            dim = x.dim() - sum(p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else p is not None for p in parts[i + 1 :])
+            dim = x.dim() - sum(
+                p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else p is not None for p in parts[i + 1 :]
+            )
         elif isinstance(part, Tensor) and part.dtype == torch.bool:
             dim += part.dim()
         elif part is not None:
@@ -176,7 +238,9 @@ def _drops(args: Any, kwargs: Any) -> bool:
     return bool(training) and rate != 0
 
 
-def _norm(x: Tensor, mean: Any = None, var: Any = None, weight: Any = None, bias: Any = None, *rest: Any, **options: Any) -> Tensor:
+def _norm(
+    x: Tensor, mean: Any = None, var: Any = None, weight: Any = None, bias: Any = None, *rest: Any, **options: Any
+) -> Tensor:
     """Batch norm that looks at no other row."""
     mean, var = options.pop("running_mean", mean), options.pop("running_var", var)
     weight, bias = options.pop("weight", weight), options.pop("bias", bias)

@@ -26,7 +26,9 @@ def apply_rows(combine: Any, x: Tensor, factor: Tensor, current: Pass, dim: int,
     """
     factor = factor.to(x.dtype)
     if factor.shape[0] == 1:
-        return combine(x, _place(factor, x.dim(), 0 if channel_dim % x.dim() else 1, channel_dim) if x.dim() > 1 else factor[0])
+        return combine(
+            x, _place(factor, x.dim(), 0 if channel_dim % x.dim() else 1, channel_dim) if x.dim() > 1 else factor[0]
+        )
     x, dim = spread(x, current.rows, dim)
     rows, seen = current.rows, x.shape[dim]
     if torch.compiler.is_compiling():

@@ -69,7 +69,9 @@ def arrays_of(tree: Any) -> list[Any]:
 def map_arrays(function: Callable[[int, Any], Any], tree: Any) -> Any:
     """Apply function(i, array) to the i-th leaf that is a tensor or a packed sequence; other leaves stay."""
     count = iter(range(10**9))
-    return tree_map(lambda leaf: function(next(count), leaf) if isinstance(leaf, (Tensor, PackedSequence)) else leaf, tree)
+    return tree_map(
+        lambda leaf: function(next(count), leaf) if isinstance(leaf, (Tensor, PackedSequence)) else leaf, tree
+    )
 
 
 def padded(leaf: Any) -> Tensor:

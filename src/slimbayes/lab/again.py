@@ -23,13 +23,15 @@ from slimbayes.lab.judge import Judge
 from slimbayes.lab.records import load_run, write_record
 from slimbayes.lab.runs import write_text
 from slimbayes.lab.task import Task
-from slimbayes.prediction import Prediction
-from slimbayes.record import Record
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.report.record import Record
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
-def evaluate_again(run: Path, overrides: Sequence[str] = (), accelerator: Any = "auto", data_dir: Path | None = None) -> Record:
+def evaluate_again(
+    run: Path, overrides: Sequence[str] = (), accelerator: Any = "auto", data_dir: Path | None = None
+) -> Record:
     """Judge a trained run, with other choices for its evaluation if asked, and write its record anew."""
     execution = Execution(accelerator=accelerator, data_dir=data_dir)
     experiment, network, task, likelihood = load_run(run, execution)
@@ -79,7 +81,10 @@ def table_of(parts: Sequence[Prediction], task: Task) -> dict[str, list[Any]]:
         mean, std, epistemic = join("mean"), join("std"), join("epistemic").sqrt()
         for target in range(mean.shape[1]):
             end = f"_{target}" if mean.shape[1] > 1 else ""
-            columns |= {f"{n}{end}": t[:, target].tolist() for n, t in (("mean", mean), ("std", std), ("epistemic_std", epistemic))}
+            columns |= {
+                f"{n}{end}": t[:, target].tolist()
+                for n, t in (("mean", mean), ("std", std), ("epistemic_std", epistemic))
+            }
         return columns
     probs = join("probs")
     probs = torch.stack([1 - probs, probs], 1) if probs.dim() == 1 else probs
@@ -177,7 +182,11 @@ def _order(names: Sequence[str], columns: Sequence[str], file: Path) -> list[int
 def _images(path: Path) -> Tensor:
     from slimbayes.data.folders import decode
 
-    files = [path] if path.is_file() else sorted((p for p in path.iterdir() if p.suffix.lower() in _IMAGES), key=lambda p: p.name)
+    files = (
+        [path]
+        if path.is_file()
+        else sorted((p for p in path.iterdir() if p.suffix.lower() in _IMAGES), key=lambda p: p.name)
+    )
     if not files:
         raise ValueError(f"{path} holds no image that ends in {', '.join(_IMAGES)}.")
     images = [decode(file) for file in files]
@@ -191,7 +200,9 @@ def fitted(x: Tensor, task: Task, source: str) -> Tensor:
     """Rows in the shape and type that the network was trained on, or an error that says what does not fit."""
     assert isinstance(task.test, Split)
     if not x.numel() or x.is_complex():
-        raise ValueError(f"{source}: real numbers are needed, of at least one row, got {x.dtype} of shape {tuple(x.shape)}.")
+        raise ValueError(
+            f"{source}: real numbers are needed, of at least one row, got {x.dtype} of shape {tuple(x.shape)}."
+        )
     like = task.test.x
     if task.images and x.dim() == 4 and x.shape[1:] != like.shape[1:] and x.movedim(-1, 1).shape[1:] == like.shape[1:]:
         x = x.movedim(-1, 1)  # images with their colours last
@@ -200,14 +211,18 @@ def fitted(x: Tensor, task: Task, source: str) -> Tensor:
     if task.images and x.dim() == 3 and like.shape[1] == 1:
         x = x.unsqueeze(1)
     if x.shape[1:] != like.shape[1:]:
-        raise ValueError(f"{source}: each row must have shape {tuple(like.shape[1:])}, as in training, got {tuple(x.shape[1:])}.")
+        raise ValueError(
+            f"{source}: each row must have shape {tuple(like.shape[1:])}, as in training, got {tuple(x.shape[1:])}."
+        )
     if x.is_floating_point():
         bad = (~x.flatten(1).isfinite().all(1)).nonzero()
         if len(bad):
             raise ValueError(f"{source}: row {int(bad[0])} holds NaN or infinity, so nothing can be said about it.")
         if task.images:
             if float(x.min()) < 0 or float(x.max()) > 1:
-                raise ValueError(f"{source}: images must be bytes, or numbers in [0, 1], got {float(x.min()):g} to {float(x.max()):g}.")
+                raise ValueError(
+                    f"{source}: images must be bytes, or numbers in [0, 1], got {float(x.min()):g} to {float(x.max()):g}."
+                )
             return (x * 255).round().to(torch.uint8)
         if like.is_floating_point():
             return x.float()

@@ -25,11 +25,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from slimbayes.errors import did_you_mean
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.files import ConfigError, Tree, merged, parse_override, read_tree, validate
 from slimbayes.lab.labels import at, labelled
 from slimbayes.lab.search_config import Search
-from slimbayes.messages import did_you_mean
 
 _UNNAMED = ("seed", "data.name")  # runs that differ by these alone share a name: reports tell them apart
 _SHOWN = 20  # faults in one message
@@ -79,7 +79,9 @@ def _fault(fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
         name = str(fault["loc"][-1])
         known = (Sweep if len(fault["loc"]) == 1 else Search).model_fields
-        return "no such field" + (". Fields of the runs go below `base:`." if name in Experiment.model_fields else did_you_mean(name, known))
+        return "no such field" + (
+            ". Fields of the runs go below `base:`." if name in Experiment.model_fields else did_you_mean(name, known)
+        )
     if fault["type"] == "missing" and fault["loc"] == ("base",):
         return "is missing: a config file's name, or a config."
     return fault["msg"].removeprefix("Value error, ")
@@ -90,7 +92,9 @@ def combinations(chosen: Sweep, file: Path, overrides: Sequence[str] = (), scale
     base = _base(chosen, file, overrides, scale)
     for text in overrides:
         if (path := text.partition("=")[0].strip()) in chosen.axes:
-            raise ConfigError(f"--set {text} changes what the axis {path} sets. Use --set axes.{path}=[...] to change the axis.")
+            raise ConfigError(
+                f"--set {text} changes what the axis {path} sets. Use --set axes.{path}=[...] to change the axis."
+            )
     axes = {path: labelled(path, values) for path, values in chosen.axes.items()}
     found: dict[str, Point] = {}
     faults: dict[str, list[str]] = {}
@@ -130,10 +134,19 @@ def _name(chosen: Sweep, axes: Mapping[str, Mapping[str, Any]], labels: Mapping[
     base = str(tree.get("name", "run"))
     if chosen.name is None:
         varied = {p: label for p, label in labels.items() if len(axes[p]) > 1 and p not in _UNNAMED}
-        plain = {p: isinstance(chosen.axes[p], Mapping) or any(isinstance(v, Mapping) for v in axes[p].values()) for p in varied}
-        return "-".join([base, *(label if plain[p] else f"{p.rpartition('.')[2]}-{label}" for p, label in varied.items())])
+        plain = {
+            p: isinstance(chosen.axes[p], Mapping) or any(isinstance(v, Mapping) for v in axes[p].values())
+            for p in varied
+        }
+        return "-".join(
+            [base, *(label if plain[p] else f"{p.rpartition('.')[2]}-{label}" for p, label in varied.items())]
+        )
     short = Counter(path.rpartition(".")[2] for path in labels)
-    words = labels | {p.rpartition(".")[2]: label for p, label in labels.items() if short[p.rpartition(".")[2]] == 1} | {"name": base}
+    words = (
+        labels
+        | {p.rpartition(".")[2]: label for p, label in labels.items() if short[p.rpartition(".")[2]] == 1}
+        | {"name": base}
+    )
 
     def fill(found: re.Match[str]) -> str:
         if found[1] not in words:

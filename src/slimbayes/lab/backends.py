@@ -24,7 +24,7 @@ import yaml
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.runs import default_folder, write_text
 from slimbayes.lab.supervise import STOPPED, Group, told
-from slimbayes.record import RecordError, read
+from slimbayes.report.record import RecordError, read
 
 Ended = Literal["finished", "skipped", "failed", "stopped"]
 Told = Callable[["Job", str], None]
@@ -103,7 +103,10 @@ def _last_words(log: Path) -> str:
     except OSError:
         return ""
     said = [line.strip() for line in lines if line.strip()]
-    below = next((said[i + 1 :] for i in reversed(range(len(said))) if said[i].lstrip("[]:rank0123456789 ").startswith("╰")), said[-1:])
+    below = next(
+        (said[i + 1 :] for i in reversed(range(len(said))) if said[i].lstrip("[]:rank0123456789 ").startswith("╰")),
+        said[-1:],
+    )
     return " ".join(below)[:300]
 
 

@@ -15,7 +15,14 @@ from rich.table import Table
 
 from slimbayes.lab.backends import Job
 
-_COLOURS = {"finished": "green", "skipped": "dim", "failed": "red", "stopped": "yellow", "unfinished": "yellow", "pruned": "dim"}
+_COLOURS = {
+    "finished": "green",
+    "skipped": "dim",
+    "failed": "red",
+    "stopped": "yellow",
+    "unfinished": "yellow",
+    "pruned": "dim",
+}
 _ENDS = ("finished", "failed", "stopped", "pruned")
 _ROWS = 20  # runs under way that are listed
 
@@ -60,14 +67,25 @@ class Board:
     def _view(self) -> Group:
         counts = Counter(self.states.values())
         waiting = len(self.jobs) - len(self.states)
-        line = ", ".join([f"{self.done} skipped"] * bool(self.done) + [f"{n} {state}" for state, n in counts.items()] + [f"{waiting} waiting"] * bool(waiting))
+        line = ", ".join(
+            [f"{self.done} skipped"] * bool(self.done)
+            + [f"{n} {state}" for state, n in counts.items()]
+            + [f"{waiting} waiting"] * bool(waiting)
+        )
         table = Table("run", "what", "state", "epoch", "loss", "minutes", box=None)
         under_way = [job for job in list(self.states) if self.states[job] not in _ENDS]
         for job in under_way[:_ROWS]:
             last = rows_of(job.folder)[-1:] or [{}]
             epoch = f"{last[0].get('epoch', 0):.0f} / {self.jobs[job][1]}"
             minutes = f"{(time.monotonic() - self.begun[job]) / 60:.1f}"
-            table.add_row(job.folder.name, self.jobs[job][0], self.states[job], epoch, f"{last[0].get('loss', float('nan')):.4f}", minutes)
+            table.add_row(
+                job.folder.name,
+                self.jobs[job][0],
+                self.states[job],
+                epoch,
+                f"{last[0].get('loss', float('nan')):.4f}",
+                minutes,
+            )
         return Group(table, line)
 
 
@@ -87,7 +105,12 @@ def show(rows: Mapping[Job, tuple[str, str, str]], console: Console | None = Non
     console = console or Console()
     table = Table("run", "what", "state", "remark")
     for job, (told, state, remark) in rows.items():
-        table.add_row(Text(job.folder.name, overflow="fold"), Text(told, overflow="fold"), Text(state, _COLOURS.get(state, "")), Text(remark, overflow="fold"))
+        table.add_row(
+            Text(job.folder.name, overflow="fold"),
+            Text(told, overflow="fold"),
+            Text(state, _COLOURS.get(state, "")),
+            Text(remark, overflow="fold"),
+        )
     console.print(table)
     counts = Counter(state for _, state, _ in rows.values())
     console.print(f"{len(rows)} runs: {', '.join(f'{n} {state}' for state, n in counts.items())}", highlight=False)

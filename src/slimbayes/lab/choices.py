@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
 from torch import Tensor
 
-from slimbayes.distributions import FAMILIES, Distribution
+from slimbayes.distributions.families import FAMILIES, Distribution
 
 
 class Choice(BaseModel):
@@ -63,7 +63,9 @@ def choice(makes: Callable[..., Any], filled: tuple[str, ...] = ()) -> type[Choi
     return made
 
 
-def union(makes: Iterable[Callable[..., Any]], filled: tuple[str, ...] = (), also: tuple[type[BaseModel], ...] = ()) -> Any:
+def union(
+    makes: Iterable[Callable[..., Any]], filled: tuple[str, ...] = (), also: tuple[type[BaseModel], ...] = ()
+) -> Any:
     """The type of a field that holds one of several choices, or of the models in `also`, told apart by `kind`."""
     models = (*(choice(one, filled) for one in makes), *also)
     return Annotated[Union[models], Field(discriminator="kind")]  # noqa: UP007

@@ -1,6 +1,6 @@
 """Running the jobs of a sweep on other machines: SLURM by way of submitit, and Ray. Run directories lie on a file system that all of them see.
 
-    results = Slurm(Path("runs/.submitit"), at_once=8, options={"timeout_min": 120, "gpus_per_node": 1}).run(jobs)
+results = Slurm(Path("runs/.submitit"), at_once=8, options={"timeout_min": 120, "gpus_per_node": 1}).run(jobs)
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class Slurm:
                     tell(job, results[job].state if job in results else submitted[job].state.lower())
                 time.sleep(0.5)
         except KeyboardInterrupt:
-            print("The jobs stay with the scheduler. Call again to wait for them, or cancel them: scancel --name slimbayes", file=sys.stderr)
+            print(
+                "The jobs stay with the scheduler. Call again to wait for them, or cancel them: scancel --name slimbayes",
+                file=sys.stderr,
+            )
             raise
         return [results[job] for job in jobs]
 
@@ -79,7 +82,9 @@ class Slurm:
         if cluster == "slurm":
             options = {"slurm_array_parallelism": self.at_once, "name": "slimbayes", **options}
         try:
-            executor = submitit.AutoExecutor(folder=str(self.folder), cluster=cluster, **{f"{cluster}_max_num_timeout": timeouts})
+            executor = submitit.AutoExecutor(
+                folder=str(self.folder), cluster=cluster, **{f"{cluster}_max_num_timeout": timeouts}
+            )
             executor.update_parameters(**options)
         except (NameError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"slurm: {error}") from error
@@ -87,7 +92,9 @@ class Slurm:
 
     def _submit(self, jobs: Sequence[Job]) -> dict[Job, Any]:
         executor = self._executor()
-        found: dict[Job, Any] = {job: queued for job in jobs if executor.cluster == "slurm" and (queued := self._queued(job)) is not None}
+        found: dict[Job, Any] = {
+            job: queued for job in jobs if executor.cluster == "slurm" and (queued := self._queued(job)) is not None
+        }
         new: dict[Job, Any] = {}
         if len(found) < len(jobs):
             with executor.batch():  # one array
@@ -101,7 +108,9 @@ class Slurm:
         import submitit
 
         with suppress(OSError, ValueError, KeyError, TypeError):
-            handle: Any = submitit.SlurmJob(folder=str(self.folder), job_id=json.loads((job.folder / "submitted.json").read_text())["job"])
+            handle: Any = submitit.SlurmJob(
+                folder=str(self.folder), job_id=json.loads((job.folder / "submitted.json").read_text())["job"]
+            )
             # Of jobs that SLURM has forgotten the state is unknown, for ever.
             known = handle.watcher.get_state(handle.job_id, mode="force") != "UNKNOWN"
             return handle if known and not handle.done() else None
@@ -112,7 +121,11 @@ class Slurm:
             return result_of(job, handle.result())
         except Exception as error:  # whatever the cluster has to say about it
             reason = " ".join(str(error).split())[:300]
-            return Result(job, "finished") if state_of(job.folder, job.hash) == "finished" else Result(job, "failed", reason)
+            return (
+                Result(job, "finished")
+                if state_of(job.folder, job.hash) == "finished"
+                else Result(job, "failed", reason)
+            )
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,11 @@ class Ray:
 
         options = {"num_cpus": 1, "max_retries": RETRIES, **self.options}
         address = options.pop("address", None)
-        ray.init(address=address, log_to_driver=False, **({} if address else {"num_cpus": self.slots, "include_dashboard": False}))
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            **({} if address else {"num_cpus": self.slots, "include_dashboard": False}),
+        )
         work = ray.remote(**options)(_carry_out)
         handles: dict[Any, Job] = {work.remote(job): job for job in jobs}
         for job in jobs:

@@ -18,13 +18,21 @@ import typer
 from slimbayes.lab.data_command import app as data_app
 
 app = typer.Typer(
-    help="Train, evaluate, compare and show Bayesian neural nets.", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False
+    help="Train, evaluate, compare and show Bayesian neural nets.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
 )
-config_app = typer.Typer(help="Check configs, print them resolved, and write their JSON Schema for editors.", no_args_is_help=True)
+config_app = typer.Typer(
+    help="Check configs, print them resolved, and write their JSON Schema for editors.", no_args_is_help=True
+)
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
 
-Overrides = Annotated[list[str], typer.Option("--set", help="Change a field: [bold]train.epochs=5[/]. May be given again.", metavar="PATH=VALUE")]
+Overrides = Annotated[
+    list[str],
+    typer.Option("--set", help="Change a field: [bold]train.epochs=5[/]. May be given again.", metavar="PATH=VALUE"),
+]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; $SLIMBAYES_DATA by default.")]
 Accelerator = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 Runs = Annotated[list[Path], typer.Argument(help="Run directories, or folders of them.")]
@@ -42,13 +50,21 @@ def fit(
     accelerator: Accelerator = "auto",
     devices: Annotated[int, typer.Option(help="Processes on this machine, one for each device.")] = 1,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    strategy: Annotated[Literal["auto", "ddp", "fsdp"], typer.Option(help="How several processes share the model.")] = "auto",
+    strategy: Annotated[
+        Literal["auto", "ddp", "fsdp"], typer.Option(help="How several processes share the model.")
+    ] = "auto",
     compile: Annotated[bool | None, typer.Option(help="torch.compile the network; by default on a GPU.")] = None,
-    graph: Annotated[bool | None, typer.Option(help="Record the step as one CUDA graph; by default on one GPU.")] = None,
+    graph: Annotated[
+        bool | None, typer.Option(help="Record the step as one CUDA graph; by default on one GPU.")
+    ] = None,
     workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; by default at epoch ends, a minute apart.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; by default at epoch ends, a minute apart.")
+    ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write curves for TensorBoard too.")] = False,
-    supervise: Annotated[bool, typer.Option("--supervise", help="Start the job again when it dies, from its latest checkpoint.")] = False,
+    supervise: Annotated[
+        bool, typer.Option("--supervise", help="Start the job again when it dies, from its latest checkpoint.")
+    ] = False,
     evaluate: Annotated[bool, typer.Option(help="Evaluate and write the record when training is done.")] = True,
 ) -> None:
     """Train an experiment in a run directory and evaluate it. A finished run is left as it is."""
@@ -94,7 +110,13 @@ def evaluate(
 @app.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv with column names, or an image or a folder of images.")],
+    inputs: Annotated[
+        Path,
+        typer.Argument(
+            metavar="INPUT",
+            help="Rows: .npy, .npz (array x), .csv with column names, or an image or a folder of images.",
+        ),
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
     draws: Annotated[int, typer.Option(help="Draws of each member.", min=1)] = 16,
     accelerator: Accelerator = "auto",
@@ -110,9 +132,13 @@ def predict(
 @app.command()
 def compare(
     runs: Runs,
-    baseline: Annotated[str | None, typer.Option(help="Name of the run the others are compared with, seed by seed.")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Name of the run the others are compared with, seed by seed.")
+    ] = None,
     metric: Annotated[list[str], typer.Option(help="Scores to show; may be given again.")] = [],  # noqa: B006
-    on: Annotated[str, typer.Option(help="Rows: test, validation, corrupted, shift, ood, or the name of a set.")] = "test",
+    on: Annotated[
+        str, typer.Option(help="Rows: test, validation, corrupted, shift, ood, or the name of a set.")
+    ] = "test",
     severity: Annotated[int | None, typer.Option(help="Of corrupted rows; all by default.")] = None,
     draws: Annotated[int | None, typer.Option(help="Draws of each member; the most of each run by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -123,7 +149,9 @@ def compare(
 
         from slimbayes.report import compare as table
 
-        made = table(_run_folders(runs), baseline=baseline, metrics=metric or None, on=on, severity=severity, draws=draws)
+        made = table(
+            _run_folders(runs), baseline=baseline, metrics=metric or None, on=on, severity=severity, draws=draws
+        )
         if as_json:
             typer.echo(json.dumps(made.to_dict(), indent=1))
         else:
@@ -170,7 +198,9 @@ def reproduce(
     table: Annotated[str, typer.Argument(help="Paper and table or figure: rank1/table2.")] = "",
     scale: Scale = "full",
     seeds: Annotated[str, typer.Option(help="Seeds, joined by commas.")] = "0",
-    out: Annotated[Path | None, typer.Option(help="Folder of the runs and the table; runs/<paper>/<table> by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs and the table; runs/<paper>/<table> by default.")
+    ] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List what there is.")] = False,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
@@ -186,7 +216,9 @@ def reproduce(
             return
         numbers = [int(seed) for seed in seeds.split(",")]
         with Bars() as bars:
-            folder = papers.reproduce(table, out, Execution(accelerator=accelerator, data_dir=data_dir), scale, numbers, bars)
+            folder = papers.reproduce(
+                table, out, Execution(accelerator=accelerator, data_dir=data_dir), scale, numbers, bars
+            )
         typer.echo((folder / "table.md").read_text())
 
 
@@ -197,7 +229,9 @@ def config_check(config: Path, overrides: Overrides = [], scale: Scale = "full")
         from slimbayes.lab.files import load
 
         experiment = load(config, overrides, scale)
-        typer.echo(f"{config} is valid: {experiment.name}, {experiment.told} on {experiment.data.name}, {experiment.hash}")
+        typer.echo(
+            f"{config} is valid: {experiment.name}, {experiment.told} on {experiment.data.name}, {experiment.hash}"
+        )
 
 
 @config_app.command("show")
@@ -212,7 +246,9 @@ def config_show(config: Path, overrides: Overrides = [], scale: Scale = "full") 
 
 
 @config_app.command("schema")
-def config_schema(output: Annotated[Path | None, typer.Option("-o", "--output", help="File; the terminal by default.")] = None) -> None:
+def config_schema(
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File; the terminal by default.")] = None,
+) -> None:
     """The JSON Schema of configs, for completion and checks in editors."""
     with _told():
         from slimbayes.lab.config import Experiment
@@ -225,7 +261,11 @@ def _run_folders(paths: list[Path]) -> list[Path]:
     """Run directories, and those inside of folders that are none themselves."""
     found: list[Path] = []
     for path in paths:
-        inside = sorted(p.parent for p in path.glob("**/record.json")) if path.is_dir() and not (path / "record.json").exists() else []
+        inside = (
+            sorted(p.parent for p in path.glob("**/record.json"))
+            if path.is_dir() and not (path / "record.json").exists()
+            else []
+        )
         found += inside or [path]
     return found
 
@@ -235,7 +275,7 @@ def _print_scores(folder: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from slimbayes.record import read
+    from slimbayes.report.record import read
 
     record = read(folder)
     rows = [e for e in record.evaluations if e.role in ("test", "shift", "ood")]

@@ -122,7 +122,7 @@ class Evaluate(Part):
 
     @model_validator(mode="after")
     def _known(self) -> Evaluate:
-        from slimbayes.messages import did_you_mean
+        from slimbayes.errors import did_you_mean
 
         for name in self.corruption_names:
             if name not in (*CORRUPTIONS, *EXTRA):
@@ -159,7 +159,9 @@ class Experiment(Part):
     @property
     def hash(self) -> str:
         """Names the run: the sha256, shortened, of all that differs from the defaults, so that a later option changes no name."""
-        tree = self.model_dump(mode="json", exclude={"method"}, exclude_defaults=True) | {"method": _written(self.method, defaults=False)}
+        tree = self.model_dump(mode="json", exclude={"method"}, exclude_defaults=True) | {
+            "method": _written(self.method, defaults=False)
+        }
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
     @property

@@ -24,9 +24,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Data sets on disk: list them, check them, keep them as arrays.", no_args_is_help=True)
 
-DataDir = Annotated[Path | None, typer.Option("--data-dir", envvar="SLIMBAYES_DATA", help="Folder that holds the data sets.", show_default=False)]
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", envvar="SLIMBAYES_DATA", help="Folder that holds the data sets.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
-Name = Annotated[str, typer.Argument(help='A data set, such as "mnist" or "uci/yacht"; `list` names those that are there.')]
+Name = Annotated[
+    str, typer.Argument(help='A data set, such as "mnist" or "uci/yacht"; `list` names those that are there.')
+]
 _FILES, _CLASSES, _MOMENTS = 12, 20, 16  # more than so many are summed up in a line
 _BROKEN = 2
 
@@ -37,7 +42,9 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
-        text = f"{error.strerror}" if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
+        text = (
+            f"{error.strerror}" if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
+        )
         typer.echo(f"Error: {' '.join(text.split())}", err=True)
         raise typer.Exit(_BROKEN) from error
 
@@ -110,7 +117,10 @@ def _sums(sums: dict[str, str]) -> str:
     import hashlib
 
     if len(sums) <= _FILES:
-        return "\n".join(f"  sha256 {digest}  {file}" for file, digest in sums.items()) or "  (images are counted, not read: no sha256)"
+        return (
+            "\n".join(f"  sha256 {digest}  {file}" for file, digest in sums.items())
+            or "  (images are counted, not read: no sha256)"
+        )
     listing = "".join(f"{digest}  {file}\n" for file, digest in sums.items())
     return f"  sha256 {hashlib.sha256(listing.encode()).hexdigest()}  of the list of all {len(sums):,} files' sums"
 
@@ -119,7 +129,12 @@ def _sums(sums: dict[str, str]) -> str:
 def prepare(
     name: Name,
     data_dir: DataDir = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder of the cache; <data-dir>/.slimbayes-cache/<name> by default.", show_default=False)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Folder of the cache; <data-dir>/.slimbayes-cache/<name> by default.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Keep a set as arrays that are mapped into memory instead of read."""
     with _plain_errors():
@@ -131,5 +146,10 @@ def prepare(
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(name, total=None)
-            folder = prepare_(name, data_dir, out, lambda done, total, what: bar.update(task, completed=done, total=total, description=f"{name}: {what}"))
+            folder = prepare_(
+                name,
+                data_dir,
+                out,
+                lambda done, total, what: bar.update(task, completed=done, total=total, description=f"{name}: {what}"),
+            )
     typer.echo(str(folder))

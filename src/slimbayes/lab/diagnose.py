@@ -1,16 +1,16 @@
 """Diagnostics of finished runs that tables and figures ask for: each gives numbers for the table, and details for a JSON file.
 
-    name             what it needs                        numbers
-    elbo             a trained posterior                  neg_elbo at full KL weight, and all scores, in targets' units
-    truncation       the same, of rank `rank`             as elbo, with scales cut to that rank, and k-tied parameter counts
-    spectrum         a Gaussian posterior                 how much of means and scales the first singular values explain
-    scales           a Gaussian posterior                 mean posterior scale; of `layer`, what ranks 1 and 2 explain
-    snr              a Gaussian posterior                 signal-to-noise ratio of the gradients of `layer`'s scales
-    density          real targets                         log density of test targets with noise of `precision`, in their own units
-    reliability      a record                             calibration errors without bins of at most five rows
-    draws            a record                             calibration error by number of draws
-    convergence      a record with validation rows        -ELBO of validation rows on the way
-    prior_functions  nothing                              steps of functions from the priors of dropout and EMP
+name             what it needs                        numbers
+elbo             a trained posterior                  neg_elbo at full KL weight, and all scores, in targets' units
+truncation       the same, of rank `rank`             as elbo, with scales cut to that rank, and k-tied parameter counts
+spectrum         a Gaussian posterior                 how much of means and scales the first singular values explain
+scales           a Gaussian posterior                 mean posterior scale; of `layer`, what ranks 1 and 2 explain
+snr              a Gaussian posterior                 signal-to-noise ratio of the gradients of `layer`'s scales
+density          real targets                         log density of test targets with noise of `precision`, in their own units
+reliability      a record                             calibration errors without bins of at most five rows
+draws            a record                             calibration error by number of draws
+convergence      a record with validation rows        -ELBO of validation rows on the way
+prior_functions  nothing                              steps of functions from the priors of dropout and EMP
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from slimbayes.data import Split
 from slimbayes.diagnostics import GradientSNR, plot_scales, plot_spectrum, truncate, truncation_errors
 from slimbayes.diagnostics import spectrum as spectrum_of
 from slimbayes.diagnostics.sites import gaussian_sites
+from slimbayes.errors import did_you_mean
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.judge import Judge
@@ -39,10 +40,9 @@ from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.step import likelihood_loss
 from slimbayes.lab.tables import Numbers, calibration_errors
 from slimbayes.lab.task import Task, batches
-from slimbayes.messages import did_you_mean
 from slimbayes.models import keras_count
-from slimbayes.prediction import Likelihood
-from slimbayes.record import Evaluation, Record, read
+from slimbayes.prediction.prediction import Likelihood
+from slimbayes.report.record import Evaluation, Record, read
 
 Found = tuple[Numbers, Any]
 _AT_ONCE = 10  # draws of a forward
@@ -76,7 +76,9 @@ class Case:
         task, held_out = self.loaded[2], self.options.get("rows") == "validation"
         found = task.validation if held_out else task.test
         if not isinstance(found, Split):
-            raise ValueError(f"{task.name} has no such rows in memory: set data.validation, or leave the option `rows` out.")
+            raise ValueError(
+                f"{task.name} has no such rows in memory: set data.validation, or leave the option `rows` out."
+            )
         # A task standardises all real targets but the test rows'.
         if held_out and task.y_mean is not None and task.y_std is not None:
             return Split(found.x, found.y * task.y_std + task.y_mean)
@@ -159,8 +161,15 @@ def spectrum(case: Case) -> Found:
     network, layers = case.loaded[1], case.options.get("layers")
     sites = spectrum_of(network, layers).sites
     case.draw(lambda: plot_spectrum(network, include=layers))
-    numbers = {f"{of}_{k}": sum(site.first(k, of) for site in sites) / len(sites) for of in ("scales", "means") for k in (1, 2, 3)}
-    return numbers, {s.name: {of: list(s.explained(of)[:_SHOWN]) for of in ("means", "scales")} | {"shape": list(s.shape)} for s in sites}
+    numbers = {
+        f"{of}_{k}": sum(site.first(k, of) for site in sites) / len(sites)
+        for of in ("scales", "means")
+        for k in (1, 2, 3)
+    }
+    return numbers, {
+        s.name: {of: list(s.explained(of)[:_SHOWN]) for of in ("means", "scales")} | {"shape": list(s.shape)}
+        for s in sites
+    }
 
 
 def scales(case: Case) -> Found:
@@ -168,7 +177,9 @@ def scales(case: Case) -> Found:
     network, layer = case.loaded[1], case.options.get("layer")
     sites = gaussian_sites(network)
     values = {site.name: site.scales() for site in sites}
-    details = {n: {"mean": float(v.mean()), "least": float(v.min()), "largest": float(v.max())} for n, v in values.items()}
+    details = {
+        n: {"mean": float(v.mean()), "least": float(v.min()), "largest": float(v.max())} for n, v in values.items()
+    }
     numbers = {"mean_scale": sum(float(v.sum()) for v in values.values()) / sum(v.numel() for v in values.values())}
     if layer:
         found = spectrum_of(network)[layer]
@@ -205,9 +216,15 @@ def density(case: Case) -> Found:
     square, log, count = 0.0, 0.0, 0
     for index, (x, y) in enumerate(batches(case.rows, experiment.evaluate.batch, task.y_mean.device)):
         seed_everything(experiment.seed, "density", index)
-        p = sb.predict(network, task.scaling(x), draws=case.draws, chunk=2**16, likelihood="gaussian", scale=noise / task.y_std)
+        p = sb.predict(
+            network, task.scaling(x), draws=case.draws, chunk=2**16, likelihood="gaussian", scale=noise / task.y_std
+        )
         p = p.rescaled(task.y_mean, task.y_std)
-        square, log, count = square + float((p.mean - y).square().sum()), log + float(p.log_prob(y).double().sum()), count + y.numel()
+        square, log, count = (
+            square + float((p.mean - y).square().sum()),
+            log + float(p.log_prob(y).double().sum()),
+            count + y.numel(),
+        )
     numbers = {"rmse": math.sqrt(square / count), "lpd": log / count}
     return numbers, numbers | {"precision": case.options["precision"], "draws": case.draws}
 
@@ -235,7 +252,10 @@ def convergence(case: Case) -> Found:
     if not curve:
         raise ValueError(f"{case.record.name} has no validation rows to follow: set data.validation.")
     ends = {"quarter": math.ceil(len(curve) / 4), "half": math.ceil(len(curve) / 2), "end": len(curve)}
-    return {f"neg_elbo_{name}": curve[index - 1][1] for name, index in ends.items()}, {"step": [s for s, _ in curve], "neg_elbo": [v for _, v in curve]}
+    return {f"neg_elbo_{name}": curve[index - 1][1] for name, index in ends.items()}, {
+        "step": [s for s, _ in curve],
+        "neg_elbo": [v for _, v in curve],
+    }
 
 
 def prior_functions(case: Case) -> Found:

@@ -20,13 +20,15 @@ from slimbayes.lab.judge import Judge
 from slimbayes.lab.scores import strangeness
 from slimbayes.lab.seeds import key
 from slimbayes.lab.task import Rows, Task, limited
-from slimbayes.record import Evaluation, Example
+from slimbayes.report.record import Evaluation, Example
 
 _CHUNK = 1000  # images that are corrupted together: their random numbers depend on it
 STRANGERS = ("inverted", "shuffled")  # test images that are none any more
 
 
-def evaluate(judge: Judge, execution: Execution, watcher: Watcher | None = None) -> tuple[list[Evaluation], list[Example]]:
+def evaluate(
+    judge: Judge, execution: Execution, watcher: Watcher | None = None
+) -> tuple[list[Evaluation], list[Example]]:
     """All evaluations that a config asks for, and the rows it is most and least sure of."""
     watcher, chosen, task = watcher or Nobody(), judge.chosen, judge.task
     check(chosen, task, execution)
@@ -42,7 +44,10 @@ def evaluate(judge: Judge, execution: Execution, watcher: Watcher | None = None)
     for name in chosen.ood:
         strange = judge.doubts(_strange(name, judge, execution), f"ood {name}", draws)
         made += [
-            Evaluation(data=name, role="ood", draws=n, rows=len(strange[n]), metrics=strangeness(familiar[n], strange[n])) for n in draws
+            Evaluation(
+                data=name, role="ood", draws=n, rows=len(strange[n]), metrics=strangeness(familiar[n], strange[n])
+            )
+            for n in draws
         ]
     return made, _examples(judge, draws) if chosen.examples and judge.likelihood != "gaussian" else []
 
@@ -101,7 +106,9 @@ def _published(data: str, name: str, severity: int, execution: Execution, limit:
     return limited(rows, limit)
 
 
-def _corrupt(test: Split, name: str, severity: int, execution: Execution, watcher: Watcher, told: int = 1) -> Split | None:
+def _corrupt(
+    test: Split, name: str, severity: int, execution: Execution, watcher: Watcher, told: int = 1
+) -> Split | None:
     folder = None if execution.data_dir is None else execution.data_dir / "frost"
     parts = []
     for index, images in enumerate(test.x.split(_CHUNK)):
@@ -140,7 +147,9 @@ def _strange(name: str, judge: Judge, execution: Execution) -> Split:
 
 def _fitting(name: str, rows: Split, task: Task) -> Split:
     if isinstance(task.test, Split) and rows.x.shape[1:] != task.test.x.shape[1:]:
-        raise ValueError(f"{name} has inputs of shape {tuple(rows.x.shape[1:])}, but {task.name} has {tuple(task.test.x.shape[1:])}.")
+        raise ValueError(
+            f"{name} has inputs of shape {tuple(rows.x.shape[1:])}, but {task.name} has {tuple(task.test.x.shape[1:])}."
+        )
     return rows
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.objective import check_finite
+from slimbayes.train.elbo import check_finite
 
 
 def explain(network: nn.Module, stepper: Any, batch: tuple[Tensor, ...]) -> str:
@@ -15,7 +15,11 @@ def explain(network: nn.Module, stepper: Any, batch: tuple[Tensor, ...]) -> str:
     x, y = stepper.rows(batch)
     for what, tensor in (("inputs", x), ("targets", y)):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            row = int((~tensor.flatten(1).isfinite().all(1)).nonzero()[0]) if tensor.dim() > 1 else int((~tensor.isfinite()).nonzero()[0])
+            row = (
+                int((~tensor.flatten(1).isfinite().all(1)).nonzero()[0])
+                if tensor.dim() > 1
+                else int((~tensor.isfinite()).nonzero()[0])
+            )
             return f"The {what} of row {row} of the batch hold NaN or infinity."
     try:
         check_finite(network)
@@ -29,7 +33,7 @@ def explain(network: nn.Module, stepper: Any, batch: tuple[Tensor, ...]) -> str:
 
 @torch.no_grad()
 def _first_layer(network: nn.Module, stepper: Any, x: Tensor) -> str:
-    from slimbayes.sampling import sample
+    from slimbayes.prediction.sample import sample
 
     found: list[str] = []
     handles = []

@@ -124,8 +124,15 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
 def _told(fault: ErrorDetails) -> str:
     """One fault: its path, what is wrong, and the nearest valid word."""
     place = [str(part) for part in fault["loc"]]
-    unknown = len(place) - 1 if fault["type"] == "extra_forbidden" else None  # the config's own word, however it is spelled
-    path = ".".join(part for i, part in enumerate(place) if i == unknown or place[i - 1 : i] == ["layers"] or not _is_tag(part)) or "(top)"
+    unknown = (
+        len(place) - 1 if fault["type"] == "extra_forbidden" else None
+    )  # the config's own word, however it is spelled
+    path = (
+        ".".join(
+            part for i, part in enumerate(place) if i == unknown or place[i - 1 : i] == ["layers"] or not _is_tag(part)
+        )
+        or "(top)"
+    )
     if fault["type"] == "extra_forbidden":
         return f"{path}: no such field{_nearest(place[-1], _fields_at(place[:-1]))}"
     if fault["type"] == "union_tag_invalid":
@@ -150,7 +157,9 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 def _is_tag(part: str) -> bool:
     """Whether a part of pydantic's path is the tag of a union, which no config spells out."""
-    return part[:1].isupper() or part.startswith(("function-", "tagged-union", "constrained-")) or part in _network_names()
+    return (
+        part[:1].isupper() or part.startswith(("function-", "tagged-union", "constrained-")) or part in _network_names()
+    )
 
 
 def _network_names() -> set[str]:

@@ -42,7 +42,7 @@ def fit(
     Returns: the run directory.
     """
     if (folder / "record.json").exists():
-        from slimbayes import record
+        from slimbayes.report import record
 
         if record.read(folder).config_hash == experiment.hash:
             return folder

@@ -1,7 +1,7 @@
 """What a trained network takes and gives, written beside it, so that predictions need neither its training data nor their scaling anew.
 
-    inputs.json    shape, type and column names of a row, scaling, classes, vocabulary, units of real targets,
-                   likelihood, and the data's facts about the network
+inputs.json    shape, type and column names of a row, scaling, classes, vocabulary, units of real targets,
+               likelihood, and the data's facts about the network
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from slimbayes.lab.config import Experiment
 from slimbayes.lab.networks import plain_network
 from slimbayes.lab.runs import RunError, stored_experiment, write_text
 from slimbayes.lab.task import Scaling, Task
-from slimbayes.prediction import Likelihood
+from slimbayes.prediction.prediction import Likelihood
 
-_TYPES = {str(t).removeprefix("torch."): t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)}
+_TYPES = {
+    str(t).removeprefix("torch."): t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ def read_inputs(folder: Path, device: torch.device) -> Inputs:
         columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
         plain = plain_network(experiment, facts["fills"], facts["name"])
     except OSError as error:
-        raise RunError(f"{folder} has no inputs.json: its training is not finished, or it is a run on image folders, which cannot predict files yet.") from error
+        raise RunError(
+            f"{folder} has no inputs.json: its training is not finished, or it is a run on image folders, which cannot predict files yet."
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{file} is damaged: {error!r}. `slimbayes evaluate {folder}` writes it anew.") from error
     network = sb.load(plain, Path(folder) / "model").to(device)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.inference import predict_prefixes
 from slimbayes.lab.config import Evaluate, Experiment
 from slimbayes.lab.scores import RealScores, Scores, uncertainty
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.task import Rows, Task, batches
-from slimbayes.prediction import Likelihood, Prediction
-from slimbayes.record import Evaluation
+from slimbayes.prediction.predict import predict_prefixes
+from slimbayes.prediction.prediction import Likelihood, Prediction
+from slimbayes.report.record import Evaluation
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Judge:
     def device(self) -> torch.device:
         return next(self.network.parameters()).device
 
-    def predictions(self, rows: Rows, place: str, draws: Sequence[int]) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
+    def predictions(
+        self, rows: Rows, place: str, draws: Sequence[int]
+    ) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
         """Predictions by number of draws, and targets, batch by batch."""
         precision = torch.autocast(self.device.type, torch.bfloat16, enabled=self.experiment.train.precision == "bf16")
         for index, (x, y) in enumerate(batches(rows, self.chosen.batch, self.device, self.workers)):
@@ -51,7 +53,9 @@ class Judge:
             with precision:
                 found = predict_prefixes(self.network, x, draws, self.likelihood, self._noise())
             if not bool(found[max(found)].mean.isfinite().all()):
-                raise FloatingPointError(f"The network's outputs for {place} are NaN or infinite: training has diverged, lower the learning rate or clip gradients.")
+                raise FloatingPointError(
+                    f"The network's outputs for {place} are NaN or infinite: training has diverged, lower the learning rate or clip gradients."
+                )
             if self.task.y_mean is not None and self.task.y_std is not None:
                 found = {n: p.rescaled(self.task.y_mean, self.task.y_std) for n, p in found.items()}
             yield found, y
@@ -61,14 +65,25 @@ class Judge:
         if self.likelihood != "gaussian":
             return 0.0
         own = self.chosen.noise
-        return self.experiment.train.noise if own is None else own / (1.0 if self.task.y_std is None else self.task.y_std)
+        return (
+            self.experiment.train.noise if own is None else own / (1.0 if self.task.y_std is None else self.task.y_std)
+        )
 
     def scores(self) -> Scores | RealScores:
         if self.likelihood == "gaussian":
             return RealScores(self.device)
-        return Scores(max(2, len(self.task.classes)), self.chosen.bins, sb.members(self.network), self.likelihood == "bernoulli", self.device, self.chosen.drop)
+        return Scores(
+            max(2, len(self.task.classes)),
+            self.chosen.bins,
+            sb.members(self.network),
+            self.likelihood == "bernoulli",
+            self.device,
+            self.chosen.drop,
+        )
 
-    def judge(self, rows: Rows, draws: Sequence[int], data: str, role: Any, **about: Any) -> tuple[list[Evaluation], dict[int, Tensor]]:
+    def judge(
+        self, rows: Rows, draws: Sequence[int], data: str, role: Any, **about: Any
+    ) -> tuple[list[Evaluation], dict[int, Tensor]]:
         """Evaluations of one set, one for each number of draws, and the rows' uncertainties."""
         place = f"{data} {role} {about}"
         tables = {count: self.scores() for count in draws}
@@ -79,7 +94,9 @@ class Judge:
                 if self.likelihood != "gaussian":
                     doubts[count].append(uncertainty(prediction))
         curves = role in ("test", "shift")
-        made = [Evaluation(data=data, role=role, draws=n, **about, **table.result(curves)) for n, table in tables.items()]
+        made = [
+            Evaluation(data=data, role=role, draws=n, **about, **table.result(curves)) for n, table in tables.items()
+        ]
         return made, {n: torch.cat(parts) for n, parts in doubts.items() if parts}
 
     def doubts(self, rows: Rows, place: str, draws: Sequence[int]) -> dict[int, Tensor]:
@@ -91,7 +108,9 @@ class Judge:
         return {n: torch.cat(found) for n, found in parts.items()}
 
 
-def judge_validation(network: nn.Module, task: Task, likelihood: Likelihood, experiment: Experiment, epoch: int) -> dict[str, float]:
+def judge_validation(
+    network: nn.Module, task: Task, likelihood: Likelihood, experiment: Experiment, epoch: int
+) -> dict[str, float]:
     """NLL, and accuracy or RMSE, of the validation rows after an epoch, with one draw of each member."""
     assert task.validation is not None
     judge = Judge(network, task, likelihood, experiment)

@@ -42,7 +42,9 @@ def labelled(path: str, values: Sequence[Any] | Mapping[str, Any]) -> dict[str, 
     out: dict[str, Any] = {}
     for number, value in enumerate(values):
         label = _label(value, kinds)
-        out.setdefault(label if out.get(label, value) == value or not isinstance(value, Mapping) else f"{label}-{number}", value)
+        out.setdefault(
+            label if out.get(label, value) == value or not isinstance(value, Mapping) else f"{label}-{number}", value
+        )
     return out
 
 

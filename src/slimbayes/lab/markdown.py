@@ -18,15 +18,35 @@ def markdown(found: Mapping[str, Any]) -> str:
     columns = [name for name in shown if name not in _SIZES]
     decimals = {name: _decimals(rows, name) for name in columns}
     unit = {name: u for row in rows for name, u in row["units"].items() if u}
-    head = ["", *(f"{name.replace('_', ' ')}{f' [{unit[name]}]' if name in unit else ''}" for name in columns), "draws", "seeds", *_SIZES]
-    lines = [f"# {found['name']}: {found['place']}", "", *_remarks(found), "", "| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    head = [
+        "",
+        *(f"{name.replace('_', ' ')}{f' [{unit[name]}]' if name in unit else ''}" for name in columns),
+        "draws",
+        "seeds",
+        *_SIZES,
+    ]
+    lines = [
+        f"# {found['name']}: {found['place']}",
+        "",
+        *_remarks(found),
+        "",
+        "| " + " | ".join(head) + " |",
+        "|---|" + "---:|" * (len(head) - 1),
+    ]
     for row in rows:
         ours = [_value(row["ours"].get(name), decimals[name]) for name in columns]
         size = [f"{row['parameters']:,}", f"{row['overhead']:.2%}"] if "parameters" in row else ["", ""]
-        lines.append("| " + " | ".join([row["label"], *ours, str(row.get("draws", "")), str(len(row["seeds"]) or "none"), *size]) + " |")
+        lines.append(
+            "| "
+            + " | ".join([row["label"], *ours, str(row.get("draws", "")), str(len(row["seeds"]) or "none"), *size])
+            + " |"
+        )
         if row["paper"]:
             printed = [_printed(row, name, decimals[name]) for name in columns]
-            sizes = [f"*{row['paper'][name]:,g}{row['units'].get(name, '')}*" if name in row["paper"] else "" for name in _SIZES]
+            sizes = [
+                f"*{row['paper'][name]:,g}{row['units'].get(name, '')}*" if name in row["paper"] else ""
+                for name in _SIZES
+            ]
             lines.append("| " + " | ".join(["*paper*", *printed, "", "", *sizes]) + " |")
     return "\n".join(lines) + "\n"
 
@@ -42,14 +62,18 @@ def _remarks(found: Mapping[str, Any]) -> list[str]:
             labels.append(row["label"])
     several = len(settings) > 1
     out = [
-        f"- {found['scale']}: {', '.join(dict.fromkeys(names))}; {rest}{f' ({_labels(labels)})' if several else ''}" for rest, (names, labels) in settings.items()
+        f"- {found['scale']}: {', '.join(dict.fromkeys(names))}; {rest}{f' ({_labels(labels)})' if several else ''}"
+        for rest, (names, labels) in settings.items()
     ]
     out.append("- Ours: mean ± standard error over seeds. In italics: what the paper prints.")
     notes: dict[str, list[str]] = {}
     for row in found["rows"]:
         if row["note"]:
             notes.setdefault(row["note"], []).append(row["label"])
-    out += [f"- {_labels(labels) if len(labels) < len(found['rows']) else 'All rows'}: {note}" for note, labels in notes.items()]
+    out += [
+        f"- {_labels(labels) if len(labels) < len(found['rows']) else 'All rows'}: {note}"
+        for note, labels in notes.items()
+    ]
     return out + [f"- **{line}" for line in failed(found["failures"], "failed:** ")]
 
 
@@ -105,5 +129,9 @@ def overview(paper: str) -> str:
         '| Table 1 | `slimbayes reproduce rank1/table1` | 5 |'
     """
     lines = ["| | command | rows |", "|---|---|---:|"]
-    lines += [f"| {one.place} | `slimbayes reproduce {one.name}` | {one.rows} |" for one in listings() if one.name.startswith(f"{paper}/")]
+    lines += [
+        f"| {one.place} | `slimbayes reproduce {one.name}` | {one.rows} |"
+        for one in listings()
+        if one.name.startswith(f"{paper}/")
+    ]
     return "\n".join(lines)

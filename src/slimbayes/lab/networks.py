@@ -12,7 +12,7 @@ from slimbayes.data import Split
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.task import Task
-from slimbayes.prediction import Likelihood
+from slimbayes.prediction.prediction import Likelihood
 
 
 def plain_network(experiment: Experiment, facts: Mapping[str, int], data: str) -> nn.Module:
@@ -20,7 +20,9 @@ def plain_network(experiment: Experiment, facts: Mapping[str, int], data: str) -
     chosen = experiment.model
     missing = [name for name in chosen.filled if name not in facts]
     if missing:
-        raise ValueError(f"{chosen.kind} needs {', '.join(missing)}, which {data} does not say: it is no network for this data.")
+        raise ValueError(
+            f"{chosen.kind} needs {', '.join(missing)}, which {data} does not say: it is no network for this data."
+        )
     return chosen.build(**{name: facts[name] for name in chosen.filled})
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slimbayes import schedules
-from slimbayes.decay import param_groups
 from slimbayes.lab import recipes
+from slimbayes.train import schedules
+from slimbayes.train.optim import param_groups
 
 Rate = Callable[[int], float]
 
@@ -20,7 +20,9 @@ def build_optimizer(chosen: recipes.Train, model: nn.Module, graph: bool = False
     """The optimizer over a converted model's parameter groups; with `graph` its rates are tensors that a CUDA graph rereads."""
     o = chosen.optimizer
     decay = chosen.weight_decay
-    groups = param_groups(model, decay.model_dump() if isinstance(decay, recipes.Decay) else decay, o.lr, chosen.posterior_lr)
+    groups = param_groups(
+        model, decay.model_dump() if isinstance(decay, recipes.Decay) else decay, o.lr, chosen.posterior_lr
+    )
     cuda = next(model.parameters()).is_cuda
     for group in groups:
         group["base_lr"] = group["lr"]

@@ -18,8 +18,8 @@ from slimbayes.lab.judge import Judge
 from slimbayes.lab.networks import likelihood_of, plain_network
 from slimbayes.lab.runs import command, environment, stored_experiment, write_text
 from slimbayes.lab.task import Task, open_task
-from slimbayes.prediction import Likelihood
-from slimbayes.record import Cost, Parameters, Record, RecordError, read
+from slimbayes.prediction.prediction import Likelihood
+from slimbayes.report.record import Cost, Parameters, Record, RecordError, read
 
 
 def load_run(

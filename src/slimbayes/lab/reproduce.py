@@ -29,7 +29,7 @@ from slimbayes.lab.rows import find as find
 from slimbayes.lab.rows import listings
 from slimbayes.lab.runs import default_folder, write_text
 from slimbayes.lab.tables import Numbers, Result, Table, draws_of, measured, told, write
-from slimbayes.record import read
+from slimbayes.report.record import read
 
 
 class Incomplete(RuntimeError):
@@ -77,7 +77,9 @@ def reproduce(
             except Stopped:
                 raise
             except Exception as error:  # whatever it is, the other rows can still be run
-                table.failures[f"{row.stem}, seed {seed}"] = reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                table.failures[f"{row.stem}, seed {seed}"] = reason = (
+                    f"{type(error).__name__}: {' '.join(str(error).split())}"
+                )
                 watcher.say(f"{row.name}, seed {seed}, failed: {reason}")
             write(table, out)
     if table.failures:
@@ -88,7 +90,9 @@ def reproduce(
 
 def _run(row: Row, seed: int, out: Path, runs: Path, execution: Execution, scale: Scale, watcher: Watcher) -> Result:
     if not row.trains:
-        numbers, files = _diagnosed(row, Case(None, out, 1, seed, row.paper.options, execution), out, f"{row.stem}-{seed}", "")
+        numbers, files = _diagnosed(
+            row, Case(None, out, 1, seed, row.paper.options, execution), out, f"{row.stem}-{seed}", ""
+        )
         return Result(row, seed, numbers, files=files)
     experiment = row.experiment(scale, seed)
     folder = fit(experiment, default_folder(experiment, runs), execution, resume=True, watcher=watcher)

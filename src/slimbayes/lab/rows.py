@@ -1,13 +1,13 @@
 """The rows of the papers' tables and figures: one YAML file each, a config with what the paper printed beside it.
 
-    experiments/<paper>/<table or figure>/<row>.yaml        files directly under <paper> are shared bases, which rows extend
+experiments/<paper>/<table or figure>/<row>.yaml        files directly under <paper> are shared bases, which rows extend
 
-    paper:
-      table: Table 2                       or figure: Figure 5
-      row: Rank-1 BNN, Gaussian
-      numbers: {nll: 0.128, accuracy: 96.3}
-      units: {accuracy: "%"}               as printed; without one, a metric is as the record has it
-      diagnostic: spectrum                 one or several of `slimbayes.lab.diagnose`, run on the trained network
+paper:
+  table: Table 2                       or figure: Figure 5
+  row: Rank-1 BNN, Gaussian
+  numbers: {nll: 0.128, accuracy: 96.3}
+  units: {accuracy: "%"}               as printed; without one, a metric is as the record has it
+  diagnostic: spectrum                 one or several of `slimbayes.lab.diagnose`, run on the trained network
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 import slimbayes
+from slimbayes.errors import did_you_mean
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.files import ConfigError, load, read_tree
-from slimbayes.messages import did_you_mean
 
 Scale = Literal["full", "small"]
 UNITS = {"": 1.0, "%": 100.0, "k": 1e-3, "M": 1e-6}  # from a record's numbers to printed ones
@@ -126,11 +126,15 @@ def find(name: str, folders: Sequence[Path] | None = None) -> list[Row]:
     name = name.strip().strip("/").removesuffix(".yaml")
     for root in roots() if folders is None else folders:
         parts = name.split("/")
-        if len(parts) in (2, 3) and (files := list((root / parts[0] / parts[1]).glob(f"{parts[2] if parts[2:] else '*'}.yaml"))):
+        if len(parts) in (2, 3) and (
+            files := list((root / parts[0] / parts[1]).glob(f"{parts[2] if parts[2:] else '*'}.yaml"))
+        ):
             rows = [_row(file, f"{parts[0]}/{parts[1]}/{file.stem}") for file in files]
             return sorted(rows, key=lambda row: (row.paper.order, row.stem))
     known = [listed.name for listed in listings(folders)]
-    raise ConfigError(f"There is no table or figure {name!r}{did_you_mean(name, known) if known else ': no experiments folder was found.'}")
+    raise ConfigError(
+        f"There is no table or figure {name!r}{did_you_mean(name, known) if known else ': no experiments folder was found.'}"
+    )
 
 
 def listings(folders: Sequence[Path] | None = None) -> list[Listing]:
@@ -160,9 +164,13 @@ def _row(file: Path, name: str) -> Row:
     tree: Mapping[str, Any] = read_tree(file)
     said = tree.get("paper")
     if not isinstance(said, Mapping):
-        raise ConfigError(f"{file} needs a section `paper` that says which row it is: {{table: ..., row: ..., numbers: ...}}.")
+        raise ConfigError(
+            f"{file} needs a section `paper` that says which row it is: {{table: ..., row: ..., numbers: ...}}."
+        )
     try:
         return Row(name, file, Paper.model_validate(said), "data" in tree)
     except ValidationError as error:
-        faults = "; ".join(f"paper.{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors(include_url=False))
+        faults = "; ".join(
+            f"paper.{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors(include_url=False)
+        )
         raise ConfigError(f"{file}: {faults}.") from error

@@ -1,9 +1,9 @@
 """The directory of a run, which says everything about it:
 
-    config.yaml        every choice, defaults written out       environment.json   commit, versions, hardware
-    metrics.csv        a line for each epoch                    steps.csv          losses of each step
-    checkpoints/       state between steps, the latest two      posterior/, model/ what was learned: alone, and with the network's own weights
-    record.json        the Record, when the run has finished    inputs.json        what the network takes and gives, for predictions
+config.yaml        every choice, defaults written out       environment.json   commit, versions, hardware
+metrics.csv        a line for each epoch                    steps.csv          losses of each step
+checkpoints/       state between steps, the latest two      posterior/, model/ what was learned: alone, and with the network's own weights
+record.json        the Record, when the run has finished    inputs.json        what the network takes and gives, for predictions
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a")  # noqa: SIM115 (held on to)
     except OSError as error:
-        raise RunError(f"The run directory {folder} cannot be written to: {error.strerror}. Choose another with --out.") from error
+        raise RunError(
+            f"The run directory {folder} cannot be written to: {error.strerror}. Choose another with --out."
+        ) from error
     try:
         _prepare(folder, experiment, resume, lock)
     except BaseException:
@@ -64,7 +66,9 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) 
         if stored_experiment(folder).hash != experiment.hash:
             raise RunError(f"{folder} holds a run of another config. Choose another directory with --out.")
         if not resume and any((folder / "checkpoints").glob("step-*")):
-            raise RunError(f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out.")
+            raise RunError(
+                f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out."
+            )
     write_text(file, yaml.safe_dump(experiment.resolved, sort_keys=False))
     write_text(folder / "environment.json", json.dumps(environment(), indent=1) + "\n")
 
@@ -107,10 +111,15 @@ def _commit() -> dict[str, str]:
     """The commit of the library's own checkout, where it runs from one."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "changed files": str(len(git("status", "--porcelain", "-uno").splitlines()))}
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "changed files": str(len(git("status", "--porcelain", "-uno").splitlines())),
+        }
     except (OSError, subprocess.SubprocessError):
         return {}
 

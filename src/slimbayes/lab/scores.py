@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slimbayes import metrics
-from slimbayes.prediction import Prediction
-from slimbayes.record import Reliability, RiskCoverage
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.report.record import Reliability, RiskCoverage
 
 _POINTS = 50  # of a risk-coverage curve
 _COMPARED = 8  # draws of a single member that diversity compares
@@ -35,7 +35,9 @@ class Mean:
 class Scores:
     """Scores of class predictions, batch by batch: `metrics`, `members`, `diversity` and the two curves of an Evaluation."""
 
-    def __init__(self, classes: int, bins: int, members: int, binary: bool, device: torch.device, drop: int = 0) -> None:
+    def __init__(
+        self, classes: int, bins: int, members: int, binary: bool, device: torch.device, drop: int = 0
+    ) -> None:
         self.classes, self.member_count, self.binary = classes, members, binary
         self.whole: dict[str, Any] = {
             "accuracy": metrics.Accuracy(), "nll": metrics.NLL(), "brier": metrics.Brier(), "ece": metrics.ECE(bins, drop), "mce": metrics.MCE(bins, drop),
@@ -54,7 +56,12 @@ class Scores:
         self.uncertainty = {"entropy": Mean(), "epistemic": Mean()}
         self.soft: Any = None
         self.rows = 0
-        for metric in [*self.whole.values(), *self.ranking.values(), *self.pairs.values(), *(m for one in self.alone for m in one.values())]:
+        for metric in [
+            *self.whole.values(),
+            *self.ranking.values(),
+            *self.pairs.values(),
+            *(m for one in self.alone for m in one.values()),
+        ]:
             _alone(metric, device)
 
     def update(self, prediction: Prediction, target: Tensor) -> None:
@@ -102,7 +109,9 @@ class Scores:
         count, right, confidence = self.whole["ece"].bin_sums.cpu()
         kept = count > 0
         return Reliability(
-            confidence=(confidence / count)[kept].tolist(), accuracy=(right / count)[kept].tolist(), count=count[kept].long().tolist()
+            confidence=(confidence / count)[kept].tolist(),
+            accuracy=(right / count)[kept].tolist(),
+            count=count[kept].long().tolist(),
         )
 
     def _curve(self) -> tuple[Tensor, Tensor]:

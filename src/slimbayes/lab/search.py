@@ -36,7 +36,13 @@ _HOPELESS = 5  # failures before the first trial that finishes, after which a se
 
 
 def search(
-    chosen: Search, base: Experiment, out: Path, jobs: int = 1, dry: bool = False, words: Sequence[str] = (), gpus: tuple[str, ...] = ()
+    chosen: Search,
+    base: Experiment,
+    out: Path,
+    jobs: int = 1,
+    dry: bool = False,
+    words: Sequence[str] = (),
+    gpus: tuple[str, ...] = (),
 ) -> int:
     """Search for good values of an experiment's fields (`check` them first); returns 1 if no trial has finished, else 0."""
     try:
@@ -148,7 +154,9 @@ class Searcher:
 
     def _twin(self, trial: Any) -> Any:
         """A finished trial of the same values: runs are functions of their configs, so it would end alike."""
-        same = [t for t in self.study.get_trials(deepcopy=False) if t.state.name == "COMPLETE" and t.params == trial.params]
+        same = [
+            t for t in self.study.get_trials(deepcopy=False) if t.state.name == "COMPLETE" and t.params == trial.params
+        ]
         return same[0] if same else None
 
     def experiment(self, number: int, params: Mapping[str, Any]) -> Experiment:
@@ -179,7 +187,11 @@ class Searcher:
         trial = self.trials.pop(result.job)
         if result.state == "finished":
             value = value_of(result.job.folder, self.chosen)
-            self.study.tell(trial.number, value if math.isfinite(value) else None, TrialState.COMPLETE if math.isfinite(value) else TrialState.FAIL)
+            self.study.tell(
+                trial.number,
+                value if math.isfinite(value) else None,
+                TrialState.COMPLETE if math.isfinite(value) else TrialState.FAIL,
+            )
             self._write_best()
         elif result.job in self.pruned:
             self.study.tell(trial.number, state=TrialState.PRUNED)
@@ -207,14 +219,28 @@ class Searcher:
 
         rows = {}
         for t in self.study.get_trials(deepcopy=False):
-            state = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished", "WAITING": "new"}[t.state.name]
-            remark = f"{self.chosen.metric} {t.value:.5g}" if t.value is not None and state == "finished" else t.user_attrs.get("reason", "")
+            state = {
+                "COMPLETE": "finished",
+                "PRUNED": "pruned",
+                "FAIL": "failed",
+                "RUNNING": "unfinished",
+                "WAITING": "new",
+            }[t.state.name]
+            remark = (
+                f"{self.chosen.metric} {t.value:.5g}"
+                if t.value is not None and state == "finished"
+                else t.user_attrs.get("reason", "")
+            )
             if t.params.keys() == self.chosen.space.keys():
                 rows[job_of(self.experiment(t.number, t.params), self.folder)] = (_told(t.params), state, remark)
         show(rows)
         best = self.best()
         if best is not None:
-            Console().print(f"best: {self.chosen.metric} {best.value:.5g} with {_told(best.params)}; {self.folder / 'best.yaml'}", soft_wrap=True, markup=False)
+            Console().print(
+                f"best: {self.chosen.metric} {best.value:.5g} with {_told(best.params)}; {self.folder / 'best.yaml'}",
+                soft_wrap=True,
+                markup=False,
+            )
 
     # --- several calls at once ---
 
@@ -240,7 +266,9 @@ class Searcher:
 def _told(params: Mapping[str, Any]) -> str:
     short = {path.rpartition(".")[2]: value for path, value in params.items()}
     named = short if len(short) == len(params) else params
-    return ", ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in named.items())
+    return ", ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in named.items()
+    )
 
 
 @contextmanager

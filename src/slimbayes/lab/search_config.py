@@ -1,11 +1,11 @@
 """What a search is: the `search:` of a sweep's file.
 
-    search:
-      metric: validation_nll
-      trials: 30
-      space:
-        train.optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}
-        method.members: [2, 4, 8]
+search:
+  metric: validation_nll
+  trials: 30
+  space:
+    train.optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}
+    method.members: [2, 4, 8]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.files import ConfigError, merged, validate
 from slimbayes.lab.labels import at, labelled
-from slimbayes.record import read
+from slimbayes.report.record import read
 
 
 class Search(BaseModel):
@@ -59,7 +59,9 @@ class Search(BaseModel):
                 f"data.validation: 0.1, or say allow_test: true if these rows are not your test."
             )
         if role == "validation" and score not in ("nll", "accuracy", "rmse"):
-            raise ValueError(f"validation rows are scored by nll, and accuracy or rmse, after each epoch; got {self.metric!r}.")
+            raise ValueError(
+                f"validation rows are scored by nll, and accuracy or rmse, after each epoch; got {self.metric!r}."
+            )
         if self.direction not in (None, _BETTER[score]):
             raise ValueError(f"direction is {self.direction!r}, but {score} is better the other way.")
         return self
@@ -70,14 +72,18 @@ class Search(BaseModel):
 
 
 # The direction in which each score is better.
-_BETTER = dict.fromkeys(("nll", "brier", "ece", "mce", "adaptive_ece", "classwise_ece", "aurc", "rmse", "crps"), "minimize")
+_BETTER = dict.fromkeys(
+    ("nll", "brier", "ece", "mce", "adaptive_ece", "classwise_ece", "aurc", "rmse", "crps"), "minimize"
+)
 _BETTER |= dict.fromkeys(("accuracy", "top5", "auroc", "aucpr", "lpd"), "maximize")
 
 
 def check(chosen: Search, base: Experiment) -> None:
     """Refuse a space that holds values which are not valid, and a metric that a run would not have."""
     if chosen.metric.startswith("validation_") and not base.data.validation:
-        raise ConfigError(f"search.metric {chosen.metric} is of validation rows: set data.validation in the base, to 0.1 say.")
+        raise ConfigError(
+            f"search.metric {chosen.metric} is of validation rows: set data.validation in the base, to 0.1 say."
+        )
     for path, given in chosen.space.items():
         listed = {} if is_range(path, given) else labelled(path, given)
         for value in listed.values() or [_number(dict(given)[end]) for end in ("low", "high")]:
@@ -89,10 +95,14 @@ def is_range(path: str, given: Any) -> bool:
     if not isinstance(given, Mapping) or not {"low", "high"} & given.keys():
         return False
     if not {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}:
-        raise ConfigError(f"search.space.{path} needs low and high, perhaps log or step, and nothing else; got {', '.join(given)}.")
+        raise ConfigError(
+            f"search.space.{path} needs low and high, perhaps log or step, and nothing else; got {', '.join(given)}."
+        )
     low, high = _number(given["low"]), _number(given["high"])
     if not low < high or (given.get("log") and low <= 0) or (given.get("log") and given.get("step")):
-        raise ConfigError(f"search.space.{path} needs low < high, with log also 0 < low and no step; got {dict(given)}.")
+        raise ConfigError(
+            f"search.space.{path} needs low < high, with log also 0 < low and no step; got {dict(given)}."
+        )
     return True
 
 
@@ -114,7 +124,9 @@ def distributions(space: Mapping[str, Any]) -> dict[str, Any]:
             continue
         low, high, log, step = _number(given["low"]), _number(given["high"]), bool(given.get("log")), given.get("step")
         whole = isinstance(low, int) and isinstance(high, int)
-        out[path] = IntDistribution(low, high, log, step or 1) if whole else FloatDistribution(low, high, log=log, step=step)
+        out[path] = (
+            IntDistribution(low, high, log, step or 1) if whole else FloatDistribution(low, high, log=log, step=step)
+        )
     return out
 
 

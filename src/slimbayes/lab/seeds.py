@@ -1,6 +1,6 @@
 """Randomness as a pure function of where it is used: nothing to save, so a run resumes bit for bit at any step.
 
-    seed_everything(seed, "step", 1200)      before step 1200, and every draw of that step follows
+seed_everything(seed, "step", 1200)      before step 1200, and every draw of that step follows
 """
 
 import hashlib

@@ -21,14 +21,20 @@ from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from slimbayes.atomic import CheckpointError, as_json, read_folder, write_folder
+from slimbayes.files import CheckpointError, as_json, read_folder, write_folder
 
 KEEP = 2  # the latest, and one before it should that be damaged
 _FILES = {"tensors.safetensors", "state.json"}
 
 
 def save_state(
-    folder: Path, step: int, network: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Tensor], facts: dict[str, Any], writes: bool = True
+    folder: Path,
+    step: int,
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: dict[str, Tensor],
+    facts: dict[str, Any],
+    writes: bool = True,
 ) -> None:
     """Write the checkpoint of a step and remove all but the latest few. Every process calls it; the one that `writes` does so."""
     tensors = {f"network/{n}": t for n, t in network.state_dict().items()}
@@ -39,7 +45,9 @@ def save_state(
     if not writes:
         return
     data = dump_tensors({n: t.detach().to("cpu", copy=True).contiguous() for n, t in whole.items()})
-    write_folder(folder / f"step-{step:08d}", {"tensors.safetensors": data, "state.json": as_json({"step": step, **facts})})
+    write_folder(
+        folder / f"step-{step:08d}", {"tensors.safetensors": data, "state.json": as_json({"step": step, **facts})}
+    )
     for old in _steps(folder)[KEEP:]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -73,7 +81,9 @@ def restore(tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.opt
         if name.startswith("optimizer/"):
             _, index, field = name.split("/")
             like = parameters[int(index)]
-            state.setdefault(int(index), {})[field] = sharded_like(tensor, like) if tensor.shape == like.shape else tensor
+            state.setdefault(int(index), {})[field] = (
+                sharded_like(tensor, like) if tensor.shape == like.shape else tensor
+            )
     groups = optimizer.state_dict()["param_groups"]
     rates = [group["lr"] for group in optimizer.param_groups]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -84,7 +94,11 @@ def restore(tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.opt
 
 def sharded_like(tensor: Tensor, here: Tensor) -> Tensor:
     """A whole tensor, sharded as another one is."""
-    return distribute_tensor(tensor.to(here.device), here.device_mesh, here.placements) if isinstance(here, DTensor) else tensor
+    return (
+        distribute_tensor(tensor.to(here.device), here.device_mesh, here.placements)
+        if isinstance(here, DTensor)
+        else tensor
+    )
 
 
 def _steps(folder: Path) -> list[Path]:

@@ -20,17 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slimbayes import objective
+from slimbayes.data import Split
 from slimbayes.data.folders import ImageFolder
-from slimbayes.decay import l2
 from slimbayes.engine.passes import processes
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.crops import crops_pictures
 from slimbayes.lab.optimizers import set_rate
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.task import Task
-from slimbayes.prediction import Likelihood
-from slimbayes.sampling import sample
+from slimbayes.prediction.prediction import Likelihood
+from slimbayes.prediction.sample import sample
+from slimbayes.train import elbo as objective
+from slimbayes.train.optim import l2
 
 Fetch = Callable[..., tuple[Tensor, Tensor]]
 
@@ -113,7 +114,11 @@ class Step:
         """This process's inputs and targets: every world-th row. All of the batch is augmented first, so that a row's crop is the same
         whatever the number of processes."""
         rank, world = processes()
-        x, y = batch if len(batch) == 2 else (self.task.train.x.index_select(0, batch[0]), self.task.train.y.index_select(0, batch[0]))  # type: ignore[union-attr]
+        if len(batch) == 2:
+            x, y = batch
+        else:
+            assert isinstance(self.task.train, Split)  # folders of pictures arrive decoded
+            x, y = self.task.train.x.index_select(0, batch[0]), self.task.train.y.index_select(0, batch[0])
         x = self.task.scaling(x, whole=self.experiment.augment is not None)
         if self.augment is not None:
             x = self.augment(x)

@@ -42,7 +42,9 @@ class Group:
         environment: variables to set beside those of this process.
     """
 
-    def __init__(self, words: Sequence[str], log: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, words: Sequence[str], log: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.asked = False
         command = [*COMMAND, *words]
         if sys.platform == "linux":
@@ -53,7 +55,12 @@ class Group:
         else:
             with open(log, "ab") as handle:
                 self.process = subprocess.Popen(
-                    command, env=variables, start_new_session=True, stdin=subprocess.DEVNULL, stdout=handle, stderr=subprocess.STDOUT
+                    command,
+                    env=variables,
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=handle,
+                    stderr=subprocess.STDOUT,
                 )
 
     def poll(self) -> int | None:
@@ -132,7 +139,14 @@ class Supervisor:
         stall: seconds without a change in the run directory after which the job counts as hung; None never.
     """
 
-    def __init__(self, folder: Path, start: Callable[[], Group], restarts: int = 3, stall: float | None = None, grace: float = GRACE) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        start: Callable[[], Group],
+        restarts: int = 3,
+        stall: float | None = None,
+        grace: float = GRACE,
+    ) -> None:
         self.folder, self.start, self.restarts, self.stall, self.grace = folder, start, restarts, stall, grace
         self.asked = False  # to stop
 
@@ -151,7 +165,9 @@ class Supervisor:
                 fruitless = 0 if step > before else fruitless + 1
                 where = f"after the checkpoint of step {step}" if step >= 0 else "before its first checkpoint"
                 if fruitless > self.restarts:
-                    _say(f"The job {told(code)} {where}, {fruitless} times in a row without a new checkpoint: giving up.")
+                    _say(
+                        f"The job {told(code)} {where}, {fruitless} times in a row without a new checkpoint: giving up."
+                    )
                     return code if code > 0 else 128 - code
                 _say(f"The job {told(code)} {where}; starting all of it again.")
                 time.sleep(min(fruitless, 10))
@@ -172,7 +188,9 @@ class Supervisor:
                 if self.stall and (now := _traces(self.folder)) != seen:
                     changed, seen = time.monotonic(), now
                 if self.stall and time.monotonic() - changed > self.stall:
-                    _say(f"Nothing in {self.folder} has changed for {self.stall:g} seconds: one of the job's processes hangs. Ending all of them.")
+                    _say(
+                        f"Nothing in {self.folder} has changed for {self.stall:g} seconds: one of the job's processes hangs. Ending all of them."
+                    )
                     group.kill()
                     return -signal.SIGKILL
         finally:
@@ -238,7 +256,11 @@ def _say(message: str) -> None:
 @contextmanager
 def _signals(ask: Callable[[], None]) -> Iterator[None]:
     """Call `ask` on SIGTERM, SIGINT and SIGHUP, unless they are ignored, as by nohup."""
-    heard = [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    heard = [
+        number
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]
     former = {number: signal.signal(number, lambda *_: ask()) for number in heard}
     try:
         yield

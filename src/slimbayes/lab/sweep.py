@@ -54,7 +54,9 @@ def sweep(
     words = ("--accelerator", accelerator, *data)
     if chosen.search is not None:
         if backend != "local":
-            raise ConfigError("A search runs its trials on the machine it is started on. Start the same command on several machines: they share its journal.")
+            raise ConfigError(
+                "A search runs its trials on the machine it is started on. Start the same command on several machines: they share its journal."
+            )
         return _search_all(chosen.search, points, out, jobs, dry, words, visible_gpus(accelerator))
     planned = {job_of(point.experiment, out, words): point for point in points}
     if dry:
@@ -66,7 +68,15 @@ def sweep(
     return sum(result.state in ("failed", "stopped") for result in results)
 
 
-def _search_all(chosen: Search, points: Sequence[Point], out: Path, jobs: int, dry: bool, words: Sequence[str], gpus: tuple[str, ...]) -> int:
+def _search_all(
+    chosen: Search,
+    points: Sequence[Point],
+    out: Path,
+    jobs: int,
+    dry: bool,
+    words: Sequence[str],
+    gpus: tuple[str, ...],
+) -> int:
     """Search around each combination, one after another; returns how many searches found nothing."""
     from slimbayes.lab.search import search
 

@@ -16,7 +16,7 @@ from slimbayes.lab.markdown import markdown
 from slimbayes.lab.rows import UNITS, Row, Scale
 from slimbayes.lab.runs import write_text
 from slimbayes.metrics.corruption import ALEXNET, corruption_errors
-from slimbayes.record import Evaluation, Record
+from slimbayes.report.record import Evaluation, Record
 
 Numbers = dict[str, float]
 _DROP = 5  # bins of at most so many rows are outliers (Chang et al. 2019, D.2)
@@ -85,7 +85,9 @@ def relative_errors(result: Result, results: Iterable[Result]) -> Numbers:
     against = next((r for r in results if reference and r.row.stem == reference and r.seed == result.seed), None)
     if against is None or against.record is None or result.record is None:
         return {}
-    ours, theirs = (error_rates(r.record, draws_of(r.record, r.row.paper.draws)) for r in (result, against) if r.record is not None)
+    ours, theirs = (
+        error_rates(r.record, draws_of(r.record, r.row.paper.draws)) for r in (result, against) if r.record is not None
+    )
     if not ours or any(not sum(rates) for rates in theirs.values()):
         return {}
     found = corruption_errors(ours, theirs)
@@ -96,9 +98,14 @@ def calibration_errors(evaluation: Evaluation) -> Numbers:
     """Calibration errors of an evaluation without its bins of few rows; shares are of all rows."""
     curve = evaluation.reliability
     if curve is None:
-        raise ValueError(f"The evaluation on {evaluation.data} has no reliability curve to take calibration errors from.")
+        raise ValueError(
+            f"The evaluation on {evaluation.data} has no reliability curve to take calibration errors from."
+        )
     gaps = [(n, abs(a - c)) for n, a, c in zip(curve.count, curve.accuracy, curve.confidence, strict=True) if n > _DROP]
-    return {"ece": sum(n * gap for n, gap in gaps) / evaluation.rows, "mce": max((gap for _, gap in gaps), default=math.nan)}
+    return {
+        "ece": sum(n * gap for n, gap in gaps) / evaluation.rows,
+        "mce": max((gap for _, gap in gaps), default=math.nan),
+    }
 
 
 def told(experiment: Experiment, scale: Scale) -> str:
@@ -136,8 +143,15 @@ def _entry(table: Table, row: Row) -> dict[str, Any]:
         "shows": [*paper.numbers, *paper.shows], "runs": [r.folder.name for r in mine if r.folder], "files": [f for r in mine for f in r.files],
     }  # fmt: skip
     if record is not None:
-        size = round(numbers[0].get("parameters", record.parameters.total))  # a diagnostic may count another posterior than the record's
-        entry |= {"method": record.method, "draws": draws_of(record, paper.draws), "parameters": size, "overhead": size / record.parameters.plain - 1}
+        size = round(
+            numbers[0].get("parameters", record.parameters.total)
+        )  # a diagnostic may count another posterior than the record's
+        entry |= {
+            "method": record.method,
+            "draws": draws_of(record, paper.draws),
+            "parameters": size,
+            "overhead": size / record.parameters.plain - 1,
+        }
         entry["train_seconds"] = [round(r.record.cost.train_seconds, 1) for r in mine if r.record]
     return entry
 

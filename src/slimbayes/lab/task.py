@@ -46,7 +46,11 @@ class Scaling:
         return (x - self.mean) / self.std
 
     def to(self, device: torch.device) -> Scaling:
-        return self if self.mean is None or self.std is None else replace(self, mean=self.mean.to(device), std=self.std.to(device))
+        return (
+            self
+            if self.mean is None or self.std is None
+            else replace(self, mean=self.mean.to(device), std=self.std.to(device))
+        )
 
 
 @dataclass(frozen=True)
@@ -105,16 +109,24 @@ def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Data
         return _folders(data, train, test, chosen)
     train, test = limited(train, chosen.train_limit, chosen.seed), limited(test, chosen.test_limit, chosen.seed)
     kept, held = _hold_out(train, chosen)
-    highest = 0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else int(max(train.x.max(), test.x.max())) + 1
+    highest = (
+        0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else int(max(train.x.max(), test.x.max())) + 1
+    )
     words = max(len(data.vocabulary), highest)
-    labels = () if train.y.is_floating_point() else tuple(map(str, range(int(max(train.y.max(), test.y.max() if test.y.dim() == 1 else 0)) + 1)))
+    labels = (
+        ()
+        if train.y.is_floating_point()
+        else tuple(map(str, range(int(max(train.y.max(), test.y.max() if test.y.dim() == 1 else 0)) + 1)))
+    )
     classes, scaling = data.classes or labels, _scaling(kept.x, chosen.scaling)
     return Task(data.name, kept, test, held, scaling, classes, words, columns=data.columns)
 
 
 def _folders(data: Dataset, train: Rows, test: Rows, chosen: config.Data) -> Task:
     if chosen.validation or chosen.train_limit or chosen.test_limit:
-        raise ValueError(f"{data.name} is decoded image by image: data.validation and limits are for sets that fit into memory.")
+        raise ValueError(
+            f"{data.name} is decoded image by image: data.validation and limits are for sets that fit into memory."
+        )
     scaling = Scaling(*IMAGENET, crop=chosen.image_size)
     shrink = partial(_shrunk, size=round(chosen.image_size * 8 / 7))
     for rows in (train, test):
@@ -164,7 +176,9 @@ def limited(rows: Split, limit: int | None, seed: int = 0) -> Split:
     return Split(rows.x[index], rows.y[index])
 
 
-def batches(rows: Split | ImageFolder, size: int, device: torch.device, workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    rows: Split | ImageFolder, size: int, device: torch.device, workers: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows in order, so many at a time, on a device."""
     if isinstance(rows, Split):
         for start in range(0, len(rows), size):
@@ -177,7 +191,9 @@ def batches(rows: Split | ImageFolder, size: int, device: torch.device, workers:
 
 def _split(data: Dataset, name: str) -> Rows:
     if name not in data.splits:
-        raise ValueError(f"{data.name} has no split {name!r}, so it cannot be trained and tested on; it has: {', '.join(data.splits)}.")
+        raise ValueError(
+            f"{data.name} has no split {name!r}, so it cannot be trained and tested on; it has: {', '.join(data.splits)}."
+        )
     return data.splits[name]
 
 

@@ -1,7 +1,7 @@
 """One run under way: epochs, steps, and what happens between them.
 
-    for epoch:   order = permutation(seed, epoch)
-        for step:    noise, crops and dropout from seed (seed, step);  draws, likelihood, KL, backward, optimizer     (step.py)
+for epoch:   order = permutation(seed, epoch)
+    for step:    noise, crops and dropout from seed (seed, step);  draws, likelihood, KL, backward, optimizer     (step.py)
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import slimbayes as sb
-from slimbayes.atomic import CheckpointError
 from slimbayes.data import Dataset, Split
+from slimbayes.files import CheckpointError
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.crops import crops
 from slimbayes.lab.execution import Execution, Watcher
@@ -65,7 +65,14 @@ class Training:
     """A network, its data and its place in training."""
 
     def __init__(
-        self, experiment: Experiment, folder: Path, execution: Execution, fabric: Any, watcher: Watcher, network: nn.Module | None, dataset: Dataset | None
+        self,
+        experiment: Experiment,
+        folder: Path,
+        execution: Execution,
+        fabric: Any,
+        watcher: Watcher,
+        network: nn.Module | None,
+        dataset: Dataset | None,
     ) -> None:
         self.experiment, self.folder, self.execution = experiment, folder, execution
         self.fabric, self.watcher = fabric, watcher
@@ -73,7 +80,9 @@ class Training:
         train, rows = experiment.train, len(self.task.train)
         self.batch = min(train.batch, rows)
         if self.batch % (fabric.world_size * train.accumulate):
-            raise RunError(f"A batch of {self.batch} rows cannot be shared out among {fabric.world_size} processes and {train.accumulate} pieces evenly.")
+            raise RunError(
+                f"A batch of {self.batch} rows cannot be shared out among {fabric.world_size} processes and {train.accumulate} pieces evenly."
+            )
         self.steps_per_epoch = rows // self.batch
         self.network = build_network(experiment, self.task, network).to(fabric.device)
         if fabric.device.type == "cuda" and self.task.images:
@@ -101,7 +110,14 @@ class Training:
             optimizer = build_optimizer(self.experiment.train, self.network, captures)
             call, optimizer = self.fabric.setup(module, optimizer)
         return Step(
-            self.experiment, self.task, self.likelihood, call, self.network, optimizer.optimizer, self.fabric, self.steps_per_epoch
+            self.experiment,
+            self.task,
+            self.likelihood,
+            call,
+            self.network,
+            optimizer.optimizer,
+            self.fabric,
+            self.steps_per_epoch,
         )
 
     # --- the loop ---
@@ -165,7 +181,15 @@ class Training:
         loss, nll, kl = losses.mean(0).tolist()
         last = self.step - 1
         lr = self.experiment.train.optimizer.lr * self.rate(last)
-        row = {"epoch": epoch + 1, "step": self.step, "loss": loss, "nll": nll, "kl": kl, "kl_weight": self.kl_weight(last), "lr": lr}
+        row = {
+            "epoch": epoch + 1,
+            "step": self.step,
+            "loss": loss,
+            "nll": nll,
+            "kl": kl,
+            "kl_weight": self.kl_weight(last),
+            "lr": lr,
+        }
         if self.task.validation is not None:
             with self.stepper.averaged():
                 scores = judge_validation(self.network, self.task, self.likelihood, self.experiment, epoch)
@@ -210,7 +234,9 @@ class Training:
             sb.save(self.network, self.folder / "posterior")
             sb.save(self.network, self.folder / "model", base=True)
         except OSError as error:
-            raise RunError(f"What was learned could not be saved in {self.folder}: {error}. Make room and run again with --resume.") from error
+            raise RunError(
+                f"What was learned could not be saved in {self.folder}: {error}. Make room and run again with --resume."
+            ) from error
 
     # --- what happens between steps ---
 
@@ -224,7 +250,9 @@ class Training:
             self._save()
         if stop:
             leave_together(self.fabric)  # nobody goes before the checkpoint is written
-            raise Stopped(f"Stopped after step {self.step}; the checkpoint is in {self.folder}. Continue with --resume.")
+            raise Stopped(
+                f"Stopped after step {self.step}; the checkpoint is in {self.folder}. Continue with --resume."
+            )
 
     def _check_weights(self) -> None:
         """Stop if the update of the last step made weights NaN or infinite: its loss, computed before, need not have been."""
@@ -244,7 +272,10 @@ class Training:
             return self.asked_to_stop
         if self.step % 20:  # processes agree now and then: asking costs a round trip
             return False
-        return bool(self.fabric.all_reduce(torch.tensor(float(self.asked_to_stop), device=self.fabric.device), reduce_op="sum") > 0)
+        return bool(
+            self.fabric.all_reduce(torch.tensor(float(self.asked_to_stop), device=self.fabric.device), reduce_op="sum")
+            > 0
+        )
 
     def _save(self) -> None:
         if self.fabric.device.type == "cuda" and bool(self.stepper.failed):
@@ -257,7 +288,13 @@ class Training:
             facts["best"] = {"nll": self.best["nll"], "epoch": self.best["epoch"]}
         try:
             save_state(
-                self.folder / "checkpoints", self.step, self.network, self.stepper.optimizer, extra, facts, self.fabric.global_rank == 0
+                self.folder / "checkpoints",
+                self.step,
+                self.network,
+                self.stepper.optimizer,
+                extra,
+                facts,
+                self.fabric.global_rank == 0,
             )
         except OSError as error:
             raise RunError(
@@ -279,7 +316,10 @@ class Training:
         for name, average in self.stepper.averages.items():
             average.copy_(sharded_like(extra[f"average/{name}"], average))
         if "best" in facts:
-            weights = {n: sharded_like(extra[f"best/{n}"].to(self.fabric.device), t) for n, t in self.network.state_dict().items()}
+            weights = {
+                n: sharded_like(extra[f"best/{n}"].to(self.fabric.device), t)
+                for n, t in self.network.state_dict().items()
+            }
             self.best = facts["best"] | {"weights": weights}
         if self.fabric.global_rank == 0:
             forget_steps(self.folder / "steps.csv", self.step // self.steps_per_epoch * self.steps_per_epoch)
@@ -293,7 +333,9 @@ class Training:
             self.network.train()
             reason = self.stepper.capture(batch)
             if reason:
-                self.watcher.say(f"The step cannot be recorded as a CUDA graph, so it runs operation by operation ({reason}).")
+                self.watcher.say(
+                    f"The step cannot be recorded as a CUDA graph, so it runs operation by operation ({reason})."
+                )
 
     def _diverged(self, batch: tuple[Tensor, ...], step: int) -> Diverged:
         batch = batch or next(self._batches(step // self.steps_per_epoch, step % self.steps_per_epoch))

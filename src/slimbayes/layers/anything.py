@@ -21,7 +21,9 @@ from slimbayes.layers.base import BayesLayer, LinearMap, _reading, has, mask_of,
 from slimbayes.posteriors.base import Kind, Site
 
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...], str], type[BayesLayer]] = {}
-NOT_WORTH_IT = re.compile(r"posit|pos_?(emb|enc|bias|table)|wpe|(^|_)rel_|relative|_token$|bias_table|logit_scale", re.IGNORECASE)
+NOT_WORTH_IT = re.compile(
+    r"posit|pos_?(emb|enc|bias|table)|wpe|(^|_)rel_|relative|_token$|bias_table|logit_scale", re.IGNORECASE
+)
 POSITIONS = re.compile(r"pos(ition)?(al)?_?(emb|enc|bias|table)", re.IGNORECASE)  # of the module around it
 
 
@@ -32,7 +34,10 @@ def _outer(r: Tensor, s: Tensor, shape: tuple[int, ...]) -> Tensor:
 def matrices_of(layer: nn.Module) -> list[str]:
     """Names of a module's own parameters that are matrices, those that torch.nn.utils computes included."""
     names = [n for n, p in layer.named_parameters(recurse=False) if p.dim() > 1 and p.is_floating_point()]
-    names = [n.removesuffix("_orig") if n.endswith("_orig") and n.removesuffix("_orig") in layer.__dict__ else n for n in names]
+    names = [
+        n.removesuffix("_orig") if n.endswith("_orig") and n.removesuffix("_orig") in layer.__dict__ else n
+        for n in names
+    ]
     if "weight" in layer.__dict__ and isinstance(layer.__dict__["weight"], Tensor):  # old-style weight norm
         names = ["weight", *(n for n in names if n not in ("weight_g", "weight_v", "weight"))]
     if parametrize.is_parametrized(layer):
@@ -45,7 +50,11 @@ def scales_of(layer: nn.Module) -> list[str]:
     own = dict(layer.named_parameters(recurse=False))
     vectors = all(p.dim() == 1 for p in own.values()) and len({p.numel() for p in own.values()}) == 1
     plain = "weight" in own and vectors and not any(p.numel() for child in layer.children() for p in child.parameters())
-    return ["weight"] if plain and type(layer).forward is not nn.Module.forward and _normalises(layer, own["weight"]) else []
+    return (
+        ["weight"]
+        if plain and type(layer).forward is not nn.Module.forward and _normalises(layer, own["weight"])
+        else []
+    )
 
 
 @torch.no_grad()
@@ -67,7 +76,9 @@ def _normalises(layer: nn.Module, weight: Tensor) -> bool:
         except Exception:
             continue
         if isinstance(y, Tensor) and y.shape == x.shape:
-            return torch.allclose(y, scaled, rtol=0.05, atol=0.05) and not torch.allclose(y, other, rtol=0.05, atol=0.05)
+            return torch.allclose(y, scaled, rtol=0.05, atol=0.05) and not torch.allclose(
+                y, other, rtol=0.05, atol=0.05
+            )
     return False
 
 
@@ -141,7 +152,11 @@ class AnyLayer(BayesLayer):
     def _by_blocks(self, lead: Any, args: Any, kwargs: Any) -> Any:
         found = lead.current
         arrays = arrays_of((args, kwargs))
-        known = found.layout.arguments.get((self.bayes_key, tuple(a.dim() for a in arrays))) if found.layout is not None else None
+        known = (
+            found.layout.arguments.get((self.bayes_key, tuple(a.dim() for a in arrays)))
+            if found.layout is not None
+            else None
+        )
         if known is None:
             raise Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
         ins, outs = known
@@ -153,7 +168,9 @@ class AnyLayer(BayesLayer):
             if size or len(sizes) == 1:
                 part = map_arrays(partial(_narrow, ins, rows, start, size), (args, kwargs))
                 out = self._with(j, *part)
-                parts.append(map_arrays(lambda i, leaf, size=size: leaf.expand(size, *leaf.shape[1:]), out) if whole else out)
+                parts.append(
+                    map_arrays(lambda i, leaf, size=size: leaf.expand(size, *leaf.shape[1:]), out) if whole else out
+                )
             start += size
         counter = iter(range(10**9))
 

@@ -35,14 +35,19 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
             Site(n, m, size, bias, "in_proj_weight" if packed else f"{n}_proj_weight", (size, m), positions="many")
             for n, m in inputs.items()
         ]
-        return [*sites, Site("out", size, size, self.out_proj.bias is not None, "out_proj.weight", (size, size), positions="many")]
+        return [
+            *sites,
+            Site("out", size, size, self.out_proj.bias is not None, "out_proj.weight", (size, size), positions="many"),
+        ]
 
     def may_hold_rows(self, dim: int, ndim: int) -> bool:  # type: ignore[override]
         return ndim == 3 and dim == (0 if self.batch_first else 1)
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias = self._parameters_of(site)
-        return LinearMap(weight, bias, F.linear, matrix_outer, 0 if self.batch_first else 1, -1, self.posterior[site].name)
+        return LinearMap(
+            weight, bias, F.linear, matrix_outer, 0 if self.batch_first else 1, -1, self.posterior[site].name
+        )
 
     def _parameters_of(self, site: str) -> tuple[Tensor, Tensor | None]:
         if site == "out":
@@ -82,7 +87,11 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
             query, key, value = (t.unsqueeze(1 - seq) for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         rows = 1 - seq
-        q, k, v = self.project_draw("q", query, rows), self.project_draw("k", key, rows), self.project_draw("v", value, rows)
+        q, k, v = (
+            self.project_draw("q", query, rows),
+            self.project_draw("k", key, rows),
+            self.project_draw("v", value, rows),
+        )
         if not self.batch_first:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         k, v, extra = self._extend(k, v)
@@ -118,7 +127,9 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
             total = padding if total is None else total + padding
         return total
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool) -> tuple[Tensor, Tensor | None]:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
         heads = [t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v)]
         dropout = self.dropout if self.training else 0.0
         if not need_weights:

@@ -41,7 +41,9 @@ class LinearMap:
     foldable: bool = True  # one draw for all rows may be multiplied into the weight (a lookup touches few rows of it)
     mask: Tensor | None = None  # broadcasts against weight: zero where it must stay as it is (padding, pruned)
 
-    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None) -> Tensor:
+    def modulated(
+        self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None
+    ) -> Tensor:
         """op(x . s) . r without a bias, where . is `combine` (multiply or add), s is (n, n_in) and r is (n, n_out) or None.
 
         With `weights` (blocks, ...) each block of rows has a weight of its own.
@@ -76,16 +78,23 @@ class LinearMap:
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         """Apply one weight (n, ...) and bias (n, n_out) to each block of rows."""
         if weights.shape[0] == 1:
-            return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))  # cheaper backward than [0]
+            return self.op(
+                x, weights.squeeze(0), None if biases is None else biases.squeeze(0)
+            )  # cheaper backward than [0]
         x, batch_dim = spread(x, current.rows, self.batch_dim)
         sizes = sizes_of_blocks(x.shape[batch_dim], weights.shape[0], current)
         if len(set(sizes)) > 1:
-            parts = [self.op(part, weights[j], None if biases is None else biases[j]) for j, part in enumerate(x.split(sizes, batch_dim))]
+            parts = [
+                self.op(part, weights[j], None if biases is None else biases[j])
+                for j, part in enumerate(x.split(sizes, batch_dim))
+            ]
             return torch.cat(parts, batch_dim)
         if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):  # vmap runs past autocast
             lower = torch.get_autocast_dtype(x.device.type)
             with torch.autocast(x.device.type, enabled=False):
-                return self._batched(x.to(lower), weights.to(lower), None if biases is None else biases.to(lower), batch_dim)
+                return self._batched(
+                    x.to(lower), weights.to(lower), None if biases is None else biases.to(lower), batch_dim
+                )
         return self._batched(x, weights, biases, batch_dim)
 
     def _batched(self, x: Tensor, weights: Tensor, biases: Tensor | None, batch_dim: int) -> Tensor:
@@ -99,13 +108,17 @@ class LinearMap:
         x, batch_dim = spread(x, current.rows, self.batch_dim)
         even = len(set(sizes_of_blocks(x.shape[batch_dim], index.shape[0], current))) == 1
         if torch.compiler.is_compiling() or not self.foldable or not even:
-            return self.blocks(x, weights.index_select(0, index), None if biases is None else biases.index_select(0, index), current)
+            return self.blocks(
+                x, weights.index_select(0, index), None if biases is None else biases.index_select(0, index), current
+            )
         order = index.argsort()
         blocks = x.unflatten(batch_dim, (index.shape[0], -1))
         rows = blocks.shape[batch_dim + 1]
         sizes = [rows * count for count in index.bincount(minlength=weights.shape[0]).tolist()]
         parts = blocks.index_select(batch_dim, order).flatten(batch_dim, batch_dim + 1).split(sizes, batch_dim)
-        done = [self.op(part, weights[k], None if biases is None else biases[k]) for k, part in enumerate(parts) if sizes[k]]
+        done = [
+            self.op(part, weights[k], None if biases is None else biases[k]) for k, part in enumerate(parts) if sizes[k]
+        ]
         y = torch.cat(done, batch_dim).unflatten(batch_dim, (index.shape[0], -1))
         return y.index_select(batch_dim, order.argsort()).flatten(batch_dim, batch_dim + 1)
 
@@ -187,7 +200,10 @@ class BayesLayer(Converted):
     """Mixin of converted layers. Subclasses also inherit the plain torch class, which `plain` names."""
 
     bayes_kind: ClassVar[Kind] = "matrix"
-    read_names: ClassVar[tuple[str, ...]] = ("weight", "bias")  # parameters that others may read past the layer's forward
+    read_names: ClassVar[tuple[str, ...]] = (
+        "weight",
+        "bias",
+    )  # parameters that others may read past the layer's forward
     if TYPE_CHECKING:  # a mixin reads attributes of the plain class it is mixed with
 
         def __getattr__(self, name: str) -> Any: ...

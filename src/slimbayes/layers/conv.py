@@ -19,7 +19,9 @@ class _BayesConv(BayesLayer):
     def sites(self) -> list[Site]:
         out_dim = int(isinstance(self, nn.modules.conv._ConvTransposeNd))  # a transposed kernel is stored inputs first
         shape = tuple(own_value(self, "weight").shape)
-        return [Site("weight", self.in_channels, self.out_channels, has(self, "bias"), "weight", shape, out_dim, "many")]
+        return [
+            Site("weight", self.in_channels, self.out_channels, has(self, "bias"), "weight", shape, out_dim, "many")
+        ]
 
     @classmethod
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:

@@ -23,7 +23,9 @@ from slimbayes.layers.methods import wrap_methods
 
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[Converted]] = {}
 _LOCK = threading.Lock()
-_PLAIN: dict[int, list[Any]] = {}  # modules that run as member 0 just now: how many calls, their class and their posterior
+_PLAIN: dict[
+    int, list[Any]
+] = {}  # modules that run as member 0 just now: how many calls, their class and their posterior
 
 
 class Copied(Converted):
@@ -99,7 +101,11 @@ def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     first = passes.random_member(members.device)
     lines, back = _deal(rows, members.members, first, members.members, members.device)
     dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
-    outputs = [_call(module, members, k, *_take((args, kwargs), line, rows, dims), name) for k, line in enumerate(lines) if line.numel()]
+    outputs = [
+        _call(module, members, k, *_take((args, kwargs), line, rows, dims), name)
+        for k, line in enumerate(lines)
+        if line.numel()
+    ]
     outputs = _even(outputs, _padding(module))
     return _join(outputs, back, rows, tuple(0 for _ in arrays_of(outputs[0])))
 
@@ -131,13 +137,17 @@ def _run(module: Any, members: Any, args: Any, kwargs: Any, method: str | None) 
     arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
     if any(a is not b for a, b in zip(arrays, arrays_of((args, kwargs)), strict=True)):
         raise Unproven("members cannot share out a packed sequence")
-    layout = None if current.layout is None else current.layout.arguments.get((members.key, tuple(a.dim() for a in arrays)))
+    layout = (
+        None if current.layout is None else current.layout.arguments.get((members.key, tuple(a.dim() for a in arrays)))
+    )
     if layout is None:
         raise Unproven(f"{module.bayes_name} met arguments whose rows nobody has located")
     ins, outs = layout
     lines, back = _deal(current.rows, blocks, current.first, members.members, members.device)
     traced = torch.compiler.is_compiling()
-    inputs = {k: _take((args, kwargs), line, current.rows, ins) for k, line in enumerate(lines) if traced or line.numel()}
+    inputs = {
+        k: _take((args, kwargs), line, current.rows, ins) for k, line in enumerate(lines) if traced or line.numel()
+    }
     even = traced or len({line.numel() for line in lines}) == 1
     if members.batched and even and not _needs_loop(module, members) and all(d == 0 for d in (*ins, *outs)):
         outputs = _batched(module, members, list(inputs.values()))
@@ -213,7 +223,9 @@ class NotJoined:
         return f"{len(self.parts)} separate {type(self.parts[0]).__name__}s"
 
 
-def _deal(rows: int, blocks: int, first: int | Tensor, members: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+def _deal(
+    rows: int, blocks: int, first: int | Tensor, members: int, device: torch.device
+) -> tuple[list[Tensor], Tensor]:
     """Row numbers of each member, and where among the outputs of all members each row's lies, (R,)."""
     member = (passes.block_of_row(rows, blocks, device) + first) % members
     order = torch.argsort(member, stable=True)
@@ -241,7 +253,9 @@ def _take(inputs: Any, line: Tensor, rows: int, dims: Any) -> Any:
 
     for leaf in pytree.tree_leaves(inputs):
         if isinstance(leaf, NotJoined) or hasattr(leaf, "get_seq_length"):
-            raise ValueError(f"A cache of keys and values ({leaf!r}) cannot be shared out among members: call the model with use_cache=False.")
+            raise ValueError(
+                f"A cache of keys and values ({leaf!r}) cannot be shared out among members: call the model with use_cache=False."
+            )
     return map_arrays(take, inputs)
 
 

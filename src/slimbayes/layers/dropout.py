@@ -41,7 +41,9 @@ class _BayesDropout(BayesLayer):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> DropMap:
         name, empty = self.posterior[site].name, torch.empty(0)
-        return DropMap(empty, None, _identity, _identity, batch_dim, 1, name, rate=self.p, unit=self.unit, selu=self.selu)  # type: ignore[arg-type]
+        return DropMap(
+            empty, None, _identity, _identity, batch_dim, 1, name, rate=self.p, unit=self.unit, selu=self.selu
+        )  # type: ignore[arg-type]
 
     def bayes_forward(self, input: Tensor) -> Tensor:
         if input.dim() == self.unbatched:
@@ -124,7 +126,15 @@ def _dropout_calls(cls: type[nn.Module]) -> list[str]:
         name = ast.unparse(node.func)
         last = name.rsplit(".", 1)[-1]
         own = name.startswith("self.")  # a submodule: a dropout layer is found as such
-        plain = last in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_")
+        plain = last in (
+            "dropout",
+            "dropout1d",
+            "dropout2d",
+            "dropout3d",
+            "alpha_dropout",
+            "feature_alpha_dropout",
+            "dropout_",
+        )
         attends = last == "scaled_dot_product_attention" and len(node.args) > 4  # the fifth is dropout_p
         if not own and (plain or attends or any(k.arg in ("dropout_p", "dropout") for k in node.keywords)):
             calls.append(name)

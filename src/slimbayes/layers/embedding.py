@@ -28,7 +28,9 @@ class LookupMap(LinearMap):
     def squared(self, x: Tensor) -> Tensor:
         return x  # a lookup has weight one
 
-    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None) -> Tensor:
+    def modulated(
+        self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None
+    ) -> Tensor:
         rows, dim = spread(x, current.rows, self.batch_dim) if s.shape[0] > 1 else (x, 0)
         rows = rows.movedim(dim, 0)
         words = per_row(s, rows.shape[0], current).gather(1, rows.reshape(rows.shape[0], -1)).view(rows.shape)
@@ -95,7 +97,9 @@ class BagMap(LinearMap):
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         return self._reduce(self.apply(x, weights, current), x)
 
-    def modulated(self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None) -> Tensor:
+    def modulated(
+        self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None
+    ) -> Tensor:
         return self._reduce(self._vectors(combine, x, s, r, current, weights), x)
 
     def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
@@ -103,7 +107,9 @@ class BagMap(LinearMap):
         products = [self._vectors(combine, x, s[:, j], r[:, j], current, None) for j in range(s.shape[1])]
         return self._reduce(torch.stack(products).mean(0), x)
 
-    def _vectors(self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None) -> Tensor:
+    def _vectors(
+        self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None
+    ) -> Tensor:
         vectors = self.apply(x, weights, current)
         words = per_row(s, self.bags, current)[self.bag, x]
         vectors = combine(vectors, words.unsqueeze(-1).to(vectors.dtype))
@@ -122,7 +128,9 @@ class BagMap(LinearMap):
             return out.scatter_reduce(0, index, vectors, "amax", include_self=False)
         out = out.index_add(0, bag, vectors)
         if self.layer.mode == "mean":
-            count = torch.zeros(self.bags, device=bag.device, dtype=out.dtype).index_add(0, bag, torch.ones_like(vectors[:, 0]))
+            count = torch.zeros(self.bags, device=bag.device, dtype=out.dtype).index_add(
+                0, bag, torch.ones_like(vectors[:, 0])
+            )
             out = out / count.clamp_min(1).unsqueeze(-1)
         return out
 
@@ -150,7 +158,9 @@ class BayesEmbeddingBag(BayesLayer, nn.EmbeddingBag):
         linear.op = lambda x, weight, bias: linear._reduce(F.embedding(x, weight), x)
         return linear
 
-    def bayes_forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def bayes_forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
         linear: Any = self.linear_map("weight")
         linear.bags = input.shape[0] if offsets is None else offsets.shape[0] - int(self.include_last_offset)
         if input.dim() == 2:

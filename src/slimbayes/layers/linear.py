@@ -25,7 +25,9 @@ class BayesLinear(BayesLayer, nn.Linear):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias = self.own_value("weight"), self.own_value("bias")
-        return LinearMap(weight, bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name, mask=mask_of(self))
+        return LinearMap(
+            weight, bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name, mask=mask_of(self)
+        )
 
     def bayes_forward(self, input: Tensor) -> Tensor:
         if input.dim() == 1:

@@ -58,7 +58,12 @@ def opening_class(plain: type[nn.Module]) -> type[nn.Module]:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return calls.bare(self, functools.partial(plain.forward, self), args, kwargs)
 
-        attributes = {"plain": plain, "forward": forward, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+        attributes = {
+            "plain": plain,
+            "forward": forward,
+            "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__,
+        }
         _CLASSES[plain] = type(plain.__name__, (Opens, plain), attributes | wrap_methods(plain, _scoped))
     return _CLASSES[plain]
 

@@ -52,7 +52,9 @@ class _BayesNorm(BayesLayer):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = self.own_value("bias") if has(self, "bias") else None
-        return NormMap(self.own_value("weight"), bias, self._op, _outer, batch_dim, self.channel_dim, self.posterior[site].name)
+        return NormMap(
+            self.own_value("weight"), bias, self._op, _outer, batch_dim, self.channel_dim, self.posterior[site].name
+        )
 
     def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         raise NotImplementedError

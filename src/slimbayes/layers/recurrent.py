@@ -138,7 +138,9 @@ class _BayesRecurrent(BayesLayer):
             strict=True,
         )
         done = [self._kernel(j, *part) for j, part in enumerate(parts) if part[0].shape[1]]
-        return torch.cat([y for y, _ in done], 1), tuple(torch.cat(h, 1) for h in zip(*(s for _, s in done), strict=True))
+        return torch.cat([y for y, _ in done], 1), tuple(
+            torch.cat(h, 1) for h in zip(*(s for _, s in done), strict=True)
+        )
 
     def _kernel(self, draw: int, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> Any:
         weights, has_bias = self._weights(draw)
@@ -173,7 +175,9 @@ class _BayesRecurrent(BayesLayer):
         flat = [t for i in range(0, len(weights), 2) for t in (*weights[i : i + 2], *biases[i : i + 2])]
         return flat, True
 
-    def _over_time(self, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _over_time(
+        self, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """A loop over time in which every row has its own factors."""
         last: list[tuple[Tensor, ...]] = []
         outputs: list[Tensor] = []

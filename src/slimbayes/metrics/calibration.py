@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.metrics.inputs import labelled
-from slimbayes.prediction import Prediction
+from slimbayes.prediction.prediction import Prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,9 @@ def calibration(probs: Prediction | Tensor, target: Tensor, bins: int = 20, drop
     sums = bin_sums(confidence, right, bins)
     ece, mce = bin_errors(sums, drop)
     accuracy, mean = sums[1:] / sums[0]
-    return Calibration(float(ece), float(mce), accuracy, mean, sums[0].long(), bin_edges(confidence, bins), sums[0] > drop)
+    return Calibration(
+        float(ece), float(mce), accuracy, mean, sums[0].long(), bin_edges(confidence, bins), sums[0] > drop
+    )
 
 
 def judged(probs: Prediction | Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +96,9 @@ def bin_sums(confidence: Tensor, right: Tensor, bins: int) -> Tensor:
     """
     index = bin_index(confidence, bins)
     confidence = confidence.double()
-    return torch.stack([torch.bincount(index, weights, bins) for weights in (torch.ones_like(confidence), right.double(), confidence)])
+    return torch.stack(
+        [torch.bincount(index, weights, bins) for weights in (torch.ones_like(confidence), right.double(), confidence)]
+    )
 
 
 def bin_index(confidence: Tensor, bins: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slimbayes.metrics.inputs import class_logs, labelled, labelled_logs, need_tensor
 from slimbayes.metrics.streaming import Mean
-from slimbayes.prediction import Prediction
+from slimbayes.prediction.prediction import Prediction
 
 
 class Accuracy(Mean):
@@ -170,8 +170,12 @@ class SoftLabelNLL(Mean):
         share = labels.double()
         wrong = ~((share >= 0) & share.isfinite())
         if bool(wrong.any()):
-            raise ValueError(f"Labels must be counts or probabilities, not negative and finite, got {labels[wrong][0].item()!r}.")
+            raise ValueError(
+                f"Labels must be counts or probabilities, not negative and finite, got {labels[wrong][0].item()!r}."
+            )
         people = share.sum(-1, keepdim=True)
         if bool((people == 0).any()):
-            raise ValueError("Each row of labels needs a class with a count or probability above zero, got a row of zeros.")
+            raise ValueError(
+                "Each row of labels needs a class with a count or probability above zero, got a row of zeros."
+            )
         self.add(-torch.where(share > 0, share / people * logs, 0.0).sum(-1))

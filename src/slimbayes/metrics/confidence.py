@@ -18,7 +18,7 @@ from torch import Tensor
 from slimbayes.metrics.calibration import bin_errors, bin_index, bin_sums, judged
 from slimbayes.metrics.inputs import labelled
 from slimbayes.metrics.streaming import Streaming
-from slimbayes.prediction import Prediction
+from slimbayes.prediction.prediction import Prediction
 
 
 class ECE(Streaming):
@@ -173,7 +173,10 @@ class ClasswiseECE(Streaming):
             raise ValueError(f"This ClasswiseECE is for {self.classes} classes, got probabilities of {rows.shape[-1]}.")
         index = bin_index(rows, self.bins) + self.bins * torch.arange(self.classes, device=rows.device)
         gap = torch.nn.functional.one_hot(label, self.classes) - rows.double()
-        self.add_to("class_bin_gaps", torch.bincount(index.flatten(), gap.flatten(), self.classes * self.bins).view(self.classes, -1))
+        self.add_to(
+            "class_bin_gaps",
+            torch.bincount(index.flatten(), gap.flatten(), self.classes * self.bins).view(self.classes, -1),
+        )
         self.add_to("class_bin_rows", len(rows))
 
     def compute(self) -> Tensor:

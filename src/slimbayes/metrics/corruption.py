@@ -73,7 +73,9 @@ def corruption_errors(errors: Rates, reference: Rates) -> CorruptionErrors:
         )
     for name in ours:
         if len(ours[name]) != len(theirs[name]):
-            raise ValueError(f"{name}: errors has {len(ours[name])} severities, reference {len(theirs[name])}; they must agree.")
+            raise ValueError(
+                f"{name}: errors has {len(ours[name])} severities, reference {len(theirs[name])}; they must agree."
+            )
     absolute = {name: _ratio(name, ours[name], theirs[name], 0.0, 0.0) for name in ours}
     mce = math.fsum(absolute.values()) / len(absolute)
     if "clean" not in reference:
@@ -95,7 +97,9 @@ def _severities(role: str, rates: Rates) -> dict[str, list[float]]:
         try:
             found[name] = [_rate(role, name, value) for value in values]
         except TypeError:
-            raise TypeError(f"{role}, {name}: a sequence of error rates is needed, one per severity, got {values!r}.") from None
+            raise TypeError(
+                f"{role}, {name}: a sequence of error rates is needed, one per severity, got {values!r}."
+            ) from None
         if not found[name]:
             raise ValueError(f"{role}, {name}: an error rate for at least one severity is needed, got none.")
     return found
@@ -112,6 +116,10 @@ def _ratio(name: str, ours: list[float], theirs: list[float], clean: float, refe
     needed = math.fsum(error - reference_clean for error in theirs)
     if needed <= 1e-12:  # zero up to rounding; below it, more errors would mean a smaller ratio
         what = f"on average no more than its clean rate {reference_clean:g}" if reference_clean else "zero"
-        advice = '; leave "clean" out of the reference to get the mean corruption error alone' if reference_clean else ""
-        raise ValueError(f"{name}: the reference's error rates {theirs} are {what}, so there is nothing to compare with{advice}.")
+        advice = (
+            '; leave "clean" out of the reference to get the mean corruption error alone' if reference_clean else ""
+        )
+        raise ValueError(
+            f"{name}: the reference's error rates {theirs} are {what}, so there is nothing to compare with{advice}."
+        )
     return 100 * math.fsum(error - clean for error in ours) / needed

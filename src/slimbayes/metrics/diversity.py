@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slimbayes.metrics.inputs import labelled, member_logs, member_probabilities
 from slimbayes.metrics.streaming import Mean, Streaming
-from slimbayes.prediction import Prediction
+from slimbayes.prediction.prediction import Prediction
 
 
 def pair_mean(members: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slimbayes.prediction import Prediction, check_labels
+from slimbayes.prediction.prediction import Prediction, check_labels
 
 
 def class_probabilities(probs: Prediction | Tensor) -> Tensor:
@@ -63,7 +63,11 @@ def _labelled(
 ) -> tuple[Tensor, Tensor]:
     need_tensor("Targets", target)
     given = probs.probs if isinstance(probs, Prediction) else probs
-    binary = probs.likelihood == "bernoulli" if isinstance(probs, Prediction) else need_tensor("Probabilities", probs).dim() == 1
+    binary = (
+        probs.likelihood == "bernoulli"
+        if isinstance(probs, Prediction)
+        else need_tensor("Probabilities", probs).dim() == 1
+    )
     needed = given.shape if binary else given.shape[:-1]
     if given.dim() == 0 or target.shape != needed or target.numel() == 0:
         raise ValueError(
@@ -126,7 +130,9 @@ def _check_range(probs: Tensor) -> None:
         raise ValueError(f"Probabilities of a floating type are needed, got dtype {probs.dtype}.")
     wrong = ~((probs >= 0) & (probs <= 1 + _slack(probs)))  # written so that nan is wrong too
     if bool(wrong.any()):
-        raise ValueError(f"Probabilities must lie in [0, 1], got {probs[wrong][0].item()!r}; logits need a softmax first.")
+        raise ValueError(
+            f"Probabilities must lie in [0, 1], got {probs[wrong][0].item()!r}; logits need a softmax first."
+        )
 
 
 def _slack(probs: Tensor) -> float:

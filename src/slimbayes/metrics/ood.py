@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slimbayes.metrics.inputs import class_probabilities, need_tensor
 from slimbayes.metrics.streaming import Streaming
-from slimbayes.prediction import Prediction, check_labels
+from slimbayes.prediction.prediction import Prediction, check_labels
 
 Score = Literal["entropy", "confidence", "mutual_information"]
 
@@ -67,10 +67,14 @@ class Ranking(Streaming):
         """Take a batch; a binary Prediction stands for its probabilities of class one."""
         if isinstance(scores, Prediction):
             if scores.likelihood != "bernoulli":
-                raise TypeError(f"{type(self).__name__} ranks scores, got a Prediction of {scores.likelihood} targets; use ood_score(prediction).")
+                raise TypeError(
+                    f"{type(self).__name__} ranks scores, got a Prediction of {scores.likelihood} targets; use ood_score(prediction)."
+                )
             scores = scores.probs
         if need_tensor("Scores", scores).shape != need_tensor("Labels", is_ood).shape or scores.numel() == 0:
-            raise ValueError(f"Scores and labels of equal shape (N,) are needed, N >= 1, got {tuple(scores.shape)} and {tuple(is_ood.shape)}.")
+            raise ValueError(
+                f"Scores and labels of equal shape (N,) are needed, N >= 1, got {tuple(scores.shape)} and {tuple(is_ood.shape)}."
+            )
         if bool(scores.isnan().any()):
             raise ValueError("Scores must be numbers, got nan.")
         check_labels(is_ood, None)

@@ -21,7 +21,7 @@ from torch import Tensor
 from slimbayes.metrics.crps import crps_mixture, crps_samples
 from slimbayes.metrics.inputs import need_tensor
 from slimbayes.metrics.streaming import Mean
-from slimbayes.prediction import Prediction
+from slimbayes.prediction.prediction import Prediction
 
 
 class Draws(NamedTuple):
@@ -83,7 +83,9 @@ class LPD(Mean):
         """Take a batch."""
         values, noise, shares = draws_of(prediction, target, scale)
         if noise is None or not bool((noise > 0).all()):
-            raise ValueError("A density needs observation noise: give scale > 0, the standard deviation around the draws, here or to predict.")
+            raise ValueError(
+                "A density needs observation noise: give scale > 0, the standard deviation around the draws, here or to predict."
+            )
         logp = -0.5 * ((target - values) / noise).square() - noise.log() - 0.5 * math.log(2 * math.pi)
         if shares is None:
             self.add(logp.logsumexp(0) - math.log(len(logp)))
@@ -144,7 +146,12 @@ class IntervalCoverage(Mean):
         super().__init__(f"covered_{level.hex().translate(str.maketrans('.+-', '___'))}")
         self.level = level
 
-    def update(self, prediction: Prediction | Tensor | tuple[Tensor, Tensor], target: Tensor, scale: float | Tensor | None = None) -> None:
+    def update(
+        self,
+        prediction: Prediction | Tensor | tuple[Tensor, Tensor],
+        target: Tensor,
+        scale: float | Tensor | None = None,
+    ) -> None:
         """Take a batch."""
         if isinstance(prediction, tuple):
             low, high = prediction
@@ -179,9 +186,13 @@ def draws_of(prediction: Prediction | Tensor, target: Tensor, scale: float | Ten
             shares = shares.to(values.device, torch.float64).repeat(each) / each
     else:
         values = prediction
-        noise = torch.as_tensor(0.0 if scale is None else scale, dtype=torch.float64, device=need_tensor("Draws", values).device)
+        noise = torch.as_tensor(
+            0.0 if scale is None else scale, dtype=torch.float64, device=need_tensor("Draws", values).device
+        )
     if values.dim() != target.dim() + 1 or len(values) == 0:
-        raise ValueError(f"Draws (M, N, ...) and targets (N, ...) are needed, M >= 1, got shapes {tuple(values.shape)} and {tuple(target.shape)}.")
+        raise ValueError(
+            f"Draws (M, N, ...) and targets (N, ...) are needed, M >= 1, got shapes {tuple(values.shape)} and {tuple(target.shape)}."
+        )
     need_values("Draws", values[0], target)
     if not bool(values.isfinite().all()):
         raise ValueError("Draws must be finite, got nan or infinity.")
@@ -190,7 +201,9 @@ def draws_of(prediction: Prediction | Tensor, target: Tensor, scale: float | Ten
     try:
         noise = noise.double().expand_as(values)
     except RuntimeError:
-        raise ValueError(f"scale must broadcast against the draws, shape {tuple(values.shape)}, got shape {tuple(noise.shape)}.") from None
+        raise ValueError(
+            f"scale must broadcast against the draws, shape {tuple(values.shape)}, got shape {tuple(noise.shape)}."
+        ) from None
     return Draws(values.double(), noise if bool((noise > 0).any()) else None, shares)
 
 
@@ -201,7 +214,9 @@ def need_real(prediction: Prediction) -> None:
 
 def need_values(role: str, values: Tensor, target: Tensor) -> None:
     if need_tensor(role, values).shape != need_tensor("Targets", target).shape or target.numel() == 0:
-        raise ValueError(f"{role} and targets need equal shapes (N, ...), N >= 1, got {tuple(values.shape)} and {tuple(target.shape)}.")
+        raise ValueError(
+            f"{role} and targets need equal shapes (N, ...), N >= 1, got {tuple(values.shape)} and {tuple(target.shape)}."
+        )
     for name, tensor in ((role, values), ("Targets", target)):
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} must be finite, got nan or infinity.")

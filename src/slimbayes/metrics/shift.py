@@ -8,11 +8,11 @@ Sizes: N rows, C classes.
 import torch
 from torch import Tensor
 
-from slimbayes.messages import did_you_mean
+from slimbayes.errors import did_you_mean
 from slimbayes.metrics.corruption import CorruptionErrors, Rates, corruption_errors
 from slimbayes.metrics.inputs import labelled
 from slimbayes.metrics.streaming import Streaming
-from slimbayes.prediction import Prediction
+from slimbayes.prediction.prediction import Prediction
 
 
 class CorruptionError(Streaming):

@@ -35,7 +35,9 @@ class Streaming(Metric):
     def add_to(self, name: str, amount: Tensor | float) -> None:
         """Add to a sum, or append to a list."""
         state = getattr(self, name)
-        amount = torch.as_tensor(amount).to(self.device, torch.float64, copy=True)  # the caller may overwrite its scores
+        amount = torch.as_tensor(amount).to(
+            self.device, torch.float64, copy=True
+        )  # the caller may overwrite its scores
         if isinstance(state, list):
             state.append(amount.flatten())
         else:

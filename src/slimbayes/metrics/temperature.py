@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.metrics.inputs import class_logs, class_probabilities, need_tensor
-from slimbayes.prediction import Prediction, check_labels
+from slimbayes.prediction.prediction import Prediction, check_labels
 
 LOWEST, HIGHEST = 1e-3, 1e3
 CHUNK = 2**22  # numbers in float64 at a time

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.distributions import Cauchy, Normal, Signs, dropout_scale
+from slimbayes.distributions.families import Cauchy, Normal, Signs, dropout_scale
 from slimbayes.models.initial import he_normal
 from slimbayes.posteriors import BatchEnsemble, Deterministic, Ensemble, MeanField, Rank1
 from slimbayes.posteriors.base import Config

@@ -51,7 +51,9 @@ def pyramidnet(depth: int = 110, alpha: float = 270, classes: int = 100) -> nn.S
     """
     blocks, rest = divmod(depth - 2, 6)
     if rest or blocks < 1:
-        raise ValueError(f"pyramidnet has n blocks in each group, so depth must be 6 n + 2 (8, 14, ..., 110), got {depth!r}.")
+        raise ValueError(
+            f"pyramidnet has n blocks in each group, so depth must be 6 n + 2 (8, 14, ..., 110), got {depth!r}."
+        )
     if alpha < 0:
         raise ValueError(f"pyramidnet: alpha adds filters, so it must not be negative, got {alpha!r}.")
     stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)

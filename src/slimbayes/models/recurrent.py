@@ -28,7 +28,9 @@ class ReviewLSTM(nn.Module):
         for bias in (self.lstm.bias_ih_l0, self.lstm.bias_hh_l0, self.dense.bias):
             nn.init.zeros_(bias)
         with torch.no_grad():
-            self.lstm.bias_ih_l0[units : 2 * units] = 1.0  # gates are input, forget, cell, output: Keras opens the forget gate
+            self.lstm.bias_ih_l0[units : 2 * units] = (
+                1.0  # gates are input, forget, cell, output: Keras opens the forget gate
+            )
         self.lstm.bias_hh_l0.requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -49,7 +49,9 @@ def wrn(depth: int = 28, width: int = 10, classes: int = 10) -> nn.Sequential:
     """
     blocks, rest = divmod(depth - 4, 6)
     if rest or blocks < 1:
-        raise ValueError(f"wrn has n blocks in each group, so depth must be 6 n + 4 (10, 16, 22, 28, ...), got {depth!r}.")
+        raise ValueError(
+            f"wrn has n blocks in each group, so depth must be 6 n + 4 (10, 16, 22, 28, ...), got {depth!r}."
+        )
     if width < 1:
         raise ValueError(f"wrn: width must be at least 1, got {width!r}.")
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Conv2d(3, 16, 3, padding=1, bias=False))
@@ -60,7 +62,12 @@ def wrn(depth: int = 28, width: int = 10, classes: int = 10) -> nn.Sequential:
             group.append(WideBlock(inputs, outputs, stride=2 if i > 0 and j == 0 else 1))
             inputs = outputs
         layers[f"group{i + 1}"] = group
-    layers |= {"norm": nn.BatchNorm2d(inputs), "relu": nn.ReLU(), "pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
+    layers |= {
+        "norm": nn.BatchNorm2d(inputs),
+        "relu": nn.ReLU(),
+        "pool": nn.AdaptiveAvgPool2d(1),
+        "flatten": nn.Flatten(),
+    }
     layers["dense"] = nn.Linear(inputs, classes)
     net = nn.Sequential(layers)
     initialise(net)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slimbayes.messages import did_you_mean
+from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.deterministic import Deterministic
 from slimbayes.posteriors.drop_connect import DropConnect

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions import Distribution, distribution_from_dict
+from slimbayes.distributions.families import Distribution, distribution_from_dict
 from slimbayes.engine import passes
 from slimbayes.engine.passes import Keyed, Noise, Pass
-from slimbayes.messages import did_you_mean
+from slimbayes.errors import did_you_mean
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -203,7 +203,9 @@ class Posterior(Keyed, ABC):
         """How many times this forward has asked before."""
         calls = self.current.calls
         count = calls.get(self.key, 0)
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # gradient checkpointing computes it again
+        if (
+            not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        ):  # gradient checkpointing computes it again
             if count > 1:
                 raise ValueError(
                     f"{self.name}: draws at several places of a forward cannot be told apart by gradient checkpointing; "
@@ -254,7 +256,9 @@ class Config(ABC):
 
     members: int = 1
     converts: ClassVar[bool] = True
-    leaves_alone: ClassVar[dict[str, str]] = {}  # layer type name -> why this method skips it unless it is included by name
+    leaves_alone: ClassVar[
+        dict[str, str]
+    ] = {}  # layer type name -> why this method skips it unless it is included by name
     whole: ClassVar[bool] = False  # whether it converts modules of any type as a whole
 
     @property

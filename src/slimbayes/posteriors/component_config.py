@@ -35,7 +35,9 @@ class ComponentConfig(Config):
             if value is not None and not value >= 0:
                 raise ValueError(f"{name}: {field} is a precision and must not be negative, got {value!r}.")
         if self.tau is None and self.rho is not None:
-            raise ValueError(f"{name}: rho={self.rho!r} without tau would leave only the weights to weight decay; give both or neither.")
+            raise ValueError(
+                f"{name}: rho={self.rho!r} without tau would leave only the weights to weight decay; give both or neither."
+            )
         if not self.jitter >= 0:
             raise ValueError(f"{name}: jitter must not be negative, got {self.jitter!r}.")
         if self.probs is not None:

@@ -1,6 +1,6 @@
 """DropConnect (Wan et al. 2013) as variational inference: the case of `Mixture` that sets single weights to zero.
 
-    Table 2 of Chang et al. 2019:   K = 2, M_2 = 0, one pick for every weight; biases are never dropped.
+Table 2 of Chang et al. 2019:   K = 2, M_2 = 0, one pick for every weight; biases are never dropped.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,13 @@ class DropConnect(Config):
 
     def _mixture(self) -> Mixture:
         return Mixture(
-            components=2, assignment="element", zero=True, probs=(1 - self.rate, self.rate), draws=self.draws, tau=self.tau, rho=self.rho
+            components=2,
+            assignment="element",
+            zero=True,
+            probs=(1 - self.rate, self.rate),
+            draws=self.draws,
+            tau=self.tau,
+            rho=self.rho,
         )
 
     def build(self, site: Site) -> Posterior:

@@ -61,7 +61,9 @@ class Ensemble(Config):
         check_choice(self, "init", self.init, ("fresh", "copies"))
         check_choice(self, "execution", self.execution, ("auto", "loop", "batched"))
         if not self.jitter >= 0 or (self.jitter and self.init == "fresh"):
-            raise ValueError(f"Ensemble: jitter is noise on copies: it needs init='copies' and must not be negative, got {self.jitter!r}.")
+            raise ValueError(
+                f"Ensemble: jitter is noise on copies: it needs init='copies' and must not be negative, got {self.jitter!r}."
+            )
 
     @property
     def covers(self) -> tuple[Kind, ...]:
@@ -75,7 +77,9 @@ class Ensemble(Config):
 
     def copies(self, module: nn.Module) -> EnsemblePosterior:
         """The posterior of one module: its K - 1 further members."""
-        others = [self._built(module) if self.factory is not None else copy.deepcopy(module) for _ in range(self.members - 1)]
+        others = [
+            self._built(module) if self.factory is not None else copy.deepcopy(module) for _ in range(self.members - 1)
+        ]
         for other in others if self.factory is None else ():
             _start(other, self)
         return EnsemblePosterior(module, others, self.execution)
@@ -87,7 +91,9 @@ class Ensemble(Config):
         shapes, wanted = ({n: tuple(t.shape) for n, t in m.state_dict().items()} for m in (new, module))
         differ = sorted(n for n in shapes.keys() | wanted.keys() if shapes.get(n) != wanted.get(n))
         if differ:
-            raise ValueError(f"Ensemble: factory builds another network than the one converted; they differ in {', '.join(differ[:5])}.")
+            raise ValueError(
+                f"Ensemble: factory builds another network than the one converted; they differ in {', '.join(differ[:5])}."
+            )
         return new.to(device=first.device, dtype=first.dtype).train(module.training)
 
 
@@ -105,7 +111,9 @@ def _start(member: nn.Module, config: Ensemble) -> None:
 
 def _reset(member: nn.Module) -> None:
     """Start a network anew as it would itself."""
-    if any(cls.__name__ == "PreTrainedModel" for cls in type(member).__mro__):  # transformers' know how to start each of their modules
+    if any(
+        cls.__name__ == "PreTrainedModel" for cls in type(member).__mro__
+    ):  # transformers' know how to start each of their modules
         for module in member.modules():
             member._init_weights(module)  # type: ignore[operator]
         return
@@ -117,7 +125,9 @@ def _reset(member: nn.Module) -> None:
             if not parameter.is_meta and torch.equal(parameter, before[name]):
                 _alike(parameter, before[name])
         return
-    for module in reversed(list(member.modules())):  # parents last: they may start what their children own in another way
+    for module in reversed(
+        list(member.modules())
+    ):  # parents last: they may start what their children own in another way
         # Attention and other containers start the parameters they own, with a private name in torch.
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
@@ -153,7 +163,9 @@ class EnsemblePosterior(Posterior):
         self.others = nn.ModuleList(others)
         self.batch_dim = 0  # kept here, not on the module, whose attributes are its own
         self.register_buffer("weights", torch.full((self.members,), 1.0 / self.members))
-        self.batched = len(others) > 0 and (execution == "batched" or (execution == "auto" and batches_well(module, self.members)))
+        self.batched = len(others) > 0 and (
+            execution == "batched" or (execution == "auto" and batches_well(module, self.members))
+        )
 
     @property
     def anchor(self) -> Tensor:

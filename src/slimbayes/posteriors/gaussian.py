@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions import Distribution, Normal, wide
+from slimbayes.distributions.families import Distribution, Normal, wide
+from slimbayes.distributions.priors import TiedMean, gaussian_kl, prior_of_biases
 from slimbayes.engine.passes import Noise, standard_normal
 from slimbayes.posteriors.base import Config, MapOf, Pick, Posterior, Site, check_choice
-from slimbayes.posteriors.priors import TiedMean, gaussian_kl, prior_of_biases
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -56,7 +56,9 @@ class GaussianConfig(Config):
         if not self.scale_jitter >= 0:
             raise ValueError(f"{name}: scale_jitter must not be negative, got {self.scale_jitter!r}.")
         if self.max_scale is not None and not self.max_scale > self.scale_init:
-            raise ValueError(f"{name}: max_scale={self.max_scale!r} must be above scale_init={self.scale_init!r}, where scales start.")
+            raise ValueError(
+                f"{name}: max_scale={self.max_scale!r} must be above scale_init={self.scale_init!r}, where scales start."
+            )
         if not isinstance(self.prior, Normal) and not hasattr(self.prior, "gaussian_kl"):
             known = "Normal, HeNormal, TiedMean, EmpiricalBayes or ScaleMixture"
             raise ValueError(f"{name}: {type(self.prior).__name__} is no prior for weights; use {known}.")
@@ -87,7 +89,9 @@ class GaussianPosterior(Posterior):
         if self.late and not site.whole:
             self._check_local(site)
         if self.estimator == "flipout" and site.positions == "nonlinear":
-            raise ValueError("flipout needs outputs that are linear in the weights, which a maximum is not; use 'reparam'")
+            raise ValueError(
+                "flipout needs outputs that are linear in the weights, which a maximum is not; use 'reparam'"
+            )
         gaussian_bias = site.bias and config.bias == "gaussian"
         self.bias_log_scale = nn.Parameter(initial_log_scale(config, (site.n_out,))) if gaussian_bias else None
         self.regularises_bias = gaussian_bias and self.regularises_mean
@@ -134,7 +138,9 @@ class GaussianPosterior(Posterior):
             return Perturbation(None, None)
         weights = noise.block.shape[1] - (0 if self.bias_log_scale is None else self.site.n_out)
         weight = self.scale() * noise.block[:, :weights].reshape(-1, *self.site.shape)
-        bias = None if self.bias_log_scale is None else self._capped(self.bias_log_scale).exp() * noise.block[:, weights:]
+        bias = (
+            None if self.bias_log_scale is None else self._capped(self.bias_log_scale).exp() * noise.block[:, weights:]
+        )
         if not self.per_row:
             return Perturbation(weight, bias)
         signs = 1 - 2 * torch.signbit(noise.row).to(noise.row.dtype)  # true Rademacher signs
@@ -213,7 +219,9 @@ class GaussianPosterior(Posterior):
         drawn: Perturbation = self.values()
         assert drawn.weight is not None
         biases = self._biases(drawn, linear)
-        return linear.weight + linear.masked(drawn.weight[index]).to(linear.weight.dtype), None if biases is None else biases[index]
+        return linear.weight + linear.masked(drawn.weight[index]).to(
+            linear.weight.dtype
+        ), None if biases is None else biases[index]
 
 
 class _Cap(torch.autograd.Function):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions import wide
+from slimbayes.distributions.families import wide
 from slimbayes.posteriors.base import Posterior, Site, check_count
 from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior
 from slimbayes.posteriors.mean_field import gaussian_flops
@@ -134,7 +134,9 @@ class KTiedPosterior(GaussianPosterior):
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
         stored = self.site.shape
         grouped = (stored[1 - self.site.out_dim], stored[self.site.out_dim]) != (self.site.n_in, self.site.n_out)
-        if self.log_cap is not None or grouped or linear.mask is not None:  # a cap breaks the factorisation, groups the shape
+        if (
+            self.log_cap is not None or grouped or linear.mask is not None
+        ):  # a cap breaks the factorisation, groups the shape
             return super().output_variance(squared, linear)
         p, q = self.variance_factors()
         thin = linear.op(squared, self.site.from_matrix(p).to(linear.weight.dtype), None)

@@ -72,7 +72,9 @@ class MCDropout(Config):
         if self.before is not None:
             check_layers(self, "before", self.before)
         if self.tau is not None and self.unit != "channel":
-            raise ValueError("MCDropout: tau needs unit='channel', where a draw is a weight matrix; use weight decay with unit='element'.")
+            raise ValueError(
+                "MCDropout: tau needs unit='channel', where a draw is a weight matrix; use weight decay with unit='element'."
+            )
 
     @property
     def covers(self) -> tuple[Kind, ...]:
@@ -89,7 +91,13 @@ class MCDropout(Config):
         rate = 0.005 if self.rate is None else self.rate
         if site.kind == "matrix" and self.unit == "channel":
             mixture = Mixture(
-                components=2, assignment="input", zero=True, probs=(1 - rate, rate), draws="example", tau=self.tau, rho=self.rho
+                components=2,
+                assignment="input",
+                zero=True,
+                probs=(1 - rate, rate),
+                draws="example",
+                tau=self.tau,
+                rho=self.rho,
             )
             return MixturePosterior(mixture, site)
         return DropoutPosterior(rate, self.unit, site, fixed=self.rate is not None)
@@ -105,10 +113,14 @@ def _own_dropout(model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]
     if found:
         return found
     functional = "; ".join(f"{name or '(the model itself)'} {what}" for name, what in functional_dropout(model).items())
-    inside = f" Dropout inside a forward was found, which cannot be converted: {functional}. Make it an nn.Dropout layer." if functional else ""
+    inside = (
+        f" Dropout inside a forward was found, which cannot be converted: {functional}. Make it an nn.Dropout layer."
+        if functional
+        else ""
+    )
     raise ValueError(
         f"MCDropout() looked for dropout layers ({', '.join(cls.plain.__name__ for cls in DROPOUTS)}) in this {type(model).__name__} and "
-        f"found none.{inside} Put dropout in front of layers with before=\"norm\" (as the EMP paper does), \"output\" or a regular expression."
+        f'found none.{inside} Put dropout in front of layers with before="norm" (as the EMP paper does), "output" or a regular expression.'
     )
 
 
@@ -131,7 +143,9 @@ class DropoutPosterior(Posterior):
 
     @property
     def log_size(self) -> float:
-        return self.units * math.log(2)  # at least: how many positions there are, or what a dropout layer sees, shows only when it runs
+        return self.units * math.log(
+            2
+        )  # at least: how many positions there are, or what a dropout layer sees, shows only when it runs
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
@@ -148,7 +162,9 @@ class DropoutPosterior(Posterior):
         if rate == 0:
             return linear.op(x, linear.weight, linear.bias)
         if not x.is_floating_point():
-            raise ValueError(f"{self.name}: dropping single word indices means nothing; use unit='channel', which drops whole words.")
+            raise ValueError(
+                f"{self.name}: dropping single word indices means nothing; use unit='channel', which drops whole words."
+            )
         if rate == 1:
             return linear.op(x * 0.0, linear.weight, linear.bias)
         x, dim = self._rows(x, linear)
@@ -190,7 +206,9 @@ class DropoutPosterior(Posterior):
             masks.append(uniform([current.total, *shape], x.device) >= rate)
         if list(masks[place].shape[1:]) != shape:
             held = list(masks[place].shape[1:])
-            raise ValueError(f"{self.name}: held draws drop units of inputs {held}, but this call needs {shape}; use unit='channel'.")
+            raise ValueError(
+                f"{self.name}: held draws drop units of inputs {held}, but this call needs {shape}; use unit='channel'."
+            )
         return masks[place]
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:

@@ -59,7 +59,9 @@ class MemberNorm(Config):
     affine: bool = False
     leaves_alone: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("LayerNorm", "RMSNorm", "GroupNorm"), _ROW),
-        **dict.fromkeys(("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), f"{_ROW}; running ones, if it keeps any, are shared"),
+        **dict.fromkeys(
+            ("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), f"{_ROW}; running ones, if it keeps any, are shared"
+        ),
         "SyncBatchNorm": "its statistics are those of all processes; MemberNorm keeps to the rows of one",
     }
 
@@ -71,10 +73,14 @@ class MemberNorm(Config):
         return ("norm",)
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        found = {name for name, layer in offered.items() if getattr(type(layer), "plain", type(layer)) in _TYPES}  # converted ones are an error
+        found = {
+            name for name, layer in offered.items() if getattr(type(layer), "plain", type(layer)) in _TYPES
+        }  # converted ones are an error
         if not found:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in offered.values()}))
-            raise ValueError(f"MemberNorm looked for batch norm ({', '.join(t.__name__ for t in _TYPES)}) and found none among: {kinds or 'no layers'}.")
+            raise ValueError(
+                f"MemberNorm looked for batch norm ({', '.join(t.__name__ for t in _TYPES)}) and found none among: {kinds or 'no layers'}."
+            )
         return found
 
     def build(self, site: Site) -> Posterior:
@@ -192,7 +198,10 @@ class MemberNormPosterior(Posterior):
             statistics = layer.running_mean.new_zeros(2, len(rows), layer.num_features)
         weights, biases = self._of(order, linear.weight, self.weight), self._of(order, linear.bias, self.bias)
         # A momentum of one leaves the batch's own statistics in what is given to be updated.
-        out = [F.batch_norm(*one, from_batch, 1.0, layer.eps) for one in zip(rows, *statistics, weights, biases, strict=True)]
+        out = [
+            F.batch_norm(*one, from_batch, 1.0, layer.eps)
+            for one in zip(rows, *statistics, weights, biases, strict=True)
+        ]
         if kept:
             self._keep(statistics, order)
         return out

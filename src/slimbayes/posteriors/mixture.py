@@ -31,11 +31,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions import wide
+from slimbayes.distributions.families import wide
 from slimbayes.engine.passes import Noise
 from slimbayes.posteriors.base import Kind, MapOf, Pick, Posterior, Site, check_choice
 from slimbayes.posteriors.component_config import ComponentConfig
-from slimbayes.posteriors.picks import Assigned, bias_shape, expected_squares, mix_together, pick_together, select, uniform
+from slimbayes.posteriors.picks import (
+    Assigned,
+    bias_shape,
+    expected_squares,
+    mix_together,
+    pick_together,
+    select,
+    uniform,
+)
 
 if TYPE_CHECKING:
     from slimbayes.layers.base import LinearMap
@@ -77,9 +85,13 @@ class Mixture(ComponentConfig):
         if self.zero and self.components < 2:
             raise ValueError("Mixture: zero=True fixes the last component, so at least 2 are needed.")
         if self.assignment == "input" and not (self.zero and self.components == 2):
-            raise ValueError("Mixture: assignment='input' is dropout's, with components=2 and zero=True; otherwise use 'element'.")
+            raise ValueError(
+                "Mixture: assignment='input' is dropout's, with components=2 and zero=True; otherwise use 'element'."
+            )
         if self.assignment == "model" and (self.learn_probs or self.draws == "example" or self.zero or self.probs):
-            raise ValueError("Mixture: assignment='model' has K members, each present in every sample: it takes no probs, zero or draws per example.")
+            raise ValueError(
+                "Mixture: assignment='model' has K members, each present in every sample: it takes no probs, zero or draws per example."
+            )
         if self.zero and (self.probs or (0.0,))[-1] >= 1:
             raise ValueError("Mixture: the component at zero has probability one.")
         if not self.sigma >= 0:
@@ -139,7 +151,9 @@ class MixturePosterior(Posterior):
         super().join(layer)
         afresh = self.weight is not None and self.config.init != "copies" and self.site.kind == "matrix"
         if afresh and not _resets(layer):
-            raise ValueError(f"{self.name}: a {type(layer).plain.__name__} has no reset_parameters to start components afresh; use init='copies'.")
+            raise ValueError(
+                f"{self.name}: a {type(layer).plain.__name__} has no reset_parameters to start components afresh; use init='copies'."
+            )
 
     @torch.no_grad()
     def adopt(self, linear: LinearMap) -> None:
@@ -209,10 +223,17 @@ class MixturePosterior(Posterior):
         alike: dict[Any, list[Self]] = {}
         for p in posteriors:
             config = p.config
-            joint = config.assignment in ("layer", "element") and p.picks and p.logits is None and not (config.sigma or config.zero)
+            joint = (
+                config.assignment in ("layer", "element")
+                and p.picks
+                and p.logits is None
+                and not (config.sigma or config.zero)
+            )
             if joint and (p.site.kind == "norm" or config.assignment == "layer"):
                 own = p.layer.own_value(p.site.parameter).dtype if p.site.kind == "norm" else None
-                alike.setdefault((p.components, config.assignment, p.site.kind, p.per_row, p.device, p.dtype, own), []).append(p)
+                alike.setdefault(
+                    (p.components, config.assignment, p.site.kind, p.per_row, p.device, p.dtype, own), []
+                ).append(p)
             else:
                 p.values()
         for (_, assignment, kind, *_), same in alike.items():
@@ -278,7 +299,9 @@ class MixturePosterior(Posterior):
 
     def _components(self, linear: LinearMap) -> tuple[Tensor, Tensor | None]:
         """Components of the weight, and of the bias where they are mixed: (K, ...)."""
-        return self._stacked(linear.weight, self.weight, linear.mask), None if self.bias is None else self._stacked(linear.bias, self.bias)
+        return self._stacked(linear.weight, self.weight, linear.mask), None if self.bias is None else self._stacked(
+            linear.bias, self.bias
+        )
 
     def _mixed(self, linear: LinearMap, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """Weights (n, *shape) and biases (n, out) of all draws, or of those in `rows`."""

@@ -72,7 +72,9 @@ def check_layers(config: object, field: str, value: str) -> None:
         try:
             re.compile(value)
         except re.error as error:
-            raise ValueError(f"{type(config).__name__}: {field}={value!r} is neither norm, output, input nor a regular expression: {error}.") from error
+            raise ValueError(
+                f"{type(config).__name__}: {field}={value!r} is neither norm, output, input nor a regular expression: {error}."
+            ) from error
 
 
 def _words(value: str) -> list[str]:
@@ -80,7 +82,9 @@ def _words(value: str) -> list[str]:
     return words if set(words) <= {"norm", "output", "input"} else []
 
 
-def chosen_layers(asker: str, value: str, model: nn.Module, offered: Mapping[str, nn.Module], scales: bool = True) -> set[str]:
+def chosen_layers(
+    asker: str, value: str, model: nn.Module, offered: Mapping[str, nn.Module], scales: bool = True
+) -> set[str]:
     """Names of the offered layers that a selection means; refuses one that means none, saying what was looked for and found.
 
     With `scales`, norm layers without any (affine=False) do not count.
@@ -132,5 +136,5 @@ def _nothing(asker: str, looked_for: str, offered: Mapping[str, nn.Module]) -> s
     some = ", ".join(f"{n or '(model)'}" for n in list(offered)[:8])
     raise ValueError(
         f"{asker} looked for {looked_for} and found none. The layers on offer are of type {', '.join(kinds) or 'none'} ({some}"
-        f"{', ...' if len(offered) > 8 else ''}). Choose others with \"norm\", \"output\", \"input\" or a regular expression for names."
+        f'{", ..." if len(offered) > 8 else ""}). Choose others with "norm", "output", "input" or a regular expression for names.'
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slimbayes.distributions import wide
+from slimbayes.distributions.families import wide
 from slimbayes.posteriors.base import Site
 
 
@@ -23,7 +23,9 @@ class Assigned(NamedTuple):
     weight: Tensor
     bias: Tensor
     noise: Tensor | None
-    mixed: tuple[Tensor, Tensor | None] | None = None  # weights (n, ...) and biases, where they were formed along with the picks
+    mixed: tuple[Tensor, Tensor | None] | None = (
+        None  # weights (n, ...) and biases, where they were formed along with the picks
+    )
 
 
 def select(components: Tensor, picked: Tensor) -> Tensor:
@@ -65,14 +67,20 @@ def pick_together(same: Sequence[Any]) -> Tensor:
     lines = torch.cat([p.noise.row if p.per_row else p.noise.block for p in same], 1)
     edges = torch.stack([p.probs for p in same]).cumsum(1)[:, :-1]
     if lines.shape[1] > len(same):
-        edges = edges.repeat_interleave(_on_device(tuple(p.picks for p in same), edges.device), 0, output_size=lines.shape[1])
+        edges = edges.repeat_interleave(
+            _on_device(tuple(p.picks for p in same), edges.device), 0, output_size=lines.shape[1]
+        )
     return (uniform(lines).unsqueeze(-1) >= edges).sum(-1)
 
 
 def mix_together(same: Sequence[Any], picked: Tensor, by_layer: bool) -> None:
     """Scales and biases of many norm layers: few large operations, where each layer by itself would take many small ones."""
     maps = [p.layer.linear_map(p.site.name) for p in same]
-    own = [t.flatten() for m, p in zip(maps, same, strict=True) for t in ((m.weight, m.bias) if p.bias is not None else (m.weight,))]
+    own = [
+        t.flatten()
+        for m, p in zip(maps, same, strict=True)
+        for t in ((m.weight, m.bias) if p.bias is not None else (m.weight,))
+    ]
     others = [t.flatten(1) for p in same for t in (p.weight, p.bias) if t is not None]
     components = torch.cat([torch.cat(own).unsqueeze(0), torch.cat(others, 1).to(own[0].dtype)])
     sizes = [t.numel() for t in own]
@@ -88,8 +96,18 @@ def mix_together(same: Sequence[Any], picked: Tensor, by_layer: bool) -> None:
         bias = m.bias if p.bias is None or m.bias is None else next(parts).view(-1, *m.bias.shape)
         z_bias = z if by_layer or p.bias is None else next(picks)
         if not by_layer:
-            z, z_bias = z.unflatten(1, shape), z_bias.view(len(z), -1) if p.bias is None else z_bias.unflatten(1, bias_shape(p.site))
-        p.keep(Assigned(z, z_bias, None, (weight, bias if bias is None or p.bias is not None else bias.expand(len(weight), *bias.shape))))
+            z, z_bias = (
+                z.unflatten(1, shape),
+                z_bias.view(len(z), -1) if p.bias is None else z_bias.unflatten(1, bias_shape(p.site)),
+            )
+        p.keep(
+            Assigned(
+                z,
+                z_bias,
+                None,
+                (weight, bias if bias is None or p.bias is not None else bias.expand(len(weight), *bias.shape)),
+            )
+        )
 
 
 def expected_squares(same: Sequence[tuple[Any, Any]]) -> Tensor:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions import (
+from slimbayes.distributions.families import (
     Cauchy,
     Distribution,
     HalfCauchy,

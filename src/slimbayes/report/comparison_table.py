@@ -64,8 +64,14 @@ class Comparison:
     @property
     def title(self) -> str:
         """What was compared, in a line."""
-        parts = [self.on, *([f"severity {self.severity}"] if self.severity is not None else []), *([f"{self.draws} draws"] if self.draws is not None else [])]
-        return f"Comparison on {', '.join(parts)}" + (f"; differences to {self.baseline}" if self.baseline is not None else "")
+        parts = [
+            self.on,
+            *([f"severity {self.severity}"] if self.severity is not None else []),
+            *([f"{self.draws} draws"] if self.draws is not None else []),
+        ]
+        return f"Comparison on {', '.join(parts)}" + (
+            f"; differences to {self.baseline}" if self.baseline is not None else ""
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinity as text, as in records."""
@@ -85,13 +91,26 @@ class Comparison:
     def to_markdown(self) -> str:
         """A Markdown table and the notes; the best mean of each metric on each data set is bold."""
         head = self._head()
-        lines = [f"**{_quiet(self.title)}**", "", f"| {' | '.join(map(_quiet, head))} |", "|" + "---|" * 2 + "---:|" * (len(head) - 2)]
+        lines = [
+            f"**{_quiet(self.title)}**",
+            "",
+            f"| {' | '.join(map(_quiet, head))} |",
+            "|" + "---|" * 2 + "---:|" * (len(head) - 2),
+        ]
         for row in self.rows:
             # Only the first two cells come from records; the others are numbers, whose brackets need no escape.
-            cells = [_quiet(text) if i < 2 else f"**{text}**" if strong else text for i, (text, strong) in enumerate(self._cells(row))]
+            cells = [
+                _quiet(text) if i < 2 else f"**{text}**" if strong else text
+                for i, (text, strong) in enumerate(self._cells(row))
+            ]
             lines.append(f"| {' | '.join(cells)} |")
         told = [*self.notes, *(f"Left out: {reason}" for reason in self.skipped)]
-        return "\n".join([*lines, "", "Mean over seeds [95 % bootstrap interval].", *(f"- {_quiet(note)}" for note in told)]) + "\n"
+        return (
+            "\n".join(
+                [*lines, "", "Mean over seeds [95 % bootstrap interval].", *(f"- {_quiet(note)}" for note in told)]
+            )
+            + "\n"
+        )
 
     def render(self) -> Table:
         """A table for the terminal, with the notes below it; text from records is never taken for markup."""
@@ -99,8 +118,18 @@ class Comparison:
         from rich.table import Table
         from rich.text import Text
 
-        told = ["Mean over seeds [95 % bootstrap interval].", *self.notes, *(f"Left out: {reason}" for reason in self.skipped)]
-        table = Table(title=Text(self.title), caption=Text("\n".join(told)), caption_justify="left", title_justify="left", box=box.SIMPLE_HEAD)
+        told = [
+            "Mean over seeds [95 % bootstrap interval].",
+            *self.notes,
+            *(f"Left out: {reason}" for reason in self.skipped),
+        ]
+        table = Table(
+            title=Text(self.title),
+            caption=Text("\n".join(told)),
+            caption_justify="left",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+        )
         for i, head in enumerate(self._head()):
             table.add_column(Text(head), justify="left" if i < 2 else "right", overflow="fold")
         for row in self.rows:
@@ -111,7 +140,10 @@ class Comparison:
         heads = ["Data", "Name", "Draws", "Seeds"]
         for name in self.metrics:
             known = metric(name)
-            heads += [f"{known.head} {known.arrow}".strip(), *([f"Δ {known.head}", "p"] if self.baseline is not None else [])]
+            heads += [
+                f"{known.head} {known.arrow}".strip(),
+                *([f"Δ {known.head}", "p"] if self.baseline is not None else []),
+            ]
         return heads
 
     def _cells(self, row: Row) -> Iterator[tuple[str, bool]]:
@@ -123,7 +155,10 @@ class Comparison:
         for name in self.metrics:
             score = row.scores.get(name)
             places = decimals(name, [other.scores[name].mean for other in self.rows if name in other.scores])
-            yield (MISSING if score is None else _text(name, score.mean, score.interval, places)), bool(score and score.best)
+            yield (
+                (MISSING if score is None else _text(name, score.mean, score.interval, places)),
+                bool(score and score.best),
+            )
             if self.baseline is not None:
                 gap = score.difference if score else None
                 yield (MISSING if gap is None else _text(name, gap.mean, gap.interval, places + 1)), False
@@ -131,7 +166,9 @@ class Comparison:
 
 
 def _text(name: str, value: float, interval: Interval | None, places: int) -> str:
-    return shown(name, value, places) + (f" [{shown(name, interval[0], places)}, {shown(name, interval[1], places)}]" if interval else "")
+    return shown(name, value, places) + (
+        f" [{shown(name, interval[0], places)}, {shown(name, interval[1], places)}]" if interval else ""
+    )
 
 
 def _plain(value: float) -> float | str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from slimbayes.record import Reliability
 from slimbayes.report.charts import Axis, Chart, Names, Point, boxes, intervals, lines, points
 from slimbayes.report.metric import metric, ordered
+from slimbayes.report.record import Reliability
 from slimbayes.report.resampling import mean, standard_error
 from slimbayes.report.runs import Group
 from slimbayes.report.scores import Where, by_seed, data_names, find, main_set, metric_names, settled
@@ -66,16 +66,26 @@ def reliability(groups: Sequence[Group]) -> Figure | None:
     """Accuracy by confidence, with the share of rows at each confidence; under corruption too where it was recorded."""
     main, shifted = main_set(groups), Where("corruption")
     severities = sorted({e.severity for g in groups for r in g.records for e in find(r, shifted) if e.reliability})
-    sets = [(main.role.capitalize(), main), *((f"Severity {severity}", replace(shifted, severity=severity)) for severity in severities)]
+    sets = [
+        (main.role.capitalize(), main),
+        *((f"Severity {severity}", replace(shifted, severity=severity)) for severity in severities),
+    ]
     variants = []
     for label, where in sets:
         binned = {group.name: _binned(group, where) for group in groups}
-        rows: list[Point] = [{"n": name, "x": x, "y": y, "s": share} for name, bins in binned.items() for x, y, share in bins]
+        rows: list[Point] = [
+            {"n": name, "x": x, "y": y, "s": share} for name, bins in binned.items() for x, y, share in bins
+        ]
         if rows:
             sure = Axis("Confidence", percent=True, domain=(0, 1))
             diagram = lines(rows, names_of(groups), sure, Axis("Accuracy", percent=True, domain=(0, 1)), diagonal=True)
             shares: list[Point] = [{"n": row["n"], "x": row["x"], "y": row["s"]} for row in rows]
-            variants.append(Variant(label, (diagram, lines(shares, names_of(groups), sure, Axis("Share of rows", percent=True, zero=True)))))
+            variants.append(
+                Variant(
+                    label,
+                    (diagram, lines(shares, names_of(groups), sure, Axis("Share of rows", percent=True, zero=True))),
+                )
+            )
     caption = (
         f"First: accuracy of the rows in each of {BINS} bins of confidence; a calibrated model lies on the dashed line, an overconfident one below it. "
         "Second: how many rows have that confidence. Bins with few rows are noisy. Rows of all seeds are pooled."
@@ -137,7 +147,9 @@ def corruption_boxes(groups: Sequence[Group]) -> Figure | None:
                 kept = [value for value in values if math.isfinite(value)]
                 if kept:
                     low, q1, mid, q3, high = map(float, np.quantile(kept, [0, 0.25, 0.5, 0.75, 1]))
-                    rows.append({"n": group.name, "x": severity, "low": low, "q1": q1, "mid": mid, "q3": q3, "high": high})
+                    rows.append(
+                        {"n": group.name, "x": severity, "low": low, "q1": q1, "mid": mid, "q3": q3, "high": high}
+                    )
         return boxes(rows, names_of(groups), "Severity", axis(name))
 
     kinds = {e.corruption for g in groups for r in g.records for e in find(r, Where("corruption"))}
@@ -174,7 +186,9 @@ def diversity(groups: Sequence[Group]) -> Figure | None:
 
     def chart(kind: str, good: str) -> Chart:
         rows: list[Point] = [
-            {"n": name, "seed": seed, "x": e.metrics[good], "y": e.diversity[kind]} for name, seed, e in found if good in e.metrics and kind in e.diversity
+            {"n": name, "seed": seed, "x": e.metrics[good], "y": e.diversity[kind]}
+            for name, seed, e in found
+            if good in e.metrics and kind in e.diversity
         ]
         return points(rows, names_of(groups), axis(good), axis(kind))
 
@@ -188,11 +202,23 @@ def risk_coverage(groups: Sequence[Group]) -> Figure | None:
     rows: list[Point] = []
     for group in groups:
         exact = settled(group, main_set(groups))
-        curves = [e.risk_coverage for record in group.records for e in find(record, exact) if e.risk_coverage] if exact else []
-        grids = [np.interp(KEPT, curve.coverage, curve.risk, left=np.nan) for curve in curves if len(curve.coverage) > 1]
+        curves = (
+            [e.risk_coverage for record in group.records for e in find(record, exact) if e.risk_coverage]
+            if exact
+            else []
+        )
+        grids = [
+            np.interp(KEPT, curve.coverage, curve.risk, left=np.nan) for curve in curves if len(curve.coverage) > 1
+        ]
         for share, risk in zip(KEPT, np.mean(grids, 0) if grids else ()):
             rows.append({"n": group.name, "x": float(share), "y": float(risk)})
-    chart = lines(rows, names_of(groups), Axis("Rows kept, the surest first", percent=True, domain=(0, 1)), Axis("Error among them ↓", percent=True, zero=True), dots=False)
+    chart = lines(
+        rows,
+        names_of(groups),
+        Axis("Rows kept, the surest first", percent=True, domain=(0, 1)),
+        Axis("Error among them ↓", percent=True, zero=True),
+        dots=False,
+    )
     caption = "Error when the model may decline the rows it is least sure of. A curve that stays low for longer knows better what it does not know. Mean over seeds."
     return Figure("Risk and coverage", caption, (Variant("", (chart,)),)) if chart.rows else None
 
@@ -207,7 +233,19 @@ def unfamiliar(groups: Sequence[Group]) -> Figure | None:
             for group in groups:
                 values = list(by_seed(group, Where("ood", data), name).values())
                 error = standard_error(values) or 0.0
-                rows += [{"g": data, "n": group.name, "x": mean(values), "lo": mean(values) - error, "hi": mean(values) + error}] if values else []
+                rows += (
+                    [
+                        {
+                            "g": data,
+                            "n": group.name,
+                            "x": mean(values),
+                            "lo": mean(values) - error,
+                            "hi": mean(values) + error,
+                        }
+                    ]
+                    if values
+                    else []
+                )
         return intervals(rows, names_of(groups), axis(name), "Unfamiliar set")
 
     variants = menu(metric_names(groups, Where("ood")), chart)

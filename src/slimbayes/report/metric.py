@@ -34,7 +34,12 @@ class Metric:
     @property
     def advice(self) -> str:
         """The arrow in words."""
-        return {"higher": "higher is better", "lower": "lower is better", "nearer": f"nearer to {self.target:.0%} is better", None: ""}[self.better]
+        return {
+            "higher": "higher is better",
+            "lower": "lower is better",
+            "nearer": f"nearer to {self.target:.0%} is better",
+            None: "",
+        }[self.better]
 
     def loss(self, value: float) -> float:
         """A number that is smaller for a better value; infinite where no value is better or the value is not a number."""
@@ -128,7 +133,11 @@ def decimals(name: str, values: Iterable[float]) -> int:
         (2, 3, 2)
     """
     size = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
-    return 2 if metric(name).percent else next((places for line, places in ((1000, 0), (100, 1), (10, 2), (0.1, 3)) if size >= line), 4)
+    return (
+        2
+        if metric(name).percent
+        else next((places for line, places in ((1000, 0), (100, 1), (10, 2), (0.1, 3)) if size >= line), 4)
+    )
 
 
 def shown(name: str, value: float, places: int | None = None) -> str:

@@ -81,7 +81,7 @@ def write_page(runs: Sequence[Path | str], out: Path | str, title: str | None = 
         >>> write_page(["/nowhere"], "page.html")
         Traceback (most recent call last):
         ...
-        slimbayes.record.RecordError: none of the 1 records can be used:
+        slimbayes.report.record.RecordError: none of the 1 records can be used:
         /nowhere/record.json cannot be read: ...
     """
     loaded = load(runs)
@@ -98,13 +98,25 @@ def write_page(runs: Sequence[Path | str], out: Path | str, title: str | None = 
 def render(runs: Runs, title: str) -> str:
     """The page as text."""
     chapters = [_chapter(runs, data, f"data-{i}") for i, data in enumerate(runs.data, 1)]
-    crowded = [f"With {len(runs.data)} data sets on one page each figure shows the first of its choices only ({_menu(len(runs.data))} at most)."] if len(runs.data) > 2 else []
+    crowded = (
+        [
+            f"With {len(runs.data)} data sets on one page each figure shows the first of its choices only ({_menu(len(runs.data))} at most)."
+        ]
+        if len(runs.data) > 2
+        else []
+    )
     notes = [*runs.notes, *crowded, *(note for chapter in chapters for note in _notes(chapter.groups))]
     shown = [part for chapter in chapters for section in chapter.sections for part in section.parts]
     charts = [part for part in shown if isinstance(part, Figure)]
     style = _file("page.css") + "".join(f"\n.k{i} {{ --series: {colour} }}" for i, colour in enumerate(PALETTE))
     scripts = [_bundle(), _file("page.js")]
-    environment = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     places = _numbers(shown)
     return environment.get_template("page.html").render(
         title=title, counts=_counts(runs), chapters=chapters, runs=runs, notes=notes, origins=origins(runs.groups), machines=machines(runs.groups),
@@ -135,7 +147,9 @@ def _of(count: int, word: str) -> str:
 
 def _chapter(runs: Runs, data: str, id: str) -> Chapter:
     groups = runs.on(data)
-    sections: list[tuple[str, tuple[Part, ...]]] = [(title, tuple(_made(builders, groups, _menu(len(runs.data))))) for title, builders in _PLAN]
+    sections: list[tuple[str, tuple[Part, ...]]] = [
+        (title, tuple(_made(builders, groups, _menu(len(runs.data))))) for title, builders in _PLAN
+    ]
     shown = galleries(groups, PICTURES // len(runs.data))
     sections.insert(-2, ("Examples", (tuple(shown),) if shown else ()))
     numbered = [Section(f"{id}-{title.lower().replace(' ', '-')}", title, parts) for title, parts in sections if parts]
@@ -168,7 +182,12 @@ def _notes(groups: Sequence[Group]) -> Iterable[str]:
 
 def _plain(figure: Figure) -> dict[str, Any]:
     """What the page's script needs of a figure."""
-    return {"variants": [{"label": v.label, "charts": [{"spec": c.spec, "fields": c.fields} for c in v.charts]} for v in figure.variants]}
+    return {
+        "variants": [
+            {"label": v.label, "charts": [{"spec": c.spec, "fields": c.fields} for c in v.charts]}
+            for v in figure.variants
+        ]
+    }
 
 
 def _json(data: Any) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slimbayes.record import Example, Record
+from slimbayes.report.record import Example, Record
 from slimbayes.report.runs import Group
 
 SHOWN = 8  # examples of each kind, for each name
@@ -95,5 +95,7 @@ def machines(groups: Sequence[Group]) -> list[Machine]:
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for group in groups:
         for record in group.records:
-            found.setdefault(tuple(sorted(record.environment.items())), []).append(f"{record.data} / {record.name} / seed {record.seed}")
+            found.setdefault(tuple(sorted(record.environment.items())), []).append(
+                f"{record.data} / {record.name} / seed {record.seed}"
+            )
     return [Machine(tuple(runs), facts) for facts, runs in found.items() if facts]

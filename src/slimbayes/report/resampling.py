@@ -41,7 +41,9 @@ def standard_error(values: Sequence[float]) -> float | None:
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if usable(values) else None
 
 
-def bootstrap_interval(values: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0) -> tuple[float, float] | None:
+def bootstrap_interval(
+    values: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float] | None:
     """Percentile bootstrap interval of the mean; None for a single value or where one is not finite.
 
     Example:

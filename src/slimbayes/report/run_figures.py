@@ -22,8 +22,12 @@ def training(groups: Sequence[Group]) -> Figure | None:
     most = max(20, min(60, POINTS // len(groups)))
 
     def chart(name: str) -> Chart:
-        rows: list[Point] = [{"n": g.name, "x": epoch, "y": value} for g in groups for epoch, value in thin(_curve(g, name), most)]
-        return lines(rows, names_of(groups), Axis("Epoch"), Axis(metric(name).label, percent=metric(name).percent), dots=False)
+        rows: list[Point] = [
+            {"n": g.name, "x": epoch, "y": value} for g in groups for epoch, value in thin(_curve(g, name), most)
+        ]
+        return lines(
+            rows, names_of(groups), Axis("Epoch"), Axis(metric(name).label, percent=metric(name).percent), dots=False
+        )
 
     variants = menu(columns, chart, CURVES)
     caption = f"Mean over seeds at the epochs that all seeds have; long curves are thinned to {most} epochs."
@@ -32,7 +36,10 @@ def training(groups: Sequence[Group]) -> Figure | None:
 
 def _curve(group: Group, name: str) -> list[tuple[float, float]]:
     """The mean over seeds at each epoch they share."""
-    curves = [{row.get("epoch", float(i)): row[name] for i, row in enumerate(record.curve) if name in row} for record in group.records]
+    curves = [
+        {row.get("epoch", float(i)): row[name] for i, row in enumerate(record.curve) if name in row}
+        for record in group.records
+    ]
     curves = [curve for curve in curves if curve]
     shared = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
     return [(epoch, mean([curve[epoch] for curve in curves])) for epoch in shared]
@@ -63,7 +70,11 @@ def member_scores(groups: Sequence[Group]) -> Figure | None:
         rows: list[Point] = []
         for group, e in found:
             if name in e.metrics:
-                rows += [{"n": group.name, "kind": f"member {k}", "x": scores[name]} for k, scores in enumerate(e.members[:32]) if name in scores]
+                rows += [
+                    {"n": group.name, "kind": f"member {k}", "x": scores[name]}
+                    for k, scores in enumerate(e.members[:32])
+                    if name in scores
+                ]
                 rows.append({"n": group.name, "kind": "average", "x": e.metrics[name]})
         return members(rows, names_of([group for group, _ in found]), axis(name))
 
@@ -84,9 +95,27 @@ def draws(groups: Sequence[Group]) -> Figure | None:
             for count in counts[group.name]:
                 values = list(by_seed(group, Where(main.role, main.data, draws=count), name).values())
                 error = standard_error(values) or 0.0
-                rows += [{"n": group.name, "x": count, "y": mean(values), "lo": mean(values) - error, "hi": mean(values) + error}] if values else []
+                rows += (
+                    [
+                        {
+                            "n": group.name,
+                            "x": count,
+                            "y": mean(values),
+                            "lo": mean(values) - error,
+                            "hi": mean(values) + error,
+                        }
+                    ]
+                    if values
+                    else []
+                )
         ticks = sorted({count for group in several for count in counts[group.name]})
-        return lines(rows, names_of(several), Axis("Draws of each member", log=True, values=ticks), axis(name), band="standard error")
+        return lines(
+            rows,
+            names_of(several),
+            Axis("Draws of each member", log=True, values=ticks),
+            axis(name),
+            band="standard error",
+        )
 
     variants = menu(metric_names(several, main), chart) if several else ()
     caption = "Mean and standard error over seeds on the same rows. Prediction costs grow in proportion to draws; where the line is flat, further draws buy nothing."
@@ -96,7 +125,11 @@ def draws(groups: Sequence[Group]) -> Figure | None:
 def cost(groups: Sequence[Group]) -> Figure | None:
     """Parameters, time and memory."""
     amounts = [
-        ("Parameters", "Parameters, relative to the plain network", lambda r: r.parameters.total / r.parameters.plain if r.parameters.plain else None),
+        (
+            "Parameters",
+            "Parameters, relative to the plain network",
+            lambda r: r.parameters.total / r.parameters.plain if r.parameters.plain else None,
+        ),
         ("Training", "Seconds per epoch", lambda r: r.cost.seconds_per_epoch),
         ("Memory", "Peak memory, MiB", lambda r: r.cost.peak_memory / 2**20 if r.cost.peak_memory else None),
     ]
@@ -105,7 +138,13 @@ def cost(groups: Sequence[Group]) -> Figure | None:
         rows = list(_means((group.name, [amount(record) for record in group.records]) for group in groups))
         if rows:
             variants.append(Variant(label, (bars(rows, names_of(groups), Axis(title, zero=True)),)))
-    return Figure("Cost of each method", "Mean over seeds. Times and memory compare only on one kind of machine: see the environment below.", tuple(variants), "Cost", key=False)
+    return Figure(
+        "Cost of each method",
+        "Mean over seeds. Times and memory compare only on one kind of machine: see the environment below.",
+        tuple(variants),
+        "Cost",
+        key=False,
+    )
 
 
 def _means(values: Iterable[tuple[str, list[float | None]]]) -> Iterable[Point]:

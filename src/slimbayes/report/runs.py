@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimbayes.record import Record, RecordError, read
 from slimbayes.report.metric import printable
+from slimbayes.report.record import Record, RecordError, read
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,12 @@ def _group(records: Sequence[Record]) -> tuple[Group, ...]:
     # A name has one colour on the whole page, also when it appears under several data sets.
     places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in keys))}
     return tuple(
-        Group(data, printable(name), tuple(sorted((r for r in records if (r.data, r.name) == (data, name)), key=lambda r: r.seed)), places[name])
+        Group(
+            data,
+            printable(name),
+            tuple(sorted((r for r in records if (r.data, r.name) == (data, name)), key=lambda r: r.seed)),
+            places[name],
+        )
         for data, name in keys
     )
 

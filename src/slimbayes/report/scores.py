@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slimbayes.record import Evaluation, Record
 from slimbayes.report.metric import ordered
+from slimbayes.report.record import Evaluation, Record
 from slimbayes.report.resampling import mean
 from slimbayes.report.runs import Group
 
@@ -65,18 +65,26 @@ def settled(group: Group, where: Where) -> Where | None:
 def by_seed(group: Group, where: Where, name: str) -> dict[int, float]:
     """A metric for each seed, averaged over the evaluations that are meant; seeds without it are left out."""
     exact = settled(group, where)
-    found = {record.seed: [e.metrics[name] for e in find(record, exact) if name in e.metrics] for record in group.records} if exact else {}
+    found = (
+        {record.seed: [e.metrics[name] for e in find(record, exact) if name in e.metrics] for record in group.records}
+        if exact
+        else {}
+    )
     return {seed: mean(values) for seed, values in found.items() if values}
 
 
 def metric_names(groups: Iterable[Group], where: Where) -> list[str]:
     """The metrics that any run has there, in the order of the tables."""
-    return ordered(name for group in groups for record in group.records for e in find(record, where) for name in e.metrics)
+    return ordered(
+        name for group in groups for record in group.records for e in find(record, where) for name in e.metrics
+    )
 
 
 def data_names(groups: Iterable[Group], role: str) -> list[str]:
     """The evaluated sets of a role, in order of appearance."""
-    return list(dict.fromkeys(e.data for group in groups for record in group.records for e in find(record, Where(role))))
+    return list(
+        dict.fromkeys(e.data for group in groups for record in group.records for e in find(record, Where(role)))
+    )
 
 
 def main_set(groups: Sequence[Group]) -> Where:

@@ -67,7 +67,14 @@ def score_column(groups: Sequence[Group], where: Where, name: str, over: str = "
     for i, numbers in enumerate(values):
         error = standard_error(numbers)
         value = means[i] if numbers and not math.isnan(means[i]) else None
-        cells.append(Cell(shown(name, means[i], places) if numbers else MISSING, value, "" if error is None else shown(name, error, places), i in leading))
+        cells.append(
+            Cell(
+                shown(name, means[i], places) if numbers else MISSING,
+                value,
+                "" if error is None else shown(name, error, places),
+                i in leading,
+            )
+        )
     known = metric(name)
     return Column(known.head, over, known.arrow, known.advice), cells
 
@@ -75,7 +82,9 @@ def score_column(groups: Sequence[Group], where: Where, name: str, over: str = "
 def _table(title: str, caption: str, groups: Sequence[Group], columns: Sequence[tuple[Column, list[Cell]]]) -> Table:
     """Names with their colours down the side. Only the first table of a page describes the methods."""
     details = [group.method if title == "Summary" and group.method != group.name else "" for group in groups]
-    heads = [Cell(group.name, group.name.lower(), detail=detail, place=group.place) for group, detail in zip(groups, details)]
+    heads = [
+        Cell(group.name, group.name.lower(), detail=detail, place=group.place) for group, detail in zip(groups, details)
+    ]
     rows = tuple((heads[i], *(cells[i] for _, cells in columns)) for i in range(len(groups)))
     return Table(title, caption, (Column("Name"), *(head for head, _ in columns)), rows)
 
@@ -94,16 +103,28 @@ def summary(groups: Sequence[Group]) -> Table:
     known = metric_names(groups, corrupted)
     columns += [score_column(groups, corrupted, name, "Corrupted") for name in BEHIND if name in known]
     columns.append(_growth(groups))
-    columns += [_numbers("Seeds", [len(group.records) for group in groups], "Runs"), _numbers("Draws", [where.draws if where else None for where in exact], "Runs")]
+    columns += [
+        _numbers("Seeds", [len(group.records) for group in groups], "Runs"),
+        _numbers("Draws", [where.draws if where else None for where in exact], "Runs"),
+    ]
     caption = "Mean ± standard error over seeds; one seed has no error. Bold is the best mean, which need not be a real difference."
     if known:
-        caption += f" Corrupted: mean over the {len(corrupted.places or ())} corruptions and severities that all runs share."
+        caption += (
+            f" Corrupted: mean over the {len(corrupted.places or ())} corruptions and severities that all runs share."
+        )
     return _table("Summary", caption, groups, columns)
 
 
 def _growth(groups: Sequence[Group]) -> tuple[Column, list[Cell]]:
-    ratios = [group.records[0].parameters.total / group.records[0].parameters.plain if group.records[0].parameters.plain else math.nan for group in groups]
-    return Column("Parameters", "Size"), [Cell(f"\u00d7 {ratio:.4g}", ratio) if math.isfinite(ratio) else Cell(MISSING, None) for ratio in ratios]
+    ratios = [
+        group.records[0].parameters.total / group.records[0].parameters.plain
+        if group.records[0].parameters.plain
+        else math.nan
+        for group in groups
+    ]
+    return Column("Parameters", "Size"), [
+        Cell(f"\u00d7 {ratio:.4g}", ratio) if math.isfinite(ratio) else Cell(MISSING, None) for ratio in ratios
+    ]
 
 
 def every_score(groups: Sequence[Group]) -> Table | None:
@@ -111,7 +132,11 @@ def every_score(groups: Sequence[Group]) -> Table | None:
     main = main_set(groups)
     names = [name for name in metric_names(groups, main) if name not in FRONT]
     columns = [score_column(groups, main, name, main.role.capitalize()) for name in names]
-    return _table("Further scores", "Mean ± standard error over seeds, on the same rows as the summary.", groups, columns) if columns else None
+    return (
+        _table("Further scores", "Mean ± standard error over seeds, on the same rows as the summary.", groups, columns)
+        if columns
+        else None
+    )
 
 
 def other_sets(groups: Sequence[Group]) -> Table | None:
@@ -123,13 +148,24 @@ def other_sets(groups: Sequence[Group]) -> Table | None:
         for where in sets if (where.role, where.data) != (main.role, main.data)
         for name in metric_names(groups, where) if name in FRONT
     ]  # fmt: skip
-    return _table("Other sets", "Mean ± standard error over seeds. Validation rows took part in choices; test and shifted rows did not.", groups, columns) if columns else None
+    return (
+        _table(
+            "Other sets",
+            "Mean ± standard error over seeds. Validation rows took part in choices; test and shifted rows did not.",
+            groups,
+            columns,
+        )
+        if columns
+        else None
+    )
 
 
 def unfamiliar(groups: Sequence[Group]) -> Table | None:
     """Scores of telling unfamiliar inputs from test rows."""
     columns = [
-        score_column(groups, Where("ood", data), name, data) for data in data_names(groups, "ood") for name in metric_names(groups, Where("ood", data))
+        score_column(groups, Where("ood", data), name, data)
+        for data in data_names(groups, "ood")
+        for name in metric_names(groups, Where("ood", data))
     ]
     return _table("Unfamiliar inputs", "Mean ± standard error over seeds.", groups, columns) if columns else None
 
@@ -144,10 +180,18 @@ def cost(groups: Sequence[Group]) -> Table:
         (Column("Training", "Time"), [_seconds([run.cost.train_seconds for run in r]) for r in records]),
         (Column("Epoch", "Time"), [_seconds([run.cost.seconds_per_epoch for run in r]) for r in records]),
         (Column("Evaluation", "Time"), [_seconds([run.cost.evaluate_seconds for run in r]) for r in records]),
-        (Column("Peak", "Memory"), [_bytes([run.cost.peak_memory for run in r if run.cost.peak_memory is not None]) for r in records]),
+        (
+            Column("Peak", "Memory"),
+            [_bytes([run.cost.peak_memory for run in r if run.cost.peak_memory is not None]) for r in records],
+        ),
     ]
     columns[2] = (Column("Ratio", "Parameters"), columns[2][1])
-    return _table("Cost", "Mean over seeds; an epoch is the median of its run. Peak memory is the device's on a GPU, the process's on a CPU.", groups, columns)
+    return _table(
+        "Cost",
+        "Mean over seeds; an epoch is the median of its run. Peak memory is the device's on a GPU, the process's on a CPU.",
+        groups,
+        columns,
+    )
 
 
 def _count(number: int) -> Cell:

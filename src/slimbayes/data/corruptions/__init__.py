@@ -25,7 +25,7 @@ from slimbayes.data.corruptions.constants import CORRUPTIONS as CORRUPTIONS
 from slimbayes.data.corruptions.constants import EXTRA as EXTRA
 from slimbayes.data.corruptions.constants import STRENGTHS, Style
 from slimbayes.data.corruptions.draws import Draws
-from slimbayes.messages import did_you_mean
+from slimbayes.errors import did_you_mean
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gaussian_noise": noise.gaussian_noise,
@@ -49,7 +49,14 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "saturate": digital.saturate,
 }
 # Number of channels, for those corruptions that know colours; the others take any.
-_CHANNELS = {"snow": (1, 3), "brightness": (1, 3), "jpeg_compression": (1, 3), "frost": (3,), "spatter": (3,), "saturate": (3,)}
+_CHANNELS = {
+    "snow": (1, 3),
+    "brightness": (1, 3),
+    "jpeg_compression": (1, 3),
+    "frost": (3,),
+    "spatter": (3,),
+    "saturate": (3,),
+}
 _SMALL = 64  # pixels: the longer side up to which images count as CIFAR's kind
 
 
@@ -116,12 +123,16 @@ def _check_images(images: Tensor, name: str) -> None:
         hint = "; bytes become that by images.float() / 255" if images.dtype == torch.uint8 else ""
         raise TypeError(f"corrupt needs floating-point images in [0, 1], got {images.dtype}{hint}.")
     if images.dim() != 4 or 0 in images.shape[1:]:
-        raise ValueError(f"corrupt needs images (B, C, H, W), got shape {tuple(images.shape)}; a single image needs [None].")
+        raise ValueError(
+            f"corrupt needs images (B, C, H, W), got shape {tuple(images.shape)}; a single image needs [None]."
+        )
     channels = _CHANNELS.get(name)
     if channels and images.shape[1] not in channels:
         hint = "; gray images become coloured by images.expand(-1, 3, -1, -1)" if images.shape[1] == 1 else ""
         wanted = " or ".join(str(c) for c in channels)
-        raise ValueError(f"{name} needs images of {wanted} channels (B, C, H, W), got shape {tuple(images.shape)}{hint}.")
+        raise ValueError(
+            f"{name} needs images of {wanted} channels (B, C, H, W), got shape {tuple(images.shape)}{hint}."
+        )
     wrong = ~((images >= 0) & (images <= 1))  # written so that nan is wrong too
     if bool(wrong.any()):
         raise ValueError(

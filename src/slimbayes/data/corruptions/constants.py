@@ -74,7 +74,9 @@ _CIFAR: dict[str, tuple[Arguments, ...]] = {
     "saturate": ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),  # factor, offset
 }
 
-_LARGE = 244 / 224  # the reference multiplies elastic_transform's constants by 244 where the images have 224 pixels; kept
+_LARGE = (
+    244 / 224
+)  # the reference multiplies elastic_transform's constants by 244 where the images have 224 pixels; kept
 
 _IMAGENET: dict[str, tuple[Arguments, ...]] = {
     "gaussian_noise": _single(0.08, 0.12, 0.18, 0.26, 0.38),

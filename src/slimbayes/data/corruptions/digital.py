@@ -40,7 +40,9 @@ def elastic_transform(x: Tensor, draw: Draws, alpha: float, sigma: float, affine
     offsets = draw.uniform(batch, 3, 2, low=-affine * size, high=affine * size)
     down, right = draw.uniform(2, batch, height, width, low=-1, high=1)
     x = warp_affine(x, offsets)
-    down, right = (filters.gaussian(field, sigma * size, "reflect", truncate=3.0) * alpha * size for field in (down, right))
+    down, right = (
+        filters.gaussian(field, sigma * size, "reflect", truncate=3.0) * alpha * size for field in (down, right)
+    )
     rows, columns = _grid(x)
     return filters.bilinear(x, rows + down, columns + right, "reflect")
 
@@ -57,7 +59,9 @@ def warp_affine(x: Tensor, offsets: Tensor) -> Tensor:
     if side == 0:
         raise ValueError(f"elastic_transform needs images of at least 3 x 3 pixels, got {height} x {width}.")
     middle = x.new_tensor([height // 2, width // 2])
-    corners = x.new_tensor([[1, 1], [1, -1], [-1, -1]])  # seen from the middle, in units of `side`, to keep the system tame
+    corners = x.new_tensor(
+        [[1, 1], [1, -1], [-1, -1]]
+    )  # seen from the middle, in units of `side`, to keep the system tame
     moved = torch.cat([corners + offsets / side, torch.ones_like(offsets[..., :1])], 2)
     back = torch.linalg.solve(moved, corners.expand(len(x), -1, -1))  # (moved x, moved y, 1) @ back = corner
     rows, columns = _grid(x)
@@ -81,7 +85,9 @@ def pixelate(x: Tensor, draw: Draws, factor: float) -> Tensor:
     pixels = filters.round_levels(x)
     for size in (max(int(width * factor), 1), max(int(height * factor), 1), width, height):
         pixels = filters.mix_columns(pixels, box_matrix(pixels.shape[-1], size))
-        pixels = torch.floor(pixels + 0.5 + 1e-4).mT  # the slack keeps halves, which thirds and sevenths in float32 just miss
+        pixels = torch.floor(
+            pixels + 0.5 + 1e-4
+        ).mT  # the slack keeps halves, which thirds and sevenths in float32 just miss
     return pixels / 255
 
 

@@ -48,7 +48,9 @@ def mix_columns(x: Tensor, matrix: Tensor) -> Tensor:
 
     Shape: x (..., H, W), matrix (w, W), result (..., H, w).
     """
-    dtype = torch.float64 if x.is_cuda else x.dtype  # in float32 a GPU may be set to round factors to TF32: wrong by a level
+    dtype = (
+        torch.float64 if x.is_cuda else x.dtype
+    )  # in float32 a GPU may be set to round factors to TF32: wrong by a level
     return (x.contiguous().to(dtype) @ matrix.to(x.device, dtype).mT).to(x.dtype)
 
 

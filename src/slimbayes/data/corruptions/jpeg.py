@@ -56,9 +56,21 @@ def quantisation(base: tuple[int, ...], quality: float) -> Tensor:
 
 def _cosines() -> Tensor:
     """libjpeg's accurate cosine transform of eight points in 13-bit fixed point, its factors multiplied out: (8, 8)."""
-    even = [[8192, 8192, 8192, 8192], [10703, 4433, -4433, -10703], [8192, -8192, -8192, 8192], [4433, -10704, 10704, -4433]]
-    odd = [[11363, 9633, 6437, 2260], [9633, -2259, -11362, -6436], [6437, -11362, 2261, 9633], [2260, -6436, 9633, -11363]]
-    rows = [row for pair in zip(([*e, *e[::-1]] for e in even), ([*o, *(-v for v in o[::-1])] for o in odd)) for row in pair]
+    even = [
+        [8192, 8192, 8192, 8192],
+        [10703, 4433, -4433, -10703],
+        [8192, -8192, -8192, 8192],
+        [4433, -10704, 10704, -4433],
+    ]
+    odd = [
+        [11363, 9633, 6437, 2260],
+        [9633, -2259, -11362, -6436],
+        [6437, -11362, 2261, 9633],
+        [2260, -6436, 9633, -11363],
+    ]
+    rows = [
+        row for pair in zip(([*e, *e[::-1]] for e in even), ([*o, *(-v for v in o[::-1])] for o in odd)) for row in pair
+    ]
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 

@@ -13,12 +13,26 @@ from torch import Tensor
 from slimbayes.data.corruptions import filters
 from slimbayes.data.corruptions.draws import Draws
 
-PHOTOS = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # quirk: the reference never draws its sixth
+PHOTOS = (
+    "frost1.png",
+    "frost2.png",
+    "frost3.png",
+    "frost4.jpg",
+    "frost5.jpg",
+)  # quirk: the reference never draws its sixth
 GRAY = (0.299, 0.587, 0.114)
 
 
 def snow(
-    x: Tensor, draw: Draws, mean: float, std: float, zoom: float, threshold: float, radius: float, sigma: float, mix: float
+    x: Tensor,
+    draw: Draws,
+    mean: float,
+    std: float,
+    zoom: float,
+    threshold: float,
+    radius: float,
+    sigma: float,
+    mix: float,
 ) -> Tensor:
     """Whiten the image and add flakes: thresholded noise, enlarged, blown along a line, once more turned by 180 degrees."""
     batch, channels, height, width = x.shape
@@ -31,7 +45,9 @@ def snow(
     return x + flakes + flakes.flip(-2, -1)
 
 
-def frost(x: Tensor, draw: Draws, image: float, photo: float, shrink: float, folder: str | Path | None = None) -> Tensor:
+def frost(
+    x: Tensor, draw: Draws, image: float, photo: float, shrink: float, folder: str | Path | None = None
+) -> Tensor:
     """Blend with a random crop of one of the five photos."""
     batch, _, height, width = x.shape
     which = draw.integers(batch, low=0, high=len(PHOTOS))

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.errors import did_you_mean
 from slimbayes.layers.base import BayesLayer
-from slimbayes.messages import did_you_mean
 
 Form = Literal["average", "mixture", "probs", "logits"]
 _FORMS = ("average", "mixture", "probs", "logits")
@@ -51,7 +51,7 @@ def elbo(nll: Tensor, model: nn.Module, num_data: int, kl_weight: float | Tensor
         nll: mean negative log-likelihood of the batch, a scalar from one of the likelihoods here or from your own loss.
         model: a converted model.
         num_data: size of the training set, not of the batch.
-        kl_weight: annealing weight, see `slimbayes.schedules`. `.kl` is reported without it.
+        kl_weight: annealing weight, see `slimbayes.train.schedules`. `.kl` is reported without it.
         micro_batches: how many losses are added up before the optimizer steps.
 
     Example:
@@ -85,7 +85,9 @@ def kl(model: nn.Module) -> Tensor:
     """
     layers = [m for m in model.modules() if isinstance(m, BayesLayer)]
     every = [(p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()]
-    found = list({id(pair[0]): pair for pair in reversed(every)}.values())[::-1]  # layers with one weight share a posterior: once
+    found = list({id(pair[0]): pair for pair in reversed(every)}.values())[
+        ::-1
+    ]  # layers with one weight share a posterior: once
     terms: list[Tensor] = []
     for kind in dict.fromkeys((type(p), p.sharded) for p, _ in found):
         same = [pair for pair in found if (type(pair[0]), pair[0].sharded) == kind]
@@ -130,7 +132,9 @@ def _whole(flag: Tensor) -> Tensor:
     return flag.full_tensor() if hasattr(flag, "full_tensor") else flag
 
 
-def categorical(logits: Tensor, target: Tensor, form: Form = "average", class_dim: int = -1, ignore_index: int = -100) -> Tensor:
+def categorical(
+    logits: Tensor, target: Tensor, form: Form = "average", class_dim: int = -1, ignore_index: int = -100
+) -> Tensor:
     """Mean negative log-likelihood of class labels under S draws of logits.
 
     Shape: logits (S, B, ..., C), classes along `class_dim`; target (B, ...) class indices, or (B, ..., C) probabilities (soft labels);
@@ -154,7 +158,9 @@ def categorical(logits: Tensor, target: Tensor, form: Form = "average", class_di
             return -(target * _log_mean(logp)).sum(-1).mean()
         return -(target * logp).sum(-1).mean()
     kept = target != ignore_index
-    picked = logp.gather(-1, target.where(kept, torch.zeros_like(target)).expand(logp.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+    picked = logp.gather(
+        -1, target.where(kept, torch.zeros_like(target)).expand(logp.shape[:-1]).unsqueeze(-1)
+    ).squeeze(-1)
     return (_combine(picked, form) * kept).sum() / kept.sum()
 
 
@@ -176,7 +182,9 @@ def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
     if form == "mixture" and bool(((target != 0) & (target != 1)).any()):
         return -(target * _log_mean(yes) + (1 - target) * _log_mean(no)).mean()
     target = target.to(logits.dtype)
-    return _combine(torch.where(target == 1, yes, torch.where(target == 0, no, target * yes + (1 - target) * no)), form).mean()
+    return _combine(
+        torch.where(target == 1, yes, torch.where(target == 0, no, target * yes + (1 - target) * no)), form
+    ).mean()
 
 
 def gaussian(mean: Tensor, target: Tensor, scale: float | Tensor = 1.0, form: Form = "average") -> Tensor:
@@ -243,7 +251,9 @@ def check_two_outputs(outputs: Tensor) -> None:
 def _check(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) -> None:
     """Refuse a target that would broadcast, as (B,) against (S, B, 1) does, and a form that is none."""
     if target.shape != needed:
-        raise ValueError(f"A target of shape {tuple(needed)} is needed for outputs of shape {tuple(outputs.shape)}, got {tuple(target.shape)}.")
+        raise ValueError(
+            f"A target of shape {tuple(needed)} is needed for outputs of shape {tuple(outputs.shape)}, got {tuple(target.shape)}."
+        )
     if form not in _FORMS:
         raise ValueError(f"Unknown form {form!r}{did_you_mean(form, _FORMS)}")
 
@@ -251,7 +261,9 @@ def _check(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) -> No
 def _gaussian(mean: Tensor, target: Tensor, scale: Tensor, form: str) -> Tensor:
     if mean.shape[1:] != target.shape:
         # Broadcasting (S, B, 1) against (B,) would silently compare every row with every target.
-        raise ValueError(f"A target of shape {tuple(mean.shape[1:])} is needed for outputs of shape {tuple(mean.shape)}, got {tuple(target.shape)}.")
+        raise ValueError(
+            f"A target of shape {tuple(mean.shape[1:])} is needed for outputs of shape {tuple(mean.shape)}, got {tuple(target.shape)}."
+        )
     logp = -0.5 * ((target - mean) / scale) ** 2 - scale.log() - 0.5 * math.log(2 * math.pi)
     return _combine(logp.flatten(2).sum(-1) if logp.dim() > 2 else logp, form).mean()
 

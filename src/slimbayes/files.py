@@ -40,7 +40,9 @@ def read_folder(folder: Path, needed: set[str]) -> dict[str, bytes]:
     if version != FORMAT:
         raise CheckpointError(f"{folder} has format {version!r}; this version of slimbayes reads format {FORMAT}.")
     if not named or not needed <= set(hashes):
-        raise CheckpointError(f"{folder / 'manifest.json'} is damaged: it does not list {' and '.join(sorted(needed))}.")
+        raise CheckpointError(
+            f"{folder / 'manifest.json'} is damaged: it does not list {' and '.join(sorted(needed))}."
+        )
     files = {}
     for name, expected in hashes.items():
         try:
@@ -48,7 +50,9 @@ def read_folder(folder: Path, needed: set[str]) -> dict[str, bytes]:
         except OSError as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error}.") from error
         if hashlib.sha256(files[name]).hexdigest() != expected:
-            raise CheckpointError(f"{folder / name} is damaged: its sha256 differs from the manifest's. Restore it from a copy.")
+            raise CheckpointError(
+                f"{folder / name} is damaged: its sha256 differs from the manifest's. Restore it from a copy."
+            )
     return files
 
 

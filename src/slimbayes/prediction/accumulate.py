@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimbayes.messages import did_you_mean
-from slimbayes.objective import check_classes, check_two_outputs, noise_scale
-from slimbayes.prediction import Prediction, along_draws, entropy
+from slimbayes.errors import did_you_mean
+from slimbayes.prediction.prediction import Prediction, along_draws, entropy
+from slimbayes.train.elbo import check_classes, check_two_outputs, noise_scale
 
 _LIKELIHOODS = ("categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian")
 
@@ -133,5 +133,7 @@ def _checked_weights(weights: Tensor | Sequence[float], members: int) -> Tensor:
     """Weights (K,) in float64, scaled to sum to one beyond the rounding of what was given."""
     w = torch.as_tensor(weights, dtype=torch.float64).detach()
     if w.shape != (members,) or not bool((w >= 0).all()) or not abs(float(w.sum()) - 1) <= 1e-4:
-        raise ValueError(f"weights must be {members} non-negative numbers that sum to 1, one for each member, got {w.tolist()}.")
+        raise ValueError(
+            f"weights must be {members} non-negative numbers that sum to 1, one for each member, got {w.tolist()}."
+        )
     return w / w.sum()

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from slimbayes.convert import conversions_of, debayesianize
+from slimbayes.convert.convert import conversions_of, debayesianize
 from slimbayes.engine import calls, passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.passes import Pass, Unproven
@@ -41,7 +41,14 @@ def posteriors_in(model: nn.Module) -> list[Any]:
     return found
 
 
-def sample(model: nn.Module, *args: Any, draws: int = 1, rows: Literal["tile", "split"] = "tile", fold: Fold = "auto", **kwargs: Any) -> Any:
+def sample(
+    model: nn.Module,
+    *args: Any,
+    draws: int = 1,
+    rows: Literal["tile", "split"] = "tile",
+    fold: Fold = "auto",
+    **kwargs: Any,
+) -> Any:
     """Run the model under S = members x draws draws from its posterior.
 
     Args:
@@ -77,7 +84,9 @@ def sample(model: nn.Module, *args: Any, draws: int = 1, rows: Literal["tile", "
     return sampled(model, args, kwargs, total, fold, held, rows == "split")
 
 
-def sampled(model: nn.Module, args: Any, kwargs: Any, total: int, fold: Fold, held: Pass | None = None, split: bool = False) -> Any:
+def sampled(
+    model: nn.Module, args: Any, kwargs: Any, total: int, fold: Fold, held: Pass | None = None, split: bool = False
+) -> Any:
     """Outputs (S, B, ...) of one call under so many draws."""
     new, layout, folds = calls.draw_all(model, args, kwargs, total, fold, held, split)
     try:
@@ -134,7 +143,9 @@ def write_out(model: Model, draw: int = 0) -> Model:
     posteriors = posteriors_in(model)
     held = passes.of(posteriors[0].key) if posteriors else None
     if posteriors and (held is None or not held.held or not 0 <= draw < held.total):
-        raise ValueError(f"write_out(model, {draw}) needs that draw to be held: call it inside `with frozen(model, draws=...):`.")
+        raise ValueError(
+            f"write_out(model, {draw}) needs that draw to be held: call it inside `with frozen(model, draws=...):`."
+        )
     if not posteriors or held is None:
         return debayesianize(copy.deepcopy(model))
     return passes.run(held.single(draw), _written, model)
@@ -161,6 +172,8 @@ def _fill(plain: nn.Module, layer: BayesLayer) -> None:
     for site in layer.sites():
         posterior: Any = layer.posterior[site.name]
         if not posterior.has_weights:
-            raise ValueError(f"{posterior.name}: a draw of {type(posterior).__name__} is no weight that could be written out.")
+            raise ValueError(
+                f"{posterior.name}: a draw of {type(posterior).__name__} is no weight that could be written out."
+            )
         weight, bias = posterior.materialise(layer.linear_map(site.name), 0)
         layer.write_draw(plain, site, weight, bias)

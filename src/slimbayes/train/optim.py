@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions import wide
+from slimbayes.distributions.families import wide
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
 from slimbayes.posteriors.ensemble import EnsemblePosterior
@@ -17,7 +17,10 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 
 def param_groups(
-    model: nn.Module, weight_decay: float | Mapping[str, float] = 0.0, lr: float | None = None, posterior_lr_multiplier: float = 1.0
+    model: nn.Module,
+    weight_decay: float | Mapping[str, float] = 0.0,
+    lr: float | None = None,
+    posterior_lr_multiplier: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: decay on the network's own parameters and on copies of them, none on other posteriors.
 
@@ -105,8 +108,14 @@ def l2(
         tensor(6., grad_fn=<AddBackward0>)
     """
     patched = _patched(model)
-    plain = (MixturePosterior, EnsemblePosterior, MemberNormPosterior)  # what they hold are weights; an ensemble's members count as shared layers
-    others = {id(p) for posterior in posteriors_of(model) if not isinstance(posterior, plain) for p in posterior.parameters()}
+    plain = (
+        MixturePosterior,
+        EnsemblePosterior,
+        MemberNormPosterior,
+    )  # what they hold are weights; an ensemble's members count as shared layers
+    others = {
+        id(p) for posterior in posteriors_of(model) if not isinstance(posterior, plain) for p in posterior.parameters()
+    }
     others |= {id(p.logits) for p in posteriors_of(model) if isinstance(p, MixturePosterior)}
     groups: dict[float, list[Tensor]] = {}
     for name, parameter in model.named_parameters():

@@ -17,11 +17,11 @@ from slimbayes.engine.calls import Fold
 from slimbayes.engine.layout import Layout
 from slimbayes.engine.sharing import evaluating
 from slimbayes.engine.tree import arrays_of, padded, tree_map
-from slimbayes.objective import check_finite
 from slimbayes.posteriors.ensemble import EnsemblePosterior
-from slimbayes.prediction import Likelihood, Prediction
-from slimbayes.running import Running
-from slimbayes.sampling import members, posteriors_in, sampled
+from slimbayes.prediction.accumulate import Running
+from slimbayes.prediction.prediction import Likelihood, Prediction
+from slimbayes.prediction.sample import members, posteriors_in, sampled
+from slimbayes.train.elbo import check_finite
 
 
 @torch.no_grad()
@@ -70,7 +70,9 @@ def predict(
     if draws < 1 or (chunk is not None and chunk < 1):
         raise ValueError(f"predict needs draws >= 1 and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.")
     if chunk is not None and chunk < members(model):
-        raise ValueError(f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}.")
+        raise ValueError(
+            f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}."
+        )
     check_finite(model)
     parts = []
     with evaluating(model):
@@ -84,7 +86,11 @@ def predict(
 
 @torch.no_grad()
 def predict_prefixes(
-    model: nn.Module, x: Tensor, draws: Sequence[int], likelihood: Likelihood = "categorical", scale: float | Tensor = 0.0
+    model: nn.Module,
+    x: Tensor,
+    draws: Sequence[int],
+    likelihood: Likelihood = "categorical",
+    scale: float | Tensor = 0.0,
 ) -> dict[int, Prediction]:
     """Predictions of one batch for several numbers of draws at the price of the largest: each is made of the first so many draws.
 
@@ -165,7 +171,9 @@ def call_batch(model: nn.Module, batch: Any, inputs: int | None = None) -> tuple
 
 def _slices(model: nn.Module, inputs: tuple[Any, Any], chunk: int | None) -> Iterator[tuple[Any, Any]]:
     if not arrays_of(inputs):
-        raise ValueError(f"predict found no tensor in {type(inputs[0][0]).__name__ if inputs[0] else 'nothing'}: give it tensors, arrays or batches.")
+        raise ValueError(
+            f"predict found no tensor in {type(inputs[0][0]).__name__ if inputs[0] else 'nothing'}: give it tensors, arrays or batches."
+        )
     if chunk is None or not posteriors_in(model):
         yield inputs
         return
@@ -178,7 +186,9 @@ def _slices(model: nn.Module, inputs: tuple[Any, Any], chunk: int | None) -> Ite
         yield layout.narrow(inputs, start, min(size, rows - start))
 
 
-def _outputs(model: nn.Module, args: Any, kwargs: Any, draws: int, chunk: int | None, share: bool, fold: Fold) -> Iterator[Any]:
+def _outputs(
+    model: nn.Module, args: Any, kwargs: Any, draws: int, chunk: int | None, share: bool, fold: Fold
+) -> Iterator[Any]:
     """Outputs (S', N, ...) of all draws of one batch, so many at a time as fit."""
     posteriors = posteriors_in(model)
     if not posteriors:
@@ -210,7 +220,9 @@ def _draws_at_once(model: nn.Module, inputs: Any, chunk: int | None) -> int:
     wanted = min(2**23 * rows // max(numbers, 1), 2**15) if chunk is None else chunk
     at_once = max(1, wanted // (rows * members(model)))
     floats = sum(p.widths(False)[0] for p in passes.posteriors_of(model) if not p.by_row) * members(model)
-    return min(at_once, max(1, 2**24 // max(floats, 1)))  # posteriors that draw whole weights: some 64 MiB of them at once
+    return min(
+        at_once, max(1, 2**24 // max(floats, 1))
+    )  # posteriors that draw whole weights: some 64 MiB of them at once
 
 
 def choices_of(posteriors: Sequence[Any]) -> list[Tensor]:
@@ -230,7 +242,9 @@ def _distinct(model: nn.Module, args: Any, kwargs: Any, draws: int, at_once: int
         return
     picked = torch.stack([choice.to(posteriors[0].device) for choice in passes.run(new, choices_of, posteriors)])
     unique, which = torch.unique(picked, dim=1, return_inverse=True)
-    first = torch.empty(unique.shape[1], dtype=torch.long, device=which.device).scatter_(0, which, torch.arange(draws, device=which.device))
+    first = torch.empty(unique.shape[1], dtype=torch.long, device=which.device).scatter_(
+        0, which, torch.arange(draws, device=which.device)
+    )
     parts = [_run_some(model, args, kwargs, new.take(index), layout, folds) for index in first.split(at_once)]
     networks = tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
     for index in which.split(max(at_once, 64)):

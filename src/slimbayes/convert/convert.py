@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from slimbayes.convert.plan import Decision, Selection, plan, refuse
 from slimbayes.engine import calls, passes
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
 from slimbayes.layers.dropout import functional_dropout
 from slimbayes.layers.methods import Opens, opening_class
-from slimbayes.planning import Decision, Selection, plan, refuse
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.ensemble import Ensemble, EnsemblePosterior
 from slimbayes.posteriors.mc_dropout import MCDropout
@@ -73,7 +73,11 @@ def bayesianize(
     _report_functional_dropout(model, decisions)
     layers = dict(model.named_modules())
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    built = [(d, layers[d.name], *_posteriors(d, layers[d.name], device)) for d in decisions if d.config is not None and d.tied is None]
+    built = [
+        (d, layers[d.name], *_posteriors(d, layers[d.name], device))
+        for d in decisions
+        if d.config is not None and d.tied is None
+    ]
     if strict:
         refuse(decisions)
     built = [entry for entry in built if entry[0].config is not None]
@@ -84,7 +88,12 @@ def bayesianize(
     try:
         for decision, layer, cls, posteriors in built:
             _swap(layer, cls, posteriors, decision.tied is None)
-        for decision, layer, _, posteriors in built:  # only now, when nothing else can fail: starting components may set the layer's scales
+        for (
+            decision,
+            layer,
+            _,
+            posteriors,
+        ) in built:  # only now, when nothing else can fail: starting components may set the layer's scales
             if decision.tied is None:
                 _start(layer, posteriors)
     except Exception:
@@ -118,13 +127,21 @@ def ensemble(models: Sequence[Model]) -> Model:
         differ = sorted(n for n in shapes.keys() | theirs.keys() if shapes.get(n) != theirs.get(n))
         again = any(other is former for former in models[:i])
         if type(other) is not type(first) or differ or again:
-            what = "is the same object as one before" if again else f"is a {type(other).__name__} that differs in {', '.join(differ[:5]) or 'its type'}"
-            raise ValueError(f"ensemble needs separate models like the first ({type(first).__name__}), but model {i} {what}.")
+            what = (
+                "is the same object as one before"
+                if again
+                else f"is a {type(other).__name__} that differs in {', '.join(differ[:5]) or 'its type'}"
+            )
+            raise ValueError(
+                f"ensemble needs separate models like the first ({type(first).__name__}), but model {i} {what}."
+            )
     bayesianize(first, Ensemble(members=len(models), init="copies"))
     posterior: Any = passes.posteriors_of(first)[0]
     posterior.others = nn.ModuleList(models[1:])
     posterior.train(first.training)
-    posterior.batched = posterior.batched and len(looks) == 1  # networks that differ in what they do must run one by one
+    posterior.batched = (
+        posterior.batched and len(looks) == 1
+    )  # networks that differ in what they do must run one by one
     return first
 
 
@@ -183,7 +200,9 @@ def _report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> N
         )
         known = next((d for d in decisions if d.name == name and d.config is None), None)
         if known is None:
-            decisions.append(Decision(name, type(model.get_submodule(name)).__name__, None, f"functional dropout: {what}"))
+            decisions.append(
+                Decision(name, type(model.get_submodule(name)).__name__, None, f"functional dropout: {what}")
+            )
         else:
             known.reason += f"; functional dropout: {what}"
 
@@ -258,7 +277,11 @@ def open_passes(model: nn.Module) -> None:
     for module in _around(model):
         if not isinstance(module, (Converted, Opens)) and type(module).forward is not nn.Module.forward:
             module.__class__ = opening_class(type(module))
-        if "forward" in module.__dict__ and not isinstance(module, Converted) and not hasattr(module.__dict__["forward"], "slimbayes"):
+        if (
+            "forward" in module.__dict__
+            and not isinstance(module, Converted)
+            and not hasattr(module.__dict__["forward"], "slimbayes")
+        ):
             # Somebody set a forward on the instance, which hides that of the class.
             module.forward = _Instance(module, module.__dict__["forward"])
 

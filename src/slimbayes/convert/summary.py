@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert import conversions_of
+from slimbayes.convert.convert import conversions_of
+from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers import bayes_class, class_for
 from slimbayes.layers.anything import AnyLayer
 from slimbayes.layers.base import Converted, sites_of
-from slimbayes.planning import Decision, Selection, plan
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.mc_dropout import DropoutPosterior
 
@@ -60,13 +60,25 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         size = None if math.isinf(self.log_ensemble_size) else self.log_ensemble_size
-        return {"before": self.before, "after": self.after, "log_ensemble_size": size, "layers": [asdict(r) for r in self.rows]}
+        return {
+            "before": self.before,
+            "after": self.after,
+            "log_ensemble_size": size,
+            "layers": [asdict(r) for r in self.rows],
+        }
 
     def __str__(self) -> str:
         lines = [("layer", "type", "status", "before", "after", "method or reason")]
-        lines += [(r.name or "(model)", r.layer, r.status, f"{r.before:,}", f"{r.after:,}", r.detail) for r in self.rows]
+        lines += [
+            (r.name or "(model)", r.layer, r.status, f"{r.before:,}", f"{r.after:,}", r.detail) for r in self.rows
+        ]
         widths = [max(len(line[i]) for line in lines) for i in range(5)]
-        text = ["  ".join(_pad(cell, w, i in (3, 4)) for i, (cell, w) in enumerate(zip(line, [*widths, 0], strict=True))).rstrip() for line in lines]
+        text = [
+            "  ".join(
+                _pad(cell, w, i in (3, 4)) for i, (cell, w) in enumerate(zip(line, [*widths, 0], strict=True))
+            ).rstrip()
+            for line in lines
+        ]
         text.insert(1, "-" * min(110, max(len(t) for t in text)))
         extra = (self.after - self.before) / max(self.before, 1)
         converted = sum(r.status == "converted" for r in self.rows)
@@ -134,7 +146,11 @@ def _told(decision: Decision, layer: nn.Module) -> tuple[str, str]:
 def _own_parameters(layer: nn.Module) -> list[nn.Parameter]:
     """Parameters a layer answers for: its own, and those inside it where it owns its submodules."""
     whole = isinstance(layer, nn.MultiheadAttention) or bayes_class(layer) is not None
-    return [p for n, p in layer.named_parameters(recurse=whole or isinstance(layer, Converted)) if not n.startswith("posterior.")]
+    return [
+        p
+        for n, p in layer.named_parameters(recurse=whole or isinstance(layer, Converted))
+        if not n.startswith("posterior.")
+    ]
 
 
 def _count(parameters: list[nn.Parameter], seen: set[int]) -> int:
@@ -197,7 +213,10 @@ def estimate_cost(
         if decision.config is not None and decision.config.whole:
             copies = decision.config.members - 1
             own = list(layer.parameters())
-            extra, sizes = extra + copies * sum(p.numel() for p in own), sizes + copies * sum(p.numel() * p.element_size() for p in own)
+            extra, sizes = (
+                extra + copies * sum(p.numel() for p in own),
+                sizes + copies * sum(p.numel() * p.element_size() for p in own),
+            )
             forwards = max(forwards, decision.config.members)
             continue
         times = positions.get(decision.name, 1.0)

@@ -6,7 +6,7 @@ and so is 1 - p at a logit of 17. For classes the total uncertainty is an entrop
     total = aleatoric + epistemic
 
 holds exactly: the two parts are computed, the total is their sum. Members count equally unless they have weights, say from
-`slimbayes.stacking`; a member's draws always share its weight equally.
+`slimbayes.prediction.stacking`; a member's draws always share its weight equally.
 
 Sizes: S draws, K members, N rows, C classes.
 """
@@ -75,7 +75,7 @@ class Prediction:
             >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean
             tensor([2.])
         """
-        from slimbayes.running import Running
+        from slimbayes.prediction.accumulate import Running
 
         running = Running(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
         running.add(outputs)
@@ -203,7 +203,7 @@ class Prediction:
         return torch.logsumexp(logp, 0) - math.log(len(logp))
 
     def draw_log_prob(self, target: Tensor) -> Tensor:
-        """Log probability, or density, of each target under every draw by itself: what `slimbayes.stacking` weighs.
+        """Log probability, or density, of each target under every draw by itself: what `slimbayes.prediction.stacking` weighs.
 
         Shape: target as in `log_prob`; returns (S, N, ...).
 
@@ -218,7 +218,9 @@ class Prediction:
             return _log_at(values, target)
         assert self.noise is not None  # kept with the samples
         if bool((self.noise == 0).any()):
-            raise ValueError("A density needs observation noise, got scale 0; call predict(..., scale=) with its standard deviation.")
+            raise ValueError(
+                "A density needs observation noise, got scale 0; call predict(..., scale=) with its standard deviation."
+            )
         return -0.5 * ((target - values).square() / self.noise + self.noise.log() + math.log(2 * math.pi))
 
     def rescaled(self, mean: float | Tensor, std: float | Tensor) -> "Prediction":
@@ -248,7 +250,9 @@ class Prediction:
             noise=None if self.noise is None else square * self.noise,
         )
 
-    def interval(self, level: float = 0.9, generator: torch.Generator | None = None, per_draw: int = 32) -> tuple[Tensor, Tensor]:
+    def interval(
+        self, level: float = 0.9, generator: torch.Generator | None = None, per_draw: int = 32
+    ) -> tuple[Tensor, Tensor]:
         """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
 
         For real targets the observation noise is included: `per_draw` noise values are drawn for every sample.
@@ -260,7 +264,12 @@ class Prediction:
         values = self.samples
         if self.noise is not None and bool((self.noise > 0).any()):
             wide = values.unsqueeze(0).expand(per_draw, *values.shape)
-            noise = torch.randn(wide.shape, generator=generator, device=generator.device if generator else values.device, dtype=values.dtype)
+            noise = torch.randn(
+                wide.shape,
+                generator=generator,
+                device=generator.device if generator else values.device,
+                dtype=values.dtype,
+            )
             values = (wide + noise.to(values.device) * self.noise.sqrt()).flatten(0, 1)
         edges = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype, device=values.device)
         if self.weights is None:
@@ -275,11 +284,16 @@ class Prediction:
         arrays |= {"aleatoric": self.aleatoric, "epistemic": self.epistemic}
         if self.by_draw is not None:
             arrays["samples"] = self.samples
-        return {name: t.detach().float().cpu().numpy() if t.dtype == torch.bfloat16 else t.detach().cpu().numpy() for name, t in arrays.items()}
+        return {
+            name: t.detach().float().cpu().numpy() if t.dtype == torch.bfloat16 else t.detach().cpu().numpy()
+            for name, t in arrays.items()
+        }
 
     def _need(self, *kinds: str) -> None:
         if self.likelihood not in kinds:
-            raise AttributeError(f"This Prediction has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}.")
+            raise AttributeError(
+                f"This Prediction has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}."
+            )
 
     @property
     def _classes(self) -> bool:
@@ -305,7 +319,9 @@ class Prediction:
     def _check_target(self, target: Tensor) -> None:
         needed = self.by_member.shape[1:-1] if self._classes else self.by_member.shape[1:]
         if target.shape != needed:
-            raise ValueError(f"A target of shape {tuple(needed)} is needed for this prediction, got {tuple(target.shape)}.")
+            raise ValueError(
+                f"A target of shape {tuple(needed)} is needed for this prediction, got {tuple(target.shape)}."
+            )
         if self._classes:
             check_labels(target, self.by_member.shape[-1] if self.likelihood == "categorical" else None)
 

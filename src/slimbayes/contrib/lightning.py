@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes import metrics, schedules
-from slimbayes.convert import conversions_of
-from slimbayes.decay import param_groups
-from slimbayes.inference import predict
+from slimbayes import metrics
+from slimbayes.convert.convert import conversions_of
+from slimbayes.errors import did_you_mean
 from slimbayes.lab.seeds import seed_everything
-from slimbayes.messages import did_you_mean
-from slimbayes.objective import ELBO, LIKELIHOODS, Form, elbo
-from slimbayes.prediction import Likelihood, Prediction
-from slimbayes.sampling import sample
+from slimbayes.prediction.predict import predict
+from slimbayes.prediction.prediction import Likelihood, Prediction
+from slimbayes.prediction.sample import sample
+from slimbayes.train import schedules
+from slimbayes.train.elbo import ELBO, LIKELIHOODS, Form, elbo
+from slimbayes.train.optim import param_groups
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -40,7 +41,7 @@ else:
         try:
             from lightning.pytorch import LightningModule
         except ModuleNotFoundError as error:
-            raise ImportError('slimbayes.lab.lightning needs Lightning: pip install "slimbayes[lab]"') from error
+            raise ImportError('slimbayes.contrib.lightning needs Lightning: pip install "slimbayes[lab]"') from error
 
 Optimizers = Callable[[list[dict[str, Any]]], Any]
 
@@ -64,7 +65,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         predict_draws: of each member in validation, test and prediction.
         optimizer: makes the optimizer from parameter groups (`slimbayes.param_groups`), or anything `configure_optimizers` may return.
         weight_decay: of the network's own parameters.
-        kl_schedule: the KL's weight after so many optimizer steps, from `slimbayes.schedules`.
+        kl_schedule: the KL's weight after so many optimizer steps, from `slimbayes.train.schedules`.
         form: how draws join in the likelihood.
         noise: standard deviation of the targets' noise, of "gaussian".
         seed: makes the random numbers of each training step a function of it and of the step.
@@ -97,14 +98,29 @@ class BayesModule(LightningModule):  # type: ignore[misc]
             raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, LIKELIHOODS)}")
         if not num_data > 0:
             raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
-        self.model, self.num_data, self.likelihood, self.draws, self.predict_draws = model, num_data, likelihood, draws, predict_draws
-        self.optimizer, self.weight_decay, self.kl_schedule = optimizer, weight_decay, kl_schedule or schedules.constant()
+        self.model, self.num_data, self.likelihood, self.draws, self.predict_draws = (
+            model,
+            num_data,
+            likelihood,
+            draws,
+            predict_draws,
+        )
+        self.optimizer, self.weight_decay, self.kl_schedule = (
+            optimizer,
+            weight_decay,
+            kl_schedule or schedules.constant(),
+        )
         self.form, self.noise, self.seed = form, noise, seed
         self.scores = nn.ModuleDict({stage: nn.ModuleDict(self._metrics()) for stage in ("val", "test")})
 
     def _metrics(self) -> dict[str, nn.Module]:
         if self.likelihood in ("categorical", "bernoulli"):
-            return {"nll": metrics.NLL(), "accuracy": metrics.Accuracy(), "brier": metrics.Brier(), "ece": metrics.ECE()}
+            return {
+                "nll": metrics.NLL(),
+                "accuracy": metrics.Accuracy(),
+                "brier": metrics.Brier(),
+                "ece": metrics.ECE(),
+            }
         return {"rmse": metrics.RMSE(), "lpd": metrics.LPD(), "crps": metrics.CRPS()}
 
     def forward(self, x: Any) -> Any:
@@ -119,7 +135,9 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         if self.likelihood == "gaussian":
             nll = LIKELIHOODS["gaussian"](outputs, y, self.noise, self.form)
         else:
-            nll = LIKELIHOODS[self.likelihood](outputs, y.to(outputs.dtype) if self.likelihood == "bernoulli" else y, form=self.form)
+            nll = LIKELIHOODS[self.likelihood](
+                outputs, y.to(outputs.dtype) if self.likelihood == "bernoulli" else y, form=self.form
+            )
         return elbo(nll, self.model, self.num_data, kl_weight)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -142,7 +160,14 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         prediction = self._predict(x)
         for name, metric in self.scores[stage].items():
             metric.update(prediction, y)
-            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=name in ("nll", "rmse"), batch_size=len(y))
+            self.log(
+                f"{stage}_{name}",
+                metric,
+                on_step=False,
+                on_epoch=True,
+                prog_bar=name in ("nll", "rmse"),
+                batch_size=len(y),
+            )
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Prediction:
         """The prediction of a batch; of (inputs, targets) the targets are left alone."""

@@ -26,11 +26,11 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
-from slimbayes.atomic import FORMAT, CheckpointError, as_json, read_folder, write_folder
-from slimbayes.convert import Model, bayesianize, conversions_of
+from slimbayes.convert.convert import Model, bayesianize, conversions_of
+from slimbayes.files import FORMAT, CheckpointError, as_json, read_folder, write_folder
 from slimbayes.layers.base import Converted
-from slimbayes.objective import check_finite
 from slimbayes.posteriors import config_from_dict
+from slimbayes.train.elbo import check_finite
 
 _MARK = "posterior."
 
@@ -94,7 +94,9 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     files = read_folder(folder, {"config.json", "posterior.safetensors"})
     config = json.loads(files["config.json"])
     if any("_slimbayes" in m.__dict__ for m in model.modules()):
-        raise CheckpointError("load needs the plain base model, but this one is converted already. Call debayesianize first.")
+        raise CheckpointError(
+            "load needs the plain base model, but this one is converted already. Call debayesianize first."
+        )
     own = dict(model.state_dict())
     weights = "base.safetensors" in files
     _check_base(config["base"], own, "structure" if weights else check_base)
@@ -114,7 +116,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def is_posterior(model: nn.Module) -> Callable[[str], bool]:
     """Whether a name in the state of a model belongs to a posterior: the rule behind adapter-only checkpoints."""
-    prefixes = tuple(f"{name}.{_MARK}".lstrip(".") for name, module in model.named_modules() if isinstance(module, Converted))
+    prefixes = tuple(
+        f"{name}.{_MARK}".lstrip(".") for name, module in model.named_modules() if isinstance(module, Converted)
+    )
     return lambda name: bool(prefixes) and name.startswith(prefixes)
 
 
@@ -123,7 +127,9 @@ def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
     # Members of an ensemble may have tied weights, which safetensors wants apart.
     inside = is_posterior(model)
-    posterior = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in state.items() if inside(n)}
+    posterior = {
+        n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in state.items() if inside(n)
+    }
     return posterior, {n: t for n, t in state.items() if not inside(n)}
 
 
@@ -151,7 +157,7 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
 
 def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dict[str, Tensor], folder: Path) -> None:
     """Convert each module as recorded; on any misfit put the model back and say what it was."""
-    from slimbayes.convert import debayesianize
+    from slimbayes.convert.convert import debayesianize
 
     try:
         for record in conversions:
@@ -173,8 +179,12 @@ def _check_tensors(model: nn.Module, posterior: dict[str, Tensor], folder: Path)
     inside = is_posterior(model)
     needed = {n: tuple(t.shape) for n, t in model.state_dict().items() if inside(n)}
     given = {n: tuple(t.shape) for n, t in posterior.items()}
-    faults = [f"missing {n}" for n in needed.keys() - given.keys()] + [f"unexpected {n}" for n in given.keys() - needed.keys()]
-    faults += [f"{n} is {given[n]} but {needed[n]} is needed" for n in needed.keys() & given.keys() if needed[n] != given[n]]
+    faults = [f"missing {n}" for n in needed.keys() - given.keys()] + [
+        f"unexpected {n}" for n in given.keys() - needed.keys()
+    ]
+    faults += [
+        f"{n} is {given[n]} but {needed[n]} is needed" for n in needed.keys() & given.keys() if needed[n] != given[n]
+    ]
     if faults:
         raise CheckpointError(f"{folder / 'posterior.safetensors'} does not fit: {_some(sorted(faults))}.")
 
@@ -195,7 +205,11 @@ def _check_base(recorded: dict[str, Any], state: dict[str, Tensor], check: str) 
     wanted = recorded["shapes"]
     faults = [f"the model lacks {n}" for n in sorted(wanted.keys() - here.keys())]
     faults += [f"the model has {n}, which the checkpoint's base had not" for n in sorted(here.keys() - wanted.keys())]
-    faults += [f"{n} is {here[n]} here but was {wanted[n]}" for n in sorted(here.keys() & wanted.keys()) if here[n] != wanted[n]]
+    faults += [
+        f"{n} is {here[n]} here but was {wanted[n]}"
+        for n in sorted(here.keys() & wanted.keys())
+        if here[n] != wanted[n]
+    ]
     if faults:
         raise CheckpointError(f"The base model is not the one this posterior was made for: {_some(faults)}.")
     if check == "weights" and _fingerprint(state)["sha256"] != recorded["sha256"]:
@@ -220,7 +234,9 @@ def _tensors(data: bytes, file: Path) -> dict[str, Tensor]:
 def _present(path: Path) -> Path:
     previous = path.with_name(path.name + ".previous")
     if not path.exists() and previous.exists():
-        warnings.warn(f"{path} is missing, but an interrupted save left its former state: reading {previous}.", stacklevel=3)
+        warnings.warn(
+            f"{path} is missing, but an interrupted save left its former state: reading {previous}.", stacklevel=3
+        )
         return previous
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory.")

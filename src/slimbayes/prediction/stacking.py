@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.inference import choices_of, predict
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.mixture import MixturePosterior
-from slimbayes.prediction import Likelihood
-from slimbayes.sampling import frozen
+from slimbayes.prediction.predict import choices_of, predict
+from slimbayes.prediction.prediction import Likelihood
+from slimbayes.prediction.sample import frozen
 
 
 def stack(
@@ -58,7 +58,9 @@ def stack(
     posteriors = posteriors_of(model)
     if posteriors and all(isinstance(p, EnsemblePosterior) for p in posteriors):
         return _stack_members(model, posteriors, x, target, likelihood, scale, class_dim)
-    if not posteriors or not all(isinstance(p, MixturePosterior) and p.countable and p.members == 1 for p in posteriors):
+    if not posteriors or not all(
+        isinstance(p, MixturePosterior) and p.countable and p.members == 1 for p in posteriors
+    ):
         kinds = sorted({type(p).__name__ for p in posteriors})
         raise ValueError(
             f"stack is for an Ensemble or for layers that pick one component each (ModelPatch without cross, "
@@ -231,7 +233,9 @@ def factored_weights(
 
 def _minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int, tolerance: float) -> None:
     """L-BFGS until no gradient exceeds the tolerance; its line search never goes up."""
-    optimizer = torch.optim.LBFGS(parameters, max_iter=steps, tolerance_grad=tolerance, tolerance_change=0, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=steps, tolerance_grad=tolerance, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -243,20 +247,26 @@ def _minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int, 
     closure()
     largest = float(torch.cat([p.grad for p in parameters]).abs().max())
     if not largest <= tolerance:
-        raise RuntimeError(f"L-BFGS stopped after {steps} steps with a gradient of {largest:.1e}, tolerance {tolerance:.1e}; raise either.")
+        raise RuntimeError(
+            f"L-BFGS stopped after {steps} steps with a gradient of {largest:.1e}, tolerance {tolerance:.1e}; raise either."
+        )
 
 
 def _checked(log_probs: Tensor) -> Tensor:
     """Log probabilities (S, N) in float64, of which every row has some that is finite."""
     if log_probs.dim() != 2 or log_probs.numel() == 0:
-        raise ValueError(f"log_probs of shape (S, N) are needed, S draws of N held-out rows, at least one each, got {tuple(log_probs.shape)}.")
+        raise ValueError(
+            f"log_probs of shape (S, N) are needed, S draws of N held-out rows, at least one each, got {tuple(log_probs.shape)}."
+        )
     wide = log_probs.detach().double()
     if bool((wide.isnan() | wide.isposinf()).any()):
         raise ValueError("log_probs must be finite or -inf, got nan or +inf.")
     dead = wide.isneginf().all(0)
     if bool(dead.any()):
         first = int(dead.nonzero()[0])
-        raise ValueError(f"{int(dead.sum())} of {len(dead)} rows, the first is {first}, have log_probs -inf under every draw: no weights can help.")
+        raise ValueError(
+            f"{int(dead.sum())} of {len(dead)} rows, the first is {first}, have log_probs -inf under every draw: no weights can help."
+        )
     return wide
 
 
@@ -264,7 +274,9 @@ def _drawn_shares(choices: Tensor, components: Sequence[int], draws: int) -> lis
     """Share of the draws that picked each component, site by site."""
     if choices.shape != (draws, len(components)) or choices.is_floating_point() or not components:
         needed = f"indices of shape (S, L) = ({draws}, {len(components)}) are needed as choices"
-        raise ValueError(f"{needed}, with L >= 1 sites in components, got {choices.dtype} of shape {tuple(choices.shape)}.")
+        raise ValueError(
+            f"{needed}, with L >= 1 sites in components, got {choices.dtype} of shape {tuple(choices.shape)}."
+        )
     shares = []
     for site, (picked, size) in enumerate(zip(choices.T, components, strict=True)):
         low, high = int(picked.min()), int(picked.max())
@@ -272,6 +284,8 @@ def _drawn_shares(choices: Tensor, components: Sequence[int], draws: int) -> lis
             raise ValueError(f"Site {site} has {size} components, got choices from {low} to {high}.")
         count = torch.bincount(picked, minlength=size)
         if bool((count == 0).any()):
-            raise ValueError(f"Site {site}: no draw picked component {int((count == 0).nonzero()[0])} of {size}; more draws are needed.")
+            raise ValueError(
+                f"Site {site}: no draw picked component {int((count == 0).nonzero()[0])} of {size}; more draws are needed."
+            )
         shares.append(count.double() / draws)
     return shares

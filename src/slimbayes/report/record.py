@@ -138,7 +138,7 @@ def read(run: Path | str) -> Record:
         >>> read("/nowhere")
         Traceback (most recent call last):
         ...
-        slimbayes.record.RecordError: /nowhere/record.json cannot be read: ...
+        slimbayes.report.record.RecordError: /nowhere/record.json cannot be read: ...
     """
     path = Path(run)
     file = path if path.suffix == ".json" else path / "record.json"
@@ -149,7 +149,9 @@ def read(run: Path | str) -> Record:
     except ValueError as error:
         raise RecordError(f"{file} is damaged: it is not JSON ({error}).") from error
     if isinstance(data, dict) and isinstance(data.get("format"), int) and data["format"] > FORMAT:
-        raise RecordError(f"{file} has format {data['format']}, made by a newer slimbayes; this one reads up to {FORMAT}.")
+        raise RecordError(
+            f"{file} has format {data['format']}, made by a newer slimbayes; this one reads up to {FORMAT}."
+        )
     try:
         return Record.model_validate(data)
     except ValidationError as error:

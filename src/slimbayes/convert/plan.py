@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
+from slimbayes.errors import did_you_mean
 from slimbayes.layers import bayes_class, class_for
 from slimbayes.layers.anything import NOT_WORTH_IT, POSITIONS
 from slimbayes.layers.base import Converted
-from slimbayes.messages import did_you_mean
 from slimbayes.posteriors.base import Config
 
 Predicate = Callable[[str, nn.Module], bool]
@@ -40,11 +40,20 @@ class Decision:
 
 
 def plan(
-    model: nn.Module, config: Config | Mapping[str, Config], include: Selection, exclude: Selection, strict: bool = False
+    model: nn.Module,
+    config: Config | Mapping[str, Config],
+    include: Selection,
+    exclude: Selection,
+    strict: bool = False,
 ) -> list[Decision]:
     """Decide for every layer with parameters what a conversion does to it, without changing anything."""
     check_config(config)
-    if isinstance(config, Config) and config.whole and exclude is None and (include is None or _means_root(include, model)):
+    if (
+        isinstance(config, Config)
+        and config.whole
+        and exclude is None
+        and (include is None or _means_root(include, model))
+    ):
         return [_whole(model, config)]
     layers = dict(_layers(model))
     included, excluded = selected("include", include, layers), selected("exclude", exclude, layers)
@@ -66,7 +75,9 @@ def plan(
         refuse(decisions)
     if not any(d.config for d in decisions) and not _all_deterministic(config):
         reasons = sorted({d.reason for d in decisions})
-        raise ValueError(f"No layer would be converted. Reasons given: {'; '.join(reasons) or 'the model has no parameters'}.")
+        raise ValueError(
+            f"No layer would be converted. Reasons given: {'; '.join(reasons) or 'the model has no parameters'}."
+        )
     return decisions
 
 
@@ -75,9 +86,13 @@ def check_config(config: object) -> None:
     values = list(config.values()) if isinstance(config, Mapping) else [config]
     for value in values:
         if isinstance(value, type) and issubclass(value, Config):
-            raise TypeError(f"bayesianize needs a config, got the class {value.__name__} itself: write {value.__name__}().")
+            raise TypeError(
+                f"bayesianize needs a config, got the class {value.__name__} itself: write {value.__name__}()."
+            )
         if not isinstance(value, Config):
-            raise TypeError(f"bayesianize needs a config such as Rank1(), or a mapping from names to configs, got {value!r}.")
+            raise TypeError(
+                f"bayesianize needs a config such as Rank1(), or a mapping from names to configs, got {value!r}."
+            )
 
 
 def refuse(decisions: Sequence[Decision]) -> None:
@@ -85,7 +100,9 @@ def refuse(decisions: Sequence[Decision]) -> None:
     problems = [f"  {d.name or '(the model itself)'} ({d.kind}): {d.reason}" for d in decisions if d.problem]
     if problems:
         raise ValueError(
-            "These layers cannot be converted:\n" + "\n".join(problems) + "\nLeave them as they are with exclude=[...] or without strict=True, "
+            "These layers cannot be converted:\n"
+            + "\n".join(problems)
+            + "\nLeave them as they are with exclude=[...] or without strict=True, "
             "or make their type known with register_layer (docs/adding_a_layer.md)."
         )
 
@@ -97,9 +114,13 @@ def _means_root(include: Selection, model: nn.Module) -> bool:
 
 def _whole(model: nn.Module, config: Config) -> Decision:
     if any(isinstance(m, Converted) for m in model.modules()):
-        raise ValueError("The model has converted layers already: call debayesianize first, or pick other layers with include.")
+        raise ValueError(
+            "The model has converted layers already: call debayesianize first, or pick other layers with include."
+        )
     if hasattr(model, "posterior"):
-        raise ValueError(f"This {type(model).__name__} has an attribute `posterior` of its own, where its members would go. Wrap it: nn.Sequential(model).")
+        raise ValueError(
+            f"This {type(model).__name__} has an attribute `posterior` of its own, where its members would go. Wrap it: nn.Sequential(model)."
+        )
     return Decision("", type(model).__name__, config)
 
 
@@ -151,7 +172,9 @@ def _choose(
         return None, f"{type(chosen).__name__} converts nothing"
     kind = type(layer).__name__
     if not named:
-        reason = next((why for cls, why in chosen.leaves_alone.items() if any(cls == c.__name__ for c in type(layer).__mro__)), "")
+        reason = next(
+            (why for cls, why in chosen.leaves_alone.items() if any(cls == c.__name__ for c in type(layer).__mro__)), ""
+        )
         reason = reason or ("" if chosen.whole else _not_worth_it(model, name, kind))
         if reason:
             return None, reason
@@ -180,7 +203,9 @@ def _decide(decision: Decision, layer: nn.Module, targets: Mapping[Config, set[s
         return decision
     wanted = targets[config]
     if wanted is not None and decision.name not in wanted:
-        return decision.stay(config.leaves_alone.get(decision.kind, f"not among the layers that {config.describe()} is for"))
+        return decision.stay(
+            config.leaves_alone.get(decision.kind, f"not among the layers that {config.describe()} is for")
+        )
     if isinstance(layer, Converted):
         return decision.stay("it is converted already; call debayesianize first, or exclude it", problem=True)
     return _decide_type(decision, layer, config)
@@ -190,7 +215,11 @@ def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decisi
     known = bayes_class(layer)
     container = known is None and any(True for child in layer.children() for _ in child.parameters())
     if config.whole:
-        return decision if not container else decision.stay("its own parameters, beside those of its submodules, stay as they are")
+        return (
+            decision
+            if not container
+            else decision.stay("its own parameters, beside those of its submodules, stay as they are")
+        )
     if "posterior" in layer._modules or hasattr(type(layer), "posterior"):
         return decision.stay("it has an attribute `posterior` of its own, where its posterior would go", problem=True)
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):

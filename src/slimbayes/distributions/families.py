@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimbayes.messages import did_you_mean
+from slimbayes.errors import did_you_mean
 
 Value = float | Tensor
 SCALE_FLOOR = 1e-7  # the reference code's constraint adds it, so that a scale is never exactly zero
@@ -208,7 +208,10 @@ class Signs(Distribution):
             raise ValueError(f"Signs needs a probability between 0 and 1, got {self.positive!r}.")
 
     def initial(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.rand(shape, device=device, dtype=dtype).lt(self.positive).to(dtype or torch.get_default_dtype()) * 2 - 1
+        return (
+            torch.rand(shape, device=device, dtype=dtype).lt(self.positive).to(dtype or torch.get_default_dtype()) * 2
+            - 1
+        )
 
 
 FAMILIES: dict[str, type[Distribution]] = {c.__name__: c for c in (Normal, Cauchy, LogNormal, HalfCauchy, Point, Signs)}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from slimbayes.distributions import FAMILIES, Distribution, Normal, _check_scale
+from slimbayes.distributions.families import FAMILIES, Distribution, Normal, _check_scale
 
 
 def gaussian_kl(mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""From a plain model to a converted one and back: the plan, the swap, the summary, the files on disk."""

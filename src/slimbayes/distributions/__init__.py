@@ -1,0 +1,1 @@
+"""Families, their divergences, and the priors built from them."""

@@ -1,0 +1,1 @@
+"""From a converted model to numbers: draws of its outputs, and what they say together."""

@@ -1,0 +1,1 @@
+"""What training needs: likelihoods, the ELBO, parameter groups, schedules."""
