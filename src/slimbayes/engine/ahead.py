@@ -34,10 +34,10 @@ class Ahead:
         for handle in self.handles:
             handle.remove()
         if self.before is not None and not self.probe.taint:
-            earlier = self.before.shapes_ahead  # type: ignore[attr-defined]
+            earlier = self.before.shapes_ahead
             for module, (ins, outs) in self.shapes.items():
                 self._settle(module, earlier.get(module), ins, outs)
-        self.probe.shapes_ahead = self.shapes  # type: ignore[attr-defined]
+        self.probe.shapes_ahead = self.shapes
 
     def _settle(self, module: int, earlier: Any, ins: list[Any], outs: list[Any]) -> None:
         if earlier is None or None in (earlier[1], outs):

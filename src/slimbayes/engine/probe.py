@@ -45,6 +45,8 @@ class Probe(passes.Pass):
         self.noise = dict.fromkeys(keys)  # type: ignore[assignment]
         self.quiet, self.before, self.taint = quiet, before, taint
         self.visits: list[Visit] = []
+        self.ahead: dict[int, Any] = {}  # modules that ran before any draw was used
+        self.shapes_ahead: dict[int, Any] = {}
         self.inside: list[str] = []  # keys of modules whose own forward is under way
 
     def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
@@ -166,3 +168,9 @@ def packed_from(whole: PackedSequence, other: Tensor, first: int) -> PackedSeque
     order = torch.arange(int(whole.batch_sizes[0])) if whole.sorted_indices is None else whole.sorted_indices.cpu()
     row = torch.cat([order[: int(n)] for n in whole.batch_sizes]).to(whole.data.device)
     return whole._replace(data=torch.where((row >= first).view(-1, *[1] * (whole.data.dim() - 1)), other, whole.data))
+
+
+def equal_prints(a: Tensor, b: Tensor) -> bool:
+    """Whether two fingerprints (sum, size) are the same; sums by atomic additions on a GPU may differ in the last digits."""
+    slack = 1e-7 if a.is_cuda else 1e-13
+    return bool((a - b).abs()[0] <= slack * torch.maximum(a[1], b[1]))

@@ -207,9 +207,7 @@ def _outputs(
         return
     for start in range(0, draws, at_once):
         total = members(model) * min(at_once, draws - start)
-        new, layout, folds = calls.draw_all(model, args, kwargs, total, fold)
-        new.shared = layout.ahead if share and folds and total > 1 else None
-        yield calls.run_draws(model, args, kwargs, new, layout, folds)
+        yield sampled(model, args, kwargs, total, fold, share=share)
 
 
 def _draws_at_once(model: nn.Module, inputs: Any, chunk: int | None) -> int:
@@ -235,17 +233,25 @@ def choices_of(posteriors: Sequence[Any]) -> list[Tensor]:
 def _distinct(model: nn.Module, args: Any, kwargs: Any, draws: int, at_once: int, fold: Fold) -> Iterator[Any]:
     """Outputs of S draws that pick from finitely many networks: each network that was picked runs once."""
     posteriors = passes.posteriors_of(model)
-    new, layout, folds = calls.draw_all(model, args, kwargs, draws, fold)
+    new, layout, folds = calls.draw_all(model, args, kwargs, draws, fold, at_once=1)
     if layout.random:  # the user's own noise differs between draws that picked alike
         for index in torch.arange(draws).split(at_once):
-            yield calls.run_draws(model, args, kwargs, new.take(index.to(posteriors[0].device)), layout, folds)
+            yield sampled(model, args, kwargs, len(index), fold)
         return
     picked = torch.stack([choice.to(posteriors[0].device) for choice in passes.run(new, choices_of, posteriors)])
     unique, which = torch.unique(picked, dim=1, return_inverse=True)
     first = torch.empty(unique.shape[1], dtype=torch.long, device=which.device).scatter_(
         0, which, torch.arange(draws, device=which.device)
     )
-    parts = [_run_some(model, args, kwargs, new.take(index), layout, folds) for index in first.split(at_once)]
+    try:
+        calls.check_size(model, (args, kwargs), posteriors, layout, min(at_once, len(first)) if folds else 1)
+        if folds and not layout.folds:
+            raise passes.Unproven(layout.why)
+        parts = [_run_some(model, args, kwargs, new.take(index), layout, folds) for index in first.split(at_once)]
+    except passes.Unproven as error:
+        calls.unfold(layout, error, fold)
+        yield from _distinct(model, args, kwargs, draws, at_once, fold)
+        return
     networks = tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
     for index in which.split(max(at_once, 64)):
         yield tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)

@@ -85,17 +85,23 @@ def sample(
 
 
 def sampled(
-    model: nn.Module, args: Any, kwargs: Any, total: int, fold: Fold, held: Pass | None = None, split: bool = False
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    total: int,
+    fold: Fold,
+    held: Pass | None = None,
+    split: bool = False,
+    share: bool = False,
 ) -> Any:
-    """Outputs (S, B, ...) of one call under so many draws."""
+    """Outputs (S, B, ...) of one call under so many draws; `share` runs what comes before any draw once for all."""
     new, layout, folds = calls.draw_all(model, args, kwargs, total, fold, held, split)
+    new.shared = layout.ahead if share and folds and total > 1 else new.shared
     try:
         return calls.run_draws(model, args, kwargs, new, layout, folds, tile=not split)
     except Unproven as error:
-        if fold is True or not layout.folds:
-            raise ValueError(f"The draws of this model cannot share a forward: {error}. Use fold=False.") from error
-        layout.folds, layout.apart, layout.why = False, False, str(error)
-        return sampled(model, args, kwargs, total, fold, held, split)
+        calls.unfold(layout, error, fold)
+        return sampled(model, args, kwargs, total, fold, held, split, share)
 
 
 @contextmanager
