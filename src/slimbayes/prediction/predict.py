@@ -18,10 +18,11 @@ from slimbayes.engine.layout import Layout
 from slimbayes.engine.sharing import evaluating
 from slimbayes.engine.tree import arrays_of, padded, tree_map
 from slimbayes.posteriors.ensemble import EnsemblePosterior
-from slimbayes.prediction.accumulate import Running
-from slimbayes.prediction.prediction import Likelihood, Prediction
+from slimbayes.prediction.accumulate import Accumulator
+from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members, posteriors_in, sampled
 from slimbayes.train.elbo import check_finite
+from slimbayes.train.likelihoods import LikelihoodName
 
 
 @torch.no_grad()
@@ -30,7 +31,7 @@ def predict(
     x: Any,
     draws: int = 1,
     chunk: int | None = None,
-    likelihood: Likelihood = "categorical",
+    likelihood: LikelihoodName = "categorical",
     scale: float | Tensor = 0.0,
     keep_samples: bool = True,
     output: str | int | None = None,
@@ -77,10 +78,12 @@ def predict(
     parts = []
     with evaluating(model):
         for args, kwargs in _batches(model, x, chunk, inputs):
-            running = Running(likelihood, members(model), scale, keep_samples, class_dim, member_weights(model))
+            draws_so_far = Accumulator(
+                likelihood, members(model), scale, keep_samples, class_dim, member_weights(model)
+            )
             for outputs in _outputs(model, args, kwargs, draws, chunk, share, fold):
-                running.add(_checked(_select(outputs, output), likelihood))
-            parts.append(running.result())
+                draws_so_far.add(_checked(_select(outputs, output), likelihood))
+            parts.append(Prediction(**draws_so_far.fields()))
     return Prediction.joined(parts)
 
 
@@ -89,7 +92,7 @@ def predict_prefixes(
     model: nn.Module,
     x: Tensor,
     draws: Sequence[int],
-    likelihood: Likelihood = "categorical",
+    likelihood: LikelihoodName = "categorical",
     scale: float | Tensor = 0.0,
 ) -> dict[int, Prediction]:
     """Predictions of one batch for several numbers of draws at the price of the largest: each is made of the first so many draws.
@@ -105,11 +108,11 @@ def predict_prefixes(
     out, done = {}, 0
     check_finite(model)
     with evaluating(model):
-        running = Running(likelihood, members(model), scale, True, None, member_weights(model))
+        draws_so_far = Accumulator(likelihood, members(model), scale, True, None, member_weights(model))
         for count in sorted(set(draws)):
             for outputs in _outputs(model, (x,), {}, count - done, None, True, "auto"):
-                running.add(_select(outputs, None))
-            out[count], done = running.result(), count
+                draws_so_far.add(_select(outputs, None))
+            out[count], done = Prediction(**draws_so_far.fields()), count
     return out
 
 

@@ -21,8 +21,8 @@ from slimbayes.engine.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.mixture import MixturePosterior
 from slimbayes.prediction.predict import choices_of, predict
-from slimbayes.prediction.prediction import Likelihood
 from slimbayes.prediction.sample import frozen
+from slimbayes.train.likelihoods import LikelihoodName
 
 
 def stack(
@@ -31,7 +31,7 @@ def stack(
     target: Tensor,
     draws: int = 200,
     prior: float = 1.0,
-    likelihood: Likelihood = "categorical",
+    likelihood: LikelihoodName = "categorical",
     scale: float | Tensor = 0.0,
     class_dim: int | None = None,
 ) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ def _stack_members(
     posteriors: Sequence[Any],
     x: Any,
     target: Tensor,
-    likelihood: Likelihood,
+    likelihood: LikelihoodName,
     scale: Any,
     class_dim: Any,
 ) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ def _stack_layers(
     target: Tensor,
     draws: int,
     prior: float,
-    likelihood: Likelihood,
+    likelihood: LikelihoodName,
     scale: Any,
     class_dim: Any,
 ) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ def _minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int, 
 
     optimizer.step(closure)
     closure()
-    largest = float(torch.cat([p.grad for p in parameters]).abs().max())
+    largest = float(torch.cat([p.grad for p in parameters if p.grad is not None]).abs().max())
     if not largest <= tolerance:
         raise RuntimeError(
             f"L-BFGS stopped after {steps} steps with a gradient of {largest:.1e}, tolerance {tolerance:.1e}; raise either."
