@@ -1,4 +1,6 @@
-"""The public names, one re-export per line. `import slimbayes` gives them all, and loads torch when the first one is asked for."""
+"""The public names, one re-export per line. `import slimbayes` gives them all, and loads torch when the first one is
+asked for.
+"""
 
 from slimbayes import data as data
 from slimbayes import diagnostics as diagnostics

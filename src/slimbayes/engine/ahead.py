@@ -1,4 +1,6 @@
-"""Modules that run before any converted layer does: found during the proof of rows, shared between draws at prediction."""
+"""Modules that run before any converted layer does: found during the proof of rows, shared between draws at
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from slimbayes.engine.tree import arrays_of, padded
 
 
 class Ahead:
-    """Finds the largest modules without posteriors that run before any converted layer does, and where their rows lie."""
+    """Finds the largest modules without posteriors that run before any converted layer does, and where their rows
+    lie.
+    """
 
     def __init__(self, model: nn.Module, probe: Probe, before: Probe | None) -> None:
         self.model, self.probe, self.before = model, probe, before

@@ -25,8 +25,9 @@ Fold = Literal["auto"] | bool
 class Scope(Pass):
     """A method other than forward: the layers it calls belong to one pass, and each row to one member.
 
-    Its draws are made when the first layer asks, again after a backward pass, or when the number of rows changes. In a `whole` scope
-    (generate) calls of the model itself share it, and rows are the sequences that came in, however many beams they become.
+    Its draws are made when the first layer asks, again after a backward pass, or when the number of rows changes. In a
+    `whole` scope (generate) calls of the model itself share it, and rows are the sequences that came in, however many
+    beams they become.
     """
 
     def __init__(self, module: nn.Module, posteriors: Sequence[Any], whole: bool, rows: int) -> None:
@@ -92,7 +93,7 @@ def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any
 
 
 @torch._dynamo.disable(
-    reason="slimbayes locates the rows of a model on real inputs: call the model once before compiling it with fullgraph=True"
+    reason="slimbayes locates the rows of a model on real inputs: call it once before compiling it with fullgraph=True"
 )
 def _locate_outside(model: nn.Module, args: Any, kwargs: Any) -> Layout:
     if any(type(leaf).__name__ == "FakeTensor" for leaf in arrays_of((args, kwargs))):
@@ -171,7 +172,9 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
 
 
 def notice(posteriors: Sequence[Any], done: Pass) -> None:
-    """After the first pass, say which layers were converted but never ran: their posteriors have no part in any prediction."""
+    """After the first pass, say which layers were converted but never ran: their posteriors have no part in any
+    prediction.
+    """
     if torch.compiler.is_compiling() or posteriors[0].noticed or done.compiled:
         return
     posteriors[0].noticed = True
@@ -183,8 +186,8 @@ def notice(posteriors: Sequence[Any], done: Pass) -> None:
             f" and {len(silent) - 8} more" if len(silent) > 8 else ""
         )
         warnings.warn(
-            f"slimbayes converted layers that the first pass never called: {names}. Their posteriors have no part in predictions. "
-            f"Exclude them, unless another mode of the model uses them.",
+            f"slimbayes converted layers that the first pass never called: {names}. Their posteriors have no part in "
+            f"predictions. Exclude them, unless another mode of the model uses them.",
             stacklevel=5,
         )
 
@@ -195,8 +198,8 @@ def tell(layout: Layout, what: str) -> None:
         return
     layout.told = True
     warnings.warn(
-        f"slimbayes runs this model draw by draw, which is right but slower: {layout.why}. So {what}. Exclude that layer, declare "
-        f"batch_dim= in bayesianize, or pass fold=False to run draw by draw without this warning.",
+        f"slimbayes runs this model draw by draw, which is right but slower: {layout.why}. So {what}. Exclude that "
+        f"layer, declare batch_dim= in bayesianize, or pass fold=False to run draw by draw without this warning.",
         stacklevel=5,
     )
 

@@ -1,4 +1,5 @@
-"""Where the rows of a kind of call lie: in its inputs, in its outputs, and at each converted layer. And how calls are folded by it.
+"""Where the rows of a kind of call lie: in its inputs, in its outputs, and at each converted layer. And how calls are
+folded by it.
 
 Sizes: S draws, B rows of the caller's batch.
 """
@@ -26,7 +27,8 @@ class Layout:
         why: what stands against it.
         inputs, outputs: the dimension of rows of each tensor, None for tensors without rows.
         lead: number and dimension of an input that tells how many rows there are.
-        dims: by layer and number of dimensions of its input, where that holds rows; -1 for a single row that stands for all.
+        dims: by layer and number of dimensions of its input, where that holds rows; -1 for a single row that stands for
+            all.
         arguments: the same for all arguments and outputs of modules that run as a whole.
         ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
         tree: which modules the model had.
@@ -92,7 +94,9 @@ class Layout:
         return size[0] <= 1 or all(map(int.__le__, size, self.most))
 
     def split(self, outputs: Any, draws: int) -> Any:
-        """Undo `tile` on an output: every tensor of S x B rows becomes (S, B, ...); others are the same for every draw."""
+        """Undo `tile` on an output: every tensor of S x B rows becomes (S, B, ...); others are the same for every
+        draw.
+        """
         if len(arrays_of(outputs)) != len(self.outputs):
             raise Unproven("the model returned other tensors than when its rows were located")
         return map_arrays(lambda i, leaf: _split(leaf, self.outputs[i], draws), outputs)

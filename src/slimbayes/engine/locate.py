@@ -1,4 +1,6 @@
-"""The layout of a call: proven once for each kind of input a model meets, kept with the model, and checked again on sizes it was not proven for."""
+"""The layout of a call: proven once for each kind of input a model meets, kept with the model, and checked again on
+sizes it was not proven for.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from slimbayes.engine import passes, proof
 from slimbayes.engine.layout import Layout
 from slimbayes.engine.probe import Visit
 from slimbayes.engine.tree import arrays_of, padded, tree_map
-from slimbayes.engine.trial import probed, undisturbed
+from slimbayes.engine.trial import first_line, probed, undisturbed
 
 _PROVING = threading.RLock()
 
@@ -48,7 +50,9 @@ def tree_of(model: nn.Module) -> int:
 
 
 def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
-    """The layout of a call: the one proven for its kind, or a proof now. It is kept with the model it was proven for."""
+    """The layout of a call: the one proven for its kind, or a proof now. It is kept with the model it was proven
+    for.
+    """
     model = unwrapped(model)
     known: dict[Any, Layout] = model.__dict__.setdefault("_slimbayes_rows", {})
     kind, tree = kind_of(model, args, kwargs), tree_of(model)
@@ -65,7 +69,8 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
 def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int = 1) -> None:
     """Look once more where inputs are larger than all before: a model may cut large batches into pieces.
 
-    Layers must be called alike for all rows and for a part of them. Two runs of the plain model are paid for each new maximum.
+    Layers must be called alike for all rows and for a part of them. Two runs of the plain model are paid for each new
+    maximum.
     """
     if not layout.folds or torch.compiler.is_compiling() or layout.covers(layout.size(inputs, draws)):
         return
@@ -88,7 +93,7 @@ def _called_alike(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layo
         with undisturbed(model, inputs):
             met = [probed(model, posteriors, part, n)[0].visits for part, n in zip((few, many), rows, strict=True)]
     except Exception as error:
-        return f"{type(error).__name__} for {rows[1]} rows: {next(iter(str(error).splitlines()), '')}"
+        return f"{type(error).__name__} for {rows[1]} rows: {first_line(error)}"
     odd = next(((b or a).name for a, b in zip_longest(*met) if not _alike(a, b, *rows)), None)
     return f"{odd} is called in another way for {rows[1]} rows than for {rows[0]}" if odd else ""
 

@@ -3,14 +3,15 @@
 The plain model, with nothing random in it (see quiet.py), runs five times on the inputs at hand:
 
     as they are                                  shapes of everything that reaches a converted layer, and of the outputs
-    every row twice, [x, x]                      what doubles holds rows; both halves of the outputs must equal the first run's
-    [x, x'], converted layers tainted in x'      the first half may not feel it: several draws can share a forward ("folds")
+    every row twice, [x, x]                      what doubles holds rows; the outputs' halves must equal the first run's
+    [x, x'], converted layers tainted in x'      the first half may not feel it: draws can share a forward ("folds")
     [x, x with another last row], likewise       no other row may feel it: each row can have a draw of its own ("apart")
     one row more in front                        the others' outputs stay: nothing depends on a row's number
 
-x' is x with other numbers, and a tainted layer's output is changed in the rows of x' alone. Runs of one shape use the same kernels, so a
-leak shows as any difference at all. Last, two real draws run folded and one by one and must agree. Which inputs hold rows is a
-hypothesis: those with as many entries along one dimension as a leading one; hypotheses are tried in turn until one holds.
+x' is x with other numbers, and a tainted layer's output is changed in the rows of x' alone. Runs of one shape use the
+same kernels, so a leak shows as any difference at all. Last, two real draws run folded and one by one and must agree.
+Which inputs hold rows is a hypothesis: those with as many entries along one dimension as a leading one; hypotheses are
+tried in turn until one holds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from slimbayes.engine.layout import Dims, Layout, stack_draws
 from slimbayes.engine.probe import Mixed, Probe, Visit, doubled, equal_prints, packed_from, prints_of, stands_for_all
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, padded, tree_map
-from slimbayes.engine.trial import buffers_kept, copied, no_autocast, probed, undisturbed
+from slimbayes.engine.trial import buffers_kept, copied, first_line, no_autocast, probed, undisturbed
 
 
 def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
@@ -51,10 +52,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
             except Mixed as error:
                 first = first or str(error)
             except Exception as error:
-                first = (
-                    first
-                    or f"{type(error).__name__} when every row came twice: {str(error).splitlines()[0] if str(error) else ''}"
-                )
+                first = first or f"{type(error).__name__} when every row came twice: {first_line(error)}"
             else:
                 try:
                     proof.verify()
@@ -132,9 +130,7 @@ class _Proof:
         except Mixed:
             raise
         except Exception as error:
-            raise Mixed(
-                f"{type(error).__name__} when one row more came: {str(error).splitlines()[0] if str(error) else ''}"
-            ) from error
+            raise Mixed(f"{type(error).__name__} when one row more came: {first_line(error)}") from error
         for i, (a, b, dim) in enumerate(
             zip(map(padded, arrays_of(out)), map(padded, shifted), self.layout.outputs, strict=True)
         ):
@@ -192,7 +188,8 @@ class _Proof:
     ) -> None:
         """Refuse if anything outside the changed rows differs.
 
-        A layer whose input nothing reaches (token types that are all zero) shows where its rows lie by its own output, which is tainted.
+        A layer whose input nothing reaches (token types that are all zero) shows where its rows lie by its own output,
+        which is tainted.
         """
         for a, b in zip(plain.visits, tainted.visits, strict=True):
             for i, (p, q) in enumerate(zip(a.prints, b.prints, strict=True)):

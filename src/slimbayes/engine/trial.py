@@ -1,4 +1,6 @@
-"""A trial of the plain model: nothing random in it, nothing left behind, and a probe that notes what its converted layers met."""
+"""A trial of the plain model: nothing random in it, nothing left behind, and a probe that notes what its converted
+layers met.
+"""
 
 from __future__ import annotations
 
@@ -68,3 +70,8 @@ def probed(
 def copied(inputs: Any) -> Any:
     """Copies of the tensors, which the model may change."""
     return map_arrays(lambda i, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return next(iter(str(error).splitlines()), "")

@@ -26,23 +26,21 @@ def log_mean(logs: Tensor, weights: Tensor | None = None) -> Tensor:
     return torch.logsumexp(logs + along_draws(weights.log().to(logs), logs), 0)
 
 
-def shares_of(weights: Tensor, values: Tensor) -> Tensor:
-    """Weight of each of the values (S, ...), of which every member, in turn, has equally many."""
-    each = len(values) // len(weights)
-    return weights.to(values.device).repeat(each) / each
+def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
+    """Quantile over the first axis of values (M, ...), of which every member, in turn, has equally many; weights (K,).
 
-
-def quantile(values: Tensor, shares: Tensor, level: float) -> Tensor:
-    """Quantile of values (M, ...) that carry shares (M,), interpolated as torch.quantile does for equal ones.
-
-    That is the mean of the inverse distribution function over a window of one observation's width. For unequal shares
-    the width comes from Kish's effective number of observations (Akinshin 2023), so a share of nearly zero has nearly
-    no influence.
+    It interpolates as torch.quantile does for equal weights. That is the mean of the inverse distribution function over
+    a window of one observation's width; for unequal ones the width comes from Kish's effective number of observations
+    (Akinshin 2023), so a share of nearly zero has nearly no influence.
 
     Example:
-        >>> quantile(torch.tensor([1.0, 2.0, 3.0]), torch.full((3,), 1 / 3), 0.5)
-        tensor(2.)
+        >>> quantile(torch.tensor([1.0, 2.0, 3.0, 7.0]), torch.tensor([0.5, 0.5]), 0.5)
+        tensor(2.5000)
     """
+    if weights is None:
+        return torch.quantile(values, level, dim=0)
+    each = len(values) // len(weights)
+    shares = weights.to(values.device).repeat(each) / each
     ordered, order = values.sort(0)
     share = shares[order]
     width = shares.square().sum()

@@ -1,12 +1,9 @@
 """Prediction: averages, uncertainties and their decomposition from S draws of a model.
 
 Probabilities are averaged, never logits, but they are kept as logarithms: a probability of e^-200 is zero in float32,
-and so is 1 - p at a logit of 17. For classes the total uncertainty is an entropy, for real targets a variance, and
-
-    total = aleatoric + epistemic
-
-holds exactly: the two parts are computed, the total is their sum. Members count equally unless they have weights, say from
-`slimbayes.prediction.stacking`; a member's draws always share its weight equally.
+and so is 1 - p at a logit of 17. For classes the total uncertainty is an entropy, for real targets a variance; it is
+the sum of an aleatoric and an epistemic part. Members count equally unless they have weights, say from `stack`; a
+member's draws always share its weight equally.
 
 Sizes: S draws, K members, N rows, C classes.
 """
@@ -20,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.prediction.accumulate import Accumulator
-from slimbayes.prediction.averages import for_a_row, log_mean, quantile, shares_of, with_noise
+from slimbayes.prediction.averages import for_a_row, log_mean, quantile, with_noise
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName, check_labels
 
 
@@ -33,7 +30,7 @@ class Prediction:
         count: S.
         by_member: log of each member's class probabilities, averaged over its draws (K, N, ..., C); of a binary target
             log(1 - p) and log p, so C = 2. For real targets the mean of its means (K, N, ...).
-        aleatoric: uncertainty that stays if the weights were known: mean entropy in nats (N,), or mean noise variance (N, ...).
+        aleatoric: uncertainty that stays if the weights were known: mean entropy in nats (N,), or noise variance.
         epistemic: uncertainty about the weights: mutual information (N,), or variance of the means (N, ...).
         by_draw: the same of every draw (S, N, ...), unless predict was asked not to keep them.
         noise: noise variance of every draw (S, N, ...), for real targets.
@@ -177,8 +174,8 @@ class Prediction:
     def log_prob(self, target: Tensor) -> Tensor:
         """Log predictive density of each target (the LPD): of the mixture of all draws, not the mean of their logs.
 
-        Its negative mean is Eq. 14 of Dusenberry et al. 2020. A real target of several dimensions gets a density for
-        each one, as Chang et al. 2019 average them in Table 13. Real targets need the samples kept, classes do not.
+        Its negative mean is Eq. 14 of Dusenberry et al. 2020. A real target of several dimensions gets a density each,
+        as Chang et al. 2019 average them in Table 13. Real targets need the samples kept, classes do not.
 
         Shape: target (N, ...) class indices, 0 or 1, or real values; returns (N, ...).
 
@@ -203,7 +200,7 @@ class Prediction:
         return log_mean(logp)
 
     def draw_log_prob(self, target: Tensor) -> Tensor:
-        """Log probability, or density, of each target under every draw by itself: what `slimbayes.prediction.stacking` weighs.
+        """Log probability, or density, of each target under every draw by itself: what stacking weighs.
 
         Shape: target as in `log_prob`; returns (S, N, ...).
 
@@ -226,13 +223,13 @@ class Prediction:
     def rescaled(self, mean: float | Tensor, std: float | Tensor) -> "Prediction":
         """The prediction in a target's own units, y = mean + std * f, for a model that was trained on (y - mean) / std.
 
-        The output precision tau of Chang et al. 2019, appendix B.3, is in those units: after `predict(..., scale=tau**-0.5 / std)`
-        the variance is that of the means plus 1 / tau.
+        The output precision tau of Chang et al. 2019, appendix B.3, is in those units: `predict(..., scale=tau**-0.5 / std)`.
 
         Shape: mean and std are numbers, or broadcast against one row's targets.
 
         Example:
-            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=0.5).rescaled(mean=10.0, std=2.0)
+            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=0.5)
+            >>> p = p.rescaled(mean=10.0, std=2.0)
             >>> p.mean, p.epistemic, p.aleatoric
             (tensor([10.]), tensor([4.]), tensor([1.]))
         """
@@ -250,9 +247,7 @@ class Prediction:
             noise=None if self.noise is None else square * self.noise,
         )
 
-    def interval(
-        self, level: float = 0.9, generator: torch.Generator | None = None, per_draw: int = 32
-    ) -> tuple[Tensor, Tensor]:
+    def interval(self, level: float = 0.9, generator: Any = None, per_draw: int = 32) -> tuple[Tensor, Tensor]:
         """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
 
         For real targets the observation noise is included: `per_draw` noise values are drawn for every sample.
@@ -264,29 +259,24 @@ class Prediction:
         values = self.samples
         if self.noise is not None and bool((self.noise > 0).any()):
             values = with_noise(values, self.noise.sqrt(), per_draw, generator)
-        edges = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype, device=values.device)
-        if self.weights is None:
-            low, high = torch.quantile(values, edges, dim=0)
-            return low, high
-        shares = shares_of(self.weights, values)
-        return quantile(values, shares, (1 - level) / 2), quantile(values, shares, (1 + level) / 2)
+        return quantile(values, self.weights, (1 - level) / 2), quantile(values, self.weights, (1 + level) / 2)
 
     def to_numpy(self) -> dict[str, Any]:
         """Every summary as numpy arrays: mean, member_mean, total, aleatoric, epistemic and, if kept, samples."""
-        arrays = {"mean": self.mean, "member_mean": self.member_mean, "total": self.total}
-        arrays |= {"aleatoric": self.aleatoric, "epistemic": self.epistemic}
-        if self.by_draw is not None:
-            arrays["samples"] = self.samples
-        return {
-            name: t.detach().float().cpu().numpy() if t.dtype == torch.bfloat16 else t.detach().cpu().numpy()
-            for name, t in arrays.items()
-        }
+        names = [
+            "mean",
+            "member_mean",
+            "total",
+            "aleatoric",
+            "epistemic",
+            *(["samples"] if self.by_draw is not None else []),
+        ]
+        arrays = {name: getattr(self, name).detach().cpu() for name in names}
+        return {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in arrays.items()}
 
     def _need(self, *kinds: str) -> None:
         if self.likelihood not in kinds:
-            raise AttributeError(
-                f"This Prediction has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}."
-            )
+            raise AttributeError(f"This Prediction is {self.likelihood!r}; that needs {' or '.join(kinds)}.")
 
     @property
     def _classes(self) -> bool:

@@ -4,7 +4,7 @@ loss = nll + kl_weight * KL / num_data          nll: mean over the batch;  KL: s
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,9 @@ def kl(model: nn.Module) -> Tensor:
         True
     """
     layers = [m for m in model.modules() if isinstance(m, BayesLayer)]
-    every = [(p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()]
+    every: list[tuple[Any, Any]] = [
+        (p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()
+    ]
     # Layers with one weight share a posterior: it counts once.
     found = list({id(pair[0]): pair for pair in reversed(every)}.values())[::-1]
     terms: list[Tensor] = []

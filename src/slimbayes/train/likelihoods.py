@@ -34,8 +34,8 @@ def categorical(
 ) -> Tensor:
     """Mean negative log-likelihood of class labels under S draws of logits.
 
-    Shape: logits (S, B, ..., C), classes along `class_dim`; target (B, ...) class indices, or (B, ..., C) probabilities (soft labels);
-    returns a scalar, the mean over all targets that are not `ignore_index`.
+    Shape: logits (S, B, ..., C), classes along `class_dim`; target (B, ...) class indices, or (B, ..., C) probabilities
+    (soft labels); returns a scalar, the mean over all targets that are not `ignore_index`.
 
     Example:
         >>> categorical(torch.zeros(2, 3, 4), torch.tensor([0, 1, 2])).round(decimals=4)  # log 4
@@ -87,8 +87,9 @@ def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
 def gaussian(mean: Tensor, target: Tensor, scale: float | Tensor = 1.0, form: Form = "average") -> Tensor:
     """Mean negative log-likelihood of real targets with known or shared noise under S draws of means.
 
-    Shape: mean (S, B, ...), target (B, ...), scale a float or a tensor that broadcasts against target; returns a scalar: the mean over
-    rows of the sum over a row's outputs. "logits" and "probs" both average the means, which are the distribution's parameters.
+    Shape: mean (S, B, ...), target (B, ...), scale a float or a tensor that broadcasts against target; returns a
+    scalar: the mean over rows of the sum over a row's outputs. "logits" and "probs" both average the means, which are
+    the distribution's parameters.
 
     Example:
         >>> gaussian(torch.zeros(2, 3), torch.zeros(3)).round(decimals=4)  # log(2 pi) / 2
@@ -104,11 +105,11 @@ def heteroscedastic_gaussian(output: Tensor, target: Tensor, form: Form = "avera
 
     The network gives two numbers for each target: the mean, and the noise scale before a softplus.
 
-    Shape: output (S, B, ..., 2), target (B, ...); returns a scalar, as `gaussian`. "probs" averages the mean and the variance,
-    "logits" the raw outputs.
+    Shape: output (S, B, ..., 2), target (B, ...); returns a scalar, as `gaussian`. "probs" averages the mean and the
+    variance, "logits" the raw outputs.
 
     Example:
-        >>> heteroscedastic_gaussian(torch.zeros(2, 3, 2), torch.zeros(3)).round(decimals=4)  # scale log 2, and the floor
+        >>> heteroscedastic_gaussian(torch.zeros(2, 3, 2), torch.zeros(3)).round(decimals=4)  # scale log 2 and floor
         tensor(0.5526)
     """
     check_two_outputs(output)
@@ -149,7 +150,8 @@ def _check(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) -> No
     """Refuse a target that would broadcast, as (B,) against (S, B, 1) does, and a form that is none."""
     if target.shape != needed:
         raise ValueError(
-            f"A target of shape {tuple(needed)} is needed for outputs of shape {tuple(outputs.shape)}, got {tuple(target.shape)}."
+            f"A target of shape {tuple(needed)} is needed for outputs of shape {tuple(outputs.shape)}, got "
+            f"{tuple(target.shape)}."
         )
     if form not in _FORMS:
         raise ValueError(f"Unknown form {form!r}{did_you_mean(form, _FORMS)}")
@@ -159,7 +161,8 @@ def _gaussian(mean: Tensor, target: Tensor, scale: Tensor, form: str) -> Tensor:
     if mean.shape[1:] != target.shape:
         # Broadcasting (S, B, 1) against (B,) would silently compare every row with every target.
         raise ValueError(
-            f"A target of shape {tuple(mean.shape[1:])} is needed for outputs of shape {tuple(mean.shape)}, got {tuple(target.shape)}."
+            f"A target of shape {tuple(mean.shape[1:])} is needed for outputs of shape {tuple(mean.shape)}, got "
+            f"{tuple(target.shape)}."
         )
     logp = -0.5 * ((target - mean) / scale) ** 2 - scale.log() - 0.5 * math.log(2 * math.pi)
     return _combine(logp.flatten(2).sum(-1) if logp.dim() > 2 else logp, form).mean()
