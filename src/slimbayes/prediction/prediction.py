@@ -209,8 +209,8 @@ class Prediction:
             >>> p.draw_log_prob(torch.tensor([2])).T  # log of 1 / 4
             tensor([[-1.3863, -1.3863, -1.3863]])
         """
-        values = self._kept()
         self._check_target(target)
+        values = self._kept()
         if self._classes:
             return _log_at(values, target)
         assert self.noise is not None  # kept with the samples
@@ -223,7 +223,7 @@ class Prediction:
     def rescaled(self, mean: float | Tensor, std: float | Tensor) -> "Prediction":
         """The prediction in a target's own units, y = mean + std * f, for a model that was trained on (y - mean) / std.
 
-        The output precision tau of Chang et al. 2019, appendix B.3, is in those units: `predict(..., scale=tau**-0.5 / std)`.
+        The output precision tau of Chang et al. 2019 (B.3) is in those units: `predict(..., scale=tau**-0.5 / std)`.
 
         Shape: mean and std are numbers, or broadcast against one row's targets.
 
@@ -276,7 +276,7 @@ class Prediction:
 
     def _need(self, *kinds: str) -> None:
         if self.likelihood not in kinds:
-            raise AttributeError(f"This Prediction is {self.likelihood!r}; that needs {' or '.join(kinds)}.")
+            raise AttributeError(f"This has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}.")
 
     @property
     def _classes(self) -> bool:
