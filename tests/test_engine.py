@@ -1288,3 +1288,19 @@ def test_known_sizes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) ->
     assert len(trials) == 2  # once, for 32 rows
     sb.sample(model, torch.randn(16, 4), draws=1)
     assert len(trials) == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_that_sees_pairs_of_rows(method: str) -> None:
+    """Two rows become one entry of the last layer's input: neither has a draw of its own there."""
+    torch.manual_seed(0)
+    net = Net(lambda m, x: m.b(m.a(x).unflatten(0, (len(x) // 2, 2)) if len(x) % 2 == 0 else m.a(x)))
+    model, x = sb.bayesianize(net, METHODS[method]).eval(), torch.randn(2, 4)
+    draws = 6 // sb.members(model)
+    with quietly(), sb.frozen(model, draws=draws):
+        assert_draws(sb.sample(model, x), held(model, draws), (x,), {})
+    with quietly():
+        torch.manual_seed(1)
+        one_by_one = sb.sample(model, x, draws=draws, fold=False)
+        torch.manual_seed(1)
+        close(sb.sample(model, x, draws=draws), one_by_one)

@@ -122,6 +122,8 @@ class Probe(passes.Pass):
                     return leaf
                 leaf, dim = leaf.expand(rows, *leaf.shape[1:]), 0
             size = leaf.shape[dim]
+            if self.taint == "row" and size % rows:
+                raise Mixed(f"{here.name}: an output of shape {tuple(leaf.shape)} has no entry for each of {rows} rows")
             part = size // 2 if self.taint == "half" else size // rows
             out = leaf.clone()  # in place, so that its memory format stays: others use other kernels
             out.narrow(dim, size - part, part).mul_(1.25).add_(0.125)

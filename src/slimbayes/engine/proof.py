@@ -206,6 +206,8 @@ class _Proof:
     def _check(self, what: str, p: Tensor, q: Tensor, dim: int | None, message: str) -> None:
         """Compare fingerprints outside the changed rows."""
         count = p.shape[1]
+        if what == "row" and dim is not None and count % (2 * self.rows):
+            raise Mixed(f"{message}: {count} entries for {2 * self.rows} rows")
         kept = count if dim is None else count // 2 if what == "half" else count - count // (2 * self.rows)
         if p.shape != q.shape or not equal_prints(p[:, :kept].sum(1), q[:, :kept].sum(1)):
             raise Mixed(message if what == "half" else message.replace("draws", "rows"))
