@@ -520,6 +520,12 @@ def packed_inside(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
     return m.b(pad_packed_sequence(m.lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0])
 
 
+def six_by_six(m: Any, x: Tensor) -> Tensor:
+    """Every six rows feel each other: a fold of whole batches of six is right, a draw for each row is not."""
+    h = torch.tanh(m.a(x)).view(-1, 6, 6)
+    return m.b((h + h.mean(1, keepdim=True)).flatten(0, 1))
+
+
 EDGES = torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]])
 WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "time-major": (two(time_major), x(6, 5, 4)),
@@ -603,6 +609,42 @@ def test_a_wrong_folding_is_found_out_and_the_reason_names_a_place(name: str, mo
         layout.why.startswith(place) or f"of {place} " in layout.why
         for place in ("a", "b", "c", "output 0", "output 1")
     ), layout.why
+
+
+ALIKE = sb.Mixture(components=1)  # two draws are one network, as picks of few components often are
+REFUTED = {name: case for name, case in WRONG.items() if name != "first-row"} | {
+    "rows-in-the-height": (
+        lambda: nn.Sequential(nn.Conv2d(4, 6, 1), nn.Tanh(), nn.Conv2d(6, 3, 1)), x(4, 6, 5)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUTED)
+def test_a_wrong_folding_is_found_out_where_draws_are_alike(name: str) -> None:
+    """Comparing real draws says nothing then: the probes of the plain model must refute it by themselves."""
+    _, _, layout = proven(*REFUTED[name], config=ALIKE)
+    assert not layout.folds
+
+
+def test_both_halves_of_a_doubled_batch_are_compared() -> None:
+    """Only the second half has rows from the eighth on; one row more in front does not bring them in."""
+    late = two(lambda m, x: m.b(torch.tanh(m.a(x)) + torch.arange(x.shape[0]).view(-1, 1) // 8))
+    _, _, layout = proven(late, x(6, 4), config=ALIKE)
+    assert "changes when every row comes twice" in layout.why
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_rows_that_feel_each_other_within_a_batch_fold_but_are_not_apart() -> None:
+    model, args, layout = proven(two(six_by_six), x(6, 4))
+    assert layout.folds
+    assert not layout.apart
+    with torch.no_grad():
+        close(sb.sample(model, *args), sb.sample(model, *args, fold=False))
+        with pytest.raises(ValueError, match="told apart"):
+            sb.sample(model, *args, rows="split")
+        with sb.frozen(model):
+            expected = torch.stack([sb.write_out(model, j)(*args) for j in range(3)])
+        assert any(torch.allclose(model(*args), one, atol=1e-5) for one in expected)
 
 
 @pytest.mark.parametrize("name", WRONG)

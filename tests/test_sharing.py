@@ -341,3 +341,27 @@ def test_windows_of_one_row_stay_together_where_rows_do_not_divide_evenly() -> N
             y = net(x)
         assert torch.equal(y[:, 0], y[:, 1])
         torch.testing.assert_close(y[0], y[1])
+
+
+class Turns(nn.Module):
+    """A stem that runs ahead of the first draw, or behind it when it is `late`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late:
+            h = self.a(x)
+            return self.b(torch.tanh(self.stem(x + h) + h))
+        return self.b(torch.tanh(self.stem(x) + self.a(x)))
+
+
+def test_a_module_is_not_shared_once_a_draw_was_used() -> None:
+    """The proof found the stem ahead of all draws; what a model does later may differ."""
+    model, x = sb.bayesianize(Turns(), {"[ab]": sb.BatchEnsemble(members=3)}), torch.randn(5, 4)
+    sb.predict(model, x)
+    model.late = True
+    shared, apart = _both(model, x, 2)
+    torch.testing.assert_close(shared, apart, rtol=1e-5, atol=1e-6)
