@@ -14,13 +14,13 @@ MUTATIONS = [
         "single-rows",
         "rows = slice(index * new.rows, (index + 1) * new.rows)",
         "rows = slice(0, new.rows)",
-        "test_awkward.py -k one_seed",
+        "test_engine.py -k right_folding",
     ),
     Mutation(
         "single-member",
         "1, self.first + index, index, {}",
         "1, self.first, index, {}",
-        "test_awkward.py -k one_seed",
+        "test_engine.py -k right_folding",
     ),
     Mutation(
         "take-first-draws",
@@ -63,7 +63,7 @@ MUTATIONS = [
         "split-apart",
         "    if not layout.apart:\n        raise ValueError(",
         "    if not layout.folds:\n        raise ValueError(",
-        "test_engine.py -k apart",
+        "test_engine.py -k within_a_batch",
     ),
     Mutation(
         "scope",
@@ -82,7 +82,7 @@ MUTATIONS = [
         "proof-last-row",
         "else count - count // (2 * self.rows)",
         "else count // 2",
-        'test_engine.py -k "pairs or wrong_folding"',
+        "test_engine.py -k within_a_batch",
     ),
     Mutation(
         "proof-allowed",
@@ -106,13 +106,13 @@ MUTATIONS = [
         "proof-prints",
         "return lines.sum(1, dtype=torch.float64)",
         "return lines[:, 0].double()",
-        "test_engine.py -k wrong_folding",
+        "test_engine.py -k alike",
     ),
     Mutation(
         "proof-apart",
         "layout.why = str(error)\n            if",
         "layout.why, layout.apart = str(error), True\n            if",
-        "test_engine.py -k apart",
+        "test_engine.py -k within_a_batch",
     ),
     Mutation(
         "proof-tree",
@@ -295,8 +295,6 @@ MUTATIONS = [
         "member-biases",
         "torch.cat([torch.zeros_like(self.bias[:1]), self.bias])",
         "torch.cat([self.bias, torch.zeros_like(self.bias[:1])])",
-        "test_rank1_paper.py -k bias",
-        "test_checkpoint.py",
         "test_rank1_paper.py",
     ),
     Mutation(
@@ -356,7 +354,6 @@ MUTATIONS = [
         "ensemble-decay",
         "    def decayed(self) -> list[nn.Parameter]:\n        return list(self.parameters())\n",
         "    def decayed(self) -> list[nn.Parameter]:\n        return []\n",
-        "test_ensemble.py -k decay",
         "test_ensemble.py",
     ),
     # Distributions.
@@ -439,7 +436,7 @@ MUTATIONS = [
         "    if False:\n",
         "test_mean_field.py -k decay",
         "test_mean_field.py",
-        "test_ensemble.py -k decay",
+        "test_ensemble.py",
     ),
     Mutation(
         "anneal",

@@ -526,6 +526,23 @@ def six_by_six(m: Any, x: Tensor) -> Tensor:
     return m.b((h + h.mean(1, keepdim=True)).flatten(0, 1))
 
 
+def alarm(m: Any, x: Tensor) -> Tensor:
+    """One large number among all rows is felt by all, in the last output alone; the inputs of `calm` have none."""
+    y = m.b(torch.tanh(m.a(x)))
+    return torch.cat([y[:, :2], y[:, 2:] + F.relu(x.max() - 0.2)], 1)
+
+
+def alarm_of_six(m: Any, x: Tensor) -> Tensor:
+    """The same among every six rows."""
+    whole = len(x) // 6 * 6
+    felt = F.relu(x[:whole].view(-1, 24).amax(1) - 0.2).repeat_interleave(6)
+    return m.b(torch.tanh(m.a(x)) + F.pad(felt, (0, len(x) - whole)).unsqueeze(1))
+
+
+def calm() -> tuple[Tensor]:
+    return (0.1 * torch.rand(6, 4),)
+
+
 EDGES = torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]])
 WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "time-major": (two(time_major), x(6, 5, 4)),
@@ -613,6 +630,7 @@ def test_a_wrong_folding_is_found_out_and_the_reason_names_a_place(name: str, mo
 
 ALIKE = sb.Mixture(components=1)  # two draws are one network, as picks of few components often are
 REFUTED = WRONG | {
+    "alarm": (two(alarm), calm),
     "rows-in-the-height": (
         lambda: nn.Sequential(nn.Conv2d(4, 6, 1), nn.Tanh(), nn.Conv2d(6, 3, 1)), x(4, 6, 5)
     ),
@@ -636,8 +654,9 @@ def test_both_halves_of_a_doubled_batch_are_compared() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
-def test_rows_that_feel_each_other_within_a_batch_fold_but_are_not_apart() -> None:
-    model, args, layout = proven(two(six_by_six), x(6, 4))
+@pytest.mark.parametrize(("run", "inputs"), [(six_by_six, x(6, 4)), (alarm_of_six, calm)], ids=["always", "at times"])
+def test_rows_that_feel_each_other_within_a_batch_fold_but_are_not_apart(run: Any, inputs: Any) -> None:
+    model, args, layout = proven(two(run), inputs)
     assert layout.folds
     assert not layout.apart
     with torch.no_grad():
