@@ -6,6 +6,9 @@ both. So every pair that occurs in the product occurs in the array; what needs t
 
 import random
 from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 Pair = tuple[str, str]  # (method, layer)
 Case = tuple[str, str, str]  # (method, layer, property)
@@ -35,3 +38,19 @@ def covering(grid: dict[str, list[Pair]], kept: Callable[[str, Pair], bool]) -> 
                 chosen.add(case)
                 missing -= pairs_in(case)
     return {name: [pair for pair in pairs if (*pair, name) in chosen] for name, pairs in grid.items()}
+
+
+def first_met(pairs: list[Pair]) -> set[Pair]:
+    """Those that bring a method or a layer that none before them had.
+
+    >>> sorted(first_met([("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")]))
+    [('a', 'x'), ('a', 'y'), ('b', 'x')]
+    """
+    seen: set[str] = set()
+    return {pair for pair in pairs if not seen.issuperset(pair) and not seen.update(pair)}
+
+
+def marked(pairs: list[Pair], quick: set[Pair]) -> list[Any]:
+    """Pairs as parameters of a test, slow unless they are `quick`."""
+    slow = pytest.mark.slow
+    return [pytest.param(*pair, id="-".join(pair), marks=() if pair in quick else slow) for pair in pairs]

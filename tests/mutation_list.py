@@ -14,7 +14,7 @@ MUTATIONS = [
         "single-rows",
         "rows = slice(index * new.rows, (index + 1) * new.rows)",
         "rows = slice(0, new.rows)",
-        "test_engine.py -k right_folding",
+        "contract/test_contract.py -k draws_differ",
     ),
     Mutation(
         "single-member",

@@ -82,7 +82,7 @@ def _run_tests(source: Path, tests: list[str], options: list[str], log: Path) ->
         sys.dont_write_bytecode = True  # a mutation and its undoing may be of one size and one second
         import pytest
 
-        fixed = ["-q", "-x", "-p", "no:xdist", "--tb=no", "-m", "not slow"]
+        fixed = ["-q", "-x", "-p", "no:xdist", "--tb=no"]
         early = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was imported before the fork
         code = int(pytest.main([*fixed, *early, *options, *tests]))
     except BaseException:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import LAYERS, METHODS, LayerCase, convert, fits
-from covering import Pair, covering, pairs_in
+from covering import Pair, covering, first_met, marked, pairs_in
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -72,7 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = metafunc.function.__name__
     if name in PROPERTIES:
         grid = PROPERTIES if metafunc.config.getoption("--full-contract", False) else covering(PROPERTIES, kept)
-        metafunc.parametrize(("method", "layer"), grid[name], ids=[f"{m}-{n}" for m, n in grid[name]])
+        metafunc.parametrize(("method", "layer"), marked(grid[name], first_met(grid[name])))
 
 
 def test_every_pair_of_method_layer_and_property_is_in_the_array() -> None:
