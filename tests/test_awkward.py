@@ -201,8 +201,7 @@ def test_a_bare_call_gives_each_row_one_member(name: str, method: str) -> None:
 
 @torch.no_grad()
 def test_rows_of_a_bare_call_are_shared_out_among_members() -> None:
-    """One draw for the whole call would satisfy the tests above everywhere; where rows are plain to see it must not
-    come to that."""
+    """One draw for the whole call would satisfy the tests above everywhere; not where rows are plain to see."""
     for name in ("mlp", "cnn", "windows-lstm"):
         model, args, kwargs, case = built(name, "batch-ensemble")
         with sb.frozen(model):

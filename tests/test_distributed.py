@@ -31,6 +31,7 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
 
 WORLD, SECONDS = 2, 100
+pytestmark = pytest.mark.slow  # two processes that import torch
 NUM_DATA = 20
 WEIGHTS = {
     "loss": (1.0, 1.0),

@@ -82,6 +82,7 @@ def differ(one: Tensor, two: Tensor) -> bool:
 # Threads, tasks, interruptions ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False], ids=["after a call", "cold"])
 def test_eight_threads_predict_what_one_does(known: bool) -> None:
     model = nn.Sequential(
@@ -157,6 +158,7 @@ def test_tasks_that_hold_draws_over_an_await_do_not_see_each_other() -> None:
     assert differ(outputs[1][0], outputs[2][0])
 
 
+@pytest.mark.slow
 def test_a_compiled_model_after_interleaved_tasks_draws_afresh() -> None:
     model, x = converted(mlp(), RANDOM), torch.randn(6, 4)
 
@@ -455,6 +457,7 @@ def test_whole_graphs_after_one_call(method: str, call: str, monkeypatch: pytest
             )  # the first row is not always that of one member
 
 
+@pytest.mark.slow
 def test_a_whole_graph_before_any_call_asks_for_one() -> None:
     torch._dynamo.reset()
     model = converted(mlp(), RANDOM)
@@ -466,6 +469,7 @@ def test_a_whole_graph_before_any_call_asks_for_one() -> None:
     assert torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(6, 4)).shape == (6, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["rank1", "batch-ensemble", "mean-field"])
 def test_graphs_in_parts_need_no_call_before(method: str) -> None:
     torch._dynamo.reset()
@@ -699,8 +703,7 @@ def test_a_right_folding_is_found(name: str, mode: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_rows_that_act_on_each_other_within_pairs_do_not_fold() -> None:
-    """Which row is whose partner depends on its number: with an odd number of rows a fold would pair rows of different
-    draws."""
+    """Which row is whose partner depends on its number: with an odd number of rows a fold would pair draws."""
     model, args, layout = proven(two(pairs), x(6, 4))
     assert not layout.folds
     assert not layout.apart
@@ -783,6 +786,7 @@ def test_a_proof_leaves_no_trace(mode: bool, kind: str) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [2, 3, 4, 6])
 def test_no_coincidence_of_sizes_changes_a_result(draws: int) -> None:
     """S * B == 12, and steps run past it; so do masks of (T, T)."""

@@ -58,8 +58,7 @@ class Program:
 
 
 class Interpreter(nn.Module):
-    """Runs a program. Layers are made while a plain input is sent through; a step that its input does not allow is left
-    out for good."""
+    """Runs a program. Layers are made while a plain input is sent through; what that does not allow is left out."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
