@@ -334,7 +334,7 @@ def test_classes_have_no_units() -> None:
 
 
 def test_output_precision_of_model_patching() -> None:
-    """F38, appendix B.3: in the target's units the total variance is that of the means plus 1 / tau, for two targets."""
+    """F38, appendix B.3: in the target's units the variance is that of the means plus 1 / tau, for two targets."""
     y_mean, y_std, tau = torch.tensor([20.0, -3.0]), torch.tensor([9.0, 0.01]), 0.1
     outputs = torch.randn(S, N, 2)
     pred = sb.Prediction.from_outputs(outputs, "gaussian", scale=tau**-0.5 / y_std).rescaled(y_mean, y_std)

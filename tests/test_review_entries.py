@@ -772,7 +772,7 @@ def test_normalised_weights_are_drawn(method: str, kind: str, style: str) -> Non
 @pytest.mark.parametrize("method", ["mean-field", "flipout", "k-tied", "rank1"])
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
 def test_old_style_norms_train(method: str, kind: str) -> None:
-    """Their weight is no parameter but what a hook last computed, with its graph: they train for several steps all the same."""
+    """Their weight is what a hook last computed, with its graph: they train for several steps all the same."""
     model, x, y = mlp(), torch.randn(6, 4), torch.randint(3, (6,))
     with quietly():
         for place in (0, 4):

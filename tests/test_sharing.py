@@ -319,7 +319,7 @@ def test_a_plain_model_has_the_same_prediction_in_every_draw() -> None:
 
 
 def test_windows_of_one_row_stay_together_where_rows_do_not_divide_evenly() -> None:
-    """3 rows of 2 windows under 2 held draws: rows 0 and 1 with their windows belong to the first draw, row 2 to the second."""
+    """3 rows of 2 windows, 2 held draws: rows 0 and 1 with their windows belong to the first, row 2 to the second."""
 
     class Windows(nn.Module):
         def __init__(self) -> None:

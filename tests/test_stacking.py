@@ -239,7 +239,7 @@ def test_sites_without_influence_stay_uniform() -> None:
 
 
 def test_a_prior_keeps_few_draws_from_collapsing() -> None:
-    """Twelve draws of 4^8 networks and three rows: without a prior all weight goes to a few lucky ones. More pseudo-rows, more draws."""
+    """Twelve of 4^8 networks, three rows: without a prior all weight goes to a few. More pseudo-rows, more draws."""
     generator = torch.Generator().manual_seed(0)
     choices = torch.stack([torch.arange(4).repeat(3)[torch.randperm(12, generator=generator)] for _ in range(8)], 1)
     log_probs = problem(4, 12, 3, spread=3.0)
