@@ -15,13 +15,12 @@ from torch import distributions as td
 import slimbayes as sb
 from slimbayes.distributions.families import (
     FAMILIES,
-    check_pair,
     distribution_from_dict,
-    kl,
     rho_from_scale,
     scale_from_rho,
     standard_cauchy,
 )
+from slimbayes.distributions.kl import check_pair, kl
 
 
 def f64(*values: float) -> list[Tensor]:
