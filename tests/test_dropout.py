@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.layers.base import BayesLayer
-from slimbayes.layers.dropout import DROPOUTS, functional_dropout
+from slimbayes.layers.base import LAYERS, BayesLayer
+from slimbayes.layers.functional_dropout import functional_dropout
 from slimbayes.models import resnet18
 
 pytestmark = pytest.mark.usefixtures("last_draws")
@@ -54,7 +54,7 @@ def on(layer: nn.Module, **options: Any) -> nn.Module:
 
 
 def test_every_dropout_of_torch_is_known() -> None:
-    assert {cls.plain for cls in DROPOUTS} == set(SHAPES)
+    assert {plain for plain, cls in LAYERS.items() if cls.bayes_kind == "dropout"} == set(SHAPES)
     known = {cls for name, cls in vars(nn).items() if name.endswith(("Dropout", "Dropout1d", "Dropout2d", "Dropout3d"))}
     assert known == set(SHAPES)
 

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.layers.base import BayesLayer
-from slimbayes.layers.norm import NORMS
+from slimbayes.layers.base import LAYERS, BayesLayer
 
 # torch says so of every sequence-first nn.TransformerEncoder.
 pytestmark = [
@@ -95,7 +94,8 @@ def with_values(plain: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Mod
 
 
 def test_every_norm_of_the_library_is_in_the_list() -> None:
-    assert {cls.plain for cls in NORMS} == {type(build()) for build, _ in CASES.values()}
+    norms = {plain for plain, cls in LAYERS.items() if cls.bayes_kind == "norm"}
+    assert norms == {type(build()) for build, _ in CASES.values()}
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

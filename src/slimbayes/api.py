@@ -39,6 +39,7 @@ from slimbayes.posteriors.mean_field import MeanField as MeanField
 from slimbayes.posteriors.member_norm import MemberNorm as MemberNorm
 from slimbayes.posteriors.mixture import Mixture as Mixture
 from slimbayes.posteriors.model_patch import ModelPatch as ModelPatch
+from slimbayes.posteriors.radial import Radial as Radial
 from slimbayes.posteriors.rank1 import Rank1 as Rank1
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction
