@@ -233,7 +233,8 @@ def test_kl_under_a_prior_ten_times_narrower_stays_within_a_thousandth() -> None
 
 @pytest.mark.parametrize("q", [sb.Normal(1.03, 0.3), sb.LogNormal(0.03, 0.3)])
 def test_mixed_kl_pulls_towards_a_narrow_prior(q: object) -> None:
-    """F9: the ImageNet prior Cauchy(1, .005) under scales initialised as dropout; value and slope against fine quadrature."""
+    """F9: the ImageNet prior Cauchy(1, .005) under scales initialised as dropout; value and slope against fine
+    quadrature."""
     p, step = sb.Cauchy(1.0, 0.005), 1e-4
     near = [quadrature_kl(type(q)(q.loc + d, q.scale), p) for d in (-step, 0.0, step)]
     loc = torch.tensor(q.loc, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,5 @@
-"""MC dropout: rates, units and scaling against torch's own dropout, masks that are held, and dropout that cannot be converted.
+"""MC dropout: rates, units and scaling against torch's own dropout, masks that are held, and dropout that cannot be
+converted.
 
 Sizes: S draws, B rows.
 """
@@ -355,7 +356,8 @@ def test_channels_of_a_layer_norm_are_its_last_dimension() -> None:
 
 
 def test_channel_dropout_of_an_lstm_is_the_same_at_every_step() -> None:
-    """Against a loop over time with the masks written out: one mask for the inputs and one for the states of each row."""
+    """Against a loop over time with the masks written out: one mask for the inputs and one for the states of each
+    row."""
     lstm = nn.LSTM(3, 4, batch_first=True).double()
     net = sb.bayesianize(nn.Sequential(lstm), sb.MCDropout(before="0", rate=0.4, unit="channel")).eval()
     x = torch.randn(5, 6, 3).double()
@@ -394,7 +396,8 @@ def test_element_dropout_of_an_lstm_differs_from_step_to_step() -> None:
 
 @pytest.mark.parametrize("unit", ["element", "channel"])
 def test_attention_drops_the_inputs_of_its_four_projections(unit: str) -> None:
-    """One token attends to itself alone, so with identity matrices only the value and the output projection act: two masks."""
+    """One token attends to itself alone, so with identity matrices only the value and the output projection act: two
+    masks."""
     attention = nn.MultiheadAttention(6, 2, bias=False, batch_first=True).double()
     with torch.no_grad():
         attention.in_proj_weight.copy_(torch.eye(6).repeat(3, 1))

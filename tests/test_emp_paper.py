@@ -1,7 +1,8 @@
-"""Ensemble Model Patching (Chang et al. 2019): its family, gradients, KL, penalties, sizes and parameter counts (F31 to F37).
+"""Ensemble Model Patching (Chang et al. 2019): its family, gradients, KL, penalties, sizes and parameter counts (F31 to
+F37).
 
-Draws are read off outputs, not off the library: a layer that is fed unit vectors shows its weights, and which component each of
-them came from. Sizes: K components, L patched layers, S draws, B rows.
+Draws are read off outputs, not off the library: a layer that is fed unit vectors shows its weights, and which component
+each of them came from. Sizes: K components, L patched layers, S draws, B rows.
 """
 
 import copy
@@ -38,7 +39,8 @@ def _double() -> Iterator[None]:
 
 
 def toy() -> nn.Sequential:
-    """Three layers that can be patched (norm1, norm2, out), with statistics and scales that are not the neutral ones."""
+    """Three layers that can be patched (norm1, norm2, out), with statistics and scales that are not the neutral
+    ones."""
     layers = OrderedDict(
         a=nn.Linear(3, 4),
         norm1=nn.BatchNorm1d(4),
@@ -103,7 +105,8 @@ def independent_p(a: Tensor, b: Tensor, size: int) -> float:
 
 
 def weights_of_draws(layer: nn.Module, draws: int) -> tuple[Tensor, Tensor]:
-    """Weights (S, out, in) and biases (S, out) of a dense layer's draws, read off its outputs for unit vectors and zero."""
+    """Weights (S, out, in) and biases (S, out) of a dense layer's draws, read off its outputs for unit vectors and
+    zero."""
     n = layer.in_features
     y = sb.sample(layer, torch.cat([torch.eye(n), torch.zeros(1, n)]), draws=draws).detach()
     return (y[:, :n] - y[:, n:]).transpose(1, 2), y[:, n]
@@ -117,7 +120,8 @@ def scales_of_draws(layer: nn.Module, draws: int) -> tuple[Tensor, Tensor]:
 
 
 def which(values: Tensor, choices: Tensor) -> Tensor:
-    """Index of the component (K, ...) that each value (S, ...) equals, element by element; refuses values that equal none."""
+    """Index of the component (K, ...) that each value (S, ...) equals, element by element; refuses values that equal
+    none."""
     gap = (values.unsqueeze(1) - choices.detach().unsqueeze(0)).abs()
     assert gap.amin(1).max() < 1e-9
     return gap.argmin(1)
@@ -491,7 +495,8 @@ def test_the_forward_of_a_learned_pick_is_exactly_one_hot() -> None:
 
 
 def straight_through(gap: float) -> float:
-    """E[s (1 - s)] of s = sigmoid(gap + logistic noise): the mean derivative of a relaxed Bernoulli, by quadrature over the noise."""
+    """E[s (1 - s)] of s = sigmoid(gap + logistic noise): the mean derivative of a relaxed Bernoulli, by quadrature over
+    the noise."""
 
     def integrand(u: float) -> float:
         s = math.exp(gap) * u / (1 - u + math.exp(gap) * u)
@@ -504,8 +509,8 @@ def straight_through(gap: float) -> float:
 def test_the_straight_through_gradient_points_the_right_way_with_a_known_bias(p: float) -> None:
     """For two components and a linear loss c_1 z_1 + c_2 z_2 the exact gradient of the logits is p (1 - p) (c_1 - c_2).
 
-    The estimator's mean is E[s (1 - s)] (c_1 - c_2) with s the relaxed pick: the same sign, two thirds of it at p = 1/2, 17 % more
-    than it at p = 0.9.
+    The estimator's mean is E[s (1 - s)] (c_1 - c_2) with s the relaxed pick: the same sign, two thirds of it at p =
+    1/2, 17 % more than it at p = 0.9.
     """
     layer = dense(sb.Mixture(components=2, learn_probs=True, probs=(p, 1 - p), jitter=1.0))
     draws, parts = 500, []
@@ -629,7 +634,8 @@ def test_dropconnect_leaves_embeddings_alone_unless_they_are_named() -> None:
 
 
 def test_a_zero_component_in_general_keeps_the_mean() -> None:
-    """K = 3 with the last at zero: the two others are divided by the probability of not being zero; biases are not mixed."""
+    """K = 3 with the last at zero: the two others are divided by the probability of not being zero; biases are not
+    mixed."""
     layer = dense(sb.Mixture(components=3, zero=True, assignment="element", probs=(0.5, 0.3, 0.2), jitter=1.0))
     assert layer.posterior["weight"].weight.shape == (1, 2, 3) and layer.posterior["weight"].bias is None
     weights, biases = weights_of_draws(layer, 3000)
@@ -700,7 +706,8 @@ def log_mixture(x: Tensor, centres: Tensor, p: Tensor, sigma: float) -> Tensor:
 @pytest.mark.parametrize("assignment", ["layer", "element"])
 @pytest.mark.parametrize("tau", [1.0, 0.3])
 def test_eq_8_is_the_monte_carlo_kl_up_to_its_constant(assignment: str, tau: float) -> None:
-    """F35: for components that do not overlap KL(q || p) = Eq. 8 + D/2 (tau sigma^2 - 1 - log(tau sigma^2)) - (picks) H(p)."""
+    """F35: for components that do not overlap KL(q || p) = Eq. 8 + D/2 (tau sigma^2 - 1 - log(tau sigma^2)) - (picks)
+    H(p)."""
     sigma, probs, draws = 0.01, (0.5, 0.3, 0.2), 3000
     p = torch.tensor(probs)
     layer = dense(sb.Mixture(components=3, assignment=assignment, sigma=sigma, probs=probs, jitter=3.0, tau=tau))
@@ -761,7 +768,8 @@ def entropy_of_mixture(centres: np.ndarray, p: np.ndarray) -> float:
 
 
 def test_entropy_bounds_have_the_corrected_direction() -> None:
-    """D.4: sum p_k H_k <= H(q) <= sum p_k H_k + H(p); Eq. 7 prints the first as an upper bound. Separated components reach the second."""
+    """D.4: sum p_k H_k <= H(q) <= sum p_k H_k + H(p); Eq. 7 prints the first as an upper bound. Separated components
+    reach the second."""
     p = np.array([0.5, 0.3, 0.2])
     average, extra = 0.5 * (1 + math.log(2 * math.pi)), float(-(p * np.log(p)).sum())
     for spread, near in ((0.0, average), (1.0, None), (30.0, average + extra)):
@@ -847,7 +855,8 @@ def test_l2_keeps_double_precision() -> None:
 
 @pytest.mark.parametrize(("build", "names"), PENALISED[:3])
 def test_eq_6_is_the_kl_plus_l2_of_what_is_shared(build: Any, names: list[str]) -> None:
-    """The paper's own penalty: tau p_k / 2 on components, tau / 2 on what is shared, the last sum over shared layers."""
+    """The paper's own penalty: tau p_k / 2 on components, tau / 2 on what is shared, the last sum over shared
+    layers."""
     net = build()
     sums = hand_sums(net, names)
     eq_6 = sums[0] / 3 / 2 + sums[1] / 3 / 2 + sums[2] / 2 + sums[3] / 2
@@ -961,7 +970,8 @@ def test_parameter_counts_of_tables_1_and_3(
 
 @pytest.mark.parametrize("k", [1, 2, 7])
 def test_overhead_formulas_of_section_3_3(k: int) -> None:
-    """2 (K - 1) N_2 for a norm layer; (K - 1) (I + 1) O for a dense layer; (K - 1) k^2 I O for a convolution without bias."""
+    """2 (K - 1) N_2 for a norm layer; (K - 1) (I + 1) O for a dense layer; (K - 1) k^2 I O for a convolution without
+    bias."""
 
     def extra(net: nn.Module, patch: str) -> int:
         report = sb.summary(sb.bayesianize(net, sb.ModelPatch(components=k, patch=patch)))
@@ -1482,7 +1492,8 @@ def test_an_input_of_one_row_meets_every_draw(build: Any, config: sb.Config) -> 
 
 
 def test_a_recurrent_network_mixes_matrix_by_matrix() -> None:
-    """Each matrix of an LSTM is a site of its own; its second bias is not mixed. Against torch's LSTM with the picked weights."""
+    """Each matrix of an LSTM is a site of its own; its second bias is not mixed. Against torch's LSTM with the picked
+    weights."""
     net = imdb_lstm(vocabulary=9, embedding=3, units=2).double()
     for p in net.parameters():
         nn.init.normal_(p.data, 0, 0.5)

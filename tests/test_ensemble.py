@@ -141,7 +141,8 @@ def test_batched_execution_falls_back_where_batch_norm_trains(execution: str) ->
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 12])
 @pytest.mark.parametrize("execution", ["loop", "batched"])
 def test_rows_of_a_bare_call_are_shared_out_among_the_members(rows: int, execution: str) -> None:
-    """Blocks as equal as the number allows; each row is one member's, members follow each other, starting at a random one."""
+    """Blocks as equal as the number allows; each row is one member's, members follow each other, starting at a random
+    one."""
     net = ensemble_of(mlp, execution=execution).double().eval()
     x = torch.randn(rows, 3).double()
     alone = torch.stack([m(x) for m in nets_of(net)])

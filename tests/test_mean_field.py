@@ -1,4 +1,5 @@
-"""Mean-field and k-tied posteriors: estimators, priors, factored scales, and the optimum of the ELBO (F21 to F26, R13)."""
+"""Mean-field and k-tied posteriors: estimators, priors, factored scales, and the optimum of the ELBO (F21 to F26,
+R13)."""
 
 import copy
 import math
@@ -112,7 +113,8 @@ def test_flipout_convolutions_have_signs_for_each_example_and_channel(groups: in
 
 
 def test_flipout_signs_stay_fixed_over_time() -> None:
-    """Each row of an LSTM keeps its weights for the whole sequence: torch's own LSTM, row by row, with W + r s^T o dW."""
+    """Each row of an LSTM keeps its weights for the whole sequence: torch's own LSTM, row by row, with W + r s^T o
+    dW."""
     plain = nn.LSTM(3, 4, batch_first=True)
     net = sb.bayesianize(copy.deepcopy(plain), sb.MeanField(estimator="flipout", scale_init=0.3))
     x = torch.randn(5, 7, 3)
@@ -129,7 +131,8 @@ def test_flipout_signs_stay_fixed_over_time() -> None:
 
 
 def gradients(config: sb.Config, steps: int = 1200) -> tuple[np.ndarray, np.ndarray, Any, Tensor, Tensor]:
-    """Gradients to the mean and to the log scale in many single-draw steps, (steps, d) each; then the net and its data."""
+    """Gradients to the mean and to the log scale in many single-draw steps, (steps, d) each; then the net and its
+    data."""
     net, x, y = linear(5, 1, config), torch.randn(32, 5) + 1, torch.randn(32)
     parameters = [net.weight, net.posterior["weight"].weight_log_scale]
     drawn = []
@@ -154,7 +157,8 @@ def exact_gradients(
 
 
 def test_gradients_are_unbiased_and_less_noisy_from_reparam_to_flipout_to_local() -> None:
-    """F22: within 4.5 standard errors of the exact gradient; means gain by decorrelated rows, scales further by local draws."""
+    """F22: within 4.5 standard errors of the exact gradient; means gain by decorrelated rows, scales further by local
+    draws."""
     variance = {}
     for estimator in ESTIMATORS:
         torch.manual_seed(1)
@@ -233,7 +237,8 @@ def test_local_outputs_have_the_variance_of_the_scales(name: str, rank: int) -> 
 @pytest.mark.parametrize("options", [{}, {"bias": "gaussian"}, {"max_scale": 0.35}], ids=["plain", "bias", "cap"])
 @pytest.mark.parametrize("name", LOCAL)
 def test_k_tied_local_draws_equal_mean_field_ones(name: str, options: dict[str, Any]) -> None:
-    """Means and variances agree, and so do outputs of the same noise, with biases that have posteriors and with a cap."""
+    """Means and variances agree, and so do outputs of the same noise, with biases that have posteriors and with a
+    cap."""
     tied, free, x = pair(name, 2, **options)
     torch.manual_seed(5)
     first = tied(x)
@@ -273,7 +278,8 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize(("name", "large"), [("k-tied", False), ("mean-field", True)])
 def test_local_k_tied_never_forms_a_matrix_of_scales(name: str, large: bool) -> None:
-    """Forward and backward of a 300 x 400 layer: nothing but the mean weight has 120,000 elements; mean-field has more."""
+    """Forward and backward of a 300 x 400 layer: nothing but the mean weight has 120,000 elements; mean-field has
+    more."""
     net = linear(300, 400, sb.MeanField(estimator="local") if large else sb.KTied(rank=3, estimator="local"))
     net.weight.requires_grad_(False)
     x = torch.randn(6, 300, requires_grad=True)
@@ -363,7 +369,8 @@ def test_empirical_bayes_takes_the_best_variance() -> None:
 
 
 def test_empirical_bayes_gradients_flow_through_the_variance() -> None:
-    """At the minimum over v the total derivative is the partial one: autograd through v* against KL with v* held fixed."""
+    """At the minimum over v the total derivative is the partial one: autograd through v* against KL with v* held
+    fixed."""
     net = linear(6, 4, sb.MeanField(prior=sb.EmpiricalBayes(), scale_init=0.2))
     moment = (scales(net).square() + net.weight.detach().square()).sum().item()
     held = sb.Normal(0.0, math.sqrt((moment + 0.202) / (24 + 6.02)))
@@ -482,7 +489,8 @@ def test_scales_are_products_of_the_factors_in_the_matrix_view() -> None:
 
 
 def test_one_tied_is_the_matrix_normal_and_two_tied_is_none() -> None:
-    """F23, F24: for k = 1 the covariance is diag(p) (x) diag(q); for k = 2 the variances have rank 3, no Kronecker product."""
+    """F23, F24: for k = 1 the covariance is diag(p) (x) diag(q); for k = 2 the variances have rank 3, no Kronecker
+    product."""
     one = linear(4, 3, sb.MatrixNormal(scale_jitter=0.7)).posterior["weight"]
     q, p = (2 * one.log_u[:, 0]).exp(), (2 * one.log_v[:, 0]).exp()
     covariance = torch.kron(p.diag(), q.diag())  # vec stacks the columns of the m x n matrix view
@@ -557,7 +565,8 @@ def test_a_cap_does_not_wind_up() -> None:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("method", [sb.MeanField, sb.KTied])
 def test_means_are_the_models_weights(method: Any, estimator: Any) -> None:
-    """With hardly any scale the converted network is the plain one; with the usual scale its mean prediction stays close."""
+    """With hardly any scale the converted network is the plain one; with the usual scale its mean prediction stays
+    close."""
     plain = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
     x = torch.randn(20, 6)
     for scale, tolerance in ((1e-9, 1e-7), (0.01, 0.01)):
@@ -697,7 +706,8 @@ def regression(correlated: bool, d: int = 12, n: int = 40) -> tuple[Tensor, Tens
 
 
 def blocks(d: int = 8, n: int = 40) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs of two strengths, outputs of two noises: the best scales are a 2 x 2 pattern of blocks, of rank exactly 2."""
+    """Inputs of two strengths, outputs of two noises: the best scales are a 2 x 2 pattern of blocks, of rank exactly
+    2."""
     rng = np.random.default_rng(1)
     x = np.linalg.qr(rng.normal(size=(n, d)))[0] * np.where(np.arange(d) < d // 2, 1.0, 6.0)
     noise = np.array([0.3, 0.3, 3.0, 3.0])
@@ -716,7 +726,8 @@ Problem = tuple[Tensor, Tensor, Tensor]
 
 
 def fit(data: Problem, method: sb.Config, kl_weight: float = 1.0, steps: int = 600) -> tuple[Tensor, Tensor]:
-    """Adam, averaged over the second half: ratios of fitted to best scales, distances of means in units of the best scale."""
+    """Adam, averaged over the second half: ratios of fitted to best scales, distances of means in units of the best
+    scale."""
     x, y, noise = data
     net = linear(x.shape[1], y.shape[1], method)
     nn.init.zeros_(net.weight)

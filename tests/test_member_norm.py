@@ -346,7 +346,8 @@ def test_compiles_as_one_graph_that_trains(call: str, momentum: float | None) ->
 
 
 class NoQuestions(TorchDispatchMode):
-    """Refuses operations that make the host wait for the device, or copy numbers of its own there: no CUDA graph could record them."""
+    """Refuses operations that make the host wait for the device, or copy numbers of its own there: no CUDA graph could
+    record them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket.__name__ not in (

@@ -1,6 +1,7 @@
 """Norm layers with components: against plain torch in every mode, rank and layout, and inside models nobody here wrote.
 
-The reference is always the plain layer (or F.*_norm) with the picked scale and bias written in. Sizes: S draws, B rows, K components.
+The reference is always the plain layer (or F.*_norm) with the picked scale and bias written in. Sizes: S draws, B rows,
+K components.
 """
 
 import copy
@@ -226,7 +227,8 @@ def test_a_single_vector_meets_held_draws(build: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_statistics_that_are_turned_off_later(mode: str) -> None:
-    """track_running_stats may be set to False on a layer that has statistics: torch uses the batch in training, them in eval mode."""
+    """track_running_stats may be set to False on a layer that has statistics: torch uses the batch in training, them in
+    eval mode."""
     plain = shaken(nn.BatchNorm1d(C))
     layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=2, jitter=0.0))
     x = torch.randn(5, C)
@@ -396,7 +398,8 @@ class Wrapped(nn.Module):
 
 
 def reference_draws(net: nn.Module, x: Tensor, draws: int) -> Tensor:
-    """Plain copies of the model with the picks of the last pass written into every patched layer, run one after another."""
+    """Plain copies of the model with the picks of the last pass written into every patched layer, run one after
+    another."""
     out = []
     for j in range(draws):
         plain = sb.debayesianize(copy.deepcopy(net))

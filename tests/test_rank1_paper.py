@@ -521,7 +521,8 @@ def test_clipped_factors_get_no_gradient_and_leave_the_kl_alone() -> None:
 @pytest.mark.parametrize(("family", "prior"), [("normal", sb.Normal(1.0, 0.3)), ("cauchy", sb.Cauchy(1.0, 0.3))])
 @pytest.mark.parametrize("spread", [0.01, 0.3, 3.0])
 def test_sum_over_members_bounds_the_kl_of_the_mixture(family: str, prior: Any, spread: float) -> None:
-    """F10: mean - log K <= KL(mixture || prior) <= mean, with mean = sb.kl / K; the mixture by quadrature in one dimension."""
+    """F10: mean - log K <= KL(mixture || prior) <= mean, with mean = sb.kl / K; the mixture by quadrature in one
+    dimension."""
     members = 3
     net = sb.bayesianize(
         nn.Linear(1, 1, bias=False),
@@ -589,7 +590,8 @@ def test_theorem_1_relates_weight_and_factor_fluctuations() -> None:
 
 
 def test_multiplicative_noise_is_additive_noise_of_scaled_width() -> None:
-    """F14: w (mu + sigma e) = w mu + (w sigma) e, so at one input both forms draw the same outputs from the same noise."""
+    """F14: w (mu + sigma e) = w mu + (w sigma) e, so at one input both forms draw the same outputs from the same
+    noise."""
     plain = nn.Linear(4, 3)
     with torch.no_grad():
         plain.weight.abs_()
@@ -730,7 +732,8 @@ def test_relative_overhead_is_the_papers() -> None:
 
 
 def test_decay_is_the_gradient_of_the_l2_penalty_and_spares_factors() -> None:
-    """F16, A.6: an SGD step with weight_decay = 2 lambda is one on loss + lambda * (squares of kernels, norms and biases)."""
+    """F16, A.6: an SGD step with weight_decay = 2 lambda is one on loss + lambda * (squares of kernels, norms and
+    biases)."""
     lam, lr = 3e-2, 0.5
     plain = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
     net = sb.bayesianize(plain, sb.Rank1(members=2))

@@ -81,7 +81,8 @@ def cell(mode: str, gi: np.ndarray, gh: np.ndarray, h: np.ndarray, c: np.ndarray
 def loop(
     layer: Any, x: np.ndarray, n: int, h0: np.ndarray, c0: np.ndarray, hide: bool = False
 ) -> tuple[np.ndarray, ...]:
-    """A sequence (T', D) of one row under draw n: outputs (T', directions * U), last h and last c (layers * directions, U)."""
+    """A sequence (T', D) of one row under draw n: outputs (T', directions * U), last h and last c (layers * directions,
+    U)."""
     h0, c0, index = h0.copy(), c0.copy(), 0
     for i in range(layer.num_layers):
         sides = []
@@ -161,7 +162,8 @@ def test_additive_factors_shift_both_matrices(
 def test_packed_sequences_with_states_equal_the_slow_loop(
     kind: type, options: dict[str, Any], shape: dict[str, Any], draws: str
 ) -> None:
-    """F18: rows of different lengths, unsorted, each from its own state; the reverse direction starts at a row's end."""
+    """F18: rows of different lengths, unsorted, each from its own state; the reverse direction starts at a row's
+    end."""
     net, lengths = convert(kind(D, U, **options, **shape), draws), [2, 4, 1, 3, 4]
     x, (h0, c0) = torch.randn(5, T, D), states(net, 5)
     packed = pack_padded_sequence(x, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
@@ -475,7 +477,8 @@ def test_unbatched_attention_is_one_row(batch_first: bool) -> None:
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_encoder_layer_equals_torch_on_materialised_weights(batch_first: bool, norm_first: bool) -> None:
-    """F1 through nn.TransformerEncoderLayer: attention and both linear layers, rows along either dimension, no fast path."""
+    """F1 through nn.TransformerEncoderLayer: attention and both linear layers, rows along either dimension, no fast
+    path."""
     plain = nn.TransformerEncoderLayer(E, HEADS, 6, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
     net = convert(copy.deepcopy(plain), batch_dim=0 if batch_first else 1).eval()
     x = torch.randn(R, LQ, E)
@@ -538,7 +541,8 @@ def test_converted_root_attention_takes_unbatched_inputs(batch_first: bool) -> N
 def test_states_are_split_by_rows_even_where_other_sizes_coincide(
     rows: int, members: int, units: int, options: dict[str, Any]
 ) -> None:
-    """F2: h (layers * directions, S * B, U) gives (S, layers * directions, B, U); its last forward state is the last output."""
+    """F2: h (layers * directions, S * B, U) gives (S, layers * directions, B, U); its last forward state is the last
+    output."""
     net = sb.bayesianize(nn.GRU(D, units, batch_first=True, **options), sb.BatchEnsemble(members=members))
     y, h = sb.sample(net, torch.randn(rows, T, D))
     index = -2 if net.bidirectional else -1

@@ -1,4 +1,4 @@
-"""The two lists of the contract: methods and layers. A new method or layer adds one line here and passes every property."""
+"""The lists of the contract: methods and layers. A new one adds one line here and passes every property."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +48,8 @@ METHODS: dict[str, sb.Config] = {
 
 @dataclass
 class LayerCase:
-    """A layer, an input of `rows` rows along `batch_dim`, its weights' channels (n_in, n_out, has bias) and matrix views (m, n)."""
+    """A layer, an input with `rows` along `batch_dim`, its weights' channels (n_in, n_out, has bias) and matrix
+    views."""
 
     make: Callable[[], nn.Module]
     input: Callable[[], Any]
@@ -194,13 +195,13 @@ def fits(method: str, layer: str) -> bool:
         return kind == "matrix"
     if isinstance(config, sb.MemberNorm):  # other norms have no statistics over rows
         return layer.startswith("BatchNorm")
-    # The local estimator draws outputs, which a bag does not give linearly; dropout acts on the inputs of a layer, which indices are not.
+    # The local estimator draws outputs, which a bag does not give linearly; dropout acts on inputs, which indices are not.
     lookup = (method.endswith("local") and layer == "EmbeddingBag") or (method == "mc-dropout" and "Embedding" in layer)
     return kind in config.covers and not lookup
 
 
 def convert(layer: nn.Module, method: str, case: LayerCase) -> nn.Module:
-    """Convert with every layer included, embeddings too, and without the padding row's vanishing gradient in the way."""
+    """Convert with every layer included, embeddings too."""
     config = METHODS[method]
     include = None if isinstance(config, sb.Deterministic) else (lambda name, layer: True)
     return sb.bayesianize(layer, config, include=include, batch_dim=case.batch_dim)

@@ -125,8 +125,8 @@ class BayesLayer(Converted):
         weight, mask = self.own_value("weight"), mask_of(self)
         return LinearMap(weight, bias, self.bayes_op, self.bayes_outer, batch_dim, self.bayes_channel_dim, mask=mask)
 
-    def bayes_forward(self, input: Tensor) -> Tensor:
-        return self.project_draw("weight", input)
+    def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.project_draw("weight", *args, **kwargs)
 
     def own_value(self, name: str) -> Any:
         """A parameter of the layer itself, whatever the pass under way."""

@@ -37,7 +37,7 @@ class Copied(Converted):
         return _run(self, self.posterior["members"], args, kwargs, None)
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return _call(self, self.posterior["members"], 0, args, kwargs, None)
+        return _call(self, self.posterior["members"], 0, args, kwargs, method=None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class exists only here: it is made again from the plain one.
@@ -96,13 +96,13 @@ def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     members = module.posterior["members"]
     arrays = arrays_of((args, kwargs))
     if passes.of(members.key) is not None or not arrays or members.members == 1:
-        return _call(module, members, 0, args, kwargs, name)
+        return _call(module, members, 0, args, kwargs, method=name)
     rows = arrays[0].shape[0]
     first = passes.random_member(members.device)
     lines, back = _deal(rows, members.members, first, members.members, members.device)
     dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
     taken = {k: _take((args, kwargs), line, rows, dims) for k, line in enumerate(lines) if line.numel()}
-    outputs = _even([_call(module, members, k, *mine, name) for k, mine in taken.items()], _padding(module))
+    outputs = _even([_call(module, members, k, *mine, method=name) for k, mine in taken.items()], _padding(module))
     return _join(outputs, back, rows, tuple(0 for _ in arrays_of(outputs[0])))
 
 
@@ -126,10 +126,10 @@ def _run(module: Any, members: Any, args: Any, kwargs: Any, method: str | None) 
     """The module's forward with every row run by its member."""
     current = members.current
     if members.members == 1:
-        return _call(module, members, 0, args, kwargs, method)
+        return _call(module, members, 0, args, kwargs, method=method)
     blocks = current.blocks(members)
     if blocks == 1:
-        return _call(module, members, int(current.first) % members.members, args, kwargs, method)
+        return _call(module, members, int(current.first) % members.members, args, kwargs, method=method)
     arrays = arrays_of((args, kwargs))
     if any(padded(leaf) is not leaf for leaf in arrays):
         raise Unproven("members cannot share out a packed sequence")
@@ -146,11 +146,11 @@ def _run(module: Any, members: Any, args: Any, kwargs: Any, method: str | None) 
     if members.batched and even and not _needs_loop(module, members) and all(d == 0 for d in (*ins, *outs)):
         outputs = _batched(module, members, list(inputs.values()))
     else:
-        outputs = [_call(module, members, k, *one, method) for k, one in inputs.items()]
+        outputs = [_call(module, members, k, *one, method=method) for k, one in inputs.items()]
     return _join(outputs, back, sum(line.shape[0] for line in lines), outs)
 
 
-def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, method: str | None) -> Any:
+def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, *, method: str | None) -> Any:
     if index:
         other = members.others[index - 1]
         return (other if method is None else getattr(other, method))(*args, **kwargs)

@@ -6,7 +6,8 @@ from typing import Literal
 from slimbayes.distributions.families import Distribution, Signs
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import Posterior
-from slimbayes.posteriors.rank1 import FactorConfig, Rank1
+from slimbayes.posteriors.factors import FactorConfig
+from slimbayes.posteriors.rank1 import Rank1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ class Ensemble(Config):
         return {name: value for name, value in super().to_dict().items() if name != "factory"}
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
-        return list(layer.parameters()) * (self.members - 1)
+        return [p for _ in range(self.members - 1) for p in layer.parameters()]
 
     def copies(self, module: nn.Module) -> EnsemblePosterior:
         """The posterior of one module: its K - 1 further members."""

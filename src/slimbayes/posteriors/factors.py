@@ -4,7 +4,7 @@ Sizes: K members, p rank.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,18 @@ from slimbayes.distributions.families import (
     scale_from_rho,
     wide,
 )
+from slimbayes.layers import kind_of
+from slimbayes.posteriors.base import SiteConfig
 
 FAMILY: dict[str, type[Distribution]] = {"normal": Normal, "cauchy": Cauchy, "lognormal": LogNormal, "point": Point}
+
+
+class FactorConfig(SiteConfig):
+    """What configs of rank-1 methods share: where they go."""
+
+    def leaves_alone(self, layer: nn.Module) -> str:
+        why = "rank-1 methods leave embeddings alone, as the paper does; include it by name to convert it"
+        return why if kind_of(layer) == "table" else ""
 
 
 class Factor(nn.Module):
@@ -50,6 +60,14 @@ class Factor(nn.Module):
         return joint([self], lambda parameter: parameter.view(self.loc.shape))
 
 
+class Drawn(NamedTuple):
+    """Factors of one pass: r (n, p, out), s (n, p, in) and the members' bias offsets (n, out) or None."""
+
+    r: Tensor
+    s: Tensor
+    bias: Tensor | None
+
+
 def joint(factors: Sequence[Factor], pick: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> Any:
     """q of several factors of one family side by side, (K, sum of p * channels), laid out by `pick`; in float32."""
 
@@ -67,3 +85,21 @@ def grouped(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return list(groups.values())
+
+
+def draw_alike(alike: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+    """r and s (n, p, channels) of posteriors with equal members, clip and kind of draw."""
+    lead, noise, drawn = alike[0], dict[Factor, Tensor](), dict[Factor, Tensor]()
+    for p in alike:
+        noise[p.r], noise[p.s] = p.lines.split([p.r.width, p.s.width], dim=1)
+
+    def pick(parameter: Tensor) -> Tensor:
+        return lead.current.pick(lead, parameter, lead.drawn)
+
+    for same in grouped(list(noise), lambda factor: factor.family):
+        q = joint(same, pick)
+        values = q.loc if same[0].family is Point else q.rsample(torch.cat([noise[f] for f in same], 1))
+        values = values if lead.clip is None else values.clamp(-lead.clip, lead.clip)
+        parts = values.split([f.loc[0].numel() for f in same], dim=1)
+        drawn |= {f: part.unflatten(1, f.loc.shape[1:]) for f, part in zip(same, parts, strict=True)}
+    return [(drawn[p.r], drawn[p.s]) for p in alike]

@@ -13,9 +13,8 @@ method is how the assignment Z is drawn (Table 2):
     "model"      the whole model: a member              explicit ensemble
 
 A component at zero leaves the bias alone, and the others are divided by the probability of not being zero, as inverted
-dropout does: the mean of W is what it would be without it. Components that a pass does not pick get a gradient of zero,
-not
-None: weight decay and momentum still move them. Errata of the paper's Eqs. 6, 7 and 9 are in docs/deviations.md.
+dropout does: the mean of W is what it would be without it. Components that a pass does not pick get a gradient of
+zero, not None: weight decay and momentum still move them. Errata of Eqs. 6, 7 and 9 are in docs/deviations.md.
 
 Sizes: K components, n draws of a pass, in and out the channels of the layer.
 """
@@ -34,19 +33,11 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import Kind, LinearMap, Site
+from slimbayes.posteriors import picks
 from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role, WeightPosterior
 from slimbayes.posteriors.checks import check_choice, check_not_negative
 from slimbayes.posteriors.components import ComponentConfig, Draws, resets, start_components
-from slimbayes.posteriors.picks import (
-    Assigned,
-    bias_shape,
-    expected_squares,
-    pick_one_by_one,
-    pick_straight_through,
-    realise_alike,
-    select,
-    squares,
-)
+from slimbayes.posteriors.picks import Assigned, bias_shape, select
 
 Assignment = Literal["layer", "element", "input", "model"]
 
@@ -89,10 +80,8 @@ class Mixture(ComponentConfig):
         if self.assignment == "input" and not (self.zero and self.components == 2):
             raise ValueError("Mixture: assignment='input' is dropout's: components=2, zero=True; else use 'element'.")
         if self.assignment == "model" and (self.learn_probs or self.draws == "example" or self.zero or self.probs):
-            raise ValueError(
-                "Mixture: assignment='model' has K members, each present in every sample: it takes no probs, zero or "
-                "draws per example."
-            )
+            takes = "it takes no probs, zero or draws per example"
+            raise ValueError(f"Mixture: assignment='model' has K members, each present in every sample: {takes}.")
         if self.zero and (self.probs or (0.0,))[-1] >= 1:
             raise ValueError("Mixture: the component at zero has probability one.")
         check_not_negative(self, "sigma", self.sigma)
@@ -130,10 +119,9 @@ class MixturePosterior(WeightPosterior):
             raise ValueError("it has no scale or bias to put components on (affine=False)")
         self.site, self.config = site, config
         self.components, self.members = config.components, config.members
-        learned = config.components - 1 - config.zero
-        mixes_bias = site.bias and not config.zero
+        learned, biased = config.components - 1 - config.zero, site.bias and not config.zero
         self.weight = nn.Parameter(torch.zeros(learned, *site.shape)) if learned else None
-        self.bias = nn.Parameter(torch.zeros(learned, *bias_shape(site))) if learned and mixes_bias else None
+        self.bias = nn.Parameter(torch.zeros(learned, *bias_shape(site))) if learned and biased else None
         self.register_buffer("probs", torch.tensor(config.shares))
         self.logits = nn.Parameter(self.probs.log()) if config.learn_probs else None
         self.rho = config.tau if config.rho is None else config.rho
@@ -157,10 +145,8 @@ class MixturePosterior(WeightPosterior):
         super().join(layer)
         afresh = self.weight is not None and self.config.init != "copies" and self.site.kind != "norm"
         if afresh and not resets(layer):
-            raise ValueError(
-                f"{self.name}: a {type(layer).plain.__name__} has no reset_parameters to start components afresh; "
-                f"use init='copies'."
-            )
+            lacks = f"a {type(layer).plain.__name__} has no reset_parameters to start components afresh"
+            raise ValueError(f"{self.name}: {lacks}; use init='copies'.")
 
     def adopt(self, linear: LinearMap) -> None:
         start_components(self.config, self.site, self.layer, linear, self.weight, self.bias)
@@ -199,17 +185,8 @@ class MixturePosterior(WeightPosterior):
 
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
-        """The picks of all norm layers, and those of whole layers, in a handful of operations each."""
-        realise_alike([p for p in posteriors if p.joins])
-        for p in posteriors:
-            p.values()
-
-    @property
-    def joins(self) -> bool:
-        """Whether its picks can be made together with those of other layers."""
-        config, norm = self.config, self.site.kind == "norm"
-        plain = self.picks > 0 and self.logits is None and not (config.sigma or config.zero)
-        return plain and (config.assignment == "layer" or (config.assignment == "element" and norm))
+        picks.realise_alike(posteriors)
+        super().realise_together(posteriors)
 
     def realise(self, noise: Noise, pick: Pick) -> Assigned:
         lines = self.lines
@@ -218,19 +195,18 @@ class MixturePosterior(WeightPosterior):
             return Assigned(z, z, lines if self.config.sigma else None)
         count = self.picks * (1 if self.logits is None else self.components)
         drawn, eps = lines[:, :count], lines[:, count:] if self.config.sigma else None
-        z = pick_one_by_one(drawn, self.probs) if self.logits is None else pick_straight_through(drawn, self.logits)
+        z = picks.by_edges(drawn, self.probs) if self.logits is None else picks.straight_through(drawn, self.logits)
         if self.config.assignment != "element":
             z = z[..., 0] if self.config.assignment == "layer" else z
             return Assigned(z, z, eps)
-        size = math.prod(self.site.shape)
-        bias = z[..., size:] if self.bias is None else z[..., size:].unflatten(-1, bias_shape(self.site))
-        return Assigned(z[..., :size].unflatten(-1, self.site.shape), bias, eps)
+        weight, bias = z.tensor_split([math.prod(self.site.shape)], -1)
+        bias = bias if self.bias is None else bias.unflatten(-1, bias_shape(self.site))
+        return Assigned(weight.unflatten(-1, self.site.shape), bias, eps)
 
     @property
     def countable(self) -> bool:
-        config = self.config
-        single = config.components == 1 or (config.assignment in ("layer", "model") and config.draws == "forward")
-        return single and not config.sigma
+        shared = self.config.assignment in ("layer", "model") and self.config.draws == "forward"
+        return (shared or self.components == 1) and not self.config.sigma
 
     def choices(self) -> Tensor | None:
         if not self.countable:
@@ -238,24 +214,16 @@ class MixturePosterior(WeightPosterior):
         z = self.values().weight
         return z.argmax(1) if z.is_floating_point() else z
 
-    def _stacked(self, own: Tensor, others: Tensor | None, mask: Tensor | None = None) -> Tensor:
-        """All components of a weight or bias, (K, ...), with the layer's own first."""
-        parts = [own.unsqueeze(0)] if others is None else [own.unsqueeze(0), others.to(own.dtype)]
-        if mask is not None and others is not None:
-            parts[1] = own + (parts[1] - own) * mask.to(own.dtype)
-        if self.config.zero:
-            parts = [part / self._kept() for part in parts]
-            parts.append(torch.zeros_like(parts[0]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _kept(self) -> Tensor:
-        return (1 - self.probabilities()[-1]).to(self.dtype)
+    def _kept(self) -> Tensor | None:
+        """Probability of not being zero, where there is a component at zero."""
+        return (1 - self.probabilities()[-1]).to(self.dtype) if self.config.zero else None
 
     def _components(self, linear: LinearMap) -> tuple[Tensor, Tensor | None]:
         """Components of the weight, and of the bias where they are mixed: (K, ...)."""
-        mixes = self.bias is not None and linear.bias is not None
-        biases = self._stacked(linear.bias, self.bias) if mixes else None  # type: ignore[arg-type]
-        return self._stacked(linear.weight, self.weight, linear.mask), biases
+        weights, biases = picks.stacked(linear.weight, self.weight, linear.mask, self._kept()), None
+        if self.bias is not None and linear.bias is not None:
+            biases = picks.stacked(linear.bias, self.bias, None, None)
+        return weights, biases
 
     def _mixed(self, linear: LinearMap, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """Weights (n, *shape) and biases (n, out) of all draws, or of those in `rows`."""
@@ -269,11 +237,10 @@ class MixturePosterior(WeightPosterior):
             weights = select(stacked, picked)
         biases = linear.bias if linear.bias is None else linear.bias.expand(picked.shape[0], *linear.bias.shape)
         biases = biases if components is None else select(components, drawn.bias[rows])
-        return (weights, biases) if drawn.noise is None else self._noisy(weights, biases, drawn.noise[rows])
-
-    def _noisy(self, weights: Tensor, biases: Tensor | None, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Eq. 1: sigma * e around the picked components."""
-        eps, size = self.config.sigma * noise.to(weights.dtype), math.prod(self.site.shape)
+        if drawn.noise is None:
+            return weights, biases
+        # Eq. 1: sigma * e around the picked components
+        eps, size = self.config.sigma * drawn.noise[rows].to(weights.dtype), math.prod(self.site.shape)
         if biases is not None and self.site.bias:
             biases = biases + eps[:, size:].view(biases.shape)
         return weights + eps[:, :size].view(weights.shape), biases
@@ -282,7 +249,7 @@ class MixturePosterior(WeightPosterior):
         """Input factors of dropout, (n, in): zero, or one over the probability of being kept."""
         z = self.values().weight
         kept = z[:, :-1].sum(1) if z.is_floating_point() else (z < self.components - 1).to(self.dtype)
-        return kept / self._kept()
+        return kept / (1 - self.probabilities()[-1]).to(self.dtype)
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         drawn: Assigned = self.values()
@@ -317,7 +284,7 @@ class MixturePosterior(WeightPosterior):
             alike.setdefault((p.components, p.device), []).append((p, linear()))
             if p.logits is not None:
                 terms.append(p._kl_of_picks())
-        return terms + [expected_squares(same) for same in alike.values()]
+        return terms + [picks.expected_squares(same) for same in alike.values()]
 
     def _kl_of_picks(self) -> Tensor:
         """One categorical variable for each pick, against a uniform one; nothing where probabilities are given."""
@@ -325,21 +292,15 @@ class MixturePosterior(WeightPosterior):
         return p.new_zeros(()) if self.logits is None else self.picks * (p * (p * self.components).log()).sum()
 
     def kl(self, linear: MapOf) -> Tensor:
-        p, total = self.probabilities().to(self.dtype), self._kl_of_picks().to(self.dtype)
+        p, total, kept = self.probabilities().to(self.dtype), self._kl_of_picks().to(self.dtype), self._kept()
         if self.config.tau is None or self.rho is None:
             return total
         mapped = linear()
         # Eq. 8: sum_k p_k tau / 2 |M_k|^2
-        total = total + self.config.tau / 2 * self._expected_square(p, mapped.weight, self.weight)
+        of_weights = picks.expected_square(p, mapped.weight, self.weight)
+        total = total + self.config.tau / 2 * (of_weights if kept is None else of_weights / kept**2)
         if mapped.bias is not None and self.bias is not None:
-            total = total + self.rho / 2 * self._expected_square(p, mapped.bias, self.bias)
+            total = total + self.rho / 2 * picks.expected_square(p, mapped.bias, self.bias)
         elif mapped.bias is not None and self.site.bias:  # a bias that is not mixed has probability one
-            total = total + self.rho / 2 * squares(mapped.bias, 0)
+            total = total + self.rho / 2 * picks.squares(mapped.bias, 0)
         return total
-
-    def _expected_square(self, p: Tensor, own: Tensor, others: Tensor | None) -> Tensor:
-        """sum_k p_k |M_k|^2, apart for the layer's own and the others: what FSDP2 shards cannot be joined."""
-        total = p[0] * squares(own, 0)
-        if others is not None:
-            total = total + (p[1 : 1 + len(others)] * squares(others, 1)).sum()
-        return total / self._kept() ** 2 if self.config.zero else total

@@ -39,6 +39,16 @@ def select(components: Tensor, picked: Tensor) -> Tensor:
     return components.expand(picked.shape[0], *components.shape).gather(1, picked.unsqueeze(1)).squeeze(1)
 
 
+def stacked(own: Tensor, others: Tensor | None, mask: Tensor | None, kept: Tensor | None) -> Tensor:
+    """All components (K, ...) of a weight or bias: the layer's own first, and last zero where `kept` is given."""
+    parts = [own.unsqueeze(0)] if others is None else [own.unsqueeze(0), others.to(own.dtype)]
+    if mask is not None and others is not None:
+        parts[1] = own + (parts[1] - own) * mask.to(own.dtype)
+    if kept is not None:
+        parts = [*(part / kept for part in parts), torch.zeros_like(parts[0] / kept)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def bias_shape(site: Site) -> tuple[int, ...]:
     return site.shape if site.kind == "norm" else (site.n_out,)
 
@@ -61,12 +71,12 @@ def uniform(lines: Tensor) -> Tensor:
     return torch.special.ndtr(lines).clamp(tiny, 1 - tiny)
 
 
-def pick_one_by_one(lines: Tensor, probs: Tensor) -> Tensor:
+def by_edges(lines: Tensor, probs: Tensor) -> Tensor:
     """Picks (n, picks) by given probabilities (K,), from standard normals (n, picks)."""
     return torch.bucketize(uniform(lines), probs.cumsum(0)[:-1].to(lines.dtype), right=True)
 
 
-def pick_straight_through(lines: Tensor, logits: Tensor) -> Tensor:
+def straight_through(lines: Tensor, logits: Tensor) -> Tensor:
     """One-hot picks (n, K, picks) that carry the gradient of a softmax (Gumbel), from standard normals (n, K picks)."""
     numbers = uniform(lines.unflatten(1, (logits.shape[0], -1)))
     scores = torch.log_softmax(wide(logits), 0).unsqueeze(-1) - (-numbers.log()).log()
@@ -80,6 +90,9 @@ def realise_alike(posteriors: Sequence[Any]) -> None:
     alike: dict[Any, list[Any]] = {}
     for p in posteriors:
         norm, assignment = p.site.kind == "norm", p.config.assignment
+        plain = p.picks > 0 and p.logits is None and not (p.config.sigma or p.config.zero)
+        if not plain or not (assignment == "layer" or (assignment == "element" and norm)):
+            continue
         own = p.layer.own_value(p.site.parameter).dtype if norm else None
         alike.setdefault((norm, assignment, p.components, p.per_row, p.device, p.dtype, own), []).append(p)
     for (norm, assignment, *_), same in alike.items():
@@ -145,6 +158,12 @@ def expected_squares(same: Sequence[tuple[Any, Any]]) -> Tensor:
     sizes = _on_device(tuple(tensor.numel() for tensor in own), rows[0].device)
     spread = torch.stack(factors, 1).repeat_interleave(sizes, 1, output_size=rows[0].shape[1])  # (K, elements)
     return (spread * torch.cat(rows).square()).sum()
+
+
+def expected_square(p: Tensor, own: Tensor, others: Tensor | None) -> Tensor:
+    """sum_k p_k |M_k|^2, apart for the layer's own and the others: what FSDP2 shards cannot be joined."""
+    total = p[0] * squares(own, 0)
+    return total if others is None else total + (p[1 : 1 + len(others)] * squares(others, 1)).sum()
 
 
 def squares(tensor: Tensor, first: int) -> Tensor:

@@ -1,12 +1,13 @@
-"""Radial Bayesian neural nets (Farquhar, Osborne & Gal 2020): weights that lie close to their mean however many they are.
+"""Radial Bayesian neural nets (Farquhar, Osborne & Gal 2020): weights close to their mean, however many they are.
 
     W = mean + sigma o (e / |e|) * r        e ~ Normal(0, 1) for each weight,  r ~ Normal(0, 1) for the whole matrix
 
-A Gaussian's draws lie sqrt(D) scales from their mean, in a thin shell; here the distance is that of one standard normal. With
-u = (W - mean) / sigma, of density p(u) = halfnormal(|u|) / (area of the unit sphere * |u|^(D - 1)), and a Normal(m, s) prior,
+A Gaussian's draws lie sqrt(D) scales from their mean, in a thin shell; here the distance is that of one normal number.
+With u = (W - mean) / sigma, whose density is halfnormal(|u|) / (area of the unit sphere * |u|^(D - 1)), and a
+Normal(m, s) prior,
 
-    E log q = -sum log sigma + log sqrt(2 / pi) - 1/2 - log area - (D - 1) E log |r|,     E log |r| = -(gamma + log 2) / 2
-    E log p = -D log(s sqrt(2 pi)) - (|mean - m|^2 + sum sigma^2 / D) / (2 s^2)           since E (e_i / |e|)^2 = 1 / D
+    E log q = -sum log sigma + log sqrt(2 / pi) - 1/2 - log area - (D - 1) E log |r|,   E log |r| = -(gamma + log 2) / 2
+    E log p = -D log(s sqrt(2 pi)) - (|mean - m|^2 + sum sigma^2 / D) / (2 s^2),        E (e_i / |e|)^2 = 1 / D
 
 so the KL is a closed form, and no constant is dropped. Beside the paper: one r for each matrix, and biases stay points.
 

@@ -20,7 +20,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,22 +38,13 @@ from slimbayes.distributions.families import (
 )
 from slimbayes.distributions.kl import check_pair, kl
 from slimbayes.engine.passes import Noise
-from slimbayes.layers import kind_of
 from slimbayes.layers.site import LinearMap, Site
-from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role, SiteConfig, WeightPosterior
-from slimbayes.posteriors.checks import check_choice, check_count, check_not_negative
-from slimbayes.posteriors.factors import FAMILY, Factor, grouped, joint
+from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role, WeightPosterior
+from slimbayes.posteriors.checks import check_choice, check_count, check_distribution, check_not_negative, check_number
+from slimbayes.posteriors.factors import FAMILY, Drawn, Factor, FactorConfig, draw_alike, grouped, joint
 
 Family = Literal["normal", "cauchy", "lognormal", "point"]
 _FAMILY_OF_PRIOR = {Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal"}
-
-
-class FactorConfig(SiteConfig):
-    """What `Rank1` and `BatchEnsemble` share: where they go."""
-
-    def leaves_alone(self, layer: nn.Module) -> str:
-        why = "rank-1 methods leave embeddings alone, as the paper does; include it by name to convert it"
-        return why if kind_of(layer) == "table" else ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,9 +100,9 @@ class Rank1(FactorConfig):
         check_choice(self, "perturbation", self.perturbation, ("multiplicative", "additive"))
         check_choice(self, "draws", self.draws, ("example", "member"))
         for field in ("prior", "mean_init"):
-            _check_distribution(field, getattr(self, field))
+            check_distribution(self, field, getattr(self, field))
         for field in ("clip", "scale_init", "scale_jitter"):
-            _check_number(field, getattr(self, field))
+            check_number(self, field, getattr(self, field))
         check_choice(self, "posterior", self.family, tuple(FAMILY))
         self._check_family()
         self._check_scales()
@@ -196,33 +187,12 @@ class Rank1(FactorConfig):
         return f"Rank1({self.family}, members={self.members})"
 
 
-def _check_distribution(field: str, value: object) -> None:
-    if value is not None and not isinstance(value, Distribution):
-        example = f" Write {field}=Normal(1.0, {value!r})." if isinstance(value, (int, float)) else ""
-        kind = f"{type(value).__name__} {value!r}"
-        needed = "a distribution such as Normal(1.0, 0.1), or None"
-        raise TypeError(f"Rank1: {field} must be {needed}, got {kind}.{example}")
-
-
-def _check_number(field: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise TypeError(f"Rank1: {field} must be a number or None, got {type(value).__name__} {value!r}.")
-
-
 def _factor(config: Rank1, channels: int, random: bool) -> Factor:
     """r or s of a resolved config: parameters (K, p, channels)."""
     assert config.mean_init is not None and config.scale_init is not None and config.scale_jitter is not None
     family = FAMILY[config.family] if random else Point
     shape = (config.members, config.rank, channels)
     return Factor(family, config.prior, shape, config.mean_init, config.scale_init, config.scale_jitter)
-
-
-class Drawn(NamedTuple):
-    """Factors of one pass: r (n, p, out), s (n, p, in) and the members' bias offsets (n, out) or None."""
-
-    r: Tensor
-    s: Tensor
-    bias: Tensor | None
 
 
 class Rank1Posterior(WeightPosterior):
@@ -278,7 +248,8 @@ class Rank1Posterior(WeightPosterior):
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
         for alike in grouped(posteriors, lambda p: (p.members, p.per_row, p.clip, p.device, p.dtype)):
-            _realise(alike, alike[0])
+            for p, (r, s) in zip(alike, draw_alike(alike), strict=True):
+                p.keep(Drawn(r, s, p._drawn_bias(p.drawn)))
 
     def _drawn_bias(self, count: int) -> Tensor | None:
         if self.bias is None:
@@ -317,23 +288,3 @@ class Rank1Posterior(WeightPosterior):
         masks = [linear.outer(r[j], s[j]) for j in range(r.shape[0])]
         mask = masks[0] if len(masks) == 1 else torch.stack(masks).mean(0)
         return weight * mask.to(weight.dtype), bias
-
-
-def _realise(alike: Sequence[Rank1Posterior], lead: Rank1Posterior) -> None:
-    """Draw the factors of posteriors with equal members, clip and kind of draw."""
-    noise: dict[Factor, Tensor] = {}
-    for p in alike:
-        noise[p.r], noise[p.s] = p.lines.split([p.r.width, p.s.width], dim=1)
-
-    def pick(parameter: Tensor) -> Tensor:
-        return lead.current.pick(lead, parameter, lead.drawn)
-
-    drawn: dict[Factor, Tensor] = {}
-    for same in grouped(list(noise), lambda factor: factor.family):
-        q = joint(same, pick)
-        values = q.loc if same[0].family is Point else q.rsample(torch.cat([noise[f] for f in same], 1))
-        values = values if lead.clip is None else values.clamp(-lead.clip, lead.clip)
-        parts = values.split([f.loc[0].numel() for f in same], dim=1)
-        drawn |= {f: part.unflatten(1, f.loc.shape[1:]) for f, part in zip(same, parts, strict=True)}
-    for p in alike:
-        p.keep(Drawn(drawn[p.r], drawn[p.s], p._drawn_bias(lead.drawn)))

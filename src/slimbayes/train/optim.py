@@ -37,14 +37,14 @@ def described(model: nn.Module) -> list[Described]:
             known[id(p)] = Described(name, p, True, role, in_kl, weight)
     for layer in (m for m in model.modules() if isinstance(m, BayesLayer)):
         for site in layer.sites():
-            posterior: Any = layer.posterior[site.name]
-            own = [(site.parameter, posterior.regularises_mean, True)]
-            own += [(site.bias_parameter, posterior.regularises_bias, False)] if site.bias else []
+            q: Any = layer.posterior[site.name]
+            own = [(site.parameter, q.regularises_mean, True)]
+            own += [(site.bias_parameter, q.regularises_bias, False)] if site.bias else []
             for name, in_kl, weight in own:
                 for p in _behind(layer, name):
-                    weight = weight if posterior.own_role == "component" else _is_weight(name, p)
+                    weight = weight if q.own_role == "component" else _is_weight(name, p)
                     in_kl = in_kl or (id(p) in known and known[id(p)].in_kl)  # projections of attention share a bias
-                    known[id(p)] = Described(name, p, False, posterior.own_role, in_kl, weight)
+                    known[id(p)] = Described(name, p, False, q.own_role, in_kl, weight)
     plain = [(n, p, Described(n, p, False, "weight", False, _is_weight(n, p))) for n, p in model.named_parameters()]
     return [known.get(id(p), own)._replace(name=name) for name, p, own in plain]
 
