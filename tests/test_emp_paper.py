@@ -127,7 +127,7 @@ def which(values: Tensor, choices: Tensor) -> Tensor:
     return gap.argmin(1)
 
 
-# F31: one component is the plain network; enumeration ------------------------------------------------------------------
+# F31: one component is the plain network; enumeration -----------------------------------------------------------------
 
 
 class Images(nn.Sequential):
@@ -231,7 +231,7 @@ def test_a_folded_batch_equals_the_networks_of_its_draws_on_convolutions(draws: 
     assert weights.shape == (3, 4) and biases.shape == (3, 4)
 
 
-# F32: gradients --------------------------------------------------------------------------------------------------------
+# F32: gradients -------------------------------------------------------------------------------------------------------
 
 
 def picks_of_pass(net: nn.Module) -> dict[str, int]:
@@ -299,7 +299,7 @@ def test_the_mean_gradient_of_each_component_is_its_share_of_the_gradient() -> N
     torch.testing.assert_close(share, share[:, :1].expand(4, 3))  # one pick for the layer
 
 
-# F33: how picks are shared ---------------------------------------------------------------------------------------------
+# F33: how picks are shared --------------------------------------------------------------------------------------------
 
 
 def dense(config: sb.Config) -> Any:
@@ -458,7 +458,7 @@ def test_layers_may_have_different_probabilities(kind: str, cross: bool) -> None
         assert uniform_p(z.bincount(minlength=2), 2000 * np.array(probs[name])) > RARE
 
 
-# Learned probabilities -------------------------------------------------------------------------------------------------
+# Learned probabilities ------------------------------------------------------------------------------------------------
 
 
 def learned(assignment: str = "layer", **options: Any) -> Any:
@@ -558,7 +558,7 @@ def test_learned_probabilities_move_towards_the_better_component() -> None:
     assert layer.posterior["weight"].probabilities()[1] > 0.9
 
 
-# F34: Eq. 1 and its special cases --------------------------------------------------------------------------------------
+# F34: Eq. 1 and its special cases -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draws", ["forward", "example"])
@@ -693,7 +693,7 @@ def test_sigma_adds_normal_noise_around_the_picked_component(zero: bool) -> None
     assert correlation.abs().max() < 5 / math.sqrt(draws)
 
 
-# F35: the KL -----------------------------------------------------------------------------------------------------------
+# F35: the KL ----------------------------------------------------------------------------------------------------------
 
 
 def log_mixture(x: Tensor, centres: Tensor, p: Tensor, sigma: float) -> Tensor:
@@ -778,7 +778,7 @@ def test_entropy_bounds_have_the_corrected_direction() -> None:
         assert near is None or math.isclose(value, near, abs_tol=1e-6)
 
 
-# Eq. 6 and the four-factor penalty -------------------------------------------------------------------------------------
+# Eq. 6 and the four-factor penalty ------------------------------------------------------------------------------------
 
 
 def square(*tensors: Tensor) -> float:
@@ -926,7 +926,7 @@ def test_weight_decay_leaves_learned_probabilities_alone() -> None:
     }
 
 
-# F37: counts -----------------------------------------------------------------------------------------------------------
+# F37: counts ----------------------------------------------------------------------------------------------------------
 
 
 def counted(build: Any, config: sb.Config) -> tuple[int, int]:
@@ -985,7 +985,7 @@ def test_overhead_formulas_of_section_3_3(k: int) -> None:
     assert extra(conv_ends, "input+output") == (k - 1) * (3**2 * 2 * 5 + 5**2 * 7 * 4)
 
 
-# Effective ensemble size -----------------------------------------------------------------------------------------------
+# Effective ensemble size ----------------------------------------------------------------------------------------------
 
 
 def log_size(net: nn.Module, config: Any, **options: Any) -> float:
@@ -1033,7 +1033,7 @@ def test_effective_sizes_of_the_papers_networks(build: Any, layers: int) -> None
         assert math.isclose(log_size(build(), PATCH), layers * math.log(5))
 
 
-# F36 and prediction ----------------------------------------------------------------------------------------------------
+# F36 and prediction ---------------------------------------------------------------------------------------------------
 
 
 def test_the_printed_running_mean_is_too_small_and_predict_returns_the_true_one() -> None:
@@ -1072,7 +1072,7 @@ def test_predict_approaches_the_enumerated_predictive_distribution(chunk: int | 
     assert uniform_p(z[:, 0].bincount(minlength=27), [2000 / 27] * 27) > RARE
 
 
-# Rows of one draw ------------------------------------------------------------------------------------------------------
+# Rows of one draw -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cross", [False, True])
@@ -1112,7 +1112,7 @@ def test_a_held_draw_is_one_network_for_every_row_and_call() -> None:
         torch.testing.assert_close(sb.sample(net, x[:2]), y[:, :2])
 
 
-# Statistics ------------------------------------------------------------------------------------------------------------
+# Statistics -----------------------------------------------------------------------------------------------------------
 
 
 def test_running_statistics_are_kept_once_and_are_those_of_the_plain_layer() -> None:
@@ -1142,7 +1142,7 @@ def test_folded_draws_count_as_one_batch_for_the_statistics() -> None:
     torch.testing.assert_close(layer.running_var, plain.running_var)
 
 
-# How components start --------------------------------------------------------------------------------------------------
+# How components start -------------------------------------------------------------------------------------------------
 
 
 def started(init: Any, jitter: float = 0.05) -> tuple[nn.Module, nn.Module]:
@@ -1241,7 +1241,7 @@ def test_regularised_training_separates_components_that_start_alike() -> None:
     assert len(scales.unique(dim=0)) == 3
 
 
-# Precision -------------------------------------------------------------------------------------------------------------
+# Precision ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cast", ["before", "after", "half"])
@@ -1281,7 +1281,7 @@ def test_a_patched_model_of_half_precision_keeps_its_kl_in_single_precision() ->
     assert sb.sample(net.eval(), torch.randn(4, 3).bfloat16(), draws=4).dtype == torch.bfloat16
 
 
-# Where patches go ------------------------------------------------------------------------------------------------------
+# Where patches go -----------------------------------------------------------------------------------------------------
 
 
 def converted(net: nn.Module) -> set[str]:
@@ -1368,7 +1368,7 @@ def test_configs_survive_json(config: sb.Config) -> None:
     assert again == config and hash(again) == hash(config)
 
 
-# Refusals --------------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [sb.ModelPatch, sb.Mixture])
@@ -1461,7 +1461,7 @@ def test_a_norm_without_scale_cannot_be_patched_by_name(config: sb.Config) -> No
     assert {row.name: row.detail for row in sb.summary(net).rows}["1"] == reason
 
 
-# Inputs without rows ---------------------------------------------------------------------------------------------------
+# Inputs without rows --------------------------------------------------------------------------------------------------
 
 
 class Token(nn.Module):

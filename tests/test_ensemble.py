@@ -88,7 +88,7 @@ def first(output: Any) -> Tensor:
     return pytree.tree_leaves(output)[0]
 
 
-# Members are networks --------------------------------------------------------------------------------------------------
+# Members are networks -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draws", [1, 2])
@@ -201,7 +201,7 @@ def test_predict_keeps_members_apart() -> None:
     torch.testing.assert_close(pred.epistemic, entropy - torch.special.entr(alone).sum(-1).mean(0))
 
 
-# Any module ------------------------------------------------------------------------------------------------------------
+# Any module -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
@@ -407,7 +407,7 @@ def test_packed_sequences_go_to_one_member_and_say_so() -> None:
         assert min((y - a).abs().max() for a in alone) < 1e-6
 
 
-# Where rows lie --------------------------------------------------------------------------------------------------------
+# Where rows lie -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
@@ -516,7 +516,7 @@ def test_states_go_in_and_out_by_rows() -> None:
         torch.testing.assert_close(c[k], ca)
 
 
-# Training --------------------------------------------------------------------------------------------------------------
+# Training -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("execution", ["loop", "batched"])
@@ -596,7 +596,7 @@ def test_dropout_inside_members_is_drawn_apart() -> None:
         assert not torch.equal(y[0] == 0, y[1] == 0)
 
 
-# Saved, copied, taken apart --------------------------------------------------------------------------------------------
+# Saved, copied, taken apart -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("network", ["mlp", "batch-norm", "recurrent"])
@@ -662,7 +662,7 @@ def test_members_with_tied_weights_can_be_saved(tmp_path: Path) -> None:
     assert torch.equal(sb.sample(again, ids), sb.sample(net, ids))
 
 
-# ensemble([...]) -------------------------------------------------------------------------------------------------------
+# ensemble([...]) ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
@@ -740,7 +740,7 @@ def test_a_joined_ensemble_survives_a_checkpoint(tmp_path: Path) -> None:
     torch.testing.assert_close(sb.sample(again, x)["out"], alone)
 
 
-# Single layers, and other methods beside them --------------------------------------------------------------------------
+# Single layers, and other methods beside them -------------------------------------------------------------------------
 
 
 def test_single_layers_can_be_copied() -> None:
@@ -874,7 +874,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], words: str) -> 
         sb.Ensemble(**options)
 
 
-# Counts, summaries, compilers ------------------------------------------------------------------------------------------
+# Counts, summaries, compilers -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("members", [1, 2, 5])
@@ -934,7 +934,7 @@ def test_compiles_as_one_graph(execution: str) -> None:
     assert len(members) > 1  # the first member is drawn anew in every call
 
 
-# Models nobody here wrote ----------------------------------------------------------------------------------------------
+# Models nobody here wrote ---------------------------------------------------------------------------------------------
 
 transformers = pytest.importorskip("transformers")
 

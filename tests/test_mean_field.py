@@ -38,7 +38,7 @@ def scales(net: Any, site: str = "weight") -> Tensor:
     return net.posterior[site].log_scale().exp().detach()
 
 
-# F21: Flipout ----------------------------------------------------------------------------------------------------------
+# F21: Flipout ---------------------------------------------------------------------------------------------------------
 
 
 def flipout(bias: str = "point", draws: int = 20_000) -> tuple[Any, Tensor, Tensor]:
@@ -127,7 +127,7 @@ def test_flipout_signs_stay_fixed_over_time() -> None:
         torch.testing.assert_close(y[row], plain(x[row : row + 1])[0][0])
 
 
-# F22: gradients of a linear-Gaussian model ------------------------------------------------------------------------------
+# F22: gradients of a linear-Gaussian model ----------------------------------------------------------------------------
 
 
 def gradients(config: sb.Config, steps: int = 1200) -> tuple[np.ndarray, np.ndarray, Any, Tensor, Tensor]:
@@ -176,7 +176,7 @@ def test_gradients_are_unbiased_and_less_noisy_from_reparam_to_flipout_to_local(
     assert stds[0] > 1.2 * stds[1] > 3 * stds[2]
 
 
-# The local estimator ---------------------------------------------------------------------------------------------------
+# The local estimator --------------------------------------------------------------------------------------------------
 
 Case = tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[[Tensor, Tensor], Tensor]]
 LOCAL: dict[str, Case] = {  # layer, input, and op(x^2, sigma^2) written with torch alone
@@ -289,7 +289,7 @@ def test_local_k_tied_never_forms_a_matrix_of_scales(name: str, large: bool) -> 
     assert all(p.grad is not None for p in net.posterior.parameters())
 
 
-# KL and priors ---------------------------------------------------------------------------------------------------------
+# KL and priors --------------------------------------------------------------------------------------------------------
 
 
 def kl_by_torch(net: Any, loc: float, scale: float) -> float:
@@ -457,7 +457,7 @@ def test_layers_may_have_different_priors() -> None:
     assert sb.kl(net).item() == pytest.approx(expected, rel=1e-9)
 
 
-# Factored scales -------------------------------------------------------------------------------------------------------
+# Factored scales ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
@@ -559,7 +559,7 @@ def test_a_cap_does_not_wind_up() -> None:
     assert net.posterior["weight"].raw_log_scale().max() < math.log(0.2) + 0.3
 
 
-# What a conversion starts from, and biases -----------------------------------------------------------------------------
+# What a conversion starts from, and biases ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -622,7 +622,7 @@ def test_biases_under_a_prior_are_not_decayed() -> None:
     assert decayed(sb.bayesianize(net, sb.MeanField(bias="gaussian"))) == set()
 
 
-# Errors ----------------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 SHARED = r"Set independent_positions=True to accept independent noise at each, or use 'flipout'"
 LOCAL_ONLY, FLIPOUT = sb.KTied(estimator="local"), sb.MeanField(estimator="flipout")
@@ -638,7 +638,10 @@ ERRORS: list[tuple[str, Callable[[], Any]]] = [
     (r"\(LSTM\): the local .* exact only where .* " + SHARED, lambda: sb.bayesianize(nn.LSTM(3, 2), LOCAL_ONLY)),
     (r"\(EmbeddingBag\): .* pooled vectors; use 'reparam'", lambda: sb.bayesianize(nn.EmbeddingBag(3, 2), LOCAL_ONLY)),
     (r"\(EmbeddingBag\): flipout needs .* linear", lambda: sb.bayesianize(nn.EmbeddingBag(3, 2, mode="max"), FLIPOUT)),
-    (r"weight: .* got \(4, 5, 3\), whose positions share .* " + SHARED, lambda: linear(3, 2, LOCAL_ONLY)(torch.randn(4, 5, 3))),
+    (
+        r"weight: .* got \(4, 5, 3\), whose positions share .* " + SHARED,
+        lambda: linear(3, 2, LOCAL_ONLY)(torch.randn(4, 5, 3)),
+    ),
     (r"Normal needs a positive, finite scale, got 0\.0", lambda: sb.MeanField(prior=sb.Normal(0.0, 0.0))),
     (r"TiedMean needs a positive, finite scale, got -1", lambda: sb.TiedMean(-1)),
     (r"HeNormal needs a positive, finite scale, got 0", lambda: sb.HeNormal(0)),
@@ -686,10 +689,10 @@ def test_local_is_refused_where_a_row_meets_the_weights_twice(folded: bool) -> N
         net(torch.randn(3, 4))
 
 
-# R13: the optimum of the ELBO ------------------------------------------------------------------------------------------
+# R13: the optimum of the ELBO -----------------------------------------------------------------------------------------
 #
 # Bayesian linear regression with known noise: y_no = x_n . w_o + noise_o e. The exact posterior of w_o has precision
-# X^T X / noise_o^2 + I / sp^2; the best factorised Gaussian has its means, and the inverse roots of its diagonal as scales.
+# X^T X / noise_o^2 + I / sp^2; the best factorised Gaussian has its means, and its diagonal's inverse roots as scales.
 
 SP = 0.8  # the prior's scale
 

@@ -135,7 +135,8 @@ def test_a_bare_call_shares_rows_out(case: str, rows: int, training: bool) -> No
         if fails:
             with pytest.raises(
                 ValueError,
-                match=r"weight: every member's statistics need more than one value for each channel.*2 rows or more for each of the 3",
+                match=r"weight: every member's statistics need more than one value for each channel.*"
+                r"2 rows or more for each of the 3",
             ):
                 layer(x)
             continue

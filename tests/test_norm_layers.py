@@ -267,7 +267,7 @@ def test_dropout_before_norm_means_every_norm() -> None:
     assert [isinstance(m, BayesLayer) for m in net] == [False, True, False, True]
 
 
-# Precision and memory --------------------------------------------------------------------------------------------------
+# Precision and memory -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings(
@@ -378,7 +378,7 @@ def test_one_value_per_channel_cannot_be_normalised_in_training() -> None:
         layer(torch.randn(1, C))
 
 
-# Inside transformers ---------------------------------------------------------------------------------------------------
+# Inside transformers --------------------------------------------------------------------------------------------------
 
 
 def encoder(batch_first: bool, norm_first: bool = False, norm: bool = True) -> nn.TransformerEncoder:
@@ -474,7 +474,7 @@ def test_the_fast_path_of_torchs_encoder_does_not_hide_the_draws() -> None:
         assert len(torch.stack([net(x) for _ in range(20)]).flatten(1).round(decimals=4).unique(dim=0)) > 5
 
 
-# Models nobody here wrote ----------------------------------------------------------------------------------------------
+# Models nobody here wrote ---------------------------------------------------------------------------------------------
 
 transformers = pytest.importorskip("transformers")
 

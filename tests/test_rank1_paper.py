@@ -50,7 +50,7 @@ def factors(layer: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     )
 
 
-# F1: Eq. 1 -------------------------------------------------------------------------------------------------------------
+# F1: Eq. 1 ------------------------------------------------------------------------------------------------------------
 
 
 def conv_loops(
@@ -194,7 +194,7 @@ def test_additive_form_shifts_inputs_and_outputs(draws: str) -> None:
         np.testing.assert_allclose(y[j, b], expected, atol=1e-12)
 
 
-# F2: layout ------------------------------------------------------------------------------------------------------------
+# F2: layout -----------------------------------------------------------------------------------------------------------
 
 
 def mlp() -> nn.Module:
@@ -365,7 +365,7 @@ def test_windows_folded_into_the_batch_share_the_draw_of_their_row(draws: str) -
         np.testing.assert_allclose(y[j, b], x[b].numpy() @ w.T + net.layer.bias.detach().numpy(), atol=1e-12)
 
 
-# F3: the plain network and BatchEnsemble as limits ---------------------------------------------------------------------
+# F3: the plain network and BatchEnsemble as limits --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("build", "shape"), MODELS)
@@ -407,7 +407,7 @@ def test_point_factors_of_rank1_are_batchensemble() -> None:
     assert sb.kl(rank1) == sb.kl(ensemble) == 0
 
 
-# F4: independence of draws ---------------------------------------------------------------------------------------------
+# F4: independence of draws --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -445,7 +445,7 @@ def test_factors_of_different_layers_members_and_of_r_and_s_are_uncorrelated() -
     assert np.abs(off).max() < 4.5 / math.sqrt(n)  # 120 pairs
 
 
-# F5: moments -----------------------------------------------------------------------------------------------------------
+# F5: moments ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("random", ["both", "r", "s"])
@@ -469,7 +469,7 @@ def test_output_moments_equal_their_closed_form(random: str, draws: str) -> None
     assert (np.abs((centred**2).mean(0) - variance) < 4 * error).all()
 
 
-# F6: clipping ----------------------------------------------------------------------------------------------------------
+# F6: clipping ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv", "lstm"])
@@ -515,7 +515,7 @@ def test_clipped_factors_get_no_gradient_and_leave_the_kl_alone() -> None:
     torch.testing.assert_close(grads["clipped"][:, ~outside], grads["free"][:, ~outside], rtol=0, atol=0)
 
 
-# F10: mixtures ---------------------------------------------------------------------------------------------------------
+# F10: mixtures --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "prior"), [("normal", sb.Normal(1.0, 0.3)), ("cauchy", sb.Cauchy(1.0, 0.3))])
@@ -555,7 +555,7 @@ def test_kl_of_equal_members_is_members_times_one() -> None:
     assert sb.kl(many).item() == pytest.approx(5 * sb.kl(single).item(), rel=1e-12)
 
 
-# F13, F14: variance structure ------------------------------------------------------------------------------------------
+# F13, F14: variance structure -----------------------------------------------------------------------------------------
 
 
 def test_theorem_1_relates_weight_and_factor_fluctuations() -> None:
@@ -614,7 +614,7 @@ def test_multiplicative_noise_is_additive_noise_of_scaled_width() -> None:
     assert drawn[0].std() > 0.1
 
 
-# F15: induced priors ---------------------------------------------------------------------------------------------------
+# F15: induced priors --------------------------------------------------------------------------------------------------
 
 N_INDUCED = 20_000
 
@@ -669,7 +669,7 @@ def test_normal_factors_induce_the_product_normal() -> None:
     assert stats.kstest(w, lambda t: np.interp(t, grid, table)).pvalue > 1e-3
 
 
-# F16: parameter counts and weight decay --------------------------------------------------------------------------------
+# F16: parameter counts and weight decay -------------------------------------------------------------------------------
 
 COUNTS = [
     (lambda: wrn(28, 10, 10), None, 36_479_194),

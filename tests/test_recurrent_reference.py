@@ -58,7 +58,7 @@ def draw_of_row(layer: Any, row: int, rows: int) -> int:
     return row * drawn // rows
 
 
-# The slow reference ----------------------------------------------------------------------------------------------------
+# The slow reference ---------------------------------------------------------------------------------------------------
 
 
 def sigmoid(z: np.ndarray) -> np.ndarray:
@@ -231,7 +231,7 @@ def test_dropout_between_layers_spares_the_last(kind: type, options: dict[str, A
             np.testing.assert_allclose(array(y[j, b]), out, atol=1e-12)
 
 
-# Draws, KL and limits --------------------------------------------------------------------------------------------------
+# Draws, KL and limits -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draws", ["example", "member"])
@@ -283,7 +283,7 @@ def test_one_member_at_a_point_mass_is_torchs_cell() -> None:
             torch.testing.assert_close(y[t], state[0] if cell_kind is nn.LSTMCell else state, rtol=0, atol=1e-14)
 
 
-# Cells -----------------------------------------------------------------------------------------------------------------
+# Cells ----------------------------------------------------------------------------------------------------------------
 
 
 class Unroll(nn.Module):
@@ -341,7 +341,7 @@ def test_unbatched_cells_take_vectors(kind: type, mode: str, options: dict[str, 
     np.testing.assert_allclose(array(new[0] if mode == "LSTM" else new), expected, atol=1e-12)
 
 
-# Attention -------------------------------------------------------------------------------------------------------------
+# Attention ------------------------------------------------------------------------------------------------------------
 
 E, HEADS, LQ, LK, R = 4, 2, 3, 5, 4
 
@@ -446,7 +446,7 @@ def test_attention_equals_torch_on_materialised_weights(mask: str, options: dict
         y, weights = layer(*given, **MASKS[mask], **extra)
         told = MASKS[mask] | extra
         if layer.bias_k is not None or layer.add_zero_attn:
-            # With the hint torch's fused path rebuilds the mask and hides the appended keys; its explicit path shows them.
+            # With the hint torch's fused path rebuilds the mask and hides the appended keys; its other path shows them.
             told = told | {"is_causal": False}
         check_attention(layer, qkv, told, y if layer.batch_first else y.transpose(0, 1), weights)
 
@@ -498,7 +498,7 @@ def test_encoder_layer_equals_torch_on_materialised_weights(batch_first: bool, n
             torch.testing.assert_close(y[i], expected[0] if batch_first else expected[:, 0], rtol=0, atol=1e-12)
 
 
-# Layouts that are easy to get wrong ------------------------------------------------------------------------------------
+# Layouts that are easy to get wrong -----------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")

@@ -195,7 +195,7 @@ def fits(method: str, layer: str) -> bool:
         return kind == "matrix"
     if isinstance(config, sb.MemberNorm):  # other norms have no statistics over rows
         return layer.startswith("BatchNorm")
-    # The local estimator draws outputs, which a bag does not give linearly; dropout acts on inputs, which indices are not.
+    # The local estimator draws outputs, which a bag does not give linearly; dropout acts on inputs, not on indices.
     lookup = (method.endswith("local") and layer == "EmbeddingBag") or (method == "mc-dropout" and "Embedding" in layer)
     return kind in config.covers and not lookup
 
