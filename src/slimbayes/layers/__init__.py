@@ -49,8 +49,8 @@ def bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
 def subclass(known: type[BayesLayer], kind: type[nn.Module]) -> type[BayesLayer]:
     """The converted class of a subclass that keeps the forward of its parent, whose converted class is `known`."""
     if kind not in _SUBCLASSES:
-        attributes = {"plain": kind, "__module__": __name__, "__reduce_ex__": _reduce}
-        _SUBCLASSES[kind] = type(f"Bayes{kind.__name__}", (known, kind), attributes)
+        space = {"plain": kind, "__module__": __name__, "__reduce_ex__": _reduce}
+        _SUBCLASSES[kind] = type(f"Bayes{kind.__name__}", (known, kind), space)
     return _SUBCLASSES[kind]
 
 

@@ -217,3 +217,9 @@ def register_layer(cls: type[Layer]) -> type[Layer]:
     """
     LAYERS[cls.plain] = cls
     return cls
+
+
+def bayes_form(mixin: type[BayesLayer], plain: type[nn.Module], **attributes: Any) -> type[BayesLayer]:
+    """The registered class of a plain type that a mixin serves; `attributes` say what is special about it."""
+    space = {"plain": plain, "__module__": mixin.__module__, **attributes}
+    return register_layer(type(f"Bayes{plain.__name__}", (mixin, plain), space))

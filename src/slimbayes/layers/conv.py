@@ -4,12 +4,12 @@ A factor multiplies whole channels: W'[o, i, ...] = W[o, i, ...] r[o] s[i]. Grou
 their own group, so the factors are laid out group by group.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.layers.base import BayesLayer, register_layer
+from slimbayes.layers.base import BayesLayer, bayes_form
 from slimbayes.layers.parameters import has, own_value
 from slimbayes.layers.site import Site
 
@@ -41,11 +41,11 @@ class _BayesConv(BayesLayer):
 
 
 class _BayesTransposed(_BayesConv):
-    functional: ClassVar[Any]
     out_dim = 1
 
     def _op(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_padding: Any) -> Tensor:
-        return self.functional(x, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation)
+        conv: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[self.spatial - 1]
+        return conv(x, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation)
 
     def bayes_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._op(x, weight, bias, self.output_padding)
@@ -68,43 +68,10 @@ class _BayesTransposed(_BayesConv):
         return y.squeeze(0) if alone else y
 
 
-@register_layer
-class BayesConv1d(_BayesConv, nn.Conv1d):
-    """Shape: (R, in, L) -> (R, out, L'); an unbatched (in, L) counts as one row."""
-
-    plain, spatial = nn.Conv1d, 1
-
-
-@register_layer
-class BayesConv2d(_BayesConv, nn.Conv2d):
-    """Shape: (R, in, H, W) -> (R, out, H', W'); an unbatched input counts as one row."""
-
-    plain, spatial = nn.Conv2d, 2
-
-
-@register_layer
-class BayesConv3d(_BayesConv, nn.Conv3d):
-    """Shape: (R, in, D, H, W) -> (R, out, D', H', W'); an unbatched input counts as one row."""
-
-    plain, spatial = nn.Conv3d, 3
-
-
-@register_layer
-class BayesConvTranspose1d(_BayesTransposed, nn.ConvTranspose1d):
-    """Shape: (R, in, L) -> (R, out, L')."""
-
-    plain, spatial, functional = nn.ConvTranspose1d, 1, staticmethod(F.conv_transpose1d)
-
-
-@register_layer
-class BayesConvTranspose2d(_BayesTransposed, nn.ConvTranspose2d):
-    """Shape: (R, in, H, W) -> (R, out, H', W')."""
-
-    plain, spatial, functional = nn.ConvTranspose2d, 2, staticmethod(F.conv_transpose2d)
-
-
-@register_layer
-class BayesConvTranspose3d(_BayesTransposed, nn.ConvTranspose3d):
-    """Shape: (R, in, D, H, W) -> (R, out, D', H', W')."""
-
-    plain, spatial, functional = nn.ConvTranspose3d, 3, staticmethod(F.conv_transpose3d)
+# An input without a row dimension counts as one row.
+BayesConv1d = bayes_form(_BayesConv, nn.Conv1d, spatial=1)  # (R, in, L) -> (R, out, L')
+BayesConv2d = bayes_form(_BayesConv, nn.Conv2d, spatial=2)  # (R, in, H, W) -> (R, out, H', W')
+BayesConv3d = bayes_form(_BayesConv, nn.Conv3d, spatial=3)  # (R, in, D, H, W) -> (R, out, D', H', W')
+BayesConvTranspose1d = bayes_form(_BayesTransposed, nn.ConvTranspose1d, spatial=1)
+BayesConvTranspose2d = bayes_form(_BayesTransposed, nn.ConvTranspose2d, spatial=2)
+BayesConvTranspose3d = bayes_form(_BayesTransposed, nn.ConvTranspose3d, spatial=3)

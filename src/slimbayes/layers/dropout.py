@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.layers.base import BayesLayer, register_layer
+from slimbayes.layers.base import BayesLayer, bayes_form
 from slimbayes.layers.site import LinearMap, Site, Unit, diagonal_outer
 
 
@@ -41,43 +41,11 @@ class _BayesDropout(BayesLayer):
         return self.project_draw("units", input, unbatched=self.unbatched)
 
 
-@register_layer
-class BayesDropout(_BayesDropout, nn.Dropout):
-    """Shape: any; every element is dropped on its own."""
-
-    plain = nn.Dropout
-
-
-@register_layer
-class BayesDropout1d(_BayesDropout, nn.Dropout1d):
-    """Shape: (R, C, L); whole channels are dropped."""
-
-    plain, unit, unbatched = nn.Dropout1d, "channel", 2
-
-
-@register_layer
-class BayesDropout2d(_BayesDropout, nn.Dropout2d):
-    """Shape: (R, C, H, W); whole channels are dropped."""
-
-    plain, unit = nn.Dropout2d, "channel"
-
-
-@register_layer
-class BayesDropout3d(_BayesDropout, nn.Dropout3d):
-    """Shape: (R, C, D, H, W); whole channels are dropped."""
-
-    plain, unit, unbatched = nn.Dropout3d, "channel", 4
-
-
-@register_layer
-class BayesAlphaDropout(_BayesDropout, nn.AlphaDropout):
-    """Shape: any; dropped elements get SELU's negative limit, and mean and variance are kept."""
-
-    plain, selu = nn.AlphaDropout, True
-
-
-@register_layer
-class BayesFeatureAlphaDropout(_BayesDropout, nn.FeatureAlphaDropout):
-    """Shape: (R, C, ...); whole channels are dropped as in AlphaDropout."""
-
-    plain, selu, unit = nn.FeatureAlphaDropout, True, "channel"
+BayesDropout = bayes_form(_BayesDropout, nn.Dropout)  # any shape; every element is dropped on its own
+# Whole channels of (R, C, ...) are dropped.
+BayesDropout1d = bayes_form(_BayesDropout, nn.Dropout1d, unit="channel", unbatched=2)
+BayesDropout2d = bayes_form(_BayesDropout, nn.Dropout2d, unit="channel")
+BayesDropout3d = bayes_form(_BayesDropout, nn.Dropout3d, unit="channel", unbatched=4)
+# What is dropped gets SELU's negative limit, and mean and variance are kept.
+BayesAlphaDropout = bayes_form(_BayesDropout, nn.AlphaDropout, selu=True)
+BayesFeatureAlphaDropout = bayes_form(_BayesDropout, nn.FeatureAlphaDropout, selu=True, unit="channel")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import Pass
-from slimbayes.layers.base import BayesLayer, register_layer
+from slimbayes.layers.base import BayesLayer, bayes_form, register_layer
 from slimbayes.layers.parameters import has, own_value
 from slimbayes.layers.site import LinearMap, Site, diagonal_outer
 
@@ -78,27 +78,6 @@ class _BatchNorm(BayesNorm):
             posterior.reset_running_stats()  # members may have statistics of their own
 
 
-@register_layer
-class BayesBatchNorm1d(_BatchNorm, nn.BatchNorm1d):
-    """Shape: (R, C) or (R, C, L); running statistics are shared by all draws."""
-
-    plain = nn.BatchNorm1d
-
-
-@register_layer
-class BayesBatchNorm2d(_BatchNorm, nn.BatchNorm2d):
-    """Shape: (R, C, H, W); running statistics are shared by all draws."""
-
-    plain = nn.BatchNorm2d
-
-
-@register_layer
-class BayesBatchNorm3d(_BatchNorm, nn.BatchNorm3d):
-    """Shape: (R, C, D, H, W); running statistics are shared by all draws."""
-
-    plain = nn.BatchNorm3d
-
-
 class _InstanceNorm(BayesNorm):
     statistics = "channel"
 
@@ -110,27 +89,6 @@ class _InstanceNorm(BayesNorm):
     def bayes_forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         return self.project_draw("weight", input, unbatched=self._get_no_batch_dim())
-
-
-@register_layer
-class BayesInstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
-    """Shape: (R, C, L), or unbatched (C, L)."""
-
-    plain = nn.InstanceNorm1d
-
-
-@register_layer
-class BayesInstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
-    """Shape: (R, C, H, W), or unbatched."""
-
-    plain = nn.InstanceNorm2d
-
-
-@register_layer
-class BayesInstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
-    """Shape: (R, C, D, H, W), or unbatched."""
-
-    plain = nn.InstanceNorm3d
 
 
 @register_layer
@@ -168,3 +126,12 @@ class BayesRMSNorm(_LastDimensions, nn.RMSNorm):
 
     def bayes_op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+# Shapes (R, C, ...). Running statistics are shared by all draws; an instance norm also takes inputs without rows.
+BayesBatchNorm1d = bayes_form(_BatchNorm, nn.BatchNorm1d)
+BayesBatchNorm2d = bayes_form(_BatchNorm, nn.BatchNorm2d)
+BayesBatchNorm3d = bayes_form(_BatchNorm, nn.BatchNorm3d)
+BayesInstanceNorm1d = bayes_form(_InstanceNorm, nn.InstanceNorm1d)
+BayesInstanceNorm2d = bayes_form(_InstanceNorm, nn.InstanceNorm2d)
+BayesInstanceNorm3d = bayes_form(_InstanceNorm, nn.InstanceNorm3d)

@@ -19,7 +19,7 @@ from torch import _VF, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from slimbayes.engine.rows import sizes_of_blocks
-from slimbayes.layers.base import BayesLayer, register_layer
+from slimbayes.layers.base import BayesLayer, bayes_form
 from slimbayes.layers.site import LinearMap, Site, matrix_outer
 
 
@@ -208,27 +208,6 @@ class _BayesRecurrent(_Gated):
         return torch.stack(outputs), state
 
 
-@register_layer
-class BayesLSTM(_BayesRecurrent, nn.LSTM):
-    """Shape: as nn.LSTM, stacked, bidirectional, packed or unbatched. Sites weight_ih_l0, weight_hh_l0, ..."""
-
-    plain = nn.LSTM
-
-
-@register_layer
-class BayesGRU(_BayesRecurrent, nn.GRU):
-    """Shape: as nn.GRU. Sites weight_ih_l0, weight_hh_l0, ..."""
-
-    plain = nn.GRU
-
-
-@register_layer
-class BayesRNN(_BayesRecurrent, nn.RNN):
-    """Shape: as nn.RNN, tanh or relu. Sites weight_ih_l0, weight_hh_l0, ..."""
-
-    plain = nn.RNN
-
-
 class _BayesCell(_Gated):
     mode = "RNN"
 
@@ -256,22 +235,11 @@ class _BayesCell(_Gated):
         return new if lstm else new[0]
 
 
-@register_layer
-class BayesLSTMCell(_BayesCell, nn.LSTMCell):
-    """Shape: as nn.LSTMCell. One draw serves every step of a pass of the model that holds the cell."""
-
-    plain, mode = nn.LSTMCell, "LSTM"
-
-
-@register_layer
-class BayesGRUCell(_BayesCell, nn.GRUCell):
-    """Shape: as nn.GRUCell. One draw serves every step of a pass of the model that holds the cell."""
-
-    plain, mode = nn.GRUCell, "GRU"
-
-
-@register_layer
-class BayesRNNCell(_BayesCell, nn.RNNCell):
-    """Shape: as nn.RNNCell. One draw serves every step of a pass of the model that holds the cell."""
-
-    plain = nn.RNNCell
+# As torch's: stacked, bidirectional, packed or unbatched. Sites weight_ih_l0, weight_hh_l0, ...
+BayesLSTM = bayes_form(_BayesRecurrent, nn.LSTM)
+BayesGRU = bayes_form(_BayesRecurrent, nn.GRU)
+BayesRNN = bayes_form(_BayesRecurrent, nn.RNN)
+# One draw serves every step of a pass of the model that holds a cell.
+BayesLSTMCell = bayes_form(_BayesCell, nn.LSTMCell, mode="LSTM")
+BayesGRUCell = bayes_form(_BayesCell, nn.GRUCell, mode="GRU")
+BayesRNNCell = bayes_form(_BayesCell, nn.RNNCell)
