@@ -129,10 +129,9 @@ class MixturePosterior(WeightPosterior):
         self.regularises_bias = site.bias and self.rho is not None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        exact = self.probs
+        # to_empty materialises what was on the meta device: the values are those of the config
+        exact = torch.tensor(self.config.shares, device="cpu") if self.probs.is_meta else self.probs
         super()._apply(fn, recurse)
-        if exact.is_meta:  # materialised by to_empty: the values are those of the config
-            exact = torch.tensor(self.config.shares, device="cpu")
         if not self.probs.is_meta:
             self.probs = exact.to(self.probs.device)  # a model cast to bfloat16 must not have its dropout rates rounded
         return self
@@ -157,10 +156,9 @@ class MixturePosterior(WeightPosterior):
     @property
     def picks(self) -> int:
         """How many independent values of Z one draw has."""
-        if self.components == 1:
-            return 0
         elements = math.prod(self.site.shape) + (self.site.n_out if self.bias is not None else 0)
-        return {"model": 0, "layer": 1, "element": elements, "input": self.site.n_in}[self.config.assignment]
+        counts = {"model": 0, "layer": 1, "element": elements, "input": self.site.n_in}
+        return 0 if self.components == 1 else counts[self.config.assignment]
 
     @property
     def log_size(self) -> float:
@@ -189,12 +187,11 @@ class MixturePosterior(WeightPosterior):
         super().realise_together(posteriors)
 
     def realise(self, noise: Noise, pick: Pick) -> Assigned:
-        lines = self.lines
-        if self.config.assignment == "model" or self.components == 1:
-            z = pick(torch.arange(self.members, device=self.device), lines.shape[0])
-            return Assigned(z, z, lines if self.config.sigma else None)
         count = self.picks * (1 if self.logits is None else self.components)
-        drawn, eps = lines[:, :count], lines[:, count:] if self.config.sigma else None
+        drawn, eps = self.lines[:, :count], self.lines[:, count:] if self.config.sigma else None
+        if self.config.assignment == "model" or self.components == 1:
+            z = pick(torch.arange(self.members, device=self.device), drawn.shape[0])
+            return Assigned(z, z, eps)
         z = picks.by_edges(drawn, self.probs) if self.logits is None else picks.straight_through(drawn, self.logits)
         if self.config.assignment != "element":
             z = z[..., 0] if self.config.assignment == "layer" else z
@@ -209,10 +206,8 @@ class MixturePosterior(WeightPosterior):
         return (shared or self.components == 1) and not self.config.sigma
 
     def choices(self) -> Tensor | None:
-        if not self.countable:
-            return None
-        z = self.values().weight
-        return z.argmax(1) if z.is_floating_point() else z
+        z = self.values().weight if self.countable else None
+        return z.argmax(1) if z is not None and z.is_floating_point() else z
 
     def _kept(self) -> Tensor | None:
         """Probability of not being zero, where there is a component at zero."""
@@ -282,8 +277,7 @@ class MixturePosterior(WeightPosterior):
                 terms.append(p.kl(linear))
                 continue
             alike.setdefault((p.components, p.device), []).append((p, linear()))
-            if p.logits is not None:
-                terms.append(p._kl_of_picks())
+            terms += [] if p.logits is None else [p._kl_of_picks()]
         return terms + [picks.expected_squares(same) for same in alike.values()]
 
     def _kl_of_picks(self) -> Tensor:
