@@ -16,7 +16,8 @@ import slimbayes as sb
 from slimbayes import diagnostics as dg
 from slimbayes.diagnostics.low_rank import low_rank, nonnegative_factors
 from slimbayes.diagnostics.sites import gaussian_sites
-from slimbayes.distributions.families import Distribution, kl
+from slimbayes.distributions.families import Distribution
+from slimbayes.distributions.kl import kl
 
 METHODS = [sb.MeanField(), sb.KTied(rank=2), sb.MatrixNormal()]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import slimbayes as sb
 import slimbayes.layers
 import slimbayes.metrics as sm
-from slimbayes.distributions.families import kl as kl_of
+from slimbayes.distributions.kl import kl as kl_of
 from slimbayes.lab.scores import Scores
 from slimbayes.lab.tables import _averages
 from slimbayes.layers import bayes_class

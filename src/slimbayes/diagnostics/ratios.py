@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import Normal
 from slimbayes.distributions.priors import EmpiricalBayes, HeNormal, TiedMean, prior_of_biases
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.layers.base import BayesLayer, LinearMap
+from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.site import LinearMap
 from slimbayes.posteriors.base import Posterior
+from slimbayes.posteriors.factors import Factor
 from slimbayes.posteriors.gaussian import GaussianPosterior
-from slimbayes.posteriors.rank1 import Factor, Rank1Posterior
+from slimbayes.posteriors.rank1 import Rank1Posterior
 from slimbayes.prediction.sample import frozen, members
 
 LogLikelihood = Callable[[nn.Module], Tensor]

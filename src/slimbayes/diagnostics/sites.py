@@ -17,7 +17,7 @@ from slimbayes.convert.plan import Decision, Selection, selected
 from slimbayes.engine import passes
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.train.elbo import check_finite
 
@@ -115,7 +115,7 @@ def converted_config(config: Any, kind: type[AnyConfig], **changes: Any) -> AnyC
 
 
 @torch.no_grad()
-def rebuilt(old: GaussianPosterior, config: Config) -> GaussianPosterior:
+def rebuilt(old: GaussianPosterior, config: SiteConfig) -> GaussianPosterior:
     """A posterior of another method for an old one's place: biases' scales are copied, weights' are still to be set."""
     with torch.random.fork_rng(
         devices=[]

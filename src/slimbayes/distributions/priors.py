@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from slimbayes.distributions.families import FAMILIES, Distribution, Normal, _check_scale
+from slimbayes.distributions.families import Distribution, Normal, check_scale
 
 
 def gaussian_kl(mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
@@ -42,7 +42,7 @@ def prior_of_biases(prior: Any) -> Any:
 
 @dataclass(frozen=True)
 class HeNormal(Distribution):
-    """Normal(0, sqrt(gain / m)): the prior of He initialisation, so that wide layers do not shrink the signal. Biases get Normal(0, 1).
+    """Normal(0, sqrt(gain / m)), as He initialisation: wide layers do not shrink the signal. Biases get Normal(0, 1).
 
     >>> HeNormal().gaussian_kl(torch.zeros(2), torch.zeros(2), fan_in=2)
     tensor(0.)
@@ -51,7 +51,7 @@ class HeNormal(Distribution):
     gain: float = 2.0
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.gain)
+        check_scale(self, self.gain)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         return _normal(mean, log_scale, 0.0, math.sqrt(self.gain / fan_in))
@@ -68,7 +68,7 @@ class TiedMean(Distribution):
     scale: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.scale)
+        check_scale(self, self.scale)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         return _normal(torch.zeros_like(mean), log_scale, 0.0, self.scale)
@@ -90,8 +90,8 @@ class EmpiricalBayes(Distribution):
     rate: float = 0.101
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.concentration)
-        _check_scale(self, self.rate)
+        check_scale(self, self.concentration)
+        check_scale(self, self.rate)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         a, b, n = self.concentration, self.rate, mean.numel()
@@ -106,7 +106,7 @@ class EmpiricalBayes(Distribution):
 class ScaleMixture(Distribution):
     """A wide and a narrow zero-mean Gaussian, mixed: weights are either used or nearly zero (Blundell et al. 2015).
 
-    Its KL has no closed form; the expected log prior is a quadrature over each weight's posterior, without sampling noise.
+    Its KL has no closed form; the expected log prior is a quadrature over each weight's posterior: no sampling noise.
 
     >>> bool(ScaleMixture().gaussian_kl(torch.zeros(3), torch.zeros(3), fan_in=1) > 0)
     True
@@ -118,8 +118,8 @@ class ScaleMixture(Distribution):
     nodes: ClassVar[int] = 65
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.wide)
-        _check_scale(self, self.narrow)
+        check_scale(self, self.wide)
+        check_scale(self, self.narrow)
         if not self.narrow < self.wide:
             raise ValueError(f"ScaleMixture: narrow={self.narrow!r} must be below wide={self.wide!r}.")
         if not 0 < self.mix < 1:
@@ -130,8 +130,9 @@ class ScaleMixture(Distribution):
         return torch.logaddexp(wide, Normal(0.0, self.narrow).log_prob(x) + math.log(1 - self.mix))
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
-        # log p = log(mix N_wide) + bump, where the bump lives on the narrow component's scale: the first has a closed form, and the
-        # second is integrated over posterior nodes where the posterior is narrower than it, over its own nodes where it is wider.
+        # log p = log(mix N_wide) + bump, where the bump lives on the narrow component's scale. The first has a closed
+        # form; the second is integrated over nodes of the posterior where that is narrower, over nodes of its own
+        # elsewhere.
         scale = log_scale.exp()
         reach = math.sqrt(2 * max(math.log((1 - self.mix) / self.mix * self.wide / self.narrow), 0.0) + 40)
         wide = scale > self.narrow
@@ -153,6 +154,3 @@ class ScaleMixture(Distribution):
         """log(1 + (1 - mix) N_narrow(x) / (mix N_wide(x)))."""
         log_ratio = math.log((1 - self.mix) / self.mix * self.wide / self.narrow)
         return torch.nn.functional.softplus(log_ratio - 0.5 * x**2 * (self.narrow**-2 - self.wide**-2))
-
-
-FAMILIES |= {c.__name__: c for c in (HeNormal, TiedMean, EmpiricalBayes, ScaleMixture)}

@@ -16,8 +16,12 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Cauchy, Normal, Signs, dropout_scale
 from slimbayes.models.initial import he_normal
-from slimbayes.posteriors import BatchEnsemble, Deterministic, Ensemble, MeanField, Rank1
 from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.batch_ensemble import BatchEnsemble
+from slimbayes.posteriors.deterministic import Deterministic
+from slimbayes.posteriors.ensemble import Ensemble
+from slimbayes.posteriors.mean_field import MeanField
+from slimbayes.posteriors.rank1 import Rank1
 
 
 class MortalityLSTM(nn.Module):
