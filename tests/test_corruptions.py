@@ -17,8 +17,8 @@ from torch import Tensor
 
 from slimbayes.data import CORRUPTIONS, EXTRA, corrupt
 from slimbayes.data.corruptions import blur, digital, filters, spatter, weather
-from slimbayes.data.corruptions.constants import STRENGTHS
-from slimbayes.data.corruptions.draws import Draws
+from slimbayes.data.corruptions.strengths import STRENGTHS
+from slimbayes.data.corruptions.noise import Draws
 
 ALL = CORRUPTIONS + EXTRA
 FIXED = (
@@ -410,7 +410,7 @@ def test_frost_covers_images_larger_than_the_photos(photos: Path) -> None:
 
 def test_frost_says_which_photos_are_missing(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLIMBAYES_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match=r"frost1\.png.*frost_folder=.*SLIMBAYES_DATA, which is not set"):
+    with pytest.raises(FileNotFoundError, match=r"frost1\.png.*frost_folder=.*SLIMBAYES_DATA/frost; it is not set"):
         corrupt(pictures(1), "frost", 1)
     (tmp_path / "frost1.png").write_bytes((photos / "frost1.png").read_bytes())
     with pytest.raises(FileNotFoundError, match=r"lacks frost2\.png, frost3\.png, frost4\.jpg, frost5\.jpg"):

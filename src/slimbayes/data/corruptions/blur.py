@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.corruptions import filters
-from slimbayes.data.corruptions.draws import Draws
+from slimbayes.data.corruptions.noise import Draws
 
 
 def gaussian_blur(x: Tensor, draw: Draws, sigma: float) -> Tensor:
@@ -20,7 +20,8 @@ def gaussian_blur(x: Tensor, draw: Draws, sigma: float) -> Tensor:
 def disk(radius: float, alias: float) -> Tensor:
     """A disk whose rim is softened by a small Gaussian of width `alias`, without its empty margin.
 
-    Quirk: the Gaussian mirrors what lies at the kernel's border, so that disks reaching it (radius 8 and 10) don't sum to 1.
+    Quirk: the Gaussian mirrors what lies at the kernel's border, so that disks reaching it (radius 8 and 10) don't sum
+    to 1.
 
     Shape: result (k, k).
 
@@ -56,9 +57,9 @@ def moved(down: Tensor, right: Tensor, reach: int) -> Tensor:
     """Which pixel each pixel's colour comes from after one round of moves.
 
     The reference walks from the last pixel to the first, margins left out, and means to swap each pixel with the one at
-    (down, right). Quirk: numpy views turn the swap into a copy, the other pixel stays. So a pixel takes the first colour of
-    one that comes later in the walk, and the new colour of one already done: a chain of references. Here each chain is
-    followed by doubling its steps, log2 of its length times, instead of pixel by pixel.
+    (down, right). Quirk: numpy views turn the swap into a copy, the other pixel stays. So a pixel takes the first
+    colour of one that comes later in the walk, and the new colour of one already done: a chain of references. Here each
+    chain is followed by doubling its steps, log2 of its length times, instead of pixel by pixel.
 
     Shape: down and right (B, H, W), result (B, H, W) as numbers of pixels in row-major order.
     """
@@ -77,7 +78,8 @@ def moved(down: Tensor, right: Tensor, reach: int) -> Tensor:
 
 
 def motion_blur(x: Tensor, draw: Draws, radius: float, sigma: float) -> Tensor:
-    """Motion along a line whose angle is drawn from -45 to 45 degrees; bytes go in and come out, as from ImageMagick."""
+    """Motion along a line whose angle is drawn from -45 to 45 degrees; bytes go in and come out, as from
+    ImageMagick."""
     angle = torch.deg2rad(draw.uniform(len(x), low=-45, high=45))
     return filters.round_levels(filters.motion(x, radius, sigma, angle)) / 255
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Outside the image: a a|a b c|c c (OpenCV replicate), b a|a b c|c b (SciPy reflect), c b|a b c|b a (OpenCV reflect 101).
+# Outside the image: a a|abc|c c (OpenCV replicate), b a|abc|c b (SciPy reflect), c b|abc|b a (OpenCV reflect 101).
 Border = Literal["nearest", "reflect", "mirror"]
 
 
@@ -146,7 +146,8 @@ def correlate(x: Tensor, kernel: Tensor, border: Border = "mirror") -> Tensor:
 
 
 def motion(x: Tensor, radius: float, sigma: float, angle: Tensor) -> Tensor:
-    """ImageMagick's motion blur: a one-sided Gaussian tail along a line of 2 radius + 1 whole-pixel steps, edges repeated.
+    """ImageMagick's motion blur: a one-sided Gaussian tail along a line of 2 radius + 1 whole-pixel steps, edges
+    repeated.
 
     Shape: x (B, C, H, W), angle (B,) in radians, result like x.
     """

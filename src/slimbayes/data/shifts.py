@@ -23,16 +23,13 @@ def rotate(images: Tensor, degrees: float | Tensor, fill: float = 0.0) -> Tensor
                 [0., 3., 6.]])
     """
     if images.dim() != 4 or not images.is_floating_point():
-        raise ValueError(
-            f"rotate needs a floating-point batch (B, C, H, W), got {images.dtype} of shape {tuple(images.shape)}."
-        )
+        got = f"{images.dtype} of shape {tuple(images.shape)}"
+        raise ValueError(f"rotate needs a floating-point batch (B, C, H, W), got {got}.")
     batch, _, height, width = images.shape
     angle = torch.deg2rad(torch.as_tensor(degrees, dtype=images.dtype, device=images.device)).expand(batch)
     cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
     # affine_grid asks where a target pixel comes from; its axes are scaled by the image's sides.
-    rows = torch.stack(
-        [torch.stack([cos, -sin * height / width, zero], 1), torch.stack([sin * width / height, cos, zero], 1)], 1
-    )
+    rows = torch.stack([cos, -sin * height / width, zero, sin * width / height, cos, zero], 1).view(-1, 2, 3)
     grid = F.affine_grid(rows, list(images.shape), align_corners=False)
     return F.grid_sample(images - fill, grid, mode="bilinear", padding_mode="zeros", align_corners=False) + fill
 
@@ -58,19 +55,15 @@ def label_shift(
     """
     share = torch.as_tensor(proportions, dtype=torch.float64, device=labels.device)
     if share.dim() != 1 or not bool((share >= 0).all()) or not float(share.sum()) > 0:
-        raise ValueError(
-            f"proportions must be non-negative numbers, not all zero, one for each class; got {share.tolist()}."
-        )
+        raise ValueError(f"proportions must be numbers from 0 on, not all zero, one a class; got {share.tolist()}.")
     if labels.dim() != 1 or labels.is_floating_point() or int(labels.min()) < 0 or int(labels.max()) >= len(share):
-        raise ValueError(
-            f"labels must be (N,) class indices below {len(share)}, got {labels.dtype} of shape {tuple(labels.shape)}."
-        )
+        got = f"{labels.dtype} of shape {tuple(labels.shape)}"
+        raise ValueError(f"labels must be (N,) class indices below {len(share)}, got {got}.")
     present = torch.bincount(labels, minlength=len(share))
     missing = ((present == 0) & (share > 0)).nonzero().flatten().tolist()
     if missing:
-        raise ValueError(
-            f"No row has class {missing[0]}, which is to have a share of {float(share[missing[0]] / share.sum()):.3g}."
-        )
+        wanted = float(share[missing[0]] / share.sum())
+        raise ValueError(f"No row has class {missing[0]}, which is to have a share of {wanted:.3g}.")
     return _draw((share / present.clamp_min(1))[labels], count, generator)
 
 
@@ -81,10 +74,10 @@ def feature_shift(
     count: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Rows, drawn with replacement, whose inputs lie elsewhere: p(x) is tilted by exp(strength * z), p(y | x) does not change.
+    """Rows, drawn with replacement, whose inputs lie elsewhere: p(x) is tilted by exp(strength * z), p(y | x) stays.
 
-    z is a column of x, or the first principal component of the standardised columns, scaled to mean 0 and standard deviation 1: for normal
-    inputs the mean of z moves by `strength`.
+    z is a column of x, or the first principal component of the standardised columns, scaled to mean 0 and standard
+    deviation 1: for normal inputs the mean of z moves by `strength`.
 
     Shape: x (N, P); returns row numbers (count,).
 
@@ -102,20 +95,18 @@ def feature_shift(
     if column is not None and not float(spread[column]) > 0:
         raise ValueError(f"column {column} is constant, so there is nowhere to shift it to.")
     table = (x.double() - x.double().mean(0)) / spread.clamp_min(torch.finfo(torch.float64).tiny)
-    if column is None:
-        _, _, directions = torch.linalg.svd(table, full_matrices=False)
-        lead = directions[0] * torch.sign(
-            directions[0][directions[0].abs().argmax()]
-        )  # a direction has no sign of its own
-        z = table @ lead
-    else:
-        z = table[:, column]
+    z = table[:, column] if column is not None else table @ _leading_direction(table)
     z = (z - z.mean()) / z.std()
     return _draw((strength * z - (strength * z).max()).exp(), count, generator)
 
 
+def _leading_direction(table: Tensor) -> Tensor:
+    """First principal component (P,), its largest entry positive: a direction has no sign of its own."""
+    direction = torch.linalg.svd(table, full_matrices=False)[2][0]
+    return direction * direction[direction.abs().argmax()].sign()
+
+
 def _draw(weights: Tensor, count: int | None, generator: torch.Generator | None) -> Tensor:
     device = generator.device if generator else weights.device
-    return torch.multinomial(weights.to(device), count or len(weights), replacement=True, generator=generator).to(
-        weights.device
-    )
+    rows = torch.multinomial(weights.to(device), count or len(weights), replacement=True, generator=generator)
+    return rows.to(weights.device)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import ndimage, stats
 
-from slimbayes.data.shift import feature_shift, label_shift, rotate
+from slimbayes.data import feature_shift, label_shift, rotate
 
 
 def test_right_angles_are_exact() -> None:
@@ -71,7 +71,7 @@ def test_without_a_column_the_leading_component_moves() -> None:
     [
         (lambda: rotate(torch.zeros(3, 4, 4), 1.0), "batch"),
         (lambda: rotate(torch.zeros(1, 3, 4, 4, dtype=torch.uint8), 1.0), "floating-point"),
-        (lambda: label_shift(torch.tensor([0, 1]), [-1.0, 1.0]), "non-negative"),
+        (lambda: label_shift(torch.tensor([0, 1]), [-1.0, 1.0]), "numbers from 0 on"),
         (lambda: label_shift(torch.tensor([0, 2]), [0.5, 0.5]), "class indices below 2"),
         (lambda: label_shift(torch.tensor([0, 0]), [0.5, 0.5]), "No row has class 1"),
         (lambda: feature_shift(torch.zeros(5), 1.0), "table"),

@@ -1,7 +1,9 @@
-"""Strengths of the corruptions, severity 1 to 5, for CIFAR-10-C and ImageNet-C (Hendrycks & Dietterich 2019 and their code).
+"""Strengths of the corruptions, severity 1 to 5, for CIFAR-10-C and ImageNet-C (Hendrycks & Dietterich 2019 and their
+code).
 
-Each entry holds the arguments that follow `(images, draw)` in the function of that name. Both sets share the rules; they
-differ in strength and in three sizes: the plasma map of fog, the shrinking of frost photos and the scale of elastic_transform.
+Each entry holds the arguments that follow `(images, draw)` in the function of that name. Both sets share the rules;
+they differ in strength and in three sizes: the plasma map of fog, the shrinking of frost photos and the scale of
+elastic_transform.
 """
 
 import math
@@ -20,7 +22,8 @@ EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 
 
 def steps(stop: float, step: float) -> Arguments:
-    """Zoom factors from 1 up to `stop`, as numpy's arange rounds them: (1.06 - 1) / 0.01 is a little over 6, so 1.06 is in.
+    """Zoom factors from 1 up to `stop`, as numpy's arange rounds them: (1.06 - 1) / 0.01 is a little over 6, so 1.06 is
+    in.
 
     Example:
         >>> [round(f, 2) for f in steps(1.06, 0.01)]
@@ -74,9 +77,7 @@ _CIFAR: dict[str, tuple[Arguments, ...]] = {
     "saturate": ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),  # factor, offset
 }
 
-_LARGE = (
-    244 / 224
-)  # the reference multiplies elastic_transform's constants by 244 where the images have 224 pixels; kept
+_LARGE = 244 / 224  # the reference multiplies elastic_transform's constants by 244 where images have 224 pixels; kept
 
 _IMAGENET: dict[str, tuple[Arguments, ...]] = {
     "gaussian_noise": _single(0.08, 0.12, 0.18, 0.26, 0.38),
