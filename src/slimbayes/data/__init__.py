@@ -22,8 +22,5 @@ from slimbayes.data.inspection import check as check
 from slimbayes.data.mimic import mimic3 as mimic3
 from slimbayes.data.mimic import mimic4 as mimic4
 from slimbayes.data.physionet import physionet2012 as physionet2012
-from slimbayes.data.shifts import feature_shift as feature_shift
-from slimbayes.data.shifts import label_shift as label_shift
-from slimbayes.data.shifts import rotate as rotate
 from slimbayes.data.uci import Regression as Regression
 from slimbayes.data.uci import standard_split as standard_split
