@@ -62,9 +62,8 @@ def _check_entries(path: Path, archive: zipfile.ZipFile) -> None:
             raise ValueError(f"{path}: entry {name!r} points outside the archive; names must be plain and relative.")
         total += entry.file_size
         if total > LIMIT:
-            raise ValueError(
-                f"{path}: entry {name!r} brings the unpacked size to {total:,} bytes, more than the {LIMIT:,} allowed."
-            )
+            size = f"the unpacked size to {total:,} bytes, more than the {LIMIT:,} allowed"
+            raise ValueError(f"{path}: entry {name!r} brings {size}.")
     if len(set(names)) < len(names):
         raise ValueError(f"{path}: an entry is there twice.")
 

@@ -62,9 +62,7 @@ def resized_crop(
     """
     _check(images)
     if not images.is_floating_point():
-        raise TypeError(
-            f"resized_crop interpolates: it needs floating-point images, got {images.dtype}; divide by 255."
-        )
+        raise TypeError(f"resized_crop needs floating-point images, got {images.dtype}; divide by 255.")
     _check_boxes(scale, ratio)
     batch, _, height, width = images.shape
     device = generator.device if generator else images.device

@@ -149,9 +149,7 @@ def _read_sheets(pieces: list[Path], numbers: Path, split: str, classes: int) ->
                     where = f"entry {name!r} stands where sheet {len(sheets):04d} must"
                     raise ValueError(f"{piece}: {where}; a piece is missing or misnamed.")
                 if 100 * len(sheets) >= len(y):
-                    raise ValueError(
-                        f"{piece}: sheet {name!r} has images beyond the {len(y)} {split} labels of {numbers}."
-                    )
+                    raise ValueError(f"{piece}: sheet {name!r} is beyond the {len(y)} {split} labels of {numbers}.")
                 sheets.append(_sheet(piece, name, read_entry(piece, archive, name)))
     if 100 * len(sheets) != len(y):
         hold = f"{', '.join(piece.name for piece in pieces)} hold {100 * len(sheets)} images"

@@ -36,9 +36,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
-            raise ValueError(
-                f"A split needs a target for each input, got {len(self.x)} inputs and {len(self.y)} targets."
-            )
+            raise ValueError(f"A split needs a target each, got {len(self.x)} inputs and {len(self.y)} targets.")
 
     def __len__(self) -> int:
         return len(self.y)
@@ -115,9 +113,8 @@ def labels(values: Any, classes: int, file: Path, first: int = 0) -> Tensor:
         tensor([0, 9])
     """
     if values.ndim != 1 or (not isinstance(values, Tensor) and values.dtype.kind not in "ui"):
-        raise ValueError(
-            f"{file}: labels must be whole numbers (n,), got {values.dtype} of shape {tuple(values.shape)}."
-        )
+        got = f"{values.dtype} of shape {tuple(values.shape)}"
+        raise ValueError(f"{file}: labels must be whole numbers (n,), got {got}.")
     numbers = torch.as_tensor(values).long()
     wrong = ((numbers < first) | (numbers >= first + classes)).nonzero()
     if len(wrong):

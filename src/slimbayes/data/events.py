@@ -19,6 +19,7 @@ import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,12 +56,10 @@ class Events:
             raise ValueError(f"Events need a patient, time, feature and value each, got the shapes {shapes}.")
         if self.hours.dtype != torch.float64:  # else minutes fall on the wrong side of a bag's edge
             raise ValueError(f"Events: hours must be float64, got {self.hours.dtype}.")
+        last = len(self.features) - 1
         for what, wrong in (
             (f"patient is not one of 0..{self.patients - 1}", (self.patient < 0) | (self.patient >= self.patients)),
-            (
-                f"feature is not one of 0..{len(self.features) - 1}",
-                (self.feature < 0) | (self.feature >= len(self.features)),
-            ),
+            (f"feature is not one of 0..{last}", (self.feature < 0) | (self.feature > last)),
             ("time is not finite", ~self.hours.isfinite()),
             ("value is not finite; without a value it is nan", self.value.isinf()),
         ):
@@ -77,7 +76,7 @@ class Events:
     def of(self, patients: Tensor) -> Events:
         """The events of some patients, int64 indices without repeats, who are then numbered in that order."""
         if len(patients.unique()) != len(patients):
-            raise ValueError(f"Patients must be named once each, got {len(patients) - len(patients.unique())} repeats.")
+            raise ValueError(f"Patients must be named once, got {len(patients) - len(patients.unique())} repeats.")
         number = torch.full((self.patients,), -1, dtype=torch.int64, device=self.patient.device)
         number[patients] = torch.arange(len(patients), device=self.patient.device)
         chosen = self.where(number[self.patient] >= 0)
@@ -105,27 +104,22 @@ class EventList:
     """
 
     def __init__(self) -> None:
-        self._arrays: tuple[array[int], array[float], array[int], array[float]] = (
-            array("q"),
-            array("d"),
-            array("q"),
-            array("f"),
-        )
+        self.patient, self.hours, self.feature, self.value = array("q"), array("d"), array("q"), array("f")
 
     def append(self, patient: int, hours: float, feature: int, value: float) -> None:
-        patients, times, features, values = self._arrays
-        patients.append(patient)
-        times.append(hours)
-        features.append(feature)
-        values.append(value)
+        self.patient.append(patient)
+        self.hours.append(hours)
+        self.feature.append(feature)
+        self.value.append(value)
 
     def events(self, patients: int, features: tuple[str, ...]) -> Events:
-        types = (torch.int64, torch.float64, torch.int64, torch.float32)
-        patient, hours, feature, value = (
-            torch.frombuffer(column, dtype=dtype) if column else torch.empty(0, dtype=dtype, device="cpu")
-            for column, dtype in zip(self._arrays, types)
-        )
+        patient, feature = (_column(values, torch.int64) for values in (self.patient, self.feature))
+        hours, value = _column(self.hours, torch.float64), _column(self.value, torch.float32)
         return Events(patient, hours, feature, value, patients, features)
+
+
+def _column(values: array[Any], dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True)

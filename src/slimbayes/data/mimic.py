@@ -36,7 +36,6 @@ from slimbayes.data.dataset import Dataset, Found, Part
 from slimbayes.data.events import EventList, Stays, mortality
 
 SPLITS = ("train", "validation", "test")
-_HOUR = timedelta(hours=1)
 _OLDEST = 90.0  # years: the dates of birth of older patients are shifted by centuries, or their age is given as 91
 
 
@@ -173,7 +172,7 @@ class _Reading:
     def add(self, patient: str, known: datetime, feature: str, value: float = math.nan) -> None:
         """An event of every stay of the patient whose prediction time it precedes."""
         for stay in self.of(patient):
-            if (hours := (known - stay.start) / _HOUR) <= self.hours:
+            if (hours := (known - stay.start).total_seconds() / 3600) <= self.hours:
                 self.add_to(stay, hours, feature, value)
 
     def add_to(self, stay: Admission, hours: float, feature: str, value: float = math.nan) -> None:
@@ -195,7 +194,7 @@ class _Reading:
                     raise ValueError(f"admission {number!r} with hospital_expire_flag {died!r} {what}.")
                 began, ended = time_of(start), time_of(discharge)
                 last = min(ended, time_of(death)) if death else ended
-                row = len(self.labels) if last - began > self.hours * _HOUR else -1
+                row = len(self.labels) if last - began > timedelta(hours=self.hours) else -1
                 self.admissions[number] = stay = Admission(patient, began, ended, row)
                 listed = self.predicted[patient]  # also for patients without a stay that is predicted: they are known
                 if row >= 0:
@@ -229,7 +228,7 @@ class _Reading:
                 name = "/".join((prefix, *edition, code))  # one code can mean two things in ICD-9 and ICD-10
                 for later in self.of(patient):
                     if code and admission.discharge <= later.start:
-                        self.add_to(later, (admission.discharge - later.start) / _HOUR, name)
+                        self.add_to(later, (admission.discharge - later.start).total_seconds() / 3600, name)
 
     def read_prescriptions(self) -> None:
         if (file := self.file("prescriptions")) is None:
@@ -255,18 +254,22 @@ class _Reading:
         if (file := self.file(table)) is None:
             return
         labels: dict[str, str] = {}
-        if (names := self.file(items)) is not None:
-            with open_rows(names, ("itemid", "label")) as rows:
+        if (listing := self.file(items)) is not None:
+            with open_rows(listing, ("itemid", "label")) as rows:
                 labels = {item: f" {label.casefold()}" if label else "" for item, label in rows}
+
+        @cache  # these tables have hundreds of millions of lines
+        def name(item: str, unit: str) -> str:
+            return f"{prefix}/{item}{labels.get(item, '')}/{unit.casefold()}"
+
         with open_rows(file, ("subject_id", "itemid", "valuenum", "valueuom", *self.release.measured)) as rows:
             for patient, item, cell, unit, taken, *stored in rows:
-                stays = self.of(patient)
-                if not taken:
-                    continue
-                known, value = max(time_of(moment) for moment in (taken, *stored) if moment), number_of(cell)
-                for stay in stays:  # `add`, written out: these tables have hundreds of millions of lines
-                    if (hours := (known - stay.start) / _HOUR) <= self.hours:
-                        self.add_to(stay, hours, f"{prefix}/{item}{labels.get(item, '')}/{unit.casefold()}", value)
+                self.of(patient)
+                if taken:
+                    known = time_of(taken)
+                    for moment in filter(None, stored):
+                        known = max(known, time_of(moment))
+                    self.add(patient, known, name(item, unit), number_of(cell))
 
 
 def _born(cells: list[str]) -> datetime | float:

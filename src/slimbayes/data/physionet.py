@@ -57,14 +57,14 @@ def physionet2012(folder: Path | str) -> Stays:
         >>> physionet2012(Path("/nowhere"))
         Traceback (most recent call last):
         ...
-        FileNotFoundError: /nowhere has neither challenge2012.npz.xz nor a folder set-a, set-b or set-c ...
+        FileNotFoundError: /nowhere has neither challenge2012.npz.xz nor set-a, set-b or set-c ...
     """
     folder = Path(folder).expanduser()
     if (folder / PACKED).is_file():
         return _read_packed(folder / PACKED)
     if not (letters := _letters(folder)):
         raise FileNotFoundError(
-            f"{folder} has neither {PACKED} nor a folder set-a, set-b or set-c beside its Outcomes-a.txt, -b or -c."
+            f"{folder} has neither {PACKED} nor set-a, set-b or set-c beside its Outcomes-a.txt ..."
         )
     return _read_text(folder, letters)
 
@@ -136,9 +136,7 @@ def _outcomes(file: Path) -> dict[int, int]:
     with open_rows(file, OUTCOMES) as rows:
         for record, *_, died in rows:
             if not record.isdecimal() or died not in ("0", "1"):
-                raise ValueError(
-                    f"expected a RecordID and an In-hospital_death of 0 or 1, got {record!r} and {died!r}."
-                )
+                raise ValueError(f"expected a RecordID and a death of 0 or 1, got {record!r} and {died!r}.")
             if int(record) in out:
                 raise ValueError(f"record {record} is there twice.")
             out[int(record)] = int(died)
@@ -148,9 +146,7 @@ def _outcomes(file: Path) -> dict[int, int]:
 def _check_files(folder: Path, outcomes: dict[int, int]) -> None:
     here, needed = {file.name for file in folder.glob("*.txt")}, {f"{record}.txt" for record in outcomes}
     if missing := sorted(needed - here):
-        raise ValueError(
-            f"{folder}: {missing[0]} is missing, as are {len(missing) - 1} more of the outcome file's records."
-        )
+        raise ValueError(f"{folder}: {missing[0]} is missing, as are {len(missing) - 1} more of the records.")
     if extra := sorted(here - needed):
         raise ValueError(f"{folder}: {extra[0]} has no outcome, nor have {len(extra) - 1} more files.")
 

@@ -93,9 +93,7 @@ def _read_csv(file: Path) -> tuple[tuple[str, ...], Split]:
         names = [name.strip() for name in next(lines, [])]
         rows = [_cells(line, names, f"{file}, line {lines.line_num}") for line in lines if line]
     if len(names) < 2 or not rows:
-        raise ValueError(
-            f"{file} must have a line of at least two column names, then rows of numbers, the target last."
-        )
+        raise ValueError(f"{file} must have a line of two or more column names, then numbers, the target last.")
     values = torch.tensor(rows, dtype=torch.float64, device="cpu").float()
     return tuple(names[:-1]), Split(values[:, :-1], values[:, -1:])
 

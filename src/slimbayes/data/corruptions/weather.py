@@ -19,21 +19,12 @@ GRAY = (0.299, 0.587, 0.114)
 
 
 def snow(
-    x: Tensor,
-    draw: Draws,
-    mean: float,
-    std: float,
-    zoom: float,
-    threshold: float,
-    radius: float,
-    sigma: float,
-    mix: float,
+    x: Tensor, draw: Draws, mean: float, std: float, zoom: float, limit: float, radius: float, sigma: float, mix: float
 ) -> Tensor:
-    """Whiten the image and add flakes: thresholded noise, enlarged, blown along a line, once more turned by 180
-    degrees."""
+    """Whiten the image and add flakes: thresholded noise, enlarged, blown along a line, and turned by 180 degrees."""
     batch, channels, height, width = x.shape
     flakes = filters.zoom(draw.normal(batch, 1, height, width, mean=mean, std=std), zoom)
-    flakes = filters.truncate_levels(torch.where(flakes < threshold, 0, flakes).clamp(0, 1))
+    flakes = filters.truncate_levels(torch.where(flakes < limit, 0, flakes).clamp(0, 1))
     angle = torch.deg2rad(draw.uniform(batch, low=-135, high=-45))
     flakes = filters.round_levels(filters.motion(flakes, radius, sigma, angle)) / 255
     gray = x if channels == 1 else torch.einsum("bchw,c->bhw", x, x.new_tensor(GRAY)).unsqueeze(1)
