@@ -1,4 +1,5 @@
-"""Readers: each on a tiny file of the true format written here, on broken and hostile files, and on the real sets where they are.
+"""Readers: each on a tiny file of the true format written here, on broken and hostile files, and on the real sets where
+they are.
 
 The images of the tiny files are random bytes, compared with what was written in plain numpy indexing.
 """
@@ -451,7 +452,7 @@ def test_idx_broken(tmp_path: Path, rng: np.random.Generator, gz: str) -> None:
     raw(b"")
     fails("starts with nothing")
     raw(whole[:4] + struct.pack(">3I", 1 << 31, 28, 28))
-    fails("header asks for 1,683,627,180,032 bytes")
+    fails("needs 1,683,627,180,032 bytes, the file has 0")
     if gz:
         images.write_bytes(gzip.compress(whole)[:-900])
         fails("damaged or cut short")
@@ -554,8 +555,12 @@ def test_svhn(tmp_path: Path, rng: np.random.Generator) -> None:
     same(load("svhn", tmp_path).test, x.transpose(3, 2, 0, 1), np.array([1, 0, 3, 9, 0]))
     assert available(tmp_path) == {"svhn": {"train": 5, "test": 5}}
     file = folder / "test_32x32.mat"
-    cases = [({"X": x, "y": np.where(y == 3, 0, y)}, "record 2: label 0 is not one of 1..10"), ({"X": x[..., :4], "y": y}, r"must hold X \(32, 32, 3, n\)"),
-             ({"y": y}, "must hold X"), ({"X": x.astype(float), "y": y}, "X must be uint8")]  # fmt: skip
+    cases = [
+        ({"X": x, "y": np.where(y == 3, 0, y)}, "record 2: label 0 is not one of 1..10"),
+        ({"X": x[..., :4], "y": y}, r"must hold X \(32, 32, 3, n\)"),
+        ({"y": y}, "must hold X"),
+        ({"X": x.astype(float), "y": y}, "X must be uint8"),
+    ]
     for content, message in cases:
         savemat(file, content)
         with pytest.raises(ValueError, match=message):

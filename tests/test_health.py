@@ -1,4 +1,5 @@
-"""Health records: bags against a slow loop, the readers on small files of the true formats and on the real set, the paper's seven variants."""
+"""Health records: bags against a slow loop, the readers on small files of the true formats and on the real set, the
+paper's seven variants."""
 
 import io
 import lzma
@@ -41,7 +42,7 @@ def contents(tokens: Tensor) -> list[list[list[int]]]:
     return [[sorted(t for t in step if t) for step in patient] for patient in tokens.tolist()]
 
 
-# Buckets and bags ------------------------------------------------------------------------------------------------------
+# Buckets and bags ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -189,10 +190,13 @@ def test_refusals_of_events_and_bags() -> None:
         mortality(Stays("toy", events, torch.zeros(5).long(), torch.arange(5), {"test": torch.arange(5)}))
 
 
-# PhysioNet 2012 --------------------------------------------------------------------------------------------------------
+# PhysioNet 2012 -----------------------------------------------------------------------------------------------------
 
 HEAD = "RecordID,SAPS-I,SOFA,Length_of_stay,Survival,In-hospital_death\n"
-STAY = "Time,Parameter,Value\n00:00,RecordID,{}\n00:00,Age,54\n00:00,Gender,0\n00:00,Height,-1\n00:00,ICUType,4\n00:07,HR,73.5\n13:37,,-1\n47:59,MechVent,1\n"
+STAY = (
+    "Time,Parameter,Value\n00:00,RecordID,{}\n00:00,Age,54\n00:00,Gender,0\n00:00,Height,-1\n00:00,ICUType,4\n"
+    "00:07,HR,73.5\n13:37,,-1\n47:59,MechVent,1\n"
+)
 EVENTS = [
     (0.0, "Age", 54.0),
     (0.0, "Gender=0", None),
@@ -224,7 +228,8 @@ def write_packed(folder: Path, **change: Any) -> Path:
     outcomes = np.zeros((4, 6), "int32")
     outcomes[:, 0], outcomes[:, 5] = records, records % 2
     arrays = {
-        "record_id": records, "set": np.array([97, 97, 98, 99], "uint8"), "param_names": np.array(names), "count": np.ones((6, 4), "uint16"),
+        "record_id": records, "set": np.array([97, 97, 98, 99], "uint8"),
+        "param_names": np.array(names), "count": np.ones((6, 4), "uint16"),
         "time_min": np.repeat([minutes.get(n, 0) for n in names], 4).astype("uint16"), "value_table": table,
         "value_code": np.repeat([np.searchsorted(table, values[n]) for n in names], 4).astype("uint16"),
         "outcomes": outcomes, "outcome_names": np.array(HEAD.strip().split(",")),
@@ -349,7 +354,8 @@ def stays() -> Stays:
 
 @real
 def test_the_real_set(stays: Stays, tmp_path: Path) -> None:
-    """Counts and deaths of its README; 13.85 % of set a died, as published. Six stays written as official text read back the same."""
+    """Counts and deaths of its README; 13.85 % of set a died, as published. Six stays written as official text read
+    back the same."""
     assert {name: len(rows) for name, rows in stays.splits.items()} == {"train": 4000, "validation": 4000, "test": 4000}
     assert {name: int(stays.labels[rows].sum()) for name, rows in stays.splits.items()} == {
         "train": 554,
@@ -377,7 +383,7 @@ def test_the_real_set(stays: Stays, tmp_path: Path) -> None:
     assert text.labels.tolist() == stays.labels[:6].tolist()
 
 
-# The network -----------------------------------------------------------------------------------------------------------
+# The network --------------------------------------------------------------------------------------------------------
 
 
 def test_padding_and_order_of_tokens_do_not_matter() -> None:

@@ -27,11 +27,13 @@ def write(folder: Path, tables: dict[str, str], packed: bool = False) -> Path:
     return folder
 
 
-# MIMIC-III -------------------------------------------------------------------------------------------------------------
+# MIMIC-III ----------------------------------------------------------------------------------------------------------
 
-# Patient 7 is admitted twice, patient 8 dies on the first day, patient 9 has no history. Full-set capitals in one table, demo's in others.
+# Patient 7 is admitted twice, patient 8 dies on the first day, patient 9 has no history. Full-set capitals in one
+# table, demo's in others.
 TABLES = {
-    "ADMISSIONS": """"ROW_ID","SUBJECT_ID","HADM_ID","ADMITTIME","DISCHTIME","DEATHTIME","ADMISSION_TYPE","ADMISSION_LOCATION","HOSPITAL_EXPIRE_FLAG"
+    "ADMISSIONS": """"ROW_ID","SUBJECT_ID","HADM_ID","ADMITTIME","DISCHTIME","DEATHTIME","ADMISSION_TYPE",\
+"ADMISSION_LOCATION","HOSPITAL_EXPIRE_FLAG"
 1,7,100,2100-01-01 00:00:00,2100-01-05 00:00:00,,EMERGENCY,"CLINIC, REFERRAL",0
 2,7,101,2100-02-01 10:00:00,2100-02-09 00:00:00,2100-02-09 00:00:00,URGENT,X,1
 3,8,102,2100-01-01 00:00:00,2100-01-05 00:00:00,2100-01-01 20:00:00,URGENT,X,1
@@ -42,7 +44,8 @@ TABLES = {
 2,8,M,2060-01-01 00:00:00,
 3,9,M,1800-01-01 00:00:00,
 """,
-    "DIAGNOSES_ICD": "row_id,subject_id,hadm_id,seq_num,icd9_code\n1,7,100,1,4019\n2,7,101,1,99591\n3,9,103,1,4019\n4,7,100,2,\n",
+    "DIAGNOSES_ICD": "row_id,subject_id,hadm_id,seq_num,icd9_code\n1,7,100,1,4019\n2,7,101,1,99591\n3,9,103,1,4019\n"
+    "4,7,100,2,\n",
     "PRESCRIPTIONS": """row_id,subject_id,hadm_id,startdate,drug
 1,7,101,2100-02-01 00:00:00,Insulin
 2,7,101,2100-02-02 00:00:00,Heparin
@@ -162,26 +165,35 @@ def test_the_mimic_demo(hours: float, count: int, deaths: int) -> None:
     assert sum(len(rows) for rows in stays.splits.values()) == count
 
 
-# MIMIC-IV ---------------------------------------------------------------------------------------------------------------
+# MIMIC-IV -----------------------------------------------------------------------------------------------------------
 
-# The true column names of version 2.2. Patient 10 comes twice and dies the second time, 11 leaves on the first day, 12 has no measurements.
+# The true column names of version 2.2. Patient 10 comes twice and dies the second time, 11 leaves on the first day, 12
+# has no measurements.
 FOUR = {
-    "hosp/patients": "subject_id,gender,anchor_age,anchor_year,anchor_year_group,dod\n10,F,52,2180,2014 - 2016,2180-07-01\n11,M,19,2150,2008 - 2010,\n12,M,91,2160,2008 - 2010,\n13,M,30,2160,2008 - 2010,\n",
-    "hosp/admissions": """subject_id,hadm_id,admittime,dischtime,deathtime,admission_type,admit_provider_id,admission_location,discharge_location,insurance,language,marital_status,race,edregtime,edouttime,hospital_expire_flag
-10,2001,2180-05-06 22:00:00,2180-05-09 17:00:00,,URGENT,P1,"TRANSFER, OTHER",HOME,Other,ENGLISH,WIDOWED,WHITE,2180-05-06 19:17:00,2180-05-06 23:30:00,0
-10,2002,2181-06-20 10:00:00,2181-07-01 08:00:00,2181-07-01 08:00:00,EW EMER.,P2,EMERGENCY ROOM,DIED,Other,ENGLISH,WIDOWED,WHITE,,,1
+    "hosp/patients": "subject_id,gender,anchor_age,anchor_year,anchor_year_group,dod\n"
+    "10,F,52,2180,2014 - 2016,2180-07-01\n11,M,19,2150,2008 - 2010,\n"
+    "12,M,91,2160,2008 - 2010,\n13,M,30,2160,2008 - 2010,\n",
+    "hosp/admissions": """subject_id,hadm_id,admittime,dischtime,deathtime,admission_type,admit_provider_id,\
+admission_location,discharge_location,insurance,language,marital_status,race,edregtime,edouttime,hospital_expire_flag
+10,2001,2180-05-06 22:00:00,2180-05-09 17:00:00,,URGENT,P1,"TRANSFER, OTHER",HOME,Other,ENGLISH,WIDOWED,WHITE,\
+2180-05-06 19:17:00,2180-05-06 23:30:00,0
+10,2002,2181-06-20 10:00:00,2181-07-01 08:00:00,2181-07-01 08:00:00,EW EMER.,P2,EMERGENCY ROOM,DIED,Other,ENGLISH,\
+WIDOWED,WHITE,,,1
 11,2003,2150-01-01 00:00:00,2150-01-01 20:00:00,,URGENT,P1,X,HOME,Other,ENGLISH,,WHITE,,,0
 12,2004,2165-01-01 00:00:00,2165-01-05 00:00:00,,URGENT,P1,X,HOME,Other,ENGLISH,,WHITE,,,0
 """,
-    "hosp/diagnoses_icd": "subject_id,hadm_id,seq_num,icd_code,icd_version\n10,2001,1,5723,9\n10,2002,1,K7460,10\n12,2004,1,5723,9\n",
+    "hosp/diagnoses_icd": "subject_id,hadm_id,seq_num,icd_code,icd_version\n"
+    "10,2001,1,5723,9\n10,2002,1,K7460,10\n12,2004,1,5723,9\n",
     "hosp/procedures_icd": "subject_id,hadm_id,seq_num,chartdate,icd_code,icd_version\n10,2001,1,2180-05-07,5491,9\n",
-    "hosp/prescriptions": """subject_id,hadm_id,pharmacy_id,poe_id,poe_seq,order_provider_id,starttime,stoptime,drug_type,drug,formulary_drug_cd,gsn,ndc,prod_strength,form_rx,dose_val_rx,dose_unit_rx,form_val_disp,form_unit_disp,doses_per_24_hrs,route
+    "hosp/prescriptions": """subject_id,hadm_id,pharmacy_id,poe_id,poe_seq,order_provider_id,starttime,stoptime,\
+drug_type,drug,formulary_drug_cd,gsn,ndc,prod_strength,form_rx,dose_val_rx,dose_unit_rx,form_val_disp,form_unit_disp,doses_per_24_hrs,route
 10,2002,1,,,P1,2181-06-20 15:00:00,2181-06-22 15:00:00,MAIN,Furosemide,F,,,,,40,mg,1,TAB,1,PO
 10,2002,2,,,P1,2181-06-21 00:00:00,,MAIN,Insulin,F,,,,,1,u,1,V,1,SC
 10,2002,3,,,P1,,,MAIN,Never,F,,,,,1,u,1,V,1,SC
 """,
     "hosp/d_labitems": "itemid,label,fluid,category\n50912,Creatinine,Blood,Chemistry\n50931,Glucose,Blood,Chemistry\n",
-    "hosp/labevents": """labevent_id,subject_id,hadm_id,specimen_id,itemid,order_provider_id,charttime,storetime,value,valuenum,valueuom,ref_range_lower,ref_range_upper,flag,priority,comments
+    "hosp/labevents": """labevent_id,subject_id,hadm_id,specimen_id,itemid,order_provider_id,charttime,\
+storetime,value,valuenum,valueuom,ref_range_lower,ref_range_upper,flag,priority,comments
 1,10,2002,9,50912,P1,2181-06-20 11:00:00,2181-06-20 13:30:00,1.5,1.5,mg/dL,0.4,1.1,abnormal,STAT,"a, ""quoted"" remark"
 2,10,2002,9,50931,P1,2181-06-21 09:00:00,2181-06-21 10:00:00,___,95,mg/dL,70,100,,STAT,
 3,10,2002,9,50931,P1,2181-06-21 09:30:00,2181-06-21 10:00:01,___,300,mg/dL,70,100,,STAT,stored a second too late
@@ -190,9 +202,12 @@ FOUR = {
 6,11,2003,9,50912,P1,2150-01-01 01:00:00,2150-01-01 02:00:00,1,1,mg/dL,,,,,
 7,10,2002,9,50912,P1,,,1,1,mg/dL,,,,,
 """,
-    "icu/icustays": "subject_id,hadm_id,stay_id,first_careunit,last_careunit,intime,outtime,los\n10,2002,31,Medical Intensive Care Unit (MICU),Surgical ICU,2181-06-20 12:00:00,2181-06-30 12:00:00,10.0\n",
-    "icu/d_items": "itemid,label,abbreviation,linksto,category,unitname,param_type,lownormalvalue,highnormalvalue\n220045,Heart Rate,HR,chartevents,Routine Vital Signs,bpm,Numeric,,\n",
-    "icu/chartevents": """subject_id,hadm_id,stay_id,caregiver_id,charttime,storetime,itemid,value,valuenum,valueuom,warning
+    "icu/icustays": "subject_id,hadm_id,stay_id,first_careunit,last_careunit,intime,outtime,los\n"
+    "10,2002,31,Medical Intensive Care Unit (MICU),Surgical ICU,2181-06-20 12:00:00,2181-06-30 12:00:00,10.0\n",
+    "icu/d_items": "itemid,label,abbreviation,linksto,category,unitname,param_type,lownormalvalue,highnormalvalue\n"
+    "220045,Heart Rate,HR,chartevents,Routine Vital Signs,bpm,Numeric,,\n",
+    "icu/chartevents": """subject_id,hadm_id,stay_id,caregiver_id,charttime,storetime,\
+itemid,value,valuenum,valueuom,warning
 10,2002,31,5,2181-06-20 14:00:00,2181-06-20 14:30:00,220045,94,94,bpm,0
 10,2002,31,5,2181-06-21 11:00:00,2181-06-21 11:01:00,220045,140,140,bpm,0
 """,
@@ -213,8 +228,9 @@ def test_mimic4_uses_what_was_known(packed: bool, tmp_path: Path) -> None:
     assert first == {} and third == {}  # codes of their own stay come too late
     back = -(406 * 24 + 17.0)  # from the first discharge to the second admission
     assert hours(second) == {
-        "diagnosis/9/5723": [back], "procedure/9/5491": [back], "drug/furosemide": [5.0], "care unit/medical intensive care unit (micu)": [2.0],
-        "lab/50912 creatinine/mg/dl": [3.5], "lab/50931 glucose/mg/dl": [24.0, -(19 * 24 + 0.5)], "lab/51006/": [2.0 + 1 / 6],
+        "diagnosis/9/5723": [back], "procedure/9/5491": [back], "drug/furosemide": [5.0],
+        "care unit/medical intensive care unit (micu)": [2.0], "lab/50912 creatinine/mg/dl": [3.5],
+        "lab/50931 glucose/mg/dl": [24.0, -(19 * 24 + 0.5)], "lab/51006/": [2.0 + 1 / 6],
         "chart/220045 heart rate/bpm": [4.5],
     }  # fmt: skip
     assert second["lab/50931 glucose/mg/dl"][0][1] == 95.0 and math.isnan(second["lab/51006/"][0][1])
@@ -330,7 +346,7 @@ def make(folder: Path) -> Path:
     return folder
 
 
-# Against a slow loop --------------------------------------------------------------------------------------------------
+# Against a slow loop ------------------------------------------------------------------------------------------------
 
 
 def random_tables(seed: int, rows: int = 400) -> dict[str, str]:

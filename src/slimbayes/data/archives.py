@@ -146,33 +146,23 @@ def map_npy(path: Path, shape: tuple[int | None, ...], kinds: str) -> Any:
 
 def read_idx(path: Path, dims: int) -> Tensor:
     """An idx file of unsigned bytes with `dims` dimensions, plain or gzipped (its name ends in .gz): uint8."""
-    shape = idx_shape(path, dims)
-    need = math.prod(shape)
-    if need > LIMIT:
-        raise ValueError(f"{path}: its header asks for {need:,} bytes {shape}, more than the {LIMIT:,} allowed.")
-    content = bytearray(_read_idx(path, 4 + 4 * dims + need + 1)[4 + 4 * dims :])
-    if len(content) != need:
-        got, row = f"{len(content):,}" if len(content) < need else "more", len(content) // max(1, math.prod(shape[1:]))
+    start, magic = 4 + 4 * dims, bytes((0, 0, 8, dims))
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            header = file.read(start)
+            shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(4, start, 4))
+            content = bytearray(file.read(min(math.prod(shape), LIMIT) + 1))
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read, is damaged or cut short: {error}") from error
+    if header[:4] != magic or len(header) < start:
+        got = header[:4].hex() or "nothing"
+        raise ValueError(f"{path} starts with {got}, an idx file of {dims}-dimensional bytes with {magic.hex()}.")
+    need, have = math.prod(shape), len(content)
+    if have != need:
+        got, row = f"{have:,}" if have < need else "more", have // max(1, math.prod(shape[1:]))
         raise ValueError(f"{path}: shape {shape} needs {need:,} bytes, the file has {got}; it stops in record {row}.")
     flat = torch.frombuffer(content, dtype=torch.uint8) if need else torch.empty(0, dtype=torch.uint8, device="cpu")
     return flat.reshape(shape)
-
-
-def idx_shape(path: Path, dims: int) -> tuple[int, ...]:
-    """Sizes from an idx header."""
-    header, magic = _read_idx(path, 4 + 4 * dims), bytes((0, 0, 8, dims))
-    if header[:4] != magic or len(header) < 4 + 4 * dims:
-        start = header[:4].hex() or "nothing"
-        raise ValueError(f"{path} starts with {start}, an idx file of {dims}-dimensional bytes with {magic.hex()}.")
-    return tuple(int.from_bytes(header[at : at + 4], "big") for at in range(4, len(header), 4))
-
-
-def _read_idx(path: Path, count: int) -> bytes:
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return file.read(count)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read, is damaged or cut short: {error}") from error
 
 
 def read_xz(path: Path) -> bytes:

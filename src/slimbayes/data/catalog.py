@@ -171,8 +171,7 @@ def load(
     """A data set from the folder `root`, or else from $SLIMBAYES_DATA; all of its splits, or those named.
 
     Where `prepare` has made a cache of the files as they are now, its arrays are mapped into memory; writing to such a
-    tensor changes memory only. A cache that is out of date or damaged gives a warning and the files are read. `cache`
-    is the folder that `prepare` was told to use, if any.
+    tensor changes memory only. `cache` is the folder that `prepare` was told to use, if any.
 
     Raises FileNotFoundError where the set is not there, with the files it looked for and where they are officially had,
     and ValueError where a file is broken, with the file, the record and what was expected.

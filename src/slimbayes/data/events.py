@@ -174,8 +174,7 @@ class Buckets:
     def tokens(self, events: Events) -> Tensor:
         """The token of each event, (E,) int64."""
         if events.features != self.features:
-            got, own = len(events.features), len(self.features)
-            raise ValueError(f"Buckets of {own} features cannot read events of {got} other ones.")
+            raise ValueError(f"Buckets of {len(self.features)} features cannot read events of other features.")
         bucket = torch.zeros_like(events.feature)  # edges at or below the value, one edge of all features at a time
         for edge in self.edges.unbind(1):
             bucket += events.value >= edge[events.feature]
@@ -212,7 +211,7 @@ def bag(
     """
     limit = hours if aggregate_older_than is None else min(aggregate_older_than, hours)
     if not (hours > 0 and precision > 0 and limit > 0 and (tokens_per_bag is None or tokens_per_bag > 0)):
-        got = f"{hours!r}, {precision!r}, {aggregate_older_than!r} and {tokens_per_bag!r}"
+        got = (hours, precision, aggregate_older_than, tokens_per_bag)
         raise ValueError(f"bag: hours, precision, aggregate_older_than and tokens_per_bag must be positive, got {got}.")
     events = events.until(hours)
     fine, history = math.ceil(limit / precision - 1e-9), int(aggregate_older_than is not None)
@@ -227,15 +226,9 @@ def bag(
     out = torch.zeros(len(sizes), min(fullest, tokens_per_bag or fullest), dtype=torch.int32, device=place.device)
     step = max(1, math.ceil(len(sizes) / math.ceil((len(place) + 1) / _AT_A_TIME)))
     for first in range(0, len(sizes), step):
-        mine = (place >= first) & (place < first + step)
+        mine, rows = (place >= first) & (place < first + step), slice(first, first + step)
         part = events.where(mine)
-        _fill(
-            out[first : first + step],
-            buckets.tokens(part),
-            place[mine] - first,
-            part.hours,
-            sizes[first : first + step],
-        )
+        _fill(out[rows], buckets.tokens(part), place[mine] - first, part.hours, sizes[rows])
     return out.view(events.patients, steps, out.shape[1])
 
 

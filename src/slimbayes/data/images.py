@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.data.archives import LIMIT, idx_shape, map_npy, read_idx, read_npz, require
+from slimbayes.data.archives import LIMIT, map_npy, read_idx, read_npz, require
 from slimbayes.data.cifar import CIFAR10_CLASSES
 from slimbayes.data.dataset import Found, Part, Split, labels
 from slimbayes.data.folders import ImageFolder, class_folders, count_images
@@ -33,7 +33,7 @@ def idx(folder: Path, classes: tuple[str, ...]) -> Found | None:
         return next((folder / spelling for spelling in spellings if (folder / spelling).is_file()), None)
 
     def part(images: Path, numbers: Path) -> Part:
-        return Part(lambda: idx_shape(numbers, 1)[0], lambda: _read_idx_pair(images, numbers, len(classes)))
+        return Part(lambda: len(read_idx(numbers, 1)), lambda: _read_idx_pair(images, numbers, len(classes)))
 
     parts, files = {}, []
     for split, prefix in (("train", "train"), ("test", "t10k")):

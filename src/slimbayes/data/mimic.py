@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache, partial
@@ -51,6 +52,7 @@ class Release:
     measured: tuple[str, ...]  # when a measurement was taken, and when it could be seen
 
 
+_NEEDED = ("admissions", "patients")
 _HOSP = ("admissions", "patients", "diagnoses_icd", "procedures_icd", "prescriptions", "labevents", "d_labitems")
 _ICU = ("icustays", "chartevents", "d_items")
 MIMIC3 = Release(
@@ -91,8 +93,8 @@ def mimic4(folder: Path | str, hours: float = 24.0, seed: int = 0) -> Stays:
 def first_day(folder: Path, release: Release) -> Found | None:
     """For `load`: the first day in bags of an hour, the latest 128 tokens of each, and a bag for what was known
     before."""
-    files = [file for table in release.tables.values() if (file := find_table(folder, table)) is not None]
-    if any(find_table(folder, release.tables[table]) is None for table in ("admissions", "patients")):
+    files = {name: file for name, table in release.tables.items() if (file := find_table(folder, table)) is not None}
+    if not files.keys() >= set(_NEEDED):
         return None
 
     @cache
@@ -106,13 +108,14 @@ def first_day(folder: Path, release: Release) -> Found | None:
     def part(name: str) -> Part:
         return Part(lambda: len(rows()[name]), lambda: data().splits[name])
 
-    return Found({s: part(s) for s in SPLITS}, ("survived", "died"), lambda: data().vocabulary, lambda: files)
+    return Found(
+        {s: part(s) for s in SPLITS}, ("survived", "died"), lambda: data().vocabulary, lambda: [*files.values()]
+    )
 
 
 @dataclass(frozen=True)
 class Admission:
-    """One stay in hospital. `row` is its place among those that are predicted; -1: it ended before the prediction
-    time."""
+    """One stay in hospital. `row` is its place among those that are predicted; -1: it ended before that time."""
 
     patient: str
     start: datetime
@@ -159,19 +162,17 @@ class _Reading:
         rows = {name: [row for row, owner in enumerate(owners) if place[owner] == name] for name in SPLITS}
         return {name: torch.tensor(chosen, dtype=torch.int64, device="cpu") for name, chosen in rows.items()}
 
-    def file(self, table: str) -> Path | None:
-        return find_table(self.folder, self.release.tables[table])
-
-    def needed(self, table: str) -> Path:
-        file, name = self.file(table), self.release.tables[table]
-        if file is None:
-            both = " and ".join(self.release.tables[needed] for needed in ("admissions", "patients"))
+    def rows(self, table: str, *columns: str) -> AbstractContextManager[Iterator[tuple[str, ...]]]:
+        """The cells of a table, of which there are none where the table is not, and may be left out."""
+        file, name = find_table(self.folder, self.release.tables[table]), self.release.tables[table]
+        if file is None and table in _NEEDED:
+            both = " and ".join(self.release.tables[needed] for needed in _NEEDED)
             raise FileNotFoundError(f"{self.folder} has no {name}.csv or {name}.csv.gz: it must hold {both}.")
-        return file
+        return nullcontext(iter(())) if file is None else open_rows(file, columns)
 
-    def add(self, patient: str, known: datetime, feature: str, value: float = math.nan) -> None:
-        """An event of every stay of the patient whose prediction time it precedes."""
-        for stay in self.of(patient):
+    def add(self, stays: list[Admission], known: datetime, feature: str, value: float = math.nan) -> None:
+        """An event of every stay whose prediction time it precedes."""
+        for stay in stays:
             if (hours := (known - stay.start).total_seconds() / 3600) <= self.hours:
                 self.add_to(stay, hours, feature, value)
 
@@ -186,8 +187,8 @@ class _Reading:
 
     def read_admissions(self) -> None:
         described = ("admission_type", "admission_location")
-        columns = ("subject_id", "hadm_id", "admittime", "dischtime", "deathtime", "hospital_expire_flag", *described)
-        with open_rows(self.needed("admissions"), columns) as rows:
+        times = ("admittime", "dischtime", "deathtime")
+        with self.rows("admissions", "subject_id", "hadm_id", *times, "hospital_expire_flag", *described) as rows:
             for patient, number, start, discharge, death, died, *cells in rows:
                 if number in self.admissions or not number.isdecimal() or died not in ("0", "1"):
                     what = "is there twice" if number in self.admissions else "needs a number, and a flag of 0 or 1"
@@ -206,7 +207,7 @@ class _Reading:
 
     def read_patients(self) -> None:
         seen = set()
-        with open_rows(self.needed("patients"), ("subject_id", "gender", *self.release.birth)) as rows:
+        with self.rows("patients", "subject_id", "gender", *self.release.birth) as rows:
             for patient, gender, *birth in rows:
                 if patient in seen:
                     raise ValueError(f"patient {patient!r} is there twice.")
@@ -218,9 +219,7 @@ class _Reading:
                     self.add_to(stay, 0.0, "age", min(_OLDEST, age))
 
     def read_codes(self, table: str, prefix: str) -> None:
-        if (file := self.file(table)) is None:
-            return
-        with open_rows(file, ("subject_id", "hadm_id", *self.release.code)) as rows:
+        with self.rows(table, "subject_id", "hadm_id", *self.release.code) as rows:
             for patient, number, code, *edition in rows:
                 admission = self.admissions.get(number)
                 if admission is None or admission.patient != patient:
@@ -231,45 +230,37 @@ class _Reading:
                         self.add_to(later, (admission.discharge - later.start).total_seconds() / 3600, name)
 
     def read_prescriptions(self) -> None:
-        if (file := self.file("prescriptions")) is None:
-            return
-        with open_rows(file, ("subject_id", self.release.prescribed, "drug")) as rows:
+        with self.rows("prescriptions", "subject_id", self.release.prescribed, "drug") as rows:
             for patient, start, drug in rows:
-                self.of(patient)
+                stays = self.of(patient)
                 if start:
                     known = time_of(start)
                     midnight = known.hour == known.minute == known.second == 0
-                    self.add(patient, known + timedelta(days=1) if midnight else known, f"drug/{drug.casefold()}")
+                    self.add(stays, known + timedelta(days=1) if midnight else known, f"drug/{drug.casefold()}")
 
     def read_care_units(self) -> None:
-        if (file := self.file("icustays")) is None:
-            return
-        with open_rows(file, ("subject_id", "intime", "first_careunit")) as rows:
+        with self.rows("icustays", "subject_id", "intime", "first_careunit") as rows:
             for patient, entered, unit in rows:
-                self.add(patient, time_of(entered), f"care unit/{unit.casefold()}")
+                self.add(self.of(patient), time_of(entered), f"care unit/{unit.casefold()}")
 
     def read_measurements(self, table: str, items: str, prefix: str) -> None:
         """Every measurement, named <prefix>/<item>/<unit>, with the item's label where there is one; it is known at the
         latest of its times, and left out where it does not say when it was taken."""
-        if (file := self.file(table)) is None:
-            return
-        labels: dict[str, str] = {}
-        if (listing := self.file(items)) is not None:
-            with open_rows(listing, ("itemid", "label")) as rows:
-                labels = {item: f" {label.casefold()}" if label else "" for item, label in rows}
+        with self.rows(items, "itemid", "label") as rows:
+            labels = {item: f" {label.casefold()}" if label else "" for item, label in rows}
 
         @cache  # these tables have hundreds of millions of lines
         def name(item: str, unit: str) -> str:
             return f"{prefix}/{item}{labels.get(item, '')}/{unit.casefold()}"
 
-        with open_rows(file, ("subject_id", "itemid", "valuenum", "valueuom", *self.release.measured)) as rows:
+        with self.rows(table, "subject_id", "itemid", "valuenum", "valueuom", *self.release.measured) as rows:
             for patient, item, cell, unit, taken, *stored in rows:
-                self.of(patient)
+                stays = self.of(patient)
                 if taken:
                     known = time_of(taken)
                     for moment in filter(None, stored):
                         known = max(known, time_of(moment))
-                    self.add(patient, known, name(item, unit), number_of(cell))
+                    self.add(stays, known, name(item, unit), number_of(cell))
 
 
 def _born(cells: list[str]) -> datetime | float:

@@ -69,11 +69,8 @@ def corrupt(
         frost_folder: where frost1.png to frost5.jpg lie; the folder frost in $SLIMBAYES_DATA if None.
         quantize: round the result down to multiples of 1/255, as the reference does when it stores bytes.
 
-    Returns:
-        Values in [0, 1], same shape, dtype and device.
-
-    Shape: images (B, C, H, W), result alike. snow, brightness and jpeg_compression need C 1 or 3; frost, spatter and
-    saturate 3.
+    Shape: images (B, C, H, W), result alike, with the same dtype and device. snow, brightness and jpeg_compression need
+    C 1 or 3; frost, spatter and saturate 3.
 
     Example:
         >>> gray = torch.full((2, 3, 32, 32), 0.5)

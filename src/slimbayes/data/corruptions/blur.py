@@ -20,8 +20,7 @@ def gaussian_blur(x: Tensor, draw: Draws, sigma: float) -> Tensor:
 def disk(radius: float, alias: float) -> Tensor:
     """A disk whose rim is softened by a small Gaussian of width `alias`, without its empty margin.
 
-    Quirk: the Gaussian mirrors what lies at the kernel's border, so that disks reaching it (radius 8 and 10) don't sum
-    to 1.
+    Quirk: the Gaussian mirrors at the kernel's border, so that disks reaching it (radius 8 and 10) don't sum to 1.
 
     Shape: result (k, k).
 
