@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slimbayes.data import CORRUPTIONS, EXTRA, corrupt
 from slimbayes.data.corruptions import blur, digital, filters, spatter, weather
-from slimbayes.data.corruptions.noise import Draws
+from slimbayes.data.corruptions.noise import RandomNumbers
 from slimbayes.data.corruptions.strengths import STRENGTHS
 
 ALL = CORRUPTIONS + EXTRA
@@ -56,7 +56,7 @@ def bytes_of(x: Tensor) -> np.ndarray:
     return np.round(numpy(x).transpose(1, 2, 0) * 255).astype(np.uint8)
 
 
-class Recorded(Draws):
+class Recorded(RandomNumbers):
     """Keeps what it drew, for a slow version to use again."""
 
     def _keep(self, value: Tensor) -> Tensor:

@@ -77,10 +77,7 @@ def _mapped(folder: Path, entry: Mapping[str, Any]) -> Tensor:
     file = folder / Path(entry["file"]).name
     if not _same(file, entry):
         raise ValueError(f"{file} is not as it was written")
-    array = map_npy(file, tuple(entry["shape"]), "uif")
-    if array.dtype.str != entry["dtype"]:
-        raise ValueError(f"{file} holds {array.dtype.str}, written was {entry['dtype']}")
-    return torch.from_numpy(array)
+    return torch.from_numpy(map_npy(file, tuple(entry["shape"]), "uif"))
 
 
 def _same(file: Path, entry: Mapping[str, Any]) -> bool:
@@ -117,6 +114,7 @@ def write(folder: Path, name: str, found: Found, files: Sequence[Path], root: Pa
         manifest = {"format": FORMAT, "name": name, "folder": arrays.name, "splits": splits, "sources": sources}
         words = {"classes": list(found.classes), "vocabulary": list(found.vocabulary())}
         write_json(folder / MANIFEST, manifest | words)
+        sync_folder(folder)
 
 
 def _write_splits(folder: Path, found: Found, progress: Progress) -> dict[str, Any]:
@@ -147,7 +145,7 @@ def _write_array(file: Path, values: Tensor) -> dict[str, Any]:
     except OSError as error:
         need = f"{file} needs {array.nbytes:,} bytes; make room, or choose another folder"
         raise OSError(error.errno, f"{error.strerror}: {need}") from error
-    return _entry(file, file.name) | {"shape": list(array.shape), "dtype": array.dtype.str}
+    return _entry(file, file.name) | {"shape": list(array.shape)}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.archives import checked_zip, read_entry, read_npz, require
-from slimbayes.data.dataset import Found, Part, Split, labels
+from slimbayes.data.dataset import Found, Split, UnreadSplit, labels
 from slimbayes.data.pickles import read_cifar_pickle
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -48,13 +48,12 @@ def python10(folder: Path) -> Found | None:
 
 def python100(folder: Path) -> Found | None:
     """CIFAR-100, python version, fine labels: train, test, meta."""
-    classes, meta = _UNNAMED, folder / "meta"
-    if meta.is_file():
+    classes, meta, files = _UNNAMED, folder / "meta", {split: [folder / split] for split in _BATCHES}
+    if meta.is_file() and any(path.is_file() for (path,) in files.values()):
         names = read_cifar_pickle(meta).get("fine_label_names")
         if not isinstance(names, list) or not all(isinstance(name, bytes | str) for name in names):
             raise ValueError(f"{meta} must hold the list 'fine_label_names'.")
         classes = tuple(name.decode("utf8") if isinstance(name, bytes) else name for name in names)
-    files = {split: [folder / split] for split in _BATCHES}
     return _joined(files, partial(_read_batch, key="fine_labels", classes=len(classes)), None, classes, meta)
 
 
@@ -78,7 +77,7 @@ def _joined(
         return sum(path.stat().st_size // record for path in paths) if record else len(join(paths))
 
     files = {split: paths for split, paths in files.items() if any(path.is_file() for path in paths)}
-    parts = {split: Part(partial(count, paths), partial(join, paths)) for split, paths in files.items()}
+    parts = {split: UnreadSplit(partial(count, paths), partial(join, paths)) for split, paths in files.items()}
     here = [path for path in (*chain(*files.values()), *more) if path.is_file()]
     return Found(parts, classes, files=lambda: here) if parts else None
 
@@ -129,9 +128,9 @@ def _sheets(folder: Path, name_classes: Callable[[Path], tuple[str, ...]]) -> Fo
         return None
     stored, classes = numbers, name_classes(numbers)
 
-    def part(split: str) -> Part:
+    def part(split: str) -> UnreadSplit:
         read = partial(_read_sheets, pieces[split], stored, split, len(classes))
-        return Part(lambda: len(read_npz(stored, split)[split]), read)
+        return UnreadSplit(lambda: len(read_npz(stored, split)[split]), read)
 
     files = [*chain(*pieces.values()), numbers]
     return Found({split: part(split) for split in pieces}, classes, files=lambda: files)

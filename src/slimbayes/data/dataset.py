@@ -85,7 +85,7 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Part:
+class UnreadSplit:
     """A split that is there but not read yet: counting its rows must be cheap."""
 
     count: Callable[[], int]
@@ -97,7 +97,7 @@ class Found:
     """What a reader recognised in a folder. `files` are those it reads: what it gives may depend on nothing else. A set
     that is decoded image by image names none, and cannot be cached."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, UnreadSplit]
     classes: tuple[str, ...] = ()
     vocabulary: Callable[[], tuple[str, ...]] = tuple
     files: Callable[[], Sequence[Path]] = tuple
@@ -115,7 +115,7 @@ def labels(values: Any, classes: int, file: Path, first: int = 0) -> Tensor:
     if values.ndim != 1 or (not isinstance(values, Tensor) and values.dtype.kind not in "ui"):
         got = f"{values.dtype} of shape {tuple(values.shape)}"
         raise ValueError(f"{file}: labels must be whole numbers (n,), got {got}.")
-    numbers = torch.as_tensor(values).long()
+    numbers = values.long() if isinstance(values, Tensor) else torch.from_numpy(values.astype("int64"))
     wrong = ((numbers < first) | (numbers >= first + classes)).nonzero()
     if len(wrong):
         row, last = int(wrong[0, 0]), first + classes - 1

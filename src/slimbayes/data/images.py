@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slimbayes.data.archives import LIMIT, map_npy, read_idx, read_npz, require
 from slimbayes.data.cifar import CIFAR10_CLASSES
-from slimbayes.data.dataset import Found, Part, Split, labels
+from slimbayes.data.dataset import Found, Split, UnreadSplit, labels
 from slimbayes.data.folders import ImageFolder, class_folders, count_images
 
 DIGITS = tuple("0123456789")
@@ -32,8 +32,8 @@ def idx(folder: Path, classes: tuple[str, ...]) -> Found | None:
         spellings = (name, f"{name}.gz", name.replace("-idx", ".idx"), f"{name.replace('-idx', '.idx')}.gz")
         return next((folder / spelling for spelling in spellings if (folder / spelling).is_file()), None)
 
-    def part(images: Path, numbers: Path) -> Part:
-        return Part(lambda: len(read_idx(numbers, 1)), lambda: _read_idx_pair(images, numbers, len(classes)))
+    def part(images: Path, numbers: Path) -> UnreadSplit:
+        return UnreadSplit(lambda: len(read_idx(numbers, 1)), lambda: _read_idx_pair(images, numbers, len(classes)))
 
     parts, files = {}, []
     for split, prefix in (("train", "train"), ("test", "t10k")):
@@ -65,9 +65,9 @@ def cifar_c(folder: Path, classes: int) -> Found | None:
         raise ValueError(f"{numbers} has {len(y)} labels, which is not a multiple of {SEVERITIES} severities.")
     rows = len(y) // SEVERITIES
 
-    def part(path: Path, severity: int) -> Part:
+    def part(path: Path, severity: int) -> UnreadSplit:
         piece = slice((severity - 1) * rows, severity * rows)
-        return Part(lambda: rows, lambda: Split(_map_images(path, len(y))[piece], y[piece]))
+        return UnreadSplit(lambda: rows, lambda: Split(_map_images(path, len(y))[piece], y[piece]))
 
     parts = {f"{path.stem}/{severity}": part(path, severity) for path in files for severity in range(1, SEVERITIES + 1)}
     return Found(parts, CIFAR10_CLASSES if classes == 10 else (), files=lambda: [*files, numbers])
@@ -80,12 +80,12 @@ def _map_images(path: Path, count: int) -> Tensor:
 def cifar10_1(folder: Path) -> Found | None:
     """CIFAR-10.1: cifar10.1_v6_data.npy and _labels.npy are the split "test"; v4, if it is there, is "v4"."""
 
-    def part(data: Path, numbers: Path) -> Part:
+    def part(data: Path, numbers: Path) -> UnreadSplit:
         def read() -> Split:
             y = labels(map_npy(numbers, (None,), "ui"), 10, numbers)
             return Split(_map_images(data, len(y)), y)
 
-        return Part(lambda: len(map_npy(numbers, (None,), "ui")), read)
+        return UnreadSplit(lambda: len(map_npy(numbers, (None,), "ui")), read)
 
     parts, files = {}, []
     for split, version in (("test", "v6"), ("v4", "v4")):
@@ -118,9 +118,9 @@ def cifar10h(folder: Path, images: Callable[[], Tensor], image_files: Callable[[
             raise ValueError(f"{stored} has votes on {len(y)} images, but CIFAR-10's test set here has {len(x)}.")
         return Split(x, y)
 
-    parts = {"test": Part(lambda: len(_votes(stored)), lambda: read(shares))}
+    parts = {"test": UnreadSplit(lambda: len(_votes(stored)), lambda: read(shares))}
     if "probs" not in file.name:
-        parts["counts"] = Part(lambda: len(_votes(stored)), lambda: read(Tensor.long))
+        parts["counts"] = UnreadSplit(lambda: len(_votes(stored)), lambda: read(Tensor.long))
     return Found(parts, CIFAR10_CLASSES, files=lambda: [stored, *image_files()])
 
 
@@ -141,7 +141,7 @@ def svhn(folder: Path) -> Found | None:
     """SVHN, cropped digits: train_32x32.mat, test_32x32.mat and, if it is there, extra_32x32.mat. Needs scipy."""
     files = {split: folder / f"{split}_32x32.mat" for split in ("train", "test", "extra")}
     files = {split: path for split, path in files.items() if path.is_file()}
-    parts = {split: Part(partial(_count_mat, path), partial(_read_mat, path)) for split, path in files.items()}
+    parts = {split: UnreadSplit(partial(_count_mat, path), partial(_read_mat, path)) for split, path in files.items()}
     return Found(parts, DIGITS, files=lambda: list(files.values())) if parts else None
 
 
@@ -189,5 +189,7 @@ def _trees(folders: dict[str, Path]) -> Found | None:
     if not folders:
         return None
     classes = class_folders(next(iter(folders.values())))
-    parts = {s: Part(partial(count_images, f), partial(ImageFolder, f, None, classes)) for s, f in folders.items()}
+    parts = {
+        s: UnreadSplit(partial(count_images, f), partial(ImageFolder, f, None, classes)) for s, f in folders.items()
+    }
     return Found(parts, classes)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.archives import map_npy, read_npz, read_pickled, read_xz
-from slimbayes.data.dataset import Found, Part, Split, labels
+from slimbayes.data.dataset import Found, Split, UnreadSplit, labels
 from slimbayes.data.pickles import read_ragged
 
 VOCABULARY, LENGTH = 20_000, 80
@@ -151,7 +151,7 @@ def _reviews(read: Callable[[], Halves], count: Callable[[str], int], files: Cal
         written, numbers = texts()[name]
         return Split(encode(written, vocabulary()), torch.tensor(numbers, device="cpu"))
 
-    parts = {name: Part(partial(count, name), partial(split, name)) for name in ("train", "test")}
+    parts = {name: UnreadSplit(partial(count, name), partial(split, name)) for name in ("train", "test")}
     return Found(parts, CLASSES, vocabulary, files)
 
 
@@ -162,8 +162,8 @@ def keras(folder: Path) -> Found | None:
     if not file.is_file():
         return None
 
-    def part(split: str) -> Part:
-        return Part(lambda: len(read_npz(file, f"y_{split}")[f"y_{split}"]), partial(_read_keras, file, split))
+    def part(split: str) -> UnreadSplit:
+        return UnreadSplit(lambda: len(read_npz(file, f"y_{split}")[f"y_{split}"]), partial(_read_keras, file, split))
 
     files = [path for path in (file, index) if path.is_file()]
     return Found({s: part(s) for s in ("train", "test")}, CLASSES, partial(_names, index), lambda: files)

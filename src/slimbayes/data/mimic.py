@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.csv_rows import find_table, number_of, open_rows, time_of
-from slimbayes.data.dataset import Dataset, Found, Part
+from slimbayes.data.dataset import Dataset, Found, UnreadSplit
 from slimbayes.data.events import EventList, Stays, mortality
 
 SPLITS = ("train", "validation", "test")
@@ -105,8 +105,8 @@ def first_day(folder: Path, release: Release) -> Found | None:
     def rows() -> dict[str, Tensor]:  # of the admissions alone, without a look at the large tables
         return _Reading(release, folder, 24.0).split(0)
 
-    def part(name: str) -> Part:
-        return Part(lambda: len(rows()[name]), lambda: data().splits[name])
+    def part(name: str) -> UnreadSplit:
+        return UnreadSplit(lambda: len(rows()[name]), lambda: data().splits[name])
 
     return Found(
         {s: part(s) for s in SPLITS}, ("survived", "died"), lambda: data().vocabulary, lambda: [*files.values()]

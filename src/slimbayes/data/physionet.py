@@ -31,7 +31,7 @@ import torch
 
 from slimbayes.data.archives import read_npz, read_xz
 from slimbayes.data.csv_rows import number_of, open_rows
-from slimbayes.data.dataset import Dataset, Found, Part
+from slimbayes.data.dataset import Dataset, Found, UnreadSplit
 from slimbayes.data.events import EventList, Events, Stays, mortality
 
 SETS = {"a": "train", "b": "validation", "c": "test"}
@@ -82,8 +82,8 @@ def bags(folder: Path) -> Found | None:
             return int((_arrays(folder / PACKED, "set")["set"] == ord(letter)).sum())
         return len(_outcomes(folder / f"Outcomes-{letter}.txt"))
 
-    def part(letter: str) -> Part:
-        return Part(lambda: count(letter), lambda: data().splits[SETS[letter]])
+    def part(letter: str) -> UnreadSplit:
+        return UnreadSplit(lambda: count(letter), lambda: data().splits[SETS[letter]])
 
     def files() -> list[Path]:
         texts = ((folder / f"Outcomes-{k}.txt", *sorted((folder / f"set-{k}").glob("*.txt"))) for k in _letters(folder))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.archives import read_npz, require
-from slimbayes.data.dataset import Dataset, Found, Part, Split
+from slimbayes.data.dataset import Dataset, Found, Split, UnreadSplit
 
 # rows and features as published, and the number of standard splits
 UCI = {
@@ -60,7 +60,7 @@ def uci(folder: Path, name: str) -> Found | None:
 
 
 def _found(file: Path, read: Callable[[], Split], columns: Callable[[], tuple[str, ...]] = tuple) -> Found:
-    return Found({"all": Part(lambda: len(read()), read)}, files=lambda: [file], columns=columns)
+    return Found({"all": UnreadSplit(lambda: len(read()), read)}, files=lambda: [file], columns=columns)
 
 
 def _read_npz(file: Path) -> Split:
@@ -79,7 +79,7 @@ def _read_npz(file: Path) -> Split:
 
 
 def _finite(values: Any, what: str, file: Path) -> Tensor:
-    tensor = torch.from_numpy(values).float()
+    tensor = torch.from_numpy(values.astype("float32"))
     if (wrong := (~tensor.isfinite()).nonzero()).numel():
         row, column = wrong[0].tolist()
         raise ValueError(f"{file}: {what} row {row}, column {column} is {values[row, column]}, not a finite number.")

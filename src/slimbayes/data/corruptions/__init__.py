@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.corruptions import blur, digital, filters, noise, spatter, weather
-from slimbayes.data.corruptions.noise import Draws
+from slimbayes.data.corruptions.noise import RandomNumbers
 from slimbayes.data.corruptions.strengths import CORRUPTIONS as CORRUPTIONS
 from slimbayes.data.corruptions.strengths import EXTRA as EXTRA
 from slimbayes.data.corruptions.strengths import STRENGTHS, Style
@@ -86,7 +86,7 @@ def corrupt(
     function = partial(_FUNCTIONS[name], folder=frost_folder) if name == "frost" else _FUNCTIONS[name]
     x = images if images.dtype == torch.float64 else images.float()  # half precision cannot tell 256 levels apart
     with torch.autocast(images.device.type, enabled=False):
-        x = function(x, Draws(x, generator), *STRENGTHS[style][name][int(severity) - 1]).clamp(0, 1)
+        x = function(x, RandomNumbers(x, generator), *STRENGTHS[style][name][int(severity) - 1]).clamp(0, 1)
     return (filters.truncate_levels(x) if quantize else x).to(images.dtype).contiguous()
 
 

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from slimbayes.data.archives import require
 from slimbayes.data.corruptions import filters
-from slimbayes.data.corruptions.noise import Draws
+from slimbayes.data.corruptions.noise import RandomNumbers
 
 
-def contrast(x: Tensor, draw: Draws, factor: float) -> Tensor:
+def contrast(x: Tensor, draw: RandomNumbers, factor: float) -> Tensor:
     """Pull every channel towards its mean."""
     mean = x.mean((2, 3), keepdim=True)
     return (x - mean) * factor + mean
 
 
-def saturate(x: Tensor, draw: Draws, factor: float, offset: float) -> Tensor:
+def saturate(x: Tensor, draw: RandomNumbers, factor: float, offset: float) -> Tensor:
     """S' = clip(factor S + offset) of hue, saturation and value, written without the hue.
 
     A colour is V - V S k, where k in [0, 1] says how far each channel lies from the largest one and holds the hue.
@@ -33,7 +33,9 @@ def saturate(x: Tensor, draw: Draws, factor: float, offset: float) -> Tensor:
     return value * (1 - (saturation * factor + offset).clamp(0, 1) * k)
 
 
-def elastic_transform(x: Tensor, draw: Draws, alpha: float, sigma: float, affine: float, factor: float) -> Tensor:
+def elastic_transform(
+    x: Tensor, draw: RandomNumbers, alpha: float, sigma: float, affine: float, factor: float
+) -> Tensor:
     """A random affine map followed by a smooth random displacement.
 
     The constants are shares of the size: 32 for CIFAR and, as the reference has it, 244 for images of 224 pixels.
@@ -78,7 +80,7 @@ def _grid(x: Tensor) -> tuple[Tensor, Tensor]:
     return rows.expand(1, height, width), columns.expand(1, height, width)
 
 
-def pixelate(x: Tensor, draw: Draws, factor: float) -> Tensor:
+def pixelate(x: Tensor, draw: RandomNumbers, factor: float) -> Tensor:
     """Shrink with a box filter and grow back, as Pillow does: bytes, columns before rows, rounded after each."""
     height, width = x.shape[-2:]
     pixels = filters.round_levels(x)
@@ -107,7 +109,7 @@ def box_matrix(size: int, target: int) -> Tensor:
     return inside / inside.sum(1, keepdim=True)
 
 
-def jpeg_compression(x: Tensor, draw: Draws, quality: float) -> Tensor:
+def jpeg_compression(x: Tensor, draw: RandomNumbers, quality: float) -> Tensor:
     """Compress with JPEG at `quality` (1 to 100) and decompress, image by image in Pillow, as the reference does.
 
     Shape: x (B, C, H, W) in [0, 1] with C 1 or 3, result alike.

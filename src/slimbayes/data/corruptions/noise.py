@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Draws:
-    """Draws with the device and dtype of `like`, made where the generator lives: a CPU generator serves images on a
+class RandomNumbers:
+    """They have the device and dtype of `like`, made where the generator lives: a CPU generator serves images on a
     GPU.
 
     Example:
-        >>> Draws(torch.zeros(2), torch.Generator().manual_seed(0)).normal(2, 3).shape
+        >>> RandomNumbers(torch.zeros(2), torch.Generator().manual_seed(0)).normal(2, 3).shape
         torch.Size([2, 3])
     """
 
@@ -45,22 +45,22 @@ class Draws:
         return torch.poisson(rate.to(self._device), generator=self.generator).to(self.like.device)
 
 
-def gaussian_noise(x: Tensor, draw: Draws, std: float) -> Tensor:
+def gaussian_noise(x: Tensor, draw: RandomNumbers, std: float) -> Tensor:
     """x + N(0, std^2)."""
     return x + draw.normal(*x.shape, std=std)
 
 
-def shot_noise(x: Tensor, draw: Draws, photons: float) -> Tensor:
+def shot_noise(x: Tensor, draw: RandomNumbers, photons: float) -> Tensor:
     """Poisson(x photons) / photons: mean x, variance x / photons."""
     return draw.poisson(x * photons) / photons
 
 
-def impulse_noise(x: Tensor, draw: Draws, amount: float) -> Tensor:
+def impulse_noise(x: Tensor, draw: RandomNumbers, amount: float) -> Tensor:
     """Set a share `amount` of the values to 0 or 1, half each."""
     u = draw.uniform(*x.shape)
     return torch.where(u < amount, (u < amount / 2).to(x.dtype), x)
 
 
-def speckle_noise(x: Tensor, draw: Draws, std: float) -> Tensor:
+def speckle_noise(x: Tensor, draw: RandomNumbers, std: float) -> Tensor:
     """x + x N(0, std^2)."""
     return x + x * draw.normal(*x.shape, std=std)

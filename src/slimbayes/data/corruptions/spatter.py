@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from slimbayes.data.corruptions import filters
-from slimbayes.data.corruptions.noise import Draws
+from slimbayes.data.corruptions.noise import RandomNumbers
 
 WATER = (175 / 255, 238 / 255, 238 / 255)
 MUD = (63 / 255, 42 / 255, 20 / 255)
@@ -16,7 +16,7 @@ FAR = 20.0  # pixels from an edge of the water beyond which its light no longer 
 
 
 def spatter(
-    x: Tensor, draw: Draws, mean: float, std: float, sigma: float, threshold: float, strength: float, mud: float
+    x: Tensor, draw: RandomNumbers, mean: float, std: float, sigma: float, threshold: float, strength: float, mud: float
 ) -> Tensor:
     """Splash the image; for mud `strength` is the sigma that softens its rim."""
     batch, _, height, width = x.shape

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.corruptions import filters
-from slimbayes.data.corruptions.noise import Draws
+from slimbayes.data.corruptions.noise import RandomNumbers
 from slimbayes.data.folders import decode
 
 PHOTOS = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # quirk: it never draws its sixth
@@ -19,7 +19,15 @@ GRAY = (0.299, 0.587, 0.114)
 
 
 def snow(
-    x: Tensor, draw: Draws, mean: float, std: float, zoom: float, limit: float, radius: float, sigma: float, mix: float
+    x: Tensor,
+    draw: RandomNumbers,
+    mean: float,
+    std: float,
+    zoom: float,
+    limit: float,
+    radius: float,
+    sigma: float,
+    mix: float,
 ) -> Tensor:
     """Whiten the image and add flakes: thresholded noise, enlarged, blown along a line, and turned by 180 degrees."""
     batch, channels, height, width = x.shape
@@ -33,7 +41,7 @@ def snow(
 
 
 def frost(
-    x: Tensor, draw: Draws, image: float, photo: float, shrink: float, folder: str | Path | None = None
+    x: Tensor, draw: RandomNumbers, image: float, photo: float, shrink: float, folder: str | Path | None = None
 ) -> Tensor:
     """Blend with a random crop of one of the five photos."""
     batch, _, height, width = x.shape
@@ -95,7 +103,7 @@ def _subsample(photo: Tensor, shrink: int) -> Tensor:
     return photo
 
 
-def fog(x: Tensor, draw: Draws, amount: float, decay: float, size: float) -> Tensor:
+def fog(x: Tensor, draw: RandomNumbers, amount: float, decay: float, size: float) -> Tensor:
     """Add a cloud and scale the image back to its old maximum."""
     batch, _, height, width = x.shape
     side = max(int(size), 1 << (max(height, width) - 1).bit_length())
@@ -104,7 +112,7 @@ def fog(x: Tensor, draw: Draws, amount: float, decay: float, size: float) -> Ten
     return (x + amount * cloud) * brightest / (brightest + amount)
 
 
-def plasma(draw: Draws, batch: int, side: int, decay: float) -> Tensor:
+def plasma(draw: RandomNumbers, batch: int, side: int, decay: float) -> Tensor:
     """Clouds in [0, 1] by the diamond-square rule on a torus.
 
     Each level adds wibble * U(-wibble, wibble) to the mean of four neighbours; wibble starts at 100 (quirk: it enters
@@ -129,7 +137,7 @@ def plasma(draw: Draws, batch: int, side: int, decay: float) -> Tensor:
     return (cloud - low) / (high - low)
 
 
-def brightness(x: Tensor, draw: Draws, amount: float) -> Tensor:
+def brightness(x: Tensor, draw: RandomNumbers, amount: float) -> Tensor:
     """Raise V of hue, saturation and value, clipped at 1: colours are scaled by V' / V, black becomes gray."""
     value = x.amax(1, keepdim=True)
     raised = (value + amount).clamp(max=1)
