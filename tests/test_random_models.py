@@ -1,7 +1,7 @@
 """Random small models: whatever a model does with its rows, its draws are those of plain models with the drawn weights.
 
-A model is a program of a dozen kinds of step, interpreted by an nn.Module; hypothesis finds the programs and shrinks those that fail.
-SLIMBAYES_RANDOM_MODELS=10000 runs that many instead of 100, other ones each time.
+A model is a program of a dozen kinds of step, interpreted by an nn.Module; hypothesis finds the programs and shrinks
+those that fail. SLIMBAYES_RANDOM_MODELS=10000 runs that many instead of 100, other ones each time.
 """
 
 import os
@@ -41,8 +41,9 @@ CALM = [
     "swish",
 ]  # steps that leave every row to itself, in its place
 WILD = [
-    *CALM, "linear", "conv", "transpose", "flatten_rows", "unflatten_rows", "fixed_view", "cat_rows", "split_rows", "centre", "attend_first",
-    "attend", "mask", "positions", "row_numbers", "by_size", "cumsum", "pick", "average", "flip", "batch_norm", "functional", "chunks", "matrix",
+    *CALM, "linear", "conv", "transpose", "flatten_rows", "unflatten_rows", "fixed_view", "cat_rows", "split_rows",
+    "centre", "attend_first", "attend", "mask", "positions", "row_numbers", "by_size", "cumsum", "pick", "average",
+    "flip", "batch_norm", "functional", "chunks", "matrix",
 ]  # fmt: skip
 MOST = 1500  # numbers in any tensor of a plain run
 
@@ -57,7 +58,8 @@ class Program:
 
 
 class Interpreter(nn.Module):
-    """Runs a program. Layers are made while a plain input is sent through; a step that its input does not allow is left out for good."""
+    """Runs a program. Layers are made while a plain input is sent through; a step that its input does not allow is left
+    out for good."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()

@@ -73,7 +73,8 @@ def gpt2(**options: Any) -> nn.Module:
 def vit(**options: Any) -> nn.Module:
     config = ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4,
-        num_channels=options.pop("num_channels", 3), num_labels=options.pop("num_labels", C), initializer_range=0.3, **options,
+        num_channels=options.pop("num_channels", 3), num_labels=options.pop("num_labels", C), initializer_range=0.3,
+        **options,
     )  # fmt: skip
     return ViTForImageClassification(config)
 
@@ -182,7 +183,7 @@ def layers_of(model: nn.Module) -> dict[str, BayesLayer]:
     return {name: m for name, m in model.named_modules() if isinstance(m, BayesLayer)}
 
 
-# ---- the function is kept, and every layer takes part ----------------------------------------------------------------------
+# ---- the function is kept, and every layer takes part ----------------------------------------------------------------
 
 
 @every_model
@@ -254,7 +255,7 @@ def test_every_posterior_parameter_gets_the_right_gradient(case: Case, method: s
     torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-6)
 
 
-# ---- sample and predict ----------------------------------------------------------------------------------------------------
+# ---- sample and predict ----------------------------------------------------------------------------------------------
 
 
 @every_model
@@ -354,7 +355,7 @@ def test_predict_chunks_the_batches_of_transformers(wrap: type) -> None:
     assert sum(seen) == 6 * 2 * 2
 
 
-# ---- layouts of torch's transformers ---------------------------------------------------------------------------------------
+# ---- layouts of torch's transformers ---------------------------------------------------------------------------------
 
 
 def test_sequence_first_encoder_takes_a_padding_mask() -> None:
@@ -382,7 +383,7 @@ def test_undeclared_sequence_first_layout_is_never_silently_wrong() -> None:
             torch.testing.assert_close(sb.sample(model, x), looped, atol=1e-5, rtol=1e-4)
 
 
-# ---- ties, shared modules and skipped layers -------------------------------------------------------------------------------
+# ---- ties, shared modules and skipped layers -------------------------------------------------------------------------
 
 
 def test_gpt2_weights_stay_tied(tmp_path: Path) -> None:
@@ -452,7 +453,7 @@ def test_a_module_called_twice_sees_one_draw(method: str, call: str) -> None:
     assert distinct == (len(rows) if per_row else 2)
 
 
-# ---- what a conversion must not disturb ------------------------------------------------------------------------------------
+# ---- what a conversion must not disturb ------------------------------------------------------------------------------
 
 
 @every_model
@@ -553,7 +554,7 @@ def test_converted_model_survives_deepcopy_and_an_exact_round_trip(case: Case, t
     assert torch.equal(outputs[0], outputs[2])
 
 
-# ---- training loops --------------------------------------------------------------------------------------------------------
+# ---- training loops --------------------------------------------------------------------------------------------------
 
 
 def test_vit_learns_the_digits() -> None:
@@ -600,8 +601,8 @@ def test_trainer_trains_with_the_kl_in_the_loss(tmp_path: Path) -> None:
     model = sb.bayesianize(bert(), METHODS["normal"])
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True, report_to=[],
-        save_strategy="no", disable_tqdm=True, logging_strategy="no", max_grad_norm=0.0,
+        output_dir=str(tmp_path), max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True,
+        report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no", max_grad_norm=0.0,
     )  # fmt: skip
     optimizer = torch.optim.SGD(sb.param_groups(model), lr=1e-2)
     VariationalTrainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, None)).train()
@@ -614,7 +615,7 @@ def test_trainer_trains_with_the_kl_in_the_loss(tmp_path: Path) -> None:
     assert not [n for n in still if not ("key" in n and n.endswith("bias"))]
 
 
-# ---- gradient checkpointing ------------------------------------------------------------------------------------------------
+# ---- gradient checkpointing ------------------------------------------------------------------------------------------
 
 
 def posterior_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -682,7 +683,7 @@ def test_checkpoint_around_a_block_of_an_mlp(method: str, reentrant: bool) -> No
     assert_same(posterior_gradients(model, lambda: sb.sample(model, x).square().mean()), expected)
 
 
-# ---- generation ------------------------------------------------------------------------------------------------------------
+# ---- generation ------------------------------------------------------------------------------------------------------
 
 
 def test_generate_is_reproducible_under_a_frozen_draw() -> None:

@@ -187,7 +187,8 @@ def test_a_dimension_that_only_looks_like_the_batch_is_left_alone() -> None:
 
 
 def test_where_draws_run_one_by_one_nothing_is_shared() -> None:
-    """A Linear over (features, rows) mixes rows, so draws cannot share a forward; predictions are right all the same."""
+    """A Linear over (features, rows) mixes rows, so draws cannot share a forward; predictions are right all the
+    same."""
 
     class Mixing(nn.Module):
         def __init__(self) -> None:
@@ -319,7 +320,8 @@ def test_a_plain_model_has_the_same_prediction_in_every_draw() -> None:
 
 
 def test_windows_of_one_row_stay_together_where_rows_do_not_divide_evenly() -> None:
-    """3 rows of 2 windows under 2 held draws: rows 0 and 1 belong to the first draw, row 2 to the second, with all their windows."""
+    """3 rows of 2 windows under 2 held draws: rows 0 and 1 belong to the first draw, row 2 to the second, with all
+    their windows."""
 
     class Windows(nn.Module):
         def __init__(self) -> None:
