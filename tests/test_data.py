@@ -720,6 +720,7 @@ def test_real_cifar10() -> None:
     assert hashlib.sha1(records.numpy().tobytes()).hexdigest().startswith("67eb016d")  # of the official test_batch.bin
 
 
+@pytest.mark.slow
 def test_real_cifar10_train() -> None:
     data = load("cifar10", real("cifar10"), ["train"])
     sha1 = []

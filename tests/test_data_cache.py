@@ -297,6 +297,7 @@ def test_failure_leaves_no_part_and_keeps_the_old(
         assert not (root / ".slimbayes-cache").exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     """The system itself refuses: no file may grow beyond 64 KiB."""
     root = write_mnist(tmp_path, rows=200)
@@ -323,6 +324,7 @@ KILLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", KILLS)
 @pytest.mark.parametrize("earlier", [False, True])
 def test_kill_at_any_moment(moment: str, earlier: bool, tmp_path: Path) -> None:

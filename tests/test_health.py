@@ -451,6 +451,7 @@ def test_other_methods_by_name(config: sb.Config) -> None:
 
 
 @real
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deterministic", "rank-1 Gaussian"])
 def test_training_on_real_stays(name: str, stays: Stays) -> None:
     few = Stays(

@@ -275,6 +275,7 @@ def test_imdb_broken(tmp_path: Path) -> None:
         load("imdb", tmp_path)
 
 
+@pytest.mark.slow
 def test_real_imdb() -> None:
     data = load("imdb", real("imdb"))
     for split in (data.train, data.test):
