@@ -15,7 +15,7 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.data import CORRUPTIONS
 from slimbayes.data.catalog import SOURCES
-from slimbayes.data.tables import UCI
+from slimbayes.data.uci import UCI
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.diagnose import DIAGNOSTICS
 from slimbayes.lab.markdown import overview

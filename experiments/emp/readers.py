@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slimbayes.data import tables
+from slimbayes.data import uci as tables
 
 SHIPPED = Path(__file__).parent / "data"
 

@@ -1,8 +1,9 @@
-"""IMDB from the table of Kaggle and from Keras' pickled lists: against the rules of Keras written out, on broken files and on hostile ones."""
+"""IMDB from Keras' pickled lists: against the rules of Keras written out, on broken files and on hostile ones."""
 
-import csv
+import hashlib
 import io
 import json
+import lzma
 import pickle
 import zipfile
 from pathlib import Path
@@ -10,75 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_data import Hostile
+import torch
+from test_data import REAL, Hostile, real
 
-from slimbayes.data import archives, available, check, load, prepare
-from slimbayes.data.text import encode
-
-REVIEWS = [
-    ('A "good" one,<br />\nreally\r\ngood; fine', "positive"), ("bad, bad, bad", "negative"), ("Bäd film", "negative"),
-    ("good film", "positive"), ("", "negative"), ("zebra good", "positive"),
-]  # fmt: skip
-
-
-def write_table(root: Path, rows: list[tuple[str, str]], name: str = "IMDB Dataset.csv") -> Path:
-    (root / "imdb").mkdir(parents=True, exist_ok=True)
-    with (root / "imdb" / name).open("w", newline="", encoding="utf8") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["review", "sentiment"])
-        writer.writerows(rows)
-    return root
-
-
-@pytest.mark.parametrize("name", ["IMDB Dataset.csv", "imdb.csv", "IMDB_Dataset.csv"])
-def test_the_table_splits_in_the_middle(tmp_path: Path, name: str) -> None:
-    data = load("imdb", write_table(tmp_path, REVIEWS, name))
-    assert data.train.y.tolist() == [1, 0, 0] and data.test.y.tolist() == [1, 0, 1]
-    # training half: bad 3, good 2, then a br bäd film fine one really in alphabetical order
-    assert data.vocabulary[3:] == ("bad", "good", "a", "br", "bäd", "film", "fine", "one", "really")
-    assert np.array_equal(data.test.x.numpy(), encode([text for text, _ in REVIEWS[3:]], data.vocabulary).numpy())
-    assert data.train.x[0, -8:].tolist() == [1, 5, 4, 10, 6, 11, 4, 9] and data.test.x[1, -2:].tolist() == [0, 1]
-    assert available(tmp_path) == {"imdb": {"train": 3, "test": 3}}
-    prepare("imdb", tmp_path)
-    assert load("imdb", tmp_path).vocabulary == data.vocabulary
-    assert any("published are 25000" in line for line in check("imdb", tmp_path))
-
-
-def test_the_table_has_an_odd_row_in_its_test_half(tmp_path: Path) -> None:
-    root = write_table(tmp_path, REVIEWS[:5])
-    assert (
-        {name: len(split) for name, split in load("imdb", root).splits.items()}
-        == available(root)["imdb"]
-        == {"train": 2, "test": 3}
-    )
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "line 1: expected the column names review,sentiment, got ''"),
-        (b"text,label\na,positive\n", "line 1: expected the column names review,sentiment, got 'text,label'"),
-        (
-            b"review,sentiment\na,positive\nb,nan\n",
-            "line 3: expected a review and one of negative, positive, got the sentiment 'nan'",
-        ),
-        (b"review,sentiment\na,positive\nb,2\n", "line 3: .* got the sentiment '2'"),
-        (b'review,sentiment\n"a\nb",positive\nc\n', "line 4: .* got 1 cells"),
-        (b'review,sentiment\na,positive\n"cut in the mid', "line 3: .*cut short"),
-        (b"review,sentiment\na,positive\nb\xff,negative\n", "not UTF-8"),
-        (b"review,sentiment\na,positive\n", "has 1 reviews"),
-        (b'review,sentiment\n"' + b"x" * 200_000 + b'",positive\n', "field larger than field limit"),
-    ],
-)
-def test_bad_tables_are_named(content: bytes, message: str, tmp_path: Path) -> None:
-    file = write_table(tmp_path, []) / "imdb" / "IMDB Dataset.csv"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as error:
-        load("imdb", tmp_path)
-    assert "IMDB Dataset.csv" in str(error.value)
-
-
-# --- Keras ---
+from slimbayes.data import archives, available, imdb, load
 
 
 def ragged(rows: list[Any]) -> np.ndarray:
@@ -211,7 +147,7 @@ def test_lists_that_refer_to_themselves(tmp_path: Path) -> None:
         ({"x_train": np.zeros((2, 3))}, r"entry 'x_train' must hold Python lists \(dtype object\), got float64"),
         ({"x_train": np.array([[[1], [2]]], dtype=object)}, "x_train must hold one array of lists"),
         ({"y_train": np.array([0, 2])}, "imdb.npz, record 1: label 2 is not one of 0..1"),
-        ({"y_train": np.array([0.0, 1.0])}, "y_train must be whole numbers"),
+        ({"y_train": np.array([0.0, 1.0])}, "imdb.npz: labels must be whole numbers"),
         ({"y_train": ragged([0, 1])}, "entry 'y_train' holds pickled Python objects"),
     ],
 )
@@ -261,3 +197,94 @@ def test_bad_files_of_keras_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(archives, "LIMIT", 1000)
     with pytest.raises(ValueError, match="more than the 1,000 allowed"):
         load("imdb", tmp_path)
+
+
+# --- text ---
+
+REVIEWS = (["Bad, bad film.", "So bad<br />it hurts", "A bad one"], ["Good film!", "A good one", "good good"],
+           ["bad zebra", "awful", "bad"], ["A good zebra", "good", "film"])  # fmt: skip
+RATINGS = (1, 4, 2, 10, 7, 8, 1, 1, 3, 9, 10, 7)
+
+
+def write_reviews(root: Path, packed: bool) -> None:
+    if packed:
+        (root / "imdb").mkdir(parents=True)
+        content = "\n".join(review for quarter in REVIEWS for review in quarter) + "\n"
+        (root / "imdb" / "reviews.txt.xz").write_bytes(lzma.compress(content.encode()))
+        np.save(root / "imdb" / "ratings.npy", np.array(RATINGS, np.uint8))
+        return
+    for quarter, place in enumerate(("train/neg", "train/pos", "test/neg", "test/pos")):
+        (root / "aclImdb" / place).mkdir(parents=True)
+        for number, review in enumerate(REVIEWS[quarter]):
+            (root / "aclImdb" / place / f"{number}_{RATINGS[3 * quarter + number]}.txt").write_text(review)
+
+
+def test_imdb_two_formats_agree(tmp_path: Path) -> None:
+    write_reviews(tmp_path / "a", packed=True)
+    write_reviews(tmp_path / "b", packed=False)
+    packed, tree = (load("imdb", tmp_path / name) for name in "ab")
+    assert packed.vocabulary == tree.vocabulary
+    # training half: bad 4, good 4, a 2, film 2, one 2, then br hurts it so
+    assert packed.vocabulary == (
+        "<pad>",
+        "<start>",
+        "<unknown>",
+        "bad",
+        "good",
+        "a",
+        "film",
+        "one",
+        "br",
+        "hurts",
+        "it",
+        "so",
+    )
+    for split in ("train", "test"):
+        assert torch.equal(packed.splits[split].x, tree.splits[split].x) and packed.splits[split].y.tolist() == [
+            0,
+            0,
+            0,
+            1,
+            1,
+            1,
+        ]
+    assert packed.train.x.shape == (6, 80) and packed.train.x.dtype == torch.int64
+    assert packed.train.x[1, -6:].tolist() == [1, 11, 3, 8, 10, 9] and not packed.train.x[1, :-6].any()
+    assert packed.test.x[0, -3:].tolist() == [1, 3, 2]
+    assert available(tmp_path / "a") == available(tmp_path / "b") == {"imdb": {"train": 6, "test": 6}}
+    assert load("imdb", tmp_path / "a", ["test"]).vocabulary == tree.vocabulary
+
+
+def test_imdb_broken(tmp_path: Path) -> None:
+    write_reviews(tmp_path, packed=True)
+    texts, stars = tmp_path / "imdb" / "reviews.txt.xz", tmp_path / "imdb" / "ratings.npy"
+    whole = texts.read_bytes()
+    lines = lzma.decompress(whole)
+    for content, message in (
+        (whole[:-20], "is cut short"),
+        (b"text", "not a readable .xz file"),
+        (lzma.compress(lines + b"one more\n"), "13 lines and .* 12 ratings"),
+        (lzma.compress(lines.replace(b"awful", b"\xff")), "reviews.txt.xz, line 8 is not UTF-8"),
+    ):
+        texts.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load("imdb", tmp_path)
+    texts.write_bytes(whole)
+    np.save(stars, np.array((1, 4, 7, *RATINGS[3:]), np.uint8))
+    with pytest.raises(ValueError, match="ratings.npy, row 2: rating 7 in the negative quarter of train"):
+        load("imdb", tmp_path)
+
+
+@pytest.mark.slow
+def test_real_imdb() -> None:
+    data = load("imdb", real("imdb"))
+    for split in (data.train, data.test):
+        assert split.x.shape == (25_000, 80) and split.y.bincount().tolist() == [12_500, 12_500]
+        assert 19_900 < int(split.x.max()) < 20_000 and int(split.x.min()) == 0
+    assert len(data.vocabulary) == 20_000 and data.vocabulary[3] == "the"
+    # README: SHA-256 of the text; the last words of the first review stand at the end of its row
+    content = archives.read_xz(REAL / "imdb" / "reviews.txt.xz")
+    assert hashlib.sha256(content).hexdigest() == "114083631d6c67d376f265936363b8f332e6e59ed0ff2cfd17a41446a18ff896"
+    last = imdb.words(content.split(b"\n")[0].decode())[-79:]
+    known = [data.vocabulary[n] for n in data.train.x[0, -len(last) :].tolist()]
+    assert all(a == b or b == "<unknown>" for a, b in zip(last, known))

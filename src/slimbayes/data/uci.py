@@ -1,7 +1,7 @@
 """The UCI regression sets and the standard splits of Hernandez-Lobato & Adams (2015).
 
-Formats: <name>.npz with X (n, P) and y (n,) or (n, T), perhaps the benchmark's test_idx; <name>.csv with a line of column names, the target
-in the last column.
+Formats: <name>.npz with X (n, P) and y (n,) or (n, T), perhaps the benchmark's test_idx; <name>.csv with a line of
+column names, the target in the last column.
 
 Sizes: n rows of a whole set, N training rows, M test rows, P features, T targets.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,14 +20,14 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.archives import read_npz, require
-from slimbayes.data.csv_rows import header
-from slimbayes.data.dataset import Dataset, Found, Part, Split
+from slimbayes.data.dataset import Dataset, Found, Split, UnreadSplit
 
 # rows and features as published, and the number of standard splits
 UCI = {
     "bostonhousing": (506, 13, 20), "concrete": (1030, 8, 20), "energy": (768, 8, 20), "kin8nm": (8192, 8, 20),
-    "naval-propulsion-plant": (11934, 16, 20), "power-plant": (9568, 4, 20), "protein-tertiary-structure": (45730, 9, 5),
-    "wine-quality-red": (1599, 11, 20), "yacht": (308, 6, 20), "year": (515345, 90, 1),
+    "naval-propulsion-plant": (11934, 16, 20), "power-plant": (9568, 4, 20),
+    "protein-tertiary-structure": (45730, 9, 5), "wine-quality-red": (1599, 11, 20), "yacht": (308, 6, 20),
+    "year": (515345, 90, 1),
 }  # fmt: skip
 
 
@@ -50,17 +51,16 @@ class Regression:
 
 def uci(folder: Path, name: str) -> Found | None:
     """A UCI set, as the one split "all": x (n, P) and y (n, T), float32, in their own units."""
-    readers = ((folder / f"{name}.npz", _read_npz), (folder / f"{name}.csv", _read_csv))
-    file, reader = next(((file, reader) for file, reader in readers if file.is_file()), (None, None))
-    if file is None or reader is None:
-        return None
-    columns = partial(_columns, file) if reader is _read_csv else tuple
-    return Found({"all": Part(lambda: len(reader(file)), partial(reader, file))}, files=lambda: [file], columns=columns)
+    table, arrays = folder / f"{name}.csv", folder / f"{name}.npz"
+    if arrays.is_file():
+        return _found(arrays, partial(_read_npz, arrays))
+    if table.is_file():
+        return _found(table, lambda: _read_csv(table)[1], lambda: _read_csv(table)[0])
+    return None
 
 
-def _columns(file: Path) -> tuple[str, ...]:
-    """Names of the inputs: all but the last, which is the target's."""
-    return tuple(name.strip() for name in header(file)[:-1])
+def _found(file: Path, read: Callable[[], Split], columns: Callable[[], tuple[str, ...]] = tuple) -> Found:
+    return Found({"all": UnreadSplit(lambda: len(read()), read)}, files=lambda: [file], columns=columns)
 
 
 def _read_npz(file: Path) -> Split:
@@ -70,37 +70,32 @@ def _read_npz(file: Path) -> Split:
     x, y = arrays["X"], arrays["y"]
     y = y[:, None] if y.ndim == 1 else y
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or x.dtype.kind not in "uif" or y.dtype.kind not in "uif":
-        raise ValueError(
-            f"{file}: X must be numbers (rows, features) and y (rows,) or (rows, targets), got {x.shape} and {y.shape}."
-        )
-    split = Split(_finite(x, "X", file), _finite(y, "y", file))
+        need = "X must be numbers (rows, features) and y (rows,) or (rows, targets)"
+        raise ValueError(f"{file}: {need}, got {x.shape} and {y.shape}.")
     for index, rows in enumerate(arrays.get("test_idx", ())):
         if rows.tolist() != split_rows(len(x), index)[1].tolist():
             raise ValueError(f"{file}: row {index} of test_idx is not the standard split {index}.")
-    return split
+    return Split(_finite(x, "X", file), _finite(y, "y", file))
 
 
 def _finite(values: Any, what: str, file: Path) -> Tensor:
     tensor = torch.from_numpy(values.astype("float32"))
     if (wrong := (~tensor.isfinite()).nonzero()).numel():
         row, column = wrong[0].tolist()
-        raise ValueError(
-            f"{file}: {what} row {row}, column {column} is {values[row, column]}; every cell must be a finite number."
-        )
+        raise ValueError(f"{file}: {what} row {row}, column {column} is {values[row, column]}, not a finite number.")
     return tensor
 
 
-def _read_csv(file: Path) -> Split:
+def _read_csv(file: Path) -> tuple[tuple[str, ...], Split]:
+    """The names of the inputs' columns, and the rows."""
     with file.open(newline="", encoding="utf8") as stream:
         lines = csv.reader(stream)
-        names = next(lines, [])
+        names = [name.strip() for name in next(lines, [])]
         rows = [_cells(line, names, f"{file}, line {lines.line_num}") for line in lines if line]
     if len(names) < 2 or not rows:
-        raise ValueError(
-            f"{file} must have a line of at least two column names and then rows of numbers, the target last."
-        )
+        raise ValueError(f"{file} must have a line of two or more column names, then numbers, the target last.")
     values = torch.tensor(rows, dtype=torch.float64, device="cpu").float()
-    return Split(values[:, :-1], values[:, -1:])
+    return tuple(names[:-1]), Split(values[:, :-1], values[:, -1:])
 
 
 def _cells(line: list[str], names: list[str], place: str) -> list[float]:
@@ -120,8 +115,8 @@ def _cells(line: list[str], names: list[str], place: str) -> list[float]:
 def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
     """Training and test rows of standard split `index`, int64.
 
-    The benchmark shuffles with numpy's old generator, seeded with 1, once for each split in turn, and trains on the first 90 %. numpy
-    keeps that stream for good; it is the one source of randomness here that is not torch's.
+    The benchmark shuffles with numpy's old generator, seeded with 1, once for each split in turn, and trains on the
+    first 90 %. numpy keeps that stream for good; it is the one source of randomness here that is not torch's.
 
     Example:
         >>> train, test = split_rows(308, 0)
@@ -129,9 +124,7 @@ def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
         (277, 31)
     """
     if index < 0 or rows < 2:
-        raise ValueError(
-            f"A standard split needs an index from 0 on and two rows at least, got index {index} of {rows} rows."
-        )
+        raise ValueError(f"A standard split needs an index from 0 on and two rows, got index {index} of {rows} rows.")
     generator = require("numpy").random.RandomState(1)
     for _ in range(index + 1):
         order = generator.permutation(rows)
