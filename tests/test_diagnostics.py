@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import diagnostics as dg
-from slimbayes.diagnostics.low_rank import low_rank, nonnegative_factors
+from slimbayes.diagnostics.truncation import low_rank, nonnegative_factors
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.distributions.families import Distribution, kl
 

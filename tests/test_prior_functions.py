@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from slimbayes.diagnostics import prior_functions as module
-from slimbayes.diagnostics.prior_functions import main, plot_prior_functions, prior_functions
+from slimbayes.diagnostics.prior_functions import plot_prior_functions, prior_functions
 
 METHODS: Any = ("dropout", "emp", "ecmp")
 HIDDEN, BIAS, WEIGHT = 100, 20**0.5, 5**0.5
@@ -99,11 +99,6 @@ def test_picture(tmp_path: Path) -> None:
     assert [len(axes.lines) for axes in figure.axes] == [3, 3] and left.get_ylim() == right.get_ylim()
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
 
-
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "figure3.svg"
-    main(["--out", str(out), "--seed", "1", "--functions", "1", "--methods", "ecmp"])
-    assert out.exists() and str(out) in capsys.readouterr().out
 
 
 def test_matplotlib_is_named_when_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -242,6 +242,10 @@ class Posterior(Keyed, ABC):
     def kl(self, linear: MapOf) -> Tensor:
         """KL to the prior, summed over elements and members: a scalar. `linear()` has the layer's own weight and bias."""
 
+    def log_ratio(self, linear: LinearMap) -> Tensor | None:
+        """log p - log q of each held draw under prior and posterior, (n,) in float64; None where no density is known."""
+        return None
+
     @abstractmethod
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         """Apply this pass's draw of the linear map to x."""
