@@ -8,7 +8,6 @@ Sizes: M draws, N rows.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,16 +128,8 @@ class IntervalCoverage(Mean):
         self.add((low <= target) & (target <= high))
 
 
-class NormalMixture(NamedTuple):
-    """Means and standard deviations (M, N, ...) of normal distributions and their shares (M,), in float64."""
-
-    means: Tensor
-    scales: Tensor
-    shares: Tensor
-
-
-def mixture(prediction: Prediction | Tensor, target: Tensor, scale: Scale) -> NormalMixture:
-    """The predictive distribution, checked."""
+def mixture(prediction: Prediction | Tensor, target: Tensor, scale: Scale) -> tuple[Tensor, Tensor, Tensor]:
+    """The predictive mixture of normals, checked: means and scales (M, N, ...) and shares (M,), in float64."""
     if isinstance(prediction, Prediction):
         _need_real(prediction)
         if scale is not None:
@@ -152,8 +143,7 @@ def mixture(prediction: Prediction | Tensor, target: Tensor, scale: Scale) -> No
     if values.dim() != target.dim() + 1 or len(values) == 0:
         got = f"{tuple(values.shape)} and {tuple(target.shape)}"
         raise ValueError(f"Draws (M, N, ...) and targets (N, ...) are needed, M >= 1, got shapes {got}.")
-    for draw in values:
-        _need_values("Draws", draw, target)
+    _need_values("Draws", values.abs().amax(0), target)  # of all draws at once: nan and infinity are still there
     if not bool(((noise >= 0) & noise.isfinite()).all()):
         raise ValueError("scale must be finite and not negative.")
     if noise.dim() > values.dim() or any(a not in (1, b) for a, b in zip(noise.shape[::-1], values.shape[::-1])):
@@ -162,7 +152,7 @@ def mixture(prediction: Prediction | Tensor, target: Tensor, scale: Scale) -> No
     weights = torch.ones(1) if weights is None else weights
     each = len(values) // len(weights)  # draw j belongs to member j mod K
     shares = weights.to(values.device, torch.float64).repeat(each) / each
-    return NormalMixture(values.double(), noise.expand_as(values), shares)
+    return values.double(), noise.expand_as(values), shares
 
 
 def _need_real(prediction: Prediction) -> None:

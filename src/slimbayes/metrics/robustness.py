@@ -182,56 +182,46 @@ class CorruptionError(Streaming):
     """
 
     higher_is_better = False
-    wrong_by_cell: Tensor
-    rows_by_cell: Tensor
+    wrong: Tensor
+    rows: Tensor
 
     def __init__(self, reference: Rates) -> None:
         corruption_errors(reference, reference)  # refuses rates that cannot serve
         super().__init__()
         self.reference = dict(reference)
-        self.levels = {name: len(rates) for name, rates in sorted(severities("reference", reference).items())}
-        self.cells = [("clean", 0), *((name, s) for name, n in self.levels.items() for s in range(1, n + 1))]
-        self.add_sum("wrong_by_cell", len(self.cells))
-        self.add_sum("rows_by_cell", len(self.cells))
+        self.levels = {"clean": [0]}  # severities of each corruption
+        self.levels |= {name: [*range(1, len(r) + 1)] for name, r in sorted(severities("reference", reference).items())}
+        self.cells = [(name, level) for name, levels in self.levels.items() for level in levels]
+        self.add_sum("wrong", len(self.cells))
+        self.add_sum("rows", len(self.cells))
 
     def update(self, probs: Classes, target: Tensor, corruption: str, severity: int | None = None) -> None:
         """Take a batch of one corruption and severity."""
-        here = torch.zeros_like(self.rows_by_cell)
-        here[self.place(corruption, severity)] = 1
-        rows, label = labelled(probs, target)
-        self.add_to("wrong_by_cell", here * float((rows.argmax(-1) != label).sum()))
-        self.add_to("rows_by_cell", here * len(rows))
-
-    def place(self, corruption: str, severity: int | None) -> int:
-        """Index of a corruption at a severity in the sums."""
-        if corruption == "clean":
-            if severity not in (None, 0):
-                raise ValueError(f"Clean rows have no severity, got {severity!r}.")
-            return 0
         if corruption not in self.levels:
-            known = ["clean", *self.levels]
-            raise ValueError(f"The reference has no corruption {corruption!r}{did_you_mean(corruption, known)}")
-        if severity is None or not 1 <= severity <= self.levels[corruption]:
-            needed = f"one of 1 to {self.levels[corruption]}"
-            raise ValueError(f"{corruption}: the severity must be {needed}, got {severity!r}.")
-        return self.cells.index((corruption, severity))
+            raise ValueError(f"The reference has no corruption {corruption!r}{did_you_mean(corruption, self.levels)}")
+        if (severity or 0) not in self.levels[corruption]:
+            raise ValueError(f"{corruption}: the severity must be one of {self.levels[corruption]}, got {severity!r}.")
+        here = torch.zeros_like(self.rows)
+        here[self.cells.index((corruption, severity or 0))] = 1
+        rows, label = labelled(probs, target)
+        self.add_to("wrong", here * float((rows.argmax(-1) != label).sum()))
+        self.add_to("rows", here * len(rows))
 
     def errors(self) -> CorruptionErrors:
         """Both means and the errors of each corruption, of this process."""
-        self.need_rows(self.rows_by_cell.sum())
-        missing = [f"{name} {s}" for (name, s), rows in zip(self.cells, self.rows_by_cell) if s and not rows]
+        self.need_rows(self.rows.sum())
+        missing = [f"{name} {level}" for (name, level), rows in zip(self.cells, self.rows) if level and not rows]
         if missing:
             raise ValueError(f"{type(self).__name__} has no rows yet of {', '.join(missing)}.")
-        clean, *rates = (self.wrong_by_cell / self.rows_by_cell).tolist()
-        ours: dict[str, list[float]] = {name: [] for name in self.levels}
-        for (name, _), rate in zip(self.cells[1:], rates):
-            ours[name].append(rate)
-        if "clean" in self.reference and self.rows_by_cell[0]:
+        rates = iter((self.wrong / self.rows).tolist())
+        ours = {name: [next(rates) for _ in levels] for name, levels in self.levels.items()}
+        (clean,) = ours.pop("clean")
+        if "clean" in self.reference and self.rows[0]:
             return corruption_errors({"clean": clean, **ours}, self.reference)
-        return corruption_errors(ours, {name: rates for name, rates in self.reference.items() if name != "clean"})
+        return corruption_errors(ours, {name: r for name, r in self.reference.items() if name != "clean"})
 
     def compute(self) -> Tensor:
-        return self.rows_by_cell.new_tensor(self.errors().mce)
+        return self.rows.new_tensor(self.errors().mce)
 
     def details(self) -> CorruptionErrors:
         """Both means and the errors of each corruption, over all processes, which must all call it."""
@@ -262,6 +252,6 @@ class RelativeCorruptionError(CorruptionError):
         super().__init__(reference)
 
     def compute(self) -> Tensor:
-        if self.rows_by_cell.sum() and not self.rows_by_cell[0]:
+        if self.rows.sum() and not self.rows[0]:
             raise ValueError("RelativeCorruptionError has no clean rows yet.")
-        return self.rows_by_cell.new_tensor(self.errors().rmce)
+        return self.rows.new_tensor(self.errors().rmce)
