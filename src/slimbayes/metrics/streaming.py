@@ -5,7 +5,10 @@ States are named for what they sum: a torchmetrics MetricCollection lets metrics
 values share one update, which is right for ECE and MCE, and would be wrong for accuracy and top-5.
 """
 
-from collections.abc import Sequence
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +27,6 @@ class Streaming(Metric):
     def __init__(self) -> None:
         super().__init__()
         self.set_dtype(torch.float64)  # also the type in which a process without data joins the others' lists
-
-    @property
-    def update_called(self) -> bool:
-        """A process without a batch needs no warning: it shares the others' sums, and need_rows judges."""
-        return True
 
     def add_sum(self, name: str, *shape: int) -> None:
         self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
@@ -55,6 +53,18 @@ class Streaming(Metric):
     def need_rows(self, count: Tensor | int) -> None:
         if not count:
             raise ValueError(f"{type(self).__name__} has seen no rows; call update first.")
+
+    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        # torchmetrics warns where a process had no batch, though its share of the others' sums is well defined
+        wrapped = super()._wrap_compute(compute)
+
+        @functools.wraps(wrapped)
+        def quiet() -> Any:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"The ``compute`` method of metric", UserWarning)
+                return wrapped()
+
+        return quiet
 
 
 class Mean(Streaming):
