@@ -17,9 +17,9 @@ from report_records import METHODS, record, regression, save
 
 from slimbayes.report import write_page
 from slimbayes.report.charts import PALETTE
-from slimbayes.report.figures import _types, corruption_boxes, reliability, risk_coverage
+from slimbayes.report.figures import by_corruption, corruption_boxes, reliability, risk_coverage
 from slimbayes.report.record import Evaluation, Example, RecordError
-from slimbayes.report.runs import load
+from slimbayes.report.groups import load
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -310,7 +310,8 @@ def group(tmp_path_factory):
 
 
 def test_boxes_are_quartiles_over_corruption_types_of_seed_means(group):
-    chart = corruption_boxes([group]).variants[1].charts[0]  # NLL
+    label, (chart,) = corruption_boxes([group]).variants[1]
+    assert label == "NLL"
     for row in chart.rows:
         kinds = {}
         for run in group.records:
@@ -324,7 +325,7 @@ def test_boxes_are_quartiles_over_corruption_types_of_seed_means(group):
             and row["low"] == pytest.approx(values[0], rel=1e-3)
         )
         assert row["q1"] == pytest.approx((values[0] + values[1]) / 2, rel=1e-3)
-    assert sorted(_types(group, "nll")) == [1, 2, 3, 4, 5]
+    assert sorted(by_corruption(group, "nll")) == [1, 2, 3, 4, 5]
 
 
 def marks(node, kinds):
@@ -336,13 +337,14 @@ def marks(node, kinds):
 
 
 def test_whiskers_boxes_and_medians_stand_in_one_line(group):
-    spec = corruption_boxes([group]).variants[0].charts[0].spec | {"width": 600}
+    _, (chart,) = corruption_boxes([group]).variants[0]
+    spec = chart.spec | {"width": 600}
     whiskers, bodies, medians = marks(vl_convert.vegalite_to_scenegraph(spec)["scenegraph"], ("rule", "rect"))
     assert whiskers == bodies == medians and len(set(whiskers)) == 5
 
 
 def test_reliability_pools_rows(group):
-    diagram, shares = reliability([group]).variants[0].charts
+    _, (diagram, shares) = reliability([group]).variants[0]
     assert sum(row["y"] for row in shares.rows) == pytest.approx(1, abs=1e-3)
     curve = next(e for e in group.records[0].evaluations if e.role == "test" and e.draws == 4).reliability
     assert [row["x"] for row in diagram.rows] == pytest.approx(curve.confidence, abs=1e-4) and len(diagram.rows) == len(
@@ -351,7 +353,7 @@ def test_reliability_pools_rows(group):
 
 
 def test_risk_falls_on_the_recorded_curve(group):
-    rows = risk_coverage([group]).variants[0].charts[0].rows
+    rows = risk_coverage([group]).variants[0][1][0].rows
     last = [
         e.risk_coverage.risk[-1] for run in group.records for e in run.evaluations if e.risk_coverage and e.draws == 4
     ]
