@@ -13,6 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))  # where scripts find timing.py
 
 
 def load(path: str) -> ModuleType:
@@ -123,7 +124,7 @@ def test_benchmark_times_every_method(bench: ModuleType, tmp_path: Path, capsys:
 def test_benchmark_gives_every_method_the_same_rows(bench: ModuleType, case: str) -> None:
     chosen = bench.CASES["cpu"][case]
     for config in bench.METHODS.values():
-        trial = bench.Trial(chosen, config, torch.device("cpu"), compiled=False)
+        trial = bench.StepTrial(chosen, config, torch.device("cpu"), compiled=False)
         outputs = trial.predict()
         assert outputs.shape[0] * outputs.shape[1] == chosen.rows
         before = [p.detach().clone() for p in trial.model.parameters()]
@@ -135,7 +136,7 @@ def test_benchmark_says_what_failed(bench: ModuleType) -> None:
     def broken() -> torch.nn.Module:
         raise RuntimeError("no such network")
 
-    results = bench.measure(bench.Case("", broken, (1,), 4), torch.device("cpu"), rounds=1)
+    results = bench.measure(bench.StepCase("", broken, (1,), 4), torch.device("cpu"), False, 1)
     assert results["plain"] == {"error": "RuntimeError: no such network"}
 
 
