@@ -1,4 +1,7 @@
-"""The page's figures, from the groups of one data set. Each builder gives a figure, or None without data."""
+"""The page's figures, from the groups of one data set. Each builder gives a figure, or None without data.
+
+Their captions stand in templates/page.html, as all that the page says in sentences.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from slimbayes.report.statistics import mean, standard_error
 MENU = 6  # at most so many metrics to choose from: each is a chart that the page must carry
 CURVES = 8  # columns of the training curve to choose from
 POINTS = 600  # of all training curves in one chart
-BINS = 15
+BINS = 15  # the caption says so too
 KEPT = np.linspace(0.02, 1.0, 50)
 CORRUPTED = Selection("corruption")
 
@@ -30,11 +33,10 @@ Draw = Callable[[str], Chart]  # from the name of a metric
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its caption. `menu` says what the variants differ in, `key` asks for a key of names and colours."""
+    """A figure. `menu` says what its variants differ in, `key` asks for a key of names and colours."""
 
     kind: ClassVar = "figure"
     title: str
-    caption: str
     variants: tuple[Variant, ...]
     menu: str = "Metric"
     key: bool = True
@@ -45,11 +47,9 @@ class Figure:
         return {str(row["n"]) for _, charts in self.variants for chart in charts for row in chart.rows}
 
 
-def _figure(
-    title: str, caption: str, variants: Iterable[Variant], menu: str = "Metric", key: bool = True
-) -> Figure | None:
+def _figure(title: str, variants: Iterable[Variant], menu: str = "Metric", key: bool = True) -> Figure | None:
     kept = tuple((label, charts) for label, charts in variants if any(chart.rows for chart in charts))
-    return Figure(title, caption, kept, menu, key) if kept else None
+    return Figure(title, kept, menu, key) if kept else None
 
 
 def _by_metric(names: Sequence[str], draw: Draw, most: int = MENU) -> list[Variant]:
@@ -84,12 +84,7 @@ def reliability(groups: Sequence[Group]) -> Figure | None:
         variants.append(
             (label, (lines(accuracies, names, sure, hit, diagonal=True), lines(shares, names, sure, share)))
         )
-    caption = (
-        f"First: accuracy of the rows in each of {BINS} bins of confidence; a calibrated model lies on the dashed "
-        "line, an overconfident one below it. Second: how many rows have that confidence. "
-        "Bins with few rows are noisy. Rows of all seeds are pooled."
-    )
-    return _figure("Reliability", caption, variants, "Set")
+    return _figure("Reliability", variants, "Set")
 
 
 def _bins(group: Group, selection: Selection) -> list[tuple[float, float, float]]:
@@ -120,11 +115,7 @@ def by_severity(groups: Sequence[Group]) -> Figure | None:
         severity_axis = Axis("Severity", values=sorted({int(row["x"]) for row in rows}))
         return lines(rows, _places(groups), severity_axis, _axis(name), band="standard deviation")
 
-    caption = (
-        "Mean over seeds and corruption types; severity 0 is the clean set. The band is one standard deviation over "
-        "corruption types: it says how uneven corruptions are, not how uncertain the mean is."
-    )
-    return _figure("Scores under corruption", caption, _by_metric(CORRUPTED.metrics(groups), draw))
+    return _figure("Scores under corruption", _by_metric(CORRUPTED.metrics(groups), draw))
 
 
 def corruption_boxes(groups: Sequence[Group]) -> Figure | None:
@@ -141,12 +132,8 @@ def corruption_boxes(groups: Sequence[Group]) -> Figure | None:
         return boxes(rows, _places(groups), "Severity", _axis(name))
 
     kinds = {e.corruption for e in CORRUPTED.every(groups)}
-    caption = (
-        f"Each box holds the middle half of {len(kinds)} corruption types, its line is the median, its whiskers reach "
-        "the easiest and the hardest type. Seeds are averaged first."
-    )
     variants = _by_metric(CORRUPTED.metrics(groups), draw) if len(kinds) > 1 else ()
-    return _figure("Spread over corruption types", caption, variants)
+    return _figure("Spread over corruption types", variants)
 
 
 def by_corruption(group: Group, name: str) -> dict[int, list[float]]:
@@ -174,11 +161,7 @@ def unfamiliar(groups: Sequence[Group]) -> Figure | None:
                     rows.append({"g": data, "n": group.name, **interval})
         return intervals(rows, _places(groups), _axis(name), "Unfamiliar set")
 
-    caption = (
-        "How well the model's uncertainty separates unfamiliar inputs from the test rows: mean and standard error "
-        "over seeds. AUROC 0.5 is chance."
-    )
-    return _figure("Unfamiliar inputs", caption, _by_metric(ood.metrics(groups), draw))
+    return _figure("Unfamiliar inputs", _by_metric(ood.metrics(groups), draw))
 
 
 def risk_coverage(groups: Sequence[Group]) -> Figure | None:
@@ -191,11 +174,7 @@ def risk_coverage(groups: Sequence[Group]) -> Figure | None:
             rows.append({"n": group.name, "x": float(share), "y": float(risk)})
     kept = Axis("Rows kept, the surest first", percent=True, domain=(0, 1))
     chart = lines(rows, _places(groups), kept, Axis("Error among them ↓", percent=True, zero=True), dots=False)
-    caption = (
-        "Error when the model may decline the rows it is least sure of. A curve that stays low for longer knows better "
-        "what it does not know. Mean over seeds."
-    )
-    return _figure("Risk and coverage", caption, [("", (chart,))])
+    return _figure("Risk and coverage", [("", (chart,))])
 
 
 def diversity(groups: Sequence[Group]) -> Figure | None:
@@ -211,13 +190,8 @@ def diversity(groups: Sequence[Group]) -> Figure | None:
         rows: list[Point] = [{"n": n, "seed": s, "x": e.metrics[good], "y": e.diversity[kind]} for n, s, e in having]
         return points(rows, _places(groups), _axis(good), _axis(kind))
 
-    caption = (
-        "A point for each run. Disagreement is the share of rows on which two members predict different classes, "
-        "averaged over pairs; divided by the error it does not reward weak members for being random. "
-        "Better models lie higher and further along the arrow."
-    )
     variants = [(metric(kind).label, tuple(draw(kind, good) for good in goods)) for kind in kinds]
-    return _figure("Diversity of members", caption, variants, "Measure")
+    return _figure("Diversity of members", variants, "Measure")
 
 
 def member_scores(groups: Sequence[Group]) -> Figure | None:
@@ -235,12 +209,8 @@ def member_scores(groups: Sequence[Group]) -> Figure | None:
             rows += [{"n": group.name, "kind": kind, "x": value} for kind, value in kinds]
         return members(rows, _places(group for group, _ in found), _axis(name))
 
-    caption = (
-        "Ticks are members by themselves, the dot is the prediction averaged over all of them: the distance is what "
-        "averaging buys. One run of each name, the lowest seed."
-    )
     names = ordered(name for _, e in found for scores in e.members for name in scores)
-    return _figure("Members and their average", caption, _by_metric(names, draw), key=False)
+    return _figure("Members and their average", _by_metric(names, draw), key=False)
 
 
 def draws(groups: Sequence[Group]) -> Figure | None:
@@ -260,11 +230,7 @@ def draws(groups: Sequence[Group]) -> Figure | None:
         count_axis = Axis("Draws of each member", log=True, values=ticks)
         return lines(rows, _places(several), count_axis, _axis(name), band="standard error")
 
-    caption = (
-        "Mean and standard error over seeds on the same rows. Prediction costs grow in proportion to draws; where the "
-        "line is flat, further draws buy nothing."
-    )
-    return _figure("Number of draws", caption, _by_metric(main.metrics(several), draw))
+    return _figure("Number of draws", _by_metric(main.metrics(several), draw))
 
 
 def cost(groups: Sequence[Group]) -> Figure | None:
@@ -279,8 +245,7 @@ def cost(groups: Sequence[Group]) -> Figure | None:
         found = {g.name: [a for r in g.records if (a := amount(r)) is not None] for g in groups}
         rows: list[Point] = [{"n": name, "x": mean(values)} for name, values in found.items() if values]
         variants.append((label, (bars(rows, _places(groups), Axis(title, zero=True)),)))
-    caption = "Mean over seeds. Times and memory compare only on one kind of machine: see the environment below."
-    return _figure("Cost of each method", caption, variants, "Cost", key=False)
+    return _figure("Cost of each method", variants, "Cost", key=False)
 
 
 def training(groups: Sequence[Group]) -> Figure | None:
@@ -294,8 +259,7 @@ def training(groups: Sequence[Group]) -> Figure | None:
         logged = Axis(metric(name).label, percent=metric(name).percent)
         return lines(rows, _places(groups), Axis("Epoch"), logged, dots=False)
 
-    caption = f"Mean over seeds at the epochs that all seeds have; long curves are thinned to {most} epochs."
-    return _figure("Training", caption, _by_metric(columns, draw, CURVES), "Logged")
+    return _figure("Training", _by_metric(columns, draw, CURVES), "Logged")
 
 
 def _curve(group: Group, name: str, most: int) -> list[tuple[float, float]]:

@@ -1,4 +1,7 @@
-"""The page's tables, from the groups of one data set: names down, scores across, mean ± standard error over seeds."""
+"""The page's tables, from the groups of one data set: names down, scores across, mean ± standard error over seeds.
+
+Their captions stand in templates/page.html, as all that the page says in sentences.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from slimbayes.report.statistics import mean, standard_error
 
 FRONT = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "coverage95")  # of the summary
 BEHIND = ("accuracy", "nll", "ece", "rmse", "lpd", "crps")  # the same under corruption, as the paper's cA, cNLL, cECE
-_MEANS = "Mean ± standard error over seeds"
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,12 @@ class Column:
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table that can be sorted by each column."""
+    """A table that can be sorted by each column; `shared` is how many corrupted sets its means are over."""
 
     kind: ClassVar = "table"
     title: str
-    caption: str
     columns: tuple[Column, ...]
+    shared: int = 0
 
     @property
     def rows(self) -> list[tuple[Cell, ...]]:
@@ -62,14 +64,14 @@ class PageTable:
         return spans if any(over for over, _ in spans) else []
 
 
-def _table(title: str, caption: str, groups: Sequence[Group], columns: Sequence[Column]) -> PageTable:
+def _table(title: str, groups: Sequence[Group], columns: Sequence[Column], shared: int = 0) -> PageTable:
     """Names with their colours down the side. Only the first table of a page describes the methods."""
     names = []
     for group in groups:
         method = group.records[0].method
         detail = method if title == "Summary" and method != group.name else ""
         names.append(Cell(group.name, group.name.lower(), detail=detail, place=group.place))
-    return PageTable(title, caption, (Column("Name", names), *columns))
+    return PageTable(title, (Column("Name", names), *columns), shared)
 
 
 def _scores(groups: Sequence[Group], selection: Selection, name: str, over: str) -> Column:
@@ -109,11 +111,7 @@ def summary(groups: Sequence[Group]) -> PageTable:
     columns.append(_growth("Parameters", groups, "Size"))
     columns.append(_integers("Seeds", [len(group.records) for group in groups], "Runs"))
     columns.append(_integers("Draws", [main.most_draws(group) for group in groups], "Runs"))
-    caption = f"{_MEANS}; one seed has no error. Bold is the best mean, which need not be a real difference."
-    if known:
-        count = len(corrupted.places or ())
-        caption += f" Corrupted: mean over the {count} corruptions and severities that all runs share."
-    return _table("Summary", caption, groups, columns)
+    return _table("Summary", groups, columns, len(corrupted.places or ()))
 
 
 def every_score(groups: Sequence[Group]) -> PageTable | None:
@@ -121,8 +119,7 @@ def every_score(groups: Sequence[Group]) -> PageTable | None:
     main = main_set(groups)
     names = [name for name in main.metrics(groups) if name not in FRONT]
     columns = [_scores(groups, main, name, main.role.capitalize()) for name in names]
-    caption = f"{_MEANS}, on the same rows as the summary."
-    return _table("Further scores", caption, groups, columns) if columns else None
+    return _table("Further scores", groups, columns) if columns else None
 
 
 def other_sets(groups: Sequence[Group]) -> PageTable | None:
@@ -136,8 +133,7 @@ def other_sets(groups: Sequence[Group]) -> PageTable | None:
         for name in other.metrics(groups)
         if name in FRONT
     ]
-    caption = f"{_MEANS}. Validation rows took part in choices; test and shifted rows did not."
-    return _table("Other sets", caption, groups, columns) if columns else None
+    return _table("Other sets", groups, columns) if columns else None
 
 
 def unfamiliar(groups: Sequence[Group]) -> PageTable | None:
@@ -147,7 +143,7 @@ def unfamiliar(groups: Sequence[Group]) -> PageTable | None:
         for data in Selection("ood").sets(groups)
         for name in Selection("ood", data).metrics(groups)
     ]
-    return _table("Unfamiliar inputs", f"{_MEANS}.", groups, columns) if columns else None
+    return _table("Unfamiliar inputs", groups, columns) if columns else None
 
 
 def cost(groups: Sequence[Group]) -> PageTable:
@@ -164,11 +160,7 @@ def cost(groups: Sequence[Group]) -> PageTable:
         Column("Evaluation", [_seconds([c.evaluate_seconds for c in some]) for some in costs], "Time"),
         Column("Peak", [_bytes(some) for some in peaks], "Memory"),
     ]
-    caption = (
-        "Mean over seeds; an epoch is the median of its run. "
-        "Peak memory is the device's on a GPU, the process's on a CPU."
-    )
-    return _table("Cost", caption, groups, columns)
+    return _table("Cost", groups, columns)
 
 
 def _growth(title: str, groups: Sequence[Group], over: str) -> Column:
