@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution, Nobody, Watcher
@@ -27,7 +28,7 @@ from slimbayes.lab.rows import Row as Row
 from slimbayes.lab.rows import Scale as Scale
 from slimbayes.lab.rows import find as find
 from slimbayes.lab.rows import listings
-from slimbayes.lab.runs import default_folder, write_text
+from slimbayes.lab.runs import default_folder
 from slimbayes.lab.tables import Numbers, Result, Table, draws_of, measured, told, write
 from slimbayes.report.record import read
 

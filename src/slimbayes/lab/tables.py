@@ -11,10 +11,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from slimbayes.data import CORRUPTIONS
+from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.markdown import markdown
 from slimbayes.lab.rows import UNITS, Row, Scale
-from slimbayes.lab.runs import write_text
 from slimbayes.metrics.corruption import ALEXNET, corruption_errors
 from slimbayes.report.record import Evaluation, Record
 
