@@ -1,7 +1,7 @@
 """One self-contained HTML page from records: charts, tables, examples, commands. It opens from disk without a network.
 
 Safety: the template escapes all text; data for scripts is JSON in which no tag can close; the page's security policy
-runs only the two scripts whose hashes it names, forbids `eval`, and loads nothing.
+runs only the two scripts whose hashes it names, allows inline pictures, forbids `eval`, and loads nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import base64
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from typing import Any, ClassVar
 import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from slimbayes.files import write_text
 from slimbayes.report import figures, tables
 from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import CORRUPTED, Figure
@@ -47,6 +47,9 @@ class Gallery:
     left_out: int
 
 
+PagePart = PageTable | Figure | Gallery
+
+
 @dataclass(frozen=True)
 class Chapter:
     """All that is told about one data set: `sections` by heading, judged on so many `rows`."""
@@ -54,7 +57,7 @@ class Chapter:
     data: str
     groups: tuple[Group, ...]
     rows: int | None
-    sections: dict[str, list[PageTable | Figure | Gallery]]
+    sections: dict[str, list[PagePart]]
 
 
 def write_page(runs: Sequence[Path | str], out: Path | str, title: str | None = None) -> Path:
@@ -79,10 +82,7 @@ def write_page(runs: Sequence[Path | str], out: Path | str, title: str | None = 
     text = _html(loaded, title or f"Results on {', '.join(loaded.data)}")
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A reader never sees half a page: it appears under its name when it is whole.
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    write_text(path, text)
     return path
 
 
@@ -95,6 +95,7 @@ def _html(runs: LoadedRuns, title: str) -> str:
     page = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
     page.trim_blocks = page.lstrip_blocks = True
     page.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    page.filters["hash"] = _hash
     page.filters["of"] = lambda count, noun: f"{count} {noun}" if count == 1 else f"{count} {noun}s"
     page.filters["indented"] = lambda config: json.dumps(config, indent=2, ensure_ascii=False, default=str)
     return page.get_template("page.html").render(
@@ -106,14 +107,13 @@ def _html(runs: LoadedRuns, title: str) -> str:
         colours=len(PALETTE),
         style=style,
         scripts=scripts,
-        policy=_policy(style, scripts),
         figures={f"figure-{i}": chart for i, chart in enumerate(charts, 1)},
     )
 
 
 def _chapter(data: str, groups: tuple[Group, ...], sets: int) -> Chapter:
     """What there is to tell about one of several data sets; sections without data are left out."""
-    plan: dict[str, Sequence[PageTable | Figure | Gallery | None]] = {
+    plan: dict[str, Sequence[PagePart | None]] = {
         "Summary": [tables.summary(groups), tables.every_score(groups)],
         "Calibration": [figures.reliability(groups)],
         "Corruption": [figures.by_severity(groups), figures.corruption_boxes(groups)],
@@ -126,13 +126,13 @@ def _chapter(data: str, groups: tuple[Group, ...], sets: int) -> Chapter:
         "Cost": [figures.cost(groups), tables.cost(groups)],
         "Training": [figures.training(groups)],
     }
-    sections = {title: [_shortened(part, sets) for part in parts if part] for title, parts in plan.items()}
+    sections: dict[str, list[PagePart]] = {}
+    for title, parts in plan.items():
+        for part in (part for part in parts if part):
+            short = replace(part, variants=part.variants[: _menu(sets)]) if isinstance(part, Figure) else part
+            sections.setdefault(title, []).append(short)
     rows = next((evaluation.rows for evaluation in main_set(groups).every(groups)), None)
-    return Chapter(data, groups, rows, {title: parts for title, parts in sections.items() if parts})
-
-
-def _shortened(part: PageTable | Figure | Gallery, sets: int) -> PageTable | Figure | Gallery:
-    return replace(part, variants=part.variants[: _menu(sets)]) if isinstance(part, Figure) else part
+    return Chapter(data, groups, rows, sections)
 
 
 def _menu(sets: int) -> int:
@@ -162,11 +162,9 @@ def _gallery(group: Group, record: Record, room: int) -> Gallery:
 
 
 def _notes(chapters: Sequence[Chapter]) -> Iterator[str]:
-    if len(chapters) > 2:
-        yield (
-            f"With {len(chapters)} data sets on one page each figure shows the first of its choices only "
-            f"({_menu(len(chapters))} at most)."
-        )
+    if (sets := len(chapters)) > 2:
+        first = f"the first of its choices only ({_menu(sets)} at most)"
+        yield f"With {sets} data sets on one page each figure shows {first}."
     for chapter in chapters:
         shared, places = CORRUPTED.shared_places(chapter.groups), CORRUPTED.all_places(chapter.groups)
         if shared != places:
@@ -195,14 +193,6 @@ def _script_data(figure: Figure) -> dict[str, Any]:
     """What the page's script needs of a figure."""
     variants = [(label, [{"spec": c.spec, "fields": c.fields} for c in charts]) for label, charts in figure.variants]
     return {"variants": [{"label": label, "charts": charts} for label, charts in variants]}
-
-
-def _policy(style: str, scripts: Sequence[str]) -> str:
-    """A Content-Security-Policy that names what may run by its hash and allows nothing else but inline pictures."""
-    return (
-        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
 
 
 def _hash(text: str) -> str:

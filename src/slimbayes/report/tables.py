@@ -25,11 +25,9 @@ class Cell:
     """What a cell shows, and the number it sorts by; None sorts last."""
 
     text: str
-    sort: float | str | None
+    sort: float | None
     error: str = ""
     best: bool = False
-    detail: str = ""  # a second line
-    place: int | None = None  # of a name: its colour
 
 
 @dataclass(frozen=True)
@@ -49,29 +47,19 @@ class PageTable:
 
     kind: ClassVar = "table"
     title: str
-    columns: tuple[Column, ...]
+    groups: Sequence[Group]
+    columns: Sequence[Column]
     shared: int = 0
 
     @property
-    def rows(self) -> list[tuple[Cell, ...]]:
-        """The cells, row by row."""
-        return list(zip(*(column.cells for column in self.columns)))
+    def rows(self) -> list[tuple[Group, tuple[Cell, ...]]]:
+        """The cells of each group."""
+        return list(zip(self.groups, zip(*(column.cells for column in self.columns))))
 
     @property
     def spans(self) -> list[tuple[str, int]]:
-        """The shared headings and how many columns each spans; empty where there is none."""
-        spans = [(over, len(list(under))) for over, under in groupby(column.over for column in self.columns)]
-        return spans if any(over for over, _ in spans) else []
-
-
-def _table(title: str, groups: Sequence[Group], columns: Sequence[Column], shared: int = 0) -> PageTable:
-    """Names with their colours down the side. Only the first table of a page describes the methods."""
-    names = []
-    for group in groups:
-        method = group.records[0].method
-        detail = method if title == "Summary" and method != group.name else ""
-        names.append(Cell(group.name, group.name.lower(), detail=detail, place=group.place))
-    return PageTable(title, (Column("Name", names), *columns), shared)
+        """The shared headings and how many columns each spans."""
+        return [(over, len(list(under))) for over, under in groupby(column.over for column in self.columns)]
 
 
 def _scores(groups: Sequence[Group], selection: Selection, name: str, over: str) -> Column:
@@ -111,7 +99,7 @@ def summary(groups: Sequence[Group]) -> PageTable:
     columns.append(_growth("Parameters", groups, "Size"))
     columns.append(_integers("Seeds", [len(group.records) for group in groups], "Runs"))
     columns.append(_integers("Draws", [main.most_draws(group) for group in groups], "Runs"))
-    return _table("Summary", groups, columns, len(corrupted.places or ()))
+    return PageTable("Summary", groups, columns, len(corrupted.places or ()))
 
 
 def every_score(groups: Sequence[Group]) -> PageTable | None:
@@ -119,7 +107,7 @@ def every_score(groups: Sequence[Group]) -> PageTable | None:
     main = main_set(groups)
     names = [name for name in main.metrics(groups) if name not in FRONT]
     columns = [_scores(groups, main, name, main.role.capitalize()) for name in names]
-    return _table("Further scores", groups, columns) if columns else None
+    return PageTable("Further scores", groups, columns) if columns else None
 
 
 def other_sets(groups: Sequence[Group]) -> PageTable | None:
@@ -133,7 +121,7 @@ def other_sets(groups: Sequence[Group]) -> PageTable | None:
         for name in other.metrics(groups)
         if name in FRONT
     ]
-    return _table("Other sets", groups, columns) if columns else None
+    return PageTable("Other sets", groups, columns) if columns else None
 
 
 def unfamiliar(groups: Sequence[Group]) -> PageTable | None:
@@ -143,7 +131,7 @@ def unfamiliar(groups: Sequence[Group]) -> PageTable | None:
         for data in Selection("ood").sets(groups)
         for name in Selection("ood", data).metrics(groups)
     ]
-    return _table("Unfamiliar inputs", groups, columns) if columns else None
+    return PageTable("Unfamiliar inputs", groups, columns) if columns else None
 
 
 def cost(groups: Sequence[Group]) -> PageTable:
@@ -160,7 +148,7 @@ def cost(groups: Sequence[Group]) -> PageTable:
         Column("Evaluation", [_seconds([c.evaluate_seconds for c in some]) for some in costs], "Time"),
         Column("Peak", [_bytes(some) for some in peaks], "Memory"),
     ]
-    return _table("Cost", groups, columns)
+    return PageTable("Cost", groups, columns)
 
 
 def _growth(title: str, groups: Sequence[Group], over: str) -> Column:
