@@ -41,6 +41,7 @@ def run(demo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     return demo.main(epochs=2, out=out), out
 
 
+@pytest.mark.slow
 def test_demo_draws_a_picture(run: tuple[dict[str, Any], Path]) -> None:
     from matplotlib.image import imread
 
@@ -49,6 +50,7 @@ def test_demo_draws_a_picture(run: tuple[dict[str, Any], Path]) -> None:
     assert pixels[..., :3].std() > 0.05  # not a blank page
 
 
+@pytest.mark.slow
 def test_demo_metrics_are_finite_and_in_range(run: tuple[dict[str, Any], Path]) -> None:
     results = run[0]
     assert set(results) == {"plain", "rank-1"}
@@ -60,6 +62,7 @@ def test_demo_metrics_are_finite_and_in_range(run: tuple[dict[str, Any], Path]) 
         assert method["scores"]["clean"]["accuracy"] > 0.3  # two epochs are enough to beat chance, 0.1
 
 
+@pytest.mark.slow
 def test_demo_counts_the_rank1_parameters(run: tuple[dict[str, Any], Path]) -> None:
     channels = [(1, 32), (32, 64), (64, 64), (1024, 128), (128, 10)]
     # 4 members x (location, scale) for each input and output channel, and three more biases.
@@ -140,6 +143,7 @@ def test_benchmark_says_what_failed(bench: ModuleType) -> None:
     assert results["plain"] == {"error": "RuntimeError: no such network"}
 
 
+@pytest.mark.slow
 def test_the_lab_s_demo_writes_a_report(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "demo.py"), "--out", str(tmp_path), "--epochs", "1"],
