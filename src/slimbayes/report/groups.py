@@ -23,14 +23,14 @@ class Group:
     place: int = 0
 
     @property
-    def method(self) -> str:
-        """The method in a few words."""
-        return self.records[0].method
+    def commands(self) -> list[str]:
+        """The commands of all runs, each once."""
+        return list(dict.fromkeys(command for record in self.records for command in record.commands))
 
 
 @dataclass(frozen=True)
-class Runs:
-    """What was read: groups, the records that were left out and why, and what a reader should know about the rest."""
+class LoadedRuns:
+    """What was read: groups, why records were left out, and what a reader should know about the rest."""
 
     groups: tuple[Group, ...]
     skipped: tuple[str, ...]
@@ -46,8 +46,8 @@ class Runs:
         return tuple(group for group in self.groups if group.data == data)
 
 
-def load(runs: Sequence[Path | str]) -> Runs:
-    """Read and group records. A directory without a record stands for all runs below it. Damaged ones are left out and told.
+def load(runs: Sequence[Path | str]) -> LoadedRuns:
+    """Read and group records. A directory without a record stands for all runs below it. Damaged ones are left out.
 
     Example:
         >>> load([])
@@ -72,7 +72,7 @@ def load(runs: Sequence[Path | str]) -> Runs:
     if not kept:
         raise RecordError(f"none of the {len(paths)} records can be used:\n" + "\n".join(skipped))
     groups = _group([record for _, record in kept.values()])
-    return Runs(groups, tuple(skipped), tuple(_notes(groups)))
+    return LoadedRuns(groups, tuple(skipped), tuple(_notes(groups)))
 
 
 def _expand(run: Path) -> list[Path]:
@@ -85,29 +85,30 @@ def _expand(run: Path) -> list[Path]:
 def _twice(path: Path, record: Record, first: Path, known: Record) -> str:
     if record.digest == known.digest:
         return f"{path} has the same results as {first} (name {record.name!r}, seed {record.seed}); it is counted once."
-    return f"{path} is another run of name {record.name!r}, seed {record.seed}, on {record.data!r}; {first} is used. Give one of them another name to see both."
+    return (
+        f"{path} is another run of name {record.name!r}, seed {record.seed}, on {record.data!r}; {first} is used. "
+        "Give one of them another name to see both."
+    )
 
 
 def _group(records: Sequence[Record]) -> tuple[Group, ...]:
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in sorted(records, key=lambda record: record.seed):
+        found.setdefault((record.data, record.name), []).append(record)
     keys = list(dict.fromkeys((record.data, record.name) for record in records))
     # A name has one colour on the whole page, also when it appears under several data sets.
     places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in keys))}
-    return tuple(
-        Group(
-            data,
-            printable(name),
-            tuple(sorted((r for r in records if (r.data, r.name) == (data, name)), key=lambda r: r.seed)),
-            places[name],
-        )
-        for data, name in keys
-    )
+    return tuple(Group(key[0], printable(key[1]), tuple(found[key]), places[key[1]]) for key in keys)
 
 
 def _notes(groups: Sequence[Group]) -> Iterator[str]:
     for group in groups:
         differing = _differences([record.config for record in group.records])
         if differing:
-            yield f"The runs of {group.name!r} on {group.data!r} differ in more than their seed: {'; '.join(differing[:4])}. Their mean is a mean of different things."
+            yield (
+                f"The runs of {group.name!r} on {group.data!r} differ in more than their seed: "
+                f"{'; '.join(differing[:4])}. Their mean is a mean of different things."
+            )
         early = [str(record.seed) for record in group.records if record.status != "finished"]
         if early:
             yield f"{group.name!r} on {group.data!r} stopped early with seed {', '.join(early)}."
@@ -116,13 +117,9 @@ def _notes(groups: Sequence[Group]) -> Iterator[str]:
 def _differences(configs: Sequence[dict[str, Any]]) -> list[str]:
     """Config values that are not equal among replicates; anything called seed may differ."""
     flat = [dict(_leaves(config)) for config in configs]
-    keys = list(dict.fromkeys(itertools.chain.from_iterable(flat)))
-    told = []
-    for key in keys:
-        values = list(dict.fromkeys(leaves.get(key, "absent") for leaves in flat))
-        if len(values) > 1:
-            told.append(f"{key} is {' or '.join(values)}")
-    return told
+    keys = dict.fromkeys(itertools.chain.from_iterable(flat))
+    values = {key: list(dict.fromkeys(leaves.get(key, "absent") for leaves in flat)) for key in keys}
+    return [f"{key} is {' or '.join(found)}" for key, found in values.items() if len(found) > 1]
 
 
 def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, str]]:

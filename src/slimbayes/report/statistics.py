@@ -1,8 +1,9 @@
 """Standard errors, bootstrap intervals and sign-flip tests over a handful of seeds. All of it repeats bit for bit.
 
-Bootstrap: percentile interval of the mean. With n values it is too short by about sqrt((n - 1) / n) and worse for tiny n;
-docs/report.md has measured coverages. Sign flips (Fisher's randomisation test): if the method made no difference, every paired
-difference could as well have had the other sign, so p is the share of the 2^n sign patterns whose mean is at least as large.
+Bootstrap: percentile interval of the mean. With n values it is too short by about sqrt((n - 1) / n) and worse for tiny
+n; docs/report.md has measured coverages. Sign flips (Fisher's randomisation test): if the method made no difference,
+every paired difference could as well have had the other sign, so p is the share of the 2^n sign patterns whose mean is
+at least as large. scipy has both, but a report need not install it, and tables would change with its version.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy as np
 
 EXACT = 16  # up to so many pairs all 2^n sign patterns are counted
 FLIPS = 2**16  # random patterns beyond that
+Interval = tuple[float, float]
 
 
-def usable(values: Sequence[float]) -> bool:
+def _usable(values: Sequence[float]) -> bool:
     """At least two values, all finite: otherwise nothing can be said about their spread."""
     return len(values) > 1 and all(map(math.isfinite, values))
 
@@ -38,12 +40,12 @@ def standard_error(values: Sequence[float]) -> float | None:
         >>> standard_error([1.0, 3.0]), standard_error([1.0])
         (1.0, None)
     """
-    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if usable(values) else None
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if _usable(values) else None
 
 
 def bootstrap_interval(
     values: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> tuple[float, float] | None:
+) -> Interval | None:
     """Percentile bootstrap interval of the mean; None for a single value or where one is not finite.
 
     Example:
@@ -51,21 +53,12 @@ def bootstrap_interval(
         >>> 1.0 < low < 2.5 < high < 4.0
         True
     """
-    if not usable(values):
+    if not _usable(values):
         return None
     data = np.asarray(values, dtype=float)
     drawn = np.random.default_rng(seed).integers(len(data), size=(resamples, len(data)))
     low, high = np.quantile(data[drawn].mean(1), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
-
-
-def sign_patterns(pairs: int, seed: int) -> np.ndarray:
-    """Rows of +1 and -1: all 2^n patterns for few pairs, otherwise `FLIPS` random ones."""
-    if pairs <= EXACT:
-        bits = np.arange(2**pairs)[:, None] >> np.arange(pairs) & 1
-    else:
-        bits = np.random.default_rng(seed).integers(2, size=(FLIPS, pairs))
-    return 1.0 - 2.0 * bits
 
 
 def sign_flip_p(differences: Sequence[float], *, seed: int = 0) -> float | None:
@@ -77,10 +70,14 @@ def sign_flip_p(differences: Sequence[float], *, seed: int = 0) -> float | None:
         >>> sign_flip_p([0.1, 0.2, 0.3, 0.1, 0.2])
         0.0625
     """
-    if not usable(differences):
+    if not _usable(differences):
         return None
-    data = np.asarray(differences, dtype=float)
-    sums = np.abs(sign_patterns(len(data), seed) @ data)
+    data, exact = np.asarray(differences, dtype=float), len(differences) <= EXACT
+    if exact:
+        flipped = np.arange(2 ** len(data))[:, None] >> np.arange(len(data)) & 1
+    else:
+        flipped = np.random.default_rng(seed).integers(2, size=(FLIPS, len(data)))
+    sums = np.abs((1.0 - 2.0 * flipped) @ data)
     # Sums that are equal on paper may differ in the last bits.
     reached = int((sums >= abs(data.sum()) - 1e-12 * np.abs(data).sum()).sum())
-    return reached / len(sums) if len(data) <= EXACT else (reached + 1) / (len(sums) + 1)
+    return reached / len(sums) if exact else (reached + 1) / (len(sums) + 1)
