@@ -25,9 +25,15 @@ class Bars:
     def __init__(self, title: str = "", console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self.progress = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}", style="dim", markup=False), console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
         self.title, self.looked, self.total = title, 0.0, 0
         self.task: TaskID | None = None
         self.messages: list[str] = []

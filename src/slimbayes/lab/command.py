@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,16 +61,9 @@ def fit(
         int | None, typer.Option(help="Steps between checkpoints; by default at epoch ends, a minute apart.")
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write curves for TensorBoard too.")] = False,
-    supervise: Annotated[
-        bool, typer.Option("--supervise", help="Start the job again when it dies, from its latest checkpoint.")
-    ] = False,
     evaluate: Annotated[bool, typer.Option(help="Evaluate and write the record when training is done.")] = True,
 ) -> None:
     """Train an experiment in a run directory and evaluate it. A finished run is left as it is."""
-    if supervise:
-        from slimbayes.lab.supervise import supervise_command
-
-        raise typer.Exit(supervise_command([w for w in sys.argv[1:] if w not in ("--supervise", "--resume")]))
     with _told():
         from slimbayes.lab.bars import Bars
         from slimbayes.lab.execution import Execution
@@ -81,12 +73,18 @@ def fit(
 
         experiment = load(config, overrides, scale)
         folder = out or default_folder(experiment)
+        if (
+            "TORCHELASTIC_RUN_ID" in os.environ
+        ):  # torchrun has started the processes; its restarts go on where they were
+            devices = int(os.environ["LOCAL_WORLD_SIZE"])
+            nodes = int(os.environ["WORLD_SIZE"]) // devices
+            resume = resume or int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
         execution = Execution(
             accelerator, devices, nodes, strategy, compile, graph, workers, checkpoint_every, tensorboard, data_dir
         )  # fmt: skip
         with Bars(experiment.name) as bars:
             train(experiment, folder, execution, resume, bars, judge=evaluate)
-        if evaluate and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        if evaluate and int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
             _print_scores(folder)
 
 
@@ -176,7 +174,7 @@ def report(
 def sweep(
     config: Annotated[Path, typer.Argument(help="YAML file of the sweep: what to run and over which axes.")],
     out: Annotated[Path, typer.Option(help="Folder of the run directories.")] = Path("runs"),
-    backend: Annotated[Literal["local", "slurm", "ray"], typer.Option(help="What runs them.")] = "local",
+    backend: Annotated[Literal["local", "ray"], typer.Option(help="What runs them.")] = "local",
     jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
     dry: Annotated[bool, typer.Option("--dry-run", help="List the runs and do nothing.")] = False,
     overrides: Overrides = [],  # noqa: B006
