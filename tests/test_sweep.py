@@ -1,4 +1,4 @@
-"""Sweeps: what a file stands for, what is refused before anything runs, and runs that survive kills and interruptions."""
+"""Sweeps: what a file stands for, what is refused before anything runs, and runs that survive kills and interrupts."""
 
 import json
 import os

@@ -173,11 +173,14 @@ def test_a_search_can_be_repeated_and_continued(tmp_path: Path, quick: list[floa
     more = searcher(tmp_path / "a", trials=6)
     more.run()
     assert len(set(quick[:4] + quick[8:])) == 6, "a second call does not repeat the values of the first"
+    (tmp_path / "c").mkdir()
+    searcher(tmp_path / "c", trials=6).run()
+    assert quick[10:] == quick[:4] + quick[8:10], "nor does it matter where the first one ended"
     best = more.best
-    assert best is not None and best.value == pytest.approx(10 * min(quick[:4] + quick[8:]))
+    assert best is not None and best.value == pytest.approx(10 * min(quick[10:]))
     assert load(more.folder / "best.yaml").train.optimizer.lr == best.params["train.optimizer.lr"]
     searcher(tmp_path / "a", trials=6).run()
-    assert len(quick) == 10
+    assert len(quick) == 16
 
 
 def test_equal_values_are_trained_once(tmp_path: Path, quick: list[float]) -> None:

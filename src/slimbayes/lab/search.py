@@ -31,6 +31,7 @@ from slimbayes.report.record import read
 
 if TYPE_CHECKING:
     from optuna import Study
+    from optuna.distributions import BaseDistribution
     from optuna.trial import BaseTrial, FrozenTrial, Trial
 
 _HOPELESS = 5  # failures before the first trial that finishes, after which a search is given up
@@ -42,7 +43,6 @@ class Searcher:
 
     def __init__(self, chosen: Search, base: Run, launcher: Launcher) -> None:
         self.chosen, self.base, self.launcher = chosen, base, launcher
-        self.prunes = chosen.pruner == "median" and chosen.metric.startswith("validation_")
         # Another space, metric or base is another search; more trials are not.
         facts = [base.experiment.hash, chosen.metric, chosen.seed, chosen.space]
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
@@ -59,19 +59,24 @@ class Searcher:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.folder.mkdir(parents=True, exist_ok=True)
+
+        class Sampler(optuna.samplers.TPESampler):
+            """TPE whose values are functions of the seed and of the trials before, in any thread and call."""
+
+            def sample_independent(self, study: Study, trial: FrozenTrial, name: str, among: BaseDistribution) -> Any:
+                tpe = optuna.samplers.TPESampler(seed=key(c.seed, "trial", trial.number, name) % 2**32)
+                return tpe.sample_independent(study, trial, name, among)
+
         c, storage = self.chosen, optuna.storages.JournalStorage(JournalFileBackend(str(self.journal)))
-        pruner = optuna.pruners.MedianPruner(c.startup, c.warmup) if self.prunes else optuna.pruners.NopPruner()
+        median = c.pruner == "median" and c.metric.startswith("validation_")
         return optuna.create_study(
-            study_name=self.folder.name, storage=storage, direction=c.aim, pruner=pruner, load_if_exists=True
-        )
+            study_name=self.folder.name, storage=storage, direction=c.aim, sampler=Sampler(), load_if_exists=True,
+            pruner=optuna.pruners.MedianPruner(c.startup, c.warmup) if median else optuna.pruners.NopPruner(),
+        )  # fmt: skip
 
     def run(self) -> None:
         """Work until there are as many trials as asked for; those that other calls are at work on are left to them."""
-        import optuna
-
         todo = self._requeue()
-        seed = key(self.chosen.seed, "trial", len(self.study.get_trials(deepcopy=False))) % 2**32
-        self.study.sampler = optuna.samplers.TPESampler(seed=seed)
         if todo > 0:
             jobs = min(todo, self.launcher.jobs)
             self.study.optimize(self._objective, todo, n_jobs=jobs, catch=Exception, callbacks=[self._after_trial])
@@ -106,8 +111,8 @@ class Searcher:
             return not (new and trial.should_prune())
 
         try:
-            while (ended := self.launcher.train(run, promising))[0] == "running":  # another trial of the same values
-                time.sleep(1)
+            while (ended := self.launcher.train(run, promising))[0] == "running" and not self.launcher.stopped:
+                time.sleep(1)  # for another trial of the same values
         finally:
             if self.launcher.stopped and run.state != "finished":
                 self.study.enqueue_trial(trial.params)  # for the next call

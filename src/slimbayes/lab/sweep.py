@@ -42,18 +42,16 @@ def sweep(
     if jobs < 1:
         raise ConfigError(f"A sweep runs at least one job at a time, got --jobs {jobs}.")
     own = [text for text in overrides if text.startswith(_OWN)]
-    chosen = read_sweep(Path(config), own)
-    runs = combinations(chosen, Path(config), Path(out), [text for text in overrides if text not in own], scale)
+    chosen = read_sweep(config, own)
+    runs = combinations(chosen, config, out, [text for text in overrides if text not in own], scale)
     for run in runs:
         if chosen.search is not None:
             chosen.search.check(run.experiment)
     data = () if data_dir is None else ("--data-dir", str(data_dir))
     launcher = Launcher(("--accelerator", accelerator, *data), jobs, _visible_gpus(accelerator))
     if backend == "ray" and not dry:
-        place, data_place = Path(out).resolve(), data_dir and Path(data_dir).resolve()
-        call = partial(
-            sweep, Path(config).resolve(), place, "local", 1, False, overrides, scale, data_place, accelerator
-        )
+        places = config.resolve(), out.resolve(), data_dir and data_dir.resolve()
+        call = partial(sweep, *places[:2], "local", 1, False, overrides, scale, places[2], accelerator)
         _on_ray(call, jobs, chosen.ray)
     work = backend == "local" and not dry
     with launcher.stopping():
@@ -122,7 +120,8 @@ def _on_ray(call: Callable[[], int], jobs: int, options: Mapping[str, Any]) -> N
     given = {"num_cpus": 1, "max_retries": 2, **options}
     ray.init(address=given.pop("address", None), log_to_driver=False)
     try:
-        ray.get([ray.remote(**given)(call).remote() for _ in range(jobs)])
+        work = ray.remote(**given)(lambda: call())  # a plain function: Ray refuses others
+        ray.get([work.remote() for _ in range(jobs)])
     finally:
         ray.shutdown()
 
