@@ -242,8 +242,9 @@ def test_regression_runs_through_the_lab(tmp_path: Path) -> None:
     (tmp_path / "uci").mkdir()
     np.savez(tmp_path / "uci" / "yacht.npz", X=x, y=100 + 30 * x[:, 0] + rng.normal(size=80))
     tree = merged(BASE, {
-        "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None}, "model": {"kind": "regression_net", "hidden": 20},
-        "method": {"kind": "ModelPatch", "components": 3}, "train": {"epochs": 60, "batch": 24, "noise": 0.1}, "evaluate": {"draws": [1, 50]},
+        "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None},
+        "model": {"kind": "regression_net", "hidden": 20}, "method": {"kind": "ModelPatch", "components": 3},
+        "train": {"epochs": 60, "batch": 24, "noise": 0.1}, "evaluate": {"draws": [1, 50]},
     })  # fmt: skip
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
     result = call("fit", tmp_path / "r.yaml", "--out", tmp_path / "run", "--data-dir", tmp_path, "--accelerator", "cpu")
@@ -274,8 +275,9 @@ def test_image_folders_stream_through_worker_processes(tmp_path: Path) -> None:
                     folder / f"{i}.JPEG"
                 )
     tree = merged(BASE, {
-        "data": {"name": "imagenet", "image_size": 28, "train_limit": None, "test_limit": None}, "model": {"kind": "small_cnn", "width": 4},
-        "augment": {"kind": "resized_crop", "size": 28}, "train": {"epochs": 4, "batch": 4}, "evaluate": {"batch": 4},
+        "data": {"name": "imagenet", "image_size": 28, "train_limit": None, "test_limit": None},
+        "model": {"kind": "small_cnn", "width": 4}, "augment": {"kind": "resized_crop", "size": 28},
+        "train": {"epochs": 4, "batch": 4}, "evaluate": {"batch": 4},
     })  # fmt: skip
     (tmp_path / "f.yaml").write_text(yaml.safe_dump(tree))
     words = ("fit", tmp_path / "f.yaml", "--data-dir", tmp_path, "--accelerator", "cpu", "--workers")

@@ -1,5 +1,6 @@
 """Sweeps: what a file stands for, what is refused before anything runs, and runs that survive kills and interrupts."""
 
+import importlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import yaml
 from slimbayes.lab import launch
 from slimbayes.lab.files import ConfigError, load, validate
 from slimbayes.lab.launch import Launcher, Run
-from slimbayes.lab.sweep import _visible_gpus, sweep
+from slimbayes.lab.sweep import _visible_gpus, sweep, tune_trainable
 from slimbayes.lab.sweep_config import combinations, labelled, read_sweep
 from slimbayes.report.record import read
 
@@ -317,6 +318,69 @@ def test_two_calls_share_the_work(fake: Callable[..., Run]) -> None:
     assert [len(starts(run)) for run in runs] == [1] * 6 and {run.state for run in runs} == {"finished"}
     assert all(("finished", "") in ended for ended in calls)
     assert {state for ended in calls for state, _ in ended} == {"finished", "skipped", "running"}
+
+
+def test_a_run_that_will_not_stop_is_killed(fake: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE", 0.5)
+    deaf = fake("deaf", deaf=True, steps=10_000)
+    assert Launcher().train(deaf, lambda: not (deaf.folder / "checkpoints").exists())[0] == "stopped"
+    assert not (deaf.folder / "asked").exists() and not alive(starts(deaf)[0][1])
+
+
+# --- Ray, or a stand-in for the little that is used of it ---
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """tests/fakes/ray.py, imported as `ray`."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "fakes"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, name)
+    found = importlib.import_module("ray")
+    yield found
+    sys.modules.pop("ray")
+
+
+def test_calls_of_ray_s_workers_share_the_work(
+    tmp_path: Path, ray: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "COMMAND", FAKE)
+    runs = points(tmp_path, axes={"seed": [0, 1, 2]}, ray={"address": "there", "num_gpus": 1})
+    for run, plan in zip(runs, ({}, {"die": {"always": [2, 1]}}, {}), strict=True):
+        run.folder.mkdir(parents=True)
+        (run.folder / "plan.json").write_text(json.dumps({"hash": run.experiment.hash, **plan}))
+    assert sweep(tmp_path / "sweep.yaml", tmp_path / "out", "ray", jobs=2, accelerator="cpu") == 1
+    assert "3 runs: 2 finished, 1 unfinished" in capsys.readouterr().out
+    assert ray.heard == [
+        ("init", "there"),
+        ("options", {"num_cpus": 1, "max_retries": 2, "num_gpus": 1}),
+        ("shutdown",),
+    ]
+
+
+def test_a_trainable_for_ray_tune_reports_epochs(tmp_path: Path, ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
+
+    def train(self: Launcher, run: Run, report: Callable[[], bool]) -> tuple[str, str]:
+        run.folder.mkdir(parents=True)
+        for epochs in ("1,0.5\n", "1,0.5\n2,0.4\n"):
+            (run.folder / "metrics.csv").write_text("epoch,validation_nll\n" + epochs)
+            assert report()
+        seeds.append(run.experiment.seed)
+        return "failed", "no such luck"
+
+    seeds: list[int] = []
+    monkeypatch.setattr(Launcher, "train", train)
+    with pytest.raises(RuntimeError, match="no such luck"):
+        tune_trainable(tmp_path / "base.yaml", tmp_path / "out")({"seed": 3, "train.optimizer.lr": 0.1})
+    assert seeds == [3]
+    assert ray.tune.reported == [{"epoch": 1, "validation_nll": 0.5}, {"epoch": 2, "validation_nll": 0.4}]
+
+
+def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r'pip install "slimbayes\[ray\]"'):
+        sweep(write(tmp_path), tmp_path / "out", "ray", accelerator="cpu")
 
 
 # --- the real thing ---

@@ -1,7 +1,7 @@
-"""A stand-in for `slimbayes fit` that starts at once: it "trains" as `plan.json` in its run directory says, with checkpoints, signals and deaths.
+"""A stand-in for `slimbayes fit` that starts at once and "trains" as `plan.json` in its run directory says.
 
-Plan: steps; pause, seconds of a step; every, steps between checkpoints; die, {start: [step, -signal or exit code]}; deaf, ignore
-SIGTERM; hash, of the record at the end. It notes its starts and its GPU.
+Plan: steps; pause, seconds of a step; every, steps between checkpoints; die, {start: [step, -signal or exit code]};
+deaf, ignore SIGTERM; hash, of the record at the end. It notes its starts, its GPU, and that it was asked to stop.
 """
 
 import json
@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 RECORD = {
-    "name": "fake", "method": "none", "data": "none", "seed": 0, "config": {}, "commands": [], "parameters": {"plain": 1, "total": 1},
-    "cost": {"train_seconds": 1.0, "seconds_per_epoch": 1.0},
+    "name": "fake", "method": "none", "data": "none", "seed": 0, "config": {}, "commands": [],
+    "parameters": {"plain": 1, "total": 1}, "cost": {"train_seconds": 1.0, "seconds_per_epoch": 1.0},
 }  # fmt: skip
 
 
