@@ -53,9 +53,8 @@ def read_tree(file: Path, seen: tuple[Path, ...] = ()) -> Tree:
     file = file.resolve()
     if file in seen:
         raise ConfigError(f"{file} extends itself, by way of {', '.join(p.name for p in seen)}.")
-    name, _, row = file.name.partition("#")
-    whole = file.with_name(name or file.name)
-    tree = read_tree(whole, seen) if row else _parsed(file)
+    whole, _, row = str(file).rpartition("#") if "#" in file.name[1:] else (str(file), "", "")
+    tree = read_tree(Path(whole), seen) if row else _parsed(file)
     try:
         parts = row_parts(tree, row) if row else []
     except ConfigError as error:
