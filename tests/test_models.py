@@ -1,11 +1,8 @@
 """The papers' networks: their architecture, and every parameter count that the papers print."""
 
-import importlib.util
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,16 +66,7 @@ def test_keras_count_conventions() -> None:
     assert models.keras_count(nn.Sequential(layer, nn.ReLU(), layer)) == 12
 
 
-def test_the_page_of_counts_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(__file__).parents[1] / "experiments" / "k_tied"
-    spec = importlib.util.spec_from_file_location("counts", folder / "counts.py")
-    counts: Any = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "counts", counts)  # dataclasses look their module up
-    spec.loader.exec_module(counts)  # type: ignore[union-attr]
-    assert counts.page() == (folder / "counts.md").read_text(), "run python experiments/k_tied/counts.py"
-
-
-# Architectures of the k-tied paper (C.5) ------------------------------------------------------------------------------
+# Architectures of the k-tied paper (C.5) -------------------------------------------------------------------------------
 
 
 def kernels(net: nn.Module) -> list[Tensor]:
