@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_draws, assert_rows_of_draws, held, quietly
 from covering import covering
+from oracle import assert_draws, assert_rows_of_draws, held, quietly
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -1317,7 +1317,7 @@ def test_a_weight_that_is_used_transposed_is_used() -> None:
             close(one, sb.write_out(model, j)(torch.ones(3, 4)))
 
 
-# Sizes that nobody has seen ---------------------------------------------------------------------------------------------------------------
+# Sizes that nobody has seen -----------------------------------------------------------------------------------------
 
 
 class Pieces(nn.Module):

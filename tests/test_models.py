@@ -66,7 +66,7 @@ def test_keras_count_conventions() -> None:
     assert models.keras_count(nn.Sequential(layer, nn.ReLU(), layer)) == 12
 
 
-# Architectures of the k-tied paper (C.5) -------------------------------------------------------------------------------
+# Architectures of the k-tied paper (C.5)
 
 
 def kernels(net: nn.Module) -> list[Tensor]:

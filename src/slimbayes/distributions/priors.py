@@ -36,7 +36,8 @@ def _normal(mean: Tensor, log_scale: Tensor, loc: Any, scale: Any) -> Tensor:
 
 
 def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
-    """log p(w) - log q(w) of draws w = mean + deviation of Normal(mean, exp(log_scale)) weights, summed over the weights.
+    """log p(w) - log q(w) of draws w = mean + deviation of Normal(mean, exp(log_scale)) weights, summed over the
+    weights.
 
     Shape: deviation (n, ...), mean and log_scale (...); returns (n,) in float64.
 

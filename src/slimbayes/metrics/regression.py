@@ -15,7 +15,8 @@ from torch import Tensor
 from slimbayes.metrics.crps import crps_mixture, crps_samples
 from slimbayes.metrics.probabilities import need_tensor
 from slimbayes.metrics.streaming import Mean
-from slimbayes.prediction.prediction import Prediction, along_draws
+from slimbayes.prediction.averages import along_draws
+from slimbayes.prediction.prediction import Prediction
 
 Scale = float | Tensor | None
 

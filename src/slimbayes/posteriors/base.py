@@ -114,7 +114,9 @@ class Posterior(Keyed, ABC):
         return None
 
     def log_ratio(self, linear: LinearMap) -> Tensor | None:
-        """log p - log q of each held draw under prior and posterior, (n,) in float64; None where no density is known."""
+        """log p - log q of each held draw under prior and posterior, (n,) in float64; None where no density is
+        known.
+        """
         return None
 
     @property

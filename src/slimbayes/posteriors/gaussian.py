@@ -75,7 +75,9 @@ class GaussianConfig(SiteConfig):
 
     @classmethod
     def like(cls, other: GaussianConfig) -> Self:
-        """This method with another's prior, estimator, start, biases and cap; its jitter means something else in each."""
+        """This method with another's prior, estimator, start, biases and cap; its jitter means something else in
+        each.
+        """
         if isinstance(other, cls):
             return other
         shared = [f.name for f in fields(GaussianConfig) if f.name != "scale_jitter"]
