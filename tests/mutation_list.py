@@ -217,7 +217,7 @@ MUTATIONS = [
         "recurrent-biases",
         "(*weights[i : i + 2], *biases[i : i + 2])",
         "(*weights[i : i + 2], *biases[i : i + 2][::-1])",
-        'contract/test_contract.py -k "LSTM and not Cell"',
+        'contract/test_contract.py -k "GRU and not Cell"',
         "test_recurrent_reference.py",
     ),
     Mutation(
