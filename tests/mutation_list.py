@@ -398,7 +398,7 @@ MUTATIONS = [
         "kl-shares",
         "kl(model) / (num_data * micro_batches)",
         "kl(model) / num_data",
-        "test_objective.py",
+        "test_numbers.py -k micro",
     ),
     Mutation(
         "kl-tied-twice",
