@@ -15,13 +15,12 @@ from torch import distributions as td
 import slimbayes as sb
 from slimbayes.distributions.families import (
     FAMILIES,
-    check_pair,
     distribution_from_dict,
-    kl,
     rho_from_scale,
     scale_from_rho,
     standard_cauchy,
 )
+from slimbayes.distributions.kl import check_pair, kl
 
 
 def f64(*values: float) -> list[Tensor]:
@@ -79,7 +78,7 @@ def tensor_kl(q: object, p: object, dtype: torch.dtype = torch.float64) -> float
     return kl(type(q)(*fields), p).item()
 
 
-# F7, F8: initialisation ------------------------------------------------------------------------------------------------
+# F7, F8: initialisation -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [1e-3, 1e-6, 5e-7, 0.1, 0.3])
@@ -123,7 +122,7 @@ def test_negative_sign_value_is_a_normal_around_one() -> None:
     assert stats.kstest(drawn.numpy(), stats.norm(1, 0.5).cdf).pvalue > 1e-3
 
 
-# F9: KL divergences ----------------------------------------------------------------------------------------------------
+# F9: KL divergences ---------------------------------------------------------------------------------------------------
 
 
 @given(st.floats(-3, 3), st.floats(0.01, 5), st.floats(-3, 3), st.floats(0.01, 5))
@@ -188,7 +187,8 @@ def test_cauchy_kl_keeps_its_digits_in_float32() -> None:
 
 @given(
     st.sampled_from([(sb.Normal, sb.Normal), (sb.Cauchy, sb.Cauchy), (sb.LogNormal, sb.LogNormal)]),
-    st.floats(-4, 4), st.floats(0.01, 4), st.floats(-4, 4), st.floats(0.01, 4), st.sampled_from([torch.float32, torch.float64]),
+    st.floats(-4, 4), st.floats(0.01, 4), st.floats(-4, 4), st.floats(0.01, 4),
+    st.sampled_from([torch.float32, torch.float64]),
 )  # fmt: skip
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_kl_is_zero_only_where_posterior_and_prior_agree(
@@ -234,7 +234,8 @@ def test_kl_under_a_prior_ten_times_narrower_stays_within_a_thousandth() -> None
 
 @pytest.mark.parametrize("q", [sb.Normal(1.03, 0.3), sb.LogNormal(0.03, 0.3)])
 def test_mixed_kl_pulls_towards_a_narrow_prior(q: object) -> None:
-    """F9: the ImageNet prior Cauchy(1, .005) under scales initialised as dropout; value and slope against fine quadrature."""
+    """F9: the ImageNet prior Cauchy(1, .005) under scales initialised as dropout; value and slope against fine
+    quadrature."""
     p, step = sb.Cauchy(1.0, 0.005), 1e-4
     near = [quadrature_kl(type(q)(q.loc + d, q.scale), p) for d in (-step, 0.0, step)]
     loc = torch.tensor(q.loc, dtype=torch.float64, requires_grad=True)
@@ -305,7 +306,7 @@ def test_refused_pairs_really_diverge() -> None:
     assert cut(1e3) > 5 * cut(1e2) > 25 * cut(10)
 
 
-# Draws and densities ---------------------------------------------------------------------------------------------------
+# Draws and densities --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("d", [sb.Normal(1.0, 0.1), sb.Cauchy(1.0, 0.1), sb.LogNormal(-0.2, 0.7)])
@@ -349,7 +350,7 @@ def test_log_densities_equal_scipy(family: type, loc: float, scale: float, x: fl
         assert ours == pytest.approx(scipy_of(d).logpdf(x), rel=1e-9, abs=1e-9)
 
 
-# JSON ------------------------------------------------------------------------------------------------------------------
+# JSON -----------------------------------------------------------------------------------------------------------------
 
 FINITE = st.floats(-1e6, 1e6)
 POSITIVE = st.floats(1e-6, 1e6)

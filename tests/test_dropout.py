@@ -1,4 +1,5 @@
-"""MC dropout: rates, units and scaling against torch's own dropout, masks that are held, and dropout that cannot be converted.
+"""MC dropout: rates, units and scaling against torch's own dropout, masks that are held, and dropout that cannot be
+converted.
 
 Sizes: S draws, B rows.
 """
@@ -20,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.layers.base import BayesLayer
-from slimbayes.layers.dropout import DROPOUTS, functional_dropout
+from slimbayes.layers.base import LAYERS, BayesLayer
+from slimbayes.layers.functional_dropout import functional_dropout
 from slimbayes.models import resnet18
 
 pytestmark = pytest.mark.usefixtures("last_draws")
@@ -54,12 +55,12 @@ def on(layer: nn.Module, **options: Any) -> nn.Module:
 
 
 def test_every_dropout_of_torch_is_known() -> None:
-    assert {cls.plain for cls in DROPOUTS} == set(SHAPES)
+    assert {plain for plain, cls in LAYERS.items() if cls.bayes_kind == "dropout"} == set(SHAPES)
     known = {cls for name, cls in vars(nn).items() if name.endswith(("Dropout", "Dropout1d", "Dropout2d", "Dropout3d"))}
     assert known == set(SHAPES)
 
 
-# The model's own dropout layers ----------------------------------------------------------------------------------------
+# The model's own dropout layers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -257,7 +258,7 @@ def test_a_method_after_dropout_does_not_forget_it(tmp_path: Path) -> None:
     assert [r.name for r in sb.summary(net).rows] == ["0", "1", "2"]
 
 
-# In front of layers ----------------------------------------------------------------------------------------------------
+# In front of layers ---------------------------------------------------------------------------------------------------
 
 
 def stack() -> nn.Sequential:
@@ -351,11 +352,12 @@ def test_channels_of_a_layer_norm_are_its_last_dimension() -> None:
     assert (dropped == dropped[:, :, :1]).all() and 0.4 < dropped.float().mean() < 0.6
 
 
-# Recurrent and attention layers ----------------------------------------------------------------------------------------
+# Recurrent and attention layers ---------------------------------------------------------------------------------------
 
 
 def test_channel_dropout_of_an_lstm_is_the_same_at_every_step() -> None:
-    """Against a loop over time with the masks written out: one mask for the inputs and one for the states of each row."""
+    """Against a loop over time with the masks written out: one mask for the inputs and one for the states of each
+    row."""
     lstm = nn.LSTM(3, 4, batch_first=True).double()
     net = sb.bayesianize(nn.Sequential(lstm), sb.MCDropout(before="0", rate=0.4, unit="channel")).eval()
     x = torch.randn(5, 6, 3).double()
@@ -394,7 +396,8 @@ def test_element_dropout_of_an_lstm_differs_from_step_to_step() -> None:
 
 @pytest.mark.parametrize("unit", ["element", "channel"])
 def test_attention_drops_the_inputs_of_its_four_projections(unit: str) -> None:
-    """One token attends to itself alone, so with identity matrices only the value and the output projection act: two masks."""
+    """One token attends to itself alone, so with identity matrices only the value and the output projection act: two
+    masks."""
     attention = nn.MultiheadAttention(6, 2, bias=False, batch_first=True).double()
     with torch.no_grad():
         attention.in_proj_weight.copy_(torch.eye(6).repeat(3, 1))
@@ -435,7 +438,7 @@ def test_torchs_transformer_layers_drop_in_eval_mode_too(batch_first: bool) -> N
             torch.testing.assert_close(sb.sample(net, rows), part, rtol=1e-4, atol=1e-5)
 
 
-# Held masks ------------------------------------------------------------------------------------------------------------
+# Held masks -----------------------------------------------------------------------------------------------------------
 
 
 class Twice(nn.Module):
@@ -492,7 +495,8 @@ def test_held_masks_refuse_inputs_of_another_size_and_say_what_to_do() -> None:
         )  # one function, whatever the rows
         with pytest.raises(
             ValueError,
-            match=r"0\.units: held draws drop units of inputs \[1, 30\], but this call needs \[1, 31\]; use unit='channel'",
+            match=r"0\.units: held draws drop units of inputs \[1, 30\], but this call needs \[1, 31\]; "
+            r"use unit='channel'",
         ):
             net(torch.ones(4, 31))
     net = on(nn.Dropout2d(0.5))
@@ -591,7 +595,7 @@ def test_an_input_of_one_row_is_dropped_anew_for_every_draw() -> None:
     assert len(sb.sample(net, torch.zeros(2, 50), draws=8)[:, 0].unique(dim=0)) == 8
 
 
-# Dropout that cannot be converted --------------------------------------------------------------------------------------
+# Dropout that cannot be converted -------------------------------------------------------------------------------------
 
 
 class Functional(nn.Module):
@@ -659,7 +663,8 @@ def test_dropout_that_stays_off_is_reported_in_a_warning_and_in_the_summary(buil
     name = "0" if isinstance(net, nn.Sequential) else ""
     with pytest.warns(
         UserWarning,
-        match=f"{name or 'the model itself'} calls F.dropout in its forward: MCDropout turns on dropout layers, but this stays off",
+        match=f"{name or 'the model itself'} calls F.dropout in its forward: MCDropout turns on dropout layers, "
+        "but this stays off",
     ) as caught:
         sb.bayesianize(net, sb.MCDropout())
     assert len(caught) == 1 and caught[0].filename == __file__
@@ -700,13 +705,15 @@ def test_a_model_without_dropout_is_refused_in_words() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     with pytest.raises(
         ValueError,
-        match=r"MCDropout\(\) looked for dropout layers \(Dropout, Dropout1d, .*\) in this Sequential and found none\. Put dropout in front of layers with before=\"norm\"",
+        match=r"MCDropout\(\) looked for dropout layers \(Dropout, Dropout1d, .*\) in this Sequential and found none\. "
+        r"Put dropout in front of layers with before=\"norm\"",
     ):
         sb.bayesianize(net, sb.MCDropout())
     net = nn.LSTM(3, 4, num_layers=2, dropout=0.3)
     with pytest.raises(
         ValueError,
-        match=r"found none\. Dropout inside a forward was found, which cannot be converted: \(the model itself\) dropout=0\.3 between its layers\. Make it an nn\.Dropout layer",
+        match=r"found none\. Dropout inside a forward was found, which cannot be converted: \(the model itself\) "
+        r"dropout=0\.3 between its layers\. Make it an nn\.Dropout layer",
     ):
         sb.bayesianize(net, sb.MCDropout())
     with pytest.raises(ValueError, match=r"MCDropout\(before='norm'\) looked for norm layers and found none"):
@@ -750,7 +757,7 @@ def test_channel_dropout_of_an_embedding_drops_words() -> None:
     assert frequency_p(dropped[:, :2], 0.5) > RARE
 
 
-# Compiled, and in models nobody here wrote -----------------------------------------------------------------------------
+# Compiled, and in models nobody here wrote ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Ensemble Model Patching (Chang et al. 2019): its family, gradients, KL, penalties, sizes and parameter counts (F31 to F37).
+"""Ensemble Model Patching (Chang et al. 2019): its family, gradients, KL, penalties, sizes and parameter counts (F31 to
+F37).
 
-Draws are read off outputs, not off the library: a layer that is fed unit vectors shows its weights, and which component each of
-them came from. Sizes: K components, L patched layers, S draws, B rows.
+Draws are read off outputs, not off the library: a layer that is fed unit vectors shows its weights, and which component
+each of them came from. Sizes: K components, L patched layers, S draws, B rows.
 """
 
 import copy
@@ -38,7 +39,8 @@ def _double() -> Iterator[None]:
 
 
 def toy() -> nn.Sequential:
-    """Three layers that can be patched (norm1, norm2, out), with statistics and scales that are not the neutral ones."""
+    """Three layers that can be patched (norm1, norm2, out), with statistics and scales that are not the neutral
+    ones."""
     layers = OrderedDict(
         a=nn.Linear(3, 4),
         norm1=nn.BatchNorm1d(4),
@@ -103,7 +105,8 @@ def independent_p(a: Tensor, b: Tensor, size: int) -> float:
 
 
 def weights_of_draws(layer: nn.Module, draws: int) -> tuple[Tensor, Tensor]:
-    """Weights (S, out, in) and biases (S, out) of a dense layer's draws, read off its outputs for unit vectors and zero."""
+    """Weights (S, out, in) and biases (S, out) of a dense layer's draws, read off its outputs for unit vectors and
+    zero."""
     n = layer.in_features
     y = sb.sample(layer, torch.cat([torch.eye(n), torch.zeros(1, n)]), draws=draws).detach()
     return (y[:, :n] - y[:, n:]).transpose(1, 2), y[:, n]
@@ -117,13 +120,14 @@ def scales_of_draws(layer: nn.Module, draws: int) -> tuple[Tensor, Tensor]:
 
 
 def which(values: Tensor, choices: Tensor) -> Tensor:
-    """Index of the component (K, ...) that each value (S, ...) equals, element by element; refuses values that equal none."""
+    """Index of the component (K, ...) that each value (S, ...) equals, element by element; refuses values that equal
+    none."""
     gap = (values.unsqueeze(1) - choices.detach().unsqueeze(0)).abs()
     assert gap.amin(1).max() < 1e-9
     return gap.argmin(1)
 
 
-# F31: one component is the plain network; enumeration ------------------------------------------------------------------
+# F31: one component is the plain network; enumeration -----------------------------------------------------------------
 
 
 class Images(nn.Sequential):
@@ -227,7 +231,7 @@ def test_a_folded_batch_equals_the_networks_of_its_draws_on_convolutions(draws: 
     assert weights.shape == (3, 4) and biases.shape == (3, 4)
 
 
-# F32: gradients --------------------------------------------------------------------------------------------------------
+# F32: gradients -------------------------------------------------------------------------------------------------------
 
 
 def picks_of_pass(net: nn.Module) -> dict[str, int]:
@@ -295,7 +299,7 @@ def test_the_mean_gradient_of_each_component_is_its_share_of_the_gradient() -> N
     torch.testing.assert_close(share, share[:, :1].expand(4, 3))  # one pick for the layer
 
 
-# F33: how picks are shared ---------------------------------------------------------------------------------------------
+# F33: how picks are shared --------------------------------------------------------------------------------------------
 
 
 def dense(config: sb.Config) -> Any:
@@ -454,7 +458,7 @@ def test_layers_may_have_different_probabilities(kind: str, cross: bool) -> None
         assert uniform_p(z.bincount(minlength=2), 2000 * np.array(probs[name])) > RARE
 
 
-# Learned probabilities -------------------------------------------------------------------------------------------------
+# Learned probabilities ------------------------------------------------------------------------------------------------
 
 
 def learned(assignment: str = "layer", **options: Any) -> Any:
@@ -491,7 +495,8 @@ def test_the_forward_of_a_learned_pick_is_exactly_one_hot() -> None:
 
 
 def straight_through(gap: float) -> float:
-    """E[s (1 - s)] of s = sigmoid(gap + logistic noise): the mean derivative of a relaxed Bernoulli, by quadrature over the noise."""
+    """E[s (1 - s)] of s = sigmoid(gap + logistic noise): the mean derivative of a relaxed Bernoulli, by quadrature over
+    the noise."""
 
     def integrand(u: float) -> float:
         s = math.exp(gap) * u / (1 - u + math.exp(gap) * u)
@@ -504,8 +509,8 @@ def straight_through(gap: float) -> float:
 def test_the_straight_through_gradient_points_the_right_way_with_a_known_bias(p: float) -> None:
     """For two components and a linear loss c_1 z_1 + c_2 z_2 the exact gradient of the logits is p (1 - p) (c_1 - c_2).
 
-    The estimator's mean is E[s (1 - s)] (c_1 - c_2) with s the relaxed pick: the same sign, two thirds of it at p = 1/2, 17 % more
-    than it at p = 0.9.
+    The estimator's mean is E[s (1 - s)] (c_1 - c_2) with s the relaxed pick: the same sign, two thirds of it at p =
+    1/2, 17 % more than it at p = 0.9.
     """
     layer = dense(sb.Mixture(components=2, learn_probs=True, probs=(p, 1 - p), jitter=1.0))
     draws, parts = 500, []
@@ -553,7 +558,7 @@ def test_learned_probabilities_move_towards_the_better_component() -> None:
     assert layer.posterior["weight"].probabilities()[1] > 0.9
 
 
-# F34: Eq. 1 and its special cases --------------------------------------------------------------------------------------
+# F34: Eq. 1 and its special cases -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draws", ["forward", "example"])
@@ -629,7 +634,8 @@ def test_dropconnect_leaves_embeddings_alone_unless_they_are_named() -> None:
 
 
 def test_a_zero_component_in_general_keeps_the_mean() -> None:
-    """K = 3 with the last at zero: the two others are divided by the probability of not being zero; biases are not mixed."""
+    """K = 3 with the last at zero: the two others are divided by the probability of not being zero; biases are not
+    mixed."""
     layer = dense(sb.Mixture(components=3, zero=True, assignment="element", probs=(0.5, 0.3, 0.2), jitter=1.0))
     assert layer.posterior["weight"].weight.shape == (1, 2, 3) and layer.posterior["weight"].bias is None
     weights, biases = weights_of_draws(layer, 3000)
@@ -687,7 +693,7 @@ def test_sigma_adds_normal_noise_around_the_picked_component(zero: bool) -> None
     assert correlation.abs().max() < 5 / math.sqrt(draws)
 
 
-# F35: the KL -----------------------------------------------------------------------------------------------------------
+# F35: the KL ----------------------------------------------------------------------------------------------------------
 
 
 def log_mixture(x: Tensor, centres: Tensor, p: Tensor, sigma: float) -> Tensor:
@@ -700,7 +706,8 @@ def log_mixture(x: Tensor, centres: Tensor, p: Tensor, sigma: float) -> Tensor:
 @pytest.mark.parametrize("assignment", ["layer", "element"])
 @pytest.mark.parametrize("tau", [1.0, 0.3])
 def test_eq_8_is_the_monte_carlo_kl_up_to_its_constant(assignment: str, tau: float) -> None:
-    """F35: for components that do not overlap KL(q || p) = Eq. 8 + D/2 (tau sigma^2 - 1 - log(tau sigma^2)) - (picks) H(p)."""
+    """F35: for components that do not overlap KL(q || p) = Eq. 8 + D/2 (tau sigma^2 - 1 - log(tau sigma^2)) - (picks)
+    H(p)."""
     sigma, probs, draws = 0.01, (0.5, 0.3, 0.2), 3000
     p = torch.tensor(probs)
     layer = dense(sb.Mixture(components=3, assignment=assignment, sigma=sigma, probs=probs, jitter=3.0, tau=tau))
@@ -761,7 +768,8 @@ def entropy_of_mixture(centres: np.ndarray, p: np.ndarray) -> float:
 
 
 def test_entropy_bounds_have_the_corrected_direction() -> None:
-    """D.4: sum p_k H_k <= H(q) <= sum p_k H_k + H(p); Eq. 7 prints the first as an upper bound. Separated components reach the second."""
+    """D.4: sum p_k H_k <= H(q) <= sum p_k H_k + H(p); Eq. 7 prints the first as an upper bound. Separated components
+    reach the second."""
     p = np.array([0.5, 0.3, 0.2])
     average, extra = 0.5 * (1 + math.log(2 * math.pi)), float(-(p * np.log(p)).sum())
     for spread, near in ((0.0, average), (1.0, None), (30.0, average + extra)):
@@ -770,7 +778,7 @@ def test_entropy_bounds_have_the_corrected_direction() -> None:
         assert near is None or math.isclose(value, near, abs_tol=1e-6)
 
 
-# Eq. 6 and the four-factor penalty -------------------------------------------------------------------------------------
+# Eq. 6 and the four-factor penalty ------------------------------------------------------------------------------------
 
 
 def square(*tensors: Tensor) -> float:
@@ -847,7 +855,8 @@ def test_l2_keeps_double_precision() -> None:
 
 @pytest.mark.parametrize(("build", "names"), PENALISED[:3])
 def test_eq_6_is_the_kl_plus_l2_of_what_is_shared(build: Any, names: list[str]) -> None:
-    """The paper's own penalty: tau p_k / 2 on components, tau / 2 on what is shared, the last sum over shared layers."""
+    """The paper's own penalty: tau p_k / 2 on components, tau / 2 on what is shared, the last sum over shared
+    layers."""
     net = build()
     sums = hand_sums(net, names)
     eq_6 = sums[0] / 3 / 2 + sums[1] / 3 / 2 + sums[2] / 2 + sums[3] / 2
@@ -917,7 +926,7 @@ def test_weight_decay_leaves_learned_probabilities_alone() -> None:
     }
 
 
-# F37: counts -----------------------------------------------------------------------------------------------------------
+# F37: counts ----------------------------------------------------------------------------------------------------------
 
 
 def counted(build: Any, config: sb.Config) -> tuple[int, int]:
@@ -961,7 +970,8 @@ def test_parameter_counts_of_tables_1_and_3(
 
 @pytest.mark.parametrize("k", [1, 2, 7])
 def test_overhead_formulas_of_section_3_3(k: int) -> None:
-    """2 (K - 1) N_2 for a norm layer; (K - 1) (I + 1) O for a dense layer; (K - 1) k^2 I O for a convolution without bias."""
+    """2 (K - 1) N_2 for a norm layer; (K - 1) (I + 1) O for a dense layer; (K - 1) k^2 I O for a convolution without
+    bias."""
 
     def extra(net: nn.Module, patch: str) -> int:
         report = sb.summary(sb.bayesianize(net, sb.ModelPatch(components=k, patch=patch)))
@@ -975,7 +985,7 @@ def test_overhead_formulas_of_section_3_3(k: int) -> None:
     assert extra(conv_ends, "input+output") == (k - 1) * (3**2 * 2 * 5 + 5**2 * 7 * 4)
 
 
-# Effective ensemble size -----------------------------------------------------------------------------------------------
+# Effective ensemble size ----------------------------------------------------------------------------------------------
 
 
 def log_size(net: nn.Module, config: Any, **options: Any) -> float:
@@ -1023,7 +1033,7 @@ def test_effective_sizes_of_the_papers_networks(build: Any, layers: int) -> None
         assert math.isclose(log_size(build(), PATCH), layers * math.log(5))
 
 
-# F36 and prediction ----------------------------------------------------------------------------------------------------
+# F36 and prediction ---------------------------------------------------------------------------------------------------
 
 
 def test_the_printed_running_mean_is_too_small_and_predict_returns_the_true_one() -> None:
@@ -1062,7 +1072,7 @@ def test_predict_approaches_the_enumerated_predictive_distribution(chunk: int | 
     assert uniform_p(z[:, 0].bincount(minlength=27), [2000 / 27] * 27) > RARE
 
 
-# Rows of one draw ------------------------------------------------------------------------------------------------------
+# Rows of one draw -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cross", [False, True])
@@ -1102,7 +1112,7 @@ def test_a_held_draw_is_one_network_for_every_row_and_call() -> None:
         torch.testing.assert_close(sb.sample(net, x[:2]), y[:, :2])
 
 
-# Statistics ------------------------------------------------------------------------------------------------------------
+# Statistics -----------------------------------------------------------------------------------------------------------
 
 
 def test_running_statistics_are_kept_once_and_are_those_of_the_plain_layer() -> None:
@@ -1132,7 +1142,7 @@ def test_folded_draws_count_as_one_batch_for_the_statistics() -> None:
     torch.testing.assert_close(layer.running_var, plain.running_var)
 
 
-# How components start --------------------------------------------------------------------------------------------------
+# How components start -------------------------------------------------------------------------------------------------
 
 
 def started(init: Any, jitter: float = 0.05) -> tuple[nn.Module, nn.Module]:
@@ -1231,7 +1241,7 @@ def test_regularised_training_separates_components_that_start_alike() -> None:
     assert len(scales.unique(dim=0)) == 3
 
 
-# Precision -------------------------------------------------------------------------------------------------------------
+# Precision ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cast", ["before", "after", "half"])
@@ -1271,7 +1281,7 @@ def test_a_patched_model_of_half_precision_keeps_its_kl_in_single_precision() ->
     assert sb.sample(net.eval(), torch.randn(4, 3).bfloat16(), draws=4).dtype == torch.bfloat16
 
 
-# Where patches go ------------------------------------------------------------------------------------------------------
+# Where patches go -----------------------------------------------------------------------------------------------------
 
 
 def converted(net: nn.Module) -> set[str]:
@@ -1358,7 +1368,7 @@ def test_configs_survive_json(config: sb.Config) -> None:
     assert again == config and hash(again) == hash(config)
 
 
-# Refusals --------------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [sb.ModelPatch, sb.Mixture])
@@ -1451,7 +1461,7 @@ def test_a_norm_without_scale_cannot_be_patched_by_name(config: sb.Config) -> No
     assert {row.name: row.detail for row in sb.summary(net).rows}["1"] == reason
 
 
-# Inputs without rows ---------------------------------------------------------------------------------------------------
+# Inputs without rows --------------------------------------------------------------------------------------------------
 
 
 class Token(nn.Module):
@@ -1482,7 +1492,8 @@ def test_an_input_of_one_row_meets_every_draw(build: Any, config: sb.Config) -> 
 
 
 def test_a_recurrent_network_mixes_matrix_by_matrix() -> None:
-    """Each matrix of an LSTM is a site of its own; its second bias is not mixed. Against torch's LSTM with the picked weights."""
+    """Each matrix of an LSTM is a site of its own; its second bias is not mixed. Against torch's LSTM with the picked
+    weights."""
     net = imdb_lstm(vocabulary=9, embedding=3, units=2).double()
     for p in net.parameters():
         nn.init.normal_(p.data, 0, 0.5)

@@ -1317,7 +1317,7 @@ def test_a_weight_that_is_used_transposed_is_used() -> None:
             close(one, sb.write_out(model, j)(torch.ones(3, 4)))
 
 
-# Sizes that nobody has seen ---------------------------------------------------------------------------------------------------------------
+# Sizes that nobody has seen -----------------------------------------------------------------------------------------
 
 
 class Pieces(nn.Module):

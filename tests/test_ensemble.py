@@ -88,7 +88,7 @@ def first(output: Any) -> Tensor:
     return pytree.tree_leaves(output)[0]
 
 
-# Members are networks --------------------------------------------------------------------------------------------------
+# Members are networks -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draws", [1, 2])
@@ -141,7 +141,8 @@ def test_batched_execution_falls_back_where_batch_norm_trains(execution: str) ->
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 12])
 @pytest.mark.parametrize("execution", ["loop", "batched"])
 def test_rows_of_a_bare_call_are_shared_out_among_the_members(rows: int, execution: str) -> None:
-    """Blocks as equal as the number allows; each row is one member's, members follow each other, starting at a random one."""
+    """Blocks as equal as the number allows; each row is one member's, members follow each other, starting at a random
+    one."""
     net = ensemble_of(mlp, execution=execution).double().eval()
     x = torch.randn(rows, 3).double()
     alone = torch.stack([m(x) for m in nets_of(net)])
@@ -200,7 +201,7 @@ def test_predict_keeps_members_apart() -> None:
     torch.testing.assert_close(pred.epistemic, entropy - torch.special.entr(alone).sum(-1).mean(0))
 
 
-# Any module ------------------------------------------------------------------------------------------------------------
+# Any module -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
@@ -406,7 +407,7 @@ def test_packed_sequences_go_to_one_member_and_say_so() -> None:
         assert min((y - a).abs().max() for a in alone) < 1e-6
 
 
-# Where rows lie --------------------------------------------------------------------------------------------------------
+# Where rows lie -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
@@ -515,7 +516,7 @@ def test_states_go_in_and_out_by_rows() -> None:
         torch.testing.assert_close(c[k], ca)
 
 
-# Training --------------------------------------------------------------------------------------------------------------
+# Training -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("execution", ["loop", "batched"])
@@ -595,7 +596,7 @@ def test_dropout_inside_members_is_drawn_apart() -> None:
         assert not torch.equal(y[0] == 0, y[1] == 0)
 
 
-# Saved, copied, taken apart --------------------------------------------------------------------------------------------
+# Saved, copied, taken apart -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("network", ["mlp", "batch-norm", "recurrent"])
@@ -661,7 +662,7 @@ def test_members_with_tied_weights_can_be_saved(tmp_path: Path) -> None:
     assert torch.equal(sb.sample(again, ids), sb.sample(net, ids))
 
 
-# ensemble([...]) -------------------------------------------------------------------------------------------------------
+# ensemble([...]) ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
@@ -739,7 +740,7 @@ def test_a_joined_ensemble_survives_a_checkpoint(tmp_path: Path) -> None:
     torch.testing.assert_close(sb.sample(again, x)["out"], alone)
 
 
-# Single layers, and other methods beside them --------------------------------------------------------------------------
+# Single layers, and other methods beside them -------------------------------------------------------------------------
 
 
 def test_single_layers_can_be_copied() -> None:
@@ -873,7 +874,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], words: str) -> 
         sb.Ensemble(**options)
 
 
-# Counts, summaries, compilers ------------------------------------------------------------------------------------------
+# Counts, summaries, compilers -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("members", [1, 2, 5])
@@ -933,7 +934,7 @@ def test_compiles_as_one_graph(execution: str) -> None:
     assert len(members) > 1  # the first member is drawn anew in every call
 
 
-# Models nobody here wrote ----------------------------------------------------------------------------------------------
+# Models nobody here wrote ---------------------------------------------------------------------------------------------
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,4 +1,5 @@
-"""Mean-field and k-tied posteriors: estimators, priors, factored scales, and the optimum of the ELBO (F21 to F26, R13)."""
+"""Mean-field and k-tied posteriors: estimators, priors, factored scales, and the optimum of the ELBO (F21 to F26,
+R13)."""
 
 import copy
 import math
@@ -37,7 +38,7 @@ def scales(net: Any, site: str = "weight") -> Tensor:
     return net.posterior[site].log_scale().exp().detach()
 
 
-# F21: Flipout ----------------------------------------------------------------------------------------------------------
+# F21: Flipout ---------------------------------------------------------------------------------------------------------
 
 
 def flipout(bias: str = "point", draws: int = 20_000) -> tuple[Any, Tensor, Tensor]:
@@ -112,7 +113,8 @@ def test_flipout_convolutions_have_signs_for_each_example_and_channel(groups: in
 
 
 def test_flipout_signs_stay_fixed_over_time() -> None:
-    """Each row of an LSTM keeps its weights for the whole sequence: torch's own LSTM, row by row, with W + r s^T o dW."""
+    """Each row of an LSTM keeps its weights for the whole sequence: torch's own LSTM, row by row, with W + r s^T o
+    dW."""
     plain = nn.LSTM(3, 4, batch_first=True)
     net = sb.bayesianize(copy.deepcopy(plain), sb.MeanField(estimator="flipout", scale_init=0.3))
     x = torch.randn(5, 7, 3)
@@ -125,11 +127,12 @@ def test_flipout_signs_stay_fixed_over_time() -> None:
         torch.testing.assert_close(y[row], plain(x[row : row + 1])[0][0])
 
 
-# F22: gradients of a linear-Gaussian model ------------------------------------------------------------------------------
+# F22: gradients of a linear-Gaussian model ----------------------------------------------------------------------------
 
 
 def gradients(config: sb.Config, steps: int = 1200) -> tuple[np.ndarray, np.ndarray, Any, Tensor, Tensor]:
-    """Gradients to the mean and to the log scale in many single-draw steps, (steps, d) each; then the net and its data."""
+    """Gradients to the mean and to the log scale in many single-draw steps, (steps, d) each; then the net and its
+    data."""
     net, x, y = linear(5, 1, config), torch.randn(32, 5) + 1, torch.randn(32)
     parameters = [net.weight, net.posterior["weight"].weight_log_scale]
     drawn = []
@@ -154,7 +157,8 @@ def exact_gradients(
 
 
 def test_gradients_are_unbiased_and_less_noisy_from_reparam_to_flipout_to_local() -> None:
-    """F22: within 4.5 standard errors of the exact gradient; means gain by decorrelated rows, scales further by local draws."""
+    """F22: within 4.5 standard errors of the exact gradient; means gain by decorrelated rows, scales further by local
+    draws."""
     variance = {}
     for estimator in ESTIMATORS:
         torch.manual_seed(1)
@@ -172,7 +176,7 @@ def test_gradients_are_unbiased_and_less_noisy_from_reparam_to_flipout_to_local(
     assert stds[0] > 1.2 * stds[1] > 3 * stds[2]
 
 
-# The local estimator ---------------------------------------------------------------------------------------------------
+# The local estimator --------------------------------------------------------------------------------------------------
 
 Case = tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[[Tensor, Tensor], Tensor]]
 LOCAL: dict[str, Case] = {  # layer, input, and op(x^2, sigma^2) written with torch alone
@@ -233,7 +237,8 @@ def test_local_outputs_have_the_variance_of_the_scales(name: str, rank: int) -> 
 @pytest.mark.parametrize("options", [{}, {"bias": "gaussian"}, {"max_scale": 0.35}], ids=["plain", "bias", "cap"])
 @pytest.mark.parametrize("name", LOCAL)
 def test_k_tied_local_draws_equal_mean_field_ones(name: str, options: dict[str, Any]) -> None:
-    """Means and variances agree, and so do outputs of the same noise, with biases that have posteriors and with a cap."""
+    """Means and variances agree, and so do outputs of the same noise, with biases that have posteriors and with a
+    cap."""
     tied, free, x = pair(name, 2, **options)
     torch.manual_seed(5)
     first = tied(x)
@@ -273,7 +278,8 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize(("name", "large"), [("k-tied", False), ("mean-field", True)])
 def test_local_k_tied_never_forms_a_matrix_of_scales(name: str, large: bool) -> None:
-    """Forward and backward of a 300 x 400 layer: nothing but the mean weight has 120,000 elements; mean-field has more."""
+    """Forward and backward of a 300 x 400 layer: nothing but the mean weight has 120,000 elements; mean-field has
+    more."""
     net = linear(300, 400, sb.MeanField(estimator="local") if large else sb.KTied(rank=3, estimator="local"))
     net.weight.requires_grad_(False)
     x = torch.randn(6, 300, requires_grad=True)
@@ -283,7 +289,7 @@ def test_local_k_tied_never_forms_a_matrix_of_scales(name: str, large: bool) -> 
     assert all(p.grad is not None for p in net.posterior.parameters())
 
 
-# KL and priors ---------------------------------------------------------------------------------------------------------
+# KL and priors --------------------------------------------------------------------------------------------------------
 
 
 def kl_by_torch(net: Any, loc: float, scale: float) -> float:
@@ -363,7 +369,8 @@ def test_empirical_bayes_takes_the_best_variance() -> None:
 
 
 def test_empirical_bayes_gradients_flow_through_the_variance() -> None:
-    """At the minimum over v the total derivative is the partial one: autograd through v* against KL with v* held fixed."""
+    """At the minimum over v the total derivative is the partial one: autograd through v* against KL with v* held
+    fixed."""
     net = linear(6, 4, sb.MeanField(prior=sb.EmpiricalBayes(), scale_init=0.2))
     moment = (scales(net).square() + net.weight.detach().square()).sum().item()
     held = sb.Normal(0.0, math.sqrt((moment + 0.202) / (24 + 6.02)))
@@ -450,7 +457,7 @@ def test_layers_may_have_different_priors() -> None:
     assert sb.kl(net).item() == pytest.approx(expected, rel=1e-9)
 
 
-# Factored scales -------------------------------------------------------------------------------------------------------
+# Factored scales ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
@@ -482,7 +489,8 @@ def test_scales_are_products_of_the_factors_in_the_matrix_view() -> None:
 
 
 def test_one_tied_is_the_matrix_normal_and_two_tied_is_none() -> None:
-    """F23, F24: for k = 1 the covariance is diag(p) (x) diag(q); for k = 2 the variances have rank 3, no Kronecker product."""
+    """F23, F24: for k = 1 the covariance is diag(p) (x) diag(q); for k = 2 the variances have rank 3, no Kronecker
+    product."""
     one = linear(4, 3, sb.MatrixNormal(scale_jitter=0.7)).posterior["weight"]
     q, p = (2 * one.log_u[:, 0]).exp(), (2 * one.log_v[:, 0]).exp()
     covariance = torch.kron(p.diag(), q.diag())  # vec stacks the columns of the m x n matrix view
@@ -551,13 +559,14 @@ def test_a_cap_does_not_wind_up() -> None:
     assert net.posterior["weight"].raw_log_scale().max() < math.log(0.2) + 0.3
 
 
-# What a conversion starts from, and biases -----------------------------------------------------------------------------
+# What a conversion starts from, and biases ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("method", [sb.MeanField, sb.KTied])
 def test_means_are_the_models_weights(method: Any, estimator: Any) -> None:
-    """With hardly any scale the converted network is the plain one; with the usual scale its mean prediction stays close."""
+    """With hardly any scale the converted network is the plain one; with the usual scale its mean prediction stays
+    close."""
     plain = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
     x = torch.randn(20, 6)
     for scale, tolerance in ((1e-9, 1e-7), (0.01, 0.01)):
@@ -613,7 +622,7 @@ def test_biases_under_a_prior_are_not_decayed() -> None:
     assert decayed(sb.bayesianize(net, sb.MeanField(bias="gaussian"))) == set()
 
 
-# Errors ----------------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 SHARED = r"Set independent_positions=True to accept independent noise at each, or use 'flipout'"
 LOCAL_ONLY, FLIPOUT = sb.KTied(estimator="local"), sb.MeanField(estimator="flipout")
@@ -629,7 +638,10 @@ ERRORS: list[tuple[str, Callable[[], Any]]] = [
     (r"\(LSTM\): the local .* exact only where .* " + SHARED, lambda: sb.bayesianize(nn.LSTM(3, 2), LOCAL_ONLY)),
     (r"\(EmbeddingBag\): .* pooled vectors; use 'reparam'", lambda: sb.bayesianize(nn.EmbeddingBag(3, 2), LOCAL_ONLY)),
     (r"\(EmbeddingBag\): flipout needs .* linear", lambda: sb.bayesianize(nn.EmbeddingBag(3, 2, mode="max"), FLIPOUT)),
-    (r"weight: .* got \(4, 5, 3\), whose positions share .* " + SHARED, lambda: linear(3, 2, LOCAL_ONLY)(torch.randn(4, 5, 3))),
+    (
+        r"weight: .* got \(4, 5, 3\), whose positions share .* " + SHARED,
+        lambda: linear(3, 2, LOCAL_ONLY)(torch.randn(4, 5, 3)),
+    ),
     (r"Normal needs a positive, finite scale, got 0\.0", lambda: sb.MeanField(prior=sb.Normal(0.0, 0.0))),
     (r"TiedMean needs a positive, finite scale, got -1", lambda: sb.TiedMean(-1)),
     (r"HeNormal needs a positive, finite scale, got 0", lambda: sb.HeNormal(0)),
@@ -677,10 +689,10 @@ def test_local_is_refused_where_a_row_meets_the_weights_twice(folded: bool) -> N
         net(torch.randn(3, 4))
 
 
-# R13: the optimum of the ELBO ------------------------------------------------------------------------------------------
+# R13: the optimum of the ELBO -----------------------------------------------------------------------------------------
 #
 # Bayesian linear regression with known noise: y_no = x_n . w_o + noise_o e. The exact posterior of w_o has precision
-# X^T X / noise_o^2 + I / sp^2; the best factorised Gaussian has its means, and the inverse roots of its diagonal as scales.
+# X^T X / noise_o^2 + I / sp^2; the best factorised Gaussian has its means, and its diagonal's inverse roots as scales.
 
 SP = 0.8  # the prior's scale
 
@@ -697,7 +709,8 @@ def regression(correlated: bool, d: int = 12, n: int = 40) -> tuple[Tensor, Tens
 
 
 def blocks(d: int = 8, n: int = 40) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs of two strengths, outputs of two noises: the best scales are a 2 x 2 pattern of blocks, of rank exactly 2."""
+    """Inputs of two strengths, outputs of two noises: the best scales are a 2 x 2 pattern of blocks, of rank exactly
+    2."""
     rng = np.random.default_rng(1)
     x = np.linalg.qr(rng.normal(size=(n, d)))[0] * np.where(np.arange(d) < d // 2, 1.0, 6.0)
     noise = np.array([0.3, 0.3, 3.0, 3.0])
@@ -716,7 +729,8 @@ Problem = tuple[Tensor, Tensor, Tensor]
 
 
 def fit(data: Problem, method: sb.Config, kl_weight: float = 1.0, steps: int = 600) -> tuple[Tensor, Tensor]:
-    """Adam, averaged over the second half: ratios of fitted to best scales, distances of means in units of the best scale."""
+    """Adam, averaged over the second half: ratios of fitted to best scales, distances of means in units of the best
+    scale."""
     x, y, noise = data
     net = linear(x.shape[1], y.shape[1], method)
     nn.init.zeros_(net.weight)

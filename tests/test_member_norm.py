@@ -135,7 +135,8 @@ def test_a_bare_call_shares_rows_out(case: str, rows: int, training: bool) -> No
         if fails:
             with pytest.raises(
                 ValueError,
-                match=r"weight: every member's statistics need more than one value for each channel.*2 rows or more for each of the 3",
+                match=r"weight: every member's statistics need more than one value for each channel.*"
+                r"2 rows or more for each of the 3",
             ):
                 layer(x)
             continue
@@ -346,7 +347,8 @@ def test_compiles_as_one_graph_that_trains(call: str, momentum: float | None) ->
 
 
 class NoQuestions(TorchDispatchMode):
-    """Refuses operations that make the host wait for the device, or copy numbers of its own there: no CUDA graph could record them."""
+    """Refuses operations that make the host wait for the device, or copy numbers of its own there: no CUDA graph could
+    record them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket.__name__ not in (

@@ -1,6 +1,7 @@
 """Norm layers with components: against plain torch in every mode, rank and layout, and inside models nobody here wrote.
 
-The reference is always the plain layer (or F.*_norm) with the picked scale and bias written in. Sizes: S draws, B rows, K components.
+The reference is always the plain layer (or F.*_norm) with the picked scale and bias written in. Sizes: S draws, B rows,
+K components.
 """
 
 import copy
@@ -14,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.layers.base import BayesLayer
-from slimbayes.layers.norm import NORMS
+from slimbayes.layers.base import LAYERS, BayesLayer
 
 # torch says so of every sequence-first nn.TransformerEncoder.
 pytestmark = [
@@ -95,7 +95,8 @@ def with_values(plain: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Mod
 
 
 def test_every_norm_of_the_library_is_in_the_list() -> None:
-    assert {cls.plain for cls in NORMS} == {type(build()) for build, _ in CASES.values()}
+    norms = {plain for plain, cls in LAYERS.items() if cls.bayes_kind == "norm"}
+    assert norms == {type(build()) for build, _ in CASES.values()}
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -226,7 +227,8 @@ def test_a_single_vector_meets_held_draws(build: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_statistics_that_are_turned_off_later(mode: str) -> None:
-    """track_running_stats may be set to False on a layer that has statistics: torch uses the batch in training, them in eval mode."""
+    """track_running_stats may be set to False on a layer that has statistics: torch uses the batch in training, them in
+    eval mode."""
     plain = shaken(nn.BatchNorm1d(C))
     layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=2, jitter=0.0))
     x = torch.randn(5, C)
@@ -265,7 +267,7 @@ def test_dropout_before_norm_means_every_norm() -> None:
     assert [isinstance(m, BayesLayer) for m in net] == [False, True, False, True]
 
 
-# Precision and memory --------------------------------------------------------------------------------------------------
+# Precision and memory -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings(
@@ -376,7 +378,7 @@ def test_one_value_per_channel_cannot_be_normalised_in_training() -> None:
         layer(torch.randn(1, C))
 
 
-# Inside transformers ---------------------------------------------------------------------------------------------------
+# Inside transformers --------------------------------------------------------------------------------------------------
 
 
 def encoder(batch_first: bool, norm_first: bool = False, norm: bool = True) -> nn.TransformerEncoder:
@@ -396,7 +398,8 @@ class Wrapped(nn.Module):
 
 
 def reference_draws(net: nn.Module, x: Tensor, draws: int) -> Tensor:
-    """Plain copies of the model with the picks of the last pass written into every patched layer, run one after another."""
+    """Plain copies of the model with the picks of the last pass written into every patched layer, run one after
+    another."""
     out = []
     for j in range(draws):
         plain = sb.debayesianize(copy.deepcopy(net))
@@ -471,7 +474,7 @@ def test_the_fast_path_of_torchs_encoder_does_not_hide_the_draws() -> None:
         assert len(torch.stack([net(x) for _ in range(20)]).flatten(1).round(decimals=4).unique(dim=0)) > 5
 
 
-# Models nobody here wrote ----------------------------------------------------------------------------------------------
+# Models nobody here wrote ---------------------------------------------------------------------------------------------
 
 transformers = pytest.importorskip("transformers")
 

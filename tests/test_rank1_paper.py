@@ -50,7 +50,7 @@ def factors(layer: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     )
 
 
-# F1: Eq. 1 -------------------------------------------------------------------------------------------------------------
+# F1: Eq. 1 ------------------------------------------------------------------------------------------------------------
 
 
 def conv_loops(
@@ -194,7 +194,7 @@ def test_additive_form_shifts_inputs_and_outputs(draws: str) -> None:
         np.testing.assert_allclose(y[j, b], expected, atol=1e-12)
 
 
-# F2: layout ------------------------------------------------------------------------------------------------------------
+# F2: layout -----------------------------------------------------------------------------------------------------------
 
 
 def mlp() -> nn.Module:
@@ -365,7 +365,7 @@ def test_windows_folded_into_the_batch_share_the_draw_of_their_row(draws: str) -
         np.testing.assert_allclose(y[j, b], x[b].numpy() @ w.T + net.layer.bias.detach().numpy(), atol=1e-12)
 
 
-# F3: the plain network and BatchEnsemble as limits ---------------------------------------------------------------------
+# F3: the plain network and BatchEnsemble as limits --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("build", "shape"), MODELS)
@@ -407,7 +407,7 @@ def test_point_factors_of_rank1_are_batchensemble() -> None:
     assert sb.kl(rank1) == sb.kl(ensemble) == 0
 
 
-# F4: independence of draws ---------------------------------------------------------------------------------------------
+# F4: independence of draws --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -445,7 +445,7 @@ def test_factors_of_different_layers_members_and_of_r_and_s_are_uncorrelated() -
     assert np.abs(off).max() < 4.5 / math.sqrt(n)  # 120 pairs
 
 
-# F5: moments -----------------------------------------------------------------------------------------------------------
+# F5: moments ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("random", ["both", "r", "s"])
@@ -469,7 +469,7 @@ def test_output_moments_equal_their_closed_form(random: str, draws: str) -> None
     assert (np.abs((centred**2).mean(0) - variance) < 4 * error).all()
 
 
-# F6: clipping ----------------------------------------------------------------------------------------------------------
+# F6: clipping ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv", "lstm"])
@@ -515,13 +515,14 @@ def test_clipped_factors_get_no_gradient_and_leave_the_kl_alone() -> None:
     torch.testing.assert_close(grads["clipped"][:, ~outside], grads["free"][:, ~outside], rtol=0, atol=0)
 
 
-# F10: mixtures ---------------------------------------------------------------------------------------------------------
+# F10: mixtures --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "prior"), [("normal", sb.Normal(1.0, 0.3)), ("cauchy", sb.Cauchy(1.0, 0.3))])
 @pytest.mark.parametrize("spread", [0.01, 0.3, 3.0])
 def test_sum_over_members_bounds_the_kl_of_the_mixture(family: str, prior: Any, spread: float) -> None:
-    """F10: mean - log K <= KL(mixture || prior) <= mean, with mean = sb.kl / K; the mixture by quadrature in one dimension."""
+    """F10: mean - log K <= KL(mixture || prior) <= mean, with mean = sb.kl / K; the mixture by quadrature in one
+    dimension."""
     members = 3
     net = sb.bayesianize(
         nn.Linear(1, 1, bias=False),
@@ -554,7 +555,7 @@ def test_kl_of_equal_members_is_members_times_one() -> None:
     assert sb.kl(many).item() == pytest.approx(5 * sb.kl(single).item(), rel=1e-12)
 
 
-# F13, F14: variance structure ------------------------------------------------------------------------------------------
+# F13, F14: variance structure -----------------------------------------------------------------------------------------
 
 
 def test_theorem_1_relates_weight_and_factor_fluctuations() -> None:
@@ -589,7 +590,8 @@ def test_theorem_1_relates_weight_and_factor_fluctuations() -> None:
 
 
 def test_multiplicative_noise_is_additive_noise_of_scaled_width() -> None:
-    """F14: w (mu + sigma e) = w mu + (w sigma) e, so at one input both forms draw the same outputs from the same noise."""
+    """F14: w (mu + sigma e) = w mu + (w sigma) e, so at one input both forms draw the same outputs from the same
+    noise."""
     plain = nn.Linear(4, 3)
     with torch.no_grad():
         plain.weight.abs_()
@@ -612,7 +614,7 @@ def test_multiplicative_noise_is_additive_noise_of_scaled_width() -> None:
     assert drawn[0].std() > 0.1
 
 
-# F15: induced priors ---------------------------------------------------------------------------------------------------
+# F15: induced priors --------------------------------------------------------------------------------------------------
 
 N_INDUCED = 20_000
 
@@ -667,7 +669,7 @@ def test_normal_factors_induce_the_product_normal() -> None:
     assert stats.kstest(w, lambda t: np.interp(t, grid, table)).pvalue > 1e-3
 
 
-# F16: parameter counts and weight decay --------------------------------------------------------------------------------
+# F16: parameter counts and weight decay -------------------------------------------------------------------------------
 
 COUNTS = [
     (lambda: wrn(28, 10, 10), None, 36_479_194),
@@ -730,7 +732,8 @@ def test_relative_overhead_is_the_papers() -> None:
 
 
 def test_decay_is_the_gradient_of_the_l2_penalty_and_spares_factors() -> None:
-    """F16, A.6: an SGD step with weight_decay = 2 lambda is one on loss + lambda * (squares of kernels, norms and biases)."""
+    """F16, A.6: an SGD step with weight_decay = 2 lambda is one on loss + lambda * (squares of kernels, norms and
+    biases)."""
     lam, lr = 3e-2, 0.5
     plain = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
     net = sb.bayesianize(plain, sb.Rank1(members=2))

@@ -58,7 +58,7 @@ def draw_of_row(layer: Any, row: int, rows: int) -> int:
     return row * drawn // rows
 
 
-# The slow reference ----------------------------------------------------------------------------------------------------
+# The slow reference ---------------------------------------------------------------------------------------------------
 
 
 def sigmoid(z: np.ndarray) -> np.ndarray:
@@ -81,7 +81,8 @@ def cell(mode: str, gi: np.ndarray, gh: np.ndarray, h: np.ndarray, c: np.ndarray
 def loop(
     layer: Any, x: np.ndarray, n: int, h0: np.ndarray, c0: np.ndarray, hide: bool = False
 ) -> tuple[np.ndarray, ...]:
-    """A sequence (T', D) of one row under draw n: outputs (T', directions * U), last h and last c (layers * directions, U)."""
+    """A sequence (T', D) of one row under draw n: outputs (T', directions * U), last h and last c (layers * directions,
+    U)."""
     h0, c0, index = h0.copy(), c0.copy(), 0
     for i in range(layer.num_layers):
         sides = []
@@ -161,7 +162,8 @@ def test_additive_factors_shift_both_matrices(
 def test_packed_sequences_with_states_equal_the_slow_loop(
     kind: type, options: dict[str, Any], shape: dict[str, Any], draws: str
 ) -> None:
-    """F18: rows of different lengths, unsorted, each from its own state; the reverse direction starts at a row's end."""
+    """F18: rows of different lengths, unsorted, each from its own state; the reverse direction starts at a row's
+    end."""
     net, lengths = convert(kind(D, U, **options, **shape), draws), [2, 4, 1, 3, 4]
     x, (h0, c0) = torch.randn(5, T, D), states(net, 5)
     packed = pack_padded_sequence(x, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
@@ -229,7 +231,7 @@ def test_dropout_between_layers_spares_the_last(kind: type, options: dict[str, A
             np.testing.assert_allclose(array(y[j, b]), out, atol=1e-12)
 
 
-# Draws, KL and limits --------------------------------------------------------------------------------------------------
+# Draws, KL and limits -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draws", ["example", "member"])
@@ -281,7 +283,7 @@ def test_one_member_at_a_point_mass_is_torchs_cell() -> None:
             torch.testing.assert_close(y[t], state[0] if cell_kind is nn.LSTMCell else state, rtol=0, atol=1e-14)
 
 
-# Cells -----------------------------------------------------------------------------------------------------------------
+# Cells ----------------------------------------------------------------------------------------------------------------
 
 
 class Unroll(nn.Module):
@@ -339,7 +341,7 @@ def test_unbatched_cells_take_vectors(kind: type, mode: str, options: dict[str, 
     np.testing.assert_allclose(array(new[0] if mode == "LSTM" else new), expected, atol=1e-12)
 
 
-# Attention -------------------------------------------------------------------------------------------------------------
+# Attention ------------------------------------------------------------------------------------------------------------
 
 E, HEADS, LQ, LK, R = 4, 2, 3, 5, 4
 
@@ -444,7 +446,7 @@ def test_attention_equals_torch_on_materialised_weights(mask: str, options: dict
         y, weights = layer(*given, **MASKS[mask], **extra)
         told = MASKS[mask] | extra
         if layer.bias_k is not None or layer.add_zero_attn:
-            # With the hint torch's fused path rebuilds the mask and hides the appended keys; its explicit path shows them.
+            # With the hint torch's fused path rebuilds the mask and hides the appended keys; its other path shows them.
             told = told | {"is_causal": False}
         check_attention(layer, qkv, told, y if layer.batch_first else y.transpose(0, 1), weights)
 
@@ -475,7 +477,8 @@ def test_unbatched_attention_is_one_row(batch_first: bool) -> None:
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_encoder_layer_equals_torch_on_materialised_weights(batch_first: bool, norm_first: bool) -> None:
-    """F1 through nn.TransformerEncoderLayer: attention and both linear layers, rows along either dimension, no fast path."""
+    """F1 through nn.TransformerEncoderLayer: attention and both linear layers, rows along either dimension, no fast
+    path."""
     plain = nn.TransformerEncoderLayer(E, HEADS, 6, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
     net = convert(copy.deepcopy(plain), batch_dim=0 if batch_first else 1).eval()
     x = torch.randn(R, LQ, E)
@@ -495,7 +498,7 @@ def test_encoder_layer_equals_torch_on_materialised_weights(batch_first: bool, n
             torch.testing.assert_close(y[i], expected[0] if batch_first else expected[:, 0], rtol=0, atol=1e-12)
 
 
-# Layouts that are easy to get wrong ------------------------------------------------------------------------------------
+# Layouts that are easy to get wrong -----------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
@@ -538,7 +541,8 @@ def test_converted_root_attention_takes_unbatched_inputs(batch_first: bool) -> N
 def test_states_are_split_by_rows_even_where_other_sizes_coincide(
     rows: int, members: int, units: int, options: dict[str, Any]
 ) -> None:
-    """F2: h (layers * directions, S * B, U) gives (S, layers * directions, B, U); its last forward state is the last output."""
+    """F2: h (layers * directions, S * B, U) gives (S, layers * directions, B, U); its last forward state is the last
+    output."""
     net = sb.bayesianize(nn.GRU(D, units, batch_first=True, **options), sb.BatchEnsemble(members=members))
     y, h = sb.sample(net, torch.randn(rows, T, D))
     index = -2 if net.bidirectional else -1

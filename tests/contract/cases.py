@@ -1,4 +1,4 @@
-"""The two lists of the contract: methods and layers. A new method or layer adds one line here and passes every property."""
+"""The lists of the contract: methods and layers. A new one adds one line here and passes every property."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ METHODS: dict[str, sb.Config] = {
     "mean-field": sb.MeanField(prior=sb.Normal(0.0, 0.3), scale_init=0.1, bias="gaussian"),
     "mean-field-flipout": sb.MeanField(estimator="flipout", scale_init=0.1),
     "mean-field-local": sb.MeanField(estimator="local", scale_init=0.1, bias="gaussian", independent_positions=True),
+    "radial": sb.Radial(scale_init=0.5),
     "k-tied": sb.KTied(rank=2, scale_init=0.1),
     "k-tied-flipout": sb.KTied(rank=2, estimator="flipout", scale_init=0.1, bias="gaussian"),
     "k-tied-local": sb.KTied(rank=2, estimator="local", scale_init=0.1, independent_positions=True),
@@ -47,7 +48,8 @@ METHODS: dict[str, sb.Config] = {
 
 @dataclass
 class LayerCase:
-    """A layer, an input of `rows` rows along `batch_dim`, its weights' channels (n_in, n_out, has bias) and matrix views (m, n)."""
+    """A layer, an input with `rows` along `batch_dim`, its weights' channels (n_in, n_out, has bias) and matrix
+    views."""
 
     make: Callable[[], nn.Module]
     input: Callable[[], Any]
@@ -193,13 +195,13 @@ def fits(method: str, layer: str) -> bool:
         return kind == "matrix"
     if isinstance(config, sb.MemberNorm):  # other norms have no statistics over rows
         return layer.startswith("BatchNorm")
-    # The local estimator draws outputs, which a bag does not give linearly; dropout acts on the inputs of a layer, which indices are not.
+    # The local estimator draws outputs, which a bag does not give linearly; dropout acts on inputs, not on indices.
     lookup = (method.endswith("local") and layer == "EmbeddingBag") or (method == "mc-dropout" and "Embedding" in layer)
     return kind in config.covers and not lookup
 
 
 def convert(layer: nn.Module, method: str, case: LayerCase) -> nn.Module:
-    """Convert with every layer included, embeddings too, and without the padding row's vanishing gradient in the way."""
+    """Convert with every layer included, embeddings too."""
     config = METHODS[method]
     include = None if isinstance(config, sb.Deterministic) else (lambda name, layer: True)
     return sb.bayesianize(layer, config, include=include, batch_dim=case.batch_dim)

@@ -24,6 +24,7 @@ from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.posteriors.mc_dropout import DropoutPosterior
 from slimbayes.posteriors.member_norm import MemberNormPosterior
 from slimbayes.posteriors.mixture import MixturePosterior
+from slimbayes.posteriors.radial import RadialPosterior
 from slimbayes.posteriors.rank1 import Rank1Posterior
 
 PAIRS = [(m, n) for m in METHODS for n in LAYERS if fits(m, n)]
@@ -92,9 +93,10 @@ def main_output(output: Any) -> Tensor:
 def set_neutral(model: nn.Module, method: str) -> None:
     """No noise, and unit factors (zero for additive ones). Rank-1 scales have a floor, so they become points."""
     for posterior in posteriors_of(model):
-        if isinstance(posterior, GaussianPosterior):
-            for parameter in posterior.parameters():
-                nn.init.constant_(parameter, -40.0)
+        scales = [p for name, p in posterior.named_parameters() if posterior.role(name) == "scale"]
+        for parameter in scales:
+            nn.init.constant_(parameter, -40.0)
+        if scales:
             continue
         if isinstance(posterior, DropoutPosterior):
             posterior.rate, posterior.fixed = 0.0, True
@@ -332,11 +334,32 @@ def posterior_and_prior(model: nn.Module) -> list[tuple[Any, Any, Any]]:
             free = torch.ones_like(linear.weight, dtype=torch.bool)
             if getattr(layer, "padding_idx", None) is not None:  # the padding word's vector is no parameter
                 free[layer.padding_idx] = False
+            if isinstance(posterior, RadialPosterior):
+                out.append((RadialDensity(linear.weight[free], posterior.scale()[free]), posterior.prior, lambda: None))
+                continue
             q = sb.Normal(linear.weight[free], posterior.log_scale().exp()[free])
             out.append((q, posterior.prior, partial(_to_prior_weights, linear, posterior)))
             if posterior.bias_log_scale is not None:
                 out.append((sb.Normal(linear.bias, posterior.bias_log_scale.exp()), posterior.prior, lambda: None))
     return out
+
+
+class RadialDensity:
+    """The radial distribution of weights (D,), from its definition: a direction, and a length that is half-normal."""
+
+    def __init__(self, loc: Tensor, scale: Tensor) -> None:
+        self.loc, self.scale = loc, scale
+
+    def rsample(self, noise: Tensor) -> Tensor:
+        return self.loc + self.scale * noise / noise.norm(dim=1, keepdim=True) * torch.randn(len(noise), 1)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """log q(x) in equal shares for each weight, (n, D)."""
+        size, length = x.shape[1], ((x - self.loc) / self.scale).norm(dim=1, keepdim=True)
+        sphere = math.log(2) + 0.5 * size * math.log(math.pi) - math.lgamma(0.5 * size)  # area of the unit sphere
+        half_normal = math.log(2) + sb.Normal(0.0, 1.0).log_prob(length)
+        joint = half_normal - sphere - (size - 1) * length.log() - self.scale.log().sum()
+        return joint.expand_as(x) / size
 
 
 def _to_prior(factor: Any) -> None:
@@ -483,6 +506,8 @@ def _extra(method: str, config: Any, site: tuple[int, int, bool], matrix: tuple[
         return (config.members - 1) * 2 * n_out
     if method.startswith(("emp", "ecmp", "mixture")):  # (K - 1)((I + 1) O), and K numbers if probabilities are learned
         return (config.components - 1) * (m * n + n_out * bias) + config.components * ("learned" in method)
+    if method == "radial":
+        return m * n
     if method.startswith("mean-field"):
         return m * n + n_out * (bias and config.bias == "gaussian")
     if method.startswith(("k-tied", "matrix-normal")):

@@ -19,9 +19,9 @@ from slimbayes.engine import passes
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
-from slimbayes.layers.dropout import functional_dropout
+from slimbayes.layers.functional_dropout import functional_dropout
 from slimbayes.layers.methods import Opens
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.ensemble import Ensemble, EnsemblePosterior
 from slimbayes.posteriors.mc_dropout import MCDropout
 
@@ -216,7 +216,7 @@ def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> t
         names = () if any(True for _ in layer.children()) else tuple(layer._parameters)
         return copied_class(type(layer), names), nn.ModuleDict({"members": members}).train(layer.training)
     cls = class_for(layer, decision.config.covers)
-    assert cls is not None
+    assert cls is not None and isinstance(decision.config, SiteConfig)
     first = next(layer.parameters(), torch.empty(0, device=device))
     wide = torch.promote_types(first.dtype, torch.float32)
     out = nn.ModuleDict()
@@ -244,7 +244,7 @@ def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built
         posterior = next(iter(owners[decision.tied][1].values()))
         posterior.blockwise = True  # type: ignore[assignment]
         layer = layers[decision.name]
-        cls = class_for(layer, ("matrix",))
+        cls = class_for(layer, decision.config.covers)
         assert cls is not None
         built.append((decision, layer, cls, nn.ModuleDict({sites_of(cls, layer)[0].name: posterior})))
 

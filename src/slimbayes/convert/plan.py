@@ -176,10 +176,7 @@ def _choose(
         return None, f"{type(chosen).__name__} converts nothing"
     kind = type(layer).__name__
     if not named:
-        reason = next(
-            (why for cls, why in chosen.leaves_alone.items() if any(cls == c.__name__ for c in type(layer).__mro__)), ""
-        )
-        reason = reason or ("" if chosen.whole else _not_worth_it(model, name, kind))
+        reason = chosen.leaves_alone(layer) or ("" if chosen.whole else _not_worth_it(model, name, kind))
         if reason:
             return None, reason
     return chosen, ""
@@ -207,9 +204,7 @@ def _decide(decision: Decision, layer: nn.Module, targets: Mapping[Config, set[s
         return decision
     wanted = targets[config]
     if wanted is not None and decision.name not in wanted:
-        return decision.stay(
-            config.leaves_alone.get(decision.kind, f"not among the layers that {config.describe()} is for")
-        )
+        return decision.stay(config.leaves_alone(layer) or f"not among the layers that {config.describe()} is for")
     if isinstance(layer, Converted):
         return decision.stay("it is converted already; call debayesianize first, or exclude it", problem=True)
     return _decide_type(decision, layer, config)

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from slimbayes.convert.convert import conversions_of
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.layers import bayes_class, class_for
-from slimbayes.layers.anything import AnyLayer
-from slimbayes.layers.base import Converted, sites_of
+from slimbayes.layers import bayes_class, class_for, kind_of
+from slimbayes.layers.base import Converted, posteriors_at, registered, sites_of
 from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.mc_dropout import DropoutPosterior
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Summary:
 
     @property
     def ensemble_size(self) -> str:
-        """How many different networks the posterior holds: a product over layers for picks, infinitely many for real numbers."""
+        """How many different networks the posterior holds: a product over layers, infinitely many for real numbers."""
         if self.at_least and not self.log_ensemble_size:
             return "2^units, as many as its dropout layers see"
         return ("at least " if self.at_least else "") + _size(self.log_ensemble_size)
@@ -60,31 +58,21 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         size = None if math.isinf(self.log_ensemble_size) else self.log_ensemble_size
-        return {
-            "before": self.before,
-            "after": self.after,
-            "log_ensemble_size": size,
-            "layers": [asdict(r) for r in self.rows],
-        }
+        counts = {"before": self.before, "after": self.after, "log_ensemble_size": size}
+        return {**counts, "layers": [asdict(r) for r in self.rows]}
 
     def __str__(self) -> str:
         lines = [("layer", "type", "status", "before", "after", "method or reason")]
-        lines += [
-            (r.name or "(model)", r.layer, r.status, f"{r.before:,}", f"{r.after:,}", r.detail) for r in self.rows
-        ]
-        widths = [max(len(line[i]) for line in lines) for i in range(5)]
-        text = [
-            "  ".join(
-                _pad(cell, w, i in (3, 4)) for i, (cell, w) in enumerate(zip(line, [*widths, 0], strict=True))
-            ).rstrip()
-            for line in lines
-        ]
+        for r in self.rows:
+            lines.append((r.name or "(model)", r.layer, r.status, f"{r.before:,}", f"{r.after:,}", r.detail))
+        a, b, c, d, e = (max(len(line[i]) for line in lines) for i in range(5))
+        text = [f"{n:{a}}  {t:{b}}  {s:{c}}  {x:>{d}}  {y:>{e}}  {why}".rstrip() for n, t, s, x, y, why in lines]
         text.insert(1, "-" * min(110, max(len(t) for t in text)))
         extra = (self.after - self.before) / max(self.before, 1)
         converted = sum(r.status == "converted" for r in self.rows)
         text.append(
-            f"{converted} of {len(self.rows)} layers converted; {self.before:,} -> {self.after:,} parameters ({extra:+.2%}); "
-            f"effective ensemble size {self.ensemble_size}"
+            f"{converted} of {len(self.rows)} layers converted; {self.before:,} -> {self.after:,} parameters "
+            f"({extra:+.2%}); effective ensemble size {self.ensemble_size}"
         )
         return "\n".join(text)
 
@@ -94,10 +82,6 @@ def _size(log_size: float) -> str:
         return "infinite (continuous)"
     exponent = log_size / math.log(10)
     return f"{round(math.exp(log_size)):,}" if exponent < 6 else f"10^{exponent:,.1f}"
-
-
-def _pad(cell: str, width: int, right: bool) -> str:
-    return cell.rjust(width) if right else cell.ljust(width)
 
 
 def summary(model: nn.Module) -> Summary:
@@ -128,7 +112,7 @@ def summary(model: nn.Module) -> Summary:
     posteriors = posteriors_of(model)
     # Members are shared by all layers and count once; what layers pick by themselves multiplies.
     size = sum(p.log_size for p in posteriors) + math.log(math.lcm(*(p.members for p in posteriors)))
-    return Summary(tuple(rows), size, any(isinstance(p, DropoutPosterior) for p in posteriors) and math.isfinite(size))
+    return Summary(tuple(rows), size, any(p.size_is_bound for p in posteriors) and math.isfinite(size))
 
 
 def _told(decision: Decision, layer: nn.Module) -> tuple[str, str]:
@@ -137,20 +121,15 @@ def _told(decision: Decision, layer: nn.Module) -> tuple[str, str]:
         return "skipped", decision.reason
     if not isinstance(layer, Converted):
         return "skipped", "replaced or undone since the conversion"
-    notes = [p.note for p in layer.posterior.values() if p.note]  # type: ignore[union-attr]
-    tied = [f"shares the posterior of {decision.tied}"] if decision.tied is not None else []
-    slow = ["runs its own forward, draw by draw"] if isinstance(layer, AnyLayer) else []
-    return "converted", "; ".join([decision.config.describe(), *tied, *slow, *dict.fromkeys(notes)])  # type: ignore[list-item]
+    tied = "" if decision.tied is None else f"shares the posterior of {decision.tied}"
+    notes = [decision.config.describe(), tied, layer.bayes_note, *(p.note for p in posteriors_at(layer))]
+    return "converted", "; ".join(dict.fromkeys(note for note in notes if note))
 
 
 def _own_parameters(layer: nn.Module) -> list[nn.Parameter]:
     """Parameters a layer answers for: its own, and those inside it where it owns its submodules."""
-    whole = isinstance(layer, nn.MultiheadAttention) or bayes_class(layer) is not None
-    return [
-        p
-        for n, p in layer.named_parameters(recurse=whole or isinstance(layer, Converted))
-        if not n.startswith("posterior.")
-    ]
+    whole = isinstance(layer, Converted) or bayes_class(layer) is not None
+    return [p for n, p in layer.named_parameters(recurse=whole) if not n.startswith("posterior.")]
 
 
 def _count(parameters: list[nn.Parameter], seen: set[int]) -> int:
@@ -194,8 +173,8 @@ def estimate_cost(
     """What `bayesianize` with these arguments would cost, without changing the model or allocating its posteriors.
 
     Args:
-        example: an input to run once (in eval mode), so that layers count as often as they are applied: convolutions at every position.
-            Without it each layer counts once.
+        example: an input to run once (in eval mode), so that layers count as often as they are applied: convolutions at
+            every position. Without it each layer counts once.
 
     Example:
         >>> import slimbayes as sb
@@ -205,35 +184,24 @@ def estimate_cost(
     """
     decisions = plan(model, config, include, exclude)
     positions = _positions(model, example)
-    extra, sizes, forwards = 0, 0, 1
-    plain_flops = extra_flops = 0.0
+    extra: list[Tensor] = []
+    forwards, plain_flops, extra_flops = 1, 0.0, 0.0
     for decision in decisions:
-        layer = model.get_submodule(decision.name)
-        cls = None if decision.config is None or decision.tied is not None else class_for(layer, decision.config.covers)
-        if decision.config is not None and decision.config.whole:
-            copies = decision.config.members - 1
-            own = list(layer.parameters())
-            extra, sizes = (
-                extra + copies * sum(p.numel() for p in own),
-                sizes + copies * sum(p.numel() * p.element_size() for p in own),
-            )
-            forwards = max(forwards, decision.config.members)
-            continue
+        layer, chosen = model.get_submodule(decision.name), decision.config
         times = positions.get(decision.name, 1.0)
         # Multiply-adds: one for each weight; a lookup has none.
-        weights = [] if "Embedding" in decision.kind else [p for p in _own_parameters(layer) if p.dim() > 1]
+        weights = [] if kind_of(layer) == "table" else [p for p in _own_parameters(layer) if p.dim() > 1]
         plain_flops += times * sum(p.numel() for p in weights)
-        if decision.config is None or cls is None:
+        if chosen is None or decision.tied is not None:
             continue
-        forwards = max(forwards, decision.config.members)
-        wide = torch.promote_types(next(layer.parameters(), torch.empty(0)).dtype, torch.float32)
-        for site in sites_of(cls, layer):
-            with torch.device("meta"):
-                count = sum(p.numel() for p in decision.config.build(site).parameters())
-            extra, sizes = extra + count, sizes + count * wide.itemsize
-            extra_flops += times * decision.config.extra_flops(site)
-    total = sum(p.numel() for p in model.parameters())
-    return Cost(total, extra, sizes, 1 + extra_flops / max(plain_flops, 1), forwards)
+        cls = None if chosen.whole else class_for(layer, chosen.covers)
+        sites = [] if cls is None else sites_of(cls, layer)
+        forwards = max(forwards, chosen.members)
+        extra += chosen.extra_parameters(layer, sites)
+        extra_flops += times * sum(chosen.extra_flops(site) for site in sites)
+    total, added = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in extra)
+    size = sum(p.numel() * p.element_size() for p in extra)
+    return Cost(total, added, size, 1 + extra_flops / max(plain_flops, 1), forwards)
 
 
 def _positions(model: nn.Module, example: Tensor | None) -> dict[str, float]:
@@ -243,11 +211,12 @@ def _positions(model: nn.Module, example: Tensor | None) -> dict[str, float]:
     found: dict[str, float] = {}
     handles = []
     for name, layer in model.named_modules():
+        known = registered(layer)
 
-        def record(layer: nn.Module, args: Any, output: Any, name: str = name) -> None:
+        def record(layer: nn.Module, args: Any, output: Any, name: str = name, known: Any = known) -> None:
             out = output[0] if isinstance(output, tuple) else output
             if isinstance(out, Tensor):
-                channels = out.shape[1] if isinstance(layer, nn.modules.conv._ConvNd) else out.shape[-1]
+                channels = out.shape[known.bayes_channel_dim]
                 found[name] = found.get(name, 0.0) + out.numel() / channels / example.shape[0]
 
         if bayes_class(layer):

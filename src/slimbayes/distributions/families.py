@@ -11,14 +11,12 @@ noise can be an input of an exported graph.
     Point       x = loc, no noise, no KL
     Signs       initialiser only: +1 with probability `positive`, else -1
 
-KL divergences are closed forms wherever one exists. The mixed pairs (normal or log-normal posterior under a heavy-tailed
-prior) integrate log p over the posterior with a fixed quadrature: deterministic, differentiable, no sampling noise.
+`kl.py` has the divergences between them, `priors.py` the priors on the weights of Gaussian posteriors.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +26,7 @@ from slimbayes.errors import did_you_mean
 
 Value = float | Tensor
 SCALE_FLOOR = 1e-7  # the reference code's constraint adds it, so that a scale is never exactly zero
-D = TypeVar("D", bound="Distribution")
+FAMILIES: dict[str, type["Distribution"]] = {}  # by name; a class joins when it is defined
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -70,10 +68,14 @@ def dropout_scale(rate: float) -> float:
     return math.sqrt(rate / (1 - rate))
 
 
+@dataclass(frozen=True)
 class Distribution:
     """Base of every distribution: a family with a support, a reparameterised draw and a log density."""
 
     support: ClassVar[str] = "real"
+
+    def __init_subclass__(cls) -> None:
+        FAMILIES[cls.__name__] = cls
 
     def rsample(self, noise: Tensor) -> Tensor:
         """Turn standard normal noise into draws, differentiably."""
@@ -83,16 +85,24 @@ class Distribution:
         """Log density at x."""
         raise TypeError(f"{type(self).__name__} has no density.")
 
+    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> "Distribution":
+        """The density this prior stands for beside a Gaussian posterior with these means and log scales."""
+        return self
+
     def initial(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Draw starting values for a parameter of this shape from torch's default generator."""
         return self.rsample(torch.randn(shape, device=device, dtype=dtype))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: the family's name and its fields."""
-        return {"kind": type(self).__name__} | {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"kind": type(self).__name__} | {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-def _check_scale(owner: object, scale: Value) -> None:
+def log_of(value: Value) -> Value:
+    return value.log() if isinstance(value, Tensor) else math.log(value)
+
+
+def check_scale(owner: object, scale: Value) -> None:
     if not isinstance(scale, Tensor) and not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"{type(owner).__name__} needs a positive, finite scale, got {scale!r}.")
 
@@ -109,13 +119,13 @@ class Normal(Distribution):
     scale: Value = 1.0
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.scale)
+        check_scale(self, self.scale)
 
     def rsample(self, noise: Tensor) -> Tensor:
         return self.loc + self.scale * noise
 
     def log_prob(self, x: Tensor) -> Tensor:
-        return -0.5 * ((x - self.loc) / self.scale) ** 2 - _log(self.scale) - 0.5 * math.log(2 * math.pi)
+        return -0.5 * ((x - self.loc) / self.scale) ** 2 - log_of(self.scale) - 0.5 * math.log(2 * math.pi)
 
 
 @dataclass(frozen=True)
@@ -130,13 +140,13 @@ class Cauchy(Distribution):
     scale: Value = 1.0
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.scale)
+        check_scale(self, self.scale)
 
     def rsample(self, noise: Tensor) -> Tensor:
         return self.loc + self.scale * standard_cauchy(noise)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        return -torch.log1p(((x - self.loc) / self.scale) ** 2) - _log(self.scale) - math.log(math.pi)
+        return -torch.log1p(((x - self.loc) / self.scale) ** 2) - log_of(self.scale) - math.log(math.pi)
 
 
 @dataclass(frozen=True)
@@ -152,7 +162,7 @@ class LogNormal(Distribution):
     support: ClassVar[str] = "positive"
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.scale)
+        check_scale(self, self.scale)
 
     def rsample(self, noise: Tensor) -> Tensor:
         return torch.exp(self.loc + self.scale * noise)
@@ -173,7 +183,7 @@ class HalfCauchy(Distribution):
     support: ClassVar[str] = "positive"
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.scale)
+        check_scale(self, self.scale)
 
     def log_prob(self, x: Tensor) -> Tensor:
         return Cauchy(0.0, self.scale).log_prob(x) + math.log(2.0)
@@ -208,13 +218,8 @@ class Signs(Distribution):
             raise ValueError(f"Signs needs a probability between 0 and 1, got {self.positive!r}.")
 
     def initial(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        return (
-            torch.rand(shape, device=device, dtype=dtype).lt(self.positive).to(dtype or torch.get_default_dtype()) * 2
-            - 1
-        )
-
-
-FAMILIES: dict[str, type[Distribution]] = {c.__name__: c for c in (Normal, Cauchy, LogNormal, HalfCauchy, Point, Signs)}
+        positive = torch.rand(shape, device=device, dtype=dtype).lt(self.positive)
+        return positive.to(dtype or torch.get_default_dtype()) * 2 - 1
 
 
 def distribution_from_dict(data: dict[str, Any]) -> Distribution:
@@ -227,7 +232,7 @@ def distribution_from_dict(data: dict[str, Any]) -> Distribution:
     if family not in FAMILIES:
         raise ValueError(f"Unknown distribution family {family!r}{did_you_mean(str(family), FAMILIES)}")
     values = {k: v for k, v in data.items() if k != "kind"}
-    known = [f.name for f in fields(FAMILIES[family])]  # type: ignore[arg-type]
+    known = [f.name for f in fields(FAMILIES[family])]
     for name in values:
         if name not in known:
             raise ValueError(f"{family} has no field {name!r}{did_you_mean(name, known)}")
@@ -244,113 +249,3 @@ def standard_cauchy(noise: Tensor) -> Tensor:
     """
     tail = torch.special.erfc(noise.abs() * math.sqrt(0.5)).clamp_min(torch.finfo(noise.dtype).tiny)
     return torch.sign(noise) / torch.tan(0.5 * math.pi * tail).abs()  # float pi / 2 may round past the pole
-
-
-def kl(q: Distribution, p: Distribution) -> Tensor:
-    """KL(q || p), elementwise.
-
-    Args:
-        q: posterior whose fields are tensors of one shape.
-        p: prior; its fields are floats or tensors that broadcast against q's.
-
-    Shape: that of q's fields. `Point` posteriors give zeros (the paper places no prior where it places no posterior).
-
-    >>> kl(Cauchy(torch.tensor(1.5), torch.tensor(0.001)), Cauchy(1.0, 0.1)).round(decimals=2)
-    tensor(6.4800)
-    """
-    check_pair(type(q), type(p))
-    return _CLOSED_FORMS.get((type(q), type(p)), _kl_by_quadrature)(q, p)
-
-
-def check_pair(q: type[Distribution], p: type[Distribution]) -> None:
-    """Refuse a posterior and prior whose KL is infinite or undefined."""
-    if p in (Point, Signs):
-        raise ValueError(f"{p.__name__} cannot serve as a prior: it has no density.")
-    if q in (HalfCauchy, Signs):
-        raise ValueError(f"{q.__name__} cannot serve as a posterior: choose Normal, Cauchy, LogNormal or Point.")
-    if q is Point:
-        return
-    if q.support == "real" and p.support == "positive":
-        raise ValueError(
-            f"A {q.__name__} posterior puts mass on negative values where a {p.__name__} prior has none, so their KL is "
-            f"infinite. Use a LogNormal posterior, or a Normal or Cauchy prior."
-        )
-    if q is Cauchy and p is Normal:
-        raise ValueError(
-            "KL(Cauchy || Normal) is infinite: a Cauchy posterior has no second moment. "
-            "Use a Cauchy prior, or a Normal posterior under the Cauchy prior."
-        )
-
-
-def _log(value: Value) -> Value:
-    return value.log() if isinstance(value, Tensor) else math.log(value)
-
-
-def _kl_point(q: Any, p: Any) -> Tensor:
-    return torch.zeros_like(q.loc)
-
-
-def _kl_normal(q: Any, p: Any) -> Tensor:
-    ratio = (q.scale / p.scale) ** 2
-    # x - log1p-style grouping: (ratio - 1 - log ratio) / 2 stays accurate and non-negative near ratio = 1.
-    return 0.5 * (ratio - 1 - ratio.log()) + 0.5 * ((q.loc - p.loc) / p.scale) ** 2
-
-
-def _kl_cauchy(q: Any, p: Any) -> Tensor:
-    # log(((a+b)^2 + d^2) / (4ab)) written with log1p: exact zero at q = p, no cancellation beside it.
-    return torch.log1p(((q.scale - p.scale) ** 2 + (q.loc - p.loc) ** 2) / (4 * q.scale * p.scale))
-
-
-def _kl_lognormal_normal(q: Any, p: Any) -> Tensor:
-    mean = torch.exp(q.loc + 0.5 * q.scale**2)
-    # E(x - loc)^2 as squared bias + variance: the plain second moment cancels in float32
-    square = (mean - p.loc) ** 2 + mean**2 * torch.expm1(q.scale**2)
-    cross = 0.5 * square / p.scale**2 + _log(p.scale) + 0.5 * math.log(2 * math.pi)
-    return cross - _entropy(q)
-
-
-def _entropy(q: Any) -> Tensor:
-    gaussian = q.scale.log() + 0.5 * math.log(2 * math.pi * math.e)
-    return gaussian + q.loc if isinstance(q, LogNormal) else gaussian
-
-
-_STEP = 17 / 128  # of the quadrature, in posterior scales
-
-
-def _kl_by_quadrature(q: Any, p: Any) -> Tensor:
-    # Trapezoid rule for E over N(0, 1): spectrally accurate, and better than Gauss-Hermite when the prior is narrower
-    # than the posterior, all the more once its poles are accounted for. They lie midway between two nodes: none meets
-    # the log's singularity, and what the correction leaves out is odd around them.
-    a, b = _pole(q, p)
-    nodes = torch.arange(-64, 65, dtype=q.loc.dtype, device=q.loc.device) * _STEP
-    z = (torch.remainder(a, _STEP) - 0.5 * _STEP).unsqueeze(-1) + nodes
-    weight = torch.softmax(-0.5 * z**2, -1)
-    wide = type(q)(q.loc.unsqueeze(-1), q.scale.unsqueeze(-1))
-    return -(weight * p.log_prob(wide.rsample(z))).sum(-1) - _entropy(q) - _excess(a, b)
-
-
-def _pole(q: Any, p: Any) -> tuple[Tensor, Tensor]:
-    """Where a Cauchy's pole loc + i scale lies in the rule's variable: a + i b."""
-    real, imag = torch.as_tensor(getattr(p, "loc", 0.0)).to(q.loc), torch.as_tensor(p.scale).to(q.loc)
-    if isinstance(q, LogNormal):
-        real, imag = 0.5 * torch.log(real**2 + imag**2), torch.atan2(imag, real)
-    # Beyond 40 a node's weight is zero, and beyond 4 so is e^(-2 pi b / h).
-    return ((real - q.loc) / q.scale).clamp(-40, 40), (imag / q.scale).clamp(max=4.0)
-
-
-def _excess(a: Tensor, b: Tensor) -> Tensor:
-    """What a rule of step h adds by stepping over poles z0 = a +- i b: 2 h Re phi(z0) log(1 + e^(-2 pi b / h))."""
-    phi = torch.exp(0.5 * (b**2 - a**2)) / math.sqrt(2 * math.pi)
-    return 2 * _STEP * phi * torch.cos(a * b) * torch.log1p(torch.exp(-2 * math.pi * b / _STEP))
-
-
-_CLOSED_FORMS: dict[tuple[type, type], Callable[[Any, Any], Tensor]] = {
-    (Point, Normal): _kl_point,
-    (Point, Cauchy): _kl_point,
-    (Point, LogNormal): _kl_point,
-    (Point, HalfCauchy): _kl_point,
-    (Normal, Normal): _kl_normal,
-    (LogNormal, LogNormal): _kl_normal,
-    (Cauchy, Cauchy): _kl_cauchy,
-    (LogNormal, Normal): _kl_lognormal_normal,
-}

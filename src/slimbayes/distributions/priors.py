@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from slimbayes.distributions.families import FAMILIES, Distribution, Normal, _check_scale
+from slimbayes.distributions.families import Distribution, Normal, check_scale
 
 
 def gaussian_kl(mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
@@ -35,6 +35,21 @@ def _normal(mean: Tensor, log_scale: Tensor, loc: Any, scale: Any) -> Tensor:
     return 0.5 * (torch.expm1(t) - t).sum() + 0.5 * ((mean - loc) / scale).square().sum()
 
 
+def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
+    """log p(w) - log q(w) of draws w = mean + deviation of Normal(mean, exp(log_scale)) weights, summed over the
+    weights.
+
+    Shape: deviation (n, ...), mean and log_scale (...); returns (n,) in float64.
+
+    >>> gaussian_log_ratio(torch.ones(2, 3), torch.zeros(3), torch.zeros(3), Normal(0.0, 1.0), fan_in=1)
+    tensor([0., 0.], dtype=torch.float64)
+    """
+    deviation, mean, log_scale = deviation.double(), mean.double(), log_scale.double()
+    log_q = -0.5 * (deviation * torch.exp(-log_scale)).square() - log_scale - 0.5 * math.log(2 * math.pi)
+    log_p = prior.of_weights(mean, log_scale, fan_in).log_prob(mean + deviation)
+    return (log_p - log_q).flatten(1).sum(1)
+
+
 def prior_of_biases(prior: Any) -> Any:
     """The prior of Gaussian biases beside weights with this prior: the same, but He's rule has no word on biases."""
     return Normal(0.0, 1.0) if isinstance(prior, HeNormal) else prior
@@ -42,7 +57,7 @@ def prior_of_biases(prior: Any) -> Any:
 
 @dataclass(frozen=True)
 class HeNormal(Distribution):
-    """Normal(0, sqrt(gain / m)): the prior of He initialisation, so that wide layers do not shrink the signal. Biases get Normal(0, 1).
+    """Normal(0, sqrt(gain / m)), as He initialisation: wide layers do not shrink the signal. Biases get Normal(0, 1).
 
     >>> HeNormal().gaussian_kl(torch.zeros(2), torch.zeros(2), fan_in=2)
     tensor(0.)
@@ -51,10 +66,13 @@ class HeNormal(Distribution):
     gain: float = 2.0
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.gain)
+        check_scale(self, self.gain)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         return _normal(mean, log_scale, 0.0, math.sqrt(self.gain / fan_in))
+
+    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
+        return Normal(0.0, math.sqrt(self.gain / fan_in))
 
 
 @dataclass(frozen=True)
@@ -68,10 +86,13 @@ class TiedMean(Distribution):
     scale: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.scale)
+        check_scale(self, self.scale)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         return _normal(torch.zeros_like(mean), log_scale, 0.0, self.scale)
+
+    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
+        return Normal(mean, self.scale)
 
 
 @dataclass(frozen=True)
@@ -90,23 +111,29 @@ class EmpiricalBayes(Distribution):
     rate: float = 0.101
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.concentration)
-        _check_scale(self, self.rate)
+        check_scale(self, self.concentration)
+        check_scale(self, self.rate)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         a, b, n = self.concentration, self.rate, mean.numel()
-        moment = torch.exp(2 * log_scale).sum() + mean.square().sum()
-        variance = (moment + 2 * b) / (n + 2 * a + 2)
+        moment, variance = self._moment_and_variance(mean, log_scale)
         divergence = 0.5 * (moment / variance + n * variance.log() - n) - log_scale.sum()
         hyperprior = a * math.log(b) - math.lgamma(a) - (a + 1) * variance.log() - b / variance
         return divergence - hyperprior
+
+    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
+        return Normal(0.0, self._moment_and_variance(mean, log_scale)[1].sqrt())
+
+    def _moment_and_variance(self, mean: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
+        moment = torch.exp(2 * log_scale).sum() + mean.square().sum()
+        return moment, (moment + 2 * self.rate) / (mean.numel() + 2 * self.concentration + 2)
 
 
 @dataclass(frozen=True)
 class ScaleMixture(Distribution):
     """A wide and a narrow zero-mean Gaussian, mixed: weights are either used or nearly zero (Blundell et al. 2015).
 
-    Its KL has no closed form; the expected log prior is a quadrature over each weight's posterior, without sampling noise.
+    Its KL has no closed form; the expected log prior is a quadrature over each weight's posterior: no sampling noise.
 
     >>> bool(ScaleMixture().gaussian_kl(torch.zeros(3), torch.zeros(3), fan_in=1) > 0)
     True
@@ -118,8 +145,8 @@ class ScaleMixture(Distribution):
     nodes: ClassVar[int] = 65
 
     def __post_init__(self) -> None:
-        _check_scale(self, self.wide)
-        _check_scale(self, self.narrow)
+        check_scale(self, self.wide)
+        check_scale(self, self.narrow)
         if not self.narrow < self.wide:
             raise ValueError(f"ScaleMixture: narrow={self.narrow!r} must be below wide={self.wide!r}.")
         if not 0 < self.mix < 1:
@@ -130,8 +157,9 @@ class ScaleMixture(Distribution):
         return torch.logaddexp(wide, Normal(0.0, self.narrow).log_prob(x) + math.log(1 - self.mix))
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
-        # log p = log(mix N_wide) + bump, where the bump lives on the narrow component's scale: the first has a closed form, and the
-        # second is integrated over posterior nodes where the posterior is narrower than it, over its own nodes where it is wider.
+        # log p = log(mix N_wide) + bump, where the bump lives on the narrow component's scale. The first has a closed
+        # form; the second is integrated over nodes of the posterior where that is narrower, over nodes of its own
+        # elsewhere.
         scale = log_scale.exp()
         reach = math.sqrt(2 * max(math.log((1 - self.mix) / self.mix * self.wide / self.narrow), 0.0) + 40)
         wide = scale > self.narrow
@@ -153,6 +181,3 @@ class ScaleMixture(Distribution):
         """log(1 + (1 - mix) N_narrow(x) / (mix N_wide(x)))."""
         log_ratio = math.log((1 - self.mix) / self.mix * self.wide / self.narrow)
         return torch.nn.functional.softplus(log_ratio - 0.5 * x**2 * (self.narrow**-2 - self.wide**-2))
-
-
-FAMILIES |= {c.__name__: c for c in (HeNormal, TiedMean, EmpiricalBayes, ScaleMixture)}

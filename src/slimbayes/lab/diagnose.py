@@ -38,7 +38,7 @@ from slimbayes.lab.judge import Judge
 from slimbayes.lab.records import load_run
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.step import likelihood_loss
-from slimbayes.lab.tables import Numbers, calibration_errors
+from slimbayes.lab.row_scores import Numbers, calibration_errors
 from slimbayes.lab.task import Task, batches
 from slimbayes.models import keras_count
 from slimbayes.prediction.prediction import Likelihood

@@ -1,7 +1,9 @@
-"""A layer of a type we do not know: it runs its own forward, once for each draw, with drawn weights in place of its own.
+"""A layer of a type we do not know: it runs its own forward, once for each draw, with drawn weights in place of its
+own.
 
-Every parameter matrix is a site, its first two dimensions count as outputs and inputs, and one draw serves a whole block of rows. Norms are
-known by what they do: their output does not change when the input is scaled, and it is linear in one weight per channel.
+Every parameter matrix is a site, its first two dimensions count as outputs and inputs, and one draw serves a whole
+block of rows. Norms are known by what they do: inputs may be scaled without a change, and outputs are linear in one
+weight per channel.
 """
 
 import copy
@@ -18,8 +20,9 @@ from slimbayes.engine import passes
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.rows import sizes_of_blocks
 from slimbayes.engine.tree import arrays_of, map_arrays, tree_map
-from slimbayes.layers.base import BayesLayer, LinearMap, _reading, has, mask_of, own_value
-from slimbayes.posteriors.base import Kind, Site
+from slimbayes.layers.base import BayesLayer, reading
+from slimbayes.layers.parameters import has, mask_of, own_value
+from slimbayes.layers.site import Kind, LinearMap, Site
 
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...], str], type[BayesLayer]] = {}
 NOT_WORTH_IT = re.compile(
@@ -32,17 +35,14 @@ def _outer(r: Tensor, s: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.outer(r, s).view(*shape[:2], *[1] * (len(shape) - 2))
 
 
-def matrices_of(layer: nn.Module) -> list[str]:
+def matrices_of(layer: Any) -> list[str]:
     """Names of a module's own parameters that are matrices, those that torch.nn.utils computes included."""
     names = [n for n, p in layer.named_parameters(recurse=False) if p.dim() > 1 and p.is_floating_point()]
-    names = [
-        n.removesuffix("_orig") if n.endswith("_orig") and n.removesuffix("_orig") in layer.__dict__ else n
-        for n in names
-    ]
+    names = [n.removesuffix("_orig") if n.removesuffix("_orig") in layer.__dict__ else n for n in names]
     if "weight" in layer.__dict__ and isinstance(layer.__dict__["weight"], Tensor):  # old-style weight norm
         names = ["weight", *(n for n in names if n not in ("weight_g", "weight_v", "weight"))]
     if parametrize.is_parametrized(layer):
-        names += [n for n in layer.parametrizations if getattr(layer, n).dim() > 1]  # type: ignore[union-attr]
+        names += [n for n in layer.parametrizations if getattr(layer, n).dim() > 1]
     return names
 
 
@@ -51,39 +51,36 @@ def scales_of(layer: nn.Module) -> list[str]:
     own = dict(layer.named_parameters(recurse=False))
     vectors = all(p.dim() == 1 for p in own.values()) and len({p.numel() for p in own.values()}) == 1
     plain = "weight" in own and vectors and not any(p.numel() for child in layer.children() for p in child.parameters())
-    return (
-        ["weight"]
-        if plain and type(layer).forward is not nn.Module.forward and _normalises(layer, own["weight"])
-        else []
-    )
+    runs = plain and type(layer).forward is not nn.Module.forward
+    return ["weight"] if runs and _normalises(layer, own["weight"]) else []
 
 
 @torch.no_grad()
 def _normalises(layer: nn.Module, weight: Tensor) -> bool:
     """Whether outputs keep still when inputs are scaled, but follow the weight."""
-    trial = copy.deepcopy(layer).train()
+    trial: Any = copy.deepcopy(layer).train()
     channels = len(weight)
-    trial._parameters["weight"] = weight.detach().clone().normal_(1.0, 0.3)  # type: ignore[assignment]
+    trial._parameters["weight"] = weight.detach().clone().normal_(1.0, 0.3)
+    close = partial(torch.allclose, rtol=0.05, atol=0.05)
     for shape in ((5, 3, channels), (5, channels, 3, 3), (5, channels), (5, channels, 3), (5, channels, 3, 3, 3)):
         # Neighbours differ: groups of a few channels must have a variance that dwarfs the norm's epsilon.
         x = torch.arange(math.prod(shape), dtype=torch.float64).mul(0.6180339887).frac().sub(0.4).view(shape).to(weight)
         try:
             with torch.random.fork_rng([]):
                 y, scaled = trial(x), trial(x * 50)
-                trial._parameters["weight"] = trial._parameters["weight"] * 3  # type: ignore[operator, assignment]
+                trial._parameters["weight"] = trial._parameters["weight"] * 3
                 other = trial(x)
         except Exception:
             continue
         if isinstance(y, Tensor) and y.shape == x.shape:
-            return torch.allclose(y, scaled, rtol=0.05, atol=0.05) and not torch.allclose(
-                y, other, rtol=0.05, atol=0.05
-            )
+            return close(y, scaled) and not close(y, other)
     return False
 
 
 class AnyLayer(BayesLayer):
     """Mixin of layers of other types. `names` are the parameters that are drawn."""
 
+    bayes_note = "runs its own forward, draw by draw"
     drawn_names: tuple[str, ...] = ()
     read_names: ClassVar[tuple[str, ...]] = ()
 
@@ -96,8 +93,7 @@ class AnyLayer(BayesLayer):
         bias = self.own_value(bias_name) if has_bias(self, site) else None
         outer = partial(_outer, shape=tuple(weight.shape))
         mask = mask_of(self) if site == "weight" else None
-        op = partial(self._only, site)
-        return LinearMap(weight, bias, op, outer, batch_dim, -1, self.posterior[site].name, foldable=False, mask=mask)
+        return LinearMap(weight, bias, partial(self._only, site), outer, batch_dim, -1, foldable=False, mask=mask)
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         lead = self.posteriors()[0]
@@ -109,9 +105,8 @@ class AnyLayer(BayesLayer):
 
     def _through(self, posterior: Any, args: Any, kwargs: Any) -> Any:
         """Dropout on the first floating input."""
-        found, linear = passes.of(self.bayes_key), self.linear_map(self.drawn_names[0])
-        assert found is not None
-        place = next((i for i, a in enumerate(arrays_of((args, kwargs))) if a.is_floating_point()), None)
+        found, linear, arrays = posterior.current, self.linear_map(self.drawn_names[0]), arrays_of((args, kwargs))
+        place = next((i for i, a in enumerate(arrays) if a.is_floating_point()), None)
         if place is None:
             return self.plain_forward(args, kwargs)
 
@@ -119,9 +114,8 @@ class AnyLayer(BayesLayer):
             new_args, new_kwargs = map_arrays(lambda i, leaf: x if i == place else leaf, (args, kwargs))
             return self._substituting({}, new_args, new_kwargs)
 
-        x = arrays_of((args, kwargs))[place]
-        linear.op, linear.batch_dim = run, 0 if found.layout is None else found.dim(self.bayes_key, x)
-        return posterior(x, linear)
+        linear.op, linear.batch_dim = run, 0 if found.layout is None else found.dim(self.bayes_key, arrays[place])
+        return posterior(arrays[place], linear)
 
     def _only(self, site: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         values = {site: weight} if bias is None else {site: weight, site.replace("weight", "bias"): bias}
@@ -131,7 +125,8 @@ class AnyLayer(BayesLayer):
         """The layer's own forward with the weights of one draw."""
         values: dict[str, Any] = {}
         for name in self.drawn_names:
-            weight, bias = self.posterior[name].materialise(self.linear_map(name), draw)
+            posterior: Any = self.posterior[name]
+            weight, bias = posterior.materialise(self.linear_map(name), draw)
             values[name] = weight
             if bias is not None:
                 values[name.replace("weight", "bias")] = bias
@@ -149,13 +144,9 @@ class AnyLayer(BayesLayer):
             found.substitutes = before
 
     def _by_blocks(self, lead: Any, args: Any, kwargs: Any) -> Any:
-        found = lead.current
-        arrays = arrays_of((args, kwargs))
-        known = (
-            found.layout.arguments.get((self.bayes_key, tuple(a.dim() for a in arrays)))
-            if found.layout is not None
-            else None
-        )
+        found, arrays = lead.current, arrays_of((args, kwargs))
+        at = (self.bayes_key, tuple(a.dim() for a in arrays))
+        known = None if found.layout is None else found.layout.arguments.get(at)
         if known is None:
             raise Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
         ins, outs = known
@@ -165,11 +156,8 @@ class AnyLayer(BayesLayer):
         parts, start = [], 0
         for j, size in enumerate(sizes):
             if size or len(sizes) == 1:
-                part = map_arrays(partial(_narrow, ins, rows, start, size), (args, kwargs))
-                out = self._with(j, *part)
-                parts.append(
-                    map_arrays(lambda i, leaf, size=size: leaf.expand(size, *leaf.shape[1:]), out) if whole else out
-                )
+                out = self._with(j, *map_arrays(partial(_narrow, ins, rows, start, size), (args, kwargs)))
+                parts.append(map_arrays(partial(_repeat, size), out) if whole else out)
             start += size
         counter = iter(range(10**9))
 
@@ -180,6 +168,10 @@ class AnyLayer(BayesLayer):
             return leaves[0] if dim is None else torch.cat(leaves, dim)
 
         return tree_map(join, *parts)
+
+
+def _repeat(size: int, i: int, leaf: Tensor) -> Tensor:
+    return leaf.expand(size, *leaf.shape[1:])
 
 
 def _narrow(dims: Any, rows: int, start: int, size: int, i: int, leaf: Tensor) -> Tensor:
@@ -204,13 +196,15 @@ def _site(layer: nn.Module, name: str, kind: Kind) -> Site:
     return Site(name, shape[1], shape[0], bias, name, shape, whole=True)
 
 
-def any_class(plain: type[nn.Module], names: tuple[str, ...], kind: Kind, reading: tuple[str, ...]) -> type[BayesLayer]:
+def any_class(
+    plain: type[nn.Module], names: tuple[str, ...], kind: Kind, read_names: tuple[str, ...]
+) -> type[BayesLayer]:
     """The class of converted layers of one type, of which these parameters are drawn."""
     at = (plain, names, kind)
     if at not in _CLASSES:
-        attributes: dict[str, Any] = {"plain": plain, "drawn_names": names, "bayes_kind": kind, "read_names": reading}
-        attributes |= {name: _reading(name) for name in reading}
-        attributes |= {"__module__": __name__, "__reduce_ex__": _reduce}
+        attributes: dict[str, Any] = {"plain": plain, "drawn_names": names, "bayes_kind": kind}
+        attributes |= {"read_names": read_names, "__module__": __name__, "__reduce_ex__": _reduce}
+        attributes |= {name: reading(name) for name in read_names}
         _CLASSES[at] = type(f"Bayes{plain.__name__}", (AnyLayer, plain), attributes)
     return _CLASSES[at]
 

@@ -1,7 +1,7 @@
 """MultiheadAttention: the query, key, value and output projections are four sites.
 
-torch's own forward calls its projections' weights directly (out_proj's forward never runs), so the attention is written out here
-around the posteriors' projections. nn.TransformerEncoder and Decoder layers call it like the plain module.
+torch's own forward calls its projections' weights directly (out_proj's forward never runs), so the attention is written
+out here around the posteriors' projections. nn.TransformerEncoder and Decoder layers call it like the plain module.
 
 Sizes: R rows, L queries, S keys, E channels, h heads.
 """
@@ -13,61 +13,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.layers.base import BayesLayer, LinearMap, matrix_outer
-from slimbayes.posteriors.base import Site
+from slimbayes.layers.base import BayesLayer, register_layer
+from slimbayes.layers.site import LinearMap, Site, matrix_outer
 
 _BLOCKS = {"q": 0, "k": 1, "v": 2}
 
 
+@register_layer
 class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
     """An nn.MultiheadAttention with posteriors "q", "k", "v" and "out".
 
     Shape: as nn.MultiheadAttention: query (L, R, E), or (R, L, E) with batch_first, or unbatched (L, E).
     """
 
-    plain, read_names = nn.MultiheadAttention, ()
+    plain, read_names, inner_dropout = nn.MultiheadAttention, (), "on its attention weights"
 
     def sites(self) -> list[Site]:
-        bias, size = self.in_proj_bias is not None, self.embed_dim
-        inputs = {"q": size, "k": self.kdim, "v": self.vdim}
-        packed = self._qkv_same_embed_dim
-        sites = [
-            Site(n, m, size, bias, "in_proj_weight" if packed else f"{n}_proj_weight", (size, m), positions="many")
-            for n, m in inputs.items()
-        ]
-        return [
-            *sites,
-            Site("out", size, size, self.out_proj.bias is not None, "out_proj.weight", (size, size), positions="many"),
-        ]
+        size, found = self.embed_dim, []
+        for name, inputs in {"q": size, "k": self.kdim, "v": self.vdim, "out": size}.items():
+            packed = "in_proj_weight" if self._qkv_same_embed_dim else f"{name}_proj_weight"
+            weight, bias = ("out_proj.weight", "out_proj.bias") if name == "out" else (packed, "in_proj_bias")
+            biased = (self.out_proj.bias if name == "out" else self.in_proj_bias) is not None
+            shape = (size, inputs)
+            found.append(Site(name, inputs, size, biased, weight, shape, positions="many", bias_in=bias))
+        return found
 
     def may_hold_rows(self, dim: int, ndim: int) -> bool:  # type: ignore[override]
         return ndim == 3 and dim == (0 if self.batch_first else 1)
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        weight, bias = self._parameters_of(site)
-        return LinearMap(
-            weight, bias, F.linear, matrix_outer, 0 if self.batch_first else 1, -1, self.posterior[site].name
-        )
+        weight, bias = _parameters_of(self, site)
+        return LinearMap(weight, bias, F.linear, matrix_outer, 0 if self.batch_first else 1, -1)
 
-    def _parameters_of(self, site: str) -> tuple[Tensor, Tensor | None]:
-        if site == "out":
-            return self.out_proj.weight, self.out_proj.bias
-        rows = slice(_BLOCKS[site] * self.embed_dim, (_BLOCKS[site] + 1) * self.embed_dim)
-        weight = self.in_proj_weight[rows] if self._qkv_same_embed_dim else getattr(self, f"{site}_proj_weight")
-        return weight, None if self.in_proj_bias is None else self.in_proj_bias[rows]
-
-    def write_draw(self, plain: Any, site: Site, weight: Tensor, bias: Tensor | None) -> None:
-        rows = slice(_BLOCKS.get(site.name, 0) * self.embed_dim, (_BLOCKS.get(site.name, 0) + 1) * self.embed_dim)
-        if site.name == "out":
-            plain.out_proj.weight.copy_(weight)
-        elif self._qkv_same_embed_dim:
-            plain.in_proj_weight[rows] = weight
-        else:
-            getattr(plain, f"{site.name}_proj_weight").copy_(weight)
-        if bias is not None and site.name == "out":
-            plain.out_proj.bias.copy_(bias)
-        elif bias is not None:
-            plain.in_proj_bias[rows] = bias
+    def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
+        for own, drawn in zip(_parameters_of(plain, site.name), (weight, bias), strict=True):
+            if own is not None and drawn is not None:
+                own.copy_(drawn)
 
     def bayes_forward(
         self,
@@ -87,11 +68,7 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
             query, key, value = (t.unsqueeze(1 - seq) for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         rows = 1 - seq
-        q, k, v = (
-            self.project_draw("q", query, rows),
-            self.project_draw("k", key, rows),
-            self.project_draw("v", value, rows),
-        )
+        q, k, v = (self.project_draw(n, x, rows) for n, x in (("q", query), ("k", key), ("v", value)))
         if not self.batch_first:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         k, v, extra = self._extend(k, v)
@@ -130,14 +107,23 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        heads = [t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v)]
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         if not need_weights:
-            y = F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
             return y.transpose(1, 2).flatten(2), None
-        scores = heads[0] @ heads[1].transpose(-1, -2) / math.sqrt(heads[0].shape[-1])
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, -1), dropout)
-        return (weights @ heads[2]).transpose(1, 2).flatten(2), weights
+        return (weights @ v).transpose(1, 2).flatten(2), weights
+
+
+def _parameters_of(layer: Any, site: str) -> tuple[Tensor, Tensor | None]:
+    """The weight and bias of one projection, as they lie in a plain or converted layer."""
+    if site == "out":
+        return layer.out_proj.weight, layer.out_proj.bias
+    rows = slice(_BLOCKS[site] * layer.embed_dim, (_BLOCKS[site] + 1) * layer.embed_dim)
+    weight = layer.in_proj_weight[rows] if layer._qkv_same_embed_dim else getattr(layer, f"{site}_proj_weight")
+    return weight, None if layer.in_proj_bias is None else layer.in_proj_bias[rows]
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

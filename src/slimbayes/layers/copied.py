@@ -1,12 +1,14 @@
 """A module of any type with K - 1 further members of itself: what `Ensemble` makes of it.
 
-The class of the module is swapped for one made on the spot, whose `plain` is what it was. Each member runs on the rows that belong to
-it, once per call; the module itself, member 0, does so in its plain class and without the others among its children, since nothing is
-known about what it calls its own methods and children. Sizes: K members, n blocks of rows in a pass, R rows.
+The class of the module is swapped for one made on the spot, whose `plain` is what it was. Each member runs on the rows
+that belong to it, once per call; the module itself, member 0, does so in its plain class and without the others among
+its children, since nothing is known about what it calls its own methods and children.
+
+Sizes: K members, n blocks of rows in a pass, R rows.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +25,7 @@ from slimbayes.layers.methods import wrap_methods
 
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[Converted]] = {}
 _LOCK = threading.Lock()
-_PLAIN: dict[
-    int, list[Any]
-] = {}  # modules that run as member 0 just now: how many calls, their class and their posterior
+_PLAIN: dict[int, list[Any]] = {}  # modules that run as member 0 just now: how many calls, their class, their posterior
 
 
 class Copied(Converted):
@@ -36,8 +36,8 @@ class Copied(Converted):
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self, self.posterior["members"], args, kwargs, None)
 
-    def plain_forward(self, args: Any, kwargs: Any) -> Any:
-        return _call(self, self.posterior["members"], 0, args, kwargs, None)
+    def plain_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return _call(self, self.posterior["members"], 0, args, kwargs, method=None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class exists only here: it is made again from the plain one.
@@ -62,11 +62,11 @@ def _reading(name: str) -> property:
     def get(module: Any) -> Any:
         own = module._parameters.get(name)
         members: Any = module._modules["posterior"]["members"] if "posterior" in module._modules else None
-        found = None if members is None else passes.of(members.key)
+        found: Any = None if members is None else passes.of(members.key)
         if own is None or found is None or found.held:
             return own
         if found.probing:
-            return found.quiet.watch(own, module.bayes_name)  # type: ignore[attr-defined]
+            return found.quiet.watch(own, module.bayes_name)
         if found.blocks(members) > 1:
             return own
         found.met[members.key] = None
@@ -88,7 +88,7 @@ def copied_class(plain: type[nn.Module], names: tuple[str, ...] = ()) -> type[Co
 
 def _empty(plain: type[nn.Module], names: tuple[str, ...] = ()) -> nn.Module:
     cls = copied_class(plain, names)
-    return cls.__new__(cls)  # type: ignore[return-value]
+    return cls.__new__(cls)
 
 
 def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -96,17 +96,13 @@ def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     members = module.posterior["members"]
     arrays = arrays_of((args, kwargs))
     if passes.of(members.key) is not None or not arrays or members.members == 1:
-        return _call(module, members, 0, args, kwargs, name)
+        return _call(module, members, 0, args, kwargs, method=name)
     rows = arrays[0].shape[0]
     first = passes.random_member(members.device)
     lines, back = _deal(rows, members.members, first, members.members, members.device)
     dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
-    outputs = [
-        _call(module, members, k, *_take((args, kwargs), line, rows, dims), name)
-        for k, line in enumerate(lines)
-        if line.numel()
-    ]
-    outputs = _even(outputs, _padding(module))
+    taken = {k: _take((args, kwargs), line, rows, dims) for k, line in enumerate(lines) if line.numel()}
+    outputs = _even([_call(module, members, k, *mine, method=name) for k, mine in taken.items()], _padding(module))
     return _join(outputs, back, rows, tuple(0 for _ in arrays_of(outputs[0])))
 
 
@@ -130,33 +126,31 @@ def _run(module: Any, members: Any, args: Any, kwargs: Any, method: str | None) 
     """The module's forward with every row run by its member."""
     current = members.current
     if members.members == 1:
-        return _call(module, members, 0, args, kwargs, method)
+        return _call(module, members, 0, args, kwargs, method=method)
     blocks = current.blocks(members)
     if blocks == 1:
-        return _call(module, members, int(current.first) % members.members, args, kwargs, method)
-    arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
-    if any(a is not b for a, b in zip(arrays, arrays_of((args, kwargs)), strict=True)):
+        return _call(module, members, int(current.first) % members.members, args, kwargs, method=method)
+    arrays = arrays_of((args, kwargs))
+    if any(padded(leaf) is not leaf for leaf in arrays):
         raise Unproven("members cannot share out a packed sequence")
-    layout = (
-        None if current.layout is None else current.layout.arguments.get((members.key, tuple(a.dim() for a in arrays)))
-    )
+    at = (members.key, tuple(a.dim() for a in arrays))
+    layout = None if current.layout is None else current.layout.arguments.get(at)
     if layout is None:
         raise Unproven(f"{module.bayes_name} met arguments whose rows nobody has located")
     ins, outs = layout
     lines, back = _deal(current.rows, blocks, current.first, members.members, members.device)
     traced = torch.compiler.is_compiling()
-    inputs = {
-        k: _take((args, kwargs), line, current.rows, ins) for k, line in enumerate(lines) if traced or line.numel()
-    }
+    used = [k for k, line in enumerate(lines) if traced or line.numel()]
+    inputs = {k: _take((args, kwargs), lines[k], current.rows, ins) for k in used}
     even = traced or len({line.numel() for line in lines}) == 1
     if members.batched and even and not _needs_loop(module, members) and all(d == 0 for d in (*ins, *outs)):
         outputs = _batched(module, members, list(inputs.values()))
     else:
-        outputs = [_call(module, members, k, *one, method) for k, one in inputs.items()]
+        outputs = [_call(module, members, k, *one, method=method) for k, one in inputs.items()]
     return _join(outputs, back, sum(line.shape[0] for line in lines), outs)
 
 
-def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, method: str | None) -> Any:
+def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, *, method: str | None) -> Any:
     if index:
         other = members.others[index - 1]
         return (other if method is None else getattr(other, method))(*args, **kwargs)
@@ -187,7 +181,7 @@ def _as_it_was(module: Any) -> Iterator[None]:
 
 
 def _needs_loop(module: Any, members: Any) -> bool:
-    """Batch norm updates its statistics in place while it trains, which vmap cannot follow; and it runs past autocast."""
+    """vmap cannot follow batch norm's updates of its statistics in training, and it runs past autocast."""
     autocast = torch.is_autocast_enabled(members.device.type)
     return autocast or any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in module.modules())
 
@@ -234,7 +228,7 @@ def _deal(
         if rows % blocks == 0 and blocks % members == 0:
             return list(order.split(rows // members)), back
         return list(order.split(member.bincount(minlength=members).tolist())), back
-    # Sizes that depend on data cannot be compiled: shorter blocks are filled up with a neighbour's row, whose output is not used.
+    # Sizes that depend on data cannot be compiled: shorter blocks are filled up with a neighbour's row, and not used.
     most = -(-rows // blocks) * (blocks // members)
     count = torch.zeros(members, dtype=torch.long, device=device).index_add(0, member, torch.ones_like(member))
     start = count.cumsum(0) - count
@@ -254,7 +248,8 @@ def _take(inputs: Any, line: Tensor, rows: int, dims: Any) -> Any:
     for leaf in pytree.tree_leaves(inputs):
         if isinstance(leaf, NotJoined) or hasattr(leaf, "get_seq_length"):
             raise ValueError(
-                f"A cache of keys and values ({leaf!r}) cannot be shared out among members: call the model with use_cache=False."
+                f"A cache of keys and values ({leaf!r}) cannot be shared out among members: "
+                f"call the model with use_cache=False."
             )
     return map_arrays(take, inputs)
 

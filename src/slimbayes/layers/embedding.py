@@ -1,12 +1,12 @@
 """Embedding and EmbeddingBag: the input channels are the words of the vocabulary, the output channels the vector.
 
-The factor of a word scales (or shifts) that word's vector, so input factors are looked up beside the table, never multiplied
-into all of it.
+The factor of a word scales (or shifts) that word's vector, so input factors are looked up beside the table, never
+multiplied into all of it.
 """
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,9 @@ from torch import Tensor, nn
 
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import line_of_row, per_row, spread
-from slimbayes.layers.base import BayesLayer, LinearMap, own_value
-from slimbayes.posteriors.base import Site
-
-
-def _outer(r: Tensor, s: Tensor) -> Tensor:
-    return torch.outer(s, r)  # the table is (words, channels)
+from slimbayes.layers.base import BayesLayer, register_layer
+from slimbayes.layers.parameters import own_value
+from slimbayes.layers.site import LinearMap, Site, table_outer
 
 
 class LookupMap(LinearMap):
@@ -41,7 +38,21 @@ class LookupMap(LinearMap):
         return y if r is None else self.rows(combine, y, r, current)
 
 
-class BayesEmbedding(BayesLayer, nn.Embedding):
+class _BayesTable(BayesLayer):
+    bayes_kind = "table"
+    positions: Literal["many", "pooled", "nonlinear"] = "many"
+
+    @classmethod
+    def refuse(cls, layer: Any) -> str | None:
+        return "max_norm rewrites the table in place during lookup" if layer.max_norm is not None else None
+
+    def sites(self) -> list[Site]:
+        words, channels = own_value(self, "weight").shape
+        return [Site("weight", words, channels, False, "weight", (words, channels), 1, self.positions, "table")]
+
+
+@register_layer
+class BayesEmbedding(_BayesTable, nn.Embedding):
     """An nn.Embedding whose table is drawn from `posterior["weight"]`.
 
     Shape: (R, ...) indices -> (R, ..., embedding_dim).
@@ -49,26 +60,16 @@ class BayesEmbedding(BayesLayer, nn.Embedding):
 
     plain = nn.Embedding
 
-    @classmethod
-    def refuse(cls, layer: nn.Module) -> str | None:
-        return "max_norm rewrites the table in place during lookup" if layer.max_norm is not None else None
-
-    def sites(self) -> list[Site]:
-        shape = tuple(own_value(self, "weight").shape)
-        return [Site("weight", *shape, False, "weight", shape, 1, "many")]
-
-    def _op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def bayes_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        name, weight = self.posterior[site].name, self.own_value("weight")
+        weight = self.own_value("weight")
         mask = words_that_move(self.padding_idx, weight)
-        return LookupMap(weight, None, self._op, _outer, batch_dim, -1, name, foldable=False, mask=mask)
+        return LookupMap(weight, None, self.bayes_op, table_outer, batch_dim, -1, foldable=False, mask=mask)
 
     def bayes_forward(self, input: Tensor) -> Tensor:
-        if input.dim() == 0:
-            return self.project_draw("weight", input.unsqueeze(0), 0).squeeze(0)
-        return self.project_draw("weight", input)
+        return self.project_draw("weight", input, unbatched=0)
 
 
 def words_that_move(padding: int | None, weight: Tensor) -> Tensor | None:
@@ -81,7 +82,7 @@ def words_that_move(padding: int | None, weight: Tensor) -> Tensor | None:
 
 @dataclass
 class BagMap(LinearMap):
-    """Sums, means or maxima of looked-up vectors. The perturbed vectors are formed first: a maximum does not commute."""
+    """Sums, means or maxima of looked-up vectors, which are perturbed first: a maximum does not commute."""
 
     layer: Any = None
     bag: Any = None  # bag index of each entry
@@ -95,17 +96,17 @@ class BagMap(LinearMap):
         return weights[line_of_row(weights.shape[0], self.bags, current, x.device)[self.bag], x]
 
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
-        return self._reduce(self.apply(x, weights, current), x)
+        return self.reduce(self.apply(x, weights, current), x)
 
     def modulated(
         self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None
     ) -> Tensor:
-        return self._reduce(self._vectors(combine, x, s, r, current, weights), x)
+        return self.reduce(self._vectors(combine, x, s, r, current, weights), x)
 
     def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
         # A maximum does not commute with the mean over products either.
         products = [self._vectors(combine, x, s[:, j], r[:, j], current, None) for j in range(s.shape[1])]
-        return self._reduce(torch.stack(products).mean(0), x)
+        return self.reduce(torch.stack(products).mean(0), x)
 
     def _vectors(
         self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None
@@ -115,7 +116,7 @@ class BagMap(LinearMap):
         vectors = combine(vectors, words.unsqueeze(-1).to(vectors.dtype))
         return vectors if r is None else combine(vectors, per_row(r, self.bags, current)[self.bag].to(vectors.dtype))
 
-    def _reduce(self, vectors: Tensor, x: Tensor) -> Tensor:
+    def reduce(self, vectors: Tensor, x: Tensor) -> Tensor:
         bag = self.bag
         if self.sample_weights is not None:
             vectors = vectors * self.sample_weights.unsqueeze(-1)
@@ -128,14 +129,13 @@ class BagMap(LinearMap):
             return out.scatter_reduce(0, index, vectors, "amax", include_self=False)
         out = out.index_add(0, bag, vectors)
         if self.layer.mode == "mean":
-            count = torch.zeros(self.bags, device=bag.device, dtype=out.dtype).index_add(
-                0, bag, torch.ones_like(vectors[:, 0])
-            )
+            count = out.new_zeros(self.bags).index_add(0, bag, torch.ones_like(vectors[:, 0]))
             out = out / count.clamp_min(1).unsqueeze(-1)
         return out
 
 
-class BayesEmbeddingBag(BayesLayer, nn.EmbeddingBag):
+@register_layer
+class BayesEmbeddingBag(_BayesTable, nn.EmbeddingBag):
     """An nn.EmbeddingBag whose table is drawn from `posterior["weight"]`.
 
     Shape: (R, words) indices -> (R, embedding_dim); or flat indices with offsets, one row per bag.
@@ -143,25 +143,21 @@ class BayesEmbeddingBag(BayesLayer, nn.EmbeddingBag):
 
     plain = nn.EmbeddingBag
 
-    @classmethod
-    def refuse(cls, layer: nn.Module) -> str | None:
-        return "max_norm rewrites the table in place during lookup" if layer.max_norm is not None else None
+    @property
+    def positions(self) -> Literal["pooled", "nonlinear"]:  # type: ignore[override]
+        return "nonlinear" if self.mode == "max" else "pooled"
 
-    def sites(self) -> list[Site]:
-        shape, positions = tuple(own_value(self, "weight").shape), "nonlinear" if self.mode == "max" else "pooled"
-        return [Site("weight", *shape, False, "weight", shape, 1, positions)]  # type: ignore[arg-type]
-
-    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        name, weight = self.posterior[site].name, self.own_value("weight")
+    def linear_map(self, site: str, batch_dim: int = 0) -> BagMap:
+        weight = self.own_value("weight")
         mask = words_that_move(self.padding_idx, weight)
-        linear = BagMap(weight, None, F.embedding, _outer, 0, -1, name, foldable=False, mask=mask, layer=self)
-        linear.op = lambda x, weight, bias: linear._reduce(F.embedding(x, weight), x)
+        linear = BagMap(weight, None, self.bayes_op, table_outer, 0, -1, foldable=False, mask=mask, layer=self)
+        linear.op = lambda x, weight, bias: linear.reduce(F.embedding(x, weight), x)
         return linear
 
     def bayes_forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        linear: Any = self.linear_map("weight")
+        linear = self.linear_map("weight")
         linear.bags = input.shape[0] if offsets is None else offsets.shape[0] - int(self.include_last_offset)
         if input.dim() == 2:
             linear.bag = torch.arange(linear.bags, device=input.device).repeat_interleave(input.shape[1])

@@ -3,10 +3,12 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.layers.base import BayesLayer, LinearMap, has, mask_of, matrix_outer
-from slimbayes.posteriors.base import Site
+from slimbayes.layers.base import BayesLayer, register_layer
+from slimbayes.layers.parameters import has
+from slimbayes.layers.site import Site
 
 
+@register_layer
 class BayesLinear(BayesLayer, nn.Linear):
     """An nn.Linear whose weight is drawn from `posterior["weight"]`.
 
@@ -23,13 +25,8 @@ class BayesLinear(BayesLayer, nn.Linear):
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
         return dim < ndim - 1
 
-    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        weight, bias = self.own_value("weight"), self.own_value("bias")
-        return LinearMap(
-            weight, bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name, mask=mask_of(self)
-        )
+    def bayes_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def bayes_forward(self, input: Tensor) -> Tensor:
-        if input.dim() == 1:
-            return self.project_draw("weight", input.unsqueeze(0), 0).squeeze(0)
-        return self.project_draw("weight", input)
+        return self.project_draw("weight", input, unbatched=1)

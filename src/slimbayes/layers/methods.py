@@ -25,7 +25,7 @@ class Opens(nn.Module):
 
 
 def wrap_methods(plain: type[nn.Module], run: Callable[[Any, str, Any, Any], Any]) -> dict[str, Any]:
-    """Public methods that a class or its parents add to nn.Module, each calling run(module, name, args, kwargs) instead."""
+    """Public methods that a class adds to nn.Module, each calling run(module, name, args, kwargs) instead."""
     found: dict[str, Any] = {}
     for cls in plain.__mro__:
         if cls in (nn.Module, object) or cls.__module__.startswith("torch.nn.modules"):

@@ -1,22 +1,19 @@
 """Norm layers: the site "weight" is the scale of each channel, and the bias goes with it.
 
-Statistics are those of the plain layer, computed over all rows of a folded batch and kept once: draws share them, only the
-scale and the bias differ. Sizes: n draws of the pass, C channels (all elements of a LayerNorm's normalized_shape).
+Statistics are those of the plain layer, computed over all rows of a folded batch and kept once: draws share them, only
+the scale and the bias differ. Sizes: n draws of the pass, C channels (all elements of a LayerNorm's normalized_shape).
 """
 
 import operator
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import Pass
-from slimbayes.layers.base import BayesLayer, LinearMap, has, own_value
-from slimbayes.posteriors.base import Site
-
-
-def _outer(r: Tensor, s: Tensor) -> Tensor:
-    raise AssertionError("a scale has no matrix of factors")
+from slimbayes.layers.base import BayesLayer, bayes_form, register_layer
+from slimbayes.layers.parameters import has, own_value
+from slimbayes.layers.site import LinearMap, Site, diagonal_outer
 
 
 class NormMap(LinearMap):
@@ -25,7 +22,8 @@ class NormMap(LinearMap):
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         if weights.shape[0] == 1:
             return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))
-        y = self.op(x, None, None)  # type: ignore[arg-type]
+        plain: Any = self.op
+        y = plain(x, None, None)
         shape, tail = y.shape, weights.dim() - 1
         if tail > 1:  # a LayerNorm over several dimensions: its elements are the channels
             y, weights = y.flatten(-tail), weights.flatten(1)
@@ -35,36 +33,34 @@ class NormMap(LinearMap):
         return y.unflatten(-1, shape[-tail:]) if tail > 1 else y
 
 
-class _BayesNorm(BayesLayer):
+class BayesNorm(BayesLayer):
+    """What norm layers share. `statistics` says what they are taken over: a batch, one row, or a channel of it."""
+
     bayes_kind = "norm"
-    channel_dim = 1
+    bayes_channel_dim = 1
+    statistics: ClassVar[Literal["batch", "row", "channel"]] = "row"
 
     def sites(self) -> list[Site]:
         if not has(self, "weight"):  # nothing to draw, but dropout can act on its input
             return [Site("weight", 0, 0, False, "weight", (0,), positions="many", kind="norm")]
-        weight = own_value(self, "weight")
-        size, shape = weight.numel(), tuple(weight.shape)
-        return [Site("weight", size, size, has(self, "bias"), "weight", shape, positions="many", kind="norm")]
+        shape = tuple(own_value(self, "weight").shape)
+        size, bias = own_value(self, "weight").numel(), has(self, "bias")
+        return [Site("weight", size, size, bias, "weight", shape, positions="many", kind="norm")]
 
     @classmethod
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
-        return ndim > 1 and dim != cls.channel_dim % ndim
+        return ndim > 1 and dim != cls.bayes_channel_dim % ndim
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = self.own_value("bias") if has(self, "bias") else None
-        return NormMap(
-            self.own_value("weight"), bias, self._op, _outer, batch_dim, self.channel_dim, self.posterior[site].name
-        )
-
-    def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-    def bayes_forward(self, input: Tensor) -> Tensor:
-        return self.project_draw("weight", input)
+        dims = (batch_dim, self.bayes_channel_dim)
+        return NormMap(self.own_value("weight"), bias, self.bayes_op, diagonal_outer, *dims)
 
 
-class _BatchNorm(_BayesNorm):
-    def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+class _BatchNorm(BayesNorm):
+    statistics = "batch"
+
+    def bayes_op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         self._check_input_dim(x)
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
@@ -79,104 +75,63 @@ class _BatchNorm(_BayesNorm):
     def reset_running_stats(self) -> None:
         super().reset_running_stats()  # type: ignore[misc]
         for posterior in self.posteriors():
-            reset: Any = getattr(posterior, "reset_running_stats", None)  # members may have statistics of their own
-            if reset is not None:
-                reset()
+            posterior.reset_running_stats()  # members may have statistics of their own
 
 
-class BayesBatchNorm1d(_BatchNorm, nn.BatchNorm1d):
-    """Shape: (R, C) or (R, C, L); running statistics are shared by all draws."""
+class _InstanceNorm(BayesNorm):
+    statistics = "channel"
 
-    plain = nn.BatchNorm1d
-
-
-class BayesBatchNorm2d(_BatchNorm, nn.BatchNorm2d):
-    """Shape: (R, C, H, W); running statistics are shared by all draws."""
-
-    plain = nn.BatchNorm2d
-
-
-class BayesBatchNorm3d(_BatchNorm, nn.BatchNorm3d):
-    """Shape: (R, C, D, H, W); running statistics are shared by all draws."""
-
-    plain = nn.BatchNorm3d
-
-
-class _InstanceNorm(_BayesNorm):
-    def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def bayes_op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         momentum = 0.0 if self.momentum is None else self.momentum
         batch = self.training or not self.track_running_stats
         return F.instance_norm(x, self.running_mean, self.running_var, weight, bias, batch, momentum, self.eps)
 
     def bayes_forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        if input.dim() == self._get_no_batch_dim():
-            return self.project_draw("weight", input.unsqueeze(0), 0).squeeze(0)
-        return self.project_draw("weight", input)
+        return self.project_draw("weight", input, unbatched=self._get_no_batch_dim())
 
 
-class BayesInstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
-    """Shape: (R, C, L), or unbatched (C, L)."""
-
-    plain = nn.InstanceNorm1d
-
-
-class BayesInstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
-    """Shape: (R, C, H, W), or unbatched."""
-
-    plain = nn.InstanceNorm2d
-
-
-class BayesInstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
-    """Shape: (R, C, D, H, W), or unbatched."""
-
-    plain = nn.InstanceNorm3d
-
-
-class BayesGroupNorm(_BayesNorm, nn.GroupNorm):
+@register_layer
+class BayesGroupNorm(BayesNorm, nn.GroupNorm):
     """Shape: (R, C, ...)."""
 
     plain = nn.GroupNorm
 
-    def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def bayes_op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
-class _LastDimensions(_BayesNorm):
-    channel_dim = -1
+class _LastDimensions(BayesNorm):
+    bayes_channel_dim = -1
 
     def bayes_forward(self, input: Tensor) -> Tensor:
-        if input.dim() == len(self.normalized_shape):
-            return self.project_draw("weight", input.unsqueeze(0), 0).squeeze(0)
-        return self.project_draw("weight", input)
+        return self.project_draw("weight", input, unbatched=len(self.normalized_shape))
 
 
+@register_layer
 class BayesLayerNorm(_LastDimensions, nn.LayerNorm):
     """Shape: (R, ..., *normalized_shape)."""
 
     plain = nn.LayerNorm
 
-    def _op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def bayes_op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
+@register_layer
 class BayesRMSNorm(_LastDimensions, nn.RMSNorm):
     """Shape: (R, ..., *normalized_shape); it has no bias."""
 
     plain = nn.RMSNorm
 
-    def _op(self, x: Tensor, weight: Tensor | None, bias: Any) -> Tensor:
+    def bayes_op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
-NORMS = (
-    BayesBatchNorm1d,
-    BayesBatchNorm2d,
-    BayesBatchNorm3d,
-    BayesInstanceNorm1d,
-    BayesInstanceNorm2d,
-    BayesInstanceNorm3d,
-    BayesGroupNorm,
-    BayesLayerNorm,
-    BayesRMSNorm,
-)
+# Shapes (R, C, ...). Running statistics are shared by all draws; an instance norm also takes inputs without rows.
+BayesBatchNorm1d = bayes_form(_BatchNorm, nn.BatchNorm1d)
+BayesBatchNorm2d = bayes_form(_BatchNorm, nn.BatchNorm2d)
+BayesBatchNorm3d = bayes_form(_BatchNorm, nn.BatchNorm3d)
+BayesInstanceNorm1d = bayes_form(_InstanceNorm, nn.InstanceNorm1d)
+BayesInstanceNorm2d = bayes_form(_InstanceNorm, nn.InstanceNorm2d)
+BayesInstanceNorm3d = bayes_form(_InstanceNorm, nn.InstanceNorm3d)

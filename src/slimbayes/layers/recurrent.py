@@ -1,8 +1,9 @@
 """LSTM, GRU and RNN layers and cells.
 
-Every input and every recurrent matrix is a site of its own, all gates of one matrix together: (4u, in) for an LSTM. Factors are
-drawn once per pass, so they stay fixed over time. Draws shared by a block of rows go through torch's fused kernel, once
-per block, with that draw's weights; fresh draws for every row need a loop over time, since no fused kernel takes them.
+Every input and every recurrent matrix is a site of its own, all gates of one matrix together: (4u, in) for an LSTM.
+Factors are drawn once per pass, so they stay fixed over time. Draws shared by a block of rows go through torch's fused
+kernel, once per block, with that draw's weights; fresh draws for every row need a loop over time, since no fused kernel
+takes them.
 
 Sizes: T steps, R rows, D inputs, u units, n draws of the pass.
 """
@@ -18,8 +19,8 @@ from torch import _VF, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from slimbayes.engine.rows import sizes_of_blocks
-from slimbayes.layers.base import BayesLayer, LinearMap, matrix_outer
-from slimbayes.posteriors.base import Site
+from slimbayes.layers.base import BayesLayer, bayes_form
+from slimbayes.layers.site import LinearMap, Site, matrix_outer
 
 
 def _lstm_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -45,7 +46,7 @@ def _relu_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tenso
 
 
 _STEPS = {"LSTM": _lstm_step, "GRU": _gru_step, "RNN_TANH": _tanh_step, "RNN_RELU": _relu_step}
-_KERNELS = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
+_KERNELS: dict[str, Any] = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
 
 
 @contextmanager
@@ -70,39 +71,44 @@ def _site(layer: Any, name: str, bias: bool) -> Site:
     return Site(name, inputs, gates, bias, name, (gates, inputs), positions="many")
 
 
-class _BayesRecurrent(BayesLayer):
+class _Gated(BayesLayer):
+    """What layers and cells share: weights_ih and weights_hh, each with a bias of its own."""
+
     read_names = ()
 
     def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
-        _write(plain, site, weight, bias)
-
-    @classmethod
-    def refuse(cls, layer: nn.Module) -> str | None:
-        if layer.proj_size:
-            return f"proj_size={layer.proj_size} adds a projection of the hidden state, which is not supported; use proj_size=0"
-        return None
-
-    def sites(self) -> list[Site]:
-        out = []
-        for _, _, stem in _stems(self):
-            for kind in ("ih", "hh"):
-                # Only the input matrix carries the members' bias: two offsets would add up to one.
-                out.append(_site(self, f"weight_{kind}{stem}", bool(self.bias) and kind == "ih"))
-        return out
-
-    def may_hold_rows(self, dim: int, ndim: int) -> bool:  # type: ignore[override]
-        return ndim == 3 and dim in ((0, 1) if self.batch_first else (1,))  # packed sequences come as (time, rows, ...)
+        getattr(plain, site.parameter).copy_(weight)
+        if bias is not None:
+            getattr(plain, site.bias_parameter).copy_(bias)
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = getattr(self, site.replace("weight", "bias")) if self.bias else None
+        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1)
+
+
+class _BayesRecurrent(_Gated):
+    inner_dropout = "between its layers"
+
+    @classmethod
+    def refuse(cls, layer: Any) -> str | None:
+        projects = f"proj_size={layer.proj_size} adds a projection of the hidden state, which is not supported"
+        return f"{projects}; use proj_size=0" if layer.proj_size else None
+
+    def sites(self) -> list[Site]:
+        # Only the input matrix carries the members' bias: two offsets would add up to one.
+        kinds = {"ih": bool(self.bias), "hh": False}
+        return [_site(self, f"weight_{k}{stem}", bias) for _, _, stem in _stems(self) for k, bias in kinds.items()]
+
+    def may_hold_rows(self, dim: int, ndim: int) -> bool:  # type: ignore[override]
+        return ndim == 3 and dim in ((0, 1) if self.batch_first else (1,))  # packed ones come as (time, rows, ...)
+
+    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         # Inside, sequences are (T, R, D) and hidden states (R, u).
-        batch_dim = 1 if "_ih_" in site else 0
-        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name)
+        return super().linear_map(site, 1 if "_ih_" in site else 0)
 
     def bayes_forward(self, input: Any, hx: Any = None) -> Any:
-        packed, lengths, batched = isinstance(input, PackedSequence), None, True
-        y: Any
-        if packed:
+        lengths, batched = None, True
+        if isinstance(input, PackedSequence):
             x, lengths = pad_packed_sequence(input)
         else:
             batched = input.dim() == 3
@@ -110,8 +116,9 @@ class _BayesRecurrent(BayesLayer):
             x = x.transpose(0, 1) if self.batch_first and batched else x
         state = self._initial(x, hx, batched)
         run = self._fused if self.posteriors()[0].has_weights else self._over_time
+        y: Any
         y, state = run(x, state, lengths)
-        if packed:
+        if lengths is not None:
             y = pack_padded_sequence(y, lengths, enforce_sorted=False)
         elif not batched:
             y, state = y.squeeze(1), tuple(h.squeeze(1) for h in state)
@@ -129,18 +136,13 @@ class _BayesRecurrent(BayesLayer):
 
     def _fused(self, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """torch's kernel once for each draw, on the rows that belong to it."""
-        blocks = self.posteriors()[0].drawn
-        sizes = sizes_of_blocks(x.shape[1], blocks, self.posteriors()[0].current)
-        parts = zip(
-            x.split(sizes, 1),
-            zip(*(h.split(sizes, 1) for h in state), strict=True),
-            lengths.split(sizes) if lengths is not None else [None] * blocks,
-            strict=True,
-        )
-        done = [self._kernel(j, *part) for j, part in enumerate(parts) if part[0].shape[1]]
-        return torch.cat([y for y, _ in done], 1), tuple(
-            torch.cat(h, 1) for h in zip(*(s for _, s in done), strict=True)
-        )
+        lead = self.posteriors()[0]
+        sizes = sizes_of_blocks(x.shape[1], lead.drawn, lead.current)
+        states = zip(*(h.split(sizes, 1) for h in state), strict=True)
+        ends = lengths.split(sizes) if lengths is not None else [None] * lead.drawn
+        parts = enumerate(zip(x.split(sizes, 1), states, ends, strict=True))
+        outputs, last = zip(*(self._kernel(j, *part) for j, part in parts if part[0].shape[1]), strict=True)
+        return torch.cat(outputs, 1), tuple(torch.cat(h, 1) for h in zip(*last, strict=True))
 
     def _kernel(self, draw: int, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> Any:
         weights, has_bias = self._weights(draw)
@@ -162,13 +164,9 @@ class _BayesRecurrent(BayesLayer):
 
     def _weights(self, draw: int) -> tuple[list[Tensor], bool]:
         """The flat list of weights and biases of one draw that the kernel takes, and whether it holds biases."""
-        weights, biases = [], []
-        for _, _, stem in _stems(self):
-            for kind in ("ih", "hh"):
-                site = f"weight_{kind}{stem}"
-                weight, bias = self.posterior[site].materialise(self.linear_map(site), draw)
-                weights.append(weight)
-                biases.append(bias)
+        found: Any = self.posterior.items()
+        drawn = [posterior.materialise(self.linear_map(site), draw) for site, posterior in found]
+        weights, biases = [weight for weight, _ in drawn], [bias for _, bias in drawn]
         if all(b is None for b in biases):
             return weights, False
         biases = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
@@ -210,35 +208,8 @@ class _BayesRecurrent(BayesLayer):
         return torch.stack(outputs), state
 
 
-def _write(plain: Any, site: Site, weight: Tensor, bias: Tensor | None) -> None:
-    getattr(plain, site.parameter).copy_(weight)
-    if bias is not None:
-        getattr(plain, site.bias_parameter).copy_(bias)
-
-
-class BayesLSTM(_BayesRecurrent, nn.LSTM):
-    """Shape: as nn.LSTM, stacked, bidirectional, packed or unbatched. Sites weight_ih_l0, weight_hh_l0, ..."""
-
-    plain = nn.LSTM
-
-
-class BayesGRU(_BayesRecurrent, nn.GRU):
-    """Shape: as nn.GRU. Sites weight_ih_l0, weight_hh_l0, ..."""
-
-    plain = nn.GRU
-
-
-class BayesRNN(_BayesRecurrent, nn.RNN):
-    """Shape: as nn.RNN, tanh or relu. Sites weight_ih_l0, weight_hh_l0, ..."""
-
-    plain = nn.RNN
-
-
-class _BayesCell(BayesLayer):
-    read_names = ()
-
-    def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
-        _write(plain, site, weight, bias)
+class _BayesCell(_Gated):
+    mode = "RNN"
 
     def sites(self) -> list[Site]:
         return [_site(self, "weight_ih", self.bias_ih is not None), _site(self, "weight_hh", False)]
@@ -246,21 +217,17 @@ class _BayesCell(BayesLayer):
     def may_hold_rows(self, dim: int, ndim: int) -> bool:  # type: ignore[override]
         return ndim == 2 and dim == 0
 
-    def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        bias = getattr(self, site.replace("weight", "bias"))
-        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1, self.posterior[site].name)
-
     def bayes_forward(self, input: Tensor, hx: Any = None) -> Any:
         batched = input.dim() == 2
         x = input if batched else input.unsqueeze(0)
-        lstm = isinstance(self, nn.LSTMCell)
+        lstm = self.mode == "LSTM"
         if hx is None:
             zeros = x.new_zeros(x.shape[0], self.hidden_size)
             state: tuple[Tensor, ...] = (zeros, zeros) if lstm else (zeros,)
         else:
             state = tuple(hx) if lstm else (hx,)
             state = state if batched else tuple(h.unsqueeze(0) for h in state)
-        mode = "LSTM" if lstm else "GRU" if isinstance(self, nn.GRUCell) else f"RNN_{self.nonlinearity.upper()}"
+        mode = f"RNN_{self.nonlinearity.upper()}" if self.mode == "RNN" else self.mode
         gates = self.project_draw("weight_ih", x, 0)
         state = tuple(h.to(gates.dtype) for h in state)
         new = _STEPS[mode](gates, self.project_draw("weight_hh", state[0], 0), state)
@@ -268,19 +235,11 @@ class _BayesCell(BayesLayer):
         return new if lstm else new[0]
 
 
-class BayesLSTMCell(_BayesCell, nn.LSTMCell):
-    """Shape: as nn.LSTMCell. One draw serves every step of a pass of the model that holds the cell."""
-
-    plain = nn.LSTMCell
-
-
-class BayesGRUCell(_BayesCell, nn.GRUCell):
-    """Shape: as nn.GRUCell. One draw serves every step of a pass of the model that holds the cell."""
-
-    plain = nn.GRUCell
-
-
-class BayesRNNCell(_BayesCell, nn.RNNCell):
-    """Shape: as nn.RNNCell. One draw serves every step of a pass of the model that holds the cell."""
-
-    plain = nn.RNNCell
+# As torch's: stacked, bidirectional, packed or unbatched. Sites weight_ih_l0, weight_hh_l0, ...
+BayesLSTM = bayes_form(_BayesRecurrent, nn.LSTM)
+BayesGRU = bayes_form(_BayesRecurrent, nn.GRU)
+BayesRNN = bayes_form(_BayesRecurrent, nn.RNN)
+# One draw serves every step of a pass of the model that holds a cell.
+BayesLSTMCell = bayes_form(_BayesCell, nn.LSTMCell, mode="LSTM")
+BayesGRUCell = bayes_form(_BayesCell, nn.GRUCell, mode="GRU")
+BayesRNNCell = bayes_form(_BayesCell, nn.RNNCell)

@@ -1,36 +1,20 @@
 """One file per method: a Config and a Posterior. METHODS is the closed list that configs are read back from."""
 
+import inspect
+import pkgutil
+from importlib import import_module
 from typing import Any
 
 from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.deterministic import Deterministic
-from slimbayes.posteriors.drop_connect import DropConnect
-from slimbayes.posteriors.ensemble import Ensemble
-from slimbayes.posteriors.k_tied import KTied, MatrixNormal
-from slimbayes.posteriors.mc_dropout import MCDropout
-from slimbayes.posteriors.mean_field import MeanField
-from slimbayes.posteriors.member_norm import MemberNorm
-from slimbayes.posteriors.mixture import Mixture
-from slimbayes.posteriors.model_patch import ModelPatch
-from slimbayes.posteriors.rank1 import BatchEnsemble, Rank1
 
+_FOUND = [vars(import_module(f"{__name__}.{module.name}")) for module in pkgutil.iter_modules(__path__)]
+# Every config in a file of this package that can be made is a method: the file is all that one needs.
 METHODS: dict[str, type[Config]] = {
-    c.__name__: c
-    for c in (
-        Rank1,
-        BatchEnsemble,
-        MeanField,
-        KTied,
-        MatrixNormal,
-        ModelPatch,
-        MCDropout,
-        DropConnect,
-        Ensemble,
-        Mixture,
-        MemberNorm,
-        Deterministic,
-    )
+    name: value
+    for names in _FOUND
+    for name, value in names.items()
+    if isinstance(value, type) and issubclass(value, Config) and value is not Config and not inspect.isabstract(value)
 }
 
 

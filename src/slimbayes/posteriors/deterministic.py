@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slimbayes.posteriors.base import Config, Posterior, Site
+from slimbayes.posteriors.base import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +18,6 @@ class Deterministic(Config):
     """
 
     converts: ClassVar[bool] = False
-
-    def build(self, site: Site) -> Posterior:
-        raise AssertionError("Deterministic converts no layer")
 
     def describe(self) -> str:
         return "Deterministic"

@@ -4,22 +4,25 @@ Table 2 of Chang et al. 2019:   K = 2, M_2 = 0, one pick for every weight; biase
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from slimbayes.posteriors.base import Config, Posterior, Site, check_choice, check_rate
-from slimbayes.posteriors.component_config import Draws
-from slimbayes.posteriors.mixture import Mixture, MixturePosterior
+from torch import nn
 
-_EMBEDDINGS = "DropConnect leaves embeddings alone; include it by name to convert it"
+from slimbayes.layers import kind_of
+from slimbayes.layers.site import Site
+from slimbayes.posteriors.base import Posterior, SiteConfig
+from slimbayes.posteriors.checks import check_choice, check_rate
+from slimbayes.posteriors.components import Draws
+from slimbayes.posteriors.mixture import Mixture, MixturePosterior, dropping
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropConnect(Config):
+class DropConnect(SiteConfig):
     """Set every weight to zero with probability `rate`, in eval mode too, and divide the others by 1 - rate.
 
     Args:
         rate: probability of dropping a weight.
-        draws: "forward" drops once for each draw of a pass; "example" for every row, which takes a weight matrix for each.
+        draws: "forward" drops once for each draw of a pass; "example" for every row, each with a weight matrix of its
+            own.
         tau, rho: prior precisions of weights and biases, as in `Mixture`. By default the prior is left to weight decay.
 
     Example:
@@ -33,7 +36,6 @@ class DropConnect(Config):
     draws: Draws = "forward"
     tau: float | None = None
     rho: float | None = None
-    leaves_alone: ClassVar[dict[str, str]] = {"Embedding": _EMBEDDINGS, "EmbeddingBag": _EMBEDDINGS}
 
     def __post_init__(self) -> None:
         check_rate(self, "rate", self.rate)
@@ -41,15 +43,11 @@ class DropConnect(Config):
         self._mixture()
 
     def _mixture(self) -> Mixture:
-        return Mixture(
-            components=2,
-            assignment="element",
-            zero=True,
-            probs=(1 - self.rate, self.rate),
-            draws=self.draws,
-            tau=self.tau,
-            rho=self.rho,
-        )
+        return dropping("element", self.rate, self.draws, self.tau, self.rho)
+
+    def leaves_alone(self, layer: nn.Module) -> str:
+        why = "DropConnect leaves embeddings alone; include it by name to convert it"
+        return why if kind_of(layer) == "table" else ""
 
     def build(self, site: Site) -> Posterior:
         return MixturePosterior(self._mixture(), site)

@@ -2,8 +2,9 @@
 
     Table 2 of Chang et al. 2019:   one pick for the whole model; every component is a network of its own
 
-The same distribution as `Mixture(assignment="model")`, but by copying modules: that holds for any module, buffers included, so members keep
-batch-norm statistics of their own. Member 0 is the model itself; the posterior holds the others.
+The same distribution as `Mixture(assignment="model")`, but by copying modules: that holds for any module, buffers
+included, so members keep batch-norm statistics of their own. Member 0 is the model itself; the posterior holds the
+others.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import Noise
-from slimbayes.posteriors.base import Config, Kind, MapOf, Pick, Posterior, Site, check_choice, check_count
-
-if TYPE_CHECKING:
-    from slimbayes.layers.base import LinearMap
+from slimbayes.layers import kind_of
+from slimbayes.layers.site import Kind, Site
+from slimbayes.posteriors.base import Config, MapOf, Pick, Posterior, Role
+from slimbayes.posteriors.checks import check_choice, check_count
+from slimbayes.posteriors.components import resets
 
 Execution = Literal["auto", "loop", "batched"]
 
@@ -30,17 +32,20 @@ Execution = Literal["auto", "loop", "batched"]
 class Ensemble(Config):
     """K networks that share nothing, trained and asked as one: the baseline of all three papers.
 
-    Without `include`, `exclude` or a mapping the whole model is copied, whatever it is made of; with them, single layers are.
-    `ensemble([...])` joins networks that exist already.
+    Without `include`, `exclude` or a mapping the whole model is copied, whatever it is made of; with them, single
+    layers are. `ensemble([...])` joins networks that exist already.
 
     Args:
         members: K.
-        init: "fresh" starts the other members anew, each as the network itself would start: by its own initialiser (transformers', timm's), else
-            by each layer's `reset_parameters`, at the spread that the network's own weights have; "copies" repeats the weights.
-        factory: builds a fresh network of the same kind; then each other member is one. It is not part of the config's JSON.
+        init: "fresh" starts the other members anew, each as the network itself would start: by its own initialiser
+            (transformers', timm's), else by each layer's `reset_parameters`, at the spread that the network's own
+            weights have; "copies" repeats the weights.
+        factory: builds a fresh network of the same kind; then each other member is one. It is not part of the config's
+            JSON.
         jitter: standard deviation of the noise on copied parameters, relative to their root mean square.
-        execution: "loop" runs members one after another, "batched" all at once through torch.vmap, "auto" batched where that was measured
-            to be faster (benchmarks/ensembles.py): many members made of plain dense layers (faster with 20, not with 5; it switches at 16).
+        execution: "loop" runs members one after another, "batched" all at once through torch.vmap, "auto" batched where
+            that was measured to be faster (benchmarks/ensembles.py): many members made of plain dense layers (faster
+            with 20, not with 5; it switches at 16).
 
     Example:
         >>> import slimbayes as sb
@@ -61,38 +66,38 @@ class Ensemble(Config):
         check_choice(self, "init", self.init, ("fresh", "copies"))
         check_choice(self, "execution", self.execution, ("auto", "loop", "batched"))
         if not self.jitter >= 0 or (self.jitter and self.init == "fresh"):
-            raise ValueError(
-                f"Ensemble: jitter is noise on copies: it needs init='copies' and must not be negative, got {self.jitter!r}."
-            )
+            needs = "jitter is noise on copies: it needs init='copies' and must not be negative"
+            raise ValueError(f"Ensemble: {needs}, got {self.jitter!r}.")
 
     @property
     def covers(self) -> tuple[Kind, ...]:
-        return ("matrix", "norm")
+        return ("matrix", "table", "norm")
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_dict().items() if name != "factory"}
 
-    def build(self, site: Site) -> Posterior:
-        raise AssertionError("an ensemble copies modules, not sites")
+    def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
+        return [p for _ in range(self.members - 1) for p in layer.parameters()]
 
     def copies(self, module: nn.Module) -> EnsemblePosterior:
         """The posterior of one module: its K - 1 further members."""
-        others = [
-            self._built(module) if self.factory is not None else copy.deepcopy(module) for _ in range(self.members - 1)
-        ]
-        for other in others if self.factory is None else ():
-            _start(other, self)
+        if self.factory is None:
+            others = [copy.deepcopy(module) for _ in range(self.members - 1)]
+            for other in others:
+                _start(other, self)
+        else:
+            others = [self._built(module, self.factory) for _ in range(self.members - 1)]
         return EnsemblePosterior(module, others, self.execution)
 
-    def _built(self, module: nn.Module) -> nn.Module:
+    def _built(self, module: nn.Module, factory: Callable[[], nn.Module]) -> nn.Module:
         """A member from the factory, on the module's device and in its type."""
-        assert self.factory is not None
-        new, first = self.factory(), next(module.parameters(), torch.empty(0))
+        new, first = factory(), next(module.parameters(), torch.empty(0))
         shapes, wanted = ({n: tuple(t.shape) for n, t in m.state_dict().items()} for m in (new, module))
         differ = sorted(n for n in shapes.keys() | wanted.keys() if shapes.get(n) != wanted.get(n))
         if differ:
+            names = ", ".join(differ[:5])
             raise ValueError(
-                f"Ensemble: factory builds another network than the one converted; they differ in {', '.join(differ[:5])}."
+                f"Ensemble: factory builds another network than the one converted: they differ in {names}."
             )
         return new.to(device=first.device, dtype=first.dtype).train(module.training)
 
@@ -105,17 +110,16 @@ def _start(member: nn.Module, config: Ensemble) -> None:
     for parameter in member.parameters():
         parameter.add_(config.jitter * parameter.square().mean().sqrt() * torch.randn_like(parameter))
     for module in member.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.padding_idx is not None:
-            module.weight[module.padding_idx] = 0  # no parameter: it stays
+        padding: Any = getattr(module, "padding_idx", None) if kind_of(module) == "table" else None
+        if padding is not None:
+            module.get_parameter("weight")[padding] = 0  # no parameter: it stays
 
 
-def _reset(member: nn.Module) -> None:
+def _reset(member: Any) -> None:
     """Start a network anew as it would itself."""
-    if any(
-        cls.__name__ == "PreTrainedModel" for cls in type(member).__mro__
-    ):  # transformers' know how to start each of their modules
-        for module in member.modules():
-            member._init_weights(module)  # type: ignore[operator]
+    if any(cls.__name__ == "PreTrainedModel" for cls in type(member).__mro__):
+        for module in member.modules():  # transformers' know how to start each of their modules
+            member._init_weights(module)
         return
     before = {name: p.detach().clone() for name, p in member.named_parameters()}
     own = getattr(member, "init_weights", None)  # timm's name for it
@@ -125,13 +129,8 @@ def _reset(member: nn.Module) -> None:
             if not parameter.is_meta and torch.equal(parameter, before[name]):
                 _alike(parameter, before[name])
         return
-    for module in reversed(
-        list(member.modules())
-    ):  # parents last: they may start what their children own in another way
-        # Attention and other containers start the parameters they own, with a private name in torch.
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if callable(reset):
-            reset()
+    for reset in resets(member):
+        reset()
     for name, parameter in member.named_parameters():
         _alike(parameter, before[name])
 
@@ -139,8 +138,8 @@ def _reset(member: nn.Module) -> None:
 def _alike(parameter: Tensor, own: Tensor) -> None:
     """Give a fresh parameter the spread that the network's own start had, which may differ from torch's.
 
-    What nothing resets (class tokens, tables of positions, layer scales) gets the network's own numbers in another order: the same
-    distribution if they were drawn alike, the same constant if they were constant.
+    What nothing resets (class tokens, tables of positions, layer scales) gets the network's own numbers in another
+    order: the same distribution if they were drawn alike, the same constant if they were constant.
     """
     if not parameter.requires_grad or parameter.numel() < 2 or parameter.is_meta:
         return
@@ -163,9 +162,8 @@ class EnsemblePosterior(Posterior):
         self.others = nn.ModuleList(others)
         self.batch_dim = 0  # kept here, not on the module, whose attributes are its own
         self.register_buffer("weights", torch.full((self.members,), 1.0 / self.members))
-        self.batched = len(others) > 0 and (
-            execution == "batched" or (execution == "auto" and batches_well(module, self.members))
-        )
+        wanted = execution == "batched" or (execution == "auto" and batches_well(module, self.members))
+        self.batched = len(others) > 0 and wanted
 
     @property
     def anchor(self) -> Tensor:
@@ -182,11 +180,8 @@ class EnsemblePosterior(Posterior):
         """The member of each block of rows, (n,)."""
         return pick(torch.arange(self.members, device=self.device), len(noise.block))
 
-    def weights_of_components(self) -> list[nn.Parameter]:
-        return list(self.parameters())
-
-    def decayed(self) -> list[nn.Parameter]:
-        return list(self.parameters())
+    def role(self, name: str) -> Role:
+        return "weight"
 
     @property
     def countable(self) -> bool:
@@ -198,20 +193,14 @@ class EnsemblePosterior(Posterior):
     def kl(self, linear: MapOf) -> Tensor:
         return self.weights.new_zeros(())
 
-    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        raise AssertionError("an ensemble runs whole modules")
-
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
-        raise AssertionError("an ensemble runs whole modules")
-
 
 _PLAIN: tuple[type[nn.Module], ...] = (
-    nn.Sequential, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Flatten, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU,
-    nn.LeakyReLU, nn.Softplus, nn.SELU,
+    nn.Sequential, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Flatten, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh,
+    nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.SELU,
 )  # fmt: skip
 
 
-def batches_well(module: Any, members: int) -> bool:
-    """Whether running all members at once was measured to be faster: plain dense layers, many members, not too many parameters."""
+def batches_well(module: nn.Module, members: int) -> bool:
+    """Whether running all members at once was measured to be faster: dense layers, many members, few parameters."""
     plain = all(type(m) in _PLAIN for m in module.modules())
     return plain and members >= 16 and sum(p.numel() for p in module.parameters()) <= 2_000_000

@@ -5,9 +5,11 @@
 Estimators of the expected likelihood, all unbiased:
 
     "reparam"   one weight draw for each block of rows: W = mean + sigma * e
-    "flipout"   the same draw with random signs for each row: y = W x + ((dW (x o s)) o r), s and r in {-1, +1}  (Wen et al. 2018)
-    "local"     the outputs are drawn instead of the weights: y ~ Normal(mean x, sigma^2 x^2)  (Kingma et al. 2015). Exact where a
-                row meets the weights once; elsewhere positions draw independently, which must be asked for.
+    "flipout"   the same draw with random signs for each row: y = W x + ((dW (x o s)) o r), s and r in {-1, +1}
+                (Wen et al. 2018)
+    "local"     the outputs are drawn instead of the weights: y ~ Normal(mean x, sigma^2 x^2)  (Kingma et al. 2015).
+                Exact where a row meets the weights once; elsewhere positions draw independently, which must be asked
+                for.
 
 In a held pass (`frozen`) every estimator uses the plain weight draw: a function must stay the same over calls.
 
@@ -18,25 +20,26 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from abc import abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Distribution, Normal, wide
-from slimbayes.distributions.priors import TiedMean, gaussian_kl, prior_of_biases
+from slimbayes.distributions.priors import TiedMean, gaussian_kl, gaussian_log_ratio, prior_of_biases
 from slimbayes.engine.passes import Noise, standard_normal
-from slimbayes.posteriors.base import Config, MapOf, Pick, Posterior, Site, check_choice
-
-if TYPE_CHECKING:
-    from slimbayes.layers.base import LinearMap
+from slimbayes.layers.site import LinearMap, Site
+from slimbayes.posteriors.base import MapOf, Pick, SiteConfig, WeightPosterior, recomputed
+from slimbayes.posteriors.checks import check_choice, check_not_negative
 
 Estimator = Literal["reparam", "flipout", "local"]
+_INDEPENDENT = "Set independent_positions=True to accept independent noise at each, or use 'flipout'"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaussianConfig(Config):
+class GaussianConfig(SiteConfig):
     """What mean-field and k-tied configs share; `MeanField` describes the fields."""
 
     prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
@@ -53,18 +56,32 @@ class GaussianConfig(Config):
         check_choice(self, "bias", self.bias, ("point", "gaussian"))
         if not self.scale_init > 0:
             raise ValueError(f"{name}: scale_init must be positive, got {self.scale_init!r}.")
-        if not self.scale_jitter >= 0:
-            raise ValueError(f"{name}: scale_jitter must not be negative, got {self.scale_jitter!r}.")
+        check_not_negative(self, "scale_jitter", self.scale_jitter)
         if self.max_scale is not None and not self.max_scale > self.scale_init:
-            raise ValueError(
-                f"{name}: max_scale={self.max_scale!r} must be above scale_init={self.scale_init!r}, where scales start."
-            )
+            start = f"scale_init={self.scale_init!r}, where scales start"
+            raise ValueError(f"{name}: max_scale={self.max_scale!r} must be above {start}.")
         if not isinstance(self.prior, Normal) and not hasattr(self.prior, "gaussian_kl"):
             known = "Normal, HeNormal, TiedMean, EmpiricalBayes or ScaleMixture"
             raise ValueError(f"{name}: {type(self.prior).__name__} is no prior for weights; use {known}.")
 
     def describe(self) -> str:
         return type(self).__name__
+
+    def extra_flops(self, site: Site) -> float:
+        """Beyond drawing weights, which happens once a pass: the second product of flipout and of local."""
+        m, n = site.matrix
+        signs = 0.5 * (site.n_in + site.n_out)  # a multiplication is half a multiply-add
+        return {"reparam": 0.0, "flipout": m * n + signs, "local": float(m * n)}[self.estimator]
+
+    @classmethod
+    def like(cls, other: GaussianConfig) -> Self:
+        """This method with another's prior, estimator, start, biases and cap; its jitter means something else in
+        each.
+        """
+        if isinstance(other, cls):
+            return other
+        shared = [f.name for f in fields(GaussianConfig) if f.name != "scale_jitter"]
+        return cls(**{name: getattr(other, name) for name in shared})
 
 
 class Perturbation(NamedTuple):
@@ -76,7 +93,7 @@ class Perturbation(NamedTuple):
     sign_out: Tensor | None = None
 
 
-class GaussianPosterior(Posterior):
+class GaussianPosterior(WeightPosterior):
     """Scales of a Gaussian posterior around the layer's own weight; subclasses say how the scales are parameterised."""
 
     def __init__(self, config: GaussianConfig, site: Site) -> None:
@@ -89,9 +106,7 @@ class GaussianPosterior(Posterior):
         if self.late and not site.whole:
             self._check_local(site)
         if self.estimator == "flipout" and site.positions == "nonlinear":
-            raise ValueError(
-                "flipout needs outputs that are linear in the weights, which a maximum is not; use 'reparam'"
-            )
+            raise ValueError("flipout needs outputs linear in the weights, which a maximum is not; use 'reparam'")
         gaussian_bias = site.bias and config.bias == "gaussian"
         self.bias_log_scale = nn.Parameter(initial_log_scale(config, (site.n_out,))) if gaussian_bias else None
         self.regularises_bias = gaussian_bias and self.regularises_mean
@@ -101,13 +116,13 @@ class GaussianPosterior(Posterior):
             raise ValueError("the local estimator cannot tell the variance of pooled vectors; use 'reparam'")
         if site.positions == "many" and not self.independent_positions:
             raise ValueError(
-                "the local estimator is exact only where each row meets the weights once, and this layer shares them over positions or "
-                "steps. Set independent_positions=True to accept independent noise at each, or use 'flipout'"
+                "the local estimator is exact only where each row meets the weights once, and this layer shares them "
+                f"over positions or steps. {_INDEPENDENT}"
             )
 
+    @abstractmethod
     def raw_log_scale(self) -> Tensor:
         """log sigma in the shape of the stored weight, before the cap."""
-        raise NotImplementedError
 
     def log_scale(self) -> Tensor:
         """log sigma in the shape of the stored weight, in float32 at least."""
@@ -118,13 +133,10 @@ class GaussianPosterior(Posterior):
         return self.log_scale().exp()
 
     def _capped(self, log_scale: Tensor) -> Tensor:
-        log_scale = wide(log_scale)
-        if self.log_cap is None:
-            return log_scale
-        return _Cap.apply(log_scale, self.log_cap)
+        return wide(log_scale) if self.log_cap is None else _Cap.apply(wide(log_scale), self.log_cap)
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
-        weights = self.site.matrix[0] * self.site.matrix[1] + (0 if self.bias_log_scale is None else self.site.n_out)
+        weights = math.prod(self.site.shape) + (0 if self.bias_log_scale is None else self.site.n_out)
         if not rowwise or self.estimator == "reparam":
             return weights, 0
         return (weights, self.site.n_in + self.site.n_out) if self.estimator == "flipout" else (0, 0)
@@ -136,11 +148,10 @@ class GaussianPosterior(Posterior):
     def realise(self, noise: Noise, pick: Pick) -> Perturbation:
         if not noise.block.shape[1]:
             return Perturbation(None, None)
-        weights = noise.block.shape[1] - (0 if self.bias_log_scale is None else self.site.n_out)
-        weight = self.scale() * noise.block[:, :weights].reshape(-1, *self.site.shape)
-        bias = (
-            None if self.bias_log_scale is None else self._capped(self.bias_log_scale).exp() * noise.block[:, weights:]
-        )
+        size, bias = math.prod(self.site.shape), None
+        weight = self.scale() * noise.block[:, :size].reshape(-1, *self.site.shape)
+        if self.bias_log_scale is not None:
+            bias = self._capped(self.bias_log_scale).exp() * noise.block[:, size:]
         if not self.per_row:
             return Perturbation(weight, bias)
         signs = 1 - 2 * torch.signbit(noise.row).to(noise.row.dtype)  # true Rademacher signs
@@ -172,9 +183,8 @@ class GaussianPosterior(Posterior):
         mean = linear.op(x, linear.weight, linear.bias)
         variance = self.output_variance(linear.squared(x), linear)
         if self.bias_log_scale is not None:
-            shape = [1] * variance.dim()
-            shape[linear.channel_dim] = -1
-            variance = variance + (2 * self._capped(self.bias_log_scale)).exp().to(variance.dtype).view(shape)
+            of_bias = (2 * self._capped(self.bias_log_scale)).exp().to(variance.dtype)
+            variance = variance + linear.along_channels(of_bias, variance.dim())
         # Clamped, because the root of an exact zero (a row of zeros) has no gradient.
         dim = None if self.current.layout is None or linear.batch_dim < 0 else linear.batch_dim
         noise = self.drawn_late(lambda shape: standard_normal(shape, mean.device, mean.dtype), mean.shape, dim)
@@ -185,17 +195,15 @@ class GaussianPosterior(Posterior):
         return self.estimator != "reparam" and not self.blockwise
 
     def _check_met_once(self, x: Tensor) -> None:
-        """Refuse inputs in which a row meets the weights more than once: several positions, or a second call in one pass."""
+        """Refuse inputs in which a row meets the weights more than once: by positions, or by a second call."""
         calls, at = self.current.calls, f"{self.key} met"
-        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        again = calls.get(at, 0) > 0 and not recomputed
+        again = calls.get(at, 0) > 0 and not recomputed()
         calls[at] = 1
         if x.dim() > 2 or x.shape[0] != self.current.rows or again:
             met = "a second time in one pass" if again else "at several positions"
             raise ValueError(
-                f"{self.name}: the local estimator is exact where each row meets the weights once; here rows came {met}, got "
-                f"{tuple(x.shape)}, whose positions share the weights. Set independent_positions=True to accept independent noise at each, "
-                f"or use 'flipout'."
+                f"{self.name}: the local estimator is exact where each row meets the weights once; here rows came "
+                f"{met}, got {tuple(x.shape)}, whose positions share the weights. {_INDEPENDENT}."
             )
 
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
@@ -215,13 +223,22 @@ class GaussianPosterior(Posterior):
             total = total + gaussian_kl(wide(mapped.bias), scale, prior_of_biases(self.prior), fan_in)
         return total
 
+    def log_ratio(self, linear: LinearMap) -> Tensor:
+        drawn: Perturbation = self.values()
+        assert drawn.weight is not None  # held draws are draws of weights
+        fan_in = self.site.matrix[0]
+        total = gaussian_log_ratio(drawn.weight, linear.weight, self.log_scale(), self.prior, fan_in)
+        if drawn.bias is not None and linear.bias is not None and self.bias_log_scale is not None:
+            log_scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
+            total = total + gaussian_log_ratio(drawn.bias, linear.bias, log_scale, prior, fan_in)
+        return total
+
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Perturbation = self.values()
         assert drawn.weight is not None
         biases = self._biases(drawn, linear)
-        return linear.weight + linear.masked(drawn.weight[index]).to(
-            linear.weight.dtype
-        ), None if biases is None else biases[index]
+        weight = linear.weight + linear.masked(drawn.weight[index]).to(linear.weight.dtype)
+        return weight, None if biases is None else biases[index]
 
 
 class _Cap(torch.autograd.Function):
@@ -233,7 +250,8 @@ class _Cap(torch.autograd.Function):
         return log_scale.clamp_max(cap)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
         (above,) = ctx.saved_tensors
         return gradient.masked_fill(above & (gradient < 0), 0.0), None
 

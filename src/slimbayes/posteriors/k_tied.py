@@ -1,31 +1,31 @@
 """The k-tied Normal (Swiatkowski et al. 2020): mean-field posteriors whose standard deviations factor.
 
-    W_ij ~ Normal(mean_ij, sigma_ij)      sigma = U V^T,  U (m x k), V (n x k) positive      k (m + n) numbers instead of m n
+    W_ij ~ Normal(mean_ij, sigma_ij)      sigma = U V^T,  U (m x k), V (n x k) positive      k (m + n) numbers instead
+    of m n
 
-U and V are kept as logs, and log sigma is their logsumexp. Convolutions count as (inputs x kernel) x outputs, an LSTM's matrices as one
-(inputs x 4 units) each. With k = 1 this is the matrix normal with diagonal covariances.
+U and V are kept as logs, and log sigma is their logsumexp. Convolutions count as (inputs x kernel) x outputs, an LSTM's
+matrices as one (inputs x 4 units) each. With k = 1 this is the matrix normal with diagonal covariances.
 
-The local estimator never forms sigma: sigma o sigma has rank q = k (k + 1) / 2, so the outputs' variance is two thin products,
+The local estimator never forms sigma: sigma o sigma has rank q = k (k + 1) / 2, so the outputs' variance is two thin
+products,
 
-    x^2 (sigma o sigma) = [x^2 P] Q^T,    P_i,ab = u_ia u_ib,   Q_j,ab = c_ab v_ja v_jb,   a <= b,  c = 1 on the diagonal, else 2
+    x^2 (sigma o sigma) = [x^2 P] Q^T,    P_i,ab = u_ia u_ib,   Q_j,ab = c_ab v_ja v_jb,   a <= b,  c = 1 on the
+    diagonal, else 2
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
-from slimbayes.posteriors.base import Posterior, Site, check_count
+from slimbayes.layers.site import LinearMap, Site
+from slimbayes.posteriors.base import Posterior
+from slimbayes.posteriors.checks import check_count
 from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior
-from slimbayes.posteriors.mean_field import gaussian_flops
-
-if TYPE_CHECKING:
-    from slimbayes.layers.base import LinearMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ class KTied(GaussianConfig):
 
     def extra_flops(self, site: Site) -> float:
         """Beyond drawing weights, which happens once a pass: flipout's second product, or the thin ones of local."""
-        return _extra_flops(self, site, self.rank)
+        thin = self.estimator == "local" and self.max_scale is None
+        return thin_flops(site, self.rank) if thin else super().extra_flops(site)
 
     def describe(self) -> str:
         return f"KTied(rank={self.rank})"
@@ -78,16 +79,16 @@ class MatrixNormal(GaussianConfig):
 
     def extra_flops(self, site: Site) -> float:
         """As `KTied` of rank one."""
-        return _extra_flops(self, site, rank=1)
+        thin = self.estimator == "local" and self.max_scale is None
+        return thin_flops(site, rank=1) if thin else super().extra_flops(site)
 
     def build(self, site: Site) -> Posterior:
         return KTiedPosterior(self, site, rank=1)
 
 
-def _extra_flops(config: GaussianConfig, site: Site, rank: int) -> float:
+def thin_flops(site: Site, rank: int) -> float:
+    """Multiply-adds of the local estimator's two thin products at one position."""
     m, n = site.matrix
-    if config.estimator != "local" or config.max_scale is not None:
-        return gaussian_flops(config, site)
     k = min(rank, m, n)
     return k * (k + 1) / 2 * (m + n)
 
@@ -124,7 +125,7 @@ class KTiedPosterior(GaussianPosterior):
         return self._product(wide(self.log_u).exp(), wide(self.log_v).exp())
 
     def _product(self, u: Tensor, v: Tensor) -> Tensor:
-        """U V^T in the shape and the memory order of the stored weight; elementwise, so that no reduced-precision product is used."""
+        """U V^T in the shape and memory order of the stored weight; elementwise, never in reduced precision."""
         rows, columns = (v, u) if self.site.out_dim == 0 else (u, v)
         total = rows[:, None, 0] * columns[None, :, 0]
         for k in range(1, u.shape[1]):
@@ -134,9 +135,8 @@ class KTiedPosterior(GaussianPosterior):
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
         stored = self.site.shape
         grouped = (stored[1 - self.site.out_dim], stored[self.site.out_dim]) != (self.site.n_in, self.site.n_out)
-        if (
-            self.log_cap is not None or grouped or linear.mask is not None
-        ):  # a cap breaks the factorisation, groups the shape
+        if self.log_cap is not None or grouped or linear.mask is not None:
+            # a cap breaks the factorisation, groups the shape
             return super().output_variance(squared, linear)
         p, q = self.variance_factors()
         thin = linear.op(squared, self.site.from_matrix(p).to(linear.weight.dtype), None)

@@ -1,10 +1,12 @@
 """MC dropout (Gal & Ghahramani 2016): dropout that stays on at prediction.
 
-    Table 2 of Chang et al. 2019:   K = 2, M_2 = 0, one pick for every input channel of a matrix; biases are never dropped.
+    Table 2 of Chang et al. 2019:   K = 2, M_2 = 0, one pick for every input channel of a matrix; biases are never
+    dropped.
 
-With `unit="channel"` in front of a matrix this is that case of `Mixture`, a distribution over weights. With `unit="element"`, torch's
-nn.Dropout, every position of an image or a sequence drops on its own, so that no single weight matrix describes a draw; for
-plain vectors the two are the same. In front of a norm layer the normalised inputs are dropped, not the scale: the paper's baseline.
+With `unit="channel"` in front of a matrix this is that case of `Mixture`, a distribution over weights. With
+`unit="element"`, torch's nn.Dropout, every position of an image or a sequence drops on its own, so that no single
+weight matrix describes a draw; for plain vectors the two are the same. In front of a norm layer the normalised inputs
+are dropped, not the scale: the paper's baseline.
 """
 
 from __future__ import annotations
@@ -12,44 +14,37 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import Noise, uniform
 from slimbayes.engine.rows import line_of_row, spread
-from slimbayes.posteriors.base import (
-    Config,
-    Kind,
-    MapOf,
-    Pick,
-    Posterior,
-    Site,
-    Unit,
-    check_choice,
-    check_rate,
-)
-from slimbayes.posteriors.mixture import Mixture, MixturePosterior
+from slimbayes.layers import LAYERS, class_for
+from slimbayes.layers.dropout import DropMap
+from slimbayes.layers.functional_dropout import functional_dropout
+from slimbayes.layers.site import Kind, LinearMap, Site, Unit
+from slimbayes.posteriors.base import MapOf, Pick, Posterior, SiteConfig
+from slimbayes.posteriors.checks import check_choice, check_rate
+from slimbayes.posteriors.mixture import MixturePosterior, dropping
 from slimbayes.posteriors.model_patch import check_layers, chosen_layers
-
-if TYPE_CHECKING:
-    from slimbayes.layers.base import LinearMap
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
 
 
 @dataclass(frozen=True, kw_only=True)
-class MCDropout(Config):
+class MCDropout(SiteConfig):
     """Dropout that is part of the posterior: active in eval mode, drawn afresh for every row, held by `frozen`.
 
     Args:
         rate: probability of dropping a unit; by default a dropout layer's own, and 0.005 (the paper's) elsewhere.
-        before: None turns on the model's own dropout layers, or acts on the inputs of the layers that `include` or a mapping's pattern
-            picks. "norm", "output", "input", joined by "+", or a regular expression put dropout in front of those layers.
-        unit: "element" drops every number on its own (nn.Dropout); "channel" drops whole channels (nn.Dropout2d), or the same inputs at
-            all positions. A dropout layer of the model keeps its own unit.
-        tau, rho: prior precisions, for matrices with unit="channel" (Eq. 2). By default the prior is left to weight decay.
+        before: None turns on the model's own dropout layers, or acts on the inputs of the layers that `include` or a
+            mapping's pattern picks. "norm", "output", "input", joined by "+", or a regular expression put dropout in
+            front of those layers.
+        unit: "element" drops every number on its own (nn.Dropout); "channel" drops whole channels (nn.Dropout2d), or
+            the same inputs at all positions. A dropout layer of the model keeps its own unit.
+        tau, rho: prior precisions, for matrices with unit="channel" (Eq. 2). By default the prior is left to weight
+            decay.
 
     Example:
         >>> import slimbayes as sb
@@ -73,33 +68,23 @@ class MCDropout(Config):
             check_layers(self, "before", self.before)
         if self.tau is not None and self.unit != "channel":
             raise ValueError(
-                "MCDropout: tau needs unit='channel', where a draw is a weight matrix; use weight decay with unit='element'."
+                "MCDropout: tau needs unit='channel', where a draw is a weight matrix; "
+                "use weight decay with unit='element'."
             )
 
     @property
     def covers(self) -> tuple[Kind, ...]:
-        return ("matrix", "norm", "dropout")
+        return ("matrix", "table", "norm", "dropout")
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         if self.before is not None:
             return chosen_layers(f"MCDropout(before={self.before!r})", self.before, model, offered, scales=False)
-        if named:
-            return None
-        return _own_dropout(model, offered)
+        return None if named else _own_dropout(model, offered)
 
     def build(self, site: Site) -> Posterior:
         rate = 0.005 if self.rate is None else self.rate
-        if site.kind == "matrix" and self.unit == "channel":
-            mixture = Mixture(
-                components=2,
-                assignment="input",
-                zero=True,
-                probs=(1 - rate, rate),
-                draws="example",
-                tau=self.tau,
-                rho=self.rho,
-            )
-            return MixturePosterior(mixture, site)
+        if site.kind in ("matrix", "table") and self.unit == "channel":
+            return MixturePosterior(dropping("input", rate, "example", self.tau, self.rho), site)
         return DropoutPosterior(rate, self.unit, site, fixed=self.rate is not None)
 
     def describe(self) -> str:
@@ -107,45 +92,36 @@ class MCDropout(Config):
 
 
 def _own_dropout(model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]:
-    from slimbayes.layers.dropout import DROPOUTS, functional_dropout
-
-    found = {name for name, layer in offered.items() if type(layer) in [cls.plain for cls in DROPOUTS]}
+    found = {name for name, layer in offered.items() if class_for(layer, ("dropout",)) is not None}
     if found:
         return found
     functional = "; ".join(f"{name or '(the model itself)'} {what}" for name, what in functional_dropout(model).items())
-    inside = (
-        f" Dropout inside a forward was found, which cannot be converted: {functional}. Make it an nn.Dropout layer."
-        if functional
-        else ""
-    )
+    inside = f" Dropout inside a forward was found, which cannot be converted: {functional}."
+    inside = f"{inside} Make it an nn.Dropout layer." if functional else ""
+    kinds = ", ".join(plain.__name__ for plain, cls in LAYERS.items() if cls.bayes_kind == "dropout")
     raise ValueError(
-        f"MCDropout() looked for dropout layers ({', '.join(cls.plain.__name__ for cls in DROPOUTS)}) in this {type(model).__name__} and "
-        f'found none.{inside} Put dropout in front of layers with before="norm" (as the EMP paper does), "output" or a regular expression.'
+        f"MCDropout() looked for dropout layers ({kinds}) in this {type(model).__name__} and found none."
+        f'{inside} Put dropout in front of layers with before="norm" (as the EMP paper does), '
+        f'"output" or a regular expression.'
     )
 
 
 class DropoutPosterior(Posterior):
-    """Which units of a layer's input are dropped. It has no parameters; masks are drawn when the input's shape is known."""
+    """Which units of a layer's input are dropped. It has no parameters; masks are drawn when the input is seen."""
 
     place: Tensor
     late = True
+    size_is_bound = True  # how many positions there are, or what a dropout layer sees, shows only when it runs
 
     def __init__(self, rate: float, unit: Unit, site: Site, fixed: bool) -> None:
         super().__init__()
         self.rate, self.unit, self.fixed = rate, unit, fixed
-        self.own = site.kind == "dropout"  # a dropout layer of the model, with a rate and a unit of its own
         self.units = site.n_in
         self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device
 
     @property
-    def has_weights(self) -> bool:
-        return False
-
-    @property
     def log_size(self) -> float:
-        return self.units * math.log(
-            2
-        )  # at least: how many positions there are, or what a dropout layer sees, shows only when it runs
+        return self.units * math.log(2)
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
@@ -158,18 +134,18 @@ class DropoutPosterior(Posterior):
         return self.place.new_zeros(())
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        rate = linear.rate if self.own and not self.fixed else self.rate
+        own = linear if isinstance(linear, DropMap) else None  # a dropout layer of the model, as it is set now
+        rate = self.rate if own is None or self.fixed else own.rate
         if rate == 0:
             return linear.op(x, linear.weight, linear.bias)
         if not x.is_floating_point():
-            raise ValueError(
-                f"{self.name}: dropping single word indices means nothing; use unit='channel', which drops whole words."
-            )
+            means = "dropping single word indices means nothing; use unit='channel', which drops whole words"
+            raise ValueError(f"{self.name}: {means}.")
         if rate == 1:
             return linear.op(x * 0.0, linear.weight, linear.bias)
         x, dim = self._rows(x, linear)
-        kept = self._kept(x, dim, linear, rate)
-        if getattr(linear, "selu", False):
+        kept = self._kept(x, dim, linear, self.unit if own is None else own.unit, rate)
+        if own is not None and own.selu:
             scale = ((1 - rate) * (1 + rate * _SELU_LIMIT**2)) ** -0.5
             dropped = scale * torch.where(kept, x, _SELU_LIMIT) - scale * _SELU_LIMIT * rate
         else:
@@ -177,15 +153,15 @@ class DropoutPosterior(Posterior):
         return linear.op(dropped, linear.weight, linear.bias)
 
     def _rows(self, x: Tensor, linear: LinearMap) -> tuple[Tensor, int | None]:
-        """x and the dimension of its rows, where that matters; a single row that stands for all is dropped anew for each."""
+        """x and the dimension of its rows, where that matters; a row that stands for all is dropped anew for each."""
         if self.current.layout is None:
             return x, None
         return spread(x, self.current.rows, linear.batch_dim)
 
-    def _kept(self, x: Tensor, dim: int | None, linear: LinearMap, rate: float) -> Tensor:
+    def _kept(self, x: Tensor, dim: int | None, linear: LinearMap, unit: Unit, rate: float) -> Tensor:
         """Which units stay, as a boolean tensor that broadcasts against x."""
         current, shape = self.current, list(x.shape)
-        if (linear.unit if self.own else self.unit) == "channel":  # type: ignore[attr-defined]
+        if unit == "channel":
             kept = (0 if dim is None else dim, linear.channel_dim % x.dim())
             shape = [size if d in kept else 1 for d, size in enumerate(shape)]
         if not current.keeps:
@@ -206,10 +182,6 @@ class DropoutPosterior(Posterior):
             masks.append(uniform([current.total, *shape], x.device) >= rate)
         if list(masks[place].shape[1:]) != shape:
             held = list(masks[place].shape[1:])
-            raise ValueError(
-                f"{self.name}: held draws drop units of inputs {held}, but this call needs {shape}; use unit='channel'."
-            )
+            differ = f"held draws drop units of inputs {held}, but this call needs {shape}"
+            raise ValueError(f"{self.name}: {differ}; use unit='channel'.")
         return masks[place]
-
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
-        raise AssertionError("dropout of single elements is no weight matrix")

@@ -1,9 +1,10 @@
-"""Mean-field variational inference: a Normal posterior for every weight (Blundell et al. 2015; the baseline of both papers).
+"""Mean-field variational inference: a Normal posterior for every weight (Blundell et al. 2015; the baseline of both
+papers).
 
     W_ij ~ Normal(mean_ij, sigma_ij)      mean: the layer's own weight;  log sigma: a free parameter for each weight
 
-The means are the layer's weights themselves, so a trained network stays itself and a base checkpoint loads. They train together with
-the posterior: save with base=True, unless the base is frozen.
+The means are the layer's weights themselves, so a trained network stays itself and a base checkpoint loads. They train
+together with the posterior: save with base=True, unless the base is frozen.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from slimbayes.posteriors.base import Posterior, Site
+from slimbayes.layers.site import Site
+from slimbayes.posteriors.base import Posterior
 from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior, initial_log_scale
 
 
@@ -21,8 +23,8 @@ class MeanField(GaussianConfig):
     """Mean-field Gaussian posterior over all weights: twice the parameters of the plain model.
 
     Args:
-        prior: `Normal`, `HeNormal`, `TiedMean`, `EmpiricalBayes` or `ScaleMixture`. Different layers may have different ones: give
-            bayesianize a mapping from name patterns to configs.
+        prior: `Normal`, `HeNormal`, `TiedMean`, `EmpiricalBayes` or `ScaleMixture`. Different layers may have different
+            ones: give bayesianize a mapping from name patterns to configs.
         estimator: "reparam", "flipout" or "local" (see posteriors/gaussian.py).
         scale_init, scale_jitter: scales start at Normal(scale_init, scale_jitter).
         bias: "point" keeps biases point estimates, "gaussian" gives them posteriors too.
@@ -36,19 +38,8 @@ class MeanField(GaussianConfig):
         torch.Size([4, 5, 2])
     """
 
-    def extra_flops(self, site: Site) -> float:
-        """Beyond drawing weights, which happens once a pass: the second product of flipout and of local."""
-        return gaussian_flops(self, site)
-
     def build(self, site: Site) -> Posterior:
         return MeanFieldPosterior(self, site)
-
-
-def gaussian_flops(config: GaussianConfig, site: Site) -> float:
-    """Multiply-adds of a Gaussian estimator beyond the plain layer's, for each position and draw."""
-    m, n = site.matrix
-    signs = 0.5 * (site.n_in + site.n_out)  # a multiplication is half a multiply-add
-    return {"reparam": 0.0, "flipout": m * n + signs, "local": float(m * n)}[config.estimator]
 
 
 class MeanFieldPosterior(GaussianPosterior):

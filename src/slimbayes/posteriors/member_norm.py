@@ -1,24 +1,28 @@
-"""Batch norm whose members keep apart: each normalises its rows with their statistics and keeps running ones of its own.
+"""Batch norm whose members keep apart: each normalises its rows with their statistics and keeps running ones of its
+own.
 
-    y_k = (x_k - mean_k) / sqrt(var_k + eps) * weight + bias       x_k: the rows of member k, of all its draws in the pass
-    running_k <- running_k + momentum (batch_k - running_k)        for members that had rows
+    y_k = (x_k - mean_k) / sqrt(var_k + eps) * weight + bias       x_k: the rows of member k, of all its draws in the
+    pass running_k <- running_k + momentum (batch_k - running_k)        for members that had rows
 
-In the rank-1 paper (Dusenberry et al. 2020) members share statistics, scales and biases, and so they do here by default: all of its CIFAR runs,
-and on TPUs its ImageNet runs too, whose code calls sharing "not correct in math" and would build K separate layers elsewhere. Those are
-`affine=True`; without, members keep statistics of their own under one scale and bias.
+In the rank-1 paper (Dusenberry et al. 2020) members share statistics, scales and biases, and so they do here by
+default: all of its CIFAR runs, and on TPUs its ImageNet runs too, whose code calls sharing "not correct in math" and
+would build K separate layers elsewhere. Those are `affine=True`; without, members keep statistics of their own under
+one scale and bias.
 
-Nothing is drawn. Member 0 is the layer itself, so that its checkpoint still loads; the posterior holds the K - 1 others: as buffers
-running_mean, running_var (K - 1, C) and num_batches_tracked (K - 1,), as parameters perhaps weight and bias (K - 1, C).
+Nothing is drawn. Member 0 is the layer itself, so that its checkpoint still loads; the posterior holds the K - 1
+others: as buffers running_mean, running_var (K - 1, C) and num_batches_tracked (K - 1,), as parameters perhaps weight
+and bias (K - 1, C).
 
-Sizes: K members, n blocks of rows in a pass, C channels. Block j belongs to member (first + j) mod K, so blocks j, j + K, ... share one member:
-a turn. How many rows a turn has is known beforehand; which member it is may be known to the device alone.
+Sizes: K members, n blocks of rows in a pass, C channels. Block j belongs to member (first + j) mod K, so blocks j, j +
+    K, ... share one member: a turn. How many rows a turn has is known beforehand; which member it is may be known to
+    the device alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,22 +30,24 @@ from torch import Tensor, nn
 
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import sizes_of_blocks, spread
-from slimbayes.posteriors.base import Config, Kind, MapOf, Pick, Posterior, Site, check_count
+from slimbayes.layers.base import LAYERS, registered
+from slimbayes.layers.norm import BayesNorm
+from slimbayes.layers.site import Kind, LinearMap, Site
+from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role, SiteConfig
+from slimbayes.posteriors.checks import check_count
 
-if TYPE_CHECKING:
-    from slimbayes.layers.base import LinearMap
-
-_TYPES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _ROW = "its statistics are those of one row: members have their own already"
+_WHY = {"row": _ROW, "channel": f"{_ROW}; running ones, if it keeps any, are shared", "batch": ""}
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberNorm(Config):
-    """Batch norm with statistics, and perhaps a scale and a bias, for each member. It goes beside a method with as many members.
+class MemberNorm(SiteConfig):
+    """Batch norm with statistics, and perhaps a scale and a bias, for each member. It goes beside a method with as many
+    members.
 
-    In training every member that has rows needs two values or more for each channel, as batch norm itself does; a member without rows
-    keeps its running statistics.
+    In training every member that has rows needs two values or more for each channel, as batch norm itself does; a
+    member without rows keeps its running statistics.
 
     Args:
         members: K. The first is the layer itself; the others start as copies of it.
@@ -57,13 +63,6 @@ class MemberNorm(Config):
 
     members: int = 4
     affine: bool = False
-    leaves_alone: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("LayerNorm", "RMSNorm", "GroupNorm"), _ROW),
-        **dict.fromkeys(
-            ("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), f"{_ROW}; running ones, if it keeps any, are shared"
-        ),
-        "SyncBatchNorm": "its statistics are those of all processes; MemberNorm keeps to the rows of one",
-    }
 
     def __post_init__(self) -> None:
         check_count(self, "members", self.members)
@@ -73,21 +72,30 @@ class MemberNorm(Config):
         return ("norm",)
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        found = {
-            name for name, layer in offered.items() if getattr(type(layer), "plain", type(layer)) in _TYPES
-        }  # converted ones are an error
+        found = {name for name, layer in offered.items() if _statistics(layer) == "batch"}  # converted or not
         if not found:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in offered.values()}))
-            raise ValueError(
-                f"MemberNorm looked for batch norm ({', '.join(t.__name__ for t in _TYPES)}) and found none among: {kinds or 'no layers'}."
-            )
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in offered.values()})) or "no layers"
+            norms = [cls for cls in LAYERS.values() if issubclass(cls, BayesNorm)]
+            known = ", ".join(cls.plain.__name__ for cls in norms if cls.statistics == "batch")
+            raise ValueError(f"MemberNorm looked for batch norm ({known}) and found none among: {kinds}.")
         return found
+
+    def leaves_alone(self, layer: nn.Module) -> str:
+        if isinstance(layer, nn.SyncBatchNorm):
+            return "its statistics are those of all processes; MemberNorm keeps to the rows of one"
+        return _WHY.get(_statistics(layer), "")
 
     def build(self, site: Site) -> Posterior:
         return MemberNormPosterior(self, site)
 
     def describe(self) -> str:
         return f"MemberNorm(members={self.members}{', affine' if self.affine else ''})"
+
+
+def _statistics(layer: nn.Module) -> str:
+    """What a norm's statistics are taken over; nothing for other layers."""
+    known = registered(layer)
+    return known.statistics if known is not None and issubclass(known, BayesNorm) else ""
 
 
 class MemberNormPosterior(Posterior):
@@ -117,7 +125,7 @@ class MemberNormPosterior(Posterior):
     @torch.no_grad()
     def adopt(self, linear: LinearMap) -> None:
         for others, own in ((self.weight, linear.weight), (self.bias, linear.bias)):
-            if others is not None:
+            if others is not None and own is not None:
                 others.copy_(own)
 
     @torch.no_grad()
@@ -132,15 +140,8 @@ class MemberNormPosterior(Posterior):
     def anchor(self) -> Tensor:
         return self.place
 
-    def weights_of_components(self) -> list[nn.Parameter]:
-        return [p for p in (self.weight, self.bias) if p is not None]
-
-    def decayed(self) -> list[nn.Parameter]:
-        return self.weights_of_components()
-
-    @property
-    def has_weights(self) -> bool:
-        return False
+    def role(self, name: str) -> Role:
+        return "weight"
 
     @property
     def log_size(self) -> float:
@@ -198,10 +199,8 @@ class MemberNormPosterior(Posterior):
             statistics = layer.running_mean.new_zeros(2, len(rows), layer.num_features)
         weights, biases = self._of(order, linear.weight, self.weight), self._of(order, linear.bias, self.bias)
         # A momentum of one leaves the batch's own statistics in what is given to be updated.
-        out = [
-            F.batch_norm(*one, from_batch, 1.0, layer.eps)
-            for one in zip(rows, *statistics, weights, biases, strict=True)
-        ]
+        each = zip(rows, *statistics, weights, biases, strict=True)
+        out = [F.batch_norm(x, mean, var, w, b, from_batch, 1.0, layer.eps) for x, mean, var, w, b in each]
         if kept:
             self._keep(statistics, order)
         return out
@@ -234,9 +233,7 @@ class MemberNormPosterior(Posterior):
         fewest = min(part.numel() // part.shape[1] for part in rows)
         if fewest < 2:
             raise ValueError(
-                f"{self.name}: every member's statistics need more than one value for each channel, but this pass has a member with {fewest}. "
-                f"Use 2 rows or more for each of the {self.members} members, a multiple of them, sample(model, x), or eval mode."
+                f"{self.name}: every member's statistics need more than one value for each channel, but this pass has "
+                f"a member with {fewest}. Use 2 rows or more for each of the {self.members} members, a multiple of "
+                f"them, sample(model, x), or eval mode."
             )
-
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
-        raise AssertionError("statistics are no weights")

@@ -3,8 +3,8 @@
     Eq. 1   W = sum_k 1[Z = k] o (M_k + sigma e_k)        b likewise, with z
     Eq. 8   KL ~ sum_k p_k (tau/2 |M_k|^2 + rho/2 |m_k|^2)  up to a constant, for components that do not overlap
 
-M_1 is the layer's own weight, so that its checkpoint still loads; the posterior holds the K - 1 others. What makes a method is how
-the assignment Z is drawn (Table 2):
+M_1 is the layer's own weight, so that its checkpoint still loads; the posterior holds the K - 1 others. What makes a
+method is how the assignment Z is drawn (Table 2):
 
     assignment   one value of Z for                     method
     "layer"      the whole layer, its bias included     EMP
@@ -12,41 +12,32 @@ the assignment Z is drawn (Table 2):
     "input"      each input channel                     dropout, with the last component at zero
     "model"      the whole model: a member              explicit ensemble
 
-A component at zero leaves the bias alone, and the others are divided by the probability of not being zero, as inverted dropout
-does, so that the mean of W is what it would be without it. Components that a pass does not pick get a gradient of zero, not None: weight
-decay and momentum still move them. Errata of the paper's Eqs. 6, 7 and 9 are in docs/deviations.md.
+A component at zero leaves the bias alone, and the others are divided by the probability of not being zero, as inverted
+dropout does: the mean of W is what it would be without it. Components that a pass does not pick get a gradient of
+zero, not None: weight decay and momentum still move them. Errata of Eqs. 6, 7 and 9 are in docs/deviations.md.
 
 Sizes: K components, n draws of a pass, in and out the channels of the layer.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
 from slimbayes.engine.passes import Noise
-from slimbayes.posteriors.base import Kind, MapOf, Pick, Posterior, Site, check_choice
-from slimbayes.posteriors.component_config import ComponentConfig
-from slimbayes.posteriors.picks import (
-    Assigned,
-    bias_shape,
-    expected_squares,
-    mix_together,
-    pick_together,
-    select,
-    uniform,
-)
-
-if TYPE_CHECKING:
-    from slimbayes.layers.base import LinearMap
+from slimbayes.layers.site import Kind, LinearMap, Site
+from slimbayes.posteriors import picks
+from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role, WeightPosterior
+from slimbayes.posteriors.checks import check_choice, check_not_negative
+from slimbayes.posteriors.components import ComponentConfig, Draws, resets, start_components
+from slimbayes.posteriors.picks import Assigned, bias_shape, select
 
 Assignment = Literal["layer", "element", "input", "model"]
 
@@ -57,21 +48,23 @@ class Mixture(ComponentConfig):
 
     Args:
         components: K. The first is the layer's own weight.
-        assignment: what shares one pick: the "layer", each "element", each "input" channel, or the whole "model" (K members).
+        assignment: what shares one pick: the "layer", each "element", each "input" channel, or the "model" (K members).
         zero: fix the last component at zero.
         probs: probabilities of the components; uniform by default.
-        learn_probs: train them, by straight-through Gumbel-softmax gradients; their divergence from uniform joins the KL.
+        learn_probs: train them, by straight-through Gumbel-softmax gradients; their divergence from uniform joins the
+            KL.
         sigma: standard deviation of Gaussian noise around every component.
         draws: "forward" picks once for each draw of a pass (the paper), "example" for every row.
-        init: how components start: "copies" of the layer's own weight; "fresh", as torch starts such a layer; for norm scales also
-            "ones", "uniform" in [0, 1] or a number. All but "copies" and "fresh" set the layer's own scale too, and start biases at zero.
+        init: how components start: "copies" of the layer's own weight; "fresh", as torch starts such a layer; for norm
+            scales also "ones", "uniform" in [0, 1] or a number, which set the layer's own scale too and biases to zero.
         jitter: standard deviation of the noise on copies, relative to the root mean square of what is copied.
         tau, rho: prior precisions of weights and biases (rho is tau by default). None leaves the prior to weight decay.
 
     Example:
         >>> import slimbayes as sb
-        >>> net = sb.bayesianize(nn.Linear(3, 2), sb.Mixture(components=2, assignment="input", zero=True, probs=(0.9, 0.1)))
-        >>> sb.sample(net, torch.randn(5, 3), draws=4).shape  # dropout with rate 0.1
+        >>> dropout = sb.Mixture(components=2, assignment="input", zero=True, probs=(0.9, 0.1))
+        >>> net = sb.bayesianize(nn.Linear(3, 2), dropout)
+        >>> sb.sample(net, torch.randn(5, 3), draws=4).shape
         torch.Size([4, 5, 2])
     """
 
@@ -85,17 +78,13 @@ class Mixture(ComponentConfig):
         if self.zero and self.components < 2:
             raise ValueError("Mixture: zero=True fixes the last component, so at least 2 are needed.")
         if self.assignment == "input" and not (self.zero and self.components == 2):
-            raise ValueError(
-                "Mixture: assignment='input' is dropout's, with components=2 and zero=True; otherwise use 'element'."
-            )
+            raise ValueError("Mixture: assignment='input' is dropout's: components=2, zero=True; else use 'element'.")
         if self.assignment == "model" and (self.learn_probs or self.draws == "example" or self.zero or self.probs):
-            raise ValueError(
-                "Mixture: assignment='model' has K members, each present in every sample: it takes no probs, zero or draws per example."
-            )
+            takes = "it takes no probs, zero or draws per example"
+            raise ValueError(f"Mixture: assignment='model' has K members, each present in every sample: {takes}.")
         if self.zero and (self.probs or (0.0,))[-1] >= 1:
             raise ValueError("Mixture: the component at zero has probability one.")
-        if not self.sigma >= 0:
-            raise ValueError(f"Mixture: sigma must not be negative, got {self.sigma!r}.")
+        check_not_negative(self, "sigma", self.sigma)
 
     @property
     def members(self) -> int:  # type: ignore[override]
@@ -103,7 +92,7 @@ class Mixture(ComponentConfig):
 
     @property
     def covers(self) -> tuple[Kind, ...]:
-        return ("matrix",) if self.assignment == "input" else ("matrix", "norm")
+        return ("matrix", "table") if self.assignment == "input" else ("matrix", "table", "norm")
 
     def build(self, site: Site) -> Posterior:
         return MixturePosterior(self, site)
@@ -112,9 +101,16 @@ class Mixture(ComponentConfig):
         return f"Mixture({self.assignment}, components={self.components}{', zero' if self.zero else ''})"
 
 
-class MixturePosterior(Posterior):
+def dropping(assignment: Assignment, rate: float, draws: Draws, tau: float | None, rho: float | None) -> Mixture:
+    """The two components of dropout: the layer's own weight, and zero with probability `rate`."""
+    probs = (1 - rate, rate)
+    return Mixture(components=2, assignment=assignment, zero=True, probs=probs, draws=draws, tau=tau, rho=rho)
+
+
+class MixturePosterior(WeightPosterior):
     """The K - 1 further components of one weight and bias, and the probabilities of all K."""
 
+    own_role: ClassVar[Role] = "component"
     probs: Tensor
 
     def __init__(self, config: Mixture, site: Site) -> None:
@@ -123,22 +119,19 @@ class MixturePosterior(Posterior):
             raise ValueError("it has no scale or bias to put components on (affine=False)")
         self.site, self.config = site, config
         self.components, self.members = config.components, config.members
-        learned = config.components - 1 - config.zero
-        mixes_bias = site.bias and not config.zero
+        learned, biased = config.components - 1 - config.zero, site.bias and not config.zero
         self.weight = nn.Parameter(torch.zeros(learned, *site.shape)) if learned else None
-        self.bias = nn.Parameter(torch.zeros(learned, *bias_shape(site))) if learned and mixes_bias else None
-        equal = (1.0 / config.components,) * config.components
-        self.register_buffer("probs", torch.tensor(config.probs or equal))
+        self.bias = nn.Parameter(torch.zeros(learned, *bias_shape(site))) if learned and biased else None
+        self.register_buffer("probs", torch.tensor(config.shares))
         self.logits = nn.Parameter(self.probs.log()) if config.learn_probs else None
         self.rho = config.tau if config.rho is None else config.rho
         self.regularises_mean = config.tau is not None
         self.regularises_bias = site.bias and self.rho is not None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        exact = self.probs
+        # to_empty materialises what was on the meta device: the values are those of the config
+        exact = torch.tensor(self.config.shares, device="cpu") if self.probs.is_meta else self.probs
         super()._apply(fn, recurse)
-        if exact.is_meta:  # materialised by to_empty: the values are those of the config
-            exact = torch.tensor(self.config.probs or (1.0 / self.components,) * self.components, device="cpu")
         if not self.probs.is_meta:
             self.probs = exact.to(self.probs.device)  # a model cast to bfloat16 must not have its dropout rates rounded
         return self
@@ -149,52 +142,23 @@ class MixturePosterior(Posterior):
 
     def join(self, layer: Any) -> None:
         super().join(layer)
-        afresh = self.weight is not None and self.config.init != "copies" and self.site.kind == "matrix"
-        if afresh and not _resets(layer):
-            raise ValueError(
-                f"{self.name}: a {type(layer).plain.__name__} has no reset_parameters to start components afresh; use init='copies'."
-            )
+        afresh = self.weight is not None and self.config.init != "copies" and self.site.kind != "norm"
+        if afresh and not resets(layer):
+            lacks = f"a {type(layer).plain.__name__} has no reset_parameters to start components afresh"
+            raise ValueError(f"{self.name}: {lacks}; use init='copies'.")
 
-    @torch.no_grad()
     def adopt(self, linear: LinearMap) -> None:
-        init = self.config.init
-        if init == "copies":
-            for tensor, own in ((self.weight, linear.weight), (self.bias, linear.bias)):
-                if tensor is not None and own is not None:
-                    own = own.to(tensor.dtype)
-                    tensor.copy_(own + self.config.jitter * own.square().mean().sqrt() * torch.randn_like(tensor))
-        elif self.site.kind == "norm" and init != "fresh":
-            for scale, bias in ((linear.weight, linear.bias), (self.weight, self.bias)):
-                _fill(scale, init)
-                _fill(bias, 0.0)
-        else:  # a matrix has no ones to start at
-            for k in range(0 if self.weight is None else len(self.weight)):
-                self._start(k)
+        start_components(self.config, self.site, self.layer, linear, self.weight, self.bias)
 
-    def _start(self, k: int) -> None:
-        """Component k as torch starts the layer: with a copy of it that is reset."""
-        fresh = copy.deepcopy(self.layer)
-        for reset in _resets(fresh):
-            reset()
-        linear = fresh.linear_map(self.site.name)
-        for tensor, start in ((self.weight, linear.weight), (self.bias, linear.bias)):
-            if tensor is not None:
-                tensor[k] = start
-
-    def weights_of_components(self) -> list[nn.Parameter]:
-        return [p for p in (self.weight, self.bias) if p is not None]
-
-    def decayed(self) -> list[nn.Parameter]:
-        return [] if self.regularises_mean else self.weights_of_components()
+    def role(self, name: str) -> Role:
+        return "logit" if name == "logits" else "component"
 
     @property
     def picks(self) -> int:
         """How many independent values of Z one draw has."""
-        site = self.site
-        if self.components == 1 or self.config.assignment == "model":
-            return 0
-        elements = math.prod(site.shape) + (site.n_out if self.bias is not None else 0)
-        return {"layer": 1, "element": elements, "input": site.n_in}[self.config.assignment]
+        elements = math.prod(self.site.shape) + (self.site.n_out if self.bias is not None else 0)
+        counts = {"model": 0, "layer": 1, "element": elements, "input": self.site.n_in}
+        return 0 if self.components == 1 else counts[self.config.assignment]
 
     @property
     def log_size(self) -> float:
@@ -219,89 +183,42 @@ class MixturePosterior(Posterior):
 
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
-        """The picks of all norm layers, and those of whole layers, in a handful of operations each."""
-        alike: dict[Any, list[Self]] = {}
-        for p in posteriors:
-            config = p.config
-            joint = (
-                config.assignment in ("layer", "element")
-                and p.picks
-                and p.logits is None
-                and not (config.sigma or config.zero)
-            )
-            if joint and (p.site.kind == "norm" or config.assignment == "layer"):
-                own = p.layer.own_value(p.site.parameter).dtype if p.site.kind == "norm" else None
-                alike.setdefault(
-                    (p.components, config.assignment, p.site.kind, p.per_row, p.device, p.dtype, own), []
-                ).append(p)
-            else:
-                p.values()
-        for (_, assignment, kind, *_), same in alike.items():
-            picked = pick_together(same)
-            if kind == "norm":
-                mix_together(same, picked, assignment == "layer")
-            else:
-                for p, z in zip(same, picked.unbind(1), strict=True):
-                    p.keep(Assigned(z, z, None))
+        picks.realise_alike(posteriors)
+        super().realise_together(posteriors)
 
     def realise(self, noise: Noise, pick: Pick) -> Assigned:
-        lines = noise.row if self.per_row else noise.block
-        if self.config.assignment == "model" or self.components == 1:
-            z = pick(torch.arange(self.members, device=self.device), lines.shape[0])
-            return Assigned(z, z, lines if self.config.sigma else None)
         count = self.picks * (1 if self.logits is None else self.components)
-        drawn, eps = lines[:, :count], lines[:, count:] if self.config.sigma else None
-        z = self._pick(drawn)
-        if self.config.assignment == "layer":
-            z = z[..., 0]
+        drawn, eps = self.lines[:, :count], self.lines[:, count:] if self.config.sigma else None
+        if self.config.assignment == "model" or self.components == 1:
+            z = pick(torch.arange(self.members, device=self.device), drawn.shape[0])
             return Assigned(z, z, eps)
-        if self.config.assignment == "input":
+        z = picks.by_edges(drawn, self.probs) if self.logits is None else picks.straight_through(drawn, self.logits)
+        if self.config.assignment != "element":
+            z = z[..., 0] if self.config.assignment == "layer" else z
             return Assigned(z, z, eps)
-        size = math.prod(self.site.shape)
-        bias = z[..., size:] if self.bias is None else z[..., size:].unflatten(-1, bias_shape(self.site))
-        return Assigned(z[..., :size].unflatten(-1, self.site.shape), bias, eps)
-
-    def _pick(self, lines: Tensor) -> Tensor:
-        """Picks (n, picks) from standard normals; one-hot (n, K, picks) if the probabilities are learned."""
-        if self.logits is None:
-            edges = self.probs.cumsum(0)[:-1].to(lines.dtype)
-            return torch.bucketize(uniform(lines), edges, right=True)
-        numbers = uniform(lines.unflatten(1, (self.components, -1)))
-        scores = torch.log_softmax(wide(self.logits), 0).unsqueeze(-1) - (-numbers.log()).log()  # Gumbel noise
-        soft = torch.softmax(scores, 1)
-        hard = torch.zeros_like(soft).scatter_(1, scores.argmax(1, keepdim=True), 1.0)
-        return hard + (soft - soft.detach())  # exactly one-hot, with the gradient of the softmax
+        weight, bias = z.tensor_split([math.prod(self.site.shape)], -1)
+        bias = bias if self.bias is None else bias.unflatten(-1, bias_shape(self.site))
+        return Assigned(weight.unflatten(-1, self.site.shape), bias, eps)
 
     @property
     def countable(self) -> bool:
-        config = self.config
-        single = config.components == 1 or (config.assignment in ("layer", "model") and config.draws == "forward")
-        return single and not config.sigma
+        shared = self.config.assignment in ("layer", "model") and self.config.draws == "forward"
+        return (shared or self.components == 1) and not self.config.sigma
 
     def choices(self) -> Tensor | None:
-        if not self.countable:
-            return None
-        z = self.values().weight
-        return z.argmax(1) if z.is_floating_point() else z
+        z = self.values().weight if self.countable else None
+        return z.argmax(1) if z is not None and z.is_floating_point() else z
 
-    def _stacked(self, own: Tensor, others: Tensor | None, mask: Tensor | None = None) -> Tensor:
-        """All components of a weight or bias, (K, ...), with the layer's own first."""
-        parts = [own.unsqueeze(0)] if others is None else [own.unsqueeze(0), others.to(own.dtype)]
-        if mask is not None and others is not None:
-            parts[1] = own + (parts[1] - own) * mask.to(own.dtype)
-        if self.config.zero:
-            parts = [part / self._kept() for part in parts]
-            parts.append(torch.zeros_like(parts[0]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _kept(self) -> Tensor:
-        return (1 - self.probabilities()[-1]).to(self.dtype)
+    def _kept(self) -> Tensor | None:
+        """Probability of not being zero, where there is a component at zero."""
+        return (1 - self.probabilities()[-1]).to(self.dtype) if self.config.zero else None
 
     def _components(self, linear: LinearMap) -> tuple[Tensor, Tensor | None]:
         """Components of the weight, and of the bias where they are mixed: (K, ...)."""
-        return self._stacked(linear.weight, self.weight, linear.mask), None if self.bias is None else self._stacked(
-            linear.bias, self.bias
-        )
+        weights, biases = picks.stacked(linear.weight, self.weight, linear.mask, self._kept()), None
+        if self.bias is not None and linear.bias is not None:
+            biases = picks.stacked(linear.bias, self.bias, None, None)
+        return weights, biases
 
     def _mixed(self, linear: LinearMap, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """Weights (n, *shape) and biases (n, out) of all draws, or of those in `rows`."""
@@ -315,11 +232,10 @@ class MixturePosterior(Posterior):
             weights = select(stacked, picked)
         biases = linear.bias if linear.bias is None else linear.bias.expand(picked.shape[0], *linear.bias.shape)
         biases = biases if components is None else select(components, drawn.bias[rows])
-        return (weights, biases) if drawn.noise is None else self._noisy(weights, biases, drawn.noise[rows])
-
-    def _noisy(self, weights: Tensor, biases: Tensor | None, noise: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Eq. 1: sigma * e around the picked components."""
-        eps, size = self.config.sigma * noise.to(weights.dtype), math.prod(self.site.shape)
+        if drawn.noise is None:
+            return weights, biases
+        # Eq. 1: sigma * e around the picked components
+        eps, size = self.config.sigma * drawn.noise[rows].to(weights.dtype), math.prod(self.site.shape)
         if biases is not None and self.site.bias:
             biases = biases + eps[:, size:].view(biases.shape)
         return weights + eps[:, :size].view(weights.shape), biases
@@ -328,7 +244,7 @@ class MixturePosterior(Posterior):
         """Input factors of dropout, (n, in): zero, or one over the probability of being kept."""
         z = self.values().weight
         kept = z[:, :-1].sum(1) if z.is_floating_point() else (z < self.components - 1).to(self.dtype)
-        return kept / self._kept()
+        return kept / (1 - self.probabilities()[-1]).to(self.dtype)
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         drawn: Assigned = self.values()
@@ -340,7 +256,7 @@ class MixturePosterior(Posterior):
             return linear.add_bias(linear.modulated(operator.mul, x, self._mask(), None, self.current))
         picked = drawn.weight
         one = picked.dim() == 1 and not picked.is_floating_point() and drawn.noise is None
-        if one and picked.shape[0] > self.components and self.site.kind == "matrix":
+        if one and picked.shape[0] > self.components and self.site.kind != "norm":
             weights, biases = self._components(linear)
             if biases is None and linear.bias is not None:
                 biases = linear.bias.expand(self.components, -1)
@@ -361,53 +277,24 @@ class MixturePosterior(Posterior):
                 terms.append(p.kl(linear))
                 continue
             alike.setdefault((p.components, p.device), []).append((p, linear()))
-            if p.logits is not None:
-                terms.append(p._kl_of_picks(p.probabilities()))
-        return terms + [expected_squares(same) for same in alike.values()]
+            terms += [] if p.logits is None else [p._kl_of_picks()]
+        return terms + [picks.expected_squares(same) for same in alike.values()]
 
-    def _kl_of_picks(self, p: Tensor) -> Tensor:
-        """One categorical variable for each pick, against a uniform one."""
-        return self.picks * (p * (p * self.components).log()).sum()
+    def _kl_of_picks(self) -> Tensor:
+        """One categorical variable for each pick, against a uniform one; nothing where probabilities are given."""
+        p = self.probabilities()
+        return p.new_zeros(()) if self.logits is None else self.picks * (p * (p * self.components).log()).sum()
 
     def kl(self, linear: MapOf) -> Tensor:
-        p = self.probabilities().to(self.dtype)
-        total = p.new_zeros(()) if self.logits is None else self._kl_of_picks(p)
+        p, total, kept = self.probabilities().to(self.dtype), self._kl_of_picks().to(self.dtype), self._kept()
         if self.config.tau is None or self.rho is None:
             return total
         mapped = linear()
         # Eq. 8: sum_k p_k tau / 2 |M_k|^2
-        total = total + self.config.tau / 2 * self._expected_square(p, mapped.weight, self.weight)
-        if self.bias is not None:
-            total = total + self.rho / 2 * self._expected_square(p, mapped.bias, self.bias)
-        elif self.site.bias and mapped.bias is not None:  # a bias that is not mixed has probability one
-            total = total + self.rho / 2 * _squares(mapped.bias, 0)
+        of_weights = picks.expected_square(p, mapped.weight, self.weight)
+        total = total + self.config.tau / 2 * (of_weights if kept is None else of_weights / kept**2)
+        if mapped.bias is not None and self.bias is not None:
+            total = total + self.rho / 2 * picks.expected_square(p, mapped.bias, self.bias)
+        elif mapped.bias is not None and self.site.bias:  # a bias that is not mixed has probability one
+            total = total + self.rho / 2 * picks.squares(mapped.bias, 0)
         return total
-
-    def _expected_square(self, p: Tensor, own: Tensor, others: Tensor | None) -> Tensor:
-        """sum_k p_k |M_k|^2, apart for the layer's own and the others: what FSDP2 shards cannot be joined."""
-        total = p[0] * _squares(own, 0)
-        if others is not None:
-            total = total + (p[1 : 1 + len(others)] * _squares(others, 1)).sum()
-        return total / self._kept() ** 2 if self.config.zero else total
-
-
-def _squares(tensor: Tensor, first: int) -> Tensor:
-    """Sum of squares over the dimensions from `first` on, whole on every process."""
-    total = wide(tensor).square().sum(list(range(first, tensor.dim())))
-    return total.full_tensor() if hasattr(total, "full_tensor") else total
-
-
-def _resets(layer: nn.Module) -> list[Callable[[], None]]:
-    """What starts a layer's parameters, children first: attention starts its output projection in its own way."""
-    parts = [m for m in layer.modules() if not isinstance(m, (Posterior, nn.ModuleDict))]
-    found = [getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None) for m in reversed(parts)]
-    return [reset for reset in found if reset is not None]
-
-
-def _fill(tensor: Tensor | None, init: str | float) -> None:
-    if tensor is None:
-        return
-    if init == "uniform":
-        tensor.uniform_(0.0, 1.0)
-    else:
-        tensor.fill_(1.0 if init == "ones" else float(init))

@@ -11,28 +11,31 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import nn
 
-from slimbayes.posteriors.base import Kind, Posterior, Site
-from slimbayes.posteriors.component_config import ComponentConfig
+from slimbayes.layers import class_for, kind_of
+from slimbayes.layers.base import sites_of
+from slimbayes.layers.site import Kind, Site
+from slimbayes.posteriors.base import Posterior
+from slimbayes.posteriors.components import ComponentConfig
 from slimbayes.posteriors.mixture import Mixture, MixturePosterior
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPatch(ComponentConfig):
-    """EMP, or with `cross=True` ECMP: a categorical mixture of K components on the layers that matter most for their size.
+    """EMP, or with `cross=True` ECMP: a categorical mixture of K components on the layers that matter most for their
+    size.
 
     Args:
         components: K, in each patched layer.
         cross: pick a component for every element (ECMP) instead of one for the layer (EMP).
-        patch: which layers: "norm", "output" and "input" (the first and the last dense or convolutional layer), joined by "+", or a
-            regular expression for their names. By default the norm layers, or whatever `include` or a mapping's pattern picks.
-        probs, learn_probs, draws, init, jitter, tau, rho: as in `Mixture`. The paper's regressions start scales at init=0.2.
+        patch: which layers: "norm", "output" and "input" (the first and the last dense or convolutional layer), joined
+            by "+", or a regular expression for their names. By default the norm layers, or whatever `include` or a
+            mapping's pattern picks.
+        probs, learn_probs, draws, init, jitter, tau, rho: as in `Mixture`. The paper's regressions start scales at
+            init=0.2.
 
     Example:
         >>> import slimbayes as sb, torch
@@ -52,7 +55,7 @@ class ModelPatch(ComponentConfig):
 
     @property
     def covers(self) -> tuple[Kind, ...]:
-        return ("matrix", "norm")
+        return ("matrix", "table", "norm")
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         patch = self.patch or (None if named else "norm")
@@ -72,9 +75,8 @@ def check_layers(config: object, field: str, value: str) -> None:
         try:
             re.compile(value)
         except re.error as error:
-            raise ValueError(
-                f"{type(config).__name__}: {field}={value!r} is neither norm, output, input nor a regular expression: {error}."
-            ) from error
+            neither = "is neither norm, output, input nor a regular expression"
+            raise ValueError(f"{type(config).__name__}: {field}={value!r} {neither}: {error}.") from error
 
 
 def _words(value: str) -> list[str]:
@@ -85,7 +87,8 @@ def _words(value: str) -> list[str]:
 def chosen_layers(
     asker: str, value: str, model: nn.Module, offered: Mapping[str, nn.Module], scales: bool = True
 ) -> set[str]:
-    """Names of the offered layers that a selection means; refuses one that means none, saying what was looked for and found.
+    """Names of the offered layers that a selection means; refuses one that means none, saying what was looked for and
+    found.
 
     With `scales`, norm layers without any (affine=False) do not count.
     """
@@ -96,7 +99,7 @@ def chosen_layers(
     found = set()
     for word in words:
         if word == "norm":
-            norms = {name: layer for name, layer in offered.items() if _is_norm(layer)}
+            norms = {name: layer for name, layer in offered.items() if class_for(layer, ("norm",)) is not None}
             part = {name for name, layer in norms.items() if not scales or next(layer.parameters(), None) is not None}
             found |= part or _nothing(asker, f"norm layers{' with scales' if scales else ''}", offered)
         else:
@@ -104,7 +107,7 @@ def chosen_layers(
     return found
 
 
-def _end_layer(asker: str, word: str, model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]:
+def _end_layer(asker: str, word: str, model: Any, offered: Mapping[str, nn.Module]) -> set[str]:
     """The first or the last dense or convolutional layer, in the order in which modules were assigned."""
     names = [name for name, layer in offered.items() if _is_dense(layer)]
     if not names:
@@ -116,25 +119,17 @@ def _end_layer(asker: str, word: str, model: nn.Module, offered: Mapping[str, nn
     return {names[0] if word == "input" else names[-1]}
 
 
-def _is_norm(layer: nn.Module) -> bool:
-    from slimbayes.layers import class_for  # imported here: layers import the posteriors' base
-
-    return class_for(layer, ("norm",)) is not None
-
-
 def _is_dense(layer: nn.Module) -> bool:
     """Whether a layer is one matrix applied to numbers: recurrent layers are several, embeddings are tables."""
-    from slimbayes.layers import class_for
-    from slimbayes.layers.base import sites_of
-
     cls = class_for(layer, ("matrix",))
-    return cls is not None and not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and len(sites_of(cls, layer)) == 1
+    return cls is not None and kind_of(layer) != "table" and len(sites_of(cls, layer)) == 1
 
 
 def _nothing(asker: str, looked_for: str, offered: Mapping[str, nn.Module]) -> set[str]:
     kinds = sorted({type(layer).__name__ for layer in offered.values()})
     some = ", ".join(f"{n or '(model)'}" for n in list(offered)[:8])
+    more = ", ..." if len(offered) > 8 else ""
     raise ValueError(
-        f"{asker} looked for {looked_for} and found none. The layers on offer are of type {', '.join(kinds) or 'none'} ({some}"
-        f'{", ..." if len(offered) > 8 else ""}). Choose others with "norm", "output", "input" or a regular expression for names.'
+        f"{asker} looked for {looked_for} and found none. The layers on offer are of type {', '.join(kinds) or 'none'} "
+        f'({some}{more}). Choose others with "norm", "output", "input" or a regular expression for names.'
     )

@@ -1,13 +1,15 @@
-"""Rank-1 Bayesian neural nets (Dusenberry et al. 2020), and BatchEnsemble (Wen et al. 2020) as their point-estimate case.
+"""Rank-1 Bayesian neural nets (Dusenberry et al. 2020); batch_ensemble.py has their point-estimate case.
 
     Eq. 1   W' = W o r s^T          y = (W (x o s)) o r + b
     Eq. 2   K members, each with its own q(r_k) q(s_k); KL summed over members, the same prior for all
 
 r scales outputs, s scales inputs (the paper's text; its code calls them gamma and alpha). W stays a point estimate.
-`rank=p` averages p such products, W' = W o (1/p) sum_j r_j s_j^T, the paper's future work: all factors at one still give W.
+`rank=p` averages p such products, W' = W o (1/p) sum_j r_j s_j^T, the paper's future work: all factors at one still
+give W.
 
-Where this deviates from the reference code is written in docs/deviations.md: the Cauchy KL is a closed form, members differ by
-K - 1 bias offsets beside the layer's own bias, log-normal factors start at median one, recurrent factors are clipped too.
+Where this deviates from the reference code is written in docs/deviations.md: the Cauchy KL is a closed form, members
+differ by K - 1 bias offsets beside the layer's own bias, log-normal factors start at median one, recurrent factors are
+clipped too.
 
 Sizes: K members, n draws of a pass, p rank, in and out the channels of the layer.
 """
@@ -18,7 +20,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,30 +33,22 @@ from slimbayes.distributions.families import (
     Normal,
     Point,
     Signs,
-    check_pair,
     dropout_scale,
-    kl,
     rho_from_scale,
-    scale_from_rho,
-    wide,
 )
+from slimbayes.distributions.kl import check_pair, kl
 from slimbayes.engine.passes import Noise
-from slimbayes.posteriors.base import Config, MapOf, Pick, Posterior, Site, check_choice, check_count
-
-if TYPE_CHECKING:
-    from slimbayes.layers.base import LinearMap
+from slimbayes.layers.site import LinearMap, Site
+from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role, WeightPosterior
+from slimbayes.posteriors.checks import check_choice, check_count, check_distribution, check_not_negative, check_number
+from slimbayes.posteriors.factors import FAMILY, Drawn, Factor, FactorConfig, draw_alike, grouped, joint
 
 Family = Literal["normal", "cauchy", "lognormal", "point"]
-_FAMILIES: dict[str, type[Distribution]] = {"normal": Normal, "cauchy": Cauchy, "lognormal": LogNormal, "point": Point}
 _FAMILY_OF_PRIOR = {Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal"}
-_EMBEDDINGS = {
-    "Embedding": "rank-1 methods leave embeddings alone, as the paper does; include it by name to convert it",
-    "EmbeddingBag": "rank-1 methods leave embeddings alone, as the paper does; include it by name to convert it",
-}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rank1(Config):
+class Rank1(FactorConfig):
     """Rank-1 Bayesian neural net: distributions over one input and one output factor of every weight matrix.
 
     What is left open stays None and follows from the rest; `resolved()` says everything. Configs are equal if they
@@ -64,10 +58,12 @@ class Rank1(Config):
         members: K, the number of mixture components.
         posterior: family of q(r) and q(s); by default that of the prior.
         prior: prior of every factor; by default the posterior's family around the neutral factor with scale 0.1.
-        random: which factors are distributions, "both", "r" (outputs) or "s" (inputs); the other stays a point estimate.
+        random: which factors are distributions, "both", "r" (outputs) or "s" (inputs); the other stays a point
+            estimate.
         perturbation: "multiplicative" is Eq. 1; "additive" is y = W (x + s) + r + b.
-        mean_init: where posterior means start: `Normal(1, v)`, `Signs(p)` or `Point(1)` (the model exactly as it was). By default
-            Normal(1, 0.05): members differ, but a trained network stays close to itself. The paper trains from Normal(1, 0.5).
+        mean_init: where posterior means start: `Normal(1, v)`, `Signs(p)` or `Point(1)` (the model exactly as it was).
+            By default Normal(1, 0.05): members differ, but a trained network stays close to itself. The paper trains
+            from Normal(1, 0.5).
         scale_init: where posterior scales start. `dropout_scale(p)` turns a dropout rate into one; by default rate 1e-3
             (cauchy: 1e-6), the paper's "deterministic" initialisation.
         scale_jitter: standard deviation of the jitter around `scale_init`, in softplus space (cauchy: none).
@@ -96,7 +92,6 @@ class Rank1(Config):
     member_bias: bool = True
     rank: int = 1
     draws: Literal["example", "member"] = "example"
-    leaves_alone: ClassVar[dict[str, str]] = _EMBEDDINGS
 
     def __post_init__(self) -> None:
         check_count(self, "members", self.members)
@@ -105,31 +100,36 @@ class Rank1(Config):
         check_choice(self, "perturbation", self.perturbation, ("multiplicative", "additive"))
         check_choice(self, "draws", self.draws, ("example", "member"))
         for field in ("prior", "mean_init"):
-            _check_distribution(field, getattr(self, field))
+            check_distribution(self, field, getattr(self, field))
         for field in ("clip", "scale_init", "scale_jitter"):
-            _check_number(field, getattr(self, field))
-        family = self.family
-        check_choice(self, "posterior", family, tuple(_FAMILIES))
+            check_number(self, field, getattr(self, field))
+        check_choice(self, "posterior", self.family, tuple(FAMILY))
+        self._check_family()
+        self._check_scales()
+
+    def _check_family(self) -> None:
+        """The family of the factors has a finite KL to the prior, a neutral value and possible starts."""
         if self.prior is not None:
-            check_pair(_FAMILIES[family], type(self.prior))
+            check_pair(FAMILY[self.family], type(self.prior))
             if type(self.prior) not in _FAMILY_OF_PRIOR:
                 known = ", ".join(prior.__name__ for prior in _FAMILY_OF_PRIOR)
                 raise ValueError(f"Rank1: {type(self.prior).__name__} is no prior of factors; use one of {known}.")
-        if family == "lognormal" and self.perturbation == "additive":
+        if self.family == "lognormal" and self.perturbation == "additive":
             raise ValueError(
                 "Rank1: a lognormal factor is never zero, so it has no neutral additive value. "
                 "Use perturbation='multiplicative'."
             )
-        if family == "lognormal" and isinstance(self.mean_init, Signs):
+        if self.family == "lognormal" and isinstance(self.mean_init, Signs):
             raise ValueError(
                 "Rank1: lognormal factors are positive, so they cannot start at random signs. "
                 "Use mean_init=Normal(0.0, v), in log space."
             )
+
+    def _check_scales(self) -> None:
         if not (self.clip is None or self.clip > 0):
             raise ValueError(f"Rank1: clip must be positive or None, got {self.clip!r}.")
-        if not (self.scale_jitter or 0.0) >= 0:
-            raise ValueError(f"Rank1: scale_jitter must not be negative, got {self.scale_jitter!r}.")
-        if self.scale_init == 0 and family != "point":
+        check_not_negative(self, "scale_jitter", self.scale_jitter)
+        if self.scale_init == 0 and self.family != "point":
             raise ValueError(
                 "Rank1: scale_init must be positive, got 0. Factors of scale zero are points: "
                 'use posterior="point", or BatchEnsemble.'
@@ -152,7 +152,7 @@ class Rank1(Config):
         family = self.family
         neutral = 0.0 if family == "lognormal" or self.perturbation == "additive" else 1.0
         prior = {"cauchy": Cauchy, "lognormal": LogNormal}.get(family, Normal)
-        open_ones = {
+        open_ones: dict[str, Any] = {
             "posterior": family,
             "prior": prior(neutral, 0.1),
             "mean_init": Normal(neutral, 0.05),
@@ -187,106 +187,23 @@ class Rank1(Config):
         return f"Rank1({self.family}, members={self.members})"
 
 
-def _check_distribution(field: str, value: object) -> None:
-    if value is not None and not isinstance(value, Distribution):
-        example = f" Write {field}=Normal(1.0, {value!r})." if isinstance(value, (int, float)) else ""
-        kind = f"{type(value).__name__} {value!r}"
-        needed = "a distribution such as Normal(1.0, 0.1), or None"
-        raise TypeError(f"Rank1: {field} must be {needed}, got {kind}.{example}")
+def _factor(config: Rank1, channels: int, random: bool) -> Factor:
+    """r or s of a resolved config: parameters (K, p, channels)."""
+    assert config.mean_init is not None and config.scale_init is not None and config.scale_jitter is not None
+    family = FAMILY[config.family] if random else Point
+    shape = (config.members, config.rank, channels)
+    return Factor(family, config.prior, shape, config.mean_init, config.scale_init, config.scale_jitter)
 
 
-def _check_number(field: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise TypeError(f"Rank1: {field} must be a number or None, got {type(value).__name__} {value!r}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchEnsemble(Config):
-    """BatchEnsemble: K members that share W and differ by point-estimated rank-1 factors and biases.
-
-    Args: as in `Rank1`. Point factors have no prior and no scale, and a member makes the same prediction every time.
-
-    Example:
-        >>> import slimbayes as sb, torch
-        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.BatchEnsemble(members=4))
-        >>> sb.kl(net)
-        tensor(0.)
-    """
-
-    members: int = 4
-    perturbation: Literal["multiplicative", "additive"] = "multiplicative"
-    mean_init: Distribution = Signs(0.5)  # noqa: RUF009 (immutable)
-    member_bias: bool = True
-    rank: int = 1
-    leaves_alone: ClassVar[dict[str, str]] = _EMBEDDINGS
-
-    def __post_init__(self) -> None:
-        self._rank1()
-
-    def _rank1(self) -> Rank1:
-        return Rank1(
-            members=self.members, posterior="point", perturbation=self.perturbation, mean_init=self.mean_init,
-            member_bias=self.member_bias, rank=self.rank, clip=None, draws="member",
-        )  # fmt: skip
-
-    def extra_flops(self, site: Site) -> float:
-        """As `Rank1`."""
-        return self._rank1().extra_flops(site)
-
-    def build(self, site: Site) -> Posterior:
-        return self._rank1().build(site)
-
-
-class Factor(nn.Module):
-    """Posterior of one factor, r or s, of a resolved config: parameters of shape (K, p, channels)."""
-
-    def __init__(self, config: Rank1, channels: int, random: bool) -> None:
-        super().__init__()
-        assert config.mean_init is not None and config.scale_init is not None and config.scale_jitter is not None
-        shape = (config.members, config.rank, channels)
-        self.family: type[Any] = _FAMILIES[config.family] if random else Point
-        self.prior = config.prior
-        self.loc = nn.Parameter(config.mean_init.initial(*shape))
-        if self.family is not Point:
-            # Truncated at two standard deviations, as the reference initialiser does.
-            jitter = nn.init.trunc_normal_(torch.empty(shape), std=1.0, a=-2.0, b=2.0)
-            self.rho = nn.Parameter(rho_from_scale(config.scale_init) + config.scale_jitter * jitter)
-        self.width = 0 if self.family is Point else config.rank * channels
-
-    def distribution(self) -> Any:
-        """q of each member, (K, p, channels), in float32 at least."""
-        return joint([self], lambda parameter: parameter.view(self.loc.shape))
-
-
-def joint(factors: Sequence[Factor], pick: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> Any:
-    """q of several factors of one family side by side, (K, sum of p * channels), laid out by `pick`; in float32 at least."""
-
-    def flat(name: str) -> Tensor:
-        parts = [getattr(f, name).flatten(1) for f in factors]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return wide(whole)
-
-    family = factors[0].family
-    return Point(pick(flat("loc"))) if family is Point else family(pick(flat("loc")), pick(scale_from_rho(flat("rho"))))
-
-
-class Drawn(NamedTuple):
-    """Factors of one pass: r (n, p, out), s (n, p, in) and the members' bias offsets (n, out) or None."""
-
-    r: Tensor
-    s: Tensor
-    bias: Tensor | None
-
-
-class Rank1Posterior(Posterior):
+class Rank1Posterior(WeightPosterior):
     """Factor posteriors r and s of one weight matrix, and the members' bias offsets (K - 1, out)."""
 
     def __init__(self, config: Rank1, site: Site) -> None:
         super().__init__()
         if site.whole and config.perturbation == "additive":
             raise ValueError("additive factors need a layer whose inputs are known; use perturbation='multiplicative'")
-        self.r = Factor(config, site.n_out, config.random in ("both", "r"))
-        self.s = Factor(config, site.n_in, config.random in ("both", "s"))
+        self.r = _factor(config, site.n_out, config.random in ("both", "r"))
+        self.s = _factor(config, site.n_in, config.random in ("both", "s"))
         # Member 0 has the layer's own bias. K - 1 offsets then give K independent biases, the paper's count.
         offsets = config.members - 1 if site.bias and config.member_bias else 0
         self.bias = nn.Parameter(torch.zeros(offsets, site.n_out)) if offsets else None
@@ -294,6 +211,9 @@ class Rank1Posterior(Posterior):
         self.rowwise = config.draws == "example" and config.posterior != "point"
         self.clip = config.clip
         self.additive = config.perturbation == "additive"
+
+    def role(self, name: str) -> Role:
+        return "factor"
 
     @property
     def anchor(self) -> Tensor:
@@ -326,9 +246,10 @@ class Rank1Posterior(Posterior):
 
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
-        """All factors that are drawn alike in a handful of large operations, instead of a dozen small ones for each layer."""
-        for alike in _grouped(posteriors, lambda p: (p.members, p.per_row, p.clip, p.device, p.dtype)):
-            _realise(alike, alike[0])
+        """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
+        for alike in grouped(posteriors, lambda p: (p.members, p.per_row, p.clip, p.device, p.dtype)):
+            for p, (r, s) in zip(alike, draw_alike(alike), strict=True):
+                p.keep(Drawn(r, s, p._drawn_bias(p.drawn)))
 
     def _drawn_bias(self, count: int) -> Tensor | None:
         if self.bias is None:
@@ -341,8 +262,19 @@ class Rank1Posterior(Posterior):
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
         factors = [f for p in posteriors for f in (p.r, p.s) if f.family is not Point]
-        groups = _grouped(factors, lambda f: (f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype))
+        groups = grouped(factors, lambda f: (f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype))
         return [kl(joint(same), same[0].prior).sum() for same in groups] or [posteriors[0].r.loc.new_zeros(())]
+
+    def log_ratio(self, linear: LinearMap) -> Tensor:
+        """Of the factors as they are drawn, before they are clipped."""
+        lines = self.noise.block.double()
+        total = lines.new_zeros(len(lines))
+        for factor, noise in zip((self.r, self.s), lines.split([self.r.width, self.s.width], 1), strict=True):
+            if factor.width and factor.prior is not None:
+                q = joint([factor], lambda parameter: self.current.pick(self, parameter.double(), len(lines)))
+                x = q.rsample(noise)
+                total = total + (factor.prior.log_prob(x) - q.log_prob(x)).sum(1)
+        return total
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         drawn: Drawn = self.values()
@@ -357,8 +289,8 @@ class Rank1Posterior(Posterior):
         drawn: Drawn = self.values()
         r, s, weight = drawn.r[index], drawn.s[index], linear.weight
         bias = linear.bias
-        if drawn.bias is not None:
-            bias = linear.bias + drawn.bias[index].to(weight.dtype)
+        if bias is not None and drawn.bias is not None:
+            bias = bias + drawn.bias[index].to(weight.dtype)
         if self.additive:
             # W (x + s) + r = W x + (W s + r): the perturbation is a shift of the bias
             shift = (torch.nn.functional.linear(s.to(weight.dtype), weight) + r.to(weight.dtype)).mean(0)
@@ -367,32 +299,3 @@ class Rank1Posterior(Posterior):
         masks = [linear.outer(r[j], s[j]) for j in range(r.shape[0])]
         mask = masks[0] if len(masks) == 1 else torch.stack(masks).mean(0)
         return weight * mask.to(weight.dtype), bias
-
-
-def _grouped(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
-    """Items with equal keys together, in order of first appearance."""
-    groups: dict[Any, list[Any]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.values())
-
-
-def _realise(alike: Sequence[Rank1Posterior], lead: Rank1Posterior) -> None:
-    """Draw the factors of posteriors with equal members, clip and kind of draw."""
-    noise: dict[Factor, Tensor] = {}
-    for p in alike:
-        lines = p.noise.row if p.per_row else p.noise.block
-        noise[p.r], noise[p.s] = lines.split([p.r.width, p.s.width], dim=1)
-
-    def pick(parameter: Tensor) -> Tensor:
-        return lead.current.pick(lead, parameter, lead.drawn)
-
-    drawn: dict[Factor, Tensor] = {}
-    for same in _grouped(list(noise), lambda factor: factor.family):
-        q = joint(same, pick)
-        values = q.loc if same[0].family is Point else q.rsample(torch.cat([noise[f] for f in same], 1))
-        values = values if lead.clip is None else values.clamp(-lead.clip, lead.clip)
-        parts = values.split([f.loc[0].numel() for f in same], dim=1)
-        drawn |= {f: part.unflatten(1, f.loc.shape[1:]) for f, part in zip(same, parts, strict=True)}
-    for p in alike:
-        p.keep(Drawn(drawn[p.r], drawn[p.s], p._drawn_bias(lead.drawn)))

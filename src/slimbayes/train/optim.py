@@ -1,19 +1,63 @@
-"""Priors that are not in the KL: weight decay through optimizer groups, and the L2 penalty of Ensemble Model Patching."""
+"""Priors that are not in the KL: weight decay through optimizer groups, and the L2 penalty of Ensemble Model Patching.
+
+Both follow from what a parameter is (`Role`), which its posterior says.
+"""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.layers import kind_of
 from slimbayes.layers.base import BayesLayer
-from slimbayes.posteriors.ensemble import EnsemblePosterior
-from slimbayes.posteriors.member_norm import MemberNormPosterior
-from slimbayes.posteriors.mixture import MixturePosterior
+from slimbayes.posteriors.base import Role
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+class Described(NamedTuple):
+    """A parameter of a model: of a posterior or the network's own, what it is, and whether the KL has a prior on it."""
+
+    name: str
+    parameter: nn.Parameter
+    of_posterior: bool
+    role: Role
+    in_kl: bool
+    is_weight: bool  # or else a bias
+
+
+def described(model: nn.Module) -> list[Described]:
+    """What every parameter of a model is, in the model's order."""
+    known: dict[int, Described] = {}
+    for posterior in posteriors_of(model):
+        for name, p in posterior.named_parameters():
+            role, in_kl = posterior.role(name), posterior.regularises_mean
+            weight = name == "weight" if role == "component" else _is_weight(name, p)
+            known[id(p)] = Described(name, p, True, role, in_kl, weight)
+    for layer in (m for m in model.modules() if isinstance(m, BayesLayer)):
+        for site in layer.sites():
+            q: Any = layer.posterior[site.name]
+            own = [(site.parameter, q.regularises_mean, True)]
+            own += [(site.bias_parameter, q.regularises_bias, False)] if site.bias else []
+            for name, in_kl, weight in own:
+                for p in _behind(layer, name):
+                    weight = weight if q.own_role == "component" else _is_weight(name, p)
+                    in_kl = in_kl or (id(p) in known and known[id(p)].in_kl)  # projections of attention share a bias
+                    known[id(p)] = Described(name, p, False, q.own_role, in_kl, weight)
+    plain = [(n, p, Described(n, p, False, "weight", False, _is_weight(n, p))) for n, p in model.named_parameters()]
+    return [known.get(id(p), own)._replace(name=name) for name, p, own in plain]
+
+
+def _is_weight(name: str, parameter: Tensor) -> bool:
+    return name.endswith("weight") or parameter.dim() > 1
+
+
+def _behind(layer: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameter of this name; none where torch.nn.utils computes it from others, which keep their own decay."""
+    owner, _, last = name.rpartition(".")
+    found = layer.get_submodule(owner)._parameters.get(last)
+    return [] if found is None else [found]
 
 
 def param_groups(
@@ -22,18 +66,20 @@ def param_groups(
     lr: float | None = None,
     posterior_lr_multiplier: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: decay on the network's own parameters and on copies of them, none on other posteriors.
+    """Parameter groups for an optimizer: decay on the network's own parameters and copies of them, on no other
+    posterior.
 
-    Copies are the members of an `Ensemble`, and components of the patching family whose prior is left to weight decay (tau=None).
+    Copies are the members of an `Ensemble`, and components of the patching family whose prior is left to weight decay.
 
-    The prior on W is a weight decay on kernels, biases and norm parameters. An L2 penalty lambda * ||w||^2, as the papers write
-    it, is weight_decay = 2 * lambda here.
+    The prior on W is a weight decay on kernels, biases and norm parameters. An L2 penalty lambda * ||w||^2, as the
+    papers write it, is weight_decay = 2 * lambda here.
 
     Args:
-        weight_decay: for all of them, or {"kernels": ..., "biases": ..., "norms": ...} apart, none where one is not named.
+        weight_decay: for all of them, or {"kernels": ..., "biases": ..., "norms": ...} apart, none where one is not
+            named.
         lr: base learning rate; needed when posterior_lr_multiplier is not 1.
-        posterior_lr_multiplier: learning rate of the posterior parameters relative to the rest (the papers' fast_weight_lr_multiplier);
-            components and members are weights like any, and train at the base rate.
+        posterior_lr_multiplier: learning rate of the posterior parameters relative to the rest (the papers'
+            fast_weight_lr_multiplier); components and members are weights like any, and train at the base rate.
 
     Example:
         >>> import slimbayes as sb
@@ -44,28 +90,19 @@ def param_groups(
     """
     if posterior_lr_multiplier != 1.0 and lr is None:
         raise ValueError("param_groups needs lr= to apply a posterior_lr_multiplier.")
-    own = {id(p) for posterior in posteriors_of(model) for p in posterior.parameters()}
-    means = {id(p) for p in _means_with_a_prior(model)}
-    decayed = {id(p) for posterior in posteriors_of(model) for p in posterior.decayed()}
-    alike = {id(p) for posterior in posteriors_of(model) for p in posterior.weights_of_components()}
     rates = _rates(model, weight_decay)
-    members = (
-        lambda p: id(p) not in own and id(p) not in means,
-        lambda p: id(p) not in own and id(p) in means,
-        lambda p: id(p) in own and id(p) in decayed,
-        lambda p: id(p) in own and id(p) in alike - decayed,
-        lambda p: id(p) in own and id(p) not in alike | decayed,
-    )
-    groups: list[dict[str, Any]] = []
-    for index, member in enumerate(members):
-        found: dict[float, list[nn.Parameter]] = {}
-        for name, p in model.named_parameters():
-            if p.requires_grad and member(p):
-                found.setdefault(rates(name) if index in (0, 2) else 0.0, []).append(p)
-        factor = posterior_lr_multiplier if index == 4 else 1.0
-        rate = {} if lr is None else {"lr": lr * factor}
-        groups += [{"params": params, "weight_decay": decay, **rate} for decay, params in found.items()]
-    return groups
+    groups: dict[tuple[bool, bool, bool, float], list[nn.Parameter]] = {}
+    for p in described(model):
+        variational = p.role not in ("weight", "component")
+        undecayed = variational or p.in_kl  # a decay on top of the KL's would be a second prior
+        at = (p.of_posterior, variational, undecayed, 0.0 if undecayed else rates(p.name))
+        if p.parameter.requires_grad:
+            groups.setdefault(at, []).append(p.parameter)
+    out = []
+    for at in sorted(groups, key=lambda at: at[:3]):  # in a fixed order: a checkpoint of an optimizer counts on it
+        rate = {} if lr is None else {"lr": lr * (posterior_lr_multiplier if at[1] else 1.0)}
+        out.append({"params": groups[at], "weight_decay": at[3], **rate})
+    return out
 
 
 def _rates(model: nn.Module, weight_decay: float | Mapping[str, float]) -> Callable[[str], float]:
@@ -74,11 +111,10 @@ def _rates(model: nn.Module, weight_decay: float | Mapping[str, float]) -> Calla
         return lambda name: weight_decay
     if unknown := set(weight_decay) - {"kernels", "biases", "norms"}:
         raise ValueError(f"weight_decay knows kernels, biases and norms, got {sorted(unknown)}.")
-    norms = {f"{n}." if n else "" for n, m in model.named_modules() if isinstance(m, _NORMS)}
+    norms = tuple(f"{n}." if n else "" for n, m in model.named_modules() if kind_of(m) == "norm")
 
     def kind(name: str) -> str:
-        # A posterior sits under its layer: components of a norm are norms too.
-        if any(name.startswith(norm) for norm in norms):
+        if name.startswith(norms):  # a posterior sits under its layer: components of a norm are norms too
             return "norms"
         return "biases" if name.rsplit(".", 1)[-1].startswith("bias") or name.endswith("_bias") else "kernels"
 
@@ -94,71 +130,32 @@ def l2(
 ) -> Tensor:
     """The L2 penalty with four factors that Ensemble Model Patching trains with (its Appendix C.1).
 
-        patched_weights sum_ik |M_ik|^2 + patched_biases sum_jk |m_jk|^2 + shared_weights sum_i |M_i|^2 + shared_biases sum_j |m_j|^2
+        patched_weights sum_ik |M_ik|^2 + patched_biases sum_jk |m_jk|^2
+            + shared_weights sum_i |M_i|^2 + shared_biases sum_j |m_j|^2
 
-    "Patched" are the layers with components (all K of them, the layer's own included), "shared" all others; the fourth sum runs over
-    the shared layers, not over the patched ones as printed. Weights are parameters named "weight" or of two and more dimensions. The paper
-    takes 0.001 / batch size for all four. Together with `kl`, whose terms for patched layers carry tau, rho and the probabilities,
-    l2(model, shared_weights=tau / 2, shared_biases=rho / 2) is Eq. 6.
+    "Patched" are the layers with components (all K of them, the layer's own included), "shared" all others, members of
+    an ensemble among them; the fourth sum runs over the shared layers, not over the patched ones as printed. Weights
+    are parameters named "weight" or of two and more dimensions. The paper takes 0.001 / batch size for all four.
+    Together with `kl`, whose terms for patched layers carry tau, rho and the probabilities, l2(model,
+    shared_weights=tau / 2, shared_biases=rho / 2) is Eq. 6.
 
     Example:
         >>> import slimbayes as sb
-        >>> net = sb.bayesianize(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), sb.ModelPatch(components=3, init="ones"))
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        >>> net = sb.bayesianize(net, sb.ModelPatch(components=3, init="ones"))
         >>> l2(net, patched_weights=1.0)  # three scales of one for each of two channels
         tensor(6., grad_fn=<AddBackward0>)
     """
-    patched = _patched(model)
-    plain = (
-        MixturePosterior,
-        EnsemblePosterior,
-        MemberNormPosterior,
-    )  # what they hold are weights; an ensemble's members count as shared layers
-    others = {
-        id(p) for posterior in posteriors_of(model) if not isinstance(posterior, plain) for p in posterior.parameters()
+    factors = {
+        ("component", True): patched_weights,
+        ("component", False): patched_biases,
+        ("weight", True): shared_weights,
+        ("weight", False): shared_biases,
     }
-    others |= {id(p.logits) for p in posteriors_of(model) if isinstance(p, MixturePosterior)}
     groups: dict[float, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in others:
-            continue
-        weight = patched.get(id(parameter), name.endswith("weight") or parameter.dim() > 1)
-        factors = (patched_weights, patched_biases) if id(parameter) in patched else (shared_weights, shared_biases)
-        groups.setdefault(factors[0] if weight else factors[1], []).append(parameter.flatten())
+    for p in described(model):
+        factor = factors.get((p.role, p.is_weight), 0.0)
+        groups.setdefault(factor, []).append(p.parameter.flatten())
     # One sum for each factor: a network has hundreds of small parameters.
     terms = [factor * wide(torch.cat(same)).square().sum() for factor, same in groups.items() if factor]
     return sum(terms, torch.zeros((), device=next(model.parameters()).device))
-
-
-def _patched(model: nn.Module) -> dict[int, bool]:
-    """Parameters (by identity) that are components of patched layers, the layers' own included: whether they are weights."""
-    out: dict[int, bool] = {}
-    for layer in (m for m in model.modules() if isinstance(m, BayesLayer)):
-        for site in layer.sites():
-            posterior = layer.posterior[site.name]
-            if isinstance(posterior, MixturePosterior):
-                out |= {id(p): n == "weight" for n, p in posterior.named_parameters() if n != "logits"}
-                out |= {id(p): True for p in parameters_behind(layer, site.parameter)}
-                if site.bias:
-                    out |= {id(p): False for p in parameters_behind(layer, site.bias_parameter)}
-    return out
-
-
-def _means_with_a_prior(model: nn.Module) -> list[nn.Parameter]:
-    """Weights that the KL regularises as posterior means: a decay on top would be a second prior."""
-    out = []
-    for layer in model.modules():
-        if isinstance(layer, BayesLayer):
-            for site in layer.sites():
-                posterior: Any = layer.posterior[site.name]
-                if posterior.regularises_mean:
-                    out += parameters_behind(layer, site.parameter)
-                if posterior.regularises_bias:
-                    out += parameters_behind(layer, site.bias_parameter)
-    return out
-
-
-def parameters_behind(layer: nn.Module, name: str) -> list[nn.Parameter]:
-    """The parameter of this name; none where torch.nn.utils computes it from others, which keep their own decay."""
-    owner, _, last = name.rpartition(".")
-    found = layer.get_submodule(owner)._parameters.get(last)
-    return [] if found is None else [found]

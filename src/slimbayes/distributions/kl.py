@@ -1,0 +1,129 @@
+"""KL divergences between the families.
+
+Closed forms wherever one exists. The mixed pairs (a normal or log-normal posterior under a heavy-tailed prior)
+integrate log p over the posterior with a fixed quadrature: deterministic, differentiable, no sampling noise.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimbayes.distributions.families import (
+    Cauchy,
+    Distribution,
+    HalfCauchy,
+    LogNormal,
+    Normal,
+    Point,
+    Signs,
+    log_of,
+)
+
+
+def kl(q: Distribution, p: Distribution) -> Tensor:
+    """KL(q || p), elementwise.
+
+    Args:
+        q: posterior whose fields are tensors of one shape.
+        p: prior; its fields are floats or tensors that broadcast against q's.
+
+    Shape: that of q's fields. `Point` posteriors give zeros (the paper places no prior where it places no posterior).
+
+    >>> kl(Cauchy(torch.tensor(1.5), torch.tensor(0.001)), Cauchy(1.0, 0.1)).round(decimals=2)
+    tensor(6.4800)
+    """
+    check_pair(type(q), type(p))
+    return _CLOSED_FORMS.get((type(q), type(p)), _kl_by_quadrature)(q, p)
+
+
+def check_pair(q: type[Distribution], p: type[Distribution]) -> None:
+    """Refuse a posterior and prior whose KL is infinite or undefined."""
+    if p in (Point, Signs):
+        raise ValueError(f"{p.__name__} cannot serve as a prior: it has no density.")
+    if q in (HalfCauchy, Signs):
+        raise ValueError(f"{q.__name__} cannot serve as a posterior: choose Normal, Cauchy, LogNormal or Point.")
+    if q is Point:
+        return
+    if q.support == "real" and p.support == "positive":
+        raise ValueError(
+            f"A {q.__name__} posterior puts mass on negative values where a {p.__name__} prior has none, "
+            f"so their KL is infinite. Use a LogNormal posterior, or a Normal or Cauchy prior."
+        )
+    if q is Cauchy and p is Normal:
+        raise ValueError(
+            "KL(Cauchy || Normal) is infinite: a Cauchy posterior has no second moment. "
+            "Use a Cauchy prior, or a Normal posterior under the Cauchy prior."
+        )
+
+
+def _kl_point(q: Any, p: Any) -> Tensor:
+    return torch.zeros_like(q.loc)
+
+
+def _kl_normal(q: Any, p: Any) -> Tensor:
+    ratio = (q.scale / p.scale) ** 2
+    # x - log1p-style grouping: (ratio - 1 - log ratio) / 2 stays accurate and non-negative near ratio = 1.
+    return 0.5 * (ratio - 1 - ratio.log()) + 0.5 * ((q.loc - p.loc) / p.scale) ** 2
+
+
+def _kl_cauchy(q: Any, p: Any) -> Tensor:
+    # log(((a+b)^2 + d^2) / (4ab)) written with log1p: exact zero at q = p, no cancellation beside it.
+    return torch.log1p(((q.scale - p.scale) ** 2 + (q.loc - p.loc) ** 2) / (4 * q.scale * p.scale))
+
+
+def _kl_lognormal_normal(q: Any, p: Any) -> Tensor:
+    mean = torch.exp(q.loc + 0.5 * q.scale**2)
+    # E(x - loc)^2 as squared bias + variance: the plain second moment cancels in float32
+    square = (mean - p.loc) ** 2 + mean**2 * torch.expm1(q.scale**2)
+    cross = 0.5 * square / p.scale**2 + log_of(p.scale) + 0.5 * math.log(2 * math.pi)
+    return cross - _entropy(q)
+
+
+def _entropy(q: Any) -> Tensor:
+    gaussian = q.scale.log() + 0.5 * math.log(2 * math.pi * math.e)
+    return gaussian + q.loc if isinstance(q, LogNormal) else gaussian
+
+
+_STEP = 17 / 128  # of the quadrature, in posterior scales
+
+
+def _kl_by_quadrature(q: Any, p: Any) -> Tensor:
+    # Trapezoid rule for E over N(0, 1): spectrally accurate, and better than Gauss-Hermite when the prior is narrower
+    # than the posterior, all the more once its poles are accounted for. They lie midway between two nodes: none meets
+    # the log's singularity, and what the correction leaves out is odd around them.
+    a, b = _pole(q, p)
+    nodes = torch.arange(-64, 65, dtype=q.loc.dtype, device=q.loc.device) * _STEP
+    z = (torch.remainder(a, _STEP) - 0.5 * _STEP).unsqueeze(-1) + nodes
+    weight = torch.softmax(-0.5 * z**2, -1)
+    wide = type(q)(q.loc.unsqueeze(-1), q.scale.unsqueeze(-1))
+    return -(weight * p.log_prob(wide.rsample(z))).sum(-1) - _entropy(q) - _excess(a, b)
+
+
+def _pole(q: Any, p: Any) -> tuple[Tensor, Tensor]:
+    """Where a Cauchy's pole loc + i scale lies in the rule's variable: a + i b."""
+    real, imag = torch.as_tensor(getattr(p, "loc", 0.0)).to(q.loc), torch.as_tensor(p.scale).to(q.loc)
+    if isinstance(q, LogNormal):
+        real, imag = 0.5 * torch.log(real**2 + imag**2), torch.atan2(imag, real)
+    # Beyond 40 a node's weight is zero, and beyond 4 so is e^(-2 pi b / h).
+    return ((real - q.loc) / q.scale).clamp(-40, 40), (imag / q.scale).clamp(max=4.0)
+
+
+def _excess(a: Tensor, b: Tensor) -> Tensor:
+    """What a rule of step h adds by stepping over poles z0 = a +- i b: 2 h Re phi(z0) log(1 + e^(-2 pi b / h))."""
+    phi = torch.exp(0.5 * (b**2 - a**2)) / math.sqrt(2 * math.pi)
+    return 2 * _STEP * phi * torch.cos(a * b) * torch.log1p(torch.exp(-2 * math.pi * b / _STEP))
+
+
+_CLOSED_FORMS: dict[tuple[type, type], Callable[[Any, Any], Tensor]] = {
+    (Point, Normal): _kl_point,
+    (Point, Cauchy): _kl_point,
+    (Point, LogNormal): _kl_point,
+    (Point, HalfCauchy): _kl_point,
+    (Normal, Normal): _kl_normal,
+    (LogNormal, LogNormal): _kl_normal,
+    (Cauchy, Cauchy): _kl_cauchy,
+    (LogNormal, Normal): _kl_lognormal_normal,
+}

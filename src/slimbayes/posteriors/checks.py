@@ -1,0 +1,43 @@
+"""Checks of a config's fields: each names the owner, the field, what it got and what it needs."""
+
+from slimbayes.distributions.families import Distribution
+from slimbayes.errors import did_you_mean
+
+
+def check_choice(owner: object, field: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse a value outside a closed set, naming the nearest valid choice."""
+    if value not in allowed:
+        raise ValueError(f"{type(owner).__name__}: unknown {field} {value!r}{did_you_mean(str(value), allowed)}")
+
+
+def check_rate(owner: object, field: str, value: object) -> None:
+    """Refuse anything but a number in [0, 1)."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+        raise ValueError(f"{type(owner).__name__}: {field} must lie in [0, 1), got {value!r}.")
+
+
+def check_count(owner: object, field: str, value: object) -> None:
+    """Refuse anything but a whole number of at least one."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{type(owner).__name__}: {field} must be a whole number of at least 1, got {value!r}.")
+
+
+def check_not_negative(owner: object, field: str, value: float | None, what: str = "") -> None:
+    """Refuse numbers below zero; `what` says what the number is. None is left alone."""
+    if value is not None and not value >= 0:
+        raise ValueError(f"{type(owner).__name__}: {field} {what}must not be negative, got {value!r}.")
+
+
+def check_number(owner: object, field: str, value: object) -> None:
+    """Refuse what is neither a number nor None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        got = f"{type(value).__name__} {value!r}"
+        raise TypeError(f"{type(owner).__name__}: {field} must be a number or None, got {got}.")
+
+
+def check_distribution(owner: object, field: str, value: object) -> None:
+    """Refuse what is neither a distribution nor None."""
+    if value is not None and not isinstance(value, Distribution):
+        example = f" Write {field}=Normal(1.0, {value!r})." if isinstance(value, (int, float)) else ""
+        needed, got = "a distribution such as Normal(1.0, 0.1), or None", f"{type(value).__name__} {value!r}"
+        raise TypeError(f"{type(owner).__name__}: {field} must be {needed}, got {got}.{example}")

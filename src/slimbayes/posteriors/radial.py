@@ -1,0 +1,117 @@
+"""Radial Bayesian neural nets (Farquhar, Osborne & Gal 2020): weights close to their mean, however many they are.
+
+    W = mean + sigma o (e / |e|) * r        e ~ Normal(0, 1) for each weight,  r ~ Normal(0, 1) for the whole matrix
+
+A Gaussian's draws lie sqrt(D) scales from their mean, in a thin shell; here the distance is that of one normal number.
+With u = (W - mean) / sigma, whose density is halfnormal(|u|) / (area of the unit sphere * |u|^(D - 1)), and a
+Normal(m, s) prior,
+
+    E log q = -sum log sigma + log sqrt(2 / pi) - 1/2 - log area - (D - 1) E log |r|,   E log |r| = -(gamma + log 2) / 2
+    E log p = -D log(s sqrt(2 pi)) - (|mean - m|^2 + sum sigma^2 / D) / (2 s^2),        E (e_i / |e|)^2 = 1 / D
+
+so the KL is a closed form, and no constant is dropped. Beside the paper: one r for each matrix, and biases stay points.
+
+Sizes: n draws of a pass, D free weights of the matrix.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.distributions.families import Distribution, Normal, wide
+from slimbayes.engine.passes import Noise
+from slimbayes.layers.site import LinearMap, Site
+from slimbayes.posteriors.base import MapOf, Pick, Posterior, SiteConfig, WeightPosterior
+from slimbayes.posteriors.checks import check_not_negative
+from slimbayes.posteriors.gaussian import Perturbation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Radial(SiteConfig):
+    """Radial posterior over all weights: twice the parameters of the plain model.
+
+    Args:
+        prior: a `Normal`.
+        scale_init, scale_jitter: scales start at Normal(scale_init, scale_jitter), kept above a tenth of scale_init.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(3, 2), Radial(prior=Normal(0.0, 0.3)))
+        >>> sb.sample(net, torch.randn(5, 3), draws=4).shape
+        torch.Size([4, 5, 2])
+    """
+
+    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    scale_init: float = 0.02
+    scale_jitter: float = 0.002
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prior, Normal):
+            raise ValueError(f"Radial: the KL is known for a Normal prior, got {self.prior!r}.")
+        if not self.scale_init > 0:
+            raise ValueError(f"Radial: scale_init must be positive, got {self.scale_init!r}.")
+        check_not_negative(self, "scale_jitter", self.scale_jitter)
+
+    def describe(self) -> str:
+        return "Radial"
+
+    def build(self, site: Site) -> Posterior:
+        return RadialPosterior(self, site)
+
+
+class RadialPosterior(WeightPosterior):
+    """One log scale for each weight, in the shape of the stored weight."""
+
+    regularises_mean = True
+
+    def __init__(self, config: Radial, site: Site) -> None:
+        super().__init__()
+        assert isinstance(config.prior, Normal)
+        self.site, self.prior = site, config.prior
+        start = config.scale_init + config.scale_jitter * torch.randn(site.shape)
+        self.weight_log_scale = nn.Parameter(start.clamp_min(0.1 * config.scale_init).log())
+
+    def widths(self, rowwise: bool) -> tuple[int, int]:
+        return math.prod(self.site.shape) + 1, 0
+
+    def realise(self, noise: Noise, pick: Pick) -> Perturbation:
+        direction = noise.block[:, :-1].reshape(-1, *self.site.shape)
+        direction = self.layer.linear_map(self.site.name).masked(direction)  # padding and pruned weights do not move
+        length = noise.block[:, -1] / direction.flatten(1).norm(dim=1)
+        return Perturbation(self.scale() * direction * length.view(-1, *[1] * len(self.site.shape)), None)
+
+    def scale(self) -> Tensor:
+        """sigma in the shape of the stored weight; a weight's standard deviation is sigma / sqrt(D)."""
+        return wide(self.weight_log_scale).exp()
+
+    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
+        weights = linear.weight + self.values().weight.to(linear.weight.dtype)
+        biases = None if linear.bias is None else linear.bias.expand(len(weights), -1)
+        return linear.blocks(x, weights, biases, self.current)
+
+    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
+        return linear.weight + self.values().weight[index].to(linear.weight.dtype), linear.bias
+
+    def kl(self, linear: MapOf) -> Tensor:
+        mapped = linear()
+        mean, log_scale = wide(mapped.weight), wide(self.weight_log_scale)
+        if mapped.mask is not None:
+            free = mapped.mask.expand_as(mean) != 0
+            mean, log_scale = mean[free], log_scale[free]
+        s, size = self.prior.scale, mean.numel()
+        squares = (mean - self.prior.loc).square().sum() + (2 * log_scale).exp().sum() / size
+        cross_entropy = size * math.log(s * math.sqrt(2 * math.pi)) + squares / (2 * s**2)
+        return cross_entropy - log_scale.sum() - direction_entropy(size)
+
+
+def direction_entropy(size: int) -> float:
+    """Entropy of u = (e / |e|) r in `size` dimensions; that of a standard normal in one.
+
+    >>> round(direction_entropy(1), 4), round(0.5 * math.log(2 * math.pi * math.e), 4)
+    (1.4189, 1.4189)
+    """
+    log_area = math.log(2) + 0.5 * size * math.log(math.pi) - math.lgamma(0.5 * size)
+    mean_log_length = -0.5 * (0.5772156649015329 + math.log(2))
+    return 0.5 + log_area + (size - 1) * mean_log_length - 0.5 * math.log(2 / math.pi)
