@@ -92,8 +92,8 @@ MUTATIONS = [
     ),
     Mutation(
         "proof-used",
-        "        if quiet.used:",
-        "        if False:",
+        "    if quiet.used:\n",
+        "    if False:\n",
         "test_engine.py -k wrong_folding",
     ),
     Mutation(
@@ -116,8 +116,8 @@ MUTATIONS = [
     ),
     Mutation(
         "proof-tree",
-        "if found is not None and found.tree == tree:",
-        "if found is not None:",
+        "if layout is None or layout.tree != tree:",
+        "if layout is None:",
         'test_engine.py -k "again or layout or replaced"',
         'test_review_entries.py -k "replaced or added or removed"',
     ),
@@ -197,13 +197,13 @@ MUTATIONS = [
     ),
     Mutation(
         "attention-values",
-        'self.project_draw("v", value, rows)',
-        'self.project_draw("k", value, rows)',
+        '("v", value))',
+        '("k", value))',
         "contract/test_contract.py -k Attention",
     ),
     Mutation(
         "attention-scale",
-        "/ math.sqrt(heads[0].shape[-1])",
+        "/ math.sqrt(q.shape[-1])",
         "",
         "contract/test_contract.py -k Attention",
     ),
@@ -217,7 +217,7 @@ MUTATIONS = [
         "recurrent-biases",
         "(*weights[i : i + 2], *biases[i : i + 2])",
         "(*weights[i : i + 2], *biases[i : i + 2][::-1])",
-        'contract/test_contract.py -k "LSTM and not Cell"',
+        'contract/test_contract.py -k "GRU and not Cell"',
         "test_recurrent_reference.py",
     ),
     Mutation(
@@ -319,22 +319,22 @@ MUTATIONS = [
     ),
     Mutation(
         "kept-share",
-        "return kept / self._kept()",
+        "return kept / (1 - self.probabilities()[-1]).to(self.dtype)",
         "return kept",
         'contract/test_contract.py -k "mc-dropout or drop-connect"',
         "test_dropout.py",
     ),
     Mutation(
         "gumbel-sign",
-        "- (-numbers.log()).log()  # Gumbel",
-        "+ (-numbers.log()).log()  # Gumbel",
+        "unsqueeze(-1) - (-numbers.log()).log()",
+        "unsqueeze(-1) + (-numbers.log()).log()",
         "test_emp_paper.py -k learn",
         "test_emp_paper.py",
     ),
     Mutation(
         "picks-reversed",
-        "edges = self.probs.cumsum(0)[:-1]",
-        "edges = self.probs.flip(0).cumsum(0)[:-1]",
+        "probs.cumsum(0)[:-1].to(lines.dtype)",
+        "probs.flip(0).cumsum(0)[:-1].to(lines.dtype)",
         "test_emp_paper.py -k prob",
         "test_dropout.py",
     ),
@@ -352,8 +352,8 @@ MUTATIONS = [
     ),
     Mutation(
         "ensemble-decay",
-        "    def decayed(self) -> list[nn.Parameter]:\n        return list(self.parameters())\n",
-        "    def decayed(self) -> list[nn.Parameter]:\n        return []\n",
+        '    def role(self, name: str) -> Role:\n        return "weight"\n\n    @property\n    def countable',
+        '    def role(self, name: str) -> Role:\n        return "scale"\n\n    @property\n    def countable',
         "test_ensemble.py",
     ),
     # Distributions.
@@ -398,7 +398,7 @@ MUTATIONS = [
         "kl-shares",
         "kl(model) / (num_data * micro_batches)",
         "kl(model) / num_data",
-        "test_objective.py",
+        "test_numbers.py -k micro",
     ),
     Mutation(
         "kl-tied-twice",
@@ -426,14 +426,14 @@ MUTATIONS = [
     ),
     Mutation(
         "posterior-rate",
-        "posterior_lr_multiplier if index == 4 else",
-        "posterior_lr_multiplier if index >= 3 else",
+        "posterior_lr_multiplier if at[1] else 1.0",
+        "posterior_lr_multiplier if at[0] else 1.0",
         "test_engine.py -k multiplier",
     ),
     Mutation(
         "decay-of-means",
-        "    if posterior.regularises_mean:\n",
-        "    if False:\n",
+        "undecayed = variational or p.in_kl",
+        "undecayed = variational",
         "test_mean_field.py -k decay",
         "test_mean_field.py",
         "test_ensemble.py",
@@ -473,8 +473,8 @@ MUTATIONS = [
     ),
     Mutation(
         "density-count",
-        "return torch.logsumexp(logp, 0) - math.log(len(logp))",
-        "return torch.logsumexp(logp, 0)",
+        "return torch.logsumexp(logs, 0) - math.log(len(logs))",
+        "return torch.logsumexp(logs, 0)",
         "test_prediction.py",
     ),
     Mutation(
@@ -485,8 +485,8 @@ MUTATIONS = [
     ),
     Mutation(
         "information",
-        "(entropy(pred.log_probs) - aleatoric).clamp_min(0)",
-        "entropy(pred.log_probs)",
+        " - aleatoric).clamp_min(0)",
+        ").clamp_min(0)",
         "test_objective.py",
         "test_prediction.py",
     ),

@@ -4,6 +4,7 @@
     python tests/mutations.py kl-normal tie        some of them
     python tests/mutations.py --full-contract      with every method x layer x property, not the covering array
     python tests/mutations.py --out found.json     the same as JSON
+    python tests/mutations.py --check              only look which mutations have lost their text
 
 A mutation is a text of the source and what takes its place; the text must occur exactly once, and a mutation whose text
 is gone is reported as stale, since it tests nothing any more. The source is copied, one bug is planted, and tests run
@@ -114,11 +115,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="mutations to run; all by default")
     parser.add_argument("--full-contract", action="store_true")
+    parser.add_argument("--check", action="store_true", help="plant nothing, only name the stale ones")
     parser.add_argument("--tests", nargs="+", help="tests to run instead of those named beside each mutation")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if unknown := set(given.names) - {m.name for m in MUTATIONS}:
         parser.error(f"no mutation is called {', '.join(sorted(unknown))}")
+    if given.check:
+        stale = [m.name for m in MUTATIONS if place_of(m, ROOT / "src") is None]
+        print(f"{len(stale)} of {len(MUTATIONS)} mutations are stale: {', '.join(stale) or 'none'}")
+        return int(bool(stale))
     os.chdir(ROOT)
     import torch  # noqa: F401 (before the forks)
     import transformers.pytorch_utils  # noqa: F401

@@ -274,6 +274,7 @@ LOOSE = settings(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0)
 @LOOSE
 @given(programs(WILD, [1, 2, 3, 4, 6, 12]), st.sampled_from(list(METHODS)))
@@ -281,6 +282,7 @@ def test_random_models_equal_their_written_out_draws(program: Program, method: s
     check(program, method)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0)
 @settings(LOOSE, max_examples=max(30, COUNT // 5))
 @given(programs(CALM, [2, 3, 4, 5]), st.sampled_from(["batch-ensemble", "rank1-example", "mean-field", "flipout"]))
@@ -288,6 +290,7 @@ def test_models_that_leave_rows_alone_fold_without_a_word(program: Program, meth
     assert check(program, method) == []
 
 
+@pytest.mark.slow
 def test_the_programs_are_worth_running() -> None:
     """Every kind of step is found in some model as it stands, after steps that do not fit were left out."""
     seen: set[str] = set()

@@ -140,7 +140,16 @@ METHODS: dict[str, sb.Config] = {
     "batchensemble": sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)),
 }
 every_model = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+# Every model with two methods, every method with half of the models.
+every_pair = pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        pytest.param(case, method, id=f"{one}-{other}")
+        for i, (one, case) in enumerate(CASES.items())
+        for j, (other, method) in enumerate(METHODS.items())
+        if (i + j) % 4 < 2
+    ],
+)
 
 
 def main(output: Any) -> Tensor:
@@ -186,8 +195,7 @@ def layers_of(model: nn.Module) -> dict[str, BayesLayer]:
 # ---- the function is kept, and every layer takes part ----------------------------------------------------------------
 
 
-@every_model
-@every_method
+@every_pair
 def test_neutral_factors_leave_the_function_as_it_was(case: Case, method: sb.Config) -> None:
     model, (args, kwargs) = case.build().eval(), case.inputs()
     # A Cauchy draw at the scale floor still leaves a few factors off by 1e-7 times its tail.
@@ -201,8 +209,8 @@ def test_neutral_factors_leave_the_function_as_it_was(case: Case, method: sb.Con
     torch.testing.assert_close(drawn, expected.expand_as(drawn), atol=tolerance, rtol=tolerance)
 
 
-@every_model
-@every_method
+@pytest.mark.slow
+@every_pair
 def test_every_posterior_reaches_the_output_in_eval(case: Case, method: sb.Config) -> None:
     """torch's fused paths in eval mode read weights past the layers' forward: each posterior alone must show."""
     model, (args, kwargs) = case.convert(case.build().eval(), method), case.inputs()
@@ -222,8 +230,7 @@ def test_every_posterior_reaches_the_output_in_eval(case: Case, method: sb.Confi
     assert not silent
 
 
-@every_model
-@every_method
+@every_pair
 def test_every_posterior_parameter_gets_the_right_gradient(case: Case, method: sb.Config) -> None:
     model, (args, kwargs) = case.build().double().eval(), case.inputs()
     args, kwargs = pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
@@ -258,6 +265,7 @@ def test_every_posterior_parameter_gets_the_right_gradient(case: Case, method: s
 # ---- sample and predict ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_model
 def test_folded_draws_equal_one_forward_per_member(case: Case) -> None:
     model, (args, kwargs) = case.build().eval(), case.inputs()
@@ -273,6 +281,7 @@ def plain_output_of(model: nn.Module, batch: Mapping[str, Any], options: Mapping
     return sb.debayesianize(model)(**batch, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fold", [True, False])
 def test_sample_keeps_the_output_type_and_adds_the_draws_axis_to_every_tensor(fold: bool) -> None:
     plain = bert(attn_implementation="eager").eval()
@@ -456,8 +465,7 @@ def test_a_module_called_twice_sees_one_draw(method: str, call: str) -> None:
 # ---- what a conversion must not disturb ------------------------------------------------------------------------------
 
 
-@every_model
-@every_method
+@every_pair
 def test_base_checkpoint_loads_into_the_converted_model(case: Case, method: sb.Config) -> None:
     donor, model = case.build().eval(), case.convert(case.build().eval(), method)
     missing, unexpected = model.load_state_dict(donor.state_dict(), strict=False)
@@ -557,6 +565,7 @@ def test_converted_model_survives_deepcopy_and_an_exact_round_trip(case: Case, t
 # ---- training loops --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_vit_learns_the_digits() -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     data = datasets.load_digits()
@@ -583,6 +592,7 @@ def test_vit_learns_the_digits() -> None:
     assert sb.predict(model, torch.randn(200, 1, 8, 8), draws=4).epistemic.mean() > pred.epistemic.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_trainer_trains_with_the_kl_in_the_loss(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
@@ -686,6 +696,7 @@ def test_checkpoint_around_a_block_of_an_mlp(method: str, reentrant: bool) -> No
 # ---- generation ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_generate_is_reproducible_under_a_frozen_draw() -> None:
     model = sb.bayesianize(gpt2().eval(), sb.Rank1(members=1, scale_init=0.3))
     ids = torch.randint(1, WORDS, (2, 3))

@@ -246,6 +246,7 @@ def test_predict_without_sharing_agrees() -> None:
     torch.testing.assert_close(sb.predict(model, x, draws=6, share=False).samples, first.samples, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_default_chunk_cuts_draws_but_never_the_batch() -> None:
     model = sb.bayesianize(nn.Linear(2**12, 2), sb.MeanField())
     rows: list[int] = []

@@ -33,6 +33,7 @@ def score(log_probs: Tensor, weights: Any) -> float:
 # One weight for each draw ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.integers(1, 30), st.integers(1, 100), st.floats(-3, 3))
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_weights_meet_the_optimality_conditions(seed: int, draws: int, rows: int, exponent: float) -> None:
