@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import assert_draws, assert_rows_of_draws, held, quietly
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -1228,3 +1229,78 @@ def test_a_weight_that_is_used_transposed_is_used() -> None:
             outputs = sb.sample(model, torch.ones(3, 4))
         for j, one in enumerate(outputs):
             close(one, sb.write_out(model, j)(torch.ones(3, 4)))
+
+
+# Sizes that nobody has seen ---------------------------------------------------------------------------------------------------------------
+
+
+class Pieces(nn.Module):
+    """Cuts what it gets into pieces of a fixed number of windows: small batches fit into one."""
+
+    def __init__(self, size: int, windows: int) -> None:
+        super().__init__()
+        self.size, self.windows = size, windows
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))[:, None] * torch.arange(1, self.windows + 1)[:, None]
+        y = torch.cat([self.b(piece) for piece in h.flatten(0, 1).split(self.size)])
+        return y.unflatten(0, (len(x), self.windows)).sum(1)
+
+
+@pytest.mark.parametrize(("size", "windows"), [(24, 1), (32, 4), (64, 4)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_that_is_cut_only_when_it_is_large(method: str, size: int, windows: int) -> None:
+    torch.manual_seed(0)
+    model = sb.bayesianize(Pieces(size, windows), METHODS[method]).eval()
+    few, many = torch.randn(4, 4), torch.randn(32, 4)
+    with quietly(), sb.frozen(model, draws=8 // sb.members(model)):
+        assert_draws(sb.sample(model, few), held(model, 8 // sb.members(model)), (few,), {})
+    with quietly(), sb.frozen(model, draws=2):
+        plains = held(model, 2)
+        assert_rows_of_draws(model(few), [plain(few) for plain in plains], 0)
+        assert_rows_of_draws(model(many), [plain(many) for plain in plains], 0)
+
+
+def test_rows_are_looked_at_again_for_more_rows_even_of_fewer_numbers() -> None:
+    """Long rows first: forty short ones hold fewer numbers, and are cut all the same."""
+
+    class Steps(Pieces):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mean(1))
+
+    model = sb.bayesianize(Steps(24, 1), sb.Rank1(members=2, draws="member", scale_init=0.3)).eval()
+    long, short = torch.randn(4, 100, 4), torch.randn(40, 2, 4)
+    with quietly(), sb.frozen(model, draws=1):
+        plains = held(model, 1)
+        assert_draws(sb.sample(model, long), plains, (long,), {})
+        assert_draws(sb.sample(model, short), plains, (short,), {})
+
+
+def test_known_sizes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slimbayes.engine import locate
+
+    model = sb.bayesianize(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), RANDOM)
+    trials, probed = [], locate.probed
+    monkeypatch.setattr(locate, "probed", lambda *args: trials.append(args) or probed(*args))
+    for rows in (8, 8, 5, 16, 7):  # 8 rows and two members: 16 were seen, then 10, then 32
+        sb.sample(model, torch.randn(rows, 4))
+    assert len(trials) == 2  # once, for 32 rows
+    sb.sample(model, torch.randn(16, 4), draws=1)
+    assert len(trials) == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_that_sees_pairs_of_rows(method: str) -> None:
+    """Two rows become one entry of the last layer's input: neither has a draw of its own there."""
+    torch.manual_seed(0)
+    net = Net(lambda m, x: m.b(m.a(x).unflatten(0, (len(x) // 2, 2)) if len(x) % 2 == 0 else m.a(x)))
+    model, x = sb.bayesianize(net, METHODS[method]).eval(), torch.randn(2, 4)
+    draws = 6 // sb.members(model)
+    with quietly(), sb.frozen(model, draws=draws):
+        assert_draws(sb.sample(model, x), held(model, draws), (x,), {})
+    with quietly():
+        torch.manual_seed(1)
+        one_by_one = sb.sample(model, x, draws=draws, fold=False)
+        torch.manual_seed(1)
+        close(sb.sample(model, x, draws=draws), one_by_one)

@@ -633,3 +633,17 @@ def test_checkpointed_batch_norm_recomputes_with_the_same_picks() -> None:
         sum(losses).backward()
     for (name, p), q in zip(plain.named_parameters(), saving.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+class GroupNormAct(nn.GroupNorm):
+    """A norm that ends in an activation, with few channels in a group."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(64, 32), (32, 2), (8, 8)])
+def test_group_norms_with_an_activation_are_norms(channels: int, groups: int) -> None:
+    model = nn.Sequential(nn.Conv2d(3, channels, 3), GroupNormAct(groups, channels), nn.Conv2d(channels, 2, 3))
+    sb.bayesianize(model, sb.ModelPatch(components=3))
+    assert {row.name for row in sb.summary(model).rows if row.status == "converted"} == {"1"}

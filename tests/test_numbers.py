@@ -26,7 +26,7 @@ from slimbayes.metrics import TemperatureScaling, temperature
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.k_tied import KTiedPosterior
 from slimbayes.posteriors.model_patch import chosen_layers
-from slimbayes.prediction.accumulate import Running
+from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.stacking import stack
 
 FORMS = ("average", "mixture", "probs", "logits")
@@ -74,11 +74,11 @@ def test_mixture_of_draws_is_equation_14_where_probabilities_underflow(weights: 
         hit = target if likelihood == "categorical" else 1 - target
         pred = predicted(given, likelihood, members=2, weights=weights)
         assert pred.log_prob(hit).item() == pytest.approx(expected, rel=1e-6)
-        running = Running(likelihood, 2, 0.0, keep=False, weights=weights)
+        running = Accumulator(likelihood, 2, 0.0, keep=False, weights=weights)
         for chunk in given.split(2):
             running.add(chunk)
-        assert running.result().log_prob(hit).item() == pytest.approx(expected, rel=1e-6)
-        assert running.result().by_draw is None
+        assert sb.Prediction(**running.fields()).log_prob(hit).item() == pytest.approx(expected, rel=1e-6)
+        assert sb.Prediction(**running.fields()).by_draw is None
     assert sb.categorical(outputs, target, "mixture").item() == pytest.approx(-special.logsumexp(-sizes, b=0.25))
 
 
@@ -108,12 +108,12 @@ def test_entropies_and_mutual_information_of_sure_draws() -> None:
 
 
 def test_memory_does_not_grow_with_draws() -> None:
-    running = Running("categorical", 2, 0.0, keep=False)
+    running = Accumulator("categorical", 2, 0.0, keep=False)
     for _ in range(50):
         running.add(torch.randn(4, 3, 5))
     held = [v for v in vars(running).values() if isinstance(v, Tensor)] + running.samples + running.noises
     assert sum(t.numel() for t in held) == 2 * 3 * 5 + 3
-    assert running.result().count == 200
+    assert sb.Prediction(**running.fields()).count == 200
 
 
 def test_predictions_join_along_rows() -> None:

@@ -14,8 +14,8 @@ from scipy import optimize, special, stats
 from torch import Tensor
 
 import slimbayes as sb
-from slimbayes.prediction.accumulate import Running
-from slimbayes.train.elbo import noise_scale
+from slimbayes.prediction.accumulate import Accumulator
+from slimbayes.train.likelihoods import noise_scale
 
 S, K, N, C = 12, 3, 40, 4
 WEIGHTS = (0.5, 0.25, 0.25)
@@ -109,17 +109,17 @@ def test_far_targets_keep_a_finite_density() -> None:
 
 def test_log_prob_of_classes_needs_no_samples_and_of_real_targets_does() -> None:
     outputs, target = CASES["categorical"]()
-    running = Running("categorical", K, 0.0, keep=False, weights=WEIGHTS)
+    running = Accumulator("categorical", K, 0.0, keep=False, weights=WEIGHTS)
     running.add(outputs)
     kept = sb.Prediction.from_outputs(outputs, members=K, weights=WEIGHTS)
-    assert torch.equal(running.result().log_prob(target), kept.log_prob(target))
+    assert torch.equal(sb.Prediction(**running.fields()).log_prob(target), kept.log_prob(target))
     with pytest.raises(ValueError, match="keep_samples=True"):
-        running.result().draw_log_prob(target)
+        sb.Prediction(**running.fields()).draw_log_prob(target)
     outputs, target = CASES["gaussian"]()
-    running = Running("gaussian", K, 0.7, keep=False)
+    running = Accumulator("gaussian", K, 0.7, keep=False)
     running.add(outputs)
     with pytest.raises(ValueError, match="keep_samples=True"):
-        running.result().log_prob(target)
+        sb.Prediction(**running.fields()).log_prob(target)
 
 
 def test_density_without_noise_is_refused() -> None:
@@ -194,10 +194,10 @@ def test_a_member_of_weight_zero_is_not_there(likelihood: str) -> None:
 def test_weighted_variance_streams_over_chunks(likelihood: str) -> None:
     """Chunks of unequal size and an offset at which naive sums of squares fail, in float32."""
     outputs = torch.randn(S, N, 2) * 0.01 + torch.tensor([300.0, 0.0])
-    running = Running(likelihood, K, 0.7, keep=True, weights=WEIGHTS)
+    running = Accumulator(likelihood, K, 0.7, keep=True, weights=WEIGHTS)
     for chunk in outputs.split([3, 6, 3]):
         running.add(chunk)
-    pred = running.result()
+    pred = sb.Prediction(**running.fields())
     values = (outputs if likelihood == "gaussian" else outputs[..., 0]).double().numpy()
     share = np.array([WEIGHTS[s % K] / (S / K) for s in range(S)]).reshape(-1, *[1] * (values.ndim - 1))
     mean = (share * values).sum(0)
@@ -290,7 +290,7 @@ def test_rescaled_predictions_are_those_of_rescaled_outputs(likelihood: str, wei
 
 def test_rescaled_without_samples_and_in_any_shape_of_statistics() -> None:
     outputs, _ = CASES["gaussian"]()
-    running = Running("gaussian", K, 0.7, keep=False)
+    running = Accumulator("gaussian", K, 0.7, keep=False)
     running.add(outputs)
     for mean, std in (
         (1.0, 2.0),
@@ -298,8 +298,8 @@ def test_rescaled_without_samples_and_in_any_shape_of_statistics() -> None:
         (torch.ones(1, 1), torch.tensor(2.0)),
         (1, 2),
     ):
-        result = running.result().rescaled(mean, std)
-        torch.testing.assert_close(result.mean, 1 + 2 * running.result().mean)
+        result = sb.Prediction(**running.fields()).rescaled(mean, std)
+        torch.testing.assert_close(result.mean, 1 + 2 * sb.Prediction(**running.fields()).mean)
         assert result.by_draw is None
         assert result.variance.shape == (N, 2)
     real = sb.Prediction.from_outputs(torch.randn(3, 1, dtype=torch.float64), "gaussian").rescaled(0.1, 0.3)

@@ -98,7 +98,7 @@ def test_modules_run_once_where_no_draw_has_been_used(method: str, expected: dic
     model, x = sb.bayesianize(Residual().eval(), METHODS[method]), torch.randn(5, 3, 6, 6)
     draws = 16 // sb.members(model)
     plain = [name for name in expected if not hasattr(model.get_submodule(name), "posterior")]
-    sb.predict(model, x, draws=2)  # locates rows
+    sb.predict(model, x, draws=draws, share=False)  # locates rows
     seen = {name: _counted(model, name) for name in plain}
     torch.manual_seed(0)
     sb.predict(model, x, draws=draws)
@@ -224,7 +224,7 @@ def test_ten_thousand_draws_of_25_networks_run_25() -> None:
     net = sb.bayesianize(models.regression_net(6).eval(), sb.ModelPatch(init="uniform"))
     x = torch.randn(7, 6)
     rows: list[int] = []
-    sb.sample(net, x, draws=2)  # locates rows
+    sb.sample(net, x, draws=25)  # locates rows
     net.dense1.register_forward_hook(lambda layer, args, out: rows.append(len(out)))
     pred = sb.predict(net, x, draws=10_000, likelihood="gaussian", scale=0.3)
     assert sum(rows) <= 25 * 7
@@ -249,7 +249,7 @@ def test_predict_without_sharing_agrees() -> None:
 def test_default_chunk_cuts_draws_but_never_the_batch() -> None:
     model = sb.bayesianize(nn.Linear(2**12, 2), sb.MeanField())
     rows: list[int] = []
-    sb.predict(model, torch.zeros(2**9, 2**12), draws=2)  # locates rows
+    sb.predict(model, torch.zeros(2**9, 2**12), draws=9)  # locates rows
     model.register_forward_hook(lambda layer, args, out: rows.append(len(out)))
     sb.predict(model, torch.zeros(2**9, 2**12), draws=9, keep_samples=False)
     assert rows == [4 * 2**9, 4 * 2**9, 2**9]  # 2^23 numbers are four repetitions of 2^21

@@ -10,7 +10,9 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, kept once found: the command line and the report start without torch, which comes with the first name."""
+    """A public name, kept once found: the command line and the report start without torch, which comes with the first
+    name.
+    """
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     api = import_module(f"{__name__}.api")

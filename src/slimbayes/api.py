@@ -1,4 +1,6 @@
-"""The public names, one re-export per line. `import slimbayes` gives them all, and loads torch when the first one is asked for."""
+"""The public names, one re-export per line. `import slimbayes` gives them all, and loads torch when the first one is
+asked for.
+"""
 
 from slimbayes import data as data
 from slimbayes import diagnostics as diagnostics
@@ -50,12 +52,12 @@ from slimbayes.prediction.stacking import stack as stack
 from slimbayes.prediction.stacking import stacking_weights as stacking_weights
 from slimbayes.train import schedules as schedules
 from slimbayes.train.elbo import ELBO as ELBO
-from slimbayes.train.elbo import bernoulli as bernoulli
-from slimbayes.train.elbo import categorical as categorical
 from slimbayes.train.elbo import check_finite as check_finite
 from slimbayes.train.elbo import elbo as elbo
-from slimbayes.train.elbo import gaussian as gaussian
-from slimbayes.train.elbo import heteroscedastic_gaussian as heteroscedastic_gaussian
 from slimbayes.train.elbo import kl as kl
+from slimbayes.train.likelihoods import bernoulli as bernoulli
+from slimbayes.train.likelihoods import categorical as categorical
+from slimbayes.train.likelihoods import gaussian as gaussian
+from slimbayes.train.likelihoods import heteroscedastic_gaussian as heteroscedastic_gaussian
 from slimbayes.train.optim import l2 as l2
 from slimbayes.train.optim import param_groups as param_groups

@@ -7,8 +7,8 @@ A checkpoint is a directory:
     base.safetensors        the network's own parameters and buffers, if asked for
     manifest.json           format version and the sha256 of each other file
 
-It is written to a temporary directory, synced and renamed. A former checkpoint of the same name steps aside as "<name>.previous" for the
-moment between two renames; `load` finds it there if the process died in between.
+It is written to a temporary directory, synced and renamed. A former checkpoint of the same name steps aside as
+"<name>.previous" for the moment between two renames; `load` finds it there if the process died in between.
 """
 
 import hashlib
@@ -39,8 +39,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> 
     """Write a converted model's posterior to a directory, atomically.
 
     Args:
-        model: a converted model, or one inside DistributedDataParallel or torch.compile. Of a model sharded by FSDP2 every rank must
-            call save; rank 0 writes.
+        model: a converted model, or one inside DistributedDataParallel or torch.compile. Of a model sharded by FSDP2
+            every rank must call save; rank 0 writes.
         path: the directory; a checkpoint that is there already is replaced only once the new one is complete.
         base: also write the network's own weights, for models that were trained together with their posterior.
 
@@ -75,11 +75,12 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     Args:
         model: the base model, not converted, with the weights it had at `save` (unless the checkpoint holds them).
         path: a directory that `save` wrote.
-        check_base: "weights" demands the very same base weights; "structure" only the same names and shapes, for a base that was
-            fine-tuned or cast to another dtype since.
+        check_base: "weights" demands the very same base weights; "structure" only the same names and shapes, for a base
+            that was fine-tuned or cast to another dtype since.
 
     Raises:
-        CheckpointError: a file is missing, damaged or of an unknown version, or the model does not fit. The model is unchanged.
+        CheckpointError: a file is missing, damaged or of an unknown version, or the model does not fit. The model is
+            unchanged.
 
     Example:
         >>> import slimbayes as sb, copy, tempfile
@@ -190,7 +191,9 @@ def _check_tensors(model: nn.Module, posterior: dict[str, Tensor], folder: Path)
 
 
 def _fingerprint(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Names, shapes and content of the base model, so that a posterior is never laid over another network by mistake."""
+    """Names, shapes and content of the base model, so that a posterior is never laid over another network by
+    mistake.
+    """
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode())
@@ -214,8 +217,9 @@ def _check_base(recorded: dict[str, Any], state: dict[str, Tensor], check: str) 
         raise CheckpointError(f"The base model is not the one this posterior was made for: {_some(faults)}.")
     if check == "weights" and _fingerprint(state)["sha256"] != recorded["sha256"]:
         raise CheckpointError(
-            "The base model has the right shapes but other weights than the one this posterior was saved with. Load its weights first, "
-            "or save with base=True, or pass check_base='structure' if the difference is meant (fine-tuned or cast since)."
+            "The base model has the right shapes but other weights than the one this posterior was saved with. Load "
+            "its weights first, or save with base=True, or pass check_base='structure' if the difference is meant "
+            "(fine-tuned or cast since)."
         )
 
 

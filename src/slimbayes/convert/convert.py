@@ -1,10 +1,10 @@
 """bayesianize and debayesianize: swap the classes of a model's layers in place, and back.
 
-A conversion is planned completely, and its posteriors are built, before the first layer is touched: if anything fails the model
-is as it was. Weights, buffers, hooks, flags and the names of all parameters stay; `layer.posterior` is the only addition.
+A conversion is planned completely, and its posteriors are built, before the first layer is touched: if anything fails
+the model is as it was. Weights, buffers, hooks, flags and the names of all parameters stay; `layer.posterior` is the
+only addition.
 """
 
-import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from slimbayes.convert.opening import open_passes, turn_off_fast_paths
 from slimbayes.convert.plan import Decision, Selection, plan, refuse
-from slimbayes.engine import calls, passes
+from slimbayes.engine import passes
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
 from slimbayes.layers.dropout import functional_dropout
-from slimbayes.layers.methods import Opens, opening_class
+from slimbayes.layers.methods import Opens
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.ensemble import Ensemble, EnsemblePosterior
 from slimbayes.posteriors.mc_dropout import MCDropout
@@ -49,11 +50,12 @@ def bayesianize(
     Args:
         model: any module. Its weights are kept; with unit factors and no noise it computes what it did before.
         config: the method, or a mapping from name patterns to methods (the first pattern that matches a layer counts).
-        include: convert only these layers. A regular expression for a whole name, or if none matches for the last parts of names
-            ("q_proj|v_proj"); a layer type; a predicate `(name, layer) -> bool`; or several of them. What is included by name is converted
-            even if the method leaves its type alone by default.
+        include: convert only these layers. A regular expression for a whole name, or if none matches for the last parts
+            of names ("q_proj|v_proj"); a layer type; a predicate `(name, layer) -> bool`; or several of them. What is
+            included by name is converted even if the method leaves its type alone by default.
         exclude: leave these layers as they are.
-        batch_dim: where the model's inputs hold their rows, if you want to say it. Without, it is found out on the first call.
+        batch_dim: where the model's inputs hold their rows, if you want to say it. Without, it is found out on the
+            first call.
         strict: raise if a layer cannot be converted. Otherwise it stays as it is, with the reason in `summary`.
 
     Layers of types that are not known run through their own forward, once for each draw: right, and slower.
@@ -88,28 +90,25 @@ def bayesianize(
     try:
         for decision, layer, cls, posteriors in built:
             _swap(layer, cls, posteriors, decision.tied is None)
-        for (
-            decision,
-            layer,
-            _,
-            posteriors,
-        ) in built:  # only now, when nothing else can fail: starting components may set the layer's scales
+        # Only now, when nothing else can fail: starting components may set the layer's scales.
+        for decision, layer, _, posteriors in built:
             if decision.tied is None:
                 _start(layer, posteriors)
     except Exception:
         for _, layer, _, posteriors in built:
             _restore(layer, posteriors)
         raise
-    _attach(model, Conversion(decisions, batch_dim, _turn_off_fast_paths(model)))
+    _attach(model, Conversion(decisions, batch_dim, turn_off_fast_paths(model)))
     open_passes(model)
     return model
 
 
 def ensemble(models: Sequence[Model]) -> Model:
-    """Join networks of one architecture, trained apart or built apart, into a deep ensemble; returns the first, now with the others in it.
+    """Join networks of one architecture, trained or built apart, into a deep ensemble: the first, with the others in.
 
     Args:
-        models: two or more modules of one type whose parameters and buffers have the same names and shapes. They are not copied.
+        models: two or more modules of one type whose parameters and buffers have the same names and shapes. They are
+            not copied.
 
     Example:
         >>> import slimbayes as sb
@@ -139,9 +138,7 @@ def ensemble(models: Sequence[Model]) -> Model:
     posterior: Any = passes.posteriors_of(first)[0]
     posterior.others = nn.ModuleList(models[1:])
     posterior.train(first.training)
-    posterior.batched = (
-        posterior.batched and len(looks) == 1
-    )  # networks that differ in what they do must run one by one
+    posterior.batched = posterior.batched and len(looks) == 1  # networks that do different things run one by one
     return first
 
 
@@ -194,8 +191,8 @@ def _report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> N
         return
     for name, what in functional_dropout(model).items():
         warnings.warn(
-            f"{name or 'the model itself'} {what}: MCDropout turns on dropout layers, but this stays off in eval mode. Make it an nn.Dropout "
-            f"layer if it is meant to be part of the posterior.",
+            f"{name or 'the model itself'} {what}: MCDropout turns on dropout layers, but this stays off in eval "
+            f"mode. Make it an nn.Dropout layer if it is meant to be part of the posterior.",
             stacklevel=3,
         )
         known = next((d for d in decisions if d.name == name and d.config is None), None)
@@ -208,7 +205,7 @@ def _report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> N
 
 
 def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> tuple[type[Converted], nn.ModuleDict]:
-    """The class a layer gets, and posteriors of all its sites, on its device, in its dtype or float32, whichever is wider.
+    """The class a layer gets, and posteriors of all its sites, on its device, in float32 at least.
 
     A site that a method cannot serve leaves the layer as it is, with the reason in the decision.
     """
@@ -270,61 +267,6 @@ def _restore(layer: Any, posteriors: nn.ModuleDict) -> None:
     if isinstance(layer, Converted) and layer._modules.get("posterior") is posteriors:
         layer.__class__ = layer.plain  # type: ignore[assignment]
         del layer._modules["posterior"]
-
-
-def open_passes(model: nn.Module) -> None:
-    """Let calls of every module that holds converted layers open a pass. What lies inside a copied module belongs to it."""
-    for module in _around(model):
-        if not isinstance(module, (Converted, Opens)) and type(module).forward is not nn.Module.forward:
-            module.__class__ = opening_class(type(module))
-        if (
-            "forward" in module.__dict__
-            and not isinstance(module, Converted)
-            and not hasattr(module.__dict__["forward"], "slimbayes")
-        ):
-            # Somebody set a forward on the instance, which hides that of the class.
-            module.forward = _Instance(module, module.__dict__["forward"])
-
-
-class _Instance(functools.partial):  # type: ignore[type-arg]
-    """A forward that somebody set on a module, made to open a pass."""
-
-    slimbayes = True
-
-    def __new__(cls, module: nn.Module, function: Any) -> Any:
-        return super().__new__(cls, _call_instance, module, function)
-
-
-def _call_instance(module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
-    return calls.bare(module, function, args, kwargs)
-
-
-def _around(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold converted layers."""
-    found: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> bool:
-        if isinstance(module, Converted):
-            return True
-        holds = [visit(child) for child in module.children()]
-        if any(holds):
-            found.append(module)
-        return any(holds)
-
-    visit(model)
-    return found
-
-
-def _turn_off_fast_paths(model: nn.Module) -> list[tuple[str, str, Any]]:
-    """torch's fused encoder path in eval mode reads weights past our layers' forward: switch it off where it would."""
-    patched = []
-    switches = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
-    for name, module in model.named_modules():
-        attribute = next((a for cls, a in switches.items() if isinstance(module, cls)), None)
-        if attribute and hasattr(module, attribute) and any(isinstance(m, Converted) for m in module.modules()):
-            patched.append((name, attribute, getattr(module, attribute)))
-            setattr(module, attribute, 0 if attribute == "activation_relu_or_gelu" else False)
-    return patched
 
 
 def _attach(model: nn.Module, new: Conversion) -> None:

@@ -22,8 +22,8 @@ Selection = Pattern | Sequence[Pattern] | None
 class Decision:
     """What happens to one layer: the config that converts it, or the reason why it stays as it is.
 
-    `tied` names the layer whose posterior it shares, because they share the weight. A `problem` is a reason that a strict conversion
-    does not accept.
+    `tied` names the layer whose posterior it shares, because they share the weight. A `problem` is a reason that a
+    strict conversion does not accept.
     """
 
     name: str
@@ -67,7 +67,8 @@ def plan(
     decisions = []
     for name, layer in layers.items():
         decision = _decide(Decision(name, type(layer).__name__, *chosen[name]), layer, targets)
-        # Layers without parameters (dropout, norms without scale) are listed only where they become part of a posterior.
+        # Layers without parameters (dropout, norms without scale) are listed only where they become part of a
+        # posterior.
         if decision.config is not None or decision.problem or next(layer.parameters(), None) is not None:
             decisions.append(decision)
     _tie(decisions, layers, named)
@@ -119,7 +120,8 @@ def _whole(model: nn.Module, config: Config) -> Decision:
         )
     if hasattr(model, "posterior"):
         raise ValueError(
-            f"This {type(model).__name__} has an attribute `posterior` of its own, where its members would go. Wrap it: nn.Sequential(model)."
+            f"This {type(model).__name__} has an attribute `posterior` of its own, where its members would go. Wrap "
+            "it: nn.Sequential(model)."
         )
     return Decision("", type(model).__name__, config)
 
@@ -146,7 +148,9 @@ def _all_deterministic(config: Config | Mapping[str, Config]) -> bool:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own, and dropout layers. What lies inside an attention layer or a posterior belongs to it."""
+    """Modules with parameters of their own, and dropout layers. What lies inside an attention layer or a posterior
+    belongs to it.
+    """
     owned: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if owned and name.startswith(owned):
@@ -238,7 +242,9 @@ def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decisi
 
 
 def _tie(decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool) -> None:
-    """Layers that share a weight share one posterior; where one of them stays as it is, so do the others, unless included by name."""
+    """Layers that share a weight share one posterior; where one of them stays as it is, so do the others, unless
+    included by name.
+    """
     users: dict[int, list[Decision]] = {}
     for decision in decisions:
         for parameter in layers[decision.name].parameters(recurse=False):

@@ -1,4 +1,6 @@
-"""Modules that run before any converted layer does: found during the proof of rows, shared between draws at prediction."""
+"""Modules that run before any converted layer does: found during the proof of rows, shared between draws at
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from slimbayes.engine.tree import arrays_of, padded
 
 
 class Ahead:
-    """Finds the largest modules without posteriors that run before any converted layer does, and where their rows lie."""
+    """Finds the largest modules without posteriors that run before any converted layer does, and where their rows
+    lie.
+    """
 
     def __init__(self, model: nn.Module, probe: Probe, before: Probe | None) -> None:
         self.model, self.probe, self.before = model, probe, before
@@ -34,10 +38,10 @@ class Ahead:
         for handle in self.handles:
             handle.remove()
         if self.before is not None and not self.probe.taint:
-            earlier = self.before.shapes_ahead  # type: ignore[attr-defined]
+            earlier = self.before.shapes_ahead
             for module, (ins, outs) in self.shapes.items():
                 self._settle(module, earlier.get(module), ins, outs)
-        self.probe.shapes_ahead = self.shapes  # type: ignore[attr-defined]
+        self.probe.shapes_ahead = self.shapes
 
     def _settle(self, module: int, earlier: Any, ins: list[Any], outs: list[Any]) -> None:
         if earlier is None or None in (earlier[1], outs):

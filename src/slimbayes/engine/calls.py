@@ -15,8 +15,8 @@ from torch import nn
 
 from slimbayes.engine import passes
 from slimbayes.engine.layout import Layout, stack_draws
+from slimbayes.engine.locate import check_size, locate, unwrapped
 from slimbayes.engine.passes import Pass, Unproven
-from slimbayes.engine.proof import locate, unwrapped
 from slimbayes.engine.tree import arrays_of, padded
 
 Fold = Literal["auto"] | bool
@@ -25,8 +25,9 @@ Fold = Literal["auto"] | bool
 class Scope(Pass):
     """A method other than forward: the layers it calls belong to one pass, and each row to one member.
 
-    Its draws are made when the first layer asks, again after a backward pass, or when the number of rows changes. In a `whole` scope
-    (generate) calls of the model itself share it, and rows are the sequences that came in, however many beams they become.
+    Its draws are made when the first layer asks, again after a backward pass, or when the number of rows changes. In a
+    `whole` scope (generate) calls of the model itself share it, and rows are the sequences that came in, however many
+    beams they become.
     """
 
     def __init__(self, module: nn.Module, posteriors: Sequence[Any], whole: bool, rows: int) -> None:
@@ -92,7 +93,7 @@ def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any
 
 
 @torch._dynamo.disable(
-    reason="slimbayes locates the rows of a model on real inputs: call the model once before compiling it with fullgraph=True"
+    reason="slimbayes locates the rows of a model on real inputs: call it once before compiling it with fullgraph=True"
 )
 def _locate_outside(model: nn.Module, args: Any, kwargs: Any) -> Layout:
     if any(type(leaf).__name__ == "FakeTensor" for leaf in arrays_of((args, kwargs))):
@@ -110,7 +111,10 @@ def needs_rows(posteriors: Sequence[Any]) -> bool:
 def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     posteriors = passes.posteriors_of(module)
     layout = layout_of(module, args, kwargs, posteriors) if needs_rows(posteriors) else None
-    rows = layout.rows((args, kwargs)) if layout is not None else 1
+    rows = 1
+    if layout is not None:
+        rows = layout.rows((args, kwargs))
+        check_size(module, (args, kwargs), posteriors, layout)
     if layout is not None and not layout.apart and rows > 1:
         tell(layout, "each call uses one draw for all rows, where rows would share out the members")
     new = _bare_pass(posteriors, rows, layout)
@@ -119,7 +123,7 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
         return _finish(new, posteriors, function, args, kwargs)
     except Unproven as error:
         assert layout is not None
-        layout.folds, layout.apart, layout.why = False, False, str(error)
+        unfold(layout, error)
         return _open(module, function, args, kwargs)
 
 
@@ -158,6 +162,7 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
     else:
         layout = layout_of(module, args, kwargs, posteriors)
         rows = layout.rows((args, kwargs))
+        check_size(module, (args, kwargs), posteriors, layout)
         if not layout.apart and held.total > 1:
             tell(
                 layout, f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all"
@@ -167,7 +172,9 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
 
 
 def notice(posteriors: Sequence[Any], done: Pass) -> None:
-    """After the first pass, say which layers were converted but never ran: their posteriors have no part in any prediction."""
+    """After the first pass, say which layers were converted but never ran: their posteriors have no part in any
+    prediction.
+    """
     if torch.compiler.is_compiling() or posteriors[0].noticed or done.compiled:
         return
     posteriors[0].noticed = True
@@ -179,8 +186,8 @@ def notice(posteriors: Sequence[Any], done: Pass) -> None:
             f" and {len(silent) - 8} more" if len(silent) > 8 else ""
         )
         warnings.warn(
-            f"slimbayes converted layers that the first pass never called: {names}. Their posteriors have no part in predictions. "
-            f"Exclude them, unless another mode of the model uses them.",
+            f"slimbayes converted layers that the first pass never called: {names}. Their posteriors have no part in "
+            f"predictions. Exclude them, unless another mode of the model uses them.",
             stacklevel=5,
         )
 
@@ -191,21 +198,31 @@ def tell(layout: Layout, what: str) -> None:
         return
     layout.told = True
     warnings.warn(
-        f"slimbayes runs this model draw by draw, which is right but slower: {layout.why}. So {what}. Exclude that layer, declare "
-        f"batch_dim= in bayesianize, or pass fold=False to run draw by draw without this warning.",
+        f"slimbayes runs this model draw by draw, which is right but slower: {layout.why}. So {what}. Exclude that "
+        f"layer, declare batch_dim= in bayesianize, or pass fold=False to run draw by draw without this warning.",
         stacklevel=5,
     )
 
 
 def draw_all(
-    model: nn.Module, args: Any, kwargs: Any, total: int, fold: Fold, held: Pass | None = None, split: bool = False
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    total: int,
+    fold: Fold,
+    held: Pass | None = None,
+    split: bool = False,
+    at_once: int | None = None,
 ) -> tuple[Pass, Layout, bool]:
-    """The pass of S draws of a call, its layout, and whether the draws share a forward."""
+    """The pass of S draws of a call, its layout, and whether the draws share a forward, so many at once."""
     posteriors = passes.posteriors_of(model)
     by_row = any(p.by_row or p.late for p in posteriors)
     alone = not split and not by_row and (total == 1 or fold is False)
     layout = Layout() if alone else layout_of(model, args, kwargs, posteriors)
     rows = max(layout.rows((args, kwargs)), 0)
+    if rows:
+        copies = 1 if split or fold is False else min(total, at_once or total)
+        check_size(model, (args, kwargs), posteriors, layout, copies)
     folds = layout.folds and fold is not False and rows > 0
     if fold is True and total > 1 and not layout.folds and rows > 0:
         raise ValueError(
@@ -220,6 +237,13 @@ def draw_all(
         return held.view(total * rows, layout), layout, folds
     new = Pass(total, total * rows, rowwise=layout.apart and rows > 0)
     return passes.draw(posteriors, new), layout, folds
+
+
+def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:
+    """A layer met what the proof did not foresee: from now on calls of this kind run draw by draw."""
+    if fold is True:
+        raise ValueError(f"The draws of this model cannot share a forward: {error}. Use fold=False.") from error
+    layout.folds, layout.apart, layout.why = False, False, str(error)
 
 
 def _check_split(layout: Layout, rows: int, total: int) -> None:

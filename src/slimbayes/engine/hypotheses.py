@@ -44,7 +44,9 @@ def _flag(array: Any) -> bool:
 
 
 def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator[Dims]:
-    """Rows of all inputs, if those of input `lead` lie along `at`: wherever a size fits, then with one input less, or multiples too."""
+    """Rows of all inputs, if those of input `lead` lie along `at`: wherever a size fits, then with one input less, or
+    multiples too.
+    """
     rows = shapes[lead][at]
     fits = [[d for d, size in enumerate(shape) if size == rows and d < 2] for shape in shapes]
     first = [at if at in f else f[0] if f else None for f in fits]

@@ -1,4 +1,5 @@
-"""Where the rows of a kind of call lie: in its inputs, in its outputs, and at each converted layer. And how calls are folded by it.
+"""Where the rows of a kind of call lie: in its inputs, in its outputs, and at each converted layer. And how calls are
+folded by it.
 
 Sizes: S draws, B rows of the caller's batch.
 """
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine.passes import Unproven
-from slimbayes.engine.tree import arrays_of, index_rows, map_arrays
+from slimbayes.engine.tree import arrays_of, index_rows, map_arrays, padded, tree_map
 
 Dims = tuple[int | None, ...]
 
@@ -26,12 +27,14 @@ class Layout:
         why: what stands against it.
         inputs, outputs: the dimension of rows of each tensor, None for tensors without rows.
         lead: number and dimension of an input that tells how many rows there are.
-        dims: by layer and number of dimensions of its input, where that holds rows; -1 for a single row that stands for all.
+        dims: by layer and number of dimensions of its input, where that holds rows; -1 for a single row that stands for
+            all.
         arguments: the same for all arguments and outputs of modules that run as a whole.
         ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
         tree: which modules the model had.
         random: the model draws random numbers of its own.
         told: the user knows why it does not fold.
+        most: rows and numbers of the largest inputs for which layers were seen to be called alike.
     """
 
     folds: bool = False
@@ -47,6 +50,7 @@ class Layout:
     key: str | None = None
     random: bool = False
     told: bool = False
+    most: tuple[int, ...] = (0, 0)
 
     def rows(self, inputs: Any) -> int:
         """How many rows these inputs have; 1 where nothing holds rows."""
@@ -75,8 +79,24 @@ class Layout:
 
         return map_arrays(cut, inputs)
 
+    def one_more(self, inputs: Any) -> Any:
+        """The first row twice, then the others."""
+        rows = self.rows(inputs)
+        return map_arrays(lambda i, leaf: _one_more(leaf, self.inputs[i], rows), inputs)
+
+    def size(self, inputs: Any, draws: int = 1) -> tuple[int, int]:
+        """How many rows there are with every row repeated for so many draws, and how many numbers they hold."""
+        arrays = zip(map(padded, arrays_of(inputs)), self.inputs, strict=True)
+        return draws * self.rows(inputs), draws * sum(a.numel() for a, dim in arrays if dim is not None)
+
+    def covers(self, size: tuple[int, int]) -> bool:
+        """Whether layers were seen to be called alike for as many rows and numbers; one row is always right."""
+        return size[0] <= 1 or all(map(int.__le__, size, self.most))
+
     def split(self, outputs: Any, draws: int) -> Any:
-        """Undo `tile` on an output: every tensor of S x B rows becomes (S, B, ...); others are the same for every draw."""
+        """Undo `tile` on an output: every tensor of S x B rows becomes (S, B, ...); others are the same for every
+        draw.
+        """
         if len(arrays_of(outputs)) != len(self.outputs):
             raise Unproven("the model returned other tensors than when its rows were located")
         return map_arrays(lambda i, leaf: _split(leaf, self.outputs[i], draws), outputs)
@@ -101,6 +121,14 @@ def _tile(leaf: Any, dim: int | None, rows: int, draws: int) -> Any:
     return leaf.repeat(repeats)
 
 
+def _one_more(leaf: Any, dim: int | None, rows: int) -> Any:
+    if dim is None or (isinstance(leaf, Tensor) and leaf.shape[dim] == 1 != rows):
+        return leaf
+    if isinstance(leaf, PackedSequence):
+        return index_rows(leaf, 1, torch.cat([torch.zeros(1, dtype=torch.long), torch.arange(rows)]))
+    return torch.cat([leaf.narrow(dim, 0, leaf.shape[dim] // rows), leaf], dim)
+
+
 def _split(leaf: Any, dim: int | None, draws: int) -> Any:
     if isinstance(leaf, PackedSequence):
         raise ValueError("A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence.")
@@ -111,7 +139,6 @@ def _split(leaf: Any, dim: int | None, draws: int) -> Any:
 
 def stack_draws(parts: list[Any]) -> Any:
     """Outputs of single draws, stacked along a new first axis."""
-    from slimbayes.engine.tree import tree_map
 
     def stack(*leaves: Any) -> Any:
         if isinstance(leaves[0], PackedSequence):

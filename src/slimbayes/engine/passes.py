@@ -1,12 +1,12 @@
 """A pass: which draw each row of a batch gets, and the noise behind the draws.
 
-A draw belongs to a forward pass of the whole model, not to one layer call: a module called twice, or tied weights, see one weight
-sample. The pass under way is found through a context variable, so threads, tasks, nested calls and recursion keep apart, and nothing
-of it stays on a module. Whoever opened a pass closes it.
+A draw belongs to a forward pass of the whole model, not to one layer call: a module called twice, or tied weights, see
+one weight sample. The pass under way is found through a context variable, so threads, tasks, nested calls and recursion
+keep apart, and nothing of it stays on a module. Whoever opened a pass closes it.
 
-Layout. Rows are cut into consecutive blocks, one block per draw: rows [j*B:(j+1)*B] belong to draw j, and draw j belongs to member
-(first + j) mod K. In a bare call there are K blocks, of as equal size as R allows, and `first` is random, so every row gets one
-draw of a uniformly random member.
+Layout. Rows are cut into consecutive blocks, one block per draw: rows [j*B:(j+1)*B] belong to draw j, and draw j
+belongs to member (first + j) mod K. In a bare call there are K blocks, of as equal size as R allows, and `first` is
+random, so every row gets one draw of a uniformly random member.
 
 Sizes: S draws, R rows of the batch, B rows per draw, K members.
 """
@@ -184,7 +184,9 @@ def _traced() -> Pass | None:
 
 
 def current() -> Pass | None:
-    """The pass under way, or the one whose graph a backward pass is going through (gradient checkpointing runs layers again)."""
+    """The pass under way, or the one whose graph a backward pass is going through (gradient checkpointing runs layers
+    again).
+    """
     if torch.compiler.is_compiling():
         return _traced()
     found, task = _PASS.get(), torch._C._current_graph_task_id()
@@ -242,7 +244,8 @@ def holding(new: Pass) -> Iterator[None]:
 def remember(outputs: Any, done: Pass) -> None:
     """Let the backward pass through these outputs find the pass again: gradient checkpointing recomputes layers then.
 
-    Autograd runs nodes in the reverse order of their creation: all of a later pass is done when an earlier output is reached.
+    Autograd runs nodes in the reverse order of their creation: all of a later pass is done when an earlier output is
+    reached.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
@@ -271,7 +274,9 @@ def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
 
 
 def realise(posteriors: Sequence[Any], new: Pass) -> Pass:
-    """Turn a pass's noise into draws, in a few large operations for all layers. Sharded parameters wait until their layer runs."""
+    """Turn a pass's noise into draws, in a few large operations for all layers. Sharded parameters wait until their
+    layer runs.
+    """
     whole = [p for p in posteriors if not p.sharded]
 
     def together() -> None:
@@ -331,7 +336,9 @@ def _random(function: Any, shape: Sequence[int], device: torch.device, dtype: to
 
 
 def random_member(device: torch.device | None = None) -> Any:
-    """Where the members of a bare call start. 720720 is divisible by 1 to 16: uniform for each of those member counts."""
+    """Where the members of a bare call start. 720720 is divisible by 1 to 16: uniform for each of those member
+    counts.
+    """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return torch.randint(720720, (), device=device)
     # Inside vmap every number would be one of many: count on from the seed instead.

@@ -1,4 +1,6 @@
-"""One run of the proof of rows: what reaches every converted module, by shape and fingerprint, and the taint it puts on their outputs."""
+"""One run of the proof of rows: what reaches every converted module, by shape and fingerprint, and the taint it puts on
+their outputs.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +47,8 @@ class Probe(passes.Pass):
         self.noise = dict.fromkeys(keys)  # type: ignore[assignment]
         self.quiet, self.before, self.taint = quiet, before, taint
         self.visits: list[Visit] = []
+        self.ahead: dict[int, Any] = {}  # modules that ran before any draw was used
+        self.shapes_ahead: dict[int, Any] = {}
         self.inside: list[str] = []  # keys of modules whose own forward is under way
 
     def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
@@ -118,6 +122,8 @@ class Probe(passes.Pass):
                     return leaf
                 leaf, dim = leaf.expand(rows, *leaf.shape[1:]), 0
             size = leaf.shape[dim]
+            if self.taint == "row" and size % rows:
+                raise Mixed(f"{here.name}: an output of shape {tuple(leaf.shape)} has no entry for each of {rows} rows")
             part = size // 2 if self.taint == "half" else size // rows
             out = leaf.clone()  # in place, so that its memory format stays: others use other kernels
             out.narrow(dim, size - part, part).mul_(1.25).add_(0.125)
@@ -142,7 +148,9 @@ def doubled(a: tuple[int, ...], b: tuple[int, ...], name: str) -> int | None:
 
 
 def prints_of(x: Tensor, dim: int | None) -> Tensor | None:
-    """Fingerprints (2, n): a weighted sum of each of the n entries along `dim`, and their sizes; n is 1 without rows."""
+    """Fingerprints (2, n): a weighted sum of each of the n entries along `dim`, and their sizes; n is 1 without
+    rows.
+    """
     if x.numel() == 0 or x.is_complex() or x.is_nested or x.layout is not torch.strided:
         return None
     numbers = x.detach().float().nan_to_num(0.123, 7.7, -7.7).contiguous()
@@ -166,3 +174,11 @@ def packed_from(whole: PackedSequence, other: Tensor, first: int) -> PackedSeque
     order = torch.arange(int(whole.batch_sizes[0])) if whole.sorted_indices is None else whole.sorted_indices.cpu()
     row = torch.cat([order[: int(n)] for n in whole.batch_sizes]).to(whole.data.device)
     return whole._replace(data=torch.where((row >= first).view(-1, *[1] * (whole.data.dim() - 1)), other, whole.data))
+
+
+def equal_prints(a: Tensor, b: Tensor) -> bool:
+    """Whether two fingerprints (sum, size) are the same; sums by atomic additions on a GPU may differ in the last
+    digits.
+    """
+    slack = 1e-7 if a.is_cuda else 1e-13
+    return bool((a - b).abs()[0] <= slack * torch.maximum(a[1], b[1]))

@@ -1,7 +1,7 @@
 """A context in which a model does nothing at random and batch norm mixes no rows: what is left is its structure.
 
-Random functions give constants, dropout gives its input, and batch norm uses its running statistics, or none, even while it trains.
-It also sees which layers' weights are used past the layer's own forward.
+Random functions give constants, dropout gives its input, and batch norm uses its running statistics, or none, even
+while it trains. It also sees which layers' weights are used past the layer's own forward.
 """
 
 from typing import Any
@@ -11,28 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_DROPOUT = {
-    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_",
-    "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout",
-}  # fmt: skip
+_DROPOUT = {"dropout1d", "dropout2d", "dropout3d", "native_dropout"}
+_DROPOUT |= {f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
 _RANDOM: dict[str, float | None] = {
-    "rand": 0.5,
-    "rand_like": 0.5,
-    "uniform_": 0.5,
-    "randn": 0.25,
-    "randn_like": 0.25,
-    "normal": 0.25,
-    "normal_": 0.25,
+    **dict.fromkeys(("rand", "rand_like", "uniform_"), 0.5),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "cauchy_"), 0.25),
+    **dict.fromkeys(("bernoulli", "bernoulli_", "exponential_", "poisson", "log_normal_", "geometric_"), 1.0),
+    **dict.fromkeys(("randint", "randint_like", "random_", "randperm"), None),
 }
-_RANDOM |= {
-    "bernoulli": 1.0,
-    "bernoulli_": 1.0,
-    "exponential_": 1.0,
-    "poisson": 1.0,
-    "cauchy_": 0.25,
-    "log_normal_": 1.0,
-}
-_RANDOM |= {"geometric_": 1.0, "randint": None, "randint_like": None, "random_": None, "randperm": None}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _BY_INDEX = {"index_select": 2, "gather": 2, "take_along_dim": 1}  # place of the index among the arguments
 _BY_INDEX |= dict.fromkeys(
@@ -143,7 +129,9 @@ class Quiet(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _note_read(self, name: str, args: Any) -> None:
-        """A number that leaves the tensors, or what is compared to make one: it must not depend on the draw of some rows."""
+        """A number that leaves the tensors, or what is compared to make one: it must not depend on the draw of some
+        rows.
+        """
         numbers = [a for a in args if isinstance(a, Tensor)]
         single = all(a.dim() == 0 for a in numbers) or name in ("any", "all", "tolist")
         if numbers and single and not _inside_func() and not numbers[0].is_complex():
@@ -221,7 +209,9 @@ def _within(index: Tensor, size: int | None) -> None:
 
 
 def _constant(name: str, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """What stands for a random tensor: in each place the same, so that a row's does not depend on how many there are."""
+    """What stands for a random tensor: in each place the same, so that a row's does not depend on how many there
+    are.
+    """
     with torch.no_grad():
         if name == "randperm":
             return out.copy_(torch.arange(len(out)))

@@ -21,8 +21,9 @@ def spread(x: Tensor, rows: int, dim: int) -> tuple[Tensor, int]:
 def apply_rows(combine: Any, x: Tensor, factor: Tensor, current: Pass, dim: int, channel_dim: int) -> Tensor:
     """Combine activations with factors that differ between rows.
 
-    Shape: x has its rows along `dim` and its channels along `channel_dim`; factor is (n, channels). A layer may see more
-    rows than the pass has (windows or time steps folded into the batch): each row of the pass then owns a block of them.
+    Shape: x has its rows along `dim` and its channels along `channel_dim`; factor is (n, channels). A layer may see
+    more rows than the pass has (windows or time steps folded into the batch): each row of the pass then owns a block of
+    them.
     """
     factor = factor.to(x.dtype)
     if factor.shape[0] == 1:
@@ -32,7 +33,8 @@ def apply_rows(combine: Any, x: Tensor, factor: Tensor, current: Pass, dim: int,
     x, dim = spread(x, current.rows, dim)
     rows, seen = current.rows, x.shape[dim]
     if torch.compiler.is_compiling():
-        # Cutting x into blocks divides its symbolic size anew in every layer, and the compiler's algebra explodes; a lookup does not.
+        # Cutting x into blocks divides its symbolic size anew in every layer, and the compiler's algebra explodes; a
+        # lookup does not.
         if not same(factor.shape[0], rows):
             factor = factor[block_of_row(rows, factor.shape[0], factor.device)]
         if not same(seen, rows):

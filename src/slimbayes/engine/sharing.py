@@ -1,8 +1,9 @@
 """Prediction: eval mode for as long as anybody predicts, and work that all draws have in common done once.
 
-Modules that run before any layer has used its draw see S equal repetitions of the batch. While a prediction is under way they run on one of
-them, and their output is repeated. Which modules those are, and where their rows lie, was found with the proof of rows; modules in
-which anything is random are never shared. Several threads may predict with one model: what hooks do depends on the pass of their thread.
+Modules that run before any layer has used its draw see S equal repetitions of the batch. While a prediction is under
+way they run on one of them, and their output is repeated. Which modules those are, and where their rows lie, was found
+with the proof of rows; modules in which anything is random are never shared. Several threads may predict with one
+model: what hooks do depends on the pass of their thread.
 """
 
 import threading

@@ -1,6 +1,7 @@
 """Nested inputs and outputs: tensors in tuples, mappings, dataclasses, packed sequences, in any nesting.
 
-torch's pytree does the work. Dataclasses that it does not know are opened here, and a packed sequence counts as one leaf.
+torch's pytree does the work. Dataclasses that it does not know are opened here, and a packed sequence counts as one
+leaf.
 """
 
 import copy

@@ -3,14 +3,11 @@
 Sizes: S draws, K members, N rows.
 """
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import calls, passes
 from slimbayes.engine.calls import Fold
@@ -18,10 +15,12 @@ from slimbayes.engine.layout import Layout
 from slimbayes.engine.sharing import evaluating
 from slimbayes.engine.tree import arrays_of, padded, tree_map
 from slimbayes.posteriors.ensemble import EnsemblePosterior
-from slimbayes.prediction.accumulate import Running
-from slimbayes.prediction.prediction import Likelihood, Prediction
+from slimbayes.prediction.accumulate import Accumulator
+from slimbayes.prediction.batches import batches_of
+from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members, posteriors_in, sampled
 from slimbayes.train.elbo import check_finite
+from slimbayes.train.likelihoods import LikelihoodName
 
 
 @torch.no_grad()
@@ -30,7 +29,7 @@ def predict(
     x: Any,
     draws: int = 1,
     chunk: int | None = None,
-    likelihood: Likelihood = "categorical",
+    likelihood: LikelihoodName = "categorical",
     scale: float | Tensor = 0.0,
     keep_samples: bool = True,
     output: str | int | None = None,
@@ -42,21 +41,26 @@ def predict(
     """Predict with uncertainty from S = members x draws draws, in eval mode and without gradients.
 
     Args:
-        model: a converted model, or a part of one. Its training flags are restored afterwards; several threads may predict with it.
-        x: a tensor or numpy array, a dict or tuple the model takes, a Dataset, or an iterable of batches (a DataLoader). Of batches
-            (input, target) the targets are ignored.
+        model: a converted model, or a part of one. Its training flags are restored afterwards; several threads may
+            predict with it.
+        x: a tensor or numpy array, a dict or tuple the model takes, a Dataset, or an iterable of batches (a
+            DataLoader). Of batches (input, target) the targets are ignored.
         draws: draws from every member.
-        chunk: at most so many rows (draws x inputs) in one forward. By default a batch is never cut, and runs under as many draws at once as
-            make some 2^23 input numbers.
+        chunk: at most so many rows (draws x inputs) in one forward. By default a batch is never cut, and runs under as
+            many draws at once as make some 2^23 input numbers.
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
             "heteroscedastic_gaussian" means and raw scales.
         scale: standard deviation of the observation noise, for "gaussian"; a tensor for several targets.
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
-        output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or the first tensor.
-        class_dim: where `sample` has the classes, as in `categorical`: 2 for images (S, N, C, H, W). They come last in the Prediction.
-        share: compute once what draws have in common: modules that run before any layer draws, and networks that several draws picked.
+        output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or
+            the first tensor.
+        class_dim: where `sample` has the classes, as in `categorical`: 2 for images (S, N, C, H, W). They come last in
+            the Prediction.
+        share: compute once what draws have in common: modules that run before any layer draws, and networks that
+            several draws picked.
         fold: as in `sample`.
-        inputs: how many leading parts of a loader's batch the model takes; needed where a batch has more than (input, target).
+        inputs: how many leading parts of a loader's batch the model takes; needed where a batch has more than (input,
+            target).
 
     Members of an `Ensemble` are averaged with its stacking weights, if `stack` has set them.
 
@@ -76,11 +80,13 @@ def predict(
     check_finite(model)
     parts = []
     with evaluating(model):
-        for args, kwargs in _batches(model, x, chunk, inputs):
-            running = Running(likelihood, members(model), scale, keep_samples, class_dim, member_weights(model))
+        for args, kwargs in batches_of(model, x, chunk, inputs):
+            draws_so_far = Accumulator(
+                likelihood, members(model), scale, keep_samples, class_dim, member_weights(model)
+            )
             for outputs in _outputs(model, args, kwargs, draws, chunk, share, fold):
-                running.add(_checked(_select(outputs, output), likelihood))
-            parts.append(running.result())
+                draws_so_far.add(_checked(_select(outputs, output), likelihood))
+            parts.append(Prediction(**draws_so_far.fields()))
     return Prediction.joined(parts)
 
 
@@ -89,10 +95,11 @@ def predict_prefixes(
     model: nn.Module,
     x: Tensor,
     draws: Sequence[int],
-    likelihood: Likelihood = "categorical",
+    likelihood: LikelihoodName = "categorical",
     scale: float | Tensor = 0.0,
 ) -> dict[int, Prediction]:
-    """Predictions of one batch for several numbers of draws at the price of the largest: each is made of the first so many draws.
+    """Predictions of one batch for several numbers of draws at the price of the largest: each is made of the first so
+    many draws.
 
     Example:
         >>> import slimbayes as sb
@@ -105,11 +112,11 @@ def predict_prefixes(
     out, done = {}, 0
     check_finite(model)
     with evaluating(model):
-        running = Running(likelihood, members(model), scale, True, None, member_weights(model))
+        draws_so_far = Accumulator(likelihood, members(model), scale, True, None, member_weights(model))
         for count in sorted(set(draws)):
             for outputs in _outputs(model, (x,), {}, count - done, None, True, "auto"):
-                running.add(_select(outputs, None))
-            out[count], done = running.result(), count
+                draws_so_far.add(_select(outputs, None))
+            out[count], done = Prediction(**draws_so_far.fields()), count
     return out
 
 
@@ -119,71 +126,6 @@ def member_weights(model: nn.Module) -> Tensor | None:
     if not found or bool((found[0] == found[0][0]).all()):
         return None
     return found[0].repeat(members(model) // len(found[0])) * len(found[0]) / members(model)
-
-
-def _batches(model: nn.Module, x: Any, chunk: int | None, inputs: int | None) -> Iterator[tuple[Any, Any]]:
-    """Inputs of the forwards: the loader's batches, or slices of one batch that fit the chunk with one draw of each member."""
-    if isinstance(x, torch.utils.data.Dataset) and not isinstance(x, torch.utils.data.IterableDataset):
-        x = torch.utils.data.DataLoader(x, batch_size=256)
-    if isinstance(x, Iterable) and not isinstance(x, (Tensor, Mapping, tuple, list, PackedSequence)) and not _array(x):
-        for batch in x:
-            yield from _slices(model, call_batch(model, batch, inputs), chunk)
-    elif isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
-        yield from _slices(model, (tuple(_tensor(model, part) for part in x), {}), chunk)
-    else:
-        yield from _slices(model, call_batch(model, x, inputs), chunk)
-
-
-def _array(x: Any) -> bool:
-    return hasattr(x, "__array__") and not isinstance(x, Tensor)
-
-
-def _tensor(model: nn.Module, x: Any) -> Any:
-    """A numpy array as a tensor of the model's type and device; anything else as it is."""
-    if not _array(x):
-        return x
-    values = torch.as_tensor(np.ascontiguousarray(x))
-    first = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if first is None:
-        return values
-    return values.to(device=first.device, dtype=first.dtype if values.is_floating_point() else None)
-
-
-def call_batch(model: nn.Module, batch: Any, inputs: int | None = None) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """How to hand a data loader's batch to a model: inputs of an (inputs, targets) pair, a mapping by keyword if it fits."""
-    if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
-        if inputs is None and len(batch) > 2:
-            raise ValueError(
-                f"A batch of {len(batch)} parts does not say which of them the model takes: give inputs=, the number of leading parts that are "
-                f"its arguments ({len(batch) - 1} if only the last is a target)."
-            )
-        if inputs is not None and not 1 <= inputs <= len(batch):
-            raise ValueError(f"inputs={inputs!r}, but a batch has {len(batch)} parts.")
-        if (inputs or 1) > 1:
-            return tuple(_tensor(model, part) for part in batch[:inputs]), {}
-        batch = batch[0]
-    if isinstance(batch, Mapping):
-        accepted = inspect.signature(model.forward).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in accepted.values()) or set(batch) <= set(accepted):
-            return (), {name: _tensor(model, value) for name, value in batch.items()}
-    return (_tensor(model, batch),), {}
-
-
-def _slices(model: nn.Module, inputs: tuple[Any, Any], chunk: int | None) -> Iterator[tuple[Any, Any]]:
-    if not arrays_of(inputs):
-        raise ValueError(
-            f"predict found no tensor in {type(inputs[0][0]).__name__ if inputs[0] else 'nothing'}: give it tensors, arrays or batches."
-        )
-    if chunk is None or not posteriors_in(model):
-        yield inputs
-        return
-    layout = calls.layout_of(model, *inputs, posteriors_in(model))
-    rows, size = layout.rows(inputs), max(1, chunk // members(model))
-    if rows <= size or not layout.apart:  # rows that cannot be told apart stay together
-        yield inputs
-        return
-    for start in range(0, rows, size):
-        yield layout.narrow(inputs, start, min(size, rows - start))
 
 
 def _outputs(
@@ -207,9 +149,7 @@ def _outputs(
         return
     for start in range(0, draws, at_once):
         total = members(model) * min(at_once, draws - start)
-        new, layout, folds = calls.draw_all(model, args, kwargs, total, fold)
-        new.shared = layout.ahead if share and folds and total > 1 else None
-        yield calls.run_draws(model, args, kwargs, new, layout, folds)
+        yield sampled(model, args, kwargs, total, fold, share=share)
 
 
 def _draws_at_once(model: nn.Module, inputs: Any, chunk: int | None) -> int:
@@ -235,17 +175,25 @@ def choices_of(posteriors: Sequence[Any]) -> list[Tensor]:
 def _distinct(model: nn.Module, args: Any, kwargs: Any, draws: int, at_once: int, fold: Fold) -> Iterator[Any]:
     """Outputs of S draws that pick from finitely many networks: each network that was picked runs once."""
     posteriors = passes.posteriors_of(model)
-    new, layout, folds = calls.draw_all(model, args, kwargs, draws, fold)
+    new, layout, folds = calls.draw_all(model, args, kwargs, draws, fold, at_once=1)
     if layout.random:  # the user's own noise differs between draws that picked alike
         for index in torch.arange(draws).split(at_once):
-            yield calls.run_draws(model, args, kwargs, new.take(index.to(posteriors[0].device)), layout, folds)
+            yield sampled(model, args, kwargs, len(index), fold)
         return
     picked = torch.stack([choice.to(posteriors[0].device) for choice in passes.run(new, choices_of, posteriors)])
     unique, which = torch.unique(picked, dim=1, return_inverse=True)
     first = torch.empty(unique.shape[1], dtype=torch.long, device=which.device).scatter_(
         0, which, torch.arange(draws, device=which.device)
     )
-    parts = [_run_some(model, args, kwargs, new.take(index), layout, folds) for index in first.split(at_once)]
+    try:
+        calls.check_size(model, (args, kwargs), posteriors, layout, min(at_once, len(first)) if folds else 1)
+        if folds and not layout.folds:
+            raise passes.Unproven(layout.why)
+        parts = [_run_some(model, args, kwargs, new.take(index), layout, folds) for index in first.split(at_once)]
+    except passes.Unproven as error:
+        calls.unfold(layout, error, fold)
+        yield from _distinct(model, args, kwargs, draws, at_once, fold)
+        return
     networks = tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
     for index in which.split(max(at_once, 64)):
         yield tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)
@@ -259,8 +207,8 @@ def _run_some(model: nn.Module, args: Any, kwargs: Any, new: Any, layout: Layout
 def _checked(outputs: Tensor, likelihood: str) -> Tensor:
     if likelihood == "categorical" and outputs.dim() < 3:
         raise ValueError(
-            f"Class scores need a row axis: the draws gave {tuple(outputs.shape)}, without one. Give predict a batch, such as x[None], or a "
-            f"model whose output has one row for each input."
+            f"Class scores need a row axis: the draws gave {tuple(outputs.shape)}, without one. Give predict a batch, "
+            f"such as x[None], or a model whose output has one row for each input."
         )
     return outputs
 

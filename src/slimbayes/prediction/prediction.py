@@ -1,12 +1,9 @@
 """Prediction: averages, uncertainties and their decomposition from S draws of a model.
 
 Probabilities are averaged, never logits, but they are kept as logarithms: a probability of e^-200 is zero in float32,
-and so is 1 - p at a logit of 17. For classes the total uncertainty is an entropy, for real targets a variance, and
-
-    total = aleatoric + epistemic
-
-holds exactly: the two parts are computed, the total is their sum. Members count equally unless they have weights, say from
-`slimbayes.prediction.stacking`; a member's draws always share its weight equally.
+and so is 1 - p at a logit of 17. For classes the total uncertainty is an entropy, for real targets a variance; it is
+the sum of an aleatoric and an epistemic part. Members count equally unless they have weights, say from `stack`; a
+member's draws always share its weight equally.
 
 Sizes: S draws, K members, N rows, C classes.
 """
@@ -14,12 +11,14 @@ Sizes: S draws, K members, N rows, C classes.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Likelihood = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
+from slimbayes.prediction.accumulate import Accumulator
+from slimbayes.prediction.averages import for_a_row, log_mean, quantile, with_noise
+from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName, check_labels
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Prediction:
         count: S.
         by_member: log of each member's class probabilities, averaged over its draws (K, N, ..., C); of a binary target
             log(1 - p) and log p, so C = 2. For real targets the mean of its means (K, N, ...).
-        aleatoric: uncertainty that stays if the weights were known: mean entropy in nats (N,), or mean noise variance (N, ...).
+        aleatoric: uncertainty that stays if the weights were known: mean entropy in nats (N,), or noise variance.
         epistemic: uncertainty about the weights: mutual information (N,), or variance of the means (N, ...).
         by_draw: the same of every draw (S, N, ...), unless predict was asked not to keep them.
         noise: noise variance of every draw (S, N, ...), for real targets.
@@ -58,7 +57,7 @@ class Prediction:
     def from_outputs(
         cls,
         outputs: Tensor,
-        likelihood: Likelihood = "categorical",
+        likelihood: LikelihoodName = "categorical",
         members: int = 1,
         scale: float | Tensor = 0.0,
         class_dim: int | None = None,
@@ -75,11 +74,9 @@ class Prediction:
             >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean
             tensor([2.])
         """
-        from slimbayes.prediction.accumulate import Running
-
-        running = Running(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
-        running.add(outputs)
-        return running.result()
+        draws = Accumulator(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
+        draws.add(outputs)
+        return cls(**draws.fields())
 
     @classmethod
     def joined(cls, parts: Sequence["Prediction"]) -> "Prediction":
@@ -129,7 +126,7 @@ class Prediction:
             tensor([[-200.,    0.]])
         """
         self._need("categorical", "bernoulli")
-        return self._mixed(self.by_member)
+        return log_mean(self.by_member, self.weights)
 
     @property
     def member_probs(self) -> Tensor:
@@ -177,8 +174,8 @@ class Prediction:
     def log_prob(self, target: Tensor) -> Tensor:
         """Log predictive density of each target (the LPD): of the mixture of all draws, not the mean of their logs.
 
-        Its negative mean is Eq. 14 of Dusenberry et al. 2020. A real target of several dimensions gets a density for
-        each one, as Chang et al. 2019 average them in Table 13. Real targets need the samples kept, classes do not.
+        Its negative mean is Eq. 14 of Dusenberry et al. 2020. A real target of several dimensions gets a density each,
+        as Chang et al. 2019 average them in Table 13. Real targets need the samples kept, classes do not.
 
         Shape: target (N, ...) class indices, 0 or 1, or real values; returns (N, ...).
 
@@ -189,7 +186,7 @@ class Prediction:
             >>> Prediction.from_outputs(torch.tensor([[[0.0, 200.0]]])).log_prob(torch.tensor([0]))
             tensor([-200.])
         """
-        return self._mixed(self.member_log_prob(target))
+        return log_mean(self.member_log_prob(target), self.weights)
 
     def member_log_prob(self, target: Tensor) -> Tensor:
         """Log probability, or density, of each target under every member's mixture of its own draws.
@@ -200,10 +197,10 @@ class Prediction:
             self._check_target(target)
             return _log_at(self.by_member, target)
         logp = self.draw_log_prob(target).unflatten(0, (-1, len(self.by_member)))  # draw j belongs to member j mod K
-        return torch.logsumexp(logp, 0) - math.log(len(logp))
+        return log_mean(logp)
 
     def draw_log_prob(self, target: Tensor) -> Tensor:
-        """Log probability, or density, of each target under every draw by itself: what `slimbayes.prediction.stacking` weighs.
+        """Log probability, or density, of each target under every draw by itself: what stacking weighs.
 
         Shape: target as in `log_prob`; returns (S, N, ...).
 
@@ -212,8 +209,8 @@ class Prediction:
             >>> p.draw_log_prob(torch.tensor([2])).T  # log of 1 / 4
             tensor([[-1.3863, -1.3863, -1.3863]])
         """
-        values = self._kept()
         self._check_target(target)
+        values = self._kept()
         if self._classes:
             return _log_at(values, target)
         assert self.noise is not None  # kept with the samples
@@ -226,18 +223,18 @@ class Prediction:
     def rescaled(self, mean: float | Tensor, std: float | Tensor) -> "Prediction":
         """The prediction in a target's own units, y = mean + std * f, for a model that was trained on (y - mean) / std.
 
-        The output precision tau of Chang et al. 2019, appendix B.3, is in those units: after `predict(..., scale=tau**-0.5 / std)`
-        the variance is that of the means plus 1 / tau.
+        The output precision tau of Chang et al. 2019 (B.3) is in those units: `predict(..., scale=tau**-0.5 / std)`.
 
         Shape: mean and std are numbers, or broadcast against one row's targets.
 
         Example:
-            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=0.5).rescaled(mean=10.0, std=2.0)
+            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=0.5)
+            >>> p = p.rescaled(mean=10.0, std=2.0)
             >>> p.mean, p.epistemic, p.aleatoric
             (tensor([10.]), tensor([4.]), tensor([1.]))
         """
         self._need("gaussian", "heteroscedastic_gaussian")
-        shift, factor = self._of_a_row("mean", mean), self._of_a_row("std", std)
+        shift, factor = for_a_row("mean", mean, self.by_member), for_a_row("std", std, self.by_member)
         if not bool((factor > 0).all()):
             raise ValueError(f"std must be positive, got {std!r}.")
         square = factor.square()
@@ -250,9 +247,7 @@ class Prediction:
             noise=None if self.noise is None else square * self.noise,
         )
 
-    def interval(
-        self, level: float = 0.9, generator: torch.Generator | None = None, per_draw: int = 32
-    ) -> tuple[Tensor, Tensor]:
+    def interval(self, level: float = 0.9, generator: Any = None, per_draw: int = 32) -> tuple[Tensor, Tensor]:
         """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
 
         For real targets the observation noise is included: `per_draw` noise values are drawn for every sample.
@@ -263,41 +258,29 @@ class Prediction:
             raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")
         values = self.samples
         if self.noise is not None and bool((self.noise > 0).any()):
-            wide = values.unsqueeze(0).expand(per_draw, *values.shape)
-            noise = torch.randn(
-                wide.shape,
-                generator=generator,
-                device=generator.device if generator else values.device,
-                dtype=values.dtype,
-            )
-            values = (wide + noise.to(values.device) * self.noise.sqrt()).flatten(0, 1)
-        edges = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype, device=values.device)
-        if self.weights is None:
-            low, high = torch.quantile(values, edges, dim=0)
-            return low, high
-        shares = _shares(self.weights, values)
-        return _quantile(values, shares, (1 - level) / 2), _quantile(values, shares, (1 + level) / 2)
+            values = with_noise(values, self.noise.sqrt(), per_draw, generator)
+        return quantile(values, self.weights, (1 - level) / 2), quantile(values, self.weights, (1 + level) / 2)
 
     def to_numpy(self) -> dict[str, Any]:
         """Every summary as numpy arrays: mean, member_mean, total, aleatoric, epistemic and, if kept, samples."""
-        arrays = {"mean": self.mean, "member_mean": self.member_mean, "total": self.total}
-        arrays |= {"aleatoric": self.aleatoric, "epistemic": self.epistemic}
-        if self.by_draw is not None:
-            arrays["samples"] = self.samples
-        return {
-            name: t.detach().float().cpu().numpy() if t.dtype == torch.bfloat16 else t.detach().cpu().numpy()
-            for name, t in arrays.items()
-        }
+        names = [
+            "mean",
+            "member_mean",
+            "total",
+            "aleatoric",
+            "epistemic",
+            *(["samples"] if self.by_draw is not None else []),
+        ]
+        arrays = {name: getattr(self, name).detach().cpu() for name in names}
+        return {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in arrays.items()}
 
     def _need(self, *kinds: str) -> None:
         if self.likelihood not in kinds:
-            raise AttributeError(
-                f"This Prediction has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}."
-            )
+            raise AttributeError(f"This has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}.")
 
     @property
     def _classes(self) -> bool:
-        return self.likelihood in ("categorical", "bernoulli")
+        return LIKELIHOODS[self.likelihood].discrete
 
     def _kept(self) -> Tensor:
         if self.by_draw is None:
@@ -310,12 +293,6 @@ class Prediction:
             return values
         return (values[..., 1] if self.likelihood == "bernoulli" else values).exp()
 
-    def _mixed(self, logs: Tensor) -> Tensor:
-        """Log of the members' weighted mean of what has these logs, (K, ...)."""
-        if self.weights is None:
-            return torch.logsumexp(logs, 0) - math.log(len(logs))
-        return torch.logsumexp(logs + along_draws(self.weights.log().to(logs), logs), 0)
-
     def _check_target(self, target: Tensor) -> None:
         needed = self.by_member.shape[1:-1] if self._classes else self.by_member.shape[1:]
         if target.shape != needed:
@@ -325,67 +302,7 @@ class Prediction:
         if self._classes:
             check_labels(target, self.by_member.shape[-1] if self.likelihood == "categorical" else None)
 
-    def _of_a_row(self, name: str, value: float | Tensor) -> Tensor:
-        """A number or a tensor that broadcasts against one row's targets, as (1, ...) to meet (K, N, ...) and (N, ...)."""
-        shape = (1, *self.by_member.shape[2:])
-        tensor = torch.as_tensor(value, dtype=self.by_member.dtype, device=self.by_member.device)
-        try:
-            out = torch.broadcast_to(tensor.reshape(()) if tensor.numel() == 1 else tensor, shape)
-        except RuntimeError:
-            message = f"{name} must be a number or broadcast against one row's targets, shape {shape[1:]}, got shape {tuple(tensor.shape)}."
-            raise ValueError(message) from None
-        if not bool(out.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got {value!r}.")
-        return out
-
-
-def check_labels(target: Tensor, classes: int | None) -> None:
-    """Refuse targets that are not class indices below `classes`, or with None not 0 or 1, of whatever type."""
-    if classes is not None and target.is_floating_point():
-        raise ValueError(f"Targets must be class indices from 0 to {classes - 1}, got dtype {target.dtype}.")
-    bad = (target != 0) & (target != 1) if classes is None else (target < 0) | (target >= classes)
-    if bool(bad.any()):
-        needed = "0 or 1" if classes is None else f"class indices from 0 to {classes - 1}"
-        raise ValueError(f"Targets must be {needed}, got {target[bad][0].item()!r}.")
-
-
-def entropy(logs: Tensor) -> Tensor:
-    """Entropy in nats of the probabilities whose logs are the last dimension: (..., C) to (...).
-
-    Example:
-        >>> entropy(torch.tensor([[0.0, -torch.inf], [-0.6931, -0.6931]]))
-        tensor([0.0000, 0.6931])
-    """
-    surprise = -logs.clamp_min(torch.finfo(logs.dtype).min)  # finite, as zero times infinity is nan
-    return (logs.exp() * surprise).sum(-1)
-
 
 def _log_at(logs: Tensor, target: Tensor) -> Tensor:
     """What logs (..., N, C) say of the targets (N, ...)."""
     return logs.gather(-1, target.long().expand(logs.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-
-
-def _shares(weights: Tensor, values: Tensor) -> Tensor:
-    """Weight of each of the values (S, ...), of which every member, in turn, has equally many."""
-    each = len(values) // len(weights)
-    return weights.to(values.device).repeat(each) / each
-
-
-def along_draws(factors: Tensor, values: Tensor) -> Tensor:
-    """Factors (S,) shaped to meet values (S, N, ...)."""
-    return factors.reshape(-1, *[1] * (values.dim() - 1))
-
-
-def _quantile(values: Tensor, shares: Tensor, level: float) -> Tensor:
-    """Quantile of values (M, ...) that carry shares (M,), linearly interpolated as torch.quantile does for equal ones.
-
-    That is the mean of the inverse distribution function over a window of one observation's width. For unequal shares the width
-    comes from Kish's effective number of observations (Akinshin 2023), so a share of nearly zero has nearly no influence.
-    """
-    ordered, order = values.sort(0)
-    share = shares[order]
-    width = shares.square().sum()
-    start = level * (1 - width)
-    upper = share.cumsum(0)
-    inside = upper.clamp(start, start + width) - (upper - share).clamp(start, start + width)
-    return (inside / inside.sum(0) * ordered).sum(0).to(values.dtype)

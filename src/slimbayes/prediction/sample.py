@@ -1,7 +1,7 @@
 """sample, frozen and write_out: run a model under S draws, hold draws over many calls, or write one into a plain model.
 
-Sizes: S draws, B rows of the caller's batch, K members. Folded batches are draw-major: rows [j*B:(j+1)*B] belong to draw j, and
-draw j to member j mod K.
+Sizes: S draws, B rows of the caller's batch, K members. Folded batches are draw-major: rows [j*B:(j+1)*B] belong to
+draw j, and draw j to member j mod K.
 """
 
 import copy
@@ -53,11 +53,12 @@ def sample(
 
     Args:
         model: a converted model, or a part of one; its mode (train or eval) is left as it is.
-        *args, **kwargs: what the model takes. What holds rows is found out on the first call and repeated for each draw.
+        *args, **kwargs: what the model takes. What holds rows is found out on the first call and repeated for each
+            draw.
         draws: draws from every member.
         rows: "tile" lets every draw see every row; "split" hands the rows out, the first S-th of them to draw 0.
-        fold: True runs all draws as one large batch, False one after another: the same draws, so the same outputs. "auto" folds where
-            that was proven to be right for this kind of input, and says so once where it is not.
+        fold: True runs all draws as one large batch, False one after another: the same draws, so the same outputs.
+            "auto" folds where that was proven to be right for this kind of input, and says so once where it is not.
 
     Shape: every tensor of the output gets a leading axis S; what follows is what the plain model returns.
     Draw j belongs to member j mod K.
@@ -85,25 +86,31 @@ def sample(
 
 
 def sampled(
-    model: nn.Module, args: Any, kwargs: Any, total: int, fold: Fold, held: Pass | None = None, split: bool = False
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    total: int,
+    fold: Fold,
+    held: Pass | None = None,
+    split: bool = False,
+    share: bool = False,
 ) -> Any:
-    """Outputs (S, B, ...) of one call under so many draws."""
+    """Outputs (S, B, ...) of one call under so many draws; `share` runs what comes before any draw once for all."""
     new, layout, folds = calls.draw_all(model, args, kwargs, total, fold, held, split)
+    new.shared = layout.ahead if share and folds and total > 1 else new.shared
     try:
         return calls.run_draws(model, args, kwargs, new, layout, folds, tile=not split)
     except Unproven as error:
-        if fold is True or not layout.folds:
-            raise ValueError(f"The draws of this model cannot share a forward: {error}. Use fold=False.") from error
-        layout.folds, layout.apart, layout.why = False, False, str(error)
-        return sampled(model, args, kwargs, total, fold, held, split)
+        calls.unfold(layout, error, fold)
+        return sampled(model, args, kwargs, total, fold, held, split, share)
 
 
 @contextmanager
 def frozen(model: nn.Module, draws: int = 1) -> Iterator[nn.Module]:
     """Hold S = members x draws draws over every call inside the block: the same functions on every batch.
 
-    Inside, `sample(model, x)` returns (S, B, ...) of the held draws, and a bare `model(x)` shares its rows out among them. Methods
-    that draw afresh for every row hold one draw for all rows here.
+    Inside, `sample(model, x)` returns (S, B, ...) of the held draws, and a bare `model(x)` shares its rows out among
+    them. Methods that draw afresh for every row hold one draw for all rows here.
 
     Example:
         >>> import slimbayes as sb

@@ -1,12 +1,12 @@
 """Stacking: weights of predictive distributions that make held-out data most probable (Yao et al. 2018).
 
-    stacking_weights     max over w of  sum_n log sum_s w_s p_s(y_n)         w on the simplex of S draws, members or models
-    factored_weights     the same with w_s(p) made of one probability vector for each site at which a draw picks a component
-    stack                either of them, for a model: finds the weights and sets them
+    stacking_weights   max over w of  sum_n log sum_s w_s p_s(y_n)        w on the simplex of S draws, members or models
+    factored_weights   the same with w_s(p) made of a probability vector for each site at which a draw picks a component
+    stack              either of them, for a model: finds the weights and sets them
 
-The second is for implicit ensembles (Chang et al. 2019, whose future work it is): K components at each of L sites make K^L
-networks, of which S draws see only some, so what can be learnt is how often to pick each component. Rows must be held out:
-on training data the weights reward overfitting.
+The second is for implicit ensembles (Chang et al. 2019, whose future work it is): K components at each of L sites make
+K^L networks, of which S draws see only some, so what can be learnt is how often to pick each component. Rows must be
+held out: on training data the weights reward overfitting.
 
 Sizes: S draws, N held-out rows, L sites, K_i components of site i.
 """
@@ -21,8 +21,8 @@ from slimbayes.engine.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.mixture import MixturePosterior
 from slimbayes.prediction.predict import choices_of, predict
-from slimbayes.prediction.prediction import Likelihood
 from slimbayes.prediction.sample import frozen
+from slimbayes.train.likelihoods import LikelihoodName
 
 
 def stack(
@@ -31,15 +31,16 @@ def stack(
     target: Tensor,
     draws: int = 200,
     prior: float = 1.0,
-    likelihood: Likelihood = "categorical",
+    likelihood: LikelihoodName = "categorical",
     scale: float | Tensor = 0.0,
     class_dim: int | None = None,
 ) -> dict[str, Tensor]:
-    """Set the mixing weights of a trained model so that held-out rows become most probable, and return them by layer name.
+    """Set the mixing weights of a trained model so that held-out rows become most probable, and return them by layer
+    name.
 
-    Of an `Ensemble`, these are weights of its members, which `predict` then uses. Of a model patched with one pick for each layer (EMP),
-    they are the probabilities of every layer's components, estimated from `draws` draws under equal probabilities; later draws
-    follow them, and `save` keeps them.
+    Of an `Ensemble`, these are weights of its members, which `predict` then uses. Of a model patched with one pick for
+    each layer (EMP), they are the probabilities of every layer's components, estimated from `draws` draws under equal
+    probabilities; later draws follow them, and `save` keeps them.
 
     Args:
         x, target: held-out inputs and what was observed, not the training data.
@@ -74,7 +75,7 @@ def _stack_members(
     posteriors: Sequence[Any],
     x: Any,
     target: Tensor,
-    likelihood: Likelihood,
+    likelihood: LikelihoodName,
     scale: Any,
     class_dim: Any,
 ) -> dict[str, Tensor]:
@@ -109,7 +110,7 @@ def _stack_layers(
     target: Tensor,
     draws: int,
     prior: float,
-    likelihood: Likelihood,
+    likelihood: LikelihoodName,
     scale: Any,
     class_dim: Any,
 ) -> dict[str, Tensor]:
@@ -128,8 +129,9 @@ def _stack_layers(
 def stacking_weights(log_probs: Tensor, steps: int = 100, tolerance: float = 1e-9) -> Tensor:
     """Weights of S predictive distributions that maximise the log score of their mixture on held-out rows.
 
-    The problem is concave. The gradient g_s = mean_n p_s(y_n) / sum_t w_t p_t(y_n) has sum_s w_s g_s = 1 and its maximum bounds
-    what is missing: the mean log score is within max_s g_s - 1 of the best there is. Equal distributions get equal weights.
+    The problem is concave. The gradient g_s = mean_n p_s(y_n) / sum_t w_t p_t(y_n) has sum_s w_s g_s = 1 and its
+    maximum bounds what is missing: the mean log score is within max_s g_s - 1 of the best there is. Equal distributions
+    get equal weights.
 
     Args:
         log_probs: log p_s(y_n), -inf where a draw rules a row out; `Prediction.draw_log_prob` gives them.
@@ -155,15 +157,16 @@ def stacking_weights(log_probs: Tensor, steps: int = 100, tolerance: float = 1e-
             return weights
         weights, slack = _newton(weights, slack, ratios, gradient)
     raise RuntimeError(
-        f"Stacking stopped after {steps} steps, {gap:.1e} short of the best mean log score, with tolerance {tolerance:.1e}; raise either."
+        f"Stacking stopped after {steps} steps, {gap:.1e} short of the best mean log score, with tolerance "
+        f"{tolerance:.1e}; raise either."
     )
 
 
 def _newton(weights: Tensor, slack: Tensor, ratios: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """One primal-dual interior-point step.
 
-    It solves  1 - g(w) - slack = 0  and  w * slack = target  for a falling target: stacking without the constraint that w sums to
-    one, but with sum_s w_s taken off the objective, whose solution sums to one by itself (Kim et al. 2020).
+    It solves  1 - g(w) - slack = 0  and  w * slack = target  for a falling target: stacking without the constraint that
+    w sums to one, but with sum_s w_s taken off the objective, whose solution sums to one by itself (Kim et al. 2020).
     """
     target = 0.1 * (weights @ slack) / len(weights)
     root = weights.sqrt()  # scaling by it keeps the system well-conditioned as weights vanish
@@ -189,17 +192,18 @@ def factored_weights(
 ) -> list[Tensor]:
     """Probabilities of each site's components that maximise the held-out log score of the implicit mixture.
 
-        max over p of   sum_n log sum_s w_s(p) p_s(y_n)  +  prior * sum_i sum_k log p_i(k),     w_s(p) ~ prod_i p_i(c_si) / f_i(c_si)
+        max over p of   sum_n log sum_s w_s(p) p_s(y_n)  +  prior * sum_i sum_k log p_i(k)
+        with            w_s(p) ~ prod_i p_i(c_si) / f_i(c_si)
 
-    f_i(k) is the share of draws that picked k at site i. The problem is not concave: this is the optimum reached from equal
-    probabilities, never worse than those.
+    f_i(k) is the share of draws that picked k at site i. The problem is not concave: this is the optimum reached from
+    equal probabilities, never worse than those.
 
     Args:
         log_probs: log p_s(y_n), as for `stacking_weights`.
         choices: the component each draw picked at each site, independently of other sites.
         components: K_i of every site.
-        prior: rows of evidence each component is given in advance. With few draws or rows, it keeps p from betting on the one
-            combination that scored best by luck; 0 trusts the draws alone.
+        prior: rows of evidence each component is given in advance. With few draws or rows, it keeps p from betting on
+            the one combination that scored best by luck; 0 trusts the draws alone.
         steps: steps of L-BFGS at most.
         tolerance: stop when no gradient, per row and in log p, is larger.
 
@@ -219,9 +223,10 @@ def factored_weights(
 
     def loss() -> Tensor:
         logp = [logit.log_softmax(0) for logit in logits]
-        # The unbiased importance weights of uniform draws, prod_i K_i p_i(c_si) / S, sum to one on average only. They reward a p
-        # that sits on a single draw, which then counts prod_i K_i / S times. Normalised weights are a true mixture of the draws.
-        # Dividing by the shares drawn, not by the 1 / K_i meant, takes the luck of unequal counts out of p.
+        # The unbiased importance weights of uniform draws, prod_i K_i p_i(c_si) / S, sum to one on average only. They
+        # reward a p that sits on a single draw, which then counts prod_i K_i / S times. Normalised weights are a true
+        # mixture of the draws. Dividing by the shares drawn, not by the 1 / K_i meant, takes the luck of unequal counts
+        # out of p.
         tilt = torch.stack([(a - b.log())[c] for a, b, c in zip(logp, shares, choices.T, strict=True)]).sum(0)
         score = torch.logsumexp(tilt[:, None] + scores, 0).mean() - torch.logsumexp(tilt, 0)
         return -score - prior / scores.shape[1] * torch.cat(logp).sum()
@@ -245,10 +250,11 @@ def _minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int, 
 
     optimizer.step(closure)
     closure()
-    largest = float(torch.cat([p.grad for p in parameters]).abs().max())
+    largest = float(torch.cat([p.grad for p in parameters if p.grad is not None]).abs().max())
     if not largest <= tolerance:
         raise RuntimeError(
-            f"L-BFGS stopped after {steps} steps with a gradient of {largest:.1e}, tolerance {tolerance:.1e}; raise either."
+            f"L-BFGS stopped after {steps} steps with a gradient of {largest:.1e}, tolerance {tolerance:.1e}; raise "
+            "either."
         )
 
 
@@ -256,7 +262,8 @@ def _checked(log_probs: Tensor) -> Tensor:
     """Log probabilities (S, N) in float64, of which every row has some that is finite."""
     if log_probs.dim() != 2 or log_probs.numel() == 0:
         raise ValueError(
-            f"log_probs of shape (S, N) are needed, S draws of N held-out rows, at least one each, got {tuple(log_probs.shape)}."
+            "log_probs of shape (S, N) are needed, S draws of N held-out rows, at least one each, got "
+            f"{tuple(log_probs.shape)}."
         )
     wide = log_probs.detach().double()
     if bool((wide.isnan() | wide.isposinf()).any()):
@@ -265,7 +272,8 @@ def _checked(log_probs: Tensor) -> Tensor:
     if bool(dead.any()):
         first = int(dead.nonzero()[0])
         raise ValueError(
-            f"{int(dead.sum())} of {len(dead)} rows, the first is {first}, have log_probs -inf under every draw: no weights can help."
+            f"{int(dead.sum())} of {len(dead)} rows, the first is {first}, have log_probs -inf under every draw: no "
+            "weights can help."
         )
     return wide
 
@@ -285,7 +293,8 @@ def _drawn_shares(choices: Tensor, components: Sequence[int], draws: int) -> lis
         count = torch.bincount(picked, minlength=size)
         if bool((count == 0).any()):
             raise ValueError(
-                f"Site {site}: no draw picked component {int((count == 0).nonzero()[0])} of {size}; more draws are needed."
+                f"Site {site}: no draw picked component {int((count == 0).nonzero()[0])} of {size}; more draws are "
+                "needed."
             )
         shares.append(count.double() / draws)
     return shares

@@ -15,7 +15,8 @@ def constant(weight: float = 1.0) -> Schedule:
 
 
 def linear(steps: int) -> Schedule:
-    """Rise from 1/steps at step 0 to 1 at step `steps` - 1 (rank-1 nets: 80 % of training on CIFAR, two thirds on ImageNet).
+    """Rise from 1/steps at step 0 to 1 at step `steps` - 1 (rank-1 nets: 80 % of training on CIFAR, two thirds on
+    ImageNet).
 
     >>> linear(4)(0), linear(4)(3), linear(4)(100)
     (0.25, 1.0, 1.0)
@@ -26,7 +27,8 @@ def linear(steps: int) -> Schedule:
 
 
 def staircase(slope: float, every: int = 100) -> Schedule:
-    """Rise by slope * every at each multiple of `every` steps, up to 1 (k-tied Normal, Appendix D.4: slope 5e-5 or 5e-6).
+    """Rise by slope * every at each multiple of `every` steps, up to 1 (k-tied Normal, Appendix D.4: slope 5e-5 or
+    5e-6).
 
     >>> staircase(5e-5)(99), staircase(5e-5)(100), staircase(5e-5)(20_000)
     (0.0, 0.005, 1.0)

@@ -1,0 +1,119 @@
+"""The layout of a call: proven once for each kind of input a model meets, kept with the model, and checked again on
+sizes it was not proven for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from slimbayes.engine import passes, proof
+from slimbayes.engine.layout import Layout
+from slimbayes.engine.probe import Visit
+from slimbayes.engine.tree import arrays_of, padded, tree_map
+from slimbayes.engine.trial import first_line, probed, undisturbed
+
+_PROVING = threading.RLock()
+
+
+def kind_of(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What makes two calls alike: the mode, the nesting, types and numbers of dimensions, flags."""
+    if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
+        return model.training, args[0].dim(), args[0].is_floating_point()
+    import torch.utils._pytree as pytree
+
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+    return model.training, str(spec), tuple(_kind(leaf) for leaf in leaves)
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.dim(), leaf.is_floating_point()
+    return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile and DistributedDataParallel."""
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or "_orig_mod" in model._modules:
+        model = model._modules.get("_orig_mod") or model.module  # type: ignore[assignment]
+    return model
+
+
+def tree_of(model: nn.Module) -> int:
+    return hash(tuple(map(id, model.modules())))
+
+
+def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
+    """The layout of a call: the one proven for its kind, or a proof now. It is kept with the model it was proven
+    for.
+    """
+    model = unwrapped(model)
+    known: dict[Any, Layout] = model.__dict__.setdefault("_slimbayes_rows", {})
+    kind, tree = kind_of(model, args, kwargs), tree_of(model)
+    with _PROVING:  # threads that meet a model together wait for the first
+        layout = known.get(kind)
+        if layout is None or layout.tree != tree:
+            layout = proof.prove(model, (args, kwargs), posteriors, batch_dim)
+            layout.tree, layout.key = tree, passes.first_key(model)
+        if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
+            known[kind] = model.__dict__["_slimbayes_latest"] = layout
+        return layout
+
+
+def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int = 1) -> None:
+    """Look once more where inputs are larger than all before: a model may cut large batches into pieces.
+
+    Layers must be called alike for all rows and for a part of them. Two runs of the plain model are paid for each new
+    maximum.
+    """
+    if not layout.folds or torch.compiler.is_compiling() or layout.covers(layout.size(inputs, draws)):
+        return
+    if not _cannot_look(inputs):
+        with _PROVING:
+            layout.why = _called_alike(
+                unwrapped(model), tree_map(proof.without_cache, inputs), posteriors, layout, draws
+            )
+            layout.folds = layout.apart = not layout.why
+
+
+def _called_alike(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int) -> str:
+    """What stands against a layout for inputs of this size."""
+    layout.most = tuple(map(max, layout.most, layout.size(inputs, draws)))
+    count, many = layout.rows(inputs), layout.tile(inputs, draws)
+    # Never a single row, which batch norm refuses.
+    few = layout.narrow(inputs, 0, count // 2) if draws == 1 else layout.tile(inputs, 1 if count > 1 else 2)
+    rows = layout.rows(few), layout.rows(many)
+    try:
+        with undisturbed(model, inputs):
+            met = [probed(model, posteriors, part, n)[0].visits for part, n in zip((few, many), rows, strict=True)]
+    except Exception as error:
+        return f"{type(error).__name__} for {rows[1]} rows: {first_line(error)}"
+    odd = next(((b or a).name for a, b in zip_longest(*met) if not _alike(a, b, *rows)), None)
+    return f"{odd} is called in another way for {rows[1]} rows than for {rows[0]}" if odd else ""
+
+
+def _cannot_look(inputs: Any) -> bool:
+    """Inside torch.func, and while a CUDA graph is captured."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(a.is_cuda for a in map(padded, arrays_of(inputs))) and torch.cuda.is_current_stream_capturing()
+
+
+def _alike(few: Visit | None, many: Visit | None, rows_few: int, rows_many: int) -> bool:
+    """Whether a layer was called with all its rows at once, however many there were."""
+
+    def grew(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+        other = [(m, n) for m, n in zip(a, b, strict=False) if m != n]
+        return len(a) == len(b) and (
+            not other or [m * rows_many for m, _ in other] == [n * rows_few for _, n in other][:1]
+        )
+
+    if few is None or many is None or few.key != many.key or len(few.shapes) != len(many.shapes):
+        return False
+    return all(map(grew, few.shapes, many.shapes))

@@ -1,0 +1,72 @@
+"""Averages over draws and members that may have weights, and other arithmetic of a Prediction.
+
+Sizes: S draws, K members, N rows.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def along_draws(factors: Tensor, values: Tensor) -> Tensor:
+    """Factors (S,) shaped to meet values (S, N, ...)."""
+    return factors.reshape(-1, *[1] * (values.dim() - 1))
+
+
+def log_mean(logs: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Log of the mean over the first axis of what has these logs (K, ...), weighted by (K,) or equally.
+
+    Example:
+        >>> log_mean(torch.tensor([1.0, 3.0]).log()).exp()
+        tensor(2.)
+    """
+    if weights is None:
+        return torch.logsumexp(logs, 0) - math.log(len(logs))
+    return torch.logsumexp(logs + along_draws(weights.log().to(logs), logs), 0)
+
+
+def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
+    """Quantile over the first axis of values (M, ...), of which every member, in turn, has equally many; weights (K,).
+
+    It interpolates as torch.quantile does for equal weights. That is the mean of the inverse distribution function over
+    a window of one observation's width; for unequal ones the width comes from Kish's effective number of observations
+    (Akinshin 2023), so a share of nearly zero has nearly no influence.
+
+    Example:
+        >>> quantile(torch.tensor([1.0, 2.0, 3.0, 7.0]), torch.tensor([0.5, 0.5]), 0.5)
+        tensor(2.5000)
+    """
+    if weights is None:
+        return torch.quantile(values, level, dim=0)
+    each = len(values) // len(weights)
+    shares = weights.to(values.device).repeat(each) / each
+    ordered, order = values.sort(0)
+    share = shares[order]
+    width = shares.square().sum()
+    start = level * (1 - width)
+    upper = share.cumsum(0)
+    inside = upper.clamp(start, start + width) - (upper - share).clamp(start, start + width)
+    return (inside / inside.sum(0) * ordered).sum(0).to(values.dtype)
+
+
+def with_noise(values: Tensor, scale: Tensor, times: int, generator: torch.Generator | None) -> Tensor:
+    """Every value (S, N, ...) so many times with normal noise of its scale: (times * S, N, ...)."""
+    wide = values.unsqueeze(0).expand(times, *values.shape)
+    device = generator.device if generator else values.device
+    noise = torch.randn(wide.shape, generator=generator, device=device, dtype=values.dtype)
+    return (wide + noise.to(values.device) * scale).flatten(0, 1)
+
+
+def for_a_row(name: str, value: float | Tensor, like: Tensor) -> Tensor:
+    """A number or a tensor that broadcasts against one row's targets, as (1, ...) to meet `like` (K, N, ...)."""
+    shape = (1, *like.shape[2:])
+    tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    try:
+        out = torch.broadcast_to(tensor.reshape(()) if tensor.numel() == 1 else tensor, shape)
+    except RuntimeError:
+        needed = f"{name} must be a number or broadcast against one row's targets, shape {shape[1:]}"
+        raise ValueError(f"{needed}, got shape {tuple(tensor.shape)}.") from None
+    if not bool(out.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got {value!r}.")
+    return out

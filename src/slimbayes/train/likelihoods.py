@@ -1,0 +1,277 @@
+"""Likelihoods: what a model's outputs mean, in training (`nll`) and in prediction (`predictive`).
+
+Each function takes S draws of the model's outputs and combines them in one of the four forms of the rank-1 paper's
+Appendix D:
+
+    "average"   Eq. 13   mean over draws of -log p(y | draw)          the paper's training loss
+    "mixture"   Eq. 14   -log mean over draws of p(y | draw)          the evaluation loss, by logsumexp
+    "probs"     Eq. 12   -log p(y | mean over draws of the predicted parameters)
+    "logits"    Eq. 11   -log p(y | mean over draws of the outputs)
+
+`LIKELIHOODS` joins each with what its draws predict; nothing else in the library decides by a likelihood's name.
+
+Sizes: S draws, B rows, C classes.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slimbayes.errors import did_you_mean
+
+Form = Literal["average", "mixture", "probs", "logits"]
+LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
+_FORMS = ("average", "mixture", "probs", "logits")
+
+
+def categorical(
+    logits: Tensor, target: Tensor, form: Form = "average", class_dim: int = -1, ignore_index: int = -100
+) -> Tensor:
+    """Mean negative log-likelihood of class labels under S draws of logits.
+
+    Shape: logits (S, B, ..., C), classes along `class_dim`; target (B, ...) class indices, or (B, ..., C) probabilities
+    (soft labels); returns a scalar, the mean over all targets that are not `ignore_index`.
+
+    Example:
+        >>> categorical(torch.zeros(2, 3, 4), torch.tensor([0, 1, 2])).round(decimals=4)  # log 4
+        tensor(1.3863)
+    """
+    check_classes(logits, class_dim)
+    logits = logits.movedim(class_dim, -1)
+    soft = target.is_floating_point()
+    _check(logits, target, logits.shape[1:] if soft else logits.shape[1:-1], form)
+    if form == "logits":
+        logits, form = logits.mean(0, keepdim=True), "average"
+    if form == "probs":
+        form = "mixture"  # the parameters are the probabilities themselves: Eq. 12 is Eq. 14
+    logp = F.log_softmax(logits, -1)
+    if soft:
+        if form == "mixture":  # the expected log of the mixture, label by label
+            return -(target * _log_mean(logp)).sum(-1).mean()
+        return -(target * logp).sum(-1).mean()
+    kept = target != ignore_index
+    picked = logp.gather(
+        -1, target.where(kept, torch.zeros_like(target)).expand(logp.shape[:-1]).unsqueeze(-1)
+    ).squeeze(-1)
+    return (_combine(picked, form) * kept).sum() / kept.sum()
+
+
+def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
+    """Mean negative log-likelihood of binary labels under S draws of logits.
+
+    Shape: logits (S, B, ...), target (B, ...) in [0, 1]; returns a scalar.
+
+    Example:
+        >>> bernoulli(torch.zeros(2, 3), torch.tensor([0.0, 1.0, 1.0])).round(decimals=4)  # log 2
+        tensor(0.6931)
+    """
+    _check(logits, target, logits.shape[1:], form)
+    if form == "logits":
+        logits, form = logits.mean(0, keepdim=True), "average"
+    if form == "probs":
+        form = "mixture"  # Eq. 12 is Eq. 14, as for classes
+    yes, no = F.logsigmoid(logits), F.logsigmoid(-logits)
+    if form == "mixture" and bool(((target != 0) & (target != 1)).any()):
+        return -(target * _log_mean(yes) + (1 - target) * _log_mean(no)).mean()
+    target = target.to(logits.dtype)
+    return _combine(
+        torch.where(target == 1, yes, torch.where(target == 0, no, target * yes + (1 - target) * no)), form
+    ).mean()
+
+
+def gaussian(mean: Tensor, target: Tensor, scale: float | Tensor = 1.0, form: Form = "average") -> Tensor:
+    """Mean negative log-likelihood of real targets with known or shared noise under S draws of means.
+
+    Shape: mean (S, B, ...), target (B, ...), scale a float or a tensor that broadcasts against target; returns a
+    scalar: the mean over rows of the sum over a row's outputs. "logits" and "probs" both average the means, which are
+    the distribution's parameters.
+
+    Example:
+        >>> gaussian(torch.zeros(2, 3), torch.zeros(3)).round(decimals=4)  # log(2 pi) / 2
+        tensor(0.9189)
+    """
+    if form in ("logits", "probs"):
+        mean, form = mean.mean(0, keepdim=True), "average"
+    return _gaussian(mean, target, torch.as_tensor(scale, dtype=mean.dtype, device=mean.device), form)
+
+
+def heteroscedastic_gaussian(output: Tensor, target: Tensor, form: Form = "average") -> Tensor:
+    """Mean negative log-likelihood of real targets under S draws of means and noise scales.
+
+    The network gives two numbers for each target: the mean, and the noise scale before a softplus.
+
+    Shape: output (S, B, ..., 2), target (B, ...); returns a scalar, as `gaussian`. "probs" averages the mean and the
+    variance, "logits" the raw outputs.
+
+    Example:
+        >>> heteroscedastic_gaussian(torch.zeros(2, 3, 2), torch.zeros(3)).round(decimals=4)  # scale log 2 and floor
+        tensor(0.5526)
+    """
+    check_two_outputs(output)
+    if form == "logits":
+        output, form = output.mean(0, keepdim=True), "average"
+    mean, scale = output[..., 0], noise_scale(output[..., 1])
+    if form == "probs":
+        mean, scale, form = mean.mean(0, keepdim=True), scale.square().mean(0, keepdim=True).sqrt(), "average"
+    return _gaussian(mean, target, scale, form)
+
+
+def noise_scale(raw: Tensor) -> Tensor:
+    """The positive noise scale behind a raw network output: softplus, with a floor of 1e-4 against collapse."""
+    return F.softplus(raw) + 1e-4
+
+
+def check_classes(logits: Tensor, class_dim: int) -> None:
+    """Refuse the logits of one class: its probability is 1 whatever the network says."""
+    if logits.shape[class_dim] == 1:
+        raise ValueError(
+            f"A categorical likelihood needs logits of at least two classes, got one along dimension {class_dim} of "
+            f"outputs of shape {tuple(logits.shape)}. "
+            f'For a yes or no use likelihood="bernoulli", for a real target "gaussian".'
+        )
+
+
+def check_two_outputs(outputs: Tensor) -> None:
+    """Refuse outputs that are not a mean and a raw scale for each target."""
+    if outputs.shape[-1] != 2:
+        raise ValueError(
+            f"heteroscedastic_gaussian needs two numbers for each target, its mean and its raw scale, in a last "
+            f"dimension of 2; got outputs of shape {tuple(outputs.shape)}. "
+            f'View T targets as (..., T, 2); for means alone use "gaussian".'
+        )
+
+
+def _check(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) -> None:
+    """Refuse a target that would broadcast, as (B,) against (S, B, 1) does, and a form that is none."""
+    if target.shape != needed:
+        raise ValueError(
+            f"A target of shape {tuple(needed)} is needed for outputs of shape {tuple(outputs.shape)}, got "
+            f"{tuple(target.shape)}."
+        )
+    if form not in _FORMS:
+        raise ValueError(f"Unknown form {form!r}{did_you_mean(form, _FORMS)}")
+
+
+def _gaussian(mean: Tensor, target: Tensor, scale: Tensor, form: str) -> Tensor:
+    if mean.shape[1:] != target.shape:
+        # Broadcasting (S, B, 1) against (B,) would silently compare every row with every target.
+        raise ValueError(
+            f"A target of shape {tuple(mean.shape[1:])} is needed for outputs of shape {tuple(mean.shape)}, got "
+            f"{tuple(target.shape)}."
+        )
+    logp = -0.5 * ((target - mean) / scale) ** 2 - scale.log() - 0.5 * math.log(2 * math.pi)
+    return _combine(logp.flatten(2).sum(-1) if logp.dim() > 2 else logp, form).mean()
+
+
+def _combine(logp: Tensor, form: str) -> Tensor:
+    """Negative log-likelihood of each row from log densities (S, B, ...)."""
+    if form == "average":
+        return -logp.mean(0)  # Eq. 13
+    if form == "mixture":
+        return -_log_mean(logp)  # Eq. 14
+    raise ValueError(f"Unknown form {form!r}{did_you_mean(form, _FORMS)}")
+
+
+def _log_mean(logp: Tensor) -> Tensor:
+    return torch.logsumexp(logp, 0) - math.log(logp.shape[0])
+
+
+def check_labels(target: Tensor, classes: int | None) -> None:
+    """Refuse targets that are not class indices below `classes`, or with None not 0 or 1, of whatever type."""
+    if classes is not None and target.is_floating_point():
+        raise ValueError(f"Targets must be class indices from 0 to {classes - 1}, got dtype {target.dtype}.")
+    bad = (target != 0) & (target != 1) if classes is None else (target < 0) | (target >= classes)
+    if bool(bad.any()):
+        needed = "0 or 1" if classes is None else f"class indices from 0 to {classes - 1}"
+        raise ValueError(f"Targets must be {needed}, got {target[bad][0].item()!r}.")
+
+
+def entropy(logs: Tensor) -> Tensor:
+    """Entropy in nats of the probabilities whose logs are the last dimension: (..., C) to (...).
+
+    Example:
+        >>> entropy(torch.tensor([[0.0, -torch.inf], [-0.6931, -0.6931]]))
+        tensor([0.0000, 0.6931])
+    """
+    surprise = -logs.clamp_min(torch.finfo(logs.dtype).min)  # finite, as zero times infinity is nan
+    return (logs.exp() * surprise).sum(-1)
+
+
+# What each draw predicts, from outputs (S, B, ...): logs of class probabilities and their entropies, or means and
+# noise variances.
+
+
+def _classes(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
+    if class_dim is None and outputs.dim() > 4:
+        raise ValueError(
+            f"Outputs of shape {tuple(outputs.shape)} do not say where their classes are. "
+            f"Give class_dim=2 for images (S, N, C, H, W), class_dim=-1 where classes come last."
+        )
+    class_dim = -1 if class_dim is None else class_dim
+    check_classes(outputs, class_dim)
+    logs = F.log_softmax(outputs.movedim(class_dim, -1), -1)
+    return logs, entropy(logs)
+
+
+def _two_classes(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
+    logits = outputs.squeeze(-1) if outputs.dim() > 2 and outputs.shape[-1] == 1 else outputs
+    logs = torch.stack([F.logsigmoid(-logits), F.logsigmoid(logits)], -1)
+    return logs, entropy(logs)
+
+
+def _means(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
+    return outputs, torch.empty_like(outputs).copy_(torch.as_tensor(scale**2, dtype=outputs.dtype))
+
+
+def _means_and_scales(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
+    check_two_outputs(outputs)
+    return outputs[..., 0], noise_scale(outputs[..., 1]).square()
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """What outputs mean.
+
+    Attributes:
+        function: negative log-likelihood of targets, as training loops of one's own call it.
+        predictive: of outputs (S, B, ...), a noise scale and the dimension of classes: what each draw predicts.
+        discrete: whether targets are classes, not real numbers.
+        option: what `function` takes besides the form: "scale", "class_dim" or nothing.
+    """
+
+    function: Callable[..., Tensor]
+    predictive: Callable[[Tensor, float | Tensor, int | None], tuple[Tensor, Tensor]]
+    discrete: bool
+    option: Literal["scale", "class_dim", ""] = ""
+
+    def nll(
+        self, outputs: Tensor, target: Tensor, form: Form, scale: float | Tensor = 1.0, class_dim: int | None = None
+    ) -> Tensor:
+        """Mean negative log-likelihood under S draws; what this likelihood does not take is left out."""
+        options = {"scale": scale, "class_dim": -1 if class_dim is None else class_dim}
+        return self.function(outputs, target, form=form, **{k: v for k, v in options.items() if k == self.option})
+
+
+LIKELIHOODS: dict[str, Likelihood] = {
+    "categorical": Likelihood(categorical, _classes, discrete=True, option="class_dim"),
+    "bernoulli": Likelihood(bernoulli, _two_classes, discrete=True),
+    "gaussian": Likelihood(gaussian, _means, discrete=False, option="scale"),
+    "heteroscedastic_gaussian": Likelihood(heteroscedastic_gaussian, _means_and_scales, discrete=False),
+}
+
+
+def likelihood_named(name: str) -> Likelihood:
+    """The likelihood of this name.
+
+    Example:
+        >>> likelihood_named("gaussian").discrete
+        False
+    """
+    if name not in LIKELIHOODS:
+        raise ValueError(f"Unknown likelihood {name!r}{did_you_mean(name, LIKELIHOODS)}")
+    return LIKELIHOODS[name]
