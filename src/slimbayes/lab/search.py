@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from slimbayes.files import write_text
-from slimbayes.lab.files import merged, validate
+from slimbayes.lab.files import validate
 from slimbayes.lab.launch import Launcher, Run
 from slimbayes.lab.seeds import key
-from slimbayes.lab.sweep_config import Search, at, labelled, range_of
+from slimbayes.lab.sweep_config import Search, labelled, range_of, with_values
 from slimbayes.report.record import read
 
 if TYPE_CHECKING:
@@ -132,34 +132,25 @@ class Searcher:
         with self.writing:
             self.write_best()
 
-    def _values(self, trial: BaseTrial) -> dict[str, Any]:
-        """Values for a trial; of those that are listed Optuna sees the labels."""
-        out: dict[str, Any] = {}
+    def run_of(self, trial: BaseTrial) -> Run:
+        """The run of a trial; of values that are listed Optuna sees the labels."""
+        values: dict[str, Any] = {}
         for path, given in self.chosen.space.items():
             bounds = range_of(path, given)
             if bounds is None:
-                out[path] = labelled(path, given)[trial.suggest_categorical(path, list(labelled(path, given)))]
+                values[path] = labelled(path, given)[trial.suggest_categorical(path, list(labelled(path, given)))]
             elif isinstance(bounds["low"], int) and isinstance(bounds["high"], int):
-                out[path] = trial.suggest_int(path, **bounds)
+                values[path] = trial.suggest_int(path, **bounds)
             else:
-                out[path] = trial.suggest_float(path, **bounds)
-        return out
-
-    def run_of(self, trial: BaseTrial) -> Run:
-        """The run of a trial."""
-        tree = self.base.experiment.resolved
-        for path, value in self._values(trial).items():
-            tree = merged(tree, at(path, value))
-        experiment = validate(tree, f"the trial of {told(trial)}")
-        name = f"{self.base.experiment.name}-trial-{experiment.hash[:6]}"
+                values[path] = trial.suggest_float(path, **bounds)
+        experiment = validate(with_values(self.base.experiment.resolved, values), f"the trial of {told(trial)}")
+        name = f"{experiment.name}-trial-{experiment.hash[:6]}"
         return Run(told(trial), experiment.model_copy(update={"name": name}), self.folder)
 
     @property
     def best(self) -> FrozenTrial | None:
         """The best trial that has finished."""
-        with suppress(ValueError):
-            return self.study.best_trial
-        return None
+        return next(iter(self.study.best_trials), None)
 
     def write_best(self) -> None:
         """Write the config of the best trial so far."""

@@ -95,7 +95,7 @@ class Search(BaseModel):
         for path, given in self.space.items():
             ends = range_of(path, given)
             for value in [ends["low"], ends["high"]] if ends else labelled(path, given).values():
-                validate(merged(base.resolved, at(path, value)), f"search.space.{path} = {value}")
+                validate(with_values(base.resolved, {path: value}), f"search.space.{path} = {value}")
 
 
 class Sweep(BaseModel):
@@ -113,10 +113,9 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> Sweep:
     """A sweep's file with what it extends; raises ConfigError with every fault."""
     tree = read_tree(file)
     for text in overrides:
-        path, _, value = text.partition("=")
-        is_axis = path.startswith("axes.")  # whose own path has dots
-        new = {"axes": {path.removeprefix("axes."): yaml.safe_load(value)}} if is_axis else parse_override(text)
-        tree = merged(tree, new)
+        section, _, rest = text.partition(".")
+        path, _, value = rest.partition("=")  # an axis's path has dots of its own
+        tree = merged(tree, {"axes": {path: yaml.safe_load(value)}} if section == "axes" else parse_override(text))
     try:
         return Sweep.model_validate(tree)
     except ValidationError as error:
@@ -145,16 +144,13 @@ def combinations(chosen: Sweep, file: Path, out: Path, overrides: Sequence[str] 
     faults: dict[str, list[str]] = {}
     for values in itertools.product(*(axis.items() for axis in axes.values())):
         labels = {path: label for path, (label, _) in zip(axes, values, strict=True)}
-        told = ", ".join(f"{path}={label}" for path, label in labels.items())
-        tree = base
-        for path, (_, value) in zip(axes, values, strict=True):
-            tree = merged(tree, at(path, value))
+        told = ", ".join(f"{path}={label}" for path, label in labels.items()) or "the base"
+        tree = with_values(base, {path: value for path, (_, value) in zip(axes, values, strict=True)})
         try:
-            experiment = validate(tree | {"name": _name(chosen, axes, labels, tree)}, told or "the base")
-        except ConfigError as error:
-            faults.setdefault(str(error).partition("\n")[2] or str(error), []).append(told or "the base")
-        else:
+            experiment = validate(tree | {"name": _name(chosen, axes, labels, tree)}, told)
             found.setdefault(experiment.hash, Run(told, experiment, out))
+        except ConfigError as error:
+            faults.setdefault(str(error).partition("\n")[2] or str(error), []).append(told)
     if faults:
         lines = [f"{file} has combinations that are no valid experiments; nothing was run."]
         for fault, where in list(faults.items())[:_SHOWN]:
@@ -215,20 +211,20 @@ def _check_names(runs: Iterable[Run]) -> None:
             )
 
 
-def at(path: str, value: Any) -> Tree:
-    """A tree with one value at a path; "." is the whole of it.
+def with_values(tree: Tree, values: Mapping[str, Any]) -> Tree:
+    """A tree with values laid over it at some paths; the path "." is the whole of it.
 
     Example:
-        >>> at("train.optimizer.lr", 0.1)
-        {'train': {'optimizer': {'lr': 0.1}}}
+        >>> with_values({"train": {"epochs": 3}}, {"train.optimizer.lr": 0.1, ".": {"seed": 1}})
+        {'train': {'epochs': 3, 'optimizer': {'lr': 0.1}}, 'seed': 1}
     """
-    if path == ".":
-        if not isinstance(value, dict):
+    for path, value in values.items():
+        if path == "." and not isinstance(value, dict):
             raise ConfigError(f'The axis "." needs mappings of fields, got {value!r}.')
-        return value
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return value
+        for key in reversed(path.split(".") if path != "." else []):
+            value = {key: value}
+        tree = merged(tree, value)
+    return tree
 
 
 def labelled(path: str, values: Values) -> dict[str, Any]:
