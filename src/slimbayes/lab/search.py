@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from optuna.trial import BaseTrial, FrozenTrial, Trial
 
 _HOPELESS = 5  # failures before the first trial that finishes, after which a search is given up
-_STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished", "WAITING": "new"}
+_STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished"}
 
 
 class Searcher:
@@ -79,7 +79,7 @@ class Searcher:
         todo = self._requeue()
         if todo > 0:
             jobs = min(todo, self.launcher.jobs)
-            self.study.optimize(self._objective, todo, n_jobs=jobs, catch=Exception, callbacks=[self._after_trial])
+            self.study.optimize(self._objective, todo, n_jobs=jobs, catch=RuntimeError, callbacks=[self._after_trial])
 
     def counted(self) -> list[FrozenTrial]:
         """Trials with values that have ended or are under way; not those that a call left undone."""
@@ -118,11 +118,12 @@ class Searcher:
                 self.study.enqueue_trial(trial.params)  # for the next call
         if run.state == "finished" and math.isfinite(value := value_of(run.folder, self.chosen)):
             return value
-        if ended[0] == "stopped" and not self.launcher.stopped:
+        if self.launcher.stopped:
+            raise RuntimeError("stopped")
+        if ended[0] == "stopped":
             raise TrialPruned
-        if not self.launcher.stopped:
-            trial.set_user_attr("reason", ended[1] or "its metric is not finite")
-        raise RuntimeError
+        trial.set_user_attr("reason", ended[1] or "its metric is not finite")
+        raise RuntimeError("failed")
 
     def _after_trial(self, study: Study, trial: FrozenTrial) -> None:
         states = Counter(t.state.name for t in self.counted())

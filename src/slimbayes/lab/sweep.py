@@ -38,6 +38,10 @@ def sweep(
         dry: list the runs and how far each is, and do nothing.
         overrides: "path=value" for every run, or for the sweep itself: "axes.seed=[0]", "search.trials=5".
         scale: "small" lays the base's `small` values over the others.
+
+    Example:
+        >>> sweep(Path("sweep.yaml"), Path("runs"), jobs=4)  # doctest: +SKIP
+        0
     """
     if jobs < 1:
         raise ConfigError(f"A sweep runs at least one job at a time, got --jobs {jobs}.")

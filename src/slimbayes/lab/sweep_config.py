@@ -264,7 +264,12 @@ def _label(value: Any, kinds: Counter[Any]) -> str:
 
 
 def range_of(path: str, given: Values) -> dict[str, Any] | None:
-    """A part of a space that is a range of numbers, in Optuna's words; None where values are listed."""
+    """A part of a space that is a range of numbers, in Optuna's words; None where values are listed.
+
+    Example:
+        >>> range_of("train.optimizer.lr", {"low": "1e-4", "high": 0.1, "log": True}), range_of("seed", [0, 1])
+        ({'low': 0.0001, 'high': 0.1, 'log': True}, None)
+    """
     if not isinstance(given, dict) or not {"low", "high"} & given.keys():
         return None
     if not {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}:
