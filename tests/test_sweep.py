@@ -112,6 +112,11 @@ def test_names(tmp_path: Path) -> None:
     ]
 
 
+def test_name_stands_for_the_base_s_name_beside_an_axis_of_data_names(tmp_path: Path) -> None:
+    found = points(tmp_path, axes={"data.name": ["digits", "mnist"]}, name="{name} on {data.name}")
+    assert [p.experiment.name for p in found] == ["try on digits", "try on mnist"]
+
+
 def test_names_that_reports_would_mix_up_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,

@@ -180,15 +180,16 @@ def _base(chosen: Sweep, file: Path, overrides: Sequence[str], scale: str) -> Tr
 def _name(chosen: Sweep, axes: Mapping[str, Mapping[str, Any]], labels: dict[str, str], tree: Tree) -> str:
     """A run's name, from the template or from the labels of its values."""
     short = {path: path.rpartition(".")[2] for path in labels}
-    words = {"name": str(tree.get("name", "run"))}
+    base, times = str(tree.get("name", "run")), Counter(short.values())
     if chosen.name is None:
+        parts = [base]
         for path in labels:
             if len(axes[path]) > 1 and path not in _UNNAMED:
                 speaks = isinstance(chosen.axes[path], dict) or any(isinstance(v, dict) for v in axes[path].values())
-                words[path] = labels[path] if speaks else f"{short[path]}-{labels[path]}"
-        return "-".join(words.values())
-    times = Counter(short.values())
-    words |= labels | {short[path]: label for path, label in labels.items() if times[short[path]] == 1}
+                parts.append(labels[path] if speaks else f"{short[path]}-{labels[path]}")
+        return "-".join(parts)
+    once = {short[path]: label for path, label in labels.items() if times[short[path]] == 1}
+    words = labels | once | {"name": base}
 
     def fill(found: re.Match[str]) -> str:
         if found[1] not in words:
