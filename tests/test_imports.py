@@ -36,7 +36,7 @@ def imports(file: Path) -> set[str]:
             found |= {parts[1]} if len(parts) > 1 else {name.name for name in node.names}
         if isinstance(node, ast.Import):
             found |= {
-                (name.name.split(".") + ["api"])[1] for name in node.names if name.name.split(".")[0] == "slimbayes"
+                [*name.name.split("."), "api"][1] for name in node.names if name.name.split(".")[0] == "slimbayes"
             }
     return {name if name in ORDER else "api" for name in found}
 
