@@ -89,7 +89,9 @@ def grouped(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
 
 def draw_alike(alike: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
     """r and s (n, p, channels) of posteriors with equal members, clip and kind of draw."""
-    lead, noise, drawn = alike[0], dict[Factor, Tensor](), dict[Factor, Tensor]()
+    lead = alike[0]
+    noise: dict[Factor, Tensor] = {}
+    drawn: dict[Factor, Tensor] = {}
     for p in alike:
         noise[p.r], noise[p.s] = p.lines.split([p.r.width, p.s.width], dim=1)
 
