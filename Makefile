@@ -8,7 +8,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo digits test lint bench bench-lab bench-ktied bench-ensembles figure3 zoo
+.PHONY: demo digits test quick mutations lint bench bench-lab bench-ktied bench-ensembles figure3 zoo
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -17,7 +17,15 @@ digits: .venv/ready
 	$(RUN) examples/digits.py
 
 test: .venv/ready lint
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 --dist worksteal
+
+# The inner loop: what takes more than half a second stays out.
+quick: .venv/ready
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not slow"
+
+# Planted bugs: does the suite see them? Some twenty minutes.
+mutations: .venv/ready
+	$(RUN) tests/mutations.py
 
 lint: .venv/ready
 	$(RUN) -m ruff format --check .

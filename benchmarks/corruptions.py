@@ -2,9 +2,9 @@
 
     python benchmarks/corruptions.py [--device cuda] [--images 10000] [--batch 10000] [--frost FOLDER] [--out FILE]
 
-Images are noise, whose content does not matter to the time, and stay on the device. Fewer --images are scaled up to 10,000.
-Seconds of one corruption are the sum over its severities, after one run to warm up; frost needs its photos (--frost or
-$SLIMBAYES_DATA/frost) and is left out, loudly, without them.
+Images are noise, whose content does not matter to the time, and stay on the device. Fewer --images are scaled up to
+10,000. Seconds of one corruption are the sum over its severities, after one run to warm up; frost needs its photos
+(--frost or $SLIMBAYES_DATA/frost) and is left out, loudly, without them.
 """
 
 import argparse

@@ -7,21 +7,19 @@ step     a training step (draw, forward, L2, backward, Adam) of ResNet-18 and Py
 predict  S draws for a batch with `share` on and off: what draws have in common runs once
 members  an Ensemble of dense networks with execution="batched" and "loop": where `auto` should switch
 
-Variants take turns in every round, so that whatever else the machine does slows them alike; numbers are medians, a ratio is the
-median of the ratios within a round.
+timing.py says how it is timed.
 """
 
 import argparse
 import json
-import platform
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import machine, race
 from torch import Tensor, nn
 
 import slimbayes as sb
@@ -39,33 +37,6 @@ FAMILY: dict[str, sb.Config] = {
 }
 
 
-def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def race(
-    runs: dict[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int
-) -> dict[str, dict[str, float]]:
-    """Medians over rounds in which every variant runs once, after two rounds to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(rounds + 2):
-        for name, run in runs.items():
-            spent = seconds(run, device)
-            if i >= 2:
-                times[name].append(spent)
-    ratios = {name: [a / b for a, b in zip(spent, times[reference], strict=True)] for name, spent in times.items()}
-    return {
-        name: {"ms": 1e3 * statistics.median(spent), "ratio": statistics.median(ratios[name])}
-        for name, spent in times.items()
-    }
-
-
 def stepper(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     optimizer = torch.optim.Adam(net.parameters(), fused=x.is_cuda)
 
@@ -79,66 +50,52 @@ def stepper(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     return step
 
 
+small_resnet18 = partial(models.resnet18, classes=100, small_images=True)
+
+
 def steps(device: torch.device, rounds: int, small: bool) -> dict[str, Any]:
-    nets: dict[str, Callable[[], nn.Module]] = {
-        "ResNet-18, 32 x 32": lambda: models.resnet18(classes=100, small_images=True)
-    }
+    nets = {"ResNet-18, 32 x 32": small_resnet18}
     if not small:
-        nets["PyramidNet-110, alpha 270"] = models.pyramidnet
+        nets["PyramidNet-110, alpha 270"] = partial(models.pyramidnet)
     x = torch.randn(8 if small else 256, 3, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
     y = torch.randint(100, (len(x),), device=device)
     out = {}
     for name, build in nets.items():
-        runs = {
-            m: stepper(sb.bayesianize(build().to(device, memory_format=torch.channels_last), c), x, y)
-            for m, c in FAMILY.items()
-        }
-        if "Pyramid" in name:
-            runs.pop("DropConnect")
+        family = {m: c for m, c in FAMILY.items() if m != "DropConnect" or "Pyramid" not in name}
+        plain = {method: build().to(device, memory_format=torch.channels_last) for method in family}
+        runs = {method: stepper(sb.bayesianize(plain[method], config), x, y) for method, config in family.items()}
         out[name] = race(runs, "plain", device, rounds)
     return out
 
 
 def predictions(device: torch.device, rounds: int, small: bool) -> dict[str, Any]:
     draws, rows = (20, 4) if small else (200, 100)
-    image = torch.randn(rows, 3, 32, 32, device=device)
-    table = torch.randn(31, 6, device=device)
-    resnet = lambda: models.resnet18(classes=100, small_images=True)  # noqa: E731
-    cases: dict[str, tuple[Callable[[], nn.Module], Any, Tensor, int]] = {
-        f"ResNet-18, all norms EMP, S={draws}": (resnet, sb.ModelPatch(patch="norm+output"), image, draws),
-        f"ResNet-18, all norms ECMP, S={draws}": (resnet, sb.ModelPatch(patch="norm+output", cross=True), image, draws),
-        f"ResNet-18, last stage and output EMP, S={draws}": (
-            resnet,
-            sb.ModelPatch(patch=r"layer4.*bn.*|fc"),
-            image,
-            draws,
-        ),
-        f"ResNet-18, output rank-1, S={draws}": (resnet, {"fc": sb.Rank1(members=1)}, image, draws),
-        "regression net EMP, S=10,000": (lambda: models.regression_net(6), sb.ModelPatch(), table, 10_000),
-        "regression net ECMP, S=10,000": (lambda: models.regression_net(6), sb.ModelPatch(cross=True), table, 10_000),
+    last_stage = sb.ModelPatch(patch=r"layer4.*bn.*|fc")
+    networks: dict[str, sb.Config | Mapping[str, sb.Config]] = {
+        "all norms EMP": sb.ModelPatch(patch="norm+output"),
+        "all norms ECMP": sb.ModelPatch(patch="norm+output", cross=True),
+        "last stage and output EMP": last_stage,
+        "output rank-1": {"fc": sb.Rank1(members=1)},
     }
+    image, table = torch.randn(rows, 3, 32, 32, device=device), torch.randn(31, 6, device=device)
+    cases: dict[str, tuple[nn.Module, Any, Tensor, int]] = {
+        f"ResNet-18, {name}, S={draws}": (small_resnet18(), config, image, draws) for name, config in networks.items()
+    }
+    for name, cross in (("EMP", False), ("ECMP", True)):
+        net = models.regression_net(6)
+        cases[f"regression net {name}, S=10,000"] = (net, sb.ModelPatch(cross=cross), table, 10_000)
     out = {}
-    for name, (build, config, x, count) in cases.items():
-        net = sb.bayesianize(build().to(device), config)
-
-        def run(share: bool, net: nn.Module = net, x: Tensor = x, count: int = count) -> None:
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-                sb.predict(
-                    net,
-                    x,
-                    draws=count,
-                    share=share,
-                    keep_samples=False,
-                    likelihood="categorical" if x.dim() > 2 else "gaussian",
-                )
-
-        out[name] = race(
-            {"share off": lambda r=run: r(False), "share on": lambda r=run: r(True)},
-            "share off",
-            device,
-            max(3, rounds // 3),
-        )
+    for name, (plain, config, x, count) in cases.items():
+        net = sb.bayesianize(plain.to(device), config)
+        runs = {f"share {word}": partial(predict, net, x, count, word == "on") for word in ("off", "on")}
+        out[name] = race(runs, "share off", device, max(3, rounds // 3))
     return out
+
+
+def predict(net: nn.Module, x: Tensor, draws: int, share: bool) -> None:
+    likelihood = "categorical" if x.dim() > 2 else "gaussian"
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+        sb.predict(net, x, draws=draws, share=share, keep_samples=False, likelihood=likelihood)
 
 
 def members(device: torch.device, rounds: int, small: bool) -> dict[str, Any]:
@@ -146,47 +103,47 @@ def members(device: torch.device, rounds: int, small: bool) -> dict[str, Any]:
     for width in (50, 100, 200) if small else (50, 100, 200, 400, 800, 1600):
         for count in (5, 20):
             for rows in (100, 1000):
-                net = nn.Sequential(
-                    nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
-                ).to(device)
                 x = torch.randn(rows, width, device=device)
-                runs: dict[str, Callable[[], Any]] = {}
-                for execution in ("loop", "batched"):
-                    ensemble = sb.bayesianize(
-                        nn.Sequential(
-                            *[
-                                type(m)(m.in_features, m.out_features) if isinstance(m, nn.Linear) else nn.ReLU()
-                                for m in net
-                            ]
-                        ).to(device),
-                        sb.Ensemble(members=count, execution=execution),
+                times = {
+                    kind: race(
+                        {e: member_pass(width, count, e, kind, x) for e in ("loop", "batched")}, "loop", device, rounds
                     )
-
-                    def train(model: nn.Module = ensemble, x: Tensor = x) -> None:
-                        sb.sample(model, x).square().mean().backward()
-
-                    def predict(model: nn.Module = ensemble, x: Tensor = x) -> None:
-                        with torch.no_grad():
-                            sb.sample(model, x)
-
-                    runs |= {f"{execution} train": train, f"{execution} predict": predict}
-                done = race(runs, "loop train", device, rounds)
-                size = sum(p.numel() for p in net.parameters())
-                out[f"width {width} ({size:,} parameters), {count} members, {rows} rows"] = {
-                    kind: {
-                        "loop ms": done[f"loop {kind}"]["ms"],
-                        "batched / loop": done[f"batched {kind}"]["ms"] / done[f"loop {kind}"]["ms"],
-                    }
                     for kind in ("train", "predict")
                 }
+                size = sum(p.numel() for p in dense(width).parameters())
+                out[f"width {width} ({size:,} parameters), {count} members, {rows} rows"] = {
+                    kind: {"loop ms": found["loop"]["ms"], "batched / loop": found["batched"]["ratio"]}
+                    for kind, found in times.items()
+                }
     return out
+
+
+def dense(width: int) -> nn.Sequential:
+    hidden = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*hidden, nn.Linear(width, 1))
+
+
+def member_pass(width: int, count: int, execution: str, kind: str, x: Tensor) -> Callable[[], None]:
+    """A training pass or a prediction of all members."""
+    model = sb.bayesianize(dense(width).to(x.device), sb.Ensemble(members=count, execution=execution))
+
+    def run() -> None:
+        with torch.set_grad_enabled(kind == "train"):
+            loss = sb.sample(model, x).square().mean()
+        if kind == "train":
+            loss.backward()
+
+    return run
 
 
 def write_tables(record: Path, page: Path) -> None:
     """Put the step and prediction times of a record between the page's marks."""
     data = json.loads(record.read_text())
     steps = data["step"]
-    head = f"{data['device']}, torch {data['torch']}, eager, bfloat16 autocast, 256 images of 32 x 32; milliseconds for a training step, and over the plain network's."
+    head = (
+        f"{data['device']}, torch {data['torch']}, eager, bfloat16 autocast, 256 images of 32 x 32; "
+        "milliseconds for a training step, and over the plain network's."
+    )
     names = list(next(iter(steps.values())))
     lines = [head, "", "| | " + " | ".join(steps) + " |", "|---|" + "---|" * len(steps)]
     for name in names:
@@ -225,10 +182,7 @@ def main() -> None:
         return
     device = torch.device(args.device)
     torch.manual_seed(0)
-    results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
-        "torch": torch.__version__, "python": platform.python_version(), "rounds": args.rounds,
-    }  # fmt: skip
+    results: dict[str, Any] = machine(device) | {"rounds": args.rounds}
     for part in args.parts.split(","):
         results[part] = PARTS[part](device, args.rounds, device.type == "cpu")
         for case, lines in results[part].items():

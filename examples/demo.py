@@ -10,12 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from slimbayes.lab.bars import Bars
+from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.files import load
+from slimbayes.lab.files import load, read_tree
 from slimbayes.lab.fit import fit
 from slimbayes.report import compare, write_page
 
-CONFIGS = Path(__file__).parents[1] / "experiments" / "demo"
+CONFIGS = Path(__file__).parents[1] / "experiments" / "demo" / "digits.yaml"
 
 
 def main() -> None:
@@ -25,13 +26,13 @@ def main() -> None:
     args = parser.parse_args()
     start, console, runs = time.perf_counter(), Console(), []
     changes = [f"train.epochs={args.epochs}"] if args.epochs else []
-    for file in sorted(CONFIGS.glob("[0-9]*.yaml")):
-        experiment = load(file, changes)
+    for row in row_names(read_tree(CONFIGS)):
+        experiment = load(f"{CONFIGS}#{row}", changes)
         with Bars(f"{experiment.name:14}", Console(stderr=True)) as bars:
             runs.append(
                 fit(
                     experiment,
-                    args.out / f"{file.stem}-{experiment.hash}",
+                    args.out / f"{row}-{experiment.hash}",
                     Execution(accelerator="cpu", workers=0),
                     resume=True,
                     watcher=bars,

@@ -2,8 +2,8 @@
 
     python examples/digits.py
 
-Both are trained the same way on upright, clean digits, and judged on those, on rotated and noisy ones, and on images that are
-no digits at all. Prints a table and draws demo/digits.png.
+Both are trained the same way on upright, clean digits, and judged on those, on rotated and noisy ones, and on images
+that are no digits at all. Prints a table and draws demo/digits.png.
 
 Sizes: N test digits, C = 10 classes.
 """
@@ -39,7 +39,7 @@ METHODS: dict[str, sb.Config] = {
     # Means start at Normal(1, 0.5), as in the paper, whose nets are trained from scratch too.
     "rank-1": sb.Rank1(members=4, prior=sb.Cauchy(1.0, 0.1), mean_init=sb.Normal(1.0, 0.5)),
 }
-# Where both nets had their best NLL on a held-out 30 % of the training digits, of rates 3e-3, 1e-2, 2e-2 x decays 0.1, 1, 3.
+# Best NLL of both nets on a held-out 30 % of the training digits, of rates 3e-3, 1e-2, 2e-2 x decays 0.1, 1, 3.
 LEARNING_RATE, WEIGHT_DECAY = 1e-2, 1.0  # AdamW multiplies them: a step shrinks weights by 1 %
 BATCH = 64
 DRAWS = 4  # from each member, for predictions
@@ -123,7 +123,7 @@ def strangers(x: Tensor) -> dict[str, Tensor]:
 
 
 def bin_confidence(probs: Tensor, target: Tensor, bins: int = BINS) -> tuple[Tensor, Tensor, Tensor]:
-    """Share of predictions, mean confidence and accuracy in bins [0, 1/bins), ..., the last one closed. Empty bins hold NaN."""
+    """Share of predictions, mean confidence and accuracy in bins [0, 1/bins), ..., the last closed; NaN where empty."""
     confidence, label = probs.double().max(-1)
     index = (confidence * bins).long().clamp(max=bins - 1)
     count = torch.bincount(index, minlength=bins).double()

@@ -1,7 +1,8 @@
 """Small models that a conversion can get wrong, each with inputs of sizes that invite a wrong guess.
 
-Sizes: S = 3 draws in every test, B = 4 rows unless a case says otherwise, T steps, D = 4 channels, so D == B, and T runs over B, S * B and
-others. `rows` says where outputs hold their rows: None where rows act on each other or there are none, so that a bare call must be one draw.
+Sizes: S = 3 draws in every test, B = 4 rows unless a case says otherwise, T steps, D = 4 channels, so D == B, and T
+runs over B, S * B and others. `rows` says where outputs hold their rows: None where rows act on each other or there are
+none, so that a bare call must be one draw.
 """
 
 import functools
@@ -27,12 +28,14 @@ class Case:
     Attributes:
         make: builds the model, always with the same structure.
         inputs: builds (args, kwargs).
-        rows: dimension of the outputs that holds the rows, or one for each output; None where a bare call must be one draw, "any" for an
-            output that may be made of several, such as a loss.
+        rows: dimension of the outputs that holds the rows, or one for each output; None where a bare call must be
+            one draw, "any" for an output that may be made of several, such as a loss.
         owner: the input's row of an output's row, where they differ.
         part: the submodule that is converted, if not all.
-        folds: False where running the draws as one batch cannot be right; True where it must be; None where either will do.
-        trains: whether runs in training mode can be compared: no batch norm, no dropout, no state that a forward changes.
+        folds: False where running the draws as one batch cannot be right; True where it must be; None
+            where either will do.
+        trains: whether runs in training mode can be compared: no batch norm, no dropout, no state that a
+            forward changes.
         predicts: whether `predict` can be asked: the first output holds rows or at least one axis.
     """
 
@@ -92,7 +95,7 @@ def lin(n_in: int = D, n_out: int = H, **options: Any) -> Callable[[], nn.Module
     return lambda: nn.Linear(n_in, n_out, **options)
 
 
-# Controls: folding must be found right ----------------------------------------------------------------------------------------------
+# Controls: folding must be found right --------------------------------------------------------------------------------
 
 
 add("mlp", two(lambda m, x: m.b(torch.tanh(m.a(x)))), x(B, D), folds=True)
@@ -108,7 +111,7 @@ add(
 )  # fmt: skip
 
 
-# Rows guessed from sizes: review 1.1 -------------------------------------------------------------------------------------------------
+# Rows guessed from sizes: review 1.1 ----------------------------------------------------------------------------------
 
 
 def time_major(m: Any, x: Tensor) -> Tensor:
@@ -197,7 +200,7 @@ add("windows-lstm", net(windows, lstm=lambda: nn.LSTM(D, H, batch_first=True), f
 add("windows-lstm-B=5", net(windows, lstm=lambda: nn.LSTM(D, H, batch_first=True), fc=lin(H, C)), x(5, 6, D))
 
 
-# Used past a layer's forward, or twice: review 1.3 --------------------------------------------------------------------------------------
+# Used past a layer's forward, or twice: review 1.3 --------------------------------------------------------------------
 
 
 add("functional-linear", two(lambda m, x: m.b(torch.tanh(F.linear(x, m.a.weight, m.a.bias)))), x(B, D))
@@ -205,7 +208,9 @@ add("functional-only", lambda: Net(lambda m, x: F.linear(x, m.fc.weight, 2 * m.f
 add(
     "functional-conv",
     net(
-        lambda m, x: m.fc(torch.tanh(F.conv1d(x, m.conv.weight, m.conv.bias, padding=2, groups=D)[..., : x.shape[-1]]).mean(2)),
+        lambda m, x: m.fc(
+            torch.tanh(F.conv1d(x, m.conv.weight, m.conv.bias, padding=2, groups=D)[..., : x.shape[-1]]).mean(2)
+        ),
         conv=lambda: nn.Conv1d(D, D, 3, groups=D), fc=lin(D, C),
     ),
     x(B, D, 5),
@@ -273,7 +278,7 @@ add(
 add("pruned", pruned, x(B, D))
 
 
-# Layers that are not in the table ------------------------------------------------------------------------------------------------------
+# Layers that are not in the table -------------------------------------------------------------------------------------
 
 
 class OwnMatrix(nn.Module):
@@ -335,7 +340,7 @@ add("spectral-norm-old", old_style(torch.nn.utils.spectral_norm), x(B, D), train
 add("spectral-norm-new", new_style(parametrizations.spectral_norm), x(B, D), trains=False)
 
 
-# Layouts -----------------------------------------------------------------------------------------------------------------------------------
+# Layouts --------------------------------------------------------------------------------------------------------------
 
 
 def packed_inside(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
@@ -444,7 +449,7 @@ add("transposed-batch", two(lambda m, x: m.b(torch.tanh(m.a(x.T)))), x(B, D))  #
 add("einsum", two(lambda m, x: torch.einsum("bth,bsh->bts", m.a(x), m.a(x)).mean(2)), x(B, 5, D))
 
 
-# Rows that act on each other ----------------------------------------------------------------------------------------------------------------
+# Rows that act on each other ------------------------------------------------------------------------------------------
 
 
 def prototypes(m: Any, x: Tensor, support: Tensor) -> Tensor:
@@ -494,7 +499,7 @@ add("branch-other-seed", two(branch), lambda: call(tensor(B, D) - 0.5), rows=Non
 add("experts", net(experts, router=lin(D, 3), e0=lin(D, C), e1=lin(D, C), e2=lin(D, C)), x(B, D))
 
 
-# Inputs and outputs of other kinds --------------------------------------------------------------------------------------------------------------
+# Inputs and outputs of other kinds ------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -13,6 +13,12 @@ import torch
 collect_ignore = ["fakes"]  # stand-ins for programs, run by tests
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full-contract", action="store_true", help="every method x layer x property, not a covering array"
+    )
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

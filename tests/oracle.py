@@ -1,7 +1,8 @@
 """What a converted model must equal: plain models whose weights are those of its draws.
 
-`write_out` is the oracle: inside `frozen` it gives the plain network of one held draw. It is `sb.write_out` where that exists, and else a
-slow copy made of `materialise`, which serves methods that draw weights or members, not those that drop units.
+`write_out` is the oracle: inside `frozen` it gives the plain network of one held draw. It is
+`sb.write_out` where that exists, and else a slow copy made of `materialise`, which serves methods that
+draw weights or members, not those that drop units.
 """
 
 import copy
@@ -122,8 +123,8 @@ def held(model: nn.Module, draws: int) -> list[nn.Module]:
 def draws_of_rows(output: Any, expected: list[Any], rows: Any, owner: Any = None) -> list[set[int]]:
     """Which of the expected outputs each row agrees with in all tensors: one set of draws for each row of the input.
 
-    `rows` is the dimension that holds the rows, or one for each tensor; None makes a tensor one row, "any" leaves it out. `owner` tells the
-    input's row of an output's row.
+    `rows` is the dimension that holds the rows, or one for each tensor; None makes a tensor one row, "any" leaves it
+    out. `owner` tells the input's row of an output's row.
     """
     sets: dict[int, set[int]] = {}
     for i, tensor in enumerate(leaves(output)):

@@ -1,4 +1,4 @@
-"""Made-up records for the tests of reports. Every number is synthetic: it follows from formulas below, not from a training run."""
+"""Made-up records for the tests of reports. Every number follows from formulas below, not from a training run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import numpy as np
 
 from slimbayes.report.record import Cost, Evaluation, Example, Parameters, Record, Reliability, RiskCoverage
 
-CORRUPTIONS = ["gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow", "frost", "fog",
-               "brightness", "contrast", "elastic", "pixelate", "jpeg", "speckle_noise", "gaussian_blur", "spatter", "saturate"]  # fmt: skip
+CORRUPTIONS = [f"corruption {i:02d}" for i in range(19)]
 CLASSES = ["airplane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 # method: (skill, calibration gap, members, parameter ratio); larger skill is better
 METHODS = {
@@ -49,8 +48,19 @@ def scores(rng: np.random.Generator, skill: float, gap: float, hardness: float, 
     error = min(0.9, (0.06 - 0.02 * skill) * math.exp(1.9 * hardness) * (1 + 0.05 / draws) + rng.normal(0, 0.0012))
     ece = abs(gap * (1 + 4 * hardness) * (1 + 0.2 / draws) + rng.normal(0, 0.0008))
     nll = 3.1 * error * (1 + 6 * ece) + rng.normal(0, 0.002)
-    return {"accuracy": 1 - error, "top5": 1 - error / 6, "nll": nll, "brier": 1.5 * error, "ece": ece, "mce": 3 * ece, "adaptive_ece": 0.95 * ece,
-            "classwise_ece": 0.3 * ece, "aurc": error**1.7, "entropy": 2 * error, "epistemic": 0.3 * error * skill}  # fmt: skip
+    return {
+        "accuracy": 1 - error,
+        "top5": 1 - error / 6,
+        "nll": nll,
+        "brier": 1.5 * error,
+        "ece": ece,
+        "mce": 3 * ece,
+        "adaptive_ece": 0.95 * ece,
+        "classwise_ece": 0.3 * ece,
+        "aurc": error**1.7,
+        "entropy": 2 * error,
+        "epistemic": 0.3 * error * skill,
+    }
 
 
 def reliability(accuracy: float, gap: float, rows: int) -> Reliability:
@@ -71,18 +81,47 @@ def evaluations(rng: np.random.Generator, method: str, corruptions: list[str], d
         clean = scores(rng, skill, gap, 0.0, count)
         error = 1 - clean["accuracy"]
         alone = [scores(rng, skill - 0.5, gap * 1.6, 0.0, count) for _ in range(members)] if members > 1 else []
-        varied = {"disagreement": error * (0.5 + skill), "normalised_disagreement": 0.5 + skill + rng.normal(0, 0.02), "kl": 0.1 + skill / 5,
-                  "cosine": 1 - error} if members > 1 else {}  # fmt: skip
+        varied = (
+            {
+                "disagreement": error * (0.5 + skill),
+                "normalised_disagreement": 0.5 + skill + rng.normal(0, 0.02),
+                "kl": 0.1 + skill / 5,
+                "cosine": 1 - error,
+            }
+            if members > 1
+            else {}
+        )
         coverage = np.linspace(0.005, 1, 200)
         curve = RiskCoverage(coverage=coverage.tolist(), risk=(error * coverage ** (2 + skill)).tolist())
-        made.append(Evaluation(data="synthetic/test", role="test", draws=count, rows=10_000, metrics=clean, members=alone, diversity=varied,
-                               reliability=reliability(clean["accuracy"], gap, 10_000), risk_coverage=curve))  # fmt: skip
+        made.append(
+            Evaluation(
+                data="synthetic/test",
+                role="test",
+                draws=count,
+                rows=10_000,
+                metrics=clean,
+                members=alone,
+                diversity=varied,
+                reliability=reliability(clean["accuracy"], gap, 10_000),
+                risk_coverage=curve,
+            )
+        )
         for i, corruption in enumerate(corruptions):
             for severity in range(1, 6):
                 hardness = severity / 5 * (0.35 + 0.65 * i / max(1, len(corruptions) - 1))
                 hard = scores(rng, skill, gap, hardness, count)
-                made.append(Evaluation(data="synthetic-c", role="corruption", corruption=corruption, severity=severity, draws=count, rows=10_000, metrics=hard,
-                                       reliability=reliability(hard["accuracy"], gap * (1 + hardness), 10_000)))  # fmt: skip
+                made.append(
+                    Evaluation(
+                        data="synthetic-c",
+                        role="corruption",
+                        corruption=corruption,
+                        severity=severity,
+                        draws=count,
+                        rows=10_000,
+                        metrics=hard,
+                        reliability=reliability(hard["accuracy"], gap * (1 + hardness), 10_000),
+                    )
+                )
         for k, name in enumerate(("street numbers", "textures")):
             auroc = 0.88 + 0.1 * skill - 0.03 * k + rng.normal(0, 0.004)
             made.append(
@@ -112,26 +151,68 @@ def examples(rng: np.random.Generator, count: int = 8) -> list[Example]:
     for i in range(2 * count):
         sure = i < count
         label, other = CLASSES[i % 10], CLASSES[(i * 3 + 1) % 10]
-        made.append(Example(index=100 + 7 * i, sure="most" if sure else "least", label=label, predicted=label if sure or i % 3 else other,
-                            confidence=0.999 if sure else 0.3 + 0.02 * (i - count), entropy=0.01 if sure else 1.6, epistemic=0.001 if sure else 0.4, image=png(rng)))  # fmt: skip
+        made.append(
+            Example(
+                index=100 + 7 * i,
+                sure="most" if sure else "least",
+                label=label,
+                predicted=label if sure or i % 3 else other,
+                confidence=0.999 if sure else 0.3 + 0.02 * (i - count),
+                entropy=0.01 if sure else 1.6,
+                epistemic=0.001 if sure else 0.4,
+                image=png(rng),
+            )
+        )
     return made
 
 
-def record(name: str = "rank1-gaussian", seed: int = 0, *, data: str = "synthetic-10", corruptions: int = 19, draws: tuple[int, ...] = (1, 4, 16),
-           epochs: int = 60, pictures: int = 8, **changes: Any) -> Record:  # fmt: skip
+def record(
+    name: str = "rank1-gaussian",
+    seed: int = 0,
+    *,
+    data: str = "synthetic-10",
+    corruptions: int = 19,
+    draws: tuple[int, ...] = (1, 4, 16),
+    epochs: int = 60,
+    pictures: int = 8,
+    **changes: Any,
+) -> Record:
     """A classifier's record."""
     rng = np.random.default_rng([seed, sum(map(ord, name))])
     ratio = METHODS.get(name, (0.3, 0.03, 4, 1.01))[3]
-    curve = [{"epoch": float(e), "step": 390.0 * e, "loss": 2.3 * math.exp(-e / 15) + 0.1, "nll": 2.2 * math.exp(-e / 14) + 0.05 * rng.random(),
-              "kl": 50 * (1 - math.exp(-e / 20)), "kl_weight": min(1.0, e / 30), "lr": 0.1 * 0.5 * (1 + math.cos(math.pi * e / epochs))} for e in range(epochs)]  # fmt: skip
+    curve = [
+        {
+            "epoch": float(e),
+            "step": 390.0 * e,
+            "loss": 2.3 * math.exp(-e / 15) + 0.1,
+            "nll": 2.2 * math.exp(-e / 14) + 0.05 * rng.random(),
+            "kl": 50 * (1 - math.exp(-e / 20)),
+            "kl_weight": min(1.0, e / 30),
+            "lr": 0.1 * 0.5 * (1 + math.cos(math.pi * e / epochs)),
+        }
+        for e in range(epochs)
+    ]
     fields: dict[str, Any] = {
-        "name": name, "method": f"{name.replace('-', ' ')}, wide network", "data": data, "seed": seed, "config": {"method": {"kind": name}, "train": {"epochs": epochs}, "seed": seed},
-        "config_hash": f"{seed:064x}", "commands": [f"slimbayes run {name}.yaml --set seed={seed}"], "classes": CLASSES,
-        "parameters": Parameters(plain=36_489_290, total=int(36_489_290 * ratio)), "curve": curve,
-        "evaluations": evaluations(rng, name, CORRUPTIONS[:corruptions], list(draws)), "examples": examples(rng, pictures),
+        "name": name,
+        "method": f"{name.replace('-', ' ')}, wide network",
+        "data": data,
+        "seed": seed,
+        "config": {"method": {"kind": name}, "train": {"epochs": epochs}, "seed": seed},
+        "config_hash": f"{seed:064x}",
+        "commands": [f"slimbayes run {name}.yaml --set seed={seed}"],
+        "classes": CLASSES,
+        "parameters": Parameters(plain=36_489_290, total=int(36_489_290 * ratio)),
+        "curve": curve,
+        "evaluations": evaluations(rng, name, CORRUPTIONS[:corruptions], list(draws)),
+        "examples": examples(rng, pictures),
         "environment": {"commit": "0" * 40, "python": "3.11.7", "torch": "2.13.0", "hardware": "one made-up GPU"},
-        "cost": Cost(train_seconds=4000 * ratio + 60 * seed, seconds_per_epoch=61.0 * ratio, evaluate_seconds=33.0, peak_memory=int(6e9 * ratio)),
-    }  # fmt: skip
+        "cost": Cost(
+            train_seconds=4000 * ratio + 60 * seed,
+            seconds_per_epoch=61.0 * ratio,
+            evaluate_seconds=33.0,
+            peak_memory=int(6e9 * ratio),
+        ),
+    }
     return Record(**(fields | changes))
 
 
@@ -139,8 +220,21 @@ def regression(name: str = "k-tied", seed: int = 0, *, data: str = "synthetic-li
     """A record of a model with a real target: no classes, members, corruptions or pictures."""
     rng = np.random.default_rng([seed, len(name)])
     noise = rng.normal(0, 0.02)
-    test = [Evaluation(data=f"{data}/test", role="test", draws=count, rows=60, metrics={"rmse": 2.9 + noise + 0.3 / count, "lpd": -2.46 - noise, "crps": 1.5 + noise,
-                                                                                  "coverage95": 0.94 + noise / 5}) for count in (1, 16)]  # fmt: skip
+    test = [
+        Evaluation(
+            data=f"{data}/test",
+            role="test",
+            draws=count,
+            rows=60,
+            metrics={
+                "rmse": 2.9 + noise + 0.3 / count,
+                "lpd": -2.46 - noise,
+                "crps": 1.5 + noise,
+                "coverage95": 0.94 + noise / 5,
+            },
+        )
+        for count in (1, 16)
+    ]
     empty: dict[str, Any] = {"classes": [], "examples": [], "evaluations": test, "method": name}
     return record(name, seed, data=data, epochs=20, corruptions=0, pictures=0, **(empty | changes))
 

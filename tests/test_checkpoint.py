@@ -34,6 +34,7 @@ def test_holds_the_posterior_alone_in_the_named_files(saved: Path) -> None:
     assert oct(saved.stat().st_mode & 0o777) == "0o755"
 
 
+@pytest.mark.slow
 def test_every_bit_flip_and_truncation_is_refused(saved: Path) -> None:
     """R4: safetensors alone loads almost all of them silently wrong."""
     chance = random.Random(0)

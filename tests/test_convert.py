@@ -403,6 +403,7 @@ def test_frozen_holds_draws_over_batches_of_any_size_and_fresh_ones_follow() -> 
     assert not torch.allclose(sb.sample(model, x), whole[:2])
 
 
+@pytest.mark.slow
 def test_a_bare_call_uses_every_member_for_a_single_row() -> None:
     model = sb.bayesianize(nn.Linear(3, 1), sb.BatchEnsemble(members=4, mean_init=sb.Normal(1.0, 0.5)))
     x = torch.randn(1, 3)
@@ -427,6 +428,7 @@ def test_nothing_is_drawn_twice_in_one_pass() -> None:
     assert not torch.equal(model.inner(x), model.inner(x))  # two passes of the layer alone
 
 
+@pytest.mark.slow
 def test_importing_needs_torch_and_safetensors_only() -> None:
     import subprocess
     import sys
@@ -439,6 +441,7 @@ def test_importing_needs_torch_and_safetensors_only() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)  # a symbolic size that nests with depth would take hours here
 def test_a_compiled_model_takes_other_numbers_of_draws() -> None:
     model = sb.bayesianize(nn.Sequential(*[nn.Linear(8, 8) for _ in range(7)]), sb.BatchEnsemble(members=4))

@@ -1,4 +1,5 @@
-"""Corruptions against slow NumPy, SciPy, Pillow and colorsys versions on the same draws, or against their moments (F40)."""
+"""Corruptions against slow NumPy, SciPy, Pillow and colorsys versions on the same draws, or against their moments
+(F40)."""
 
 import colorsys
 import io
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from slimbayes.data import CORRUPTIONS, EXTRA, corrupt
 from slimbayes.data.corruptions import blur, digital, filters, spatter, weather
-from slimbayes.data.corruptions.constants import STRENGTHS
-from slimbayes.data.corruptions.draws import Draws
+from slimbayes.data.corruptions.noise import RandomNumbers
+from slimbayes.data.corruptions.strengths import STRENGTHS
 
 ALL = CORRUPTIONS + EXTRA
 FIXED = (
@@ -55,7 +56,7 @@ def bytes_of(x: Tensor) -> np.ndarray:
     return np.round(numpy(x).transpose(1, 2, 0) * 255).astype(np.uint8)
 
 
-class Recorded(Draws):
+class Recorded(RandomNumbers):
     """Keeps what it drew, for a slow version to use again."""
 
     def _keep(self, value: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# F40: what holds for all ------------------------------------------------------------------------------------------------
+# F40: what holds for all --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -119,8 +120,8 @@ def test_change_grows_with_severity(name: str, style: str) -> None:
         float((corrupt(x, name, s, seeded(), style, quantize=False) - x).abs().mean())  # type: ignore[arg-type]
         for s in range(1, 6)
     ]
-    # Pixelate keeps int(64 c) of 64 pixels: where that divides evenly images suffer less, whatever c says. CIFAR's motion
-    # blurs 3 and 4 differ in radius alone, which at that sigma is hardly felt.
+    # Pixelate keeps int(64 c) of 64 pixels: where that divides evenly images suffer less, whatever c says. CIFAR's
+    # motion blurs 3 and 4 differ in radius alone, which at that sigma is hardly felt.
     slack = {"pixelate": 0.75, "motion_blur": 0.99}.get(name, 1.0)
     assert all(b > slack * a > 0 for a, b in pairwise(change)), change
     assert change[-1] > 1.2 * change[0]
@@ -177,7 +178,7 @@ def test_every_name_has_five_strengths_in_both_styles() -> None:
         assert set(table) == set(ALL) and all(len(rows) == 5 for rows in table.values())
 
 
-# Noise: moments -----------------------------------------------------------------------------------------------------------
+# Noise: moments -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", ["cifar", "imagenet"])
@@ -211,7 +212,7 @@ def test_noise_has_the_stated_moments(style: str, severity: int) -> None:
     assert bool(((y == 0) | (y == 1) | (y == 0.5)).all())
 
 
-# Blurs --------------------------------------------------------------------------------------------------------------------
+# Blurs --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", ["cifar", "imagenet"])
@@ -314,7 +315,7 @@ def test_motion_angles_fill_their_ranges() -> None:
         assert angle.shape == (400,) and low <= angle.min() < low + 2 and high - 2 < angle.max() <= high
 
 
-# Weather ------------------------------------------------------------------------------------------------------------------
+# Weather ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("severity", [1, 3, 5])
@@ -410,7 +411,7 @@ def test_frost_covers_images_larger_than_the_photos(photos: Path) -> None:
 
 def test_frost_says_which_photos_are_missing(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLIMBAYES_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match=r"frost1\.png.*frost_folder=.*SLIMBAYES_DATA, which is not set"):
+    with pytest.raises(FileNotFoundError, match=r"frost1\.png.*frost_folder=.*SLIMBAYES_DATA/frost; it is not set"):
         corrupt(pictures(1), "frost", 1)
     (tmp_path / "frost1.png").write_bytes((photos / "frost1.png").read_bytes())
     with pytest.raises(FileNotFoundError, match=r"lacks frost2\.png, frost3\.png, frost4\.jpg, frost5\.jpg"):
@@ -418,7 +419,7 @@ def test_frost_says_which_photos_are_missing(photos: Path, tmp_path: Path, monke
 
 
 def colours() -> Tensor:
-    """Random colours, with black, white, gray, the primaries and their mixtures among them, as images (1, 3, 24, 24)."""
+    """Random colours, with black, white, gray, the primaries and their mixtures, as images (1, 3, 24, 24)."""
     corners = torch.tensor([[i >> 2 & 1, i >> 1 & 1, i & 1] for i in range(8)]).float()
     some = torch.cat([corners, corners * 0.5, torch.rand(560, 3)])
     return some.T.reshape(1, 3, 24, 24)
@@ -440,7 +441,7 @@ def test_brightness_and_saturate_against_colorsys(style: str) -> None:
             np.testing.assert_allclose(numpy(got)[0].reshape(3, -1).T, want, atol=2e-6)
 
 
-# Digital ------------------------------------------------------------------------------------------------------------------
+# Digital ------------------------------------------------------------------------------------------------------------
 
 
 def test_contrast_keeps_channel_means_and_scales_deviations() -> None:
@@ -524,9 +525,9 @@ def test_jpeg_equals_pillow(style: str, size: tuple[int, int], channels: int) ->
             assert gap.max() <= 1 and np.mean(gap > 0) < 2e-3, (quality, gap.max(), np.mean(gap > 0))
 
 
-# Spatter ------------------------------------------------------------------------------------------------------------------
+# Spatter ------------------------------------------------------------------------------------------------------------
 
-# Made with OpenCV 5.0.0 from `wet_layer`: Canny(50, 150) as one number per row, and the relief before it meets the depth.
+# Made with OpenCV 5.0.0 from `wet_layer`: Canny(50, 150) as one number per row, and the relief before it meets depth.
 CANNY = [
     9511620, 11146308, 12848067, 2745344, 1123432, 1185356, 2233203, 13372420, 8970948, 5317444, 9512520, 15878547,
     301604, 595016, 599144, 804873, 15111042, 10526788, 10527300, 10568388, 15096889, 1872210, 1122892, 1122888,
@@ -596,7 +597,7 @@ def test_spatter_only_adds_water_or_paints_mud(style: str) -> None:
             assert float(change[:, 1].amax()) == pytest.approx(strength[4] * spatter.WATER[1], abs=1e-5)
 
 
-# What is refused ----------------------------------------------------------------------------------------------------------
+# What is refused ----------------------------------------------------------------------------------------------------
 
 
 def test_errors_say_what_was_got_and_needed() -> None:
@@ -645,7 +646,7 @@ def test_other_numbers_of_channels_work_or_are_refused(name: str, channels: int,
         torch.testing.assert_close(colour[:, :1], y, atol=1.01 / 255, rtol=0)
 
 
-# Real photos --------------------------------------------------------------------------------------------------------------
+# Real photos --------------------------------------------------------------------------------------------------------
 
 
 def test_real_photos(tmp_path: Path) -> None:

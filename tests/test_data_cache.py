@@ -85,10 +85,8 @@ SETS: dict[str, Callable[[Path], Path]] = {
 
 def equal(a: Dataset, b: Dataset) -> bool:
     words = (a.classes, a.vocabulary, list(a.splits)) == (b.classes, b.vocabulary, list(b.splits))
-    return words and all(
-        torch.equal(getattr(a.splits[s], n), getattr(b.splits[s], n)) and getattr(a.splits[s], n).dtype == getattr(b.splits[s], n).dtype
-        for s in a.splits for n in "xy"
-    )  # fmt: skip
+    pairs = [(getattr(a.splits[s], axis), getattr(b.splits[s], axis)) for s in a.splits for axis in "xy"]
+    return words and all(torch.equal(one, other) and one.dtype == other.dtype for one, other in pairs)
 
 
 def mapped(folder: Path) -> bool:
@@ -299,6 +297,7 @@ def test_failure_leaves_no_part_and_keeps_the_old(
         assert not (root / ".slimbayes-cache").exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     """The system itself refuses: no file may grow beyond 64 KiB."""
     root = write_mnist(tmp_path, rows=200)
@@ -319,12 +318,13 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 KILLS = {
     "reading": "progress = lambda *s: s[2] == 'reading test' and die()",
     "writing": "progress = lambda *s: s[2] == 'writing train' and die()",
-    "before the arrays are in place": "Path.rename = die",
     "before the manifest is in place": "Path.replace = die",
-    "before the old is swept": "sweep = caches._sweep; calls = []; caches._sweep = lambda f: die() if calls else (calls.append(1), sweep(f))",
+    "before the old is swept": "sweep = caches._sweep; calls = []; "
+    "caches._sweep = lambda f: die() if calls else (calls.append(1), sweep(f))",
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", KILLS)
 @pytest.mark.parametrize("earlier", [False, True])
 def test_kill_at_any_moment(moment: str, earlier: bool, tmp_path: Path) -> None:

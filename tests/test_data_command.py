@@ -120,10 +120,10 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_importing_the_command_imports_no_torch() -> None:
-    code = "import sys, slimbayes.lab.data_command; print([m for m in ('torch', 'numpy', 'duckdb', 'slimbayes.data') if m in sys.modules])"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
+    names = ("torch", "numpy", "duckdb", "slimbayes.data")
+    code = f"import sys, slimbayes.lab.data_command; print([m for m in {names} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_moments_against_a_slow_loop() -> None:

@@ -3,19 +3,22 @@
 import copy
 import json
 import math
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import diagnostics as dg
-from slimbayes.diagnostics.low_rank import low_rank, nonnegative_factors
+from slimbayes.diagnostics.prior_functions import plot_prior_functions, prior_functions
 from slimbayes.diagnostics.sites import gaussian_sites
+from slimbayes.diagnostics.truncation import low_rank, nonnegative_factors
 from slimbayes.distributions.families import Distribution
 from slimbayes.distributions.kl import kl
 
@@ -101,7 +104,7 @@ def test_f24_higher_ranks_have_no_kronecker_factorisation(k: int) -> None:
 
 
 def test_f25_gradients_of_the_factors() -> None:
-    """dL/dlog u_ik = sum_j dL/dsigma_ij u_ik v_jk, with L the ELBO of a mean-field net that has the same sigma and noise."""
+    """dL/dlog u_ik = sum_j dL/dsigma_ij u_ik v_jk, with L the ELBO of a mean-field net of the same sigma and noise."""
     tied = single(6, 5, sb.KTied(rank=2, scale_init=0.3, scale_jitter=0.5))
     free = dg.truncate(copy.deepcopy(tied), rank=2, form="mean-field")
     x, y = torch.randn(8, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
@@ -375,7 +378,7 @@ def feed(net: nn.Module, tracker: dg.GradientSNR, gradients: Tensor) -> None:
 
 
 def test_f29_pure_noise_gives_one_and_a_seventh() -> None:
-    """E[1 + mean^2 / var] with population variance over 10 steps is 1 + E[t^2] / 9 = 1 + 1 / 7, t with 9 degrees of freedom."""
+    """E[1 + mean^2 / var] over 10 steps is 1 + E[t^2] / 9 = 1 + 1 / 7, t with 9 degrees of freedom."""
     net = single(300, 400, sb.MeanField())
     tracker = dg.GradientSNR(net, window=10)
     feed(net, tracker, torch.randn(10, 120_000, dtype=torch.float64))
@@ -409,7 +412,7 @@ def test_f29_constant_gradients(dtype: torch.dtype) -> None:
 
 
 def test_tied_scales_have_less_noisy_gradients() -> None:
-    """The KL's share adds up over the weights that share a scale, the noise does not: most ratios exceed mean-field's."""
+    """The KL's share adds up over weights that share a scale, the noise does not: most ratios exceed mean-field's."""
     x, y = torch.randn(64, 50), torch.randint(40, (64,))
     found = []
     for config in (sb.MeanField(), sb.KTied(rank=1), sb.KTied(rank=2)):
@@ -574,7 +577,7 @@ def test_empirical_bayes_ratios_differ_from_the_kl_by_the_hyperprior() -> None:
 
 
 def regression(shrink: float, features: int = 1) -> tuple[nn.Module, object]:
-    """A linear model whose exact posterior is a diagonal Gaussian, and a q whose scales are `shrink` times the true ones."""
+    """A linear model with a diagonal Gaussian posterior, and a q whose scales are `shrink` times the true ones."""
     torch.manual_seed(0)
     x = torch.linalg.qr(torch.randn(40, features, dtype=torch.float64))[0] * 3
     y = x @ torch.ones(features, 1, dtype=torch.float64) + torch.randn(40, 1, dtype=torch.float64)
@@ -597,7 +600,7 @@ def test_the_exact_posterior_has_constant_ratios() -> None:
 
 @pytest.mark.parametrize(("shrink", "verdict"), [(0.9, "reliable"), (0.4, "unreliable"), (2.0, "reliable")])
 def test_k_hat_of_a_gaussian_with_wrong_scales(shrink: float, verdict: str) -> None:
-    """Scales shrunk by c give ratios exp(a z^2) with tail index k = 1 - c^2; scales that are too wide give bounded ratios."""
+    """Scales shrunk by c give ratios exp(a z^2) with tail index k = 1 - c^2; too wide ones give bounded ratios."""
     net, log_likelihood = regression(shrink)
     report = dg.k_hat(net, log_likelihood, draws=4000, chunk=500)
     if shrink < 1:
@@ -626,6 +629,8 @@ def test_k_hat_refuses_what_it_cannot_judge() -> None:
     assert net.training and all(m.training for m in net.modules())
     with pytest.raises(ValueError, match="at least 25 draws, got draws=10"):
         dg.k_hat(net, none, draws=10)
+    with pytest.raises(TypeError, match=r"0.weight: the density of a MixturePosterior's draws is not known"):
+        dg.k_hat(sb.bayesianize(nn.Sequential(nn.Linear(2, 2)), sb.Mixture(components=2)), none, draws=50)
     with pytest.raises(ValueError, match="has no posterior"):
         dg.k_hat(sb.bayesianize(nn.Linear(2, 2), sb.Deterministic()), none)
 
@@ -824,6 +829,98 @@ def test_without_matplotlib_only_plots_fail(monkeypatch: pytest.MonkeyPatch) -> 
     for plot in (lambda: dg.plot_spectrum(mlp()), lambda: dg.plot_scales(mlp(), "0")):
         with pytest.raises(ImportError, match="needs matplotlib, .* pip install matplotlib"):
             plot()
-    script = "import sys, slimbayes.diagnostics; print([m for m in ('matplotlib', 'scipy', 'numpy.f2py') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+
+
+# Functions of implicit priors, against a direct simulation in numpy and closed forms (Appendix D.1 of the EMP paper)
+
+IMPLICIT: Any = ("dropout", "emp", "ecmp")
+HIDDEN, BIAS, WEIGHT = 100, 20**0.5, 5**0.5
+
+
+def simulate(method: str, x: np.ndarray, functions: int, rate: float = 0.5) -> np.ndarray:
+    """y = B + sum_h W_h sign(b_h + w_h x), with masks for dropout; a pick of iid components is one of them."""
+    rng = np.random.default_rng(0)
+    out = []
+    for _ in range(functions):
+        w, big_w = rng.normal(0, WEIGHT, (2, HIDDEN))
+        b, big_b = rng.normal(0, BIAS, HIDDEN), rng.normal(0, BIAS)
+        if method == "dropout":
+            w, big_w = w * (rng.random(HIDDEN) >= rate), big_w * (rng.random(HIDDEN) >= rate)
+        out.append(big_b + np.sign(b + np.outer(x, w)) @ big_w)
+    return np.array(out)
+
+
+def steps_of(values: torch.Tensor) -> torch.Tensor:
+    return (values.diff(dim=1).abs() > 1e-4).sum(1).double()
+
+
+@pytest.mark.parametrize("method", IMPLICIT)
+def test_values_are_those_of_the_formula(method: Any) -> None:
+    """Distributions at three points, and their differences between points, agree with the direct simulation."""
+    x = torch.tensor([-3.0, 0.0, 1.0])
+    got, expected = prior_functions(method, x, functions=600).numpy(), simulate(method, x.numpy(), 4000)
+    for i in range(3):
+        assert stats.ks_2samp(got[:, i], expected[:, i]).pvalue > 0.005
+    for i, j in ((0, 1), (1, 2)):
+        assert stats.ks_2samp(got[:, i] - got[:, j], expected[:, i] - expected[:, j]).pvalue > 0.005
+    variance = BIAS**2 + HIDDEN * WEIGHT**2 * (0.5 if method == "dropout" else 1.0)
+    np.testing.assert_allclose(got.var(0), variance, rtol=4 * math.sqrt(2 / len(got)))
+    assert abs(got.mean()) < 4 * math.sqrt(variance / len(got))
+
+
+@pytest.mark.parametrize("method", IMPLICIT)
+def test_a_quarter_of_the_steps_survives_dropout(method: Any) -> None:
+    """Steps lie at -b/w, a Cauchy variable; with w and W each dropped half of the time a quarter is seen."""
+    x, functions = torch.linspace(-5, 5, 20_001, dtype=torch.float64), 12
+    inside = 2 / math.pi * math.atan(5 / (BIAS / WEIGHT))
+    share = inside * (0.25 if method == "dropout" else 1.0)
+    counted = steps_of(prior_functions(method, x, functions=functions)).mean().item()
+    error = math.sqrt(HIDDEN * share * (1 - share) / functions)
+    assert (
+        abs(counted - HIDDEN * share) < 4 * error + 0.02 * HIDDEN * share
+    )  # two steps may fall between the same two points
+
+
+def test_rate_and_standard_deviations() -> None:
+    """Nothing dropped leaves every step; the second reading of the paper is the first one stretched."""
+    x = torch.linspace(-1e4, 1e4, 3)
+    everything = prior_functions("dropout", x, functions=200, rate=0.0)
+    np.testing.assert_allclose(everything.var(0).numpy(), 520, rtol=0.4)
+    wide = prior_functions("emp", x, functions=200, bias_std=20.0, weight_std=5.0)
+    np.testing.assert_allclose(wide.var(0).numpy(), 400 + 100 * 25, rtol=0.4)
+    assert steps_of(prior_functions("dropout", x, rate=0.99999)).sum() == 0
+    assert prior_functions("emp", x, functions=0).shape == (0, 3)
+
+
+def test_same_seed_same_functions_each_its_own() -> None:
+    x = torch.linspace(-2, 2, 50)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(prior_functions("emp", x, functions=4))
+    assert torch.equal(*drawn)
+    assert len({tuple(line.tolist()) for line in drawn[0]}) == 4
+
+
+def test_errors_say_what_is_needed() -> None:
+    with pytest.raises(ValueError, match="unknown method 'dropuot'; did you mean 'dropout'"):
+        prior_functions("dropuot", torch.zeros(3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"vector of real numbers x, got shape \(3, 1\)"):
+        prior_functions("emp", torch.zeros(3, 1))
+    with pytest.raises(ValueError, match="rate must lie in"):
+        prior_functions("dropout", torch.zeros(3), rate=1.0)
+
+
+def test_picture(tmp_path: Path) -> None:
+    """Two panels with the paper's methods, three lines in each, on the same axes."""
+    figure = plot_prior_functions(tmp_path / "figure.png", points=401)
+    left, right = figure.axes
+    assert left.get_title().startswith("dropout") and right.get_title().startswith("EMP")
+    assert [len(axes.lines) for axes in figure.axes] == [3, 3] and left.get_ylim() == right.get_ylim()
+    assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_matplotlib_is_named_when_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="plot_prior_functions needs matplotlib"):
+        plot_prior_functions(tmp_path / "figure.png")

@@ -1,8 +1,8 @@
 """Two gloo processes against one: DDP and FSDP2 compute what a single process computes that plays both ranks in turn.
 
-This file is also the worker: the fixture starts it twice, each process runs every scenario and writes its results, and the
-tests compare those of the two ranks with each other and with what one process finds here: it runs the rows of each rank with
-the noise of that rank, and averages losses and gradients over the ranks.
+This file is also the worker: the fixture starts it twice, each process runs every scenario and writes its results,
+and the tests compare those of the two ranks with each other and with what one process finds here: it runs the rows of
+each rank with the noise of that rank, and averages losses and gradients over the ranks.
 
 Sizes: N rows of the whole batch, K members, S draws.
 """
@@ -31,6 +31,7 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
 
 WORLD, SECONDS = 2, 100
+pytestmark = pytest.mark.slow  # two processes that import torch
 NUM_DATA = 20
 WEIGHTS = {
     "loss": (1.0, 1.0),
@@ -115,7 +116,7 @@ def distance(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
     return max((one[n] - two[n]).abs().max().item() for n in one)
 
 
-# ---- one process that plays all ranks --------------------------------------------------------------------------------------
+# ---- one process that plays all ranks --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -180,7 +181,7 @@ def played_step(config: str) -> Result:
     }
 
 
-# ---- scenarios: each runs on both ranks -------------------------------------------------------------------------------------
+# ---- scenarios: each runs on both ranks ------------------------------------------------------------------------------
 
 
 def _ddp_training(config: str, rank: int) -> Result:
@@ -306,7 +307,7 @@ def fsdp_save(rank: int, folder: Path) -> Result:
     return {"end": parameters(net), "complete": (folder / "sharded-0" / "manifest.json").exists()}
 
 
-# ---- the two processes -----------------------------------------------------------------------------------------------------
+# ---- the two processes -----------------------------------------------------------------------------------------------
 
 
 def work(rank: int, folder: Path) -> None:
@@ -358,7 +359,7 @@ def results(folder: Path, name: str) -> list[Result]:
     return out
 
 
-# ---- DDP -------------------------------------------------------------------------------------------------------------------
+# ---- DDP -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -456,7 +457,7 @@ def test_ddp_rank_zero_saves_alone(folder: Path, saved: str) -> None:
     assert distance(parameters(loaded), first["end"]) == 0
 
 
-# ---- FSDP2 -----------------------------------------------------------------------------------------------------------------
+# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))  # where scripts find timing.py
 
 
 def load(path: str) -> ModuleType:
@@ -40,6 +41,7 @@ def run(demo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     return demo.main(epochs=2, out=out), out
 
 
+@pytest.mark.slow
 def test_demo_draws_a_picture(run: tuple[dict[str, Any], Path]) -> None:
     from matplotlib.image import imread
 
@@ -48,6 +50,7 @@ def test_demo_draws_a_picture(run: tuple[dict[str, Any], Path]) -> None:
     assert pixels[..., :3].std() > 0.05  # not a blank page
 
 
+@pytest.mark.slow
 def test_demo_metrics_are_finite_and_in_range(run: tuple[dict[str, Any], Path]) -> None:
     results = run[0]
     assert set(results) == {"plain", "rank-1"}
@@ -59,6 +62,7 @@ def test_demo_metrics_are_finite_and_in_range(run: tuple[dict[str, Any], Path]) 
         assert method["scores"]["clean"]["accuracy"] > 0.3  # two epochs are enough to beat chance, 0.1
 
 
+@pytest.mark.slow
 def test_demo_counts_the_rank1_parameters(run: tuple[dict[str, Any], Path]) -> None:
     channels = [(1, 32), (32, 64), (64, 64), (1024, 128), (128, 10)]
     # 4 members x (location, scale) for each input and output channel, and three more biases.
@@ -123,7 +127,7 @@ def test_benchmark_times_every_method(bench: ModuleType, tmp_path: Path, capsys:
 def test_benchmark_gives_every_method_the_same_rows(bench: ModuleType, case: str) -> None:
     chosen = bench.CASES["cpu"][case]
     for config in bench.METHODS.values():
-        trial = bench.Trial(chosen, config, torch.device("cpu"), compiled=False)
+        trial = bench.StepTrial(chosen, config, torch.device("cpu"), compiled=False)
         outputs = trial.predict()
         assert outputs.shape[0] * outputs.shape[1] == chosen.rows
         before = [p.detach().clone() for p in trial.model.parameters()]
@@ -135,10 +139,11 @@ def test_benchmark_says_what_failed(bench: ModuleType) -> None:
     def broken() -> torch.nn.Module:
         raise RuntimeError("no such network")
 
-    results = bench.measure(bench.Case("", broken, (1,), 4), torch.device("cpu"), rounds=1)
+    results = bench.measure(bench.StepCase("", broken, (1,), 4), torch.device("cpu"), False, 1)
     assert results["plain"] == {"error": "RuntimeError: no such network"}
 
 
+@pytest.mark.slow
 def test_the_lab_s_demo_writes_a_report(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "demo.py"), "--out", str(tmp_path), "--epochs", "1"],
@@ -150,12 +155,3 @@ def test_the_lab_s_demo_writes_a_report(tmp_path: Path) -> None:
     assert "report.html" in done.stdout.replace("\n", "")
     page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in ("plain", "rank-1 Cauchy", "BatchEnsemble", "2-tied Normal", "ECMP"))
-
-
-def test_the_cifar10_tables_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = load("experiments/cifar10/table.py")
-    committed = (ROOT / "experiments" / "cifar10" / "README.md").read_text()
-    (tmp_path / "README.md").write_text(committed)
-    monkeypatch.setattr(table, "HERE", tmp_path)
-    table.main()
-    assert (tmp_path / "README.md").read_text() == committed

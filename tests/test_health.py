@@ -1,6 +1,6 @@
-"""Health records: bags against a slow loop, the readers on small files of the true formats and on the real set, the paper's seven variants."""
+"""Health records: bags against a slow loop, the readers on small files of the true formats and on the real set, the
+paper's seven variants."""
 
-import gzip
 import io
 import lzma
 import math
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 import slimbayes as sb
-from slimbayes.data.health import Buckets, Events, Stays, bag, mortality
-from slimbayes.data.mimic import mimic3
+from slimbayes.data.events import Buckets, Events, Stays, bag, mortality
 from slimbayes.data.physionet import FEATURES, bags, physionet2012
 from slimbayes.models import keras_count
 from slimbayes.models.health import VARIANTS, mortality_lstm
@@ -43,7 +42,7 @@ def contents(tokens: Tensor) -> list[list[list[int]]]:
     return [[sorted(t for t in step if t) for step in patient] for patient in tokens.tolist()]
 
 
-# Buckets and bags ------------------------------------------------------------------------------------------------------
+# Buckets and bags ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -126,7 +125,7 @@ def test_bags_do_not_depend_on_how_many_events_are_sorted_at_a_time(
     events = make_events()
     options = {"precision": 5.0, "aggregate_older_than": 30.0, "tokens_per_bag": most}
     whole = bag(events, Buckets.fit(events), **options)
-    monkeypatch.setattr("slimbayes.data.health._EVENTS", at_a_time)
+    monkeypatch.setattr("slimbayes.data.events._AT_A_TIME", at_a_time)
     assert torch.equal(bag(events, Buckets.fit(events), **options), whole) and whole.shape[2] == (
         most or whole.shape[2]
     )
@@ -171,12 +170,12 @@ def test_buckets_come_from_training_patients_only() -> None:
 def test_refusals_of_events_and_bags() -> None:
     events = make_events(4)
     for change, message in (
-        ({"patient": torch.tensor([0, 1, 9, 0])}, "Event 2: patient 9 is not one of 0..4"),
-        ({"feature": torch.tensor([0, -1, 0, 0])}, "Event 1: feature -1 is not one of 0..2"),
+        ({"patient": torch.tensor([0, 1, 9, 0])}, "Event 2: its patient is not one of 0..4"),
+        ({"feature": torch.tensor([0, -1, 0, 0])}, "Event 1: its feature is not one of 0..2"),
         ({"hours": torch.tensor([0.0, 0.0, 0.0, math.nan]).double()}, "Event 3: its time"),
         ({"hours": torch.zeros(4)}, "hours must be float64.*got torch.float32"),
         ({"value": torch.tensor([0.0, math.inf, 0.0, 0.0])}, "Event 1: its value"),
-        ({"value": torch.zeros(3)}, "one patient, time, feature and value"),
+        ({"value": torch.zeros(3)}, "a patient, time, feature and value"),
     ):
         with pytest.raises(ValueError, match=message):
             Events(**(vars(events) | change))
@@ -191,10 +190,13 @@ def test_refusals_of_events_and_bags() -> None:
         mortality(Stays("toy", events, torch.zeros(5).long(), torch.arange(5), {"test": torch.arange(5)}))
 
 
-# PhysioNet 2012 --------------------------------------------------------------------------------------------------------
+# PhysioNet 2012 -----------------------------------------------------------------------------------------------------
 
 HEAD = "RecordID,SAPS-I,SOFA,Length_of_stay,Survival,In-hospital_death\n"
-STAY = "Time,Parameter,Value\n00:00,RecordID,{}\n00:00,Age,54\n00:00,Gender,0\n00:00,Height,-1\n00:00,ICUType,4\n00:07,HR,73.5\n13:37,,-1\n47:59,MechVent,1\n"
+STAY = (
+    "Time,Parameter,Value\n00:00,RecordID,{}\n00:00,Age,54\n00:00,Gender,0\n00:00,Height,-1\n00:00,ICUType,4\n"
+    "00:07,HR,73.5\n13:37,,-1\n47:59,MechVent,1\n"
+)
 EVENTS = [
     (0.0, "Age", 54.0),
     (0.0, "Gender=0", None),
@@ -226,7 +228,8 @@ def write_packed(folder: Path, **change: Any) -> Path:
     outcomes = np.zeros((4, 6), "int32")
     outcomes[:, 0], outcomes[:, 5] = records, records % 2
     arrays = {
-        "record_id": records, "set": np.array([97, 97, 98, 99], "uint8"), "param_names": np.array(names), "count": np.ones((6, 4), "uint16"),
+        "record_id": records, "set": np.array([97, 97, 98, 99], "uint8"),
+        "param_names": np.array(names), "count": np.ones((6, 4), "uint16"),
         "time_min": np.repeat([minutes.get(n, 0) for n in names], 4).astype("uint16"), "value_table": table,
         "value_code": np.repeat([np.searchsorted(table, values[n]) for n in names], 4).astype("uint16"),
         "outcomes": outcomes, "outcome_names": np.array(HEAD.strip().split(",")),
@@ -277,9 +280,9 @@ def test_no_outcome_is_a_feature() -> None:
         ("", "line 10: 0 cells"),
         ("0:10,HR,70", "line 10: expected hh:mm"),
         ("00:60,HR,70", "line 10: expected hh:mm"),
-        ("00:10,HR,fast", "line 10: expected hh:mm, a parameter and a finite number, got '00:10', 'HR' and 'fast'"),
-        ("00:10,HR,nan", "line 10: .* 'nan'"),
-        ("00:10,HR,1e39", "line 10: .* '1e39'"),
+        ("00:10,HR,fast", "line 10: 'fast' is not a finite number"),
+        ("00:10,HR,nan", "line 10: 'nan' is not"),
+        ("00:10,HR,1e39", "line 10: '1e39' is not"),
         ("00:10,Heart,70", "line 10: 'Heart' is not one of the challenge's parameters"),
         ("00:10,ICUType,5", r"line 10: ICUType 5 is not one of \(1, 2, 3, 4\)"),
         ("00:10,RecordID,132539", "line 10: RecordID 132539; the file must say 132539, once"),
@@ -297,7 +300,7 @@ def test_physionet_bad_files_are_named(tmp_path: Path) -> None:
     file, outcomes = folder / "set-b" / "142675.txt", folder / "Outcomes-b.txt"
     stay, table = file.read_text(), outcomes.read_text()
     for path, text, message in (
-        (file, "", "142675.txt, line 1: expected the column names Time,Parameter,Value"),
+        (file, "", "142675.txt, line 1: the columns Time, Parameter, Value are missing"),
         (file, "Time,Parameter,Value\n", "142675.txt: no line says RecordID 142675"),
         (file, stay.replace("142675", "142676"), "142675.txt, line 2: RecordID 142676"),
         (outcomes, table + "142675,1,1,1,-1,0\n", "Outcomes-b.txt, line 3: record 142675 is there twice"),
@@ -351,7 +354,8 @@ def stays() -> Stays:
 
 @real
 def test_the_real_set(stays: Stays, tmp_path: Path) -> None:
-    """Counts and deaths of its README; 13.85 % of set a died, as published. Six stays written as official text read back the same."""
+    """Counts and deaths of its README; 13.85 % of set a died, as published. Six stays written as official text read
+    back the same."""
     assert {name: len(rows) for name, rows in stays.splits.items()} == {"train": 4000, "validation": 4000, "test": 4000}
     assert {name: int(stays.labels[rows].sum()) for name, rows in stays.splits.items()} == {
         "train": 554,
@@ -379,142 +383,7 @@ def test_the_real_set(stays: Stays, tmp_path: Path) -> None:
     assert text.labels.tolist() == stays.labels[:6].tolist()
 
 
-# MIMIC-III -------------------------------------------------------------------------------------------------------------
-
-# Patient 7 is admitted twice, patient 8 dies on the first day, patient 9 has no history. Full-set capitals in one table, demo's in others.
-TABLES = {
-    "ADMISSIONS": """"ROW_ID","SUBJECT_ID","HADM_ID","ADMITTIME","DISCHTIME","DEATHTIME","ADMISSION_TYPE","ADMISSION_LOCATION","HOSPITAL_EXPIRE_FLAG"
-1,7,100,2100-01-01 00:00:00,2100-01-05 00:00:00,,EMERGENCY,"CLINIC, REFERRAL",0
-2,7,101,2100-02-01 10:00:00,2100-02-09 00:00:00,2100-02-09 00:00:00,URGENT,X,1
-3,8,102,2100-01-01 00:00:00,2100-01-05 00:00:00,2100-01-01 20:00:00,URGENT,X,1
-4,9,103,2100-01-01 00:00:00,2100-01-03 00:00:00,,URGENT,X,0
-""",
-    "PATIENTS": """row_id,subject_id,gender,dob,dod
-1,7,F,2060-01-01 00:00:00,2100-02-09 00:00:00
-2,8,M,2060-01-01 00:00:00,
-3,9,M,1800-01-01 00:00:00,
-""",
-    "DIAGNOSES_ICD": "row_id,subject_id,hadm_id,seq_num,icd9_code\n1,7,100,1,4019\n2,7,101,1,99591\n3,9,103,1,4019\n4,7,100,2,\n",
-    "PRESCRIPTIONS": """row_id,subject_id,hadm_id,startdate,drug
-1,7,101,2100-02-01 00:00:00,Insulin
-2,7,101,2100-02-02 00:00:00,Heparin
-3,9,103,,Heparin
-""",
-    "LABEVENTS": """row_id,subject_id,hadm_id,itemid,charttime,value,valuenum,valueuom,flag
-1,7,101,50912,2100-02-02 10:00:00,1.5,1.5,mg/dL,
-2,7,101,50912,2100-02-02 10:00:01,9.5,9.5,mg/dL,
-3,9,,50912,2099-12-31 12:00:00,low,,mg/dL,
-""",
-}
-
-
-def write_mimic(folder: Path, **change: str) -> Path:
-    for i, (name, text) in enumerate((TABLES | change).items()):
-        packed = i % 2 == 0
-        (folder / f"{name}.csv{'.gz' if packed else ''}").write_bytes(
-            gzip.compress(text.encode()) if packed else text.encode()
-        )
-    return folder
-
-
-def named(events: Events, patient: int) -> dict[str, list[tuple[float, float]]]:
-    out: dict[str, list[tuple[float, float]]] = {}
-    for who, hour, feature, value in zip(
-        *(getattr(events, n).tolist() for n in ("patient", "hours", "feature", "value")), strict=True
-    ):
-        if who == patient and hour:
-            out.setdefault(events.features[feature], []).append((hour, value))
-    return out
-
-
-def test_mimic_uses_what_was_known(tmp_path: Path) -> None:
-    stays = mimic3(write_mimic(tmp_path), hours=24.0)
-    assert stays.records.tolist() == [100, 101, 103] and stays.labels.tolist() == [
-        0,
-        1,
-        0,
-    ]  # 102 ended before the prediction time
-    first, second, third = (named(stays.events, i) for i in range(3))
-    assert first == {}  # its own codes come too late
-    known = {"diagnosis/4019": -27 * 24 - 10.0, "drug/insulin": 14.0, "lab/50912/mg/dl": 24.0}
-    assert {name: [hour for hour, _ in events] for name, events in second.items()} == {
-        name: [hour] for name, hour in known.items()
-    }
-    assert second["lab/50912/mg/dl"] == [(24.0, 1.5)]
-    assert list(third) == ["lab/50912/mg/dl"] and math.isnan(third["lab/50912/mg/dl"][0][1])
-    ages = stays.events.value[stays.events.feature == stays.events.features.index("age")]
-    torch.testing.assert_close(ages, torch.tensor([40.0, 40.08, 90.0]), atol=0.01, rtol=0)
-    assert "admission_location=CLINIC, REFERRAL" in stays.events.features
-    later = named(mimic3(tmp_path, hours=47.0).events, 1)
-    assert later["drug/heparin"] == [(38.0, pytest.approx(math.nan, nan_ok=True))]
-    assert later["drug/insulin"][0][0] == 14.0 and len(later["lab/50912/mg/dl"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("table", "old", "new", "message"),
-    [
-        ("ADMISSIONS", "3,8,102", "3,8,101", "ADMISSIONS.csv.gz, line 4: admission '101' .* is there twice"),
-        ("ADMISSIONS", "X,1\n3", "X,2\n3", "line 3: admission '101' with hospital_expire_flag '2'"),
-        ("ADMISSIONS", "2100-02-01 10", "2100-02-31 10", "line 3: '2100-02-31 10:00:00' is not a time"),
-        ("ADMISSIONS", '"DEATHTIME"', '"DIED"', "line 1: the columns deathtime are missing"),
-        ("ADMISSIONS", "URGENT,X,1", "URGENT,1", "line 3: 8 cells, but there are 9"),
-        ("PATIENTS", "2,8,M", "2,7,M", "PATIENTS.csv, line 3: patient '7' is there twice"),
-        ("PATIENTS", "2060-01-01 00:00:00", "2060-01-01", "PATIENTS.csv, line 2: '2060-01-01' is not a time"),
-        (
-            "DIAGNOSES_ICD",
-            "9,103",
-            "9,104",
-            "DIAGNOSES_ICD.csv.gz, line 4: the table of admissions has no admission '104' of patient '9'",
-        ),
-        (
-            "PRESCRIPTIONS",
-            "2,7,101",
-            "2,6,101",
-            "PRESCRIPTIONS.csv, line 3: the table of admissions has no patient '6'",
-        ),
-        ("LABEVENTS", "9.5,9.5", "9.5,inf", "LABEVENTS.csv.gz, line 3: 'inf' is not a finite number"),
-        ("LABEVENTS", "low,,", 'low,"', "LABEVENTS.csv.gz, after line 3: damaged or cut short"),
-    ],
-)
-def test_mimic_bad_rows_are_named(table: str, old: str, new: str, message: str, tmp_path: Path) -> None:
-    assert old in TABLES[table]
-    with pytest.raises(ValueError, match=message):
-        mimic3(write_mimic(tmp_path, **{table: TABLES[table].replace(old, new, 1)}))
-
-
-def test_mimic_cut_short_or_missing(tmp_path: Path) -> None:
-    file = write_mimic(tmp_path) / "LABEVENTS.csv.gz"
-    file.write_bytes(file.read_bytes()[:-12])
-    with pytest.raises(ValueError, match="LABEVENTS.csv.gz, after line .* cut short"):
-        mimic3(tmp_path)
-    file.write_bytes(gzip.compress(b"x" * (1 << 21)))
-    with pytest.raises(ValueError, match="LABEVENTS.csv.gz: a line has more than 1,048,576 characters"):
-        mimic3(tmp_path)
-    (tmp_path / "PATIENTS.csv").unlink()
-    with pytest.raises(FileNotFoundError, match="no PATIENTS.csv"):
-        mimic3(tmp_path)
-
-
-DEMO = REAL / "mimic3_demo"
-
-
-@pytest.mark.skipif(not DEMO.is_dir(), reason=f"NOT TESTED ON REAL DATA: {DEMO} is missing")
-@pytest.mark.parametrize(("hours", "count", "deaths"), [(24.0, 118, 31), (48.0, 115, 29)])
-def test_the_mimic_demo(hours: float, count: int, deaths: int) -> None:
-    """129 admissions with 40 deaths, less those that end too early; patients are in one split each."""
-    stays = mimic3(DEMO, hours)
-    assert (len(stays.labels), int(stays.labels.sum())) == (count, deaths)
-    assert float(stays.events.hours.max()) <= hours
-    with gzip.open(DEMO / "ADMISSIONS.csv.gz", "rt") as file:
-        subject = {int(line.split(",")[2]): line.split(",")[1] for line in list(file)[1:]}
-    owners = [{subject[r] for r in stays.records[rows].tolist()} for rows in stays.splits.values()]
-    assert len(subject) == 129 and sum(map(len, owners)) == len(set.union(*owners))
-    data = mortality(stays, hours, precision=24.0, aggregate_older_than=hours, tokens_per_bag=64)
-    assert data.train.x.shape[1:] == (1 + hours / 24, 64)
-    assert sum(len(rows) for rows in stays.splits.values()) == count
-
-
-# The network -----------------------------------------------------------------------------------------------------------
+# The network --------------------------------------------------------------------------------------------------------
 
 
 def test_padding_and_order_of_tokens_do_not_matter() -> None:
@@ -582,6 +451,7 @@ def test_other_methods_by_name(config: sb.Config) -> None:
 
 
 @real
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deterministic", "rank-1 Gaussian"])
 def test_training_on_real_stays(name: str, stays: Stays) -> None:
     few = Stays(

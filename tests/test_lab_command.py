@@ -4,7 +4,6 @@ import csv
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +49,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_help_is_quick_and_needs_no_torch() -> None:
-    """Half a second, with room for a busy machine: the promise is kept by not importing torch."""
-    code = "import sys; sys.argv = ['slimbayes', '--help']\nfrom slimbayes.lab.command import main\ntry: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules, 'pydantic' in sys.modules, 'altair' in sys.modules)"
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        seconds.append(time.perf_counter() - start)
-    assert out.splitlines()[-1] == "False False False"
+    """Half a second of CPU, with room for a busy machine: the promise is kept by not importing torch."""
+    code = """
+import sys, time
+sys.argv = ["slimbayes", "--help"]
+from slimbayes.lab.command import main
+try:
+    main()
+except SystemExit:
+    pass
+print(time.process_time(), *(name in sys.modules for name in ("torch", "pydantic", "altair")))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    seconds, *loaded = out.splitlines()[-1].split()
+    assert loaded == ["False"] * 3 and float(seconds) < 2
     assert all(
         word in out
         for word in ("fit", "evaluate", "predict", "compare", "sweep", "reproduce", "report", "data", "config")
     )
-    assert min(seconds) < 2
 
 
 @pytest.mark.parametrize(
@@ -238,8 +242,9 @@ def test_regression_runs_through_the_lab(tmp_path: Path) -> None:
     (tmp_path / "uci").mkdir()
     np.savez(tmp_path / "uci" / "yacht.npz", X=x, y=100 + 30 * x[:, 0] + rng.normal(size=80))
     tree = merged(BASE, {
-        "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None}, "model": {"kind": "regression_net", "hidden": 20},
-        "method": {"kind": "ModelPatch", "components": 3}, "train": {"epochs": 60, "batch": 24, "noise": 0.1}, "evaluate": {"draws": [1, 50]},
+        "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None},
+        "model": {"kind": "regression_net", "hidden": 20}, "method": {"kind": "ModelPatch", "components": 3},
+        "train": {"epochs": 60, "batch": 24, "noise": 0.1}, "evaluate": {"draws": [1, 50]},
     })  # fmt: skip
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
     result = call("fit", tmp_path / "r.yaml", "--out", tmp_path / "run", "--data-dir", tmp_path, "--accelerator", "cpu")
@@ -270,8 +275,9 @@ def test_image_folders_stream_through_worker_processes(tmp_path: Path) -> None:
                     folder / f"{i}.JPEG"
                 )
     tree = merged(BASE, {
-        "data": {"name": "imagenet", "image_size": 28, "train_limit": None, "test_limit": None}, "model": {"kind": "small_cnn", "width": 4},
-        "augment": {"kind": "resized_crop", "size": 28}, "train": {"epochs": 4, "batch": 4}, "evaluate": {"batch": 4},
+        "data": {"name": "imagenet", "image_size": 28, "train_limit": None, "test_limit": None},
+        "model": {"kind": "small_cnn", "width": 4}, "augment": {"kind": "resized_crop", "size": 28},
+        "train": {"epochs": 4, "batch": 4}, "evaluate": {"batch": 4},
     })  # fmt: skip
     (tmp_path / "f.yaml").write_text(yaml.safe_dump(tree))
     words = ("fit", tmp_path / "f.yaml", "--data-dir", tmp_path, "--accelerator", "cpu", "--workers")

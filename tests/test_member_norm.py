@@ -281,7 +281,7 @@ def test_what_comes_before_the_first_member_norm_is_computed_once() -> None:
     net = sb.bayesianize(Net().eval(), sb.MemberNorm(members=2))  # nothing else tells draws apart
     net.bn.posterior["weight"].running_mean.add_(1.0)
     x, seen = torch.randn(6, 2, 5, 5), []
-    sb.sample(net, x)  # locates rows
+    sb.sample(net, x, draws=4)  # locates rows
     net.conv.register_forward_hook(lambda module, args, output: seen.append(len(output)))
     net.fc.register_forward_hook(lambda module, args, output: seen.append(len(output)))
     shared, apart = (sb.predict(net, x, draws=4, share=share).samples for share in (True, False))
@@ -366,7 +366,7 @@ class NoQuestions(TorchDispatchMode):
 @every_layer
 def test_asks_the_device_nothing(case: str, training: bool) -> None:
     layer = made(case).train(training)
-    layer(input_of(case, 6))  # locating the rows of a kind of input asks, once
+    sb.sample(layer, input_of(case, 7), draws=2)  # locating the rows of a kind of input asks, once
     with NoQuestions():
         for rows in (6, 7):
             layer(input_of(case, rows))

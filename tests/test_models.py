@@ -1,11 +1,8 @@
 """The papers' networks: their architecture, and every parameter count that the papers print."""
 
-import importlib.util
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ def method(rank: int | None, **options: Any) -> sb.Config:
     return sb.MeanField(**options) if rank is None else sb.KTied(rank=rank, **options)
 
 
-# Counts of the k-tied paper, Table 5 and Figure 6 (D.9) ----------------------------------------------------------------
+# Counts of the k-tied paper, Table 5 and Figure 6 (D.9) ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rank", "count"), zip(RANKS, [956_820, 481_614, 484_008, 486_402], strict=True))
@@ -34,7 +31,7 @@ def test_mlp_counts(rank: int | None, count: int) -> None:
 
 @pytest.mark.parametrize(("rank", "count"), zip(RANKS, [4_405_320, 2_262_188, 2_267_408, 2_272_628], strict=True))
 def test_lenet_counts(rank: int | None, count: int) -> None:
-    """The dense kernels are tied, convolutions and biases mean-field. Printed: 4,405, 2,262, 2,268 (we are 92 short), 2,273."""
+    """Dense kernels are tied, convolutions and biases mean-field. Printed: 4,405, 2,262, 2,268 (92 short), 2,273."""
     configs = {"conv.*": method(None, bias="gaussian"), "dense.*": method(rank, bias="gaussian")}
     assert models.keras_count(sb.bayesianize(models.lenet(), configs)) == count
 
@@ -69,16 +66,7 @@ def test_keras_count_conventions() -> None:
     assert models.keras_count(nn.Sequential(layer, nn.ReLU(), layer)) == 12
 
 
-def test_the_page_of_counts_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(__file__).parents[1] / "experiments" / "k_tied"
-    spec = importlib.util.spec_from_file_location("counts", folder / "counts.py")
-    counts: Any = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "counts", counts)  # dataclasses look their module up
-    spec.loader.exec_module(counts)  # type: ignore[union-attr]
-    assert counts.page() == (folder / "counts.md").read_text(), "run python experiments/k_tied/counts.py"
-
-
-# Architectures of the k-tied paper (C.5) -------------------------------------------------------------------------------
+# Architectures of the k-tied paper (C.5)
 
 
 def kernels(net: nn.Module) -> list[Tensor]:
@@ -178,7 +166,7 @@ def test_converted_networks_take_a_training_step(name: str, estimator: Any) -> N
     assert all(bool(p.grad.any()) for key, p in net.named_parameters() if ".posterior." in key)
 
 
-# Counts of the rank-1 and the EMP paper (D.7, D.8) ---------------------------------------------------------------------
+# Counts of the rank-1 and the EMP paper (D.7, D.8) --------------------------------------------------------------------
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -188,7 +176,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def parts(net: nn.Module) -> dict[str, int]:
-    """Parameters of convolutions and of dense layers, number of batch norms and of their channels, and all parameters."""
+    """Parameters of convolutions and of dense layers, number of batch norms and of their channels, all parameters."""
     norms = [m for m in net.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))]
     return {
         "conv": sum(p.numel() for m in net.modules() if isinstance(m, nn.Conv2d) for p in m.parameters()),
@@ -278,7 +266,7 @@ def test_networks_refuse_impossible_widths() -> None:
         models.deep_mlp(depth=0)
 
 
-# Choosing a width ------------------------------------------------------------------------------------------------------
+# Choosing a width -----------------------------------------------------------------------------------------------------
 
 
 def test_matching_width_is_the_last_width_within_the_budget() -> None:
@@ -299,7 +287,7 @@ def test_matching_width_allocates_nothing_and_draws_no_numbers() -> None:
 
 
 def test_matching_width_gives_the_rank_1_papers_small_ensembles() -> None:
-    """D.8: four WRN-28-5 are within a rank-1 WRN-28-10's parameters, for 10 and 100 classes, but not within a plain one's."""
+    """D.8: four WRN-28-5 are within a rank-1 WRN-28-10's parameters, for 10 and 100 classes, not a plain one's."""
     for classes, rank1, plain in ((10, 36_635_872, 36_479_194), (100, 36_694_552, 36_536_884)):
         build = partial(models.wrn, 28, classes=classes)
         assert models.matching_width(build, rank1, members=4, widths=range(3, 8)) == 5
@@ -315,7 +303,7 @@ def test_matching_width_says_why_it_fails() -> None:
         models.matching_width(lambda w: nn.Linear(w, w), 1000, members=0)
 
 
-# ResNet under torchvision's names --------------------------------------------------------------------------------------
+# ResNet under torchvision's names -------------------------------------------------------------------------------------
 
 STAGES = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 BOTTLENECKS = ("resnet50", "resnet101")
@@ -369,7 +357,7 @@ def test_torchvisions_checkpoints_give_torchvisions_outputs(name: str) -> None:
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x), rtol=0, atol=0)
 
 
-# Forward passes again, from the state_dict alone -----------------------------------------------------------------------
+# Forward passes again, from the state_dict alone ----------------------------------------------------------------------
 
 
 def unsettle(net: nn.Module) -> None:
@@ -384,7 +372,7 @@ def unsettle(net: nn.Module) -> None:
 
 
 class Replay:
-    """A network's operations by the names of their weights: norms with moving statistics, "same" convolutions, dense layers."""
+    """Operations by the names of their weights: norms with moving statistics, "same" convolutions, dense layers."""
 
     def __init__(self, net: nn.Module) -> None:
         unsettle(net)
@@ -493,7 +481,7 @@ def test_deep_mlp_forward_from_its_state() -> None:
     assert not any(name.startswith("dense") and name.endswith("bias") for name in replay.state)
 
 
-# Starting weights, seeds and conversion --------------------------------------------------------------------------------
+# Starting weights, seeds and conversion -------------------------------------------------------------------------------
 
 IMAGE_NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "resnet18": (lambda: models.resnet18(10, small_images=True), 20),
@@ -504,7 +492,7 @@ IMAGE_NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 @pytest.mark.parametrize("name", IMAGE_NETWORKS)
 def test_convolutions_start_by_he(name: str) -> None:
-    """Normal(0, sqrt(2 / fan)): fan-out in torchvision's and the PyramidNet authors' code, fan-in ("he_normal") in the WRN."""
+    """Normal(0, sqrt(2 / fan)): fan-out in torchvision's and the PyramidNet authors' code, fan-in in the WRN."""
     net = IMAGE_NETWORKS[name][0]()
     for m in net.modules():
         if isinstance(m, nn.Conv2d):

@@ -19,8 +19,8 @@ import slimbayes as sb
 import slimbayes.layers
 import slimbayes.metrics as sm
 from slimbayes.distributions.kl import kl as kl_of
+from slimbayes.lab.paper_table import averages
 from slimbayes.lab.scores import Scores
-from slimbayes.lab.tables import _averages
 from slimbayes.layers import bayes_class
 from slimbayes.metrics import TemperatureScaling, temperature
 from slimbayes.posteriors.base import Config
@@ -194,9 +194,9 @@ def test_evaluation_of_sure_predictions_is_finite(likelihood: str, members: int)
 
 
 def test_tables_show_scores_that_are_not_finite() -> None:
-    from slimbayes.lab.markdown import _value
+    from slimbayes.lab.paper_table import _value
 
-    found = _averages([{"nll": 0.5, "ece": 0.1}, {"nll": math.inf, "ece": 0.3}, {"nll": math.nan}], {})
+    found = averages([{"nll": 0.5, "ece": 0.1}, {"nll": math.inf, "ece": 0.3}, {"nll": math.nan}], {})
     assert found["ece"]["mean"] == pytest.approx(0.2) and found["nll"]["count"] == 3
     assert json.loads(json.dumps(found, allow_nan=False))["nll"]["mean"] == "inf/nan"
     assert _value(found["nll"], 3) == "inf/nan"

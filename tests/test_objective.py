@@ -31,7 +31,7 @@ def binary(*shape: int) -> tuple[Tensor, Tensor]:
     return 2 * torch.randn(S, B, *shape, dtype=torch.float64), torch.randint(2, (B, *shape)).double()
 
 
-# F11: the four forms ---------------------------------------------------------------------------------------------------
+# F11: the four forms --------------------------------------------------------------------------------------------------
 
 
 def loop_forms(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -81,7 +81,7 @@ def test_mixture_is_never_above_average(seed: int, spread: float, likelihood: Ca
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("form", ["average", "mixture", "logits"])
 def test_losses_and_gradients_are_finite_where_softmax_underflows(form: str, dtype: torch.dtype) -> None:
-    """F11: logits of +-1e4; a confident wrong member costs 2e4 nats in Eq. 13, log 2 in Eq. 14 if the other is right."""
+    """F11: logits of +-1e4; a confident wrong member costs 2e4 nats in Eq. 13, log 2 in Eq. 14 beside a right one."""
     logits = torch.tensor([[[1e4, -1e4]], [[-1e4, 1e4]]], dtype=dtype, requires_grad=True)
     for loss in (
         sb.categorical(logits, torch.tensor([0]), form),
@@ -94,11 +94,11 @@ def test_losses_and_gradients_are_finite_where_softmax_underflows(form: str, dty
     assert sb.categorical(logits, torch.tensor([0]), form).item() == pytest.approx(expected, rel=1e-6)
 
 
-# F12: gradients --------------------------------------------------------------------------------------------------------
+# F12: gradients -------------------------------------------------------------------------------------------------------
 
 
 def test_mixture_gradients_are_weighted_by_responsibilities() -> None:
-    """F12, sec. 3.4 corrected: d log(1/K sum p) / d theta_k = (p_k / sum p) d log p_k; the average has 1/K in its place."""
+    """F12, sec. 3.4 corrected: d log(1/K sum p) / d theta_k = (p_k / sum p) d log p_k; the average has 1/K there."""
     logits, labels = logits_and_labels()
     logits.requires_grad_()
     probs = logits.detach().softmax(-1)
@@ -112,7 +112,7 @@ def test_mixture_gradients_are_weighted_by_responsibilities() -> None:
 
 
 def test_average_loss_couples_members_through_shared_weights_only() -> None:
-    """F12: under the average a member's own factors do not feel the other's; under the mixture they do; W feels all in both."""
+    """F12: under the average a member's own factors do not feel the other's, under the mixture they do."""
     net = sb.bayesianize(nn.Linear(3, C), sb.BatchEnsemble(members=2, member_bias=False))
     x, y = torch.randn(B, 3), torch.randint(C, (B,))
 
@@ -129,7 +129,7 @@ def test_average_loss_couples_members_through_shared_weights_only() -> None:
         assert not torch.allclose(shared, shared_moved, atol=1e-3)
 
 
-# Real targets ----------------------------------------------------------------------------------------------------------
+# Real targets ---------------------------------------------------------------------------------------------------------
 
 
 def mixture_of(mean: Tensor, scale: Tensor) -> td.Distribution:
@@ -183,7 +183,7 @@ def test_heteroscedastic_forms_equal_torch_distributions(shape: tuple[int, ...])
         torch.testing.assert_close(sb.heteroscedastic_gaussian(output, target, form), value, rtol=1e-11, atol=1e-11)
 
 
-# Labels of every kind --------------------------------------------------------------------------------------------------
+# Labels of every kind -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["average", "mixture", "probs", "logits"])
@@ -285,7 +285,7 @@ def test_unknown_forms_are_refused_by_name(
         likelihood(torch.zeros(outputs), target, form="avarage")
 
 
-# The ELBO and schedules ------------------------------------------------------------------------------------------------
+# The ELBO and schedules -----------------------------------------------------------------------------------------------
 
 
 def test_elbo_is_per_datum_and_weighs_the_kl_in_the_loss_only() -> None:
@@ -341,7 +341,7 @@ def test_staircase_annealing_rises_every_hundred_steps(step: int, expected: floa
     assert schedules.staircase(5e-5)(step) == pytest.approx(expected, abs=1e-12)
 
 
-# Prediction: classes ---------------------------------------------------------------------------------------------------
+# Prediction: classes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [0.1, 3.0, 1e4])
@@ -401,7 +401,7 @@ def test_ensemble_of_one_is_its_member() -> None:
     assert real.epistemic.max() == 0
 
 
-# Prediction: real targets ----------------------------------------------------------------------------------------------
+# Prediction: real targets ---------------------------------------------------------------------------------------------
 
 
 def test_real_uncertainty_is_the_law_of_total_variance() -> None:
@@ -418,6 +418,7 @@ def test_real_uncertainty_is_the_law_of_total_variance() -> None:
     assert torch.equal(known_noise.aleatoric, torch.full((30,), 0.25))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0.5, 0.9])
 def test_intervals_cover_a_known_gaussian(level: float) -> None:
     """Draws N(0, .6^2) with noise .8: the predictive is N(0, 1), so coverage and width are known."""
@@ -438,7 +439,7 @@ def test_interval_of_class_probabilities_is_their_quantiles() -> None:
     np.testing.assert_allclose(np.stack([low, high]), expected, atol=1e-12)
 
 
-# predict ---------------------------------------------------------------------------------------------------------------
+# predict --------------------------------------------------------------------------------------------------------------
 
 
 class Guarded(nn.Module):
@@ -459,6 +460,7 @@ def guarded(config: sb.Config | None = None) -> Guarded:
     return sb.bayesianize(Guarded(), config or sb.BatchEnsemble(members=3))
 
 
+@pytest.mark.slow
 @given(st.integers(3, 60), st.integers(1, 4), st.booleans())
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_chunks_bound_the_rows_of_a_forward_and_change_nothing(chunk: int, draws: int, keep: bool) -> None:
@@ -597,7 +599,7 @@ def test_summaries_of_the_other_kind_of_target_are_refused() -> None:
 
 
 def test_predict_finds_the_classes_of_images() -> None:
-    """A segmentation net has them second, where a softmax over the last dimension would go along the width in silence."""
+    """A segmentation net has them second, where a softmax over the last dimension would go along the width."""
     net = sb.bayesianize(torch.nn.Conv2d(1, C, 3, padding=1), sb.BatchEnsemble(members=2))
     x = torch.randn(B, 1, 6, 7)
     with torch.no_grad():

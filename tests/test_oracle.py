@@ -24,12 +24,12 @@ def _double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-# R13: the optimum of the ELBO ------------------------------------------------------------------------------------------
+# R13: the optimum of the ELBO -----------------------------------------------------------------------------------------
 #
-# A Linear(d, 1) with known W, r fixed at one and s ~ q: y_n = sum_j W_j s_j x_nj + noise is linear in s. With Gaussian noise
-# and prior the exact posterior of s is Gaussian with precision P, so the best factorised Gaussian has variances 1 / P_jj and
-# the exact mean. Other families have no such formula, but where every row has one nonzero input the factors part, and each is a
-# problem in two numbers that scipy solves.
+# A Linear(d, 1) with known W, r fixed at one and s ~ q: y_n = sum_j W_j s_j x_nj + noise is linear in s. With Gaussian
+# noise and prior the exact posterior of s is Gaussian with precision P, so the best factorised Gaussian has variances 1
+# / P_jj and the exact mean. Other families have no such formula, but where every row has one nonzero input the factors
+# part, and each is a problem in two numbers that scipy solves.
 
 
 def oracle_net(weight: Tensor, **config: Any) -> Any:
@@ -44,7 +44,7 @@ def oracle_net(weight: Tensor, **config: Any) -> Any:
 
 
 def fit(net: Any, loss: Callable[[], Tensor], steps: int, lr: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
-    """Adam, then the average of the second half of its path against gradient noise; returns loc and scale of q(s), (K, d)."""
+    """Adam, then the mean of the second half of its path against gradient noise: loc and scale of q(s), (K, d)."""
     optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=lr)
     path = []
     for step in range(steps):
@@ -75,7 +75,7 @@ def regression(correlated: bool, d: int = 16, n: int = 40) -> tuple[Tensor, Tens
 def gaussian_optimum(
     x: Tensor, y: Tensor, weight: Tensor, noise: float, members: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and scale of the best factorised q(s) under N(1, .5^2), where each member sees 1 / members of the likelihood."""
+    """Mean and scale of the best factorised q(s) under N(1, .5^2); a member sees 1 / members of the likelihood."""
     design = (x * weight).numpy() / noise / math.sqrt(members)
     precision = design.T @ design + np.eye(len(weight)) / 0.25
     mean = np.linalg.solve(precision, design.T @ y.numpy() / noise / math.sqrt(members) + 1 / 0.25)
@@ -96,17 +96,17 @@ def fit_regression(correlated: bool, draws: str, kl_weight: float = 1.0, members
     return float((scale / best_scale).mean()), float((np.abs(loc - best_loc) / best_scale).mean())
 
 
-@pytest.mark.parametrize("draws", ["example", "member"])
-@pytest.mark.parametrize("correlated", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize(("correlated", "draws"), [(False, "example"), (True, "member")])
 def test_gaussian_posteriors_reach_their_analytic_optimum(correlated: bool, draws: str) -> None:
-    """R13: mean scale ratio within 3 %, means within a tenth of a scale; the ELBO sees marginals only, so draws= is free."""
+    """R13: scales within 3 % on average, means within a tenth of one; the ELBO sees marginals, so draws= is free."""
     ratio, distance = fit_regression(correlated, draws)
     assert ratio == pytest.approx(1.0, abs=0.03)
     assert distance < 0.1
 
 
-@pytest.mark.parametrize("draws", ["example", "member"])
-@pytest.mark.parametrize("kl_weight", [2.0, 0.5])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kl_weight", "draws"), [(2.0, "member"), (0.5, "example")])
 def test_a_misweighted_kl_misses_the_optimum(kl_weight: float, draws: str) -> None:
     """R13: the oracle has teeth: the scale is off by about sqrt(kl_weight)."""
     ratio, _ = fit_regression(False, draws, kl_weight)
@@ -114,6 +114,7 @@ def test_a_misweighted_kl_misses_the_optimum(kl_weight: float, draws: str) -> No
     assert ratio == pytest.approx(math.sqrt(kl_weight), rel=0.1)
 
 
+@pytest.mark.slow
 def test_members_share_the_likelihood_and_each_pay_their_kl() -> None:
     """R13, A.5: average NLL and summed KL, so each of K members fits 1 / K of the likelihood."""
     ratio, distance = fit_regression(False, "member", members=3)
@@ -153,6 +154,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "prior", "density"), PAIRS, ids=[f"{f} under {type(p).__name__}" for f, p, _ in PAIRS]
 )
@@ -189,11 +191,12 @@ def test_other_posteriors_reach_their_numeric_optimum(family: str, prior: Any, d
     assert np.mean(distances) < 0.1
 
 
-# A Cauchy q has neither mean nor variance, so the expected Gaussian, Laplace or Bernoulli log-likelihood (they fall like x^2 or
-# |x|) is minus infinity and no optimum exists. Two problems have one: a likelihood that falls like log|x|, and any
-# likelihood of clipped factors, which is what the library trains.
+# A Cauchy q has neither mean nor variance, so the expected Gaussian, Laplace or Bernoulli log-likelihood (they fall
+# like x^2 or |x|) is minus infinity and no optimum exists. Two problems have one: a likelihood that falls like log|x|,
+# and any likelihood of clipped factors, which is what the library trains.
 
 
+@pytest.mark.slow
 def test_cauchy_posteriors_reach_their_analytic_objective_under_cauchy_noise() -> None:
     """R13: E log((y - w s)^2 + g^2) = log((y - w m)^2 + (g + |w| c)^2) for s ~ Cauchy(m, c), without clipping."""
     x, weight, index = parted(3)
@@ -223,8 +226,9 @@ def test_cauchy_posteriors_reach_their_analytic_objective_under_cauchy_noise() -
     assert np.mean(distances) < 0.1
 
 
+@pytest.mark.slow
 def test_clipped_cauchy_posteriors_reach_their_numeric_optimum_on_labels() -> None:
-    """R13, F6: the likelihood sees clip(s), the KL the whole Cauchy; expectation by a grid that is uniform in probability."""
+    """R13, F6: the likelihood sees clip(s), the KL the whole Cauchy; expectation by a grid uniform in probability."""
     x, weight, index = parted(5, each=30)
     rng, clip = np.random.default_rng(6), 4.0
     logits = (x @ weight).numpy() * 1.5
@@ -253,12 +257,13 @@ def test_clipped_cauchy_posteriors_reach_their_numeric_optimum_on_labels() -> No
     assert np.mean(distances) < 0.1
 
 
-# R15: gradients --------------------------------------------------------------------------------------------------------
+# R15: gradients -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", ["example", "member"])
 def test_elbo_gradient_is_unbiased(draws: str) -> None:
-    """R15: the mean gradient over 100,000 draws within four standard errors of the analytic one, for locations and scales."""
+    """R15: the mean gradient over 100,000 draws within four standard errors of the analytic one, for both."""
     x, y, weight, noise = regression(False, d=4, n=10)
     net = oracle_net(weight, prior=sb.Normal(1.0, 0.5), draws=draws, scale_init=0.3)
     factor, batches = net.posterior["weight"].s, []
@@ -352,7 +357,7 @@ def test_gradients_of_every_layer_and_family_are_exact(name: str, family: str) -
     assert silent <= {"posterior.k.bias"}  # a shift of all keys shifts all scores of a query, which softmax ignores
 
 
-# R16: vectorised = single models ---------------------------------------------------------------------------------------
+# R16: vectorised = single models --------------------------------------------------------------------------------------
 
 
 def single_model(plain: nn.Module, net: Any, n: int) -> nn.Module:

@@ -1,4 +1,5 @@
-"""Predictive densities, member weights and units of predictions (F38). What predict itself promises is in test_objective.py."""
+"""Predictive densities, member weights and units of predictions (F38). What predict itself promises is in
+test_objective.py."""
 
 import itertools
 import math
@@ -53,7 +54,7 @@ def loop_log_probs(likelihood: str, outputs: np.ndarray, target: np.ndarray) -> 
     return logp
 
 
-# Log predictive density ------------------------------------------------------------------------------------------------
+# Log predictive density -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("likelihood", CASES)
@@ -147,7 +148,7 @@ def test_targets_that_do_not_fit_are_refused(likelihood: str, change: Callable[[
             method(change(target))
 
 
-# Member weights --------------------------------------------------------------------------------------------------------
+# Member weights -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("likelihood", CASES)
@@ -263,7 +264,7 @@ def test_weights_rounded_to_single_precision_are_taken() -> None:
     torch.testing.assert_close(pred.probs.sum(-1), torch.ones(N, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-# Units -----------------------------------------------------------------------------------------------------------------
+# Units ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("likelihood", ["gaussian", "heteroscedastic_gaussian"])
@@ -333,7 +334,7 @@ def test_classes_have_no_units() -> None:
 
 
 def test_output_precision_of_model_patching() -> None:
-    """F38, appendix B.3: in the target's units the total variance is that of the means plus 1 / tau, here for two targets at once."""
+    """F38, appendix B.3: in the target's units the variance is that of the means plus 1 / tau, for two targets."""
     y_mean, y_std, tau = torch.tensor([20.0, -3.0]), torch.tensor([9.0, 0.01]), 0.1
     outputs = torch.randn(S, N, 2)
     pred = sb.Prediction.from_outputs(outputs, "gaussian", scale=tau**-0.5 / y_std).rescaled(y_mean, y_std)
@@ -343,8 +344,8 @@ def test_output_precision_of_model_patching() -> None:
 
 @pytest.mark.parametrize("error", [0.0, 1.24, 3.48])
 def test_density_of_model_patching(error: float) -> None:
-    """F38: draws that agree and miss by e get .5 log(.1 / 2 pi) - .05 e^2: the constant -2.0702 of Kin8nm and Naval, and for the
-    errors of Energy and Boston about what Table 13 prints (-2.15, -2.65)."""
+    """F38: draws that agree and miss by e get .5 log(.1 / 2 pi) - .05 e^2: the constant -2.0702 of Kin8nm and
+    Naval, and for the errors of Energy and Boston about what Table 13 prints (-2.15, -2.65)."""
     y, y_mean, y_std, tau = 5 * torch.randn(N, 2), 1.5, 5.0, 0.1
     outputs = ((y + error - y_mean) / y_std).expand(S, -1, -1)
     pred = sb.Prediction.from_outputs(outputs, "gaussian", scale=tau**-0.5 / y_std).rescaled(y_mean, y_std)

@@ -1,7 +1,7 @@
 """Random small models: whatever a model does with its rows, its draws are those of plain models with the drawn weights.
 
-A model is a program of a dozen kinds of step, interpreted by an nn.Module; hypothesis finds the programs and shrinks those that fail.
-SLIMBAYES_RANDOM_MODELS=10000 runs that many instead of 100, other ones each time.
+A model is a program of a dozen kinds of step, interpreted by an nn.Module; hypothesis finds the programs and shrinks
+those that fail. SLIMBAYES_RANDOM_MODELS=10000 runs that many instead of 100, other ones each time.
 """
 
 import os
@@ -41,8 +41,9 @@ CALM = [
     "swish",
 ]  # steps that leave every row to itself, in its place
 WILD = [
-    *CALM, "linear", "conv", "transpose", "flatten_rows", "unflatten_rows", "fixed_view", "cat_rows", "split_rows", "centre", "attend_first",
-    "attend", "mask", "positions", "row_numbers", "by_size", "cumsum", "pick", "average", "flip", "batch_norm", "functional", "chunks", "matrix",
+    *CALM, "linear", "conv", "transpose", "flatten_rows", "unflatten_rows", "fixed_view", "cat_rows", "split_rows",
+    "centre", "attend_first", "attend", "mask", "positions", "row_numbers", "by_size", "cumsum", "pick", "average",
+    "flip", "batch_norm", "functional", "chunks", "matrix",
 ]  # fmt: skip
 MOST = 1500  # numbers in any tensor of a plain run
 
@@ -57,7 +58,7 @@ class Program:
 
 
 class Interpreter(nn.Module):
-    """Runs a program. Layers are made while a plain input is sent through; a step that its input does not allow is left out for good."""
+    """Runs a program. Layers are made while a plain input is sent through; what that does not allow is left out."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -273,6 +274,7 @@ LOOSE = settings(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0)
 @LOOSE
 @given(programs(WILD, [1, 2, 3, 4, 6, 12]), st.sampled_from(list(METHODS)))
@@ -280,6 +282,7 @@ def test_random_models_equal_their_written_out_draws(program: Program, method: s
     check(program, method)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0)
 @settings(LOOSE, max_examples=max(30, COUNT // 5))
 @given(programs(CALM, [2, 3, 4, 5]), st.sampled_from(["batch-ensemble", "rank1-example", "mean-field", "flipout"]))
@@ -287,6 +290,7 @@ def test_models_that_leave_rows_alone_fold_without_a_word(program: Program, meth
     assert check(program, method) == []
 
 
+@pytest.mark.slow
 def test_the_programs_are_worth_running() -> None:
     """Every kind of step is found in some model as it stands, after steps that do not fit were left out."""
     seen: set[str] = set()

@@ -73,7 +73,8 @@ def gpt2(**options: Any) -> nn.Module:
 def vit(**options: Any) -> nn.Module:
     config = ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4,
-        num_channels=options.pop("num_channels", 3), num_labels=options.pop("num_labels", C), initializer_range=0.3, **options,
+        num_channels=options.pop("num_channels", 3), num_labels=options.pop("num_labels", C), initializer_range=0.3,
+        **options,
     )  # fmt: skip
     return ViTForImageClassification(config)
 
@@ -139,7 +140,16 @@ METHODS: dict[str, sb.Config] = {
     "batchensemble": sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)),
 }
 every_model = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+# Every model with two methods, every method with half of the models.
+every_pair = pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        pytest.param(case, method, id=f"{one}-{other}")
+        for i, (one, case) in enumerate(CASES.items())
+        for j, (other, method) in enumerate(METHODS.items())
+        if (i + j) % 4 < 2
+    ],
+)
 
 
 def main(output: Any) -> Tensor:
@@ -182,11 +192,10 @@ def layers_of(model: nn.Module) -> dict[str, BayesLayer]:
     return {name: m for name, m in model.named_modules() if isinstance(m, BayesLayer)}
 
 
-# ---- the function is kept, and every layer takes part ----------------------------------------------------------------------
+# ---- the function is kept, and every layer takes part ----------------------------------------------------------------
 
 
-@every_model
-@every_method
+@every_pair
 def test_neutral_factors_leave_the_function_as_it_was(case: Case, method: sb.Config) -> None:
     model, (args, kwargs) = case.build().eval(), case.inputs()
     # A Cauchy draw at the scale floor still leaves a few factors off by 1e-7 times its tail.
@@ -200,8 +209,8 @@ def test_neutral_factors_leave_the_function_as_it_was(case: Case, method: sb.Con
     torch.testing.assert_close(drawn, expected.expand_as(drawn), atol=tolerance, rtol=tolerance)
 
 
-@every_model
-@every_method
+@pytest.mark.slow
+@every_pair
 def test_every_posterior_reaches_the_output_in_eval(case: Case, method: sb.Config) -> None:
     """torch's fused paths in eval mode read weights past the layers' forward: each posterior alone must show."""
     model, (args, kwargs) = case.convert(case.build().eval(), method), case.inputs()
@@ -221,8 +230,7 @@ def test_every_posterior_reaches_the_output_in_eval(case: Case, method: sb.Confi
     assert not silent
 
 
-@every_model
-@every_method
+@every_pair
 def test_every_posterior_parameter_gets_the_right_gradient(case: Case, method: sb.Config) -> None:
     model, (args, kwargs) = case.build().double().eval(), case.inputs()
     args, kwargs = pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
@@ -254,9 +262,10 @@ def test_every_posterior_parameter_gets_the_right_gradient(case: Case, method: s
     torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-6)
 
 
-# ---- sample and predict ----------------------------------------------------------------------------------------------------
+# ---- sample and predict ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_model
 def test_folded_draws_equal_one_forward_per_member(case: Case) -> None:
     model, (args, kwargs) = case.build().eval(), case.inputs()
@@ -272,6 +281,7 @@ def plain_output_of(model: nn.Module, batch: Mapping[str, Any], options: Mapping
     return sb.debayesianize(model)(**batch, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fold", [True, False])
 def test_sample_keeps_the_output_type_and_adds_the_draws_axis_to_every_tensor(fold: bool) -> None:
     plain = bert(attn_implementation="eager").eval()
@@ -354,7 +364,7 @@ def test_predict_chunks_the_batches_of_transformers(wrap: type) -> None:
     assert sum(seen) == 6 * 2 * 2
 
 
-# ---- layouts of torch's transformers ---------------------------------------------------------------------------------------
+# ---- layouts of torch's transformers ---------------------------------------------------------------------------------
 
 
 def test_sequence_first_encoder_takes_a_padding_mask() -> None:
@@ -382,7 +392,7 @@ def test_undeclared_sequence_first_layout_is_never_silently_wrong() -> None:
             torch.testing.assert_close(sb.sample(model, x), looped, atol=1e-5, rtol=1e-4)
 
 
-# ---- ties, shared modules and skipped layers -------------------------------------------------------------------------------
+# ---- ties, shared modules and skipped layers -------------------------------------------------------------------------
 
 
 def test_gpt2_weights_stay_tied(tmp_path: Path) -> None:
@@ -452,11 +462,10 @@ def test_a_module_called_twice_sees_one_draw(method: str, call: str) -> None:
     assert distinct == (len(rows) if per_row else 2)
 
 
-# ---- what a conversion must not disturb ------------------------------------------------------------------------------------
+# ---- what a conversion must not disturb ------------------------------------------------------------------------------
 
 
-@every_model
-@every_method
+@every_pair
 def test_base_checkpoint_loads_into_the_converted_model(case: Case, method: sb.Config) -> None:
     donor, model = case.build().eval(), case.convert(case.build().eval(), method)
     missing, unexpected = model.load_state_dict(donor.state_dict(), strict=False)
@@ -553,9 +562,10 @@ def test_converted_model_survives_deepcopy_and_an_exact_round_trip(case: Case, t
     assert torch.equal(outputs[0], outputs[2])
 
 
-# ---- training loops --------------------------------------------------------------------------------------------------------
+# ---- training loops --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_vit_learns_the_digits() -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     data = datasets.load_digits()
@@ -582,6 +592,7 @@ def test_vit_learns_the_digits() -> None:
     assert sb.predict(model, torch.randn(200, 1, 8, 8), draws=4).epistemic.mean() > pred.epistemic.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_trainer_trains_with_the_kl_in_the_loss(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
@@ -600,8 +611,8 @@ def test_trainer_trains_with_the_kl_in_the_loss(tmp_path: Path) -> None:
     model = sb.bayesianize(bert(), METHODS["normal"])
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True, report_to=[],
-        save_strategy="no", disable_tqdm=True, logging_strategy="no", max_grad_norm=0.0,
+        output_dir=str(tmp_path), max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True,
+        report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no", max_grad_norm=0.0,
     )  # fmt: skip
     optimizer = torch.optim.SGD(sb.param_groups(model), lr=1e-2)
     VariationalTrainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, None)).train()
@@ -614,7 +625,7 @@ def test_trainer_trains_with_the_kl_in_the_loss(tmp_path: Path) -> None:
     assert not [n for n in still if not ("key" in n and n.endswith("bias"))]
 
 
-# ---- gradient checkpointing ------------------------------------------------------------------------------------------------
+# ---- gradient checkpointing ------------------------------------------------------------------------------------------
 
 
 def posterior_gradients(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -682,9 +693,10 @@ def test_checkpoint_around_a_block_of_an_mlp(method: str, reentrant: bool) -> No
     assert_same(posterior_gradients(model, lambda: sb.sample(model, x).square().mean()), expected)
 
 
-# ---- generation ------------------------------------------------------------------------------------------------------------
+# ---- generation ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_generate_is_reproducible_under_a_frozen_draw() -> None:
     model = sb.bayesianize(gpt2().eval(), sb.Rank1(members=1, scale_init=0.3))
     ids = torch.randint(1, WORDS, (2, 3))

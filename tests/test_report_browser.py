@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing is loaded, nothing hostile runs, tables sort, charts answer, themes and phones work."""
+"""The page in a real browser: nothing is loaded, nothing hostile runs, tables sort, charts answer, phones work."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ if CHROMIUM is None:
     ):  # a skip alone is easily overlooked; this stands in the summary without being an error
         warnings.simplefilter("always")
         warnings.warn(MISSING, RuntimeWarning, stacklevel=1)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,21 @@ def pages(tmp_path_factory):
 
 
 def hostile(text):
-    sets = [Evaluation(data=text, role=role, corruption=text, severity=s, draws=d, rows=1, metrics={"nll": 0.1 + len(text), text: 1.0 * d},
-                       members=[{"nll": 0.1, text: 0.2}] * 2, diversity={"kl": 0.1, text: 0.3}) for role, s in (("test", 0), ("corruption", 1), ("ood", 0)) for d in (1, 2)]  # fmt: skip
+    sets = [
+        Evaluation(
+            data=text,
+            role=role,
+            corruption=text,
+            severity=s,
+            draws=d,
+            rows=1,
+            metrics={"nll": 0.1 + len(text), text: 1.0 * d},
+            members=[{"nll": 0.1, text: 0.2}] * 2,
+            diversity={"kl": 0.1, text: 0.3},
+        )
+        for role, s in (("test", 0), ("corruption", 1), ("ood", 0))
+        for d in (1, 2)
+    ]
     shown = [
         Example(
             index=1,
@@ -252,9 +265,9 @@ def test_a_chart_can_be_saved(browser, pages, tmp_path):
 
 
 def colours(page):
-    return page.evaluate(
-        """() => [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('.chart .role-axis-title text')).fill]"""
-    )
+    paper = "getComputedStyle(document.body).backgroundColor"
+    ink = "getComputedStyle(document.querySelector('.chart .role-axis-title text')).fill"
+    return page.evaluate(f"[{paper}, {ink}]")
 
 
 def test_dark_and_light_follow_the_system_and_the_button(browser, pages):
@@ -325,9 +338,8 @@ def test_controls_have_names_and_headings_do_not_skip(shared):
         "[...document.querySelectorAll('button, a, summary')].filter(el => !el.textContent.trim()).length"
     )
     assert nameless == 0
-    assert shared.evaluate(
-        "[...document.querySelectorAll('.chart svg')].every(svg => svg.getAttribute('aria-label') || svg.querySelector('[aria-label]'))"
-    )
+    named = "svg => svg.getAttribute('aria-label') || svg.querySelector('[aria-label]')"
+    assert shared.evaluate(f"[...document.querySelectorAll('.chart svg')].every({named})")
     assert shared.evaluate(
         "[...document.querySelectorAll('table')].every(table => table.querySelector('th[scope=col]'))"
     )

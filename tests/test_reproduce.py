@@ -1,4 +1,4 @@
-"""Reproducing tables: a tiny paper on scikit-learn's digits from end to end, interrupted, resumed, and with a row that fails."""
+"""Reproducing tables: a tiny paper on digits from end to end, interrupted, resumed, and with a row that fails."""
 
 import json
 import math
@@ -14,10 +14,10 @@ from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.files import ConfigError
 from slimbayes.lab.fit import Stopped
-from slimbayes.lab.markdown import markdown
-from slimbayes.lab.reproduce import Incomplete, find, list_all, reproduce
-from slimbayes.lab.rows import listings, roots
-from slimbayes.lab.tables import Result, Table, calibration_errors, draws_of, measured, relative_errors, summary
+from slimbayes.lab.paper_table import Reproduction, markdown
+from slimbayes.lab.papers import find, listings, roots
+from slimbayes.lab.reproduce import Incomplete, list_all, reproduce
+from slimbayes.lab.row_scores import RowResult, calibration_errors, draws_of, measured, relative_errors
 from slimbayes.report.record import Cost, Evaluation, Parameters, Record, Reliability, read
 
 CPU = Execution(accelerator="cpu")
@@ -27,28 +27,33 @@ model: {kind: mlp, hidden: [16]}
 train: {epochs: 6, batch: 60, optimizer: {kind: Adam, lr: 0.02}}
 evaluate: {draws: [1, 3], examples: 0}
 small: {train: {epochs: 2}}
-paper: {table: Table 1, units: {accuracy: "%"}}
+paper: {units: {accuracy: "%"}}
+rows:
+  mean-field:
+    name: digits-mean-field
+    method: {kind: MeanField, prior: {kind: Normal, loc: 0.0, scale: 0.3}}
 """
-MEAN_FIELD = """
-extends: ../base.yaml
-name: digits-mean-field
-method: {kind: MeanField, prior: {kind: Normal, loc: 0.0, scale: 0.3}}
-paper: {row: Mean-field, order: 2, numbers: {nll: 0.5, accuracy: 90.0}, errors: {nll: 0.01}, draws: 3}
+HEAD = "extends: base.yaml\npaper: {table: Table 1, columns: [nll, accuracy]}\nrows:\n"
+MEAN_FIELD = "  mean-field: {paper: {row: Mean-field, numbers: [0.5, 90.0], errors: [0.01], draws: 3}}\n"
+TIED = """  tied:
+    name: digits-tied
+    method: {kind: KTied, rank: 2}
+    paper:
+      row: 2-tied
+      numbers: {nll: 0.4}
+      diagnostic: [elbo, spectrum, convergence, snr]
+      options: {layer: dense1}
 """
-TIED = """
-extends: ../base.yaml
-name: digits-tied
-method: {kind: KTied, rank: 2}
-paper: {row: 2-tied, order: 1, numbers: {nll: 0.4}, diagnostic: [elbo, spectrum, convergence, snr], options: {layer: dense1}}
+TRUNCATED = """  truncated:
+    extends: "#mean-field"
+    paper: {row: 1-tied, diagnostic: truncation, options: {rank: 1}}
 """
-TRUNCATED = MEAN_FIELD.replace(
-    "row: Mean-field, order: 2", "row: 1-tied, order: 3, diagnostic: truncation, options: {rank: 1}"
-)
-BROKEN = (
-    MEAN_FIELD.replace("digits-mean-field", "broken")
-    .replace("row: Mean-field, order: 2", "row: Broken, order: 0")
-    .replace("method:", "data: {name: cifar10}\nmethod:")
-)
+BROKEN = """  broken:
+    extends: "#mean-field"
+    name: broken
+    data: {name: cifar10}
+    paper: {row: Broken}
+"""
 
 
 class Listener:
@@ -69,13 +74,16 @@ class Listener:
         self.said.append(message)
 
 
+def write_table(root: Path, *rows: str) -> None:
+    (root / "toy" / "table1.yaml").write_text(HEAD + "".join(rows))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     root = tmp_path / "experiments"
-    (root / "toy" / "table1").mkdir(parents=True)
+    (root / "toy").mkdir(parents=True)
     (root / "toy" / "base.yaml").write_text(BASE)
-    for name, text in (("mean-field", MEAN_FIELD), ("tied", TIED)):
-        (root / "toy" / "table1" / f"{name}.yaml").write_text(text)
+    write_table(root, MEAN_FIELD, TIED)
     return root
 
 
@@ -85,8 +93,8 @@ def test_a_table_from_end_to_end(folder: Path, tmp_path: Path) -> None:
     file = out / "table.md"
     assert listener.begun == 4  # two rows, two seeds
     found = json.loads((out / "table.json").read_text())
-    tied, plain = found["rows"]  # in the paper's order, not the alphabet's
-    assert (tied["label"], plain["label"]) == ("2-tied", "Mean-field")
+    plain, tied = found["rows"]
+    assert (plain["label"], tied["label"]) == ("Mean-field", "2-tied")
     assert plain["paper"] == {"nll": 0.5, "accuracy": 90.0} and plain["seeds"] == [0, 1] and plain["draws"] == 3
     runs = [read(out / name) for name in plain["runs"]]
     assert {run.seed for run in runs} == {0, 1}
@@ -141,8 +149,7 @@ def test_diagnostics_are_written_beside_the_records(
 
 
 def test_truncation_uses_the_run_of_another_row(folder: Path, tmp_path: Path) -> None:
-    (folder / "toy" / "table1" / "truncated.yaml").write_text(TRUNCATED)
-    (folder / "toy" / "table1" / "tied.yaml").unlink()
+    write_table(folder, MEAN_FIELD, TRUNCATED)
     out, listener = tmp_path / "out", Listener()
     reproduce("toy/table1", out, CPU, "full", [0], listener, folders=[folder])
     assert listener.begun == 1
@@ -154,14 +161,14 @@ def test_truncation_uses_the_run_of_another_row(folder: Path, tmp_path: Path) ->
 
 
 def test_a_failing_row_does_not_stop_the_others(folder: Path, tmp_path: Path) -> None:
-    (folder / "toy" / "table1" / "broken.yaml").write_text(BROKEN)
+    write_table(folder, MEAN_FIELD, BROKEN, TIED)
     out, listener = tmp_path / "out", Listener()
     with pytest.raises(Incomplete, match=r"1 of 3 runs failed: broken, seed 0: FileNotFoundError: No cifar10"):
         reproduce(
             "toy/table1", out, Execution(accelerator="cpu", data_dir=tmp_path), "small", [0], listener, folders=[folder]
         )
     found = json.loads((out / "table.json").read_text())
-    assert [len(row["seeds"]) for row in found["rows"]] == [0, 1, 1]
+    assert [len(row["seeds"]) for row in found["rows"]] == [1, 0, 1]
     text = (out / "table.md").read_text()
     assert "**broken, seed 0 failed:** FileNotFoundError" in text and "| Broken | - | - |" in text
     assert any("failed" in line for line in listener.said)
@@ -176,13 +183,13 @@ def test_an_interrupted_table_goes_on_where_it_stopped(folder: Path, tmp_path: P
     reproduce("toy/table1", out, CPU, "small", [0], listener, folders=[folder])
     assert listener.begun == 1 and "Resuming after step 3." in listener.said
     straight = tmp_path / "straight"
-    reproduce("toy/table1/mean-field", straight, CPU, "small", [0], folders=[folder])
-    (run,) = out.glob("digits-mean-field-*")
+    reproduce("toy/table1/tied", straight, CPU, "small", [0], folders=[folder])
+    (run,) = out.glob("digits-tied-*")
     assert read(run).digest == read(straight / run.name).digest, "an interrupted run ends elsewhere"
 
 
 def test_names(folder: Path) -> None:
-    assert [listed.name for listed in listings([folder])] == ["toy/table1"]
+    assert listings([folder]) == {"toy/table1": ("Table 1", 2)}
     assert [row.stem for row in find("toy/table1/t*", [folder])] == ["tied"]
     with pytest.raises(ConfigError, match="There is no table or figure 'toy/table2'; did you mean 'toy/table1'"):
         find("toy/table2", [folder])
@@ -201,14 +208,21 @@ def test_names(folder: Path) -> None:
     [
         ("paper: {row: x, numbres: {}}", "paper.numbres: Extra inputs"),
         ("paper: {row: x, units: {a: kg}}", "paper.units.a"),
-        ("seed: 1", "needs a section `paper`"),
+        ("paper: {row: x, numbers: [1.0]}", "there are 2 columns, but 1 numbers"),
+        ("seed: 1", "paper.row: Field required"),
     ],
 )
 def test_a_wrong_paper_section_is_named(folder: Path, section: str, message: str) -> None:
-    file = folder / "toy" / "table1" / "odd.yaml"
-    file.write_text(section + "\n")
+    write_table(folder, f"  odd: {{{section}}}\n")
     with pytest.raises(ConfigError, match=message):
         find("toy/table1/odd", [folder])
+
+
+def test_a_row_without_a_paper_is_no_row_of_a_table(folder: Path) -> None:
+    (folder / "toy" / "other.yaml").write_text("rows: {a: {seed: 1}}\n")
+    with pytest.raises(ConfigError, match="needs a section `paper`"):
+        find("toy/other", [folder])
+    assert "toy/other" not in listings([folder])
 
 
 def test_seeds_can_be_standard_splits() -> None:
@@ -217,7 +231,7 @@ def test_seeds_can_be_standard_splits() -> None:
     assert (experiment.seed, experiment.data.split) == (3, 3)
 
 
-# Numbers of records ----------------------------------------------------------------------------------------------------------
+# Numbers of records
 
 
 def record(
@@ -241,9 +255,17 @@ def record(
         for n in draws
     ]
     return Record(
-        name="r", method="m", data="d", seed=0, config={}, config_hash="h", commands=[], parameters=Parameters(plain=100, total=150),
-        evaluations=evaluations, cost=Cost(train_seconds=1.0, seconds_per_epoch=1.0),
-    )  # fmt: skip
+        name="r",
+        method="m",
+        data="d",
+        seed=0,
+        config={},
+        config_hash="h",
+        commands=[],
+        parameters=Parameters(plain=100, total=150),
+        evaluations=evaluations,
+        cost=Cost(train_seconds=1.0, seconds_per_epoch=1.0),
+    )
 
 
 def test_measured_numbers_of_a_record() -> None:
@@ -258,13 +280,13 @@ def test_measured_numbers_of_a_record() -> None:
 
 def test_corruption_errors_relative_to_another_row() -> None:
     rows = {row.stem: row for row in find("emp/table5")}
-    plain = Result(rows["vanilla"], 0, {}, record(0.8, {("fog", 1): 0.6, ("fog", 3): 0.4, ("snow", 1): 0.5}))
-    other = Result(rows["emp"], 0, {}, record(0.8, {("fog", 1): 0.7, ("fog", 3): 0.5, ("snow", 1): 0.75}))
+    plain = RowResult(rows["vanilla"], 0, {}, record(0.8, {("fog", 1): 0.6, ("fog", 3): 0.4, ("snow", 1): 0.5}))
+    other = RowResult(rows["emp"], 0, {}, record(0.8, {("fog", 1): 0.7, ("fog", 3): 0.5, ("snow", 1): 0.75}))
     found = relative_errors(other, [plain, other])
     assert found["error_fog"] == pytest.approx(80.0) and found["error_snow"] == pytest.approx(50.0)
     assert found["corruption_error"] == pytest.approx(65.0)
     assert relative_errors(other, [other]) == {}
-    table = summary(Table("emp/table5", "small", [rows["emp"], rows["vanilla"]], [plain, other]))
+    table = Reproduction("emp/table5", "small", [rows["emp"], rows["vanilla"]], [plain, other]).summary()
     assert table["rows"][1]["ours"]["corruption_error"]["mean"] == pytest.approx(100.0)
     assert "97.8" in markdown(table)
 

@@ -1,4 +1,5 @@
-"""What the first review found, entry by entry: model surgery, threads, interruptions, generation, layers used past their forward, crashes."""
+"""What the first review found, entry by entry: model surgery, threads, interruptions, generation, layers used past
+their forward, crashes."""
 
 import copy
 import threading
@@ -63,7 +64,7 @@ def check_all(model: Any, x: Tensor, draws: int = 1) -> None:
         assert_rows_of_draws(model(x), [plain(x) for plain in plains], 0)
 
 
-# 1.2 State on modules: surgery -------------------------------------------------------------------------------------------------------------------
+# 1.2 State on modules: surgery ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [0, 2, 4])
@@ -168,7 +169,7 @@ def test_deep_copies_are_models_of_their_own() -> None:
     assert float(model[0].weight.detach().abs().max()) > 0
 
 
-# 1.2 Threads, interruptions, recursion, backward passes in between --------------------------------------------------------------------------------
+# 1.2 Threads, interruptions, recursion, backward passes in between ----------------------------------------------------
 
 
 def test_threads_agree_with_one_thread() -> None:
@@ -305,7 +306,7 @@ def test_checkpointed_layers_are_recomputed_with_the_draws_of_their_own_pass() -
     assert_equal(gradients[1], gradients[0])
 
 
-# 1.2 Sub-modules and other methods --------------------------------------------------------------------------------------------------------------
+# 1.2 Sub-modules and other methods ------------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
@@ -356,15 +357,16 @@ def test_sample_predict_and_frozen_work_on_submodules() -> None:
     assert sb.members(model.backbone) == 2
 
 
-# 1.2 generate() ------------------------------------------------------------------------------------------------------------------------------------
+# 1.2 generate() -------------------------------------------------------------------------------------------------------
 
 
 def _gpt2(tied: bool) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=23, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-        tie_word_embeddings=tied, initializer_range=0.7, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=23, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=None,
+        pad_token_id=0, tie_word_embeddings=tied, initializer_range=0.7, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )  # fmt: skip
     return GPT2LMHeadModel(config).eval()
 
@@ -398,7 +400,7 @@ def test_generate_draws_afresh_for_each_call() -> None:
             assert len({tuple(model.generate(prompt, **options).flatten().tolist()) for _ in range(3)}) == 1
 
 
-# 1.3 Converted but not used, or used twice -----------------------------------------------------------------------------------------------------------
+# 1.3 Converted but not used, or used twice ----------------------------------------------------------------------------
 
 
 class Past(nn.Module):
@@ -579,7 +581,7 @@ def test_random_modules_are_not_shared_between_the_picks_of_a_mixture() -> None:
     assert min(spread(samples[[0, j]]) for j in range(1, 16)) > 1e-3
 
 
-# 2 Crashes --------------------------------------------------------------------------------------------------------------------------------------------
+# 2 Crashes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -770,7 +772,7 @@ def test_normalised_weights_are_drawn(method: str, kind: str, style: str) -> Non
 @pytest.mark.parametrize("method", ["mean-field", "flipout", "k-tied", "rank1"])
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
 def test_old_style_norms_train(method: str, kind: str) -> None:
-    """Their weight is no parameter but what a hook last computed, with its graph: converted as they are, they train for several steps."""
+    """Their weight is what a hook last computed, with its graph: they train for several steps all the same."""
     model, x, y = mlp(), torch.randn(6, 4), torch.randint(3, (6,))
     with quietly():
         for place in (0, 4):
@@ -817,9 +819,10 @@ def _image_net() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("make", "shape"), [(_rich, (4,)), (_image_net, (2, 6, 6))], ids=["dense", "images"])
-def test_export_with_a_dynamic_batch(make: Callable[[], nn.Module], shape: tuple[int, ...], method: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "images"), [(method, i % 2) for i, method in enumerate(METHODS)])
+def test_export_with_a_dynamic_batch(method: str, images: int) -> None:
+    make, shape = (_image_net, (2, 6, 6)) if images else (_rich, (4,))
     model = sb.bayesianize(make(), METHODS[method]).eval()
     model(torch.randn(6, *shape))  # rows are located on real inputs
     # torch.export treats sizes of one apart, also those of an ensemble member's share of the rows.
@@ -834,6 +837,7 @@ def test_export_with_a_dynamic_batch(make: Callable[[], nn.Module], shape: tuple
         assert spread(torch.stack(outputs)) > 1e-4, "the exported model draws nothing"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_exported_ensemble_gives_each_row_one_member() -> None:
     for method in ("ensemble", "batch-ensemble"):

@@ -187,7 +187,7 @@ def test_a_dimension_that_only_looks_like_the_batch_is_left_alone() -> None:
 
 
 def test_where_draws_run_one_by_one_nothing_is_shared() -> None:
-    """A Linear over (features, rows) mixes rows, so draws cannot share a forward; predictions are right all the same."""
+    """A Linear over (features, rows) mixes rows, so draws cannot share a forward; predictions are right."""
 
     class Mixing(nn.Module):
         def __init__(self) -> None:
@@ -246,6 +246,7 @@ def test_predict_without_sharing_agrees() -> None:
     torch.testing.assert_close(sb.predict(model, x, draws=6, share=False).samples, first.samples, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_default_chunk_cuts_draws_but_never_the_batch() -> None:
     model = sb.bayesianize(nn.Linear(2**12, 2), sb.MeanField())
     rows: list[int] = []
@@ -319,7 +320,7 @@ def test_a_plain_model_has_the_same_prediction_in_every_draw() -> None:
 
 
 def test_windows_of_one_row_stay_together_where_rows_do_not_divide_evenly() -> None:
-    """3 rows of 2 windows under 2 held draws: rows 0 and 1 belong to the first draw, row 2 to the second, with all their windows."""
+    """3 rows of 2 windows, 2 held draws: rows 0 and 1 with their windows belong to the first, row 2 to the second."""
 
     class Windows(nn.Module):
         def __init__(self) -> None:
@@ -339,3 +340,27 @@ def test_windows_of_one_row_stay_together_where_rows_do_not_divide_evenly() -> N
             y = net(x)
         assert torch.equal(y[:, 0], y[:, 1])
         torch.testing.assert_close(y[0], y[1])
+
+
+class Turns(nn.Module):
+    """A stem that runs ahead of the first draw, or behind it when it is `late`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late:
+            h = self.a(x)
+            return self.b(torch.tanh(self.stem(x + h) + h))
+        return self.b(torch.tanh(self.stem(x) + self.a(x)))
+
+
+def test_a_module_is_not_shared_once_a_draw_was_used() -> None:
+    """The proof found the stem ahead of all draws; what a model does later may differ."""
+    model, x = sb.bayesianize(Turns(), {"[ab]": sb.BatchEnsemble(members=3)}), torch.randn(5, 4)
+    sb.predict(model, x)
+    model.late = True
+    shared, apart = _both(model, x, 2)
+    torch.testing.assert_close(shared, apart, rtol=1e-5, atol=1e-6)

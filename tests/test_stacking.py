@@ -30,9 +30,10 @@ def score(log_probs: Tensor, weights: Any) -> float:
         return float(special.logsumexp(log_probs.numpy() + np.log(np.asarray(weights))[:, None], 0).mean())
 
 
-# One weight for each draw ----------------------------------------------------------------------------------------------
+# One weight for each draw ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.integers(1, 30), st.integers(1, 100), st.floats(-3, 3))
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_weights_meet_the_optimality_conditions(seed: int, draws: int, rows: int, exponent: float) -> None:
@@ -125,7 +126,7 @@ def test_many_draws_and_float32() -> None:
 
 
 def test_members_of_a_prediction_are_stacked() -> None:
-    """Held-out densities give weights, weights a better held-out density: on the rows they were fitted to, of any other."""
+    """Held-out densities give weights, weights a better held-out density: than any other, on their own rows."""
     target = torch.randn(300)
     outputs = torch.stack([target + 0.3 * torch.randn(300), torch.randn(300), target + 3 + torch.randn(300)])
     equal = sb.Prediction.from_outputs(outputs, "gaussian", members=3, scale=0.5)
@@ -163,7 +164,7 @@ def test_too_few_steps_are_no_silent_answer() -> None:
         factored_weights(*toy((3, 2)), steps=1)
 
 
-# Probabilities of components -------------------------------------------------------------------------------------------
+# Probabilities of components ------------------------------------------------------------------------------------------
 
 
 def toy(components: tuple[int, ...], rows: int = 80, seed: int = 0) -> tuple[Tensor, Tensor, list[int]]:
@@ -189,7 +190,7 @@ def exact(log_probs: Tensor, choices: Tensor, probabilities: list[Any], prior: f
 @pytest.mark.parametrize("components", [(3,), (2, 2), (3, 2, 2), (4, 1, 3), (2, 2, 2, 2)])
 @pytest.mark.parametrize("prior", [0.3, 1.0, 5.0])
 def test_an_enumerated_mixture_is_maximised_exactly(components: tuple[int, ...], prior: float) -> None:
-    """All combinations once: the estimate is the implicit mixture's own score, and scipy finds no better from five starts."""
+    """All combinations once: the estimate is the implicit mixture's own score, and scipy finds no better."""
     log_probs, choices, sizes = toy(components)
     ours = factored_weights(log_probs, choices, sizes, prior)
     assert [tuple(p.shape) for p in ours] == [(k,) for k in sizes]
@@ -239,7 +240,7 @@ def test_sites_without_influence_stay_uniform() -> None:
 
 
 def test_a_prior_keeps_few_draws_from_collapsing() -> None:
-    """Twelve draws of 4^8 networks and three rows: without a prior all weight goes to a few lucky draws. More pseudo-rows, more draws."""
+    """Twelve of 4^8 networks, three rows: without a prior all weight goes to a few. More pseudo-rows, more draws."""
     generator = torch.Generator().manual_seed(0)
     choices = torch.stack([torch.arange(4).repeat(3)[torch.randperm(12, generator=generator)] for _ in range(8)], 1)
     log_probs = problem(4, 12, 3, spread=3.0)

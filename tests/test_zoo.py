@@ -23,6 +23,7 @@ import zoo_table
 HOLD = dict.fromkeys(zoo_checks.CHECKS, "holds")
 
 
+@pytest.mark.slow
 def test_two_architectures_under_two_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, docs = tmp_path / "zoo.json", tmp_path / "zoo.md"
     zoo.main(["--only", "transformers/(bert|vit)$", "--methods", "batchensemble,ensemble", "--out", str(out)])

@@ -1,11 +1,17 @@
-"""Folders of files that are whole or not there: written aside, synced and renamed, with the sha256 of each file in manifest.json."""
+"""Files that are whole or not there: written aside, synced and renamed, so that a crash leaves the old one or the new one.
 
+write_text, write_json, write_csv, write_bytes      one file
+write_folder, read_folder                           a folder with the sha256 of each file in its manifest.json
+"""
+
+import csv
 import hashlib
+import io
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +26,70 @@ def as_json(data: Any) -> bytes:
     return (json.dumps(data, indent=1) + "\n").encode()
 
 
-def write_folder(path: Path, files: Mapping[str, bytes]) -> Path:
-    """Write a folder at once, with its manifest; a former one of the same name is replaced only when the new one is complete.
+def write_bytes(file: Path, data: bytes) -> None:
+    """Replace a file at once: whoever reads it sees the old one or the new one.
 
-    It steps aside as "<name>.previous" for the moment between two renames.
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_text(Path(folder, "note"), "done")
+        ...     Path(folder, "note").read_text(), [p.name for p in Path(folder).iterdir()]
+        ('done', ['note'])
     """
-    manifest = as_json({"format": FORMAT, "sha256": {n: hashlib.sha256(d).hexdigest() for n, d in files.items()}})
-    return _write_atomically(path, {**files, "manifest.json": manifest})
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        _write_synced(draft, data)
+        draft.replace(file)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replace a text file at once, in UTF-8, its line ends as they are."""
+    write_bytes(file, text.encode())
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Replace a JSON file at once."""
+    write_bytes(file, as_json(data))
+
+
+def write_csv(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Replace a CSV file at once; its columns are the names in all lines, in the order they appear."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    write_text(file, text.getvalue())
+
+
+def write_folder(path: Path, files: Mapping[str, bytes]) -> Path:
+    """Write a folder at once, with its manifest; a former one is replaced only when the new one is complete.
+
+    The former one steps aside as "<name>.previous" for the moment between two renames.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not (path / "manifest.json").exists() and any(path.iterdir()):
+        raise CheckpointError(f"{path} exists and is not a slimbayes checkpoint; refusing to replace it.")
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    manifest = as_json({"format": FORMAT, "sha256": hashes})
+    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        for name, data in {**files, "manifest.json": manifest}.items():
+            _write_synced(draft / name, data)
+        sync_folder(draft)
+        os.chmod(draft, 0o755)
+        _replace_folder(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return path
 
 
 def read_folder(folder: Path, needed: set[str]) -> dict[str, bytes]:
     """All files of a folder after comparing each with the manifest, which must list those needed."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        version, hashes = manifest["format"], manifest["sha256"]
-        named = all(isinstance(n, str) and Path(n).name == n and isinstance(h, str) for n, h in hashes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / 'manifest.json'} is missing or damaged: {error}.") from error
-    if version != FORMAT:
-        raise CheckpointError(f"{folder} has format {version!r}; this version of slimbayes reads format {FORMAT}.")
-    if not named or not needed <= set(hashes):
-        raise CheckpointError(
-            f"{folder / 'manifest.json'} is damaged: it does not list {' and '.join(sorted(needed))}."
-        )
     files = {}
-    for name, expected in hashes.items():
+    for name, expected in _read_manifest(folder, needed).items():
         try:
             files[name] = (folder / name).read_bytes()
         except OSError as error:
@@ -56,26 +101,39 @@ def read_folder(folder: Path, needed: set[str]) -> dict[str, bytes]:
     return files
 
 
-def _write_atomically(path: Path, files: dict[str, bytes]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not (path / "manifest.json").exists() and any(path.iterdir()):
-        raise CheckpointError(f"{path} exists and is not a slimbayes checkpoint; refusing to replace it.")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    previous = path.with_name(path.name + ".previous")
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        for name, data in files.items():
-            _write_synced(temporary / name, data)
-        _sync(temporary)
-        os.chmod(temporary, 0o755)
-        if path.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            os.rename(path, previous)
-        os.rename(temporary, path)
-        _sync(path.parent)
-        shutil.rmtree(previous, ignore_errors=True)
+        os.fsync(handle)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return path
+        os.close(handle)
+
+
+def _read_manifest(folder: Path, needed: set[str]) -> dict[str, str]:
+    """The sha256 of each file, by its name."""
+    file = folder / "manifest.json"
+    try:
+        manifest = json.loads(file.read_bytes())
+        version, hashes = manifest["format"], manifest["sha256"]
+        named = all(isinstance(n, str) and Path(n).name == n and isinstance(h, str) for n, h in hashes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is missing or damaged: {error}.") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{folder} has format {version!r}; this version of slimbayes reads format {FORMAT}.")
+    if not named or not needed <= set(hashes):
+        raise CheckpointError(f"{file} is damaged: it does not list {' and '.join(sorted(needed))}.")
+    return hashes
+
+
+def _replace_folder(draft: Path, path: Path) -> None:
+    previous = path.with_name(path.name + ".previous")
+    if path.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        os.rename(path, previous)
+    os.rename(draft, path)
+    sync_folder(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def _write_synced(file: Path, data: bytes) -> None:
@@ -83,11 +141,3 @@ def _write_synced(file: Path, data: bytes) -> None:
         handle.write(data)
         handle.flush()
         os.fsync(handle.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,20 +1,19 @@
-"""A stand-in for `slimbayes fit` that starts at once: it "trains" as `plan.json` in its run directory says, with checkpoints, signals and deaths.
+"""A stand-in for `slimbayes fit` that starts at once and "trains" as `plan.json` in its run directory says.
 
-Plan: steps; pause, seconds of a step; every, steps between checkpoints; die, {start: [step, -signal or exit code]}; hang, starts that stop dead at
-step 2; helper, leave a child behind that ignores SIGTERM; deaf, ignore SIGTERM; hash, of the record at the end.
+Plan: steps; pause, seconds of a step; every, steps between checkpoints; die, {start: [step, -signal or exit code]};
+deaf, ignore SIGTERM; hash, of the record at the end. It notes its starts, its GPU, and that it was asked to stop.
 """
 
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 RECORD = {
-    "name": "fake", "method": "none", "data": "none", "seed": 0, "config": {}, "commands": [], "parameters": {"plain": 1, "total": 1},
-    "cost": {"train_seconds": 1.0, "seconds_per_epoch": 1.0},
+    "name": "fake", "method": "none", "data": "none", "seed": 0, "config": {}, "commands": [],
+    "parameters": {"plain": 1, "total": 1}, "cost": {"train_seconds": 1.0, "seconds_per_epoch": 1.0},
 }  # fmt: skip
 
 
@@ -28,10 +27,7 @@ def main() -> None:
     asked: list[int] = []
     signal.signal(signal.SIGTERM, signal.SIG_IGN if plan.get("deaf") else lambda *_: asked.append(1))
     (folder / "environment.json").write_text("{}")
-    if plan.get("helper"):
-        subprocess.Popen(
-            [sys.executable, "-c", "import signal,time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
-        )
+    (folder / "gpu").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     done = [int(p.name[5:]) for p in folder.glob("checkpoints/step-*")]
     step = max(done, default=0) if "--resume" in words else 0
     death = plan.get("die", {}).get(str(start)) or plan.get("die", {}).get("always")
@@ -40,8 +36,6 @@ def main() -> None:
         step += 1
         if death and step >= death[0]:
             die(death[1])
-        while start in plan.get("hang", ()) and step >= 2:
-            time.sleep(1)
         if asked or step % plan.get("every", 1) == 0:
             (folder / f"checkpoints/step-{step:08d}").mkdir(parents=True, exist_ok=True)
         if asked:

@@ -1,31 +1,26 @@
-"""Data to train on and to judge uncertainty by: readers for what users have, batched augmentation, the corruptions of CIFAR-10-C and ImageNet-C."""
+"""Data to train on and to judge uncertainty by: readers for what users have, batched augmentation, the corruptions of
+CIFAR-10-C and ImageNet-C."""
 
-from slimbayes.data.adapters import as_split as as_split
 from slimbayes.data.augment import pad_crop_flip as pad_crop_flip
 from slimbayes.data.augment import resized_crop as resized_crop
+from slimbayes.data.catalog import available as available
+from slimbayes.data.catalog import load as load
+from slimbayes.data.catalog import prepare as prepare
 from slimbayes.data.corruptions import CORRUPTIONS as CORRUPTIONS
 from slimbayes.data.corruptions import EXTRA as EXTRA
 from slimbayes.data.corruptions import corrupt as corrupt
 from slimbayes.data.dataset import Dataset as Dataset
 from slimbayes.data.dataset import Split as Split
-from slimbayes.data.datasets import available as available
-from slimbayes.data.datasets import check as check
-from slimbayes.data.datasets import load as load
-from slimbayes.data.datasets import prepare as prepare
+from slimbayes.data.dataset import as_split as as_split
+from slimbayes.data.events import Buckets as Buckets
+from slimbayes.data.events import Events as Events
+from slimbayes.data.events import Stays as Stays
+from slimbayes.data.events import bag as bag
+from slimbayes.data.events import mortality as mortality
 from slimbayes.data.folders import ImageFolder as ImageFolder
-from slimbayes.data.health import Buckets as Buckets
-from slimbayes.data.health import Events as Events
-from slimbayes.data.health import Stays as Stays
-from slimbayes.data.health import bag as bag
-from slimbayes.data.health import mortality as mortality
-from slimbayes.data.icu_tables import IcuTable as IcuTable
-from slimbayes.data.icu_tables import eicu as eicu
-from slimbayes.data.icu_tables import hospital_split as hospital_split
+from slimbayes.data.inspection import check as check
 from slimbayes.data.mimic import mimic3 as mimic3
 from slimbayes.data.mimic import mimic4 as mimic4
 from slimbayes.data.physionet import physionet2012 as physionet2012
-from slimbayes.data.shift import feature_shift as feature_shift
-from slimbayes.data.shift import label_shift as label_shift
-from slimbayes.data.shift import rotate as rotate
-from slimbayes.data.tables import Regression as Regression
-from slimbayes.data.tables import standard_split as standard_split
+from slimbayes.data.uci import Regression as Regression
+from slimbayes.data.uci import standard_split as standard_split

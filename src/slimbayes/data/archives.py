@@ -1,4 +1,5 @@
-"""Opening files that may be broken or hostile: sizes are checked before anything is unpacked, and no object is ever built from them.
+"""Opening files that may be broken or hostile: sizes are checked before anything is unpacked, and no object is ever
+built.
 
 Every error is a ValueError that names the file and, where there is one, the entry.
 """
@@ -15,14 +16,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-LIMIT = (
-    1 << 30
-)  # bytes that one file may unpack to: the largest honest one, the year table of 515,345 x 91 float64, has 0.38e9
+LIMIT = 1 << 30  # bytes that a file may unpack to: the largest honest one, the year table of 515,345 x 91, has 0.38e9
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
 
 
@@ -41,10 +40,11 @@ def require(module: str) -> Any:
 
 
 @contextmanager
-def checked_zip(path: Path) -> Iterator[zipfile.ZipFile]:
-    """An open zip whose entries have harmless names and unpack to LIMIT bytes at most; reading errors name the file."""
+def checked_zip(path: Path, content: IO[bytes] | None = None) -> Iterator[zipfile.ZipFile]:
+    """An open zip, at `path` or the `content` that came from there, whose entries have harmless names and unpack to
+    LIMIT bytes at most; reading errors name the file."""
     try:
-        archive = zipfile.ZipFile(path)
+        archive = zipfile.ZipFile(content or path)
     except _BROKEN as error:
         if isinstance(error, FileNotFoundError):
             raise
@@ -55,27 +55,17 @@ def checked_zip(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _check_entries(path: Path, archive: zipfile.ZipFile) -> None:
-    total, seen = 0, set()
-    for entry in archive.infolist():
-        name = entry.orig_filename
-        if (
-            "\\" in name
-            or ":" in name
-            or "\0" in name
-            or PurePosixPath(name).is_absolute()
-            or ".." in PurePosixPath(name).parts
-        ):
-            raise ValueError(
-                f"{path}: entry {name!r} points outside the archive; entries must have plain relative names."
-            )
-        if name in seen:
-            raise ValueError(f"{path}: entry {name!r} is there twice.")
-        seen.add(name)
+    total, names = 0, [entry.orig_filename for entry in archive.infolist()]
+    for name, entry in zip(names, archive.infolist()):
+        inside = PurePosixPath(name)
+        if set(name) & set("\\:\0") or inside.is_absolute() or ".." in inside.parts:
+            raise ValueError(f"{path}: entry {name!r} points outside the archive; names must be plain and relative.")
         total += entry.file_size
         if total > LIMIT:
-            raise ValueError(
-                f"{path}: entry {name!r} brings the unpacked size to {total:,} bytes, more than the {LIMIT:,} allowed."
-            )
+            size = f"the unpacked size to {total:,} bytes, more than the {LIMIT:,} allowed"
+            raise ValueError(f"{path}: entry {name!r} brings {size}.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path}: an entry is there twice.")
 
 
 def read_entry(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
@@ -86,25 +76,19 @@ def read_entry(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
         raise ValueError(f"{path}: entry {name!r} is damaged: {error}") from error
 
 
-def read_npz(path: Path, *names: str) -> dict[str, Any]:
-    """Arrays of an .npz file by name, all of them if no name is given. Pickled objects are refused.
+def read_npz(path: Path, *names: str, content: IO[bytes] | None = None) -> dict[str, Any]:
+    """Arrays of an .npz file by name, each of which must be there, or all of them. Pickled objects are refused.
 
-    Every named array must be there.
+    `content` is what the file holds where it had to be unpacked first.
     """
-    with checked_zip(path) as archive:
-        entries = archive.namelist()
-        for entry in entries:
-            if not entry.endswith(".npy"):
-                raise ValueError(f"{path}: entry {entry!r} is not an array; an .npz file holds .npy entries only.")
-        here = {entry.removesuffix(".npy") for entry in entries}
-        if missing := set(names) - here:
-            raise ValueError(
-                f"{path} must hold the arrays {', '.join(names)}; {', '.join(sorted(missing))} is not among {sorted(here)}."
-            )
-        return {
-            name: _array(f"{path}: entry {name!r}", read_entry(path, archive, f"{name}.npy"))
-            for name in names or sorted(here)
-        }
+    with checked_zip(path, content) as archive:
+        here = [entry.removesuffix(".npy") for entry in archive.namelist()]
+        if strange := next((entry for entry in archive.namelist() if not entry.endswith(".npy")), None):
+            raise ValueError(f"{path}: entry {strange!r} is not an array; an .npz file holds .npy entries only.")
+        if missing := set(names) - set(here):
+            listed = ", ".join(sorted(missing))
+            raise ValueError(f"{path} must hold the arrays {', '.join(names)}; {listed} is not among {sorted(here)}.")
+        return {name: _array(path, name, read_entry(path, archive, f"{name}.npy")) for name in names or sorted(here)}
 
 
 def read_pickled(path: Path, name: str) -> bytes:
@@ -112,37 +96,32 @@ def read_pickled(path: Path, name: str) -> bytes:
     with checked_zip(path) as archive:
         if f"{name}.npy" not in archive.namelist():
             raise ValueError(f"{path} must hold the array {name}; it has {sorted(archive.namelist())}.")
-        content = read_entry(path, archive, f"{name}.npy")
-    stream = io.BytesIO(content)
+        stream = io.BytesIO(read_entry(path, archive, f"{name}.npy"))
     _, _, dtype = _header(f"{path}: entry {name!r}", stream)
     if not dtype.hasobject:
         raise ValueError(f"{path}: entry {name!r} must hold Python lists (dtype object), got {dtype}.")
-    return content[stream.tell() :]
+    return stream.read()
 
 
-def _header(place: str, stream: io.BytesIO) -> tuple[tuple[int, ...], bool, Any]:
+def _header(place: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
     """Shape, order and dtype of an .npy file."""
-    numpy = require("numpy")
+    npy = require("numpy").lib.format
     try:
-        version = numpy.lib.format.read_magic(stream)
-        header = numpy.lib.format.read_array_header_1_0 if version == (1, 0) else numpy.lib.format.read_array_header_2_0
-        shape, fortran, dtype = header(stream)
+        first = npy.read_magic(stream) == (1, 0)
+        return npy.read_array_header_1_0(stream) if first else npy.read_array_header_2_0(stream)
     except ValueError as error:
         raise ValueError(f"{place} is not an .npy array: {error}") from error
-    return shape, fortran, dtype
 
 
-def _array(place: str, content: bytes) -> Any:
+def _array(path: Path, name: str, content: bytes) -> Any:
     """An array from the bytes of an .npy file whose length is what its header says."""
-    numpy, stream = require("numpy"), io.BytesIO(content)
+    numpy, stream, place = require("numpy"), io.BytesIO(content), f"{path}: entry {name!r}"
     shape, fortran, dtype = _header(place, stream)
     if dtype.hasobject:
         raise ValueError(f"{place} holds pickled Python objects (dtype {dtype}); only plain numbers and text are read.")
-    need = math.prod(shape) * dtype.itemsize
-    if len(content) - stream.tell() != need:
-        raise ValueError(
-            f"{place} has {len(content) - stream.tell()} bytes of data where its shape {shape} needs {need}."
-        )
+    have, need = len(content) - stream.tell(), math.prod(shape) * dtype.itemsize
+    if have != need:
+        raise ValueError(f"{place} has {have} bytes of data where its shape {shape} needs {need}.")
     flat = numpy.frombuffer(content, dtype, offset=stream.tell()) if need else numpy.empty(shape, dtype)
     return flat.reshape(shape, order="F" if fortran else "C").copy()
 
@@ -150,69 +129,40 @@ def _array(place: str, content: bytes) -> Any:
 def map_npy(path: Path, shape: tuple[int | None, ...], kinds: str) -> Any:
     """An .npy file as a memory map, read when touched; writing to it changes memory only.
 
-    `shape` has None where any size will do, `kinds` the letters of the allowed numpy kinds ("u" unsigned, "i" signed, "f" float).
+    `shape` has None where any size will do, `kinds` the letters of the allowed numpy kinds (unsigned, int, float).
     """
-    numpy = require("numpy")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing.")
     try:
-        array = numpy.lib.format.open_memmap(path, mode="c")
+        array = require("numpy").lib.format.open_memmap(path, mode="c")
+    except FileNotFoundError:
+        raise
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{path} is not a plain .npy array, or it is cut short: {error}") from error
     fits = array.ndim == len(shape) and all(want in (None, got) for got, want in zip(array.shape, shape))
     if not fits or array.dtype.kind not in kinds:
-        wanted = "(" + ", ".join("n" if size is None else str(size) for size in shape) + ")"
-        raise ValueError(
-            f"{path} holds {array.dtype} of shape {array.shape}, expected {wanted} with a dtype of kind {'/'.join(kinds)}."
-        )
+        wanted = f"({', '.join('n' if size is None else str(size) for size in shape)}) of kind {'/'.join(kinds)}"
+        raise ValueError(f"{path} holds {array.dtype} of shape {array.shape}, expected {wanted}.")
     return array
 
 
 def read_idx(path: Path, dims: int) -> Tensor:
     """An idx file of unsigned bytes with `dims` dimensions, plain or gzipped (its name ends in .gz): uint8."""
-    shape = idx_shape(path, dims)
-    need = math.prod(shape)
-    if need > LIMIT:
-        raise ValueError(f"{path}: its header asks for {need:,} bytes {shape}, more than the {LIMIT:,} allowed.")
+    start, magic = 4 + 4 * dims, bytes((0, 0, 8, dims))
     try:
-        with _open(path) as file:
-            file.seek(4 + 4 * dims)
-            content = bytearray(file.read(need + 1))
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            header = file.read(start)
+            shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(4, start, 4))
+            content = bytearray(file.read(min(math.prod(shape), LIMIT) + 1))
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged or cut short: {error}") from error
-    if len(content) != need:
-        got = f"{len(content):,}" if len(content) < need else "more"
-        raise ValueError(
-            f"{path}: the header's shape {shape} needs {need:,} bytes, the file has {got}; it stops in record {_row(content, shape)}."
-        )
-    return (
-        torch.frombuffer(content, dtype=torch.uint8).reshape(shape)
-        if need
-        else torch.empty(shape, dtype=torch.uint8, device="cpu")
-    )
-
-
-def idx_shape(path: Path, dims: int) -> tuple[int, ...]:
-    """Sizes from an idx header."""
-    try:
-        with _open(path) as file:
-            header = file.read(4 + 4 * dims)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    magic = bytes((0, 0, 8, dims))
-    if header[:4] != magic or len(header) < 4 + 4 * dims:
-        raise ValueError(
-            f"{path} starts with {header[:4].hex() or 'nothing'}, an idx file of {dims}-dimensional bytes with {magic.hex()}."
-        )
-    return tuple(int.from_bytes(header[at : at + 4], "big") for at in range(4, len(header), 4))
-
-
-def _open(path: Path) -> Any:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-
-
-def _row(content: bytearray, shape: tuple[int, ...]) -> int:
-    return len(content) // max(1, math.prod(shape[1:]))
+        raise ValueError(f"{path} cannot be read, is damaged or cut short: {error}") from error
+    if header[:4] != magic or len(header) < start:
+        got = header[:4].hex() or "nothing"
+        raise ValueError(f"{path} starts with {got}, an idx file of {dims}-dimensional bytes with {magic.hex()}.")
+    need, have = math.prod(shape), len(content)
+    if have != need:
+        got, row = f"{have:,}" if have < need else "more", have // max(1, math.prod(shape[1:]))
+        raise ValueError(f"{path}: shape {shape} needs {need:,} bytes, the file has {got}; it stops in record {row}.")
+    flat = torch.frombuffer(content, dtype=torch.uint8) if need else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return flat.reshape(shape)
 
 
 def read_xz(path: Path) -> bytes:

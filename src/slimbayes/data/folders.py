@@ -17,8 +17,8 @@ ENDINGS = (".jpeg", ".jpg", ".png")
 class ImageFolder(torch.utils.data.Dataset[tuple[Any, int]]):
     """A torch data set over `folder/<class>/<image>`: item i is (image, label), the image decoded at that moment.
 
-    Classes are numbered in the order of their names. Give `classes` to insist on those of another folder, so that a missing class cannot
-    shift the labels. `transform` maps an image, uint8 (3, H, W), to what the DataLoader collates.
+    Classes are numbered in the order of their names. Give `classes` to insist on those of another folder, so that a
+    missing class cannot shift the labels. `transform` maps an image, uint8 (3, H, W), to what the DataLoader collates.
 
     Example:
         >>> ImageFolder(Path("/nowhere"))
@@ -36,10 +36,8 @@ class ImageFolder(torch.utils.data.Dataset[tuple[Any, int]]):
         self.folder, self.transform = Path(folder), transform
         self.classes = class_folders(self.folder)
         if classes is not None and self.classes != classes:
-            odd = sorted(set(classes) ^ set(self.classes))
-            raise ValueError(
-                f"{folder} has {len(self.classes)} class folders and {len(classes)} were expected; only one side has {odd[:5]}."
-            )
+            got, odd = f"{len(self.classes)} class folders", sorted(set(classes) ^ set(self.classes))[:5]
+            raise ValueError(f"{folder} has {got} and {len(classes)} were expected; only one side has {odd}.")
         self.paths: list[Path] = []
         numbers: list[int] = []
         for label, name in enumerate(self.classes):

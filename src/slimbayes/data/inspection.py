@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slimbayes.data.cache import sha256
-from slimbayes.data.catalog import find, root_folder, source_of
-from slimbayes.data.dataset import Dataset, Split
-from slimbayes.data.datasets import differences
+from slimbayes.data.cache import sha256, shown
+from slimbayes.data.catalog import Source, find, root_folder, source_of
+from slimbayes.data.dataset import Split
 from slimbayes.data.folders import ImageFolder
 
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """`published` is None where no count was. Means and standard deviations are of channels in units of 255, or of features; none for tokens."""
+    """`published` is None where no count was. Means and standard deviations are of channels in units of 255, or of
+    features; none for tokens."""
 
     rows: int
     published: int | None
@@ -31,7 +31,8 @@ class SplitFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """`sha256` has the files of the set by their names under the root; `differences` says in words where the set is not the published one."""
+    """`sha256` has the files of the set by their names under the root; `differences` says in words where the set is not
+    the published one."""
 
     name: str
     splits: dict[str, SplitFacts]
@@ -52,16 +53,28 @@ def inspect(name: str, root: Path | str | None = None) -> Facts:
     """
     source, folder = source_of(name), root_folder(root)
     found = find(source, folder)
-    splits, report = {}, []
-    for split, part in found.parts.items():  # one in memory at a time
-        rows = part.read()
-        splits[split] = _facts(rows, source.published.get(split), found.classes)
-        report += differences(Dataset(name, {split: rows}, found.classes))
-    sums = {
-        file.relative_to(folder).as_posix() if file.is_relative_to(folder) else str(file): sha256(file)
-        for file in found.files()
+    splits = {  # one in memory at a time
+        split: _facts(part.read(), source.published.get(split), found.classes) for split, part in found.parts.items()
     }
-    return Facts(name, splits, sums, report)
+    sums = {shown(file, folder): sha256(file) for file in found.files()}
+    return Facts(name, splits, sums, [line for split in splits for line in _differences(source, split, splits[split])])
+
+
+def check(name: str, root: Path | str | None = None) -> list[str]:
+    """Reads all files of a set and says where its counts or class balance differ from the published ones: an empty list
+    where none does."""
+    return inspect(name, root).differences
+
+
+def _differences(source: Source, split: str, facts: SplitFacts) -> list[str]:
+    report = []
+    if facts.published not in (None, facts.rows):
+        report.append(f"{source.name} {split}: {facts.rows} rows, published are {facts.published}.")
+    counts = facts.classes.values()
+    if source.balanced and len(set(counts)) > 1:
+        spread = f"{min(counts)} to {max(counts)} rows in a class"
+        report.append(f"{source.name} {split}: {spread}, published are equal numbers.")
+    return report
 
 
 def _facts(rows: Split | ImageFolder, published: int | None, names: tuple[str, ...]) -> SplitFacts:
@@ -73,7 +86,8 @@ def _facts(rows: Split | ImageFolder, published: int | None, names: tuple[str, .
 
 
 def moments(x: Tensor) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel of uint8 images (N, C, H, W), in units of 255, or of each feature of a table (N, P).
+    """Mean and standard deviation of each channel of uint8 images (N, C, H, W), in units of 255, or of each feature of
+    a table (N, P).
 
     Example:
         >>> moments(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
@@ -92,5 +106,6 @@ def moments(x: Tensor) -> tuple[list[float], list[float]]:
 
 
 def _counts(pixels: Tensor) -> Tensor:
-    """How often each of the 256 values occurs, a few thousand images at a time: bincount takes eight bytes for a pixel."""
+    """How often each of the 256 values occurs, a few thousand images at a time: bincount takes eight bytes for a
+    pixel."""
     return torch.stack([piece.flatten().bincount(minlength=256) for piece in pixels.split(4096)]).sum(0).double()

@@ -1,74 +1,64 @@
-"""MIMIC-III and MIMIC-IV tables, .csv or .csv.gz: in-hospital mortality of every admission that lasts until the prediction time.
+"""MIMIC-III and MIMIC-IV tables, .csv or .csv.gz: in-hospital mortality of admissions that last until the prediction
+time.
 
-MIMIC-III has its tables in one folder (ADMISSIONS, PATIENTS, ...), MIMIC-IV in the folders hosp and icu (hosp/admissions, hosp/patients, ...). Admissions
-and patients are needed; diagnoses, procedures, prescriptions, ICU stays, labs and charts, and the names of their items, are read where
-they are. They are streamed; what stays in memory is one entry for each admission and 28 bytes for each event that counts.
+MIMIC-III has its tables in one folder (ADMISSIONS, PATIENTS, ...), MIMIC-IV in the folders hosp and icu. Admissions and
+patients are needed; diagnoses, procedures, prescriptions, ICU stays, labs and charts, and the names of their items, are
+read where they are, line by line; memory holds one entry for each admission and 28 bytes for each event that counts.
 
 When an event is known decides whether it may be used, and some of these tables say it only roughly:
 
-    codes           are assigned after discharge: they count from the discharge of their own admission on, so only for later ones
-    prescriptions   count from their start; where that is a day without an hour, as in MIMIC-III, from the end of that day
+    codes           are assigned after discharge: they count from their own admission's discharge on, for later ones
+    prescriptions   count from their start; where that is a day without an hour, as in MIMIC-III, from the day's end
     ICU stays       the first care unit, from the time of entry; the last one and the length are known too late
-    labs, charts    MIMIC-IV: from storetime on, when a result could be seen. MIMIC-III: from charttime on, since its labs have no other; for
-                    a lab this is when the specimen was taken, hours before its result
+    labs, charts    MIMIC-IV: from storetime on, when a result could be seen. MIMIC-III: from charttime on, as its labs
+                    have no other; for a lab this is when the specimen was taken, hours before its result
     deaths          the outcome; a stay that ends before the prediction time, by discharge or death, is left out
 
-What is known of a patient from before an admission has negative hours in it; `mortality(..., aggregate_older_than=24.0)` gives it a bag.
-
-Sizes: E events, N stays, F features.
+What is known of a patient from before an admission has negative hours in it: `mortality(...,
+aggregate_older_than=24.0)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from slimbayes.data.csv_rows import find_table, number_of, rows, time_of
-from slimbayes.data.dataset import Dataset, Found, Part
-from slimbayes.data.health import Stays, mortality
-from slimbayes.data.measurements import HOUR, Admission, Collector, add_table
+from slimbayes.data.csv_rows import find_table, number_of, open_rows, time_of
+from slimbayes.data.dataset import Dataset, Found, UnreadSplit
+from slimbayes.data.events import EventList, Stays, mortality
 
+SPLITS = ("train", "validation", "test")
 _OLDEST = 90.0  # years: the dates of birth of older patients are shifted by centuries, or their age is given as 91
 
 
 @dataclass(frozen=True)
-class _Version:
-    """Where a version keeps its tables, and how it calls the columns that the other calls otherwise."""
+class Release:
+    """Where a release keeps its tables, and how it calls the columns that the other calls otherwise."""
 
     name: str
     tables: Mapping[str, str]
     birth: tuple[str, ...]
     code: tuple[str, ...]
     prescribed: str
-    measured: tuple[str, ...]
-
-    def file(self, folder: Path, table: str) -> Path | None:
-        return find_table(folder, self.tables[table])
-
-    def rows(
-        self, folder: Path, table: str, columns: Sequence[str], needed: bool = False
-    ) -> Iterator[tuple[str, list[str]]]:
-        file = self.file(folder, table)
-        if file is None and needed:
-            both = " and ".join(self.tables[name] for name in ("admissions", "patients"))
-            raise FileNotFoundError(
-                f"{folder} has no {self.tables[table]}.csv or {self.tables[table]}.csv.gz: it must hold {both}."
-            )
-        return rows(file, columns) if file is not None else iter(())
+    measured: tuple[str, ...]  # when a measurement was taken, and when it could be seen
 
 
+_NEEDED = ("admissions", "patients")
 _HOSP = ("admissions", "patients", "diagnoses_icd", "procedures_icd", "prescriptions", "labevents", "d_labitems")
 _ICU = ("icustays", "chartevents", "d_items")
-_THREE = _Version(
+MIMIC3 = Release(
     "mimic3", {t: t.upper() for t in (*_HOSP, *_ICU)}, ("dob",), ("icd9_code",), "startdate", ("charttime",)
 )
-_FOUR = _Version(
+MIMIC4 = Release(
     "mimic4", {t: f"hosp/{t}" for t in _HOSP} | {t: f"icu/{t}" for t in _ICU},
     ("anchor_age", "anchor_year"), ("icd_code", "icd_version"), "starttime", ("charttime", "storetime"),
 )  # fmt: skip
@@ -77,15 +67,15 @@ _FOUR = _Version(
 def mimic3(folder: Path | str, hours: float = 24.0, seed: int = 0) -> Stays:
     """Admissions that last `hours` at least, and what was known by then. Give `mortality` the same hours.
 
-    MIMIC has no official split: a seeded tenth of the patients is "validation", another "test", with all of their admissions.
+    MIMIC has no official split: a seeded tenth of the patients is "validation", another "test", with all admissions.
 
     Example:
         >>> mimic3(Path("/nowhere"))
         Traceback (most recent call last):
         ...
-        FileNotFoundError: /nowhere has no ADMISSIONS.csv or ADMISSIONS.csv.gz: ...
+        FileNotFoundError: /nowhere has no ADMISSIONS.csv or ADMISSIONS.csv.gz: it must hold ADMISSIONS and PATIENTS.
     """
-    return _read(_THREE, Path(folder).expanduser(), hours, seed)
+    return _Reading(MIMIC3, Path(folder).expanduser(), hours).stays(seed)
 
 
 def mimic4(folder: Path | str, hours: float = 24.0, seed: int = 0) -> Stays:
@@ -97,168 +87,187 @@ def mimic4(folder: Path | str, hours: float = 24.0, seed: int = 0) -> Stays:
         ...
         FileNotFoundError: /nowhere has no hosp/admissions.csv or hosp/admissions.csv.gz: ...
     """
-    return _read(_FOUR, Path(folder).expanduser(), hours, seed)
+    return _Reading(MIMIC4, Path(folder).expanduser(), hours).stays(seed)
 
 
-def bags3(folder: Path) -> Found | None:
-    """MIMIC-III for `load`: see `_bags`."""
-    return _bags(_THREE, folder)
-
-
-def bags4(folder: Path) -> Found | None:
-    """MIMIC-IV for `load`: see `_bags`."""
-    return _bags(_FOUR, folder)
-
-
-def _bags(version: _Version, folder: Path) -> Found | None:
-    """The first day in bags of an hour, the latest 128 tokens of each, and one more bag for all that was known before."""
-    if version.file(folder, "admissions") is None or version.file(folder, "patients") is None:
+def first_day(folder: Path, release: Release) -> Found | None:
+    """For `load`: the first day in bags of an hour, the latest 128 tokens of each, and a bag for what was known
+    before."""
+    files = {name: file for name, table in release.tables.items() if (file := find_table(folder, table)) is not None}
+    if not files.keys() >= set(_NEEDED):
         return None
 
     @cache
     def data() -> Dataset:
-        return mortality(_read(version, folder, 24.0, 0), 24.0, 1.0, aggregate_older_than=24.0, tokens_per_bag=128)
+        return mortality(_Reading(release, folder, 24.0).stays(0), 24.0, aggregate_older_than=24.0, tokens_per_bag=128)
 
     @cache
-    def sizes() -> dict[str, int]:  # of the admissions alone, without a look at the large tables
-        admissions, _ = _admissions(version, folder, Collector(24.0))
-        return {
-            name: len(rows)
-            for name, rows in _splits([a.subject for a in admissions.values() if a.stay >= 0], 0).items()
-        }
+    def rows() -> dict[str, Tensor]:  # of the admissions alone, without a look at the large tables
+        return _Reading(release, folder, 24.0).split(0)
 
-    parts = {
-        split: Part(lambda s=split: sizes()[s], lambda s=split: data().splits[s])
-        for split in ("train", "validation", "test")
-    }
-    files = [file for table in version.tables if (file := version.file(folder, table)) is not None]
-    return Found(parts, ("survived", "died"), lambda: data().vocabulary, lambda: files)
+    def part(name: str) -> UnreadSplit:
+        return UnreadSplit(lambda: len(rows()[name]), lambda: data().splits[name])
 
-
-def _read(version: _Version, folder: Path, hours: float, seed: int) -> Stays:
-    if not hours > 0:
-        raise ValueError(f"{version.name}: hours must be positive, got {hours!r}.")
-    collected = Collector(hours)
-    admissions, labels = _admissions(version, folder, collected)
-    _patients(version, folder, collected)
-    _codes(version, folder, collected, admissions)
-    _prescriptions(version, folder, collected)
-    _care_units(version, folder, collected)
-    for table, items, prefix in (("labevents", "d_labitems", "lab"), ("chartevents", "d_items", "chart")):
-        if (file := version.file(folder, table)) is not None:
-            names = {item: label for _, (item, label) in version.rows(folder, items, ("itemid", "label"))}
-            add_table(collected, file, prefix, version.measured, names)
-    kept = [(number, a.subject) for number, a in admissions.items() if a.stay >= 0]
-    records = torch.tensor([int(number) for number, _ in kept], dtype=torch.int64, device="cpu")
-    return Stays(
-        version.name,
-        collected.events(),
-        torch.tensor(labels, dtype=torch.int64, device="cpu"),
-        records,
-        _splits([s for _, s in kept], seed),
+    return Found(
+        {s: part(s) for s in SPLITS}, ("survived", "died"), lambda: data().vocabulary, lambda: [*files.values()]
     )
 
 
-def _splits(subjects: list[str], seed: int) -> dict[str, Tensor]:
-    """Stays by split; all stays of a patient in one."""
-    unique = sorted(set(subjects))
-    order = torch.randperm(len(unique), generator=torch.Generator("cpu").manual_seed(seed), device="cpu").tolist()
-    rank, tenth = {unique[i]: place for place, i in enumerate(order)}, len(unique) // 10
-    names = {s: "validation" if rank[s] < tenth else "test" if rank[s] < 2 * tenth else "train" for s in unique}
-    chosen = {name: [i for i, s in enumerate(subjects) if names[s] == name] for name in ("train", "validation", "test")}
-    return {name: torch.tensor(indices, dtype=torch.int64, device="cpu") for name, indices in chosen.items()}
+@dataclass(frozen=True)
+class Admission:
+    """One stay in hospital. `row` is its place among those that are predicted; -1: it ended before that time."""
+
+    patient: str
+    start: datetime
+    discharge: datetime
+    row: int
 
 
-# Tables ----------------------------------------------------------------------------------------------------------------
+class _Reading:
+    """A release's admissions, and the events so far that precede the prediction time of some of them."""
+
+    def __init__(self, release: Release, folder: Path, hours: float) -> None:
+        if not hours > 0:
+            raise ValueError(f"{release.name}: hours must be positive, got {hours!r}.")
+        self.release, self.folder, self.hours = release, folder, hours
+        self.admissions: dict[str, Admission] = {}
+        self.predicted: defaultdict[str, list[Admission]] = defaultdict(list)  # of each patient who was ever admitted
+        self.records: list[int] = []
+        self.labels: list[int] = []
+        self.features: dict[str, int] = {}
+        self.events = EventList()
+        self.read_admissions()
+
+    def stays(self, seed: int) -> Stays:
+        """All that the tables hold."""
+        self.read_patients()
+        self.read_codes("diagnoses_icd", "diagnosis")
+        self.read_codes("procedures_icd", "procedure")
+        self.read_prescriptions()
+        self.read_care_units()
+        self.read_measurements("labevents", "d_labitems", "lab")
+        self.read_measurements("chartevents", "d_items", "chart")
+        numbers = partial(torch.tensor, dtype=torch.int64, device="cpu")
+        events = self.events.events(len(self.labels), tuple(self.features))
+        return Stays(self.release.name, events, numbers(self.labels), numbers(self.records), self.split(seed))
+
+    def split(self, seed: int) -> dict[str, Tensor]:
+        """Rows by split; all stays of a patient in one."""
+        owners = [a.patient for a in self.admissions.values() if a.row >= 0]
+        patients = sorted(set(owners))
+        order = torch.randperm(len(patients), generator=torch.Generator("cpu").manual_seed(seed), device="cpu").tolist()
+        tenth = len(patients) // 10
+        names = ["validation"] * tenth + ["test"] * tenth + ["train"] * (len(patients) - 2 * tenth)
+        place = {patients[i]: name for i, name in zip(order, names)}
+        rows = {name: [row for row, owner in enumerate(owners) if place[owner] == name] for name in SPLITS}
+        return {name: torch.tensor(chosen, dtype=torch.int64, device="cpu") for name, chosen in rows.items()}
+
+    def rows(self, table: str, *columns: str) -> AbstractContextManager[Iterator[tuple[str, ...]]]:
+        """The cells of a table, of which there are none where the table is not, and may be left out."""
+        file, name = find_table(self.folder, self.release.tables[table]), self.release.tables[table]
+        if file is None and table in _NEEDED:
+            both = " and ".join(self.release.tables[needed] for needed in _NEEDED)
+            raise FileNotFoundError(f"{self.folder} has no {name}.csv or {name}.csv.gz: it must hold {both}.")
+        return nullcontext(iter(())) if file is None else open_rows(file, columns)
+
+    def add(self, stays: list[Admission], known: datetime, feature: str, value: float = math.nan) -> None:
+        """An event of every stay whose prediction time it precedes."""
+        for stay in stays:
+            if (hours := (known - stay.start).total_seconds() / 3600) <= self.hours:
+                self.add_to(stay, hours, feature, value)
+
+    def add_to(self, stay: Admission, hours: float, feature: str, value: float = math.nan) -> None:
+        number = self.features.setdefault(feature, len(self.features))
+        self.events.append(stay.row, hours, number, value)
+
+    def of(self, patient: str) -> list[Admission]:
+        if patient not in self.predicted:
+            raise ValueError(f"the table of admissions has no patient {patient!r}.")
+        return self.predicted[patient]
+
+    def read_admissions(self) -> None:
+        described = ("admission_type", "admission_location")
+        times = ("admittime", "dischtime", "deathtime")
+        with self.rows("admissions", "subject_id", "hadm_id", *times, "hospital_expire_flag", *described) as rows:
+            for patient, number, start, discharge, death, died, *cells in rows:
+                if number in self.admissions or not number.isdecimal() or died not in ("0", "1"):
+                    what = "is there twice" if number in self.admissions else "needs a number, and a flag of 0 or 1"
+                    raise ValueError(f"admission {number!r} with hospital_expire_flag {died!r} {what}.")
+                began, ended = time_of(start), time_of(discharge)
+                last = min(ended, time_of(death)) if death else ended
+                row = len(self.labels) if last - began > timedelta(hours=self.hours) else -1
+                self.admissions[number] = stay = Admission(patient, began, ended, row)
+                listed = self.predicted[patient]  # also for patients without a stay that is predicted: they are known
+                if row >= 0:
+                    listed.append(stay)
+                    self.records.append(int(number))
+                    self.labels.append(int(died))
+                    for name, cell in zip(described, cells):
+                        self.add_to(stay, 0.0, f"{name}={cell}")
+
+    def read_patients(self) -> None:
+        seen = set()
+        with self.rows("patients", "subject_id", "gender", *self.release.birth) as rows:
+            for patient, gender, *birth in rows:
+                if patient in seen:
+                    raise ValueError(f"patient {patient!r} is there twice.")
+                seen.add(patient)
+                born = _born(birth)
+                for stay in self.predicted.get(patient, ()):
+                    age = (stay.start - born).days / 365.25 if isinstance(born, datetime) else stay.start.year - born
+                    self.add_to(stay, 0.0, f"gender={gender}")
+                    self.add_to(stay, 0.0, "age", min(_OLDEST, age))
+
+    def read_codes(self, table: str, prefix: str) -> None:
+        with self.rows(table, "subject_id", "hadm_id", *self.release.code) as rows:
+            for patient, number, code, *edition in rows:
+                admission = self.admissions.get(number)
+                if admission is None or admission.patient != patient:
+                    raise ValueError(f"the table of admissions has no admission {number!r} of patient {patient!r}.")
+                name = "/".join((prefix, *edition, code))  # one code can mean two things in ICD-9 and ICD-10
+                for later in self.of(patient):
+                    if code and admission.discharge <= later.start:
+                        self.add_to(later, (admission.discharge - later.start).total_seconds() / 3600, name)
+
+    def read_prescriptions(self) -> None:
+        with self.rows("prescriptions", "subject_id", self.release.prescribed, "drug") as rows:
+            for patient, start, drug in rows:
+                stays = self.of(patient)
+                if start:
+                    known = time_of(start)
+                    midnight = known.hour == known.minute == known.second == 0
+                    self.add(stays, known + timedelta(days=1) if midnight else known, f"drug/{drug.casefold()}")
+
+    def read_care_units(self) -> None:
+        with self.rows("icustays", "subject_id", "intime", "first_careunit") as rows:
+            for patient, entered, unit in rows:
+                self.add(self.of(patient), time_of(entered), f"care unit/{unit.casefold()}")
+
+    def read_measurements(self, table: str, items: str, prefix: str) -> None:
+        """Every measurement, named <prefix>/<item>/<unit>, with the item's label where there is one; it is known at the
+        latest of its times, and left out where it does not say when it was taken."""
+        with self.rows(items, "itemid", "label") as rows:
+            labels = {item: f" {label.casefold()}" if label else "" for item, label in rows}
+
+        @cache  # these tables have hundreds of millions of lines
+        def name(item: str, unit: str) -> str:
+            return f"{prefix}/{item}{labels.get(item, '')}/{unit.casefold()}"
+
+        with self.rows(table, "subject_id", "itemid", "valuenum", "valueuom", *self.release.measured) as rows:
+            for patient, item, cell, unit, taken, *stored in rows:
+                stays = self.of(patient)
+                if taken:
+                    known = time_of(taken)
+                    for moment in filter(None, stored):
+                        known = max(known, time_of(moment))
+                    self.add(stays, known, name(item, unit), number_of(cell))
 
 
-def _admissions(version: _Version, folder: Path, collected: Collector) -> tuple[dict[str, Admission], list[int]]:
-    out: dict[str, Admission] = {}
-    labels: list[int] = []
-    columns = (
-        "subject_id",
-        "hadm_id",
-        "admittime",
-        "dischtime",
-        "deathtime",
-        "hospital_expire_flag",
-        "admission_type",
-        "admission_location",
-    )
-    for place, (subject, number, start, discharge, death, died, *described) in version.rows(
-        folder, "admissions", columns, needed=True
-    ):
-        if number in out or not number.isdecimal() or died not in ("0", "1"):
-            what = "is there twice" if number in out else "needs a number, and hospital_expire_flag of 0 or 1"
-            raise ValueError(f"{place}: admission {number!r} with hospital_expire_flag {died!r} {what}.")
-        began, ended = time_of(place, start), time_of(place, discharge)
-        last = min(ended, time_of(place, death)) if death else ended
-        stays = last - began > collected.until * HOUR
-        out[number] = admission = Admission(subject, began, ended, len(labels) if stays else -1)
-        collected.stays[subject].append(admission)
-        if stays:
-            labels.append(int(died))
-            for name, value in zip(columns[-2:], described):
-                collected.add_to(admission, 0.0, f"{name}={value}")
-    return out, labels
-
-
-def _patients(version: _Version, folder: Path, collected: Collector) -> None:
-    seen = set()
-    for place, (subject, gender, *birth) in version.rows(
-        folder, "patients", ("subject_id", "gender", *version.birth), needed=True
-    ):
-        if subject in seen:
-            raise ValueError(f"{place}: patient {subject!r} is there twice.")
-        seen.add(subject)
-        born = _born(place, birth)
-        for stay in (a for a in collected.stays.get(subject, ()) if a.stay >= 0):
-            age = (stay.start - born).days / 365.25 if isinstance(born, datetime) else stay.start.year - born
-            collected.add_to(stay, 0.0, f"gender={gender}")
-            collected.add_to(stay, 0.0, "age", min(_OLDEST, age))
-
-
-def _born(place: str, cells: list[str]) -> datetime | float:
+def _born(cells: list[str]) -> datetime | float:
     """The date of birth, or the year of it by the age in some (shifted) year."""
     if len(cells) == 1:
-        return time_of(place, cells[0])
-    age, year = (number_of(place, cell) for cell in cells)
+        return time_of(cells[0])
+    age, year = map(number_of, cells)
     if not (age >= 0 and year > 0):
-        raise ValueError(f"{place}: anchor_age {cells[0]!r} and anchor_year {cells[1]!r} must be numbers from 0 on.")
+        raise ValueError(f"anchor_age {cells[0]!r} and anchor_year {cells[1]!r} must be numbers from 0 on.")
     return year - age
-
-
-def _codes(version: _Version, folder: Path, collected: Collector, admissions: dict[str, Admission]) -> None:
-    for table, prefix in (("diagnoses_icd", "diagnosis"), ("procedures_icd", "procedure")):
-        for place, (subject, number, code, *edition) in version.rows(
-            folder, table, ("subject_id", "hadm_id", *version.code)
-        ):
-            admission = admissions.get(number)
-            if admission is None or admission.subject != subject:
-                raise ValueError(
-                    f"{place}: the table of admissions has no admission {number!r} of patient {subject!r}."
-                )
-            for later in collected.stays[subject]:
-                if (
-                    code and later.stay >= 0 and admission.discharge <= later.start
-                ):  # one code can mean two things in ICD-9 and ICD-10
-                    collected.add_to(
-                        later, (admission.discharge - later.start) / HOUR, "/".join((prefix, *edition, code))
-                    )
-
-
-def _prescriptions(version: _Version, folder: Path, collected: Collector) -> None:
-    for place, (subject, start, drug) in version.rows(
-        folder, "prescriptions", ("subject_id", version.prescribed, "drug")
-    ):
-        collected.check_subject(place, subject)
-        if start:
-            known = time_of(place, start)
-            midnight = known.hour == known.minute == known.second == 0
-            collected.add(subject, known + timedelta(days=1) if midnight else known, f"drug/{drug.casefold()}")
-
-
-def _care_units(version: _Version, folder: Path, collected: Collector) -> None:
-    for place, (subject, entered, unit) in version.rows(folder, "icustays", ("subject_id", "intime", "first_careunit")):
-        collected.check_subject(place, subject)
-        collected.add(subject, time_of(place, entered), f"care unit/{unit.casefold()}")

@@ -1,18 +1,26 @@
-"""PhysioNet/Computing in Cardiology Challenge 2012: the first 48 hours of 12,000 stays in intensive care, and who died in hospital.
+"""PhysioNet/CinC Challenge 2012: the first 48 hours of 12,000 stays in intensive care, and who died in hospital.
 
-Formats: the official text, set-{a,b,c}/<RecordID>.txt (or any of the three) with Outcomes-{a,b,c}.txt; or challenge2012.npz.xz, the same
-measurements as arrays. The challenge trained on set a, scored entries on b and ranked them on c: here "train", "validation" and "test".
+Formats: the official text, set-{a,b,c}/<RecordID>.txt (or any of the three) with Outcomes-{a,b,c}.txt; or
+challenge2012.npz.xz, the same measurements as arrays, sorted by parameter, record and time:
 
--1 stands for a missing value throughout and gives no event; neither does a line without a parameter's name, of which set c has 2,403.
+    record_id, set, outcomes      of every record; `set` has the letter a, b or c as a byte
+    param_names, count            of every parameter; `count` has its measurements in each record
+    time_min, value_code          of every measurement; its value is value_table[value_code]
 
-Sizes: E events, N stays, F features.
+The challenge trained on set a, scored entries on b and ranked them on c: here "train", "validation" and "test".
+
+-1 stands for a missing value throughout and gives no event; neither does a line without a parameter's name, of which
+set c has 2,403. Gender, ICUType and MechVent are categories: each of their values is a feature without a value of its
+own. Scores and lengths of stay from the outcome files are never features: they are known too late.
+
+Sizes: E events, N stays.
 """
 
 from __future__ import annotations
 
-import csv
+import io
+import math
 import re
-from array import array
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -20,40 +28,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from slimbayes.data.dataset import Dataset, Found, Part
-from slimbayes.data.health import Events, Stays, mortality
-from slimbayes.data.physionet_features import FEATURES, MISSING, OUTCOMES, SETS, event_of
-from slimbayes.data.physionet_packed import PACKED, read_packed, set_sizes
+from slimbayes.data.archives import read_npz, read_xz
+from slimbayes.data.csv_rows import number_of, open_rows
+from slimbayes.data.dataset import Dataset, Found, UnreadSplit
+from slimbayes.data.events import EventList, Events, Stays, mortality
 
+SETS = {"a": "train", "b": "validation", "c": "test"}
+PACKED = "challenge2012.npz.xz"
+OUTCOMES = ["RecordID", "SAPS-I", "SOFA", "Length_of_stay", "Survival", "In-hospital_death"]
+CATEGORIES = {"Gender": (0, 1), "ICUType": (1, 2, 3, 4), "MechVent": (0, 1)}
+FEATURES = (
+    "ALP", "ALT", "AST", "Age", "Albumin", "BUN", "Bilirubin", "Cholesterol", "Creatinine", "DiasABP", "FiO2", "GCS",
+    "Glucose", "HCO3", "HCT", "HR", "Height", "K", "Lactate", "MAP", "Mg", "NIDiasABP", "NIMAP", "NISysABP", "Na",
+    "PaCO2", "PaO2", "Platelets", "RespRate", "SaO2", "SysABP", "Temp", "TroponinI", "TroponinT", "Urine", "WBC",
+    "Weight", "pH",
+    *(f"{name}={value}" for name, values in CATEGORIES.items() for value in values),
+)  # fmt: skip
+MISSING = -1.0
+_NUMBER = {name: number for number, name in enumerate(FEATURES)}
 _TIME = re.compile(r"(\d{2,3}):([0-5]\d)")
 
 
 def physionet2012(folder: Path | str) -> Stays:
-    """All stays in a folder of either format. A line that is not of the format is an error that names file and line.
+    """All stays in a folder of either format. What is not of the format is an error that names the file and the line.
 
     Example:
         >>> physionet2012(Path("/nowhere"))
         Traceback (most recent call last):
         ...
-        FileNotFoundError: /nowhere has neither challenge2012.npz.xz nor a folder set-a, set-b or set-c beside its Outcomes-a.txt, ...
+        FileNotFoundError: /nowhere has neither challenge2012.npz.xz nor set-a, set-b or set-c ...
     """
     folder = Path(folder).expanduser()
     if (folder / PACKED).is_file():
-        return read_packed(folder / PACKED)
-    letters = [letter for letter in SETS if (folder / f"set-{letter}").is_dir()]
-    if not letters:
+        return _read_packed(folder / PACKED)
+    if not (letters := _letters(folder)):
         raise FileNotFoundError(
-            f"{folder} has neither {PACKED} nor a folder set-a, set-b or set-c beside its Outcomes-a.txt, -b or -c."
+            f"{folder} has neither {PACKED} nor set-a, set-b or set-c beside its Outcomes-a.txt ..."
         )
     return _read_text(folder, letters)
 
 
 def bags(folder: Path) -> Found | None:
-    """The set as `mortality` makes it by default: all 48 hours, one bag an hour, buckets from set a."""
+    """For `load`: the set as `mortality` makes it by default: all 48 hours, one bag an hour, buckets from set a."""
     packed = (folder / PACKED).is_file()
-    letters = [letter for letter in SETS if packed or (folder / f"set-{letter}").is_dir()]
 
     @cache
     def data() -> Dataset:
@@ -61,130 +79,165 @@ def bags(folder: Path) -> Found | None:
 
     def count(letter: str) -> int:
         if packed:
-            return set_sizes(folder / PACKED)[SETS[letter]]
+            return int((_arrays(folder / PACKED, "set")["set"] == ord(letter)).sum())
         return len(_outcomes(folder / f"Outcomes-{letter}.txt"))
 
-    parts = {SETS[k]: Part(lambda k=k: count(k), lambda k=k: data().splits[SETS[k]]) for k in letters}
-    return Found(parts, ("survived", "died"), lambda: data().vocabulary, lambda: _files(folder)) if parts else None
+    def part(letter: str) -> UnreadSplit:
+        return UnreadSplit(lambda: count(letter), lambda: data().splits[SETS[letter]])
+
+    def files() -> list[Path]:
+        texts = ((folder / f"Outcomes-{k}.txt", *sorted((folder / f"set-{k}").glob("*.txt"))) for k in _letters(folder))
+        return [folder / PACKED] if packed else [file for group in texts for file in group]
+
+    parts = {SETS[letter]: part(letter) for letter in (SETS if packed else _letters(folder))}
+    return Found(parts, ("survived", "died"), lambda: data().vocabulary, files) if parts else None
 
 
-def _files(folder: Path) -> list[Path]:
-    if (folder / PACKED).is_file():
-        return [folder / PACKED]
-    letters = [letter for letter in SETS if (folder / f"set-{letter}").is_dir()]
-    return [
-        file for k in letters for file in (folder / f"Outcomes-{k}.txt", *sorted((folder / f"set-{k}").glob("*.txt")))
-    ]
+def _letters(folder: Path) -> list[str]:
+    return [letter for letter in SETS if (folder / f"set-{letter}").is_dir()]
 
 
-# The official text -----------------------------------------------------------------------------------------------------
+def _event_of(name: str, value: float) -> tuple[int, float]:
+    """Feature and value of a measurement; a category has no value."""
+    category = name in CATEGORIES
+    number = _NUMBER.get(f"{name}={value:g}" if category else name)
+    if number is None:
+        known = f"one of {CATEGORIES[name]}" if category else "one of the challenge's parameters"
+        raise ValueError(f"{f'{name} {value:g}' if category else repr(name)} is not {known}.")
+    return number, math.nan if category else value
+
+
+# The official text ----------------------------------------------------------------------------------------------------
 
 
 def _read_text(folder: Path, letters: list[str]) -> Stays:
-    patient, feature, hours, value = array("q"), array("q"), array("d"), array("f")
-    labels: list[int] = []
+    events, splits = EventList(), {}
+    deaths: list[int] = []
     records: list[int] = []
-    splits = {}
     for letter in letters:
         outcomes = _outcomes(folder / f"Outcomes-{letter}.txt")
         _check_files(folder / f"set-{letter}", outcomes)
         splits[SETS[letter]] = torch.arange(len(records), len(records) + len(outcomes), device="cpu")
         for record, died in outcomes.items():
-            for hour, number, measured in _record(folder / f"set-{letter}" / f"{record}.txt", record):
-                patient.append(len(records))
-                hours.append(hour)
-                feature.append(number)
-                value.append(measured)
+            for hour, feature, value in _record(folder / f"set-{letter}" / f"{record}.txt", record):
+                events.append(len(records), hour, feature, value)
             records.append(record)
-            labels.append(died)
-    if len(set(records)) != len(records):
-        again = Counter(records).most_common(1)[0][0]
-        raise ValueError(f"{folder}: record {again} is in two sets; a stay must be in one.")
-    columns = (
-        _tensor(patient, torch.int64),
-        _tensor(hours, torch.float64),
-        _tensor(feature, torch.int64),
-        _tensor(value, torch.float32),
-    )
-    return Stays(
-        "physionet2012",
-        Events(*columns, len(records), FEATURES),
-        torch.tensor(labels, device="cpu"),
-        torch.tensor(records, device="cpu"),
-        splits,
-    )
-
-
-def _tensor(values: array[Any], dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
-
-
-def _rows(file: Path, names: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each line after that of the column names, with its place for messages."""
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing.")
-    with file.open(newline="", encoding="utf8", errors="replace") as stream:
-        lines = csv.reader(stream, strict=True)
-        try:
-            if (first := next(lines, [])) != names:
-                raise ValueError(
-                    f"{file}, line 1: expected the column names {','.join(names)}, got {','.join(first)!r}."
-                )
-            for line in lines:
-                if len(line) != len(names):
-                    raise ValueError(f"{file}, line {lines.line_num}: {len(line)} cells, expected {','.join(names)}.")
-                yield f"{file}, line {lines.line_num}", line
-        except csv.Error as error:
-            raise ValueError(f"{file}, line {lines.line_num}: {error}.") from error
+            deaths.append(died)
+    record, times = Counter(records).most_common(1)[0] if records else (0, 1)
+    if times > 1:
+        raise ValueError(f"{folder}: record {record} is in two sets; a stay must be in one.")
+    y, numbers = torch.tensor(deaths, device="cpu"), torch.tensor(records, device="cpu")
+    return Stays("physionet2012", events.events(len(records), FEATURES), y, numbers, splits)
 
 
 def _outcomes(file: Path) -> dict[int, int]:
     """Whether each record's patient died in hospital, in the file's order."""
     out: dict[int, int] = {}
-    for place, line in _rows(file, OUTCOMES):
-        if not line[0].isdecimal() or line[-1] not in ("0", "1"):
-            raise ValueError(
-                f"{place}: expected a RecordID and an In-hospital_death of 0 or 1, got {line[0]!r} and {line[-1]!r}."
-            )
-        if int(line[0]) in out:
-            raise ValueError(f"{place}: record {line[0]} is there twice.")
-        out[int(line[0])] = int(line[-1])
+    with open_rows(file, OUTCOMES) as rows:
+        for record, *_, died in rows:
+            if not record.isdecimal() or died not in ("0", "1"):
+                raise ValueError(f"expected a RecordID and a death of 0 or 1, got {record!r} and {died!r}.")
+            if int(record) in out:
+                raise ValueError(f"record {record} is there twice.")
+            out[int(record)] = int(died)
     return out
 
 
 def _check_files(folder: Path, outcomes: dict[int, int]) -> None:
     here, needed = {file.name for file in folder.glob("*.txt")}, {f"{record}.txt" for record in outcomes}
-    if here != needed:
-        missing, extra = sorted(needed - here), sorted(here - needed)
-        what = f"{missing[0]} is missing" if missing else f"{extra[0]} has no outcome"
-        raise ValueError(
-            f"{folder}: {what}; {len(missing)} records of the outcome file have no file, {len(extra)} files no outcome."
-        )
+    if missing := sorted(needed - here):
+        raise ValueError(f"{folder}: {missing[0]} is missing, as are {len(missing) - 1} more of the records.")
+    if extra := sorted(here - needed):
+        raise ValueError(f"{folder}: {extra[0]} has no outcome, nor have {len(extra) - 1} more files.")
 
 
 def _record(file: Path, record: int) -> Iterator[tuple[float, int, float]]:
     """Hour, feature and value of every event of a stay."""
     named = 0
-    for place, (time, name, cell) in _rows(file, ["Time", "Parameter", "Value"]):
-        clock = _TIME.fullmatch(time)
-        value = _number(cell)
-        if clock is None or value is None:
-            raise ValueError(
-                f"{place}: expected hh:mm, a parameter and a finite number, got {time!r}, {name!r} and {cell!r}."
-            )
-        if name == "RecordID":
-            named += 1
-            if value != record or named > 1:
-                raise ValueError(f"{place}: RecordID {cell}; the file must say {record}, once.")
-        elif name and value != MISSING:
-            yield (60 * int(clock[1]) + int(clock[2])) / 60, *event_of(place, name, value)
+    with open_rows(file, ("Time", "Parameter", "Value")) as rows:
+        for time, name, cell in rows:
+            clock, value = _TIME.fullmatch(time), number_of(cell)
+            if clock is None or math.isnan(value):
+                raise ValueError(f"expected hh:mm, a parameter and a number, got {time!r}, {name!r} and {cell!r}.")
+            if name == "RecordID":
+                named += 1
+                if value != record or named > 1:
+                    raise ValueError(f"RecordID {cell}; the file must say {record}, once.")
+            elif name and value != MISSING:
+                yield (60 * int(clock[1]) + int(clock[2])) / 60, *_event_of(name, value)
     if not named:
         raise ValueError(f"{file}: no line says RecordID {record}; the file is cut short or not of this set.")
 
 
-def _number(cell: str) -> float | None:
+# Arrays ---------------------------------------------------------------------------------------------------------------
+
+
+def _arrays(file: Path, *names: str) -> dict[str, Any]:
+    return read_npz(file, *names, content=io.BytesIO(read_xz(file)))
+
+
+def _read_packed(file: Path) -> Stays:
+    """All stays. The columns of the events are filled parameter by parameter: there is never a second copy of them."""
+    names = ("record_id", "set", "param_names", "count", "time_min", "value_code", "value_table", "outcomes")
+    arrays = _arrays(file, *names, "outcome_names")
+    _check_packed(file, arrays)
+    counts, total = arrays["count"].astype("int64"), len(arrays["time_min"])
+    stays = torch.arange(counts.shape[1], device="cpu")
+    types = (torch.int64, torch.float64, torch.int64, torch.float32)
+    columns = [torch.empty(total, dtype=dtype, device="cpu") for dtype in types]
+    begin = done = 0
+    for name, count in zip(arrays["param_names"].tolist(), counts):
+        part, begin = slice(begin, begin + int(count.sum())), begin + int(count.sum())
+        values = arrays["value_table"][arrays["value_code"][part]]
+        hours = arrays["time_min"][part].astype("float64") / 60
+        feature, measured = _features(file, name, torch.from_numpy(values))
+        kept = torch.from_numpy(values) != MISSING
+        room, done = slice(done, done + int(kept.sum())), done + int(kept.sum())
+        who = stays.repeat_interleave(torch.from_numpy(count))
+        for column, content in zip(columns, (who, torch.from_numpy(hours), feature, measured)):
+            column[room] = content[kept]
+    patient, time, features, value = (column[:done] for column in columns)
+    letters = torch.from_numpy(arrays["set"])
+    splits = {split: (letters == ord(letter)).nonzero().flatten() for letter, split in SETS.items()}
+    deaths, records = (torch.from_numpy(a.astype("int64")) for a in (arrays["outcomes"][:, -1], arrays["record_id"]))
+    events = Events(patient, time, features, value, len(stays), FEATURES)
+    return Stays("physionet2012", events, deaths, records, splits)
+
+
+def _features(file: Path, name: str, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features and values of the measurements of one parameter, as `_event_of` gives them one by one."""
     try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if abs(value) < 1e38 and "_" not in cell else None  # float32 holds it, and Python's 1_000 is none
+        if name not in CATEGORIES:
+            return torch.full(value.shape, _event_of(name, 0.0)[0], device="cpu"), value
+        feature = torch.zeros(value.shape, dtype=torch.int64, device="cpu")
+        for category in value[value != MISSING].unique().tolist():
+            feature[value == category] = _event_of(name, category)[0]
+        return feature, torch.full_like(value, math.nan)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _check_packed(file: Path, arrays: dict[str, Any]) -> None:
+    counts, codes, table, outcomes = (arrays[name] for name in ("count", "value_code", "value_table", "outcomes"))
+    records, sets, total = arrays["record_id"].tolist(), arrays["set"].tolist(), len(arrays["time_min"])
+    shape = (len(arrays["param_names"]), len(records))
+    named = outcomes.shape == (len(records), 6)
+    for name, fits, need in (
+        ("count", counts.shape == shape and int(counts.sum()) == total, "a number for each parameter and record"),
+        (
+            "value_code",
+            len(codes) == total and bool((codes < len(table)).all()),
+            "an index of value_table for each event",
+        ),
+        ("value_table", abs(table).max(initial=0.0) < 1e38, "finite numbers"),
+        ("set", len(sets) == len(records) and set(sets) <= set(map(ord, SETS)), "the letter a, b or c for each record"),
+        ("outcome_names", arrays["outcome_names"].tolist() == OUTCOMES, ", ".join(OUTCOMES)),
+        ("outcomes", named and set(outcomes[:, -1].tolist()) <= {0, 1}, "six columns, the last 0 or 1"),
+        (
+            "record_id",
+            named and outcomes[:, 0].tolist() == records and len(set(records)) == len(records),
+            "the RecordIDs",
+        ),
+    ):
+        if not fits:
+            raise ValueError(f"{file}: the array {name} must hold {need}.")

@@ -1,7 +1,8 @@
-"""The python version of CIFAR and Keras' reviews are pickles. This reads such files and nothing else: no name in them is ever looked up.
+"""The python version of CIFAR and Keras' reviews are pickles. This reads such files and nothing else.
 
-A pickle may call any function it can name. These files name three, all of numpy, to rebuild one array, of bytes or of lists; each has a
-harmless stand-in here that only notes its arguments, and any other name is refused.
+A pickle may call any function it can name. These files name three, all of numpy, to rebuild one array, of bytes or of
+lists; each has a harmless stand-in here that only notes its arguments, and any other name is refused: no name in a file
+is ever looked up. numpy's own functions would not do: a state they trust can make it take numbers for addresses.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for numpy.ndarray: the state that numpy would take its content from."""
+    """Stands for numpy.ndarray: shape, type, order and content as numpy would be told them."""
 
     def __init__(self, *arguments: Any) -> None:
-        self.state: Any = None
+        self.shape: Any = None
+        self.code: Any = None
+        self.fortran, self.content = False, None
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        _, self.shape, dtype, self.fortran, self.content = state
+        self.code = dtype.code if isinstance(dtype, _Dtype) else None
 
 
 class _Bytes(bytes):
-    """Stands for _codecs.encode, which is how Python 3 spells bytes in protocol 2. A class with a state that cannot be set: a pickle
-    may set the attributes of anything that it was handed, a plain function's too."""
+    """Stands for _codecs.encode, which is how Python 3 spells bytes in protocol 2. A class with a state that cannot be
+    set: a pickle may set the attributes of anything that it was handed, a plain function's too."""
 
     def __new__(cls, text: Any, codec: Any = "latin1") -> _Bytes:
         if not isinstance(text, str) or codec not in ("latin1", b"latin1"):
@@ -66,68 +70,43 @@ class _Reader(pickle.Unpickler):
         return _STAND_INS[module, name]
 
 
+def _load(place: str, packed: bytes) -> Any:
+    try:
+        for operation, argument, _ in pickletools.genops(packed):
+            # Python makes room for whatever place in its memory a pickle names: six bytes could ask for all there is.
+            if "PUT" in operation.name and isinstance(argument, int) and argument > len(packed):
+                raise ValueError(f"it asks for memory place {argument:,}, more than it has bytes")
+        return _Reader(io.BytesIO(packed), encoding="bytes").load()
+    except Exception as error:  # a broken pickle can raise nearly anything
+        raise ValueError(f"{place}: {error}") from error
+
+
 def read_cifar_pickle(path: Path) -> dict[str, Any]:
     """The dictionary in a file of CIFAR's python version, text keys, arrays as uint8 tensors."""
-    try:
-        content = _load(path.read_bytes())
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # a broken pickle can raise nearly anything
-        raise ValueError(f"{path} is not a file of CIFAR's python version: {error}") from error
+    content = _load(f"{path} is not a file of CIFAR's python version", path.read_bytes())
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a dictionary, got {type(content).__name__}.")
     named = {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}
-    return {key: _tensor(path, key, value) if isinstance(value, _Array) else value for key, value in named.items()}
+    return {k: _tensor(f"{path}: {k!r}", v) if isinstance(v, _Array) else v for k, v in named.items()}
+
+
+def _tensor(place: str, array: _Array) -> Tensor:
+    raw, shape = array.content, array.shape
+    if not isinstance(raw, bytes) or not isinstance(shape, tuple):
+        raise ValueError(f"{place} is not an array of bytes.")
+    if array.code not in ("u1", "|u1") or not all(type(n) is int and n > 0 for n in shape):
+        raise ValueError(f"{place} must be an array of unsigned bytes, got {array.code!r} of shape {shape}.")
+    if math.prod(shape) != len(raw):
+        raise ValueError(f"{place} has {len(raw):,} bytes where its shape {shape} needs {math.prod(shape):,}.")
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return flat.reshape(shape[::-1]).permute(*reversed(range(len(shape)))) if array.fortran else flat.reshape(shape)
 
 
 def read_ragged(place: str, packed: bytes) -> list[Any]:
-    """The items of a pickled numpy array (N,) of Python objects, as plain as they are in the pickle: numbers, text, lists of these."""
-    try:
-        array = _load(packed)
-    except Exception as error:  # a broken pickle can raise nearly anything
-        raise ValueError(f"{place} is not a pickled array of lists: {error}") from error
-    state: Any = array.state if isinstance(array, _Array) else None
-    fits = (
-        isinstance(state, tuple)
-        and len(state) == 5
-        and isinstance(state[2], _Dtype)
-        and state[2].code in ("O", "O8", "|O")
-    )
-    if not fits or not isinstance(state[4], list) or state[1] != (len(state[4]),):
-        raise ValueError(
-            f"{place} must hold one array of lists (n,), got {type(array).__name__.strip('_')} of another kind or shape."
-        )
-    return state[4]
-
-
-def _load(packed: bytes) -> Any:
-    _check_sizes(packed)
-    return _Reader(io.BytesIO(packed), encoding="bytes").load()
-
-
-def _check_sizes(packed: bytes) -> None:
-    """Python makes room for whatever place in its memory a pickle names: six bytes could ask for all there is."""
-    for operation, argument, _ in pickletools.genops(packed):
-        if "PUT" in operation.name and isinstance(argument, int) and argument > len(packed):
-            raise ValueError(f"it asks for memory place {argument:,}, more than it has bytes")
-
-
-def _tensor(path: Path, key: str, array: _Array) -> Tensor:
-    state = array.state
-    if not (
-        isinstance(state, tuple) and len(state) == 5 and isinstance(state[1], tuple) and isinstance(state[4], bytes)
-    ):
-        raise ValueError(f"{path}: {key!r} is not an array of bytes.")
-    _, shape, dtype, fortran, raw = state
-    if (
-        not isinstance(dtype, _Dtype)
-        or dtype.code not in ("u1", "|u1")
-        or not all(type(n) is int and n > 0 for n in shape)
-    ):
-        raise ValueError(
-            f"{path}: {key!r} must be an array of unsigned bytes, got {getattr(dtype, 'code', dtype)!r} of shape {shape}."
-        )
-    if math.prod(shape) != len(raw):
-        raise ValueError(f"{path}: {key!r} has {len(raw):,} bytes where its shape {shape} needs {math.prod(shape):,}.")
-    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    return flat.reshape(shape[::-1]).permute(*reversed(range(len(shape)))) if fortran else flat.reshape(shape)
+    """The items of a pickled numpy array (N,) of Python objects, as plain as they are in the pickle: numbers, text,
+    lists of these."""
+    array = _load(f"{place} is not a pickled array of lists", packed)
+    rows = array.content if isinstance(array, _Array) and array.code in ("O", "O8", "|O") else None
+    if not isinstance(rows, list) or array.shape != (len(rows),):
+        raise ValueError(f"{place} must hold one array of lists (n,), got another kind or shape.")
+    return rows

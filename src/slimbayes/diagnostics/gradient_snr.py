@@ -1,14 +1,14 @@
-"""GradientSNR: signal-to-noise ratio of the gradients that train posterior scales (Swiatkowski et al. 2020, section 3.2).
+"""Signal-to-noise ratio of the gradients that train posterior scales (Swiatkowski et al. 2020, section 3.2).
 
     SNR = E[g^2] / Var[g] = 1 + E[g]^2 / Var[g] >= 1        over the last `window` steps, for each scalar parameter
 
-A layer's value is the mean over its parameters: log sigma of a mean-field posterior, log U and log V of a k-tied one. A tied
-scale sums the gradients of many weights, of which the KL's part adds up and the noise partly cancels, so its ratio is higher.
-Pure noise gives 1 + 1 / (window - 3).
+A layer's value is the mean over its parameters: log sigma of a mean-field posterior, log U and log V of a k-tied one. A
+tied scale sums the gradients of many weights, of which the KL's part adds up and the noise partly cancels, so its ratio
+is higher. Pure noise gives 1 + 1 / (window - 3).
 
-The mean is the paper's, and a few weights can make it: where the likelihood hardly depends on a weight, its gradient is the
-KL's alone and nearly constant. In a mean-field layer such weights stand by themselves, so its mean may exceed a k-tied layer's
-although almost all of its gradients are noisier. The median is there to tell.
+The mean is the paper's, and a few weights can make it: where the likelihood hardly depends on a weight, its gradient is
+the KL's alone and nearly constant. In a mean-field layer such weights stand by themselves, so its mean may exceed a
+k-tied layer's although almost all of its gradients are noisier. The median is there to tell.
 """
 
 from __future__ import annotations
@@ -22,17 +22,13 @@ from torch import Tensor, nn
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.errors import did_you_mean
 
-_SCALES = ("weight_log_scale", "log_u", "log_v")
-
 
 class GradientSNR:
     """Track the gradients of all posterior scales and tell their signal-to-noise ratio, layer by layer.
 
-    A parameter whose gradient did not vary at all within the window has no ratio and is left out of its layer's average. A
-    layer in which no gradient varied gets inf, and nan if all its gradients were zero.
-
-    Memory: `window` gradients in float64, so 8 x window bytes for each scale: with the default, 80 bytes for each weight of a
-    mean-field layer and 80 k (m + n) for a k-tied one.
+    A parameter whose gradient did not vary at all within the window has no ratio and is left out of its layer's
+    average. A layer in which no gradient varied gets inf, and nan if all its gradients were zero. Memory: 8 x window
+    bytes for each scale, of which a mean-field layer has m n and a k-tied one k (m + n).
 
     Args:
         model: a model converted with `MeanField`, `KTied` or `MatrixNormal`.
@@ -54,27 +50,27 @@ class GradientSNR:
         if window < 2:
             raise ValueError(f"A variance needs a window of at least 2 steps, got window={window!r}.")
         self.window, self.steps = window, 0
-        self.parameters: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        self.parameters: dict[str, dict[str, nn.Parameter]] = {}  # by layer, by name
         for site in gaussian_sites(model):
-            scales = [(f"{site.name} {n}", p) for n, p in site.posterior.named_parameters() if n in _SCALES]
-            self.parameters.setdefault(site.layer_name, []).extend(scales)
+            scales = {f"{site.name} {n}": p for n, p in site.posterior.named_parameters() if n != "bias_log_scale"}
+            self.parameters.setdefault(site.layer_name, {}).update(scales)
         self._history = {
             name: torch.zeros(window, p.numel(), dtype=torch.float64, device=p.device)
             for scales in self.parameters.values()
-            for name, p in scales
+            for name, p in scales.items()
         }
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the present gradients: call it once a step, after backward and before they are clipped or set to zero."""
-        scales = [pair for layer in self.parameters.values() for pair in layer]
-        missing = [name for name, p in scales if p.grad is None]
+        """Take the present gradients: call it once a step, after backward and before they are clipped or zeroed."""
+        gradients = {name: p.grad for scales in self.parameters.values() for name, p in scales.items()}
+        missing = [name for name, gradient in gradients.items() if gradient is None]
         if missing:
-            raise ValueError(
-                f"{missing[0]} has no gradient. Call update() after loss.backward() and before zero_grad()."
-            )
-        for name, p in scales:
-            self._history[name][self.steps % self.window].copy_(p.grad.reshape(-1))  # type: ignore[union-attr]
+            advice = "Call update() after loss.backward() and before zero_grad()."
+            raise ValueError(f"{missing[0]} has no gradient. {advice}")
+        for name, gradient in gradients.items():
+            assert gradient is not None
+            self._history[name][self.steps % self.window].copy_(gradient.reshape(-1))
         self.steps += 1
 
     def result(self, average: Literal["mean", "median"] = "mean") -> dict[str, float]:
@@ -85,7 +81,7 @@ class GradientSNR:
         if seen < 2:
             raise ValueError(f"A variance needs at least 2 steps, got {seen}. Call update() after each backward.")
         return {
-            layer: _average_snr(torch.cat([self._history[name][:seen] for name, _ in scales], 1), average)
+            layer: _average_snr(torch.cat([self._history[name][:seen] for name in scales], 1), average)
             for layer, scales in self.parameters.items()
         }
 

@@ -1,4 +1,4 @@
-"""plot_scales and plot_spectrum: the k-tied paper's figures for a model of your own. matplotlib is imported only here, on call.
+"""plot_scales and plot_spectrum: the k-tied paper's figures for a model of your own. matplotlib is imported on call.
 
 Figures are made without pyplot: no window opens, none stays open, and `figure.savefig(path)` writes one.
 """
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.convert.plan import Selection
-from slimbayes.diagnostics.low_rank import low_rank
-from slimbayes.diagnostics.sites import GaussianSite, gaussian_sites
+from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import Of, SiteSpectrum, spectrum
+from slimbayes.diagnostics.truncation import low_rank
 from slimbayes.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -42,23 +42,37 @@ def plot_scales(model: nn.Module, layer: str) -> Figure:
         >>> len(plot_scales(net, "0").axes)  # three maps and the colour bar
         4
     """
-    figure_class = _figure_class("plot_scales")
-    site = _find(gaussian_sites(model), layer)
-    maps = _maps(site.scales().cpu())
-    figure: Figure = figure_class(figsize=(1.4 + 2.9 * len(maps), 3.6), layout="constrained")
+    sites = gaussian_sites(model)
+    found = [s for s in sites if s.name == layer] or [s for s in sites if s.layer_name == layer]
+    if len(found) != 1:
+        problem = "has several weights; name one" if found else "has no Gaussian posterior or is not there"
+        raise ValueError(f"layer={layer!r} {problem}{did_you_mean(layer, [s.name for s in found or sites])}")
+    site, scales = found[0], found[0].scales().cpu()
+    maps = _maps(scales)
+    figure = empty_figure("plot_scales", 1.4 + 2.9 * len(maps), 3.6)
     axes: Any = figure.subplots(1, len(maps), sharex=True, sharey=True, squeeze=False)[0]
-    low, high = _colour_range(maps[0][1])
+    # The most extreme half percent at each end would leave one colour to all the rest.
+    ordered, cut = scales.flatten().sort().values, scales.numel() // 200
+    look = {"aspect": "auto", "cmap": "viridis", "vmin": float(ordered[cut]), "vmax": float(ordered[-1 - cut])}
+    smooth = "nearest" if max(scales.shape) <= 500 else "auto"  # large maps are averaged down, small ones not blurred
     for axis, (title, matrix) in zip(axes, maps, strict=True):
-        smooth = (
-            "nearest" if max(matrix.shape) <= 500 else "auto"
-        )  # large maps are averaged down, small ones not blurred
-        image = axis.imshow(matrix.numpy(), aspect="auto", cmap="viridis", vmin=low, vmax=high, interpolation=smooth)
+        image = axis.imshow(matrix.numpy(), interpolation=smooth, **look)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("outputs")
     axes[0].set_ylabel("inputs" if len(site.posterior.site.shape) == 2 else "inputs x kernel")
     figure.colorbar(image, ax=list(axes), label="standard deviation", extend="both", pad=0.01, aspect=30)
     figure.suptitle(f"{site.name}: posterior standard deviations", fontsize=11)
     return figure
+
+
+def _maps(scales: Tensor) -> list[tuple[str, Tensor]]:
+    """The matrix and its approximations, each with its title."""
+    squares = torch.linalg.svdvals(scales).square()
+    maps = [("trained", scales)]
+    for rank in (1, 2)[: min(scales.shape)]:
+        share = float(squares[:rank].sum() / squares.sum())
+        maps.append((f"rank {rank}: {share:.2%} explained", low_rank(scales, rank)))
+    return maps
 
 
 @torch.no_grad()
@@ -76,14 +90,13 @@ def plot_spectrum(model: nn.Module, count: int = 10, include: Selection = None, 
         >>> len(plot_spectrum(net).axes)  # one panel for each weight
         2
     """
-    figure_class = _figure_class("plot_spectrum")
     sites = spectrum(model, include, exclude).sites
     columns = min(len(sites), 4)
     rows = math.ceil(len(sites) / columns)
-    figure: Figure = figure_class(figsize=(1.0 + 2.9 * columns, 0.7 + 2.5 * rows), layout="constrained")
+    figure = empty_figure("plot_spectrum", 1.0 + 2.9 * columns, 0.7 + 2.5 * rows)
     panels: Any = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for panel, site in zip(panels.flat, sites, strict=False):
-        _draw_spectrum(panel, site, count)
+        _draw_spectrum(panel, site, min(count, *site.shape))
     for panel in list(panels.flat)[len(sites) :]:
         panel.remove()
     for row in panels:
@@ -93,55 +106,31 @@ def plot_spectrum(model: nn.Module, count: int = 10, include: Selection = None, 
     return figure
 
 
-def _draw_spectrum(panel: Any, site: SiteSpectrum, count: int) -> None:
-    shown = min(count, *site.shape)
+def _draw_spectrum(panel: Any, site: SiteSpectrum, shown: int) -> None:
+    ranks = range(1, shown + 1)
     for line, (of, label, colour, marker) in enumerate(_LINES):
         values = site.explained(of)
-        panel.plot(
-            range(1, shown + 1), values[:shown], color=colour, marker=marker, markersize=4, linewidth=1.4, label=label
-        )
-        note = f"first two: {sum(values[:2]):.2%}"
-        panel.text(
-            0.97, 0.93 - 0.11 * line, note, transform=panel.transAxes, color=colour, fontsize=9, ha="right", va="top"
-        )
+        panel.plot(ranks, values[:shown], color=colour, marker=marker, markersize=4, linewidth=1.4, label=label)
+        place = {"transform": panel.transAxes, "ha": "right", "va": "top"}
+        panel.text(0.97, 0.93 - 0.11 * line, f"first two: {sum(values[:2]):.2%}", color=colour, fontsize=9, **place)
     panel.set_title(f"{site.name}  ({site.shape[0]} x {site.shape[1]})", fontsize=10)
     panel.set_xlabel("singular value")
-    panel.set_xticks(range(1, shown + 1) if shown <= 10 else range(1, shown + 1, math.ceil(shown / 10)))
+    panel.set_xticks(ranks[:: math.ceil(shown / 10)])
     panel.set_ylim(-0.03, 1.03)
+    bare(panel)
+
+
+def bare(panel: Any) -> None:
+    """Thin horizontal lines and no box."""
     panel.grid(axis="y", linewidth=0.5, alpha=0.4)
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _maps(scales: Tensor) -> list[tuple[str, Tensor]]:
-    """The matrix and its approximations, each with its title."""
-    squares = torch.linalg.svdvals(scales).square()
-    maps = [("trained", scales)]
-    for rank in (1, 2)[: min(scales.shape)]:
-        share = float(squares[:rank].sum() / squares.sum())
-        maps.append((f"rank {rank}: {share:.2%} explained", low_rank(scales, rank)))
-    return maps
-
-
-def _colour_range(matrix: Tensor) -> tuple[float, float]:
-    """All but the most extreme half percent at each end, which would leave one colour to all the rest."""
-    ordered = matrix.flatten().sort().values
-    cut = len(ordered) // 200
-    return float(ordered[cut]), float(ordered[-1 - cut])
-
-
-def _find(sites: list[GaussianSite], name: str) -> GaussianSite:
-    found = [s for s in sites if s.name == name] or [s for s in sites if s.layer_name == name]
-    if len(found) != 1:
-        problem = "has several weights; name one" if found else "has no Gaussian posterior or is not there"
-        raise ValueError(f"layer={name!r} {problem}{did_you_mean(name, [s.name for s in found or sites])}")
-    return found[0]
-
-
-def _figure_class(caller: str) -> Any:
+def empty_figure(caller: str, width: float, height: float) -> Figure:
+    """A figure of so many inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            f"{caller} needs matplotlib, which slimbayes does not bring along: pip install matplotlib."
-        ) from error
-    return Figure
+        advice = "which slimbayes does not bring along: pip install matplotlib"
+        raise ImportError(f"{caller} needs matplotlib, {advice}.") from error
+    return Figure(figsize=(width, height), layout="constrained")

@@ -2,9 +2,9 @@
 
     SNR = |mean| / sigma          weights with the lowest ratio go first, over all layers together
 
-A pruned weight gets mean 0 and standard deviation 1e-6: its draws vanish, and the model goes on working in every way. For the
-ELBO a weight that is so sure of being zero is expensive, log(prior scale / 1e-6) nats: the pruned model is for predicting.
-Nothing keeps pruned weights at zero if training goes on.
+A pruned weight gets mean 0 and standard deviation 1e-6: its draws vanish, and the model goes on working in every way.
+For the ELBO a weight that is so sure of being zero is expensive, log(prior scale / 1e-6) nats: the pruned model is for
+predicting. Nothing keeps pruned weights at zero if training goes on.
 
 A tied scale cannot vanish for one weight alone, so a k-tied layer that loses weights becomes a mean-field one.
 """
@@ -21,18 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.convert.plan import Selection
-from slimbayes.diagnostics.sites import (
-    GaussianSite,
-    converted_config,
-    decisions_of,
-    exchange,
-    gaussian_sites,
-    refuse_open_pass,
-)
-from slimbayes.diagnostics.truncation import mean_field
-from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.gaussian import GaussianPosterior
-from slimbayes.posteriors.mean_field import MeanField
+from slimbayes.diagnostics.sites import gaussian_sites, mean_field, refuse_held_draws, replace
 
 PRUNED_SCALE = 1e-6
 
@@ -47,6 +36,7 @@ class PrunedSite:
 
     @property
     def sparsity(self) -> float:
+        """Pruned fraction."""
         return self.pruned / self.total
 
 
@@ -63,29 +53,25 @@ class PruningReport:
     threshold: float
 
     @property
+    def all(self) -> PrunedSite:
+        """The sum over all weight matrices."""
+        return PrunedSite("all", sum(s.pruned for s in self.sites), sum(s.total for s in self.sites))
+
+    @property
     def sparsity(self) -> float:
         """Pruned fraction of all weights."""
-        return sum(s.pruned for s in self.sites) / sum(s.total for s in self.sites)
+        return self.all.sparsity
 
     def to_dict(self) -> dict[str, Any]:
         sites = [asdict(s) | {"sparsity": s.sparsity} for s in self.sites]
         return {"sparsity": self.sparsity, "threshold": self.threshold, "sites": sites}
 
     def __str__(self) -> str:
-        width = max(len("all"), *(len(s.name) for s in self.sites))
-        pruned, total = sum(s.pruned for s in self.sites), sum(s.total for s in self.sites)
-        rows = [(s.name, s.pruned, s.total, s.sparsity) for s in self.sites] + [("all", pruned, total, self.sparsity)]
+        rows = [*self.sites, self.all]
+        width = max(len(s.name) for s in rows)
         return "\n".join(
-            f"{name:<{width}}  {gone:>12,} of {size:>12,} pruned  {share:7.2%}" for name, gone, size, share in rows
+            f"{s.name:<{width}}  {s.pruned:>12,} of {s.total:>12,} pruned  {s.sparsity:7.2%}" for s in rows
         )
-
-
-class PruningPoint(NamedTuple):
-    """One point of a pruning curve: the fraction asked for, the fraction pruned, and what `evaluate` returned."""
-
-    fraction: float
-    sparsity: float
-    value: Any
 
 
 @torch.no_grad()
@@ -102,7 +88,8 @@ def prune(
     The means are the network's own weights, so save a pruned model with base=True. Biases are left alone.
 
     Args:
-        model: a model converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed over.
+        model: a model converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed
+        over.
         fraction: how many of the chosen layers' weights to prune, from 0 to 1.
         snr_threshold: prune what lies below this ratio instead.
         include, exclude: layers to prune, as in `bayesianize`.
@@ -114,53 +101,46 @@ def prune(
         >>> report.sparsity, int((net[0].weight == 0).sum()) == report.sites[0].pruned
         (0.8, True)
     """
-    refuse_open_pass(model, "prune")
+    refuse_held_draws(model, "prune")
     sites = gaussian_sites(model, include, exclude)
     ratios = [(site.means().abs() / site.scales()).cpu() for site in sites]
-    masks, threshold = _masks(ratios, fraction, snr_threshold)
-    new, configs = _plan(model, sites, masks)
-    exchange(model, sites, new, configs)
-    for site, mask in zip(sites, masks, strict=True):
-        stored = site.posterior.site.from_matrix(mask)
-        site.weight.masked_fill_(stored.to(site.weight.device), 0.0)
-    lines = (PrunedSite(site.name, int(mask.sum()), mask.numel()) for site, mask in zip(sites, masks, strict=True))
-    return PruningReport(tuple(lines), threshold)
+    chosen = _chosen(torch.cat([r.flatten() for r in ratios]), fraction, snr_threshold)
+    masks = [part.view(r.shape) for part, r in zip(chosen.split([r.numel() for r in ratios]), ratios)]
+    pairs = list(zip(sites, masks, strict=True))
+    losing = {site.layer_name for site, mask in pairs if mask.any()}  # a layer has one config: all its matrices change
+    new = [
+        mean_field(model, site, site.scales().masked_fill(mask.to(site.posterior.device), PRUNED_SCALE))
+        for site, mask in pairs
+        if site.layer_name in losing
+    ]
+    replace(model, new)
+    for site, mask in pairs:
+        site.weight.masked_fill_(site.posterior.site.from_matrix(mask).to(site.weight.device), 0.0)
+    gone = [r[mask].max() for r, mask in zip(ratios, masks) if mask.any()]
+    lines = tuple(PrunedSite(site.name, int(mask.sum()), mask.numel()) for site, mask in pairs)
+    return PruningReport(lines, float(max(gone, default=-math.inf)))
 
 
-def _masks(ratios: list[Tensor], fraction: float | None, snr_threshold: float | None) -> tuple[list[Tensor], float]:
-    """Which entries go, matrix by matrix, and the largest ratio among them."""
-    if (fraction is None) == (snr_threshold is None):
+def _chosen(ratios: Tensor, fraction: float | None, snr_threshold: float | None) -> Tensor:
+    """Which of all ratios go."""
+    if snr_threshold is not None and fraction is None:
+        return ratios < snr_threshold
+    if fraction is None or snr_threshold is not None:
         got = f"fraction={fraction!r}, snr_threshold={snr_threshold!r}"
         raise ValueError(f"prune needs either a fraction or an snr_threshold, got {got}.")
-    flat = torch.cat([r.reshape(-1) for r in ratios])
-    if fraction is None:
-        chosen = flat < snr_threshold
-    else:
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"fraction must lie between 0 and 1, got {fraction!r}.")
-        chosen = torch.zeros_like(flat, dtype=torch.bool)
-        chosen[flat.argsort(stable=True)[: round(fraction * len(flat))]] = True  # a larger fraction prunes a superset
-    parts = chosen.split([r.numel() for r in ratios])
-    threshold = float(flat[chosen].max()) if bool(chosen.any()) else -math.inf
-    return [part.view(r.shape) for part, r in zip(parts, ratios, strict=True)], threshold
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction must lie between 0 and 1, got {fraction!r}.")
+    chosen = torch.zeros_like(ratios, dtype=torch.bool)
+    chosen[ratios.argsort(stable=True)[: round(fraction * len(ratios))]] = True  # a larger fraction prunes a superset
+    return chosen
 
 
-def _plan(
-    model: nn.Module, sites: list[GaussianSite], masks: list[Tensor]
-) -> tuple[dict[str, GaussianPosterior], dict[str, Config]]:
-    """Mean-field posteriors for layers that lose weights: a config belongs to a layer, so all its matrices change together."""
-    decisions = decisions_of(model)
-    losing = {site.layer_name for site, mask in zip(sites, masks, strict=True) if bool(mask.any())}
-    new: dict[str, GaussianPosterior] = {}
-    configs: dict[str, Config] = {}
-    for site, mask in zip(sites, masks, strict=True):
-        if site.layer_name in losing:
-            config = decisions[site.layer_name].config
-            free = config if isinstance(config, MeanField) else converted_config(config, MeanField)
-            configs[site.layer_name] = free
-            scales = site.scales()
-            new[site.name] = mean_field(site.posterior, free, scales.masked_fill(mask.to(scales.device), PRUNED_SCALE))
-    return new, configs
+class PruningPoint(NamedTuple):
+    """One point of a pruning curve: the fraction asked for, the fraction pruned, and what `evaluate` returned."""
+
+    fraction: float
+    sparsity: float
+    value: Any
 
 
 def pruning_curve(
@@ -173,10 +153,9 @@ def pruning_curve(
     """What a metric becomes as more and more weights are pruned. The model is not changed: each point prunes a copy.
 
     Args:
-        model: as in `prune`.
+        model, include, exclude: as in `prune`.
         evaluate: called with the pruned copy; its result is kept as it is. It must use the copy, not the model.
         fractions: fractions of the weights to prune.
-        include, exclude: layers to prune, as in `bayesianize`.
 
     Example:
         >>> import slimbayes as sb

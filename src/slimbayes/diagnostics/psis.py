@@ -1,39 +1,115 @@
-"""pareto_k and k_hat: how heavy the tail of importance ratios is, and so how far a variational posterior can be trusted.
+"""How heavy the tail of importance ratios is, and so how far a variational posterior can be trusted.
 
-The largest ratios follow a generalised Pareto distribution whose shape k decides which of their moments exist: the mean if
-k < 1, the variance if k < 1/2. Draws from q can be reweighted to the true posterior only if k is small (Vehtari et al. 2024),
-and a large k says that q misses mass of the posterior (Yao et al. 2018, "Yes, but did it work?").
+    log r = log p(data | theta) + log p(theta) - log q(theta),      theta ~ q
+
+theta is what the posteriors draw: all weights (and Gaussian biases) of mean-field and k-tied layers, the factors of
+rank-1 layers before they are clipped. What is a point estimate counts as known. Without a likelihood the mean is -KL(q
+|| prior).
+
+The largest ratios follow a generalised Pareto distribution whose shape k decides which of their moments exist: the mean
+if k < 1, the variance if k < 1/2. Draws from q can be reweighted to the true posterior only if k is small (Vehtari et
+al. 2024), and a large k says that q misses mass of the posterior (Yao et al. 2018, "Yes, but did it work?").
 
     tail       the ceil(min(S / 5, 3 sqrt(S))) largest of S ratios, less the largest one outside
     fit        Zhang & Stephens 2009: the posterior mean of theta = -k / sigma on a grid under the profile likelihood,
                k = mean log(1 - theta x) with the sign that makes heavy tails positive
     prior      ten pseudo-observations at k = 1/2:  k <- (M k + 5) / (M + 10)
 
-Sizes: K members, S draws of each, M ratios in the tail.
+Sizes: K members, S draws of each, n draws held at a time, M ratios in the tail.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.diagnostics.ratios import LogLikelihood, log_ratios
+from slimbayes.engine.passes import posteriors_of
+from slimbayes.layers.base import BayesLayer
+from slimbayes.prediction.sample import frozen, members
 
-Verdict = Literal["reliable", "unreliable", "failed"]
+LogLikelihood = Callable[[nn.Module], Tensor]
 _LEAST = 25  # draws that leave five in the tail, the fewest a fit takes
 _SMALLEST = math.log(torch.finfo(torch.float64).tiny)
 
 
 @torch.no_grad()
+def log_ratios(model: nn.Module, log_likelihood: LogLikelihood, draws: int = 1000, chunk: int = 16) -> Tensor:
+    """log p(data, theta) - log q(theta) of draws from the posterior, in eval mode.
+
+    Args:
+        model: a model converted with `MeanField`, `KTied`, `MatrixNormal` or `Rank1`.
+        log_likelihood: called with the model while draws are held, returns for each held draw the log-likelihood of all
+            data, summed over the data and not averaged. `slimbayes.sample(model, x)` gives the outputs of the held
+            draws.
+        draws: S, draws from every member.
+        chunk: at most so many draws of every member are held at a time.
+
+    Shape: (K, S) in float64; `log_likelihood` returns (K n,) for n held draws of each member, as `sample` orders them.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(2, 1), sb.MeanField())
+        >>> x, y = torch.randn(5, 2), torch.randn(5, 1)
+        >>> log_ratios(net, lambda net: -0.5 * (sb.sample(net, x) - y).square().sum((1, 2)), draws=8).shape
+        torch.Size([1, 8])
+    """
+    if draws < 1 or chunk < 1:
+        raise ValueError(f"log_ratios needs draws >= 1 and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.")
+    count = members(model)
+    if not posteriors_of(model):
+        problem = "This model has no posterior, so there is nothing to weigh."
+        raise ValueError(f"{problem} Convert it with MeanField, KTied or Rank1.")
+    flags = [(m, m.training) for m in model.modules()]
+    model.eval()
+    parts = []
+    try:
+        for start in range(0, draws, chunk):
+            held = min(chunk, draws - start)
+            with frozen(model, draws=held):
+                likelihood = _checked(log_likelihood(model), held * count)
+                parts.append(_with_densities(model, likelihood).view(held, count).T)
+    finally:
+        for module, training in flags:
+            module.training = training
+    return torch.cat(parts, 1)
+
+
+def _checked(likelihood: Any, needed: int) -> Tensor:
+    if not isinstance(likelihood, Tensor) or likelihood.shape != (needed,):
+        got = tuple(likelihood.shape) if isinstance(likelihood, Tensor) else type(likelihood).__name__
+        raise ValueError(
+            f"log_likelihood must return one number for each held draw, a tensor of shape ({needed},), got {got}. Sum "
+            f"the log-likelihood of all data under each draw of sample(model, x), whose first axis is the draws'."
+        )
+    return likelihood.double()
+
+
+def _with_densities(model: nn.Module, total: Tensor) -> Tensor:
+    """total + log p(theta) - log q(theta) of the held draws of the whole model: (K n,)."""
+    for layer in (module for module in model.modules() if isinstance(module, BayesLayer)):
+        for site, posterior in zip(layer.posterior, layer.posteriors(), strict=True):
+            ratio = posterior.log_ratio(layer.linear_map(site))
+            if ratio is None:
+                raise TypeError(
+                    f"{posterior.name}: the density of a {type(posterior).__name__}'s draws is not known. log_ratios "
+                    f"and k_hat work with MeanField, KTied, MatrixNormal and Rank1."
+                )
+            total = total + ratio.to(total.device)
+    return total
+
+
+# ArviZ fits the same numbers (the tests hold them to 1e-7) but would bring xarray and pandas for these thirty lines.
+@torch.no_grad()
 def pareto_k(log_ratios: Tensor) -> float:
     """Shape k of the generalised Pareto distribution that the largest importance ratios follow.
 
-    Ratios that do not vary in the tail are bounded: -inf. A tail that spans more than float64 can hold, of which fewer than
-    five ratios remain, is as heavy as can be: inf.
+    Ratios that do not vary in the tail are bounded: -inf. A tail that spans more than float64 can hold, of which fewer
+    than five ratios remain, is as heavy as can be: inf.
 
     Args:
         log_ratios: logs of at least 25 ratios, up to any constant; -inf stands for a ratio of zero.
@@ -101,18 +177,13 @@ class KHat:
         return min(1 - 1 / math.log10(self.draws), 0.7)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Literal["reliable", "unreliable", "failed"]:
         """Up to the threshold "reliable", up to 1 "unreliable"; beyond it not even the mean ratio exists: "failed"."""
         return "reliable" if self.k <= self.threshold else "unreliable" if self.k <= 1 else "failed"
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "k": self.k,
-            "members": list(self.members),
-            "draws": self.draws,
-            "threshold": self.threshold,
-            "verdict": self.verdict,
-        }
+        derived = {"k": self.k, "threshold": self.threshold, "verdict": self.verdict}
+        return {"members": list(self.members), "draws": self.draws} | derived
 
     def __str__(self) -> str:
         return f"k-hat {self.k:.2f} from {self.draws} draws, threshold {self.threshold:.2f}: {self.verdict}"
@@ -121,16 +192,11 @@ class KHat:
 def k_hat(model: nn.Module, log_likelihood: LogLikelihood, draws: int = 1000, chunk: int = 16) -> KHat:
     """Judge a variational posterior by the tail of p(data, theta) / q(theta) over its draws.
 
-    The ratio is that of the joint density of all drawn weights: it grows with their number, and for networks of more than a few
-    hundred weights "failed" is the rule. It speaks of the weights, not of the predictions. What is a point estimate counts as
-    known, and the members of a rank-1 model, which have biases of their own, are judged one by one.
+    The ratio is that of the joint density of all drawn weights: it grows with their number, and for networks of more
+    than a few hundred weights "failed" is the rule. It speaks of the weights, not of the predictions. The members of a
+    rank-1 model, which have biases of their own, are judged one by one.
 
-    Args:
-        model: a model converted with `MeanField`, `KTied`, `MatrixNormal` or `Rank1`.
-        log_likelihood: called with the model while draws are held, returns for each held draw the log-likelihood of all data,
-            summed over the data and not averaged. `slimbayes.sample(model, x)` gives the outputs of the held draws.
-        draws: S, draws from every member, at least 25.
-        chunk: at most so many draws of every member are held at a time.
+    Args: as in `log_ratios`; at least 25 draws.
 
     Example:
         >>> import slimbayes as sb

@@ -1,13 +1,13 @@
-"""The weight matrices of a model that have Gaussian posteriors: what the diagnostics read, and how they exchange a posterior.
+"""The weight matrices that have Gaussian posteriors: what the diagnostics read, and how they replace a posterior.
 
 Sizes: m x n the matrix view of a weight, inputs (times the kernel's size) by outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,9 @@ from slimbayes.convert.plan import Decision, Selection, selected
 from slimbayes.engine import passes
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
-from slimbayes.posteriors.base import Config, SiteConfig
-from slimbayes.posteriors.gaussian import GaussianPosterior
+from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior
+from slimbayes.posteriors.mean_field import MeanField, MeanFieldPosterior
 from slimbayes.train.elbo import check_finite
-
-AnyConfig = TypeVar("AnyConfig", bound=Config)
-# What a mean-field and a k-tied config have in common, less the jitter of the start, which means something else in each.
-_SHARED = ("prior", "estimator", "scale_init", "bias", "max_scale", "independent_positions")
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class GaussianSite:
 
 
 def gaussian_sites(model: nn.Module, include: Selection = None, exclude: Selection = None) -> list[GaussianSite]:
-    """Every weight matrix with a Gaussian posterior, in the model's order; refuses a model that has none, or broken ones.
+    """Every weight matrix with a Gaussian posterior, in the model's order; refuses a model with none, or broken ones.
 
     `include` and `exclude` choose layers as in `bayesianize`.
 
@@ -68,58 +64,53 @@ def gaussian_sites(model: nn.Module, include: Selection = None, exclude: Selecti
     """
     conversions_of(model)
     check_finite(model)
-    layers = {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, BayesLayer) and _is_gaussian(layer)
-    }
-    if not layers:
-        kinds = sorted({type(p).__name__ for p in posteriors_of(model)}) or ["none"]
-        raise ValueError(
-            f"No layer of this {type(model).__name__} has a Gaussian posterior over its weights; found: {', '.join(kinds)}. "
-            f"Convert it with MeanField, KTied or MatrixNormal."
-        )
+    sites = [
+        GaussianSite(f"{name}.{key}".lstrip("."), name, layer, key, posterior)
+        for name, layer in model.named_modules()
+        if isinstance(layer, BayesLayer)
+        for key, posterior in layer.posterior.items()
+        if isinstance(posterior, GaussianPosterior)
+    ]
+    if not sites:
+        kinds = ", ".join(sorted({type(p).__name__ for p in posteriors_of(model)})) or "none"
+        problem = f"No layer of this {type(model).__name__} has a Gaussian posterior over its weights; found: {kinds}."
+        raise ValueError(f"{problem} Convert it with MeanField, KTied or MatrixNormal.")
+    layers = {site.layer_name: site.layer for site in sites}
     inside = selected("include", include, layers) if include is not None else set(layers)
     outside = selected("exclude", exclude, layers)
-    chosen = {n: layer for n, layer in layers.items() if n in inside and n not in outside}
-    return [
-        GaussianSite(f"{name}.{key}".lstrip("."), name, layer, key, posterior)  # type: ignore[arg-type]
-        for name, layer in chosen.items()
-        for key, posterior in layer.posterior.items()
-    ]
+    return [site for site in sites if site.layer_name in inside and site.layer_name not in outside]
 
 
-def _is_gaussian(layer: BayesLayer) -> bool:
-    return all(isinstance(p, GaussianPosterior) for p in layer.posterior.values())
+def config_of(model: nn.Module, site: GaussianSite) -> GaussianConfig:
+    """The config a site's layer was converted with."""
+    found = _decisions(model)[site.layer_name].config
+    assert isinstance(found, GaussianConfig)
+    return found
 
 
-def decisions_of(model: nn.Module) -> dict[str, Decision]:
-    """The conversion record of every converted layer, by the layer's name; a checkpoint is written from these."""
-    return {
-        ".".join(part for part in (root, decision.name) if part): decision
-        for root, conversion in conversions_of(model)
-        for decision in conversion.decisions
-        if decision.config is not None
-    }
+class Replacement(NamedTuple):
+    """A site, the posterior it is to get, and the config of its layer that goes with it."""
 
-
-def refuse_open_pass(model: nn.Module, verb: str) -> None:
-    """Draws that are held were made from the scales about to change."""
-    if any(passes.of(p.key) is not None for p in posteriors_of(model)[:1]):
-        raise ValueError(
-            f"{verb} cannot change a model whose draws are held. Call it outside `frozen` and the model's forward."
-        )
-
-
-def converted_config(config: Any, kind: type[AnyConfig], **changes: Any) -> AnyConfig:
-    """The config of another Gaussian method with the same prior, estimator, biases and cap."""
-    return kind(**{name: getattr(config, name) for name in _SHARED}, **changes)
+    site: GaussianSite
+    posterior: GaussianPosterior
+    config: GaussianConfig
 
 
 @torch.no_grad()
-def rebuilt(old: GaussianPosterior, config: SiteConfig) -> GaussianPosterior:
-    """A posterior of another method for an old one's place: biases' scales are copied, weights' are still to be set."""
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # the start is random but overwritten: the caller's noise must not depend on it
+def mean_field(model: nn.Module, site: GaussianSite, scales: Tensor) -> Replacement:
+    """A mean-field posterior with standard deviations (m, n) in a site's place."""
+    config = MeanField.like(config_of(model, site))
+    new = rebuilt(site, config)
+    assert isinstance(new, MeanFieldPosterior)
+    new.weight_log_scale.copy_(new.site.from_matrix(scales.log()))
+    return Replacement(site, new, config)
+
+
+@torch.no_grad()
+def rebuilt(site: GaussianSite, config: GaussianConfig) -> GaussianPosterior:
+    """A posterior of another config for a site: biases' scales are copied, weights' are still to be set."""
+    old = site.posterior
+    with torch.random.fork_rng(devices=[]):  # the start is overwritten: the caller's noise must not depend on it
         new = config.build(old.site)
     assert isinstance(new, GaussianPosterior)
     first = next(old.parameters())
@@ -130,26 +121,32 @@ def rebuilt(old: GaussianPosterior, config: SiteConfig) -> GaussianPosterior:
     return new
 
 
-def exchange(
-    model: nn.Module, sites: list[GaussianSite], new: Mapping[str, GaussianPosterior], configs: Mapping[str, Config]
-) -> None:
-    """Let posteriors become the new ones (by site name) and record the layers' new configs (by layer name)."""
-    decisions = decisions_of(model)
-    for site in sites:
-        fresh = new.get(site.name)
-        if fresh is None:
-            continue
-        if _shapes(fresh) == _shapes(
-            site.posterior
-        ):  # the same parameters with other values: an optimizer keeps hold of them
-            site.posterior.load_state_dict(fresh.state_dict())
-        else:  # the object stays and its class is swapped, like a layer's: whoever knows the posterior goes on knowing it
-            site.posterior.__class__ = type(fresh)
-            site.posterior.__dict__.clear()
-            site.posterior.__dict__.update(fresh.__dict__)
-    for name, config in configs.items():
-        decisions[name].config = config
+def replace(model: nn.Module, replacements: Sequence[Replacement]) -> None:
+    """Let posteriors become the new ones, and record the layers' new configs, from which checkpoints are written."""
+    decisions = _decisions(model)
+    for site, new, config in replacements:
+        old = site.posterior
+        decisions[site.layer_name].config = config
+        if {n: v.shape for n, v in old.state_dict().items()} == {n: v.shape for n, v in new.state_dict().items()}:
+            old.load_state_dict(new.state_dict())  # an optimizer keeps hold of the parameters
+        else:  # the object stays and its class is swapped: whoever knows the posterior goes on knowing it
+            old.__class__ = type(new)
+            old.__dict__.clear()
+            old.__dict__.update(new.__dict__)
 
 
-def _shapes(posterior: GaussianPosterior) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in posterior.state_dict().items()}
+def refuse_held_draws(model: nn.Module, verb: str) -> None:
+    """Draws that are held were made from the scales about to change."""
+    if any(passes.of(p.key) is not None for p in posteriors_of(model)[:1]):
+        advice = "Call it outside `frozen` and the model's forward."
+        raise ValueError(f"{verb} cannot change a model whose draws are held. {advice}")
+
+
+def _decisions(model: nn.Module) -> dict[str, Decision]:
+    """The conversion record of every converted layer, by the layer's name."""
+    return {
+        ".".join(part for part in (root, decision.name) if part): decision
+        for root, conversion in conversions_of(model)
+        for decision in conversion.decisions
+        if decision.config is not None
+    }

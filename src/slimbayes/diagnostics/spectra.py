@@ -2,12 +2,12 @@
 
     explained_k = gamma_k^2 / sum_i gamma_i^2          gamma: singular values of the m x n matrix view, not centred
 
-Trained mean-field posteriors have standard deviations of nearly rank one or two, while their means have not (Swiatkowski et al.
-2020, Figures 3, 5 and 12): where that holds, a k-tied posterior loses little.
+Trained mean-field posteriors have standard deviations of nearly rank one or two, while their means have not
+(Swiatkowski et al. 2020, Figures 3, 5 and 12): where that holds, a k-tied posterior loses little.
 
-Nothing is centred, so a matrix that hardly varies is of rank one to begin with: the first singular value explains 99 % of
-independent scales that spread by 10 %. Look at how the remainder falls with k, at `truncation_errors`, and at the ELBO after
-`truncate`.
+Nothing is centred, so a matrix that hardly varies is of rank one to begin with: the first singular value explains 99 %
+of independent scales that spread by 10 %. Look at how the remainder falls with k, at `truncation_errors`, and at the
+ELBO after `truncate`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.errors import did_you_mean
 
 Of = Literal["means", "scales"]
+Family = Literal["multivariate-normal", "matrix-normal", "matrix-normal-diagonal", "mean-field", "k-tied"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ class SiteSpectrum:
     Attributes:
         name: the layer's name and the weight's.
         shape: (m, n) of the matrix view.
-        means: singular values of the posterior means.
-        scales: singular values of the posterior standard deviations.
+        means, scales: singular values of the posterior means and of the posterior standard deviations.
 
     Example:
         >>> SiteSpectrum("fc", (2, 2), means=(1.0, 1.0), scales=(3.0, 1.0)).explained("scales")
@@ -49,16 +49,20 @@ class SiteSpectrum:
         """Fraction of the variance that each singular value explains; the fractions sum to one."""
         if of not in ("means", "scales"):
             raise ValueError(f"Unknown spectrum {of!r}{did_you_mean(str(of), ('means', 'scales'))}")
-        return _explained(self.means if of == "means" else self.scales)
+        squares = [value**2 for value in (self.means if of == "means" else self.scales)]
+        total = sum(squares) or 1.0  # a matrix of zeros has no variance to explain
+        return tuple(square / total for square in squares)
 
     def first(self, count: int, of: Of = "scales") -> float:
         """Fraction of the variance that the first `count` singular values explain together."""
         return sum(self.explained(of)[:count])
 
     def to_dict(self) -> dict[str, Any]:
-        values = {"means": self.means, "scales": self.scales}
-        parts = {of: {"singular_values": list(v), "explained": list(_explained(v))} for of, v in values.items()}
-        return {"shape": list(self.shape)} | parts
+        return {
+            "shape": list(self.shape),
+            "means": {"singular_values": list(self.means), "explained": list(self.explained("means"))},
+            "scales": {"singular_values": list(self.scales), "explained": list(self.explained("scales"))},
+        }
 
 
 @dataclass(frozen=True)
@@ -81,25 +85,15 @@ class Spectrum:
         return {s.name: s.to_dict() for s in self.sites}
 
     def __str__(self) -> str:
-        name = max([len("explained by the first"), *(len(s.name) for s in self.sites)])
-        shape = max(len(_shape(s)) for s in self.sites)
+        shapes = [f"{s.shape[0]} x {s.shape[1]}" for s in self.sites]
+        name, shape = max(22, *(len(s.name) for s in self.sites)), max(map(len, shapes))
         lines = [f"{'variance':<{name}}  {'':>{shape}}  {'means':<25}  standard deviations"]
         lines.append(f"{'explained by the first':<{name}}  {'':>{shape}}" + 2 * "       1        2        3".rjust(27))
         lines.append("-" * len(lines[-1]))
-        for s in self.sites:
+        for s, size in zip(self.sites, shapes, strict=True):
             cells = "".join(f"{s.first(k, of):9.2%}" for of in ("means", "scales") for k in (1, 2, 3))
-            lines.append(f"{s.name:<{name}}  {_shape(s):>{shape}}{cells}")
+            lines.append(f"{s.name:<{name}}  {size:>{shape}}{cells}")
         return "\n".join(lines)
-
-
-def _explained(values: tuple[float, ...]) -> tuple[float, ...]:
-    squares = [value**2 for value in values]
-    total = sum(squares) or 1.0  # a matrix of zeros has no variance to explain
-    return tuple(square / total for square in squares)
-
-
-def _shape(site: SiteSpectrum) -> str:
-    return f"{site.shape[0]} x {site.shape[1]}"
 
 
 @torch.no_grad()
@@ -107,7 +101,8 @@ def spectrum(model: nn.Module, include: Selection = None, exclude: Selection = N
     """Singular values of the means and of the standard deviations of every Gaussian posterior of a model.
 
     Args:
-        model: a model converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed over.
+        model: a model converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed
+        over.
         include, exclude: layers to look at, as in `bayesianize`.
 
     Shape: matrices are inputs by outputs; a convolution's is (inputs x kernel) by outputs, an LSTM's inputs by 4 units.
@@ -118,14 +113,45 @@ def spectrum(model: nn.Module, include: Selection = None, exclude: Selection = N
         >>> round(spectrum(net)["0"].first(1), 6), spectrum(net)["0"].first(1, "means") < 0.5
         (1.0, True)
     """
-    return Spectrum(
-        tuple(
-            SiteSpectrum(
-                site.name,
-                site.posterior.site.matrix,
-                tuple(torch.linalg.svdvals(site.means()).tolist()),
-                tuple(torch.linalg.svdvals(site.scales()).tolist()),
-            )
-            for site in gaussian_sites(model, include, exclude)
-        )
-    )
+    found = []
+    for site in gaussian_sites(model, include, exclude):
+        means, scales = (tuple(torch.linalg.svdvals(matrix).tolist()) for matrix in (site.means(), site.scales()))
+        found.append(SiteSpectrum(site.name, site.posterior.site.matrix, means, scales))
+    return Spectrum(tuple(found))
+
+
+def variational_parameters(family: Family, m: int, n: int, k: int | None = None) -> int:
+    """Number of variational parameters of a posterior over an m x n weight matrix, its m n means included.
+
+        multivariate-normal      m n + m n (m n + 1) / 2              a full covariance
+        matrix-normal            m n + m (m + 1) / 2 + n (n + 1) / 2  a covariance of the rows and one of the columns
+        matrix-normal-diagonal   m n + m + n                          both diagonal
+        mean-field               m n + m n
+        k-tied                   m n + k (m + n)                      (Swiatkowski et al. 2020, Table 1)
+
+    Args:
+        family: one of the names above.
+        m, n: inputs (times the kernel's size) and outputs.
+        k: rank of the standard deviations, for "k-tied" alone.
+
+    Example:
+        >>> [variational_parameters(f, 400, 400) for f in ("matrix-normal-diagonal", "mean-field")]
+        [160800, 320000]
+        >>> variational_parameters("k-tied", 400, 400, k=2)
+        161600
+    """
+    spread = {
+        "multivariate-normal": m * n * (m * n + 1) // 2,
+        "matrix-normal": m * (m + 1) // 2 + n * (n + 1) // 2,
+        "matrix-normal-diagonal": m + n,
+        "mean-field": m * n,
+        "k-tied": (k or 0) * (m + n),
+    }
+    if family not in spread:
+        raise ValueError(f"Unknown family {family!r}{did_you_mean(str(family), spread)}")
+    if m < 1 or n < 1:
+        raise ValueError(f"A weight matrix has at least one row and one column, got m={m!r}, n={n!r}.")
+    if (k is not None) != (family == "k-tied") or (k is not None and k < 1):
+        needed = "k is the rank, at least 1, of the family 'k-tied' and of no other"
+        raise ValueError(f"{needed}; got family={family!r}, k={k!r}.")
+    return m * n + spread[family]

@@ -85,6 +85,10 @@ class Distribution:
         """Log density at x."""
         raise TypeError(f"{type(self).__name__} has no density.")
 
+    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> "Distribution":
+        """The density this prior stands for beside a Gaussian posterior with these means and log scales."""
+        return self
+
     def initial(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Draw starting values for a parameter of this shape from torch's default generator."""
         return self.rsample(torch.randn(shape, device=device, dtype=dtype))

@@ -35,6 +35,21 @@ def _normal(mean: Tensor, log_scale: Tensor, loc: Any, scale: Any) -> Tensor:
     return 0.5 * (torch.expm1(t) - t).sum() + 0.5 * ((mean - loc) / scale).square().sum()
 
 
+def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
+    """log p(w) - log q(w) of draws w = mean + deviation of Normal(mean, exp(log_scale)) weights, summed over the
+    weights.
+
+    Shape: deviation (n, ...), mean and log_scale (...); returns (n,) in float64.
+
+    >>> gaussian_log_ratio(torch.ones(2, 3), torch.zeros(3), torch.zeros(3), Normal(0.0, 1.0), fan_in=1)
+    tensor([0., 0.], dtype=torch.float64)
+    """
+    deviation, mean, log_scale = deviation.double(), mean.double(), log_scale.double()
+    log_q = -0.5 * (deviation * torch.exp(-log_scale)).square() - log_scale - 0.5 * math.log(2 * math.pi)
+    log_p = prior.of_weights(mean, log_scale, fan_in).log_prob(mean + deviation)
+    return (log_p - log_q).flatten(1).sum(1)
+
+
 def prior_of_biases(prior: Any) -> Any:
     """The prior of Gaussian biases beside weights with this prior: the same, but He's rule has no word on biases."""
     return Normal(0.0, 1.0) if isinstance(prior, HeNormal) else prior
@@ -56,6 +71,9 @@ class HeNormal(Distribution):
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         return _normal(mean, log_scale, 0.0, math.sqrt(self.gain / fan_in))
 
+    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
+        return Normal(0.0, math.sqrt(self.gain / fan_in))
+
 
 @dataclass(frozen=True)
 class TiedMean(Distribution):
@@ -72,6 +90,9 @@ class TiedMean(Distribution):
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         return _normal(torch.zeros_like(mean), log_scale, 0.0, self.scale)
+
+    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
+        return Normal(mean, self.scale)
 
 
 @dataclass(frozen=True)
@@ -95,11 +116,17 @@ class EmpiricalBayes(Distribution):
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         a, b, n = self.concentration, self.rate, mean.numel()
-        moment = torch.exp(2 * log_scale).sum() + mean.square().sum()
-        variance = (moment + 2 * b) / (n + 2 * a + 2)
+        moment, variance = self._moment_and_variance(mean, log_scale)
         divergence = 0.5 * (moment / variance + n * variance.log() - n) - log_scale.sum()
         hyperprior = a * math.log(b) - math.lgamma(a) - (a + 1) * variance.log() - b / variance
         return divergence - hyperprior
+
+    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
+        return Normal(0.0, self._moment_and_variance(mean, log_scale)[1].sqrt())
+
+    def _moment_and_variance(self, mean: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
+        moment = torch.exp(2 * log_scale).sum() + mean.square().sum()
+        return moment, (moment + 2 * self.rate) / (mean.numel() + 2 * self.concentration + 2)
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,10 @@ def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout:
         return
     if not _cannot_look(inputs):
         with _PROVING:
-            layout.why = _called_alike(
-                unwrapped(model), tree_map(proof.without_cache, inputs), posteriors, layout, draws
-            )
-            layout.folds = layout.apart = not layout.why
+            inputs = tree_map(proof.without_cache, inputs)
+            why = _called_alike(unwrapped(model), inputs, posteriors, layout, draws)
+            if why:
+                layout.folds, layout.apart, layout.why = False, False, why
 
 
 def _called_alike(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int) -> str:

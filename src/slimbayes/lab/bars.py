@@ -1,8 +1,9 @@
-"""Progress bars of long work in a terminal; plain lines where there is none."""
+"""What a terminal shows: progress bars of long work, plain lines where there is no terminal, and a run's scores."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Self
 
 from rich.console import Console
@@ -15,7 +16,12 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
+from rich.text import Text
 
+from slimbayes.report.record import read
+
+_SHOWN = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "auroc", "fpr95")
 _PAUSE = 0.1  # seconds between two looks: a step may take a millisecond
 
 
@@ -25,9 +31,15 @@ class Bars:
     def __init__(self, title: str = "", console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self.progress = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}", style="dim", markup=False), console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
         self.title, self.looked, self.total = title, 0.0, 0
         self.task: TaskID | None = None
         self.messages: list[str] = []
@@ -57,3 +69,22 @@ class Bars:
     def say(self, message: str) -> None:
         self.messages.append(message)
         self.console.print(message, style="yellow", highlight=False, markup=False)
+
+
+def print_scores(folder: Path) -> None:
+    """Print a table of what a finished run's record says about its rows.
+
+    Example:
+        >>> print_scores(Path("runs/rank1-0123456789ab"))  # doctest: +SKIP
+    """
+    record = read(folder)
+    rows = [e for e in record.evaluations if e.role in ("test", "shift", "ood")]
+    names = list(dict.fromkeys(n for e in rows for n in e.metrics if n in _SHOWN))
+    table = Table(title=Text(f"{record.name}: {record.method}"))
+    for column in ("rows", "draws", *names):
+        table.add_column(column, justify="right" if column != "rows" else "left")
+    for e in rows:
+        cells = [f"{e.metrics[n]:.4f}" if n in e.metrics else "" for n in names]
+        table.add_row(Text(f"{e.data} ({e.role})"), str(e.draws), *cells)
+    Console().print(table)
+    print(f"record: {folder / 'record.json'}")

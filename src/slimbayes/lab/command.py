@@ -1,31 +1,50 @@
 """The `slimbayes` command. It starts without torch: each command imports what it needs when it runs.
 
-Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 3 data or files are missing, 4 training diverged, 143 stopped on request with a checkpoint.
+Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 3 data or files are missing, 4 training diverged,
+143 stopped on request with a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from slimbayes.lab.data_command import app as data_app
 
+_CODES = {
+    "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4,
+    "FloatingPointError": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
+}  # fmt: skip
+
+
+class Command(typer.core.TyperGroup):
+    """Tells errors that a user can mend as one message and an exit code; others as they are."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            missing = isinstance(error, FileNotFoundError | PermissionError)
+            usual = 3 if missing else 1 if isinstance(error, ValueError | OSError) else None
+            code = _CODES.get(type(error).__name__, usual)
+            if code is None:
+                raise
+            typer.secho(str(error), fg=typer.colors.RED, err=True)
+            raise typer.Exit(code) from None
+
+
 app = typer.Typer(
+    cls=Command,
     help="Train, evaluate, compare and show Bayesian neural nets.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
-config_app = typer.Typer(
-    help="Check configs, print them resolved, and write their JSON Schema for editors.", no_args_is_help=True
-)
+config_app = typer.Typer(help="Check configs, print them resolved, and write their JSON Schema.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
 
@@ -50,44 +69,36 @@ def fit(
     accelerator: Accelerator = "auto",
     devices: Annotated[int, typer.Option(help="Processes on this machine, one for each device.")] = 1,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    strategy: Annotated[
-        Literal["auto", "ddp", "fsdp"], typer.Option(help="How several processes share the model.")
-    ] = "auto",
+    strategy: Annotated[Literal["auto", "ddp", "fsdp"], typer.Option(help="How processes share the model.")] = "auto",
     compile: Annotated[bool | None, typer.Option(help="torch.compile the network; by default on a GPU.")] = None,
-    graph: Annotated[
-        bool | None, typer.Option(help="Record the step as one CUDA graph; by default on one GPU.")
-    ] = None,
+    graph: Annotated[bool | None, typer.Option(help="Record the step as a CUDA graph; by default on one GPU.")] = None,
     workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints; by default at epoch ends, a minute apart.")
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write curves for TensorBoard too.")] = False,
-    supervise: Annotated[
-        bool, typer.Option("--supervise", help="Start the job again when it dies, from its latest checkpoint.")
-    ] = False,
     evaluate: Annotated[bool, typer.Option(help="Evaluate and write the record when training is done.")] = True,
 ) -> None:
     """Train an experiment in a run directory and evaluate it. A finished run is left as it is."""
-    if supervise:
-        from slimbayes.lab.supervise import supervise_command
+    from slimbayes.lab.bars import Bars, print_scores
+    from slimbayes.lab.execution import Execution
+    from slimbayes.lab.files import load
+    from slimbayes.lab.fit import fit as train
+    from slimbayes.lab.runs import default_folder
 
-        raise typer.Exit(supervise_command([w for w in sys.argv[1:] if w not in ("--supervise", "--resume")]))
-    with _told():
-        from slimbayes.lab.bars import Bars
-        from slimbayes.lab.execution import Execution
-        from slimbayes.lab.files import load
-        from slimbayes.lab.fit import fit as train
-        from slimbayes.lab.runs import default_folder
-
-        experiment = load(config, overrides, scale)
-        folder = out or default_folder(experiment)
-        execution = Execution(
-            accelerator, devices, nodes, strategy, compile, graph, workers, checkpoint_every, tensorboard, data_dir
-        )  # fmt: skip
-        with Bars(experiment.name) as bars:
-            train(experiment, folder, execution, resume, bars, judge=evaluate)
-        if evaluate and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            _print_scores(folder)
+    experiment = load(config, overrides, scale)
+    folder = out or default_folder(experiment)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started the processes; its restarts go on where they were
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        nodes = int(os.environ["WORLD_SIZE"]) // devices
+        resume = resume or int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
+    execution = Execution(
+        accelerator, devices, nodes, strategy, compile, graph, workers, checkpoint_every, tensorboard, data_dir
+    )  # fmt: skip
+    with Bars(experiment.name) as bars:
+        train(experiment, folder, execution, resume, bars, judge=evaluate)
+    if evaluate and int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0:
+        print_scores(folder)
 
 
 @app.command()
@@ -99,63 +110,46 @@ def evaluate(
     accelerator: Accelerator = "auto",
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
-    with _told():
-        from slimbayes.lab.again import evaluate_again
+    from slimbayes.lab.again import evaluate_again
+    from slimbayes.lab.bars import print_scores
 
-        wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
-        evaluate_again(run, wanted, accelerator, data_dir)
-        _print_scores(run)
+    wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
+    evaluate_again(run, wanted, accelerator, data_dir)
+    print_scores(run)
 
 
 @app.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    inputs: Annotated[
-        Path,
-        typer.Argument(
-            metavar="INPUT",
-            help="Rows: .npy, .npz (array x), .csv with column names, or an image or a folder of images.",
-        ),
-    ],
+    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, or images.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
     draws: Annotated[int, typer.Option(help="Draws of each member.", min=1)] = 16,
     accelerator: Accelerator = "auto",
 ) -> None:
     """Predict rows of your own, with uncertainty."""
-    with _told():
-        from slimbayes.lab.again import predict_file
+    from slimbayes.lab.again import predict_file
 
-        rows = predict_file(run, inputs, output, draws, accelerator)
-        typer.echo(f"{rows} predictions in {output}")
+    rows = predict_file(run, inputs, output, draws, accelerator)
+    typer.echo(f"{rows} predictions in {output}")
 
 
 @app.command()
 def compare(
     runs: Runs,
-    baseline: Annotated[
-        str | None, typer.Option(help="Name of the run the others are compared with, seed by seed.")
-    ] = None,
+    baseline: Annotated[str | None, typer.Option(help="Run the others are compared with, seed by seed.")] = None,
     metric: Annotated[list[str], typer.Option(help="Scores to show; may be given again.")] = [],  # noqa: B006
-    on: Annotated[
-        str, typer.Option(help="Rows: test, validation, corrupted, shift, ood, or the name of a set.")
-    ] = "test",
+    on: Annotated[str, typer.Option(help="Rows: test, validation, corrupted, shift, ood, or a set's name.")] = "test",
     severity: Annotated[int | None, typer.Option(help="Of corrupted rows; all by default.")] = None,
     draws: Annotated[int | None, typer.Option(help="Draws of each member; the most of each run by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Put runs side by side, with bootstrap intervals and paired differences over seeds."""
-    with _told():
-        from rich.console import Console
+    from rich.console import Console
 
-        from slimbayes.report import compare as table
+    from slimbayes.report import compare as table
 
-        made = table(
-            _run_folders(runs), baseline=baseline, metrics=metric or None, on=on, severity=severity, draws=draws
-        )
-        if as_json:
-            typer.echo(json.dumps(made.to_dict(), indent=1))
-        else:
-            Console().print(made.render())
+    made = table(_run_folders(runs), baseline=baseline, metrics=metric or None, on=on, severity=severity, draws=draws)
+    typer.echo(json.dumps(made.to_dict(), indent=1)) if as_json else Console().print(made.render())
 
 
 @app.command()
@@ -165,18 +159,17 @@ def report(
     title: Annotated[str | None, typer.Option(help="Its title.")] = None,
 ) -> None:
     """Write one self-contained page about runs, from their records alone."""
-    with _told():
-        from slimbayes.report import write_page
+    from slimbayes.report import write_page
 
-        page = write_page(_run_folders(runs), output, title)
-        typer.echo(f"{page} ({page.stat().st_size / 1e6:.1f} MB): open it in a browser")
+    page = write_page(_run_folders(runs), output, title)
+    typer.echo(f"{page} ({page.stat().st_size / 1e6:.1f} MB): open it in a browser")
 
 
 @app.command()
 def sweep(
     config: Annotated[Path, typer.Argument(help="YAML file of the sweep: what to run and over which axes.")],
     out: Annotated[Path, typer.Option(help="Folder of the run directories.")] = Path("runs"),
-    backend: Annotated[Literal["local", "slurm", "ray"], typer.Option(help="What runs them.")] = "local",
+    backend: Annotated[Literal["local", "ray"], typer.Option(help="What runs them.")] = "local",
     jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
     dry: Annotated[bool, typer.Option("--dry-run", help="List the runs and do nothing.")] = False,
     overrides: Overrides = [],  # noqa: B006
@@ -184,13 +177,12 @@ def sweep(
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
 ) -> None:
-    """Run seeds x methods x data sets, or search hyper-parameters. Finished runs are skipped; call it again to go on."""
-    with _told():
-        from slimbayes.lab.sweep import sweep as run_sweep
+    """Run seeds x methods x data sets, or search hyper-parameters; finished runs are skipped, others continued."""
+    from slimbayes.lab.sweep import sweep as run_sweep
 
-        failed = run_sweep(config, out, backend, jobs, dry, overrides, scale, data_dir, accelerator)
-        if failed:
-            raise typer.Exit(1)
+    failed = run_sweep(config, out, backend, jobs, dry, overrides, scale, data_dir, accelerator)
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -198,51 +190,42 @@ def reproduce(
     table: Annotated[str, typer.Argument(help="Paper and table or figure: rank1/table2.")] = "",
     scale: Scale = "full",
     seeds: Annotated[str, typer.Option(help="Seeds, joined by commas.")] = "0",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs and the table; runs/<paper>/<table> by default.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; runs/<paper>/<table> by default.")] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List what there is.")] = False,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
 ) -> None:
     """Run the rows of a paper's table and write ours beside the paper's numbers."""
-    with _told():
-        from slimbayes.lab import reproduce as papers
-        from slimbayes.lab.bars import Bars
-        from slimbayes.lab.execution import Execution
+    from slimbayes.lab import reproduce as papers
+    from slimbayes.lab.bars import Bars
+    from slimbayes.lab.execution import Execution
 
-        if list_all or not table:
-            typer.echo("\n".join(papers.list_all()))
-            return
-        numbers = [int(seed) for seed in seeds.split(",")]
-        with Bars() as bars:
-            folder = papers.reproduce(
-                table, out, Execution(accelerator=accelerator, data_dir=data_dir), scale, numbers, bars
-            )
-        typer.echo((folder / "table.md").read_text())
+    if list_all or not table:
+        typer.echo("\n".join(papers.list_all()))
+        return
+    execution, numbers = Execution(accelerator=accelerator, data_dir=data_dir), [int(seed) for seed in seeds.split(",")]
+    with Bars() as bars:
+        folder = papers.reproduce(table, out, execution, scale, numbers, bars)
+    typer.echo((folder / "table.md").read_text())
 
 
 @config_app.command("check")
 def config_check(config: Path, overrides: Overrides = [], scale: Scale = "full") -> None:  # noqa: B006
     """Say whether a config is valid, and everything that is wrong with it."""
-    with _told():
-        from slimbayes.lab.files import load
+    from slimbayes.lab.files import load
 
-        experiment = load(config, overrides, scale)
-        typer.echo(
-            f"{config} is valid: {experiment.name}, {experiment.told} on {experiment.data.name}, {experiment.hash}"
-        )
+    experiment = load(config, overrides, scale)
+    typer.echo(f"{config} is valid: {experiment.name}, {experiment.told} on {experiment.data.name}, {experiment.hash}")
 
 
 @config_app.command("show")
 def config_show(config: Path, overrides: Overrides = [], scale: Scale = "full") -> None:  # noqa: B006
     """Print a config with everything it extends and every default written out."""
-    with _told():
-        import yaml
+    import yaml
 
-        from slimbayes.lab.files import load
+    from slimbayes.lab.files import load
 
-        typer.echo(yaml.safe_dump(load(config, overrides, scale).resolved, sort_keys=False), nl=False)
+    typer.echo(yaml.safe_dump(load(config, overrides, scale).resolved, sort_keys=False), nl=False)
 
 
 @config_app.command("schema")
@@ -250,75 +233,19 @@ def config_schema(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File; the terminal by default.")] = None,
 ) -> None:
     """The JSON Schema of configs, for completion and checks in editors."""
-    with _told():
-        from slimbayes.lab.config import Experiment
+    from slimbayes.lab.config import Experiment
 
-        text = json.dumps(Experiment.model_json_schema(), indent=1)
-        output.write_text(text + "\n") if output else typer.echo(text)
+    text = json.dumps(Experiment.model_json_schema(), indent=1)
+    output.write_text(text + "\n") if output else typer.echo(text)
 
 
 def _run_folders(paths: list[Path]) -> list[Path]:
     """Run directories, and those inside of folders that are none themselves."""
     found: list[Path] = []
     for path in paths:
-        inside = (
-            sorted(p.parent for p in path.glob("**/record.json"))
-            if path.is_dir() and not (path / "record.json").exists()
-            else []
-        )
+        inside = [] if (path / "record.json").exists() else sorted(p.parent for p in path.glob("**/record.json"))
         found += inside or [path]
     return found
-
-
-def _print_scores(folder: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from slimbayes.report.record import read
-
-    record = read(folder)
-    rows = [e for e in record.evaluations if e.role in ("test", "shift", "ood")]
-    names = list(dict.fromkeys(n for e in rows for n in e.metrics if n in _SHOWN))
-    table = Table(title=Text(f"{record.name}: {record.method}"))
-    for column in ("rows", "draws", *names):
-        table.add_column(column, justify="right" if column != "rows" else "left")
-    for e in rows:
-        cells = [f"{e.metrics[n]:.4f}" if n in e.metrics else "" for n in names]
-        table.add_row(Text(f"{e.data} ({e.role})"), str(e.draws), *cells)
-    Console().print(table)
-    typer.echo(f"record: {folder / 'record.json'}")
-
-
-_SHOWN = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "auroc", "fpr95")
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Errors that a user can mend as one message and an exit code; others as they are."""
-    try:
-        yield
-    except (typer.Exit, typer.Abort, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        code = _code(error)
-        if code is None:
-            raise
-        typer.secho(str(error), fg=typer.colors.RED, err=True)
-        raise typer.Exit(code) from None
-
-
-def _code(error: Exception) -> int | None:
-    """The exit code of an error that has a message for the user."""
-    codes: dict[str, int] = {
-        "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4, "FloatingPointError": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
-    }  # fmt: skip
-    name = type(error).__name__
-    if name in codes:
-        return codes[name]
-    if isinstance(error, FileNotFoundError | PermissionError):
-        return 3
-    return 1 if isinstance(error, ValueError | OSError) else None
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
-"""Reading configs: YAML files that extend one another, `--set` overrides, and errors that name the path and the nearest valid word.
+"""Reading configs: YAML files that extend one another, `--set` overrides, and errors that name path and nearest word.
 
     load("rank1.yaml", ["train.lr=0.1", "seed=3"])
 
-A file may say `extends: base.yaml` (or a list of files, relative to itself): its values are laid over theirs, mapping by mapping; a mapping
-with another `kind` replaces the former one. It may hold `small:`, values that `--scale small` lays over all, and `paper:`, which only tables read.
+A file may say `extends: base.yaml` (or a list of files, relative to itself): its values are laid over theirs,
+mapping by mapping; a mapping with another `kind` replaces the former one. It may hold `small:`, values that
+`--scale small` lays over all, and `paper:`, which only tables read. Of a file with several experiments
+(config_rows.py) `file.yaml#row` is one.
 """
 
 from __future__ import annotations
@@ -19,13 +21,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from slimbayes.lab.config import FORMAT, Experiment
+from slimbayes.lab.config_rows import SEVERAL, Tree, parts_of, row_names, row_parts
+from slimbayes.lab.config_rows import ConfigError as ConfigError
+from slimbayes.lab.config_rows import merged as merged
 
-Tree = dict[str, Any]
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # tables are long: the one in C takes a tenth of the time
 _SIDE = ("small", "paper")  # keys beside the experiment's own
-
-
-class ConfigError(ValueError):
-    """A config that cannot be read or is not valid; the message lists every fault with its path."""
 
 
 def load(file: Path | str, overrides: Sequence[str] = (), scale: str = "full") -> Experiment:
@@ -36,6 +37,8 @@ def load(file: Path | str, overrides: Sequence[str] = (), scale: str = "full") -
         scale: "full", or "small" to lay the file's `small` values over the others.
     """
     tree = read_tree(Path(file))
+    if names := row_names(tree):
+        raise ConfigError(f"{file} holds {len(names)} experiments: name one of them, as in {file}#{names[0]}.")
     small = tree.pop("small", {})
     tree.pop("paper", None)
     if scale == "small":
@@ -46,45 +49,51 @@ def load(file: Path | str, overrides: Sequence[str] = (), scale: str = "full") -
 
 
 def read_tree(file: Path, seen: tuple[Path, ...] = ()) -> Tree:
-    """A YAML file with what it extends laid under it."""
+    """A YAML file, or with "#row" at the end of its name a row of it, with what it extends laid under it."""
     file = file.resolve()
     if file in seen:
         raise ConfigError(f"{file} extends itself, by way of {', '.join(p.name for p in seen)}.")
+    whole, _, row = str(file).rpartition("#") if "#" in file.name[1:] else (str(file), "", "")
+    tree = read_tree(Path(whole), seen) if row else _parsed(file)
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf8"))
+        parts = row_parts(tree, row) if row else []
+    except ConfigError as error:
+        raise ConfigError(f"{whole}: {error}") from error
+    out: Tree = {}
+    for below in (below for part in parts or [tree] for below in part.get("extends", []) if below[0] != "#"):
+        out = merged(out, read_tree(Path(below), (*seen, file)))
+    for part in [tree, *parts]:
+        out = merged(out, {k: v for k, v in part.items() if k != "extends" and not (row and k in SEVERAL)})
+    return out
+
+
+def _parsed(file: Path) -> Tree:
+    """What a file holds, the files that its parts extend as whole paths."""
+    try:
+        tree = yaml.load(file.read_text(encoding="utf8"), _LOADER)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold a mapping of fields, got {type(tree).__name__}.")
-    given = tree.pop("extends", [])
-    below = [given] if isinstance(given, str) else given
-    if not isinstance(below, list) or not all(isinstance(name, str) for name in below):
-        raise ConfigError(f"{file}: extends must be a file, or a list of files, got {given!r}.")
-    for key in _SIDE:
+    for key in (*_SIDE, *SEVERAL):
         if not isinstance(tree.get(key, {}), dict):
             raise ConfigError(f"{file}: {key} must be a mapping of fields, got {tree[key]!r}.")
-    out: Tree = {}
-    for name in below:
-        out = merged(out, read_tree(file.parent / name, (*seen, file)))
-    return merged(out, tree)
-
-
-def merged(below: Tree, above: Mapping[str, Any]) -> Tree:
-    """Values of `above` laid over `below`, mapping by mapping; another `kind` replaces the whole mapping.
-
-    Example:
-        >>> merged({"a": {"x": 1, "y": 2}, "m": {"kind": "A", "p": 1}}, {"a": {"y": 3}, "m": {"kind": "B"}})
-        {'a': {'x': 1, 'y': 3}, 'm': {'kind': 'B'}}
-    """
-    out = dict(below)
-    for key, value in above.items():
-        old = out.get(key)
-        both = isinstance(old, dict) and isinstance(value, Mapping)
-        same = both and value.get("kind", old.get("kind")) == old.get("kind")  # type: ignore[union-attr]
-        out[key] = merged(old, value) if same and isinstance(old, dict) else value
-    return out
+    try:
+        parts = parts_of(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    for part in parts:
+        given = part.pop("extends", [])
+        below = [given] if isinstance(given, str) else given
+        if not isinstance(below, list) or not all(isinstance(name, str) and name for name in below):
+            raise ConfigError(f"{file}: extends must be a file, or a list of files, got {given!r}.")
+        if part is tree and any(name[0] == "#" for name in below):
+            raise ConfigError(f"{file} cannot extend a row of its own, got {given!r}.")
+        if below:
+            part["extends"] = [name if name[0] == "#" else str(file.parent / name) for name in below]
+    return tree
 
 
 def parse_override(text: str) -> Tree:

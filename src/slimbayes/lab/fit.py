@@ -9,12 +9,13 @@ from pathlib import Path
 from torch import nn
 
 from slimbayes.data import Dataset
+from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import check
 from slimbayes.lab.execution import Execution, Nobody, Watcher
 from slimbayes.lab.inputs import write_inputs
 from slimbayes.lab.records import load_run, write_record
-from slimbayes.lab.runs import open_run, write_text
+from slimbayes.lab.runs import open_run
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
 from slimbayes.lab.training import Training as Training

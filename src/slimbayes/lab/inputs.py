@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.data import Split
+from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.networks import plain_network
-from slimbayes.lab.runs import RunError, stored_experiment, write_text
+from slimbayes.lab.runs import RunError, stored_experiment
 from slimbayes.lab.task import Scaling, Task
 from slimbayes.prediction.prediction import Likelihood
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slimbayes.lab.runs import write_text
+from slimbayes.files import write_text
 
 HEADER = "step,loss,nll,kl\n"
 

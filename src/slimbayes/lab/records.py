@@ -11,12 +11,13 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Dataset
+from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import evaluate
 from slimbayes.lab.execution import Execution, Watcher
 from slimbayes.lab.judge import Judge
 from slimbayes.lab.networks import likelihood_of, plain_network
-from slimbayes.lab.runs import command, environment, stored_experiment, write_text
+from slimbayes.lab.runs import command, environment, stored_experiment
 from slimbayes.lab.task import Task, open_task
 from slimbayes.prediction.prediction import Likelihood
 from slimbayes.report.record import Cost, Parameters, Record, RecordError, read

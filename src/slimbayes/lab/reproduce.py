@@ -1,4 +1,4 @@
-"""Reproducing a table or a figure of a paper: run its rows, collect their records, write the table beside the paper's numbers.
+"""Reproducing a table or a figure of a paper: run its rows, write what their records say beside the paper's numbers.
 
     reproduce("rank1/table2", Path("runs/table2"), Execution(data_dir=data), scale="small", seeds=[0, 1, 2])
 
@@ -6,8 +6,8 @@
     out/diagnostics/               what diagnostics found, and their plots
     out/table.md, out/table.json   written anew after each run
 
-Runs that have finished are skipped and others resumed, so it can be stopped at any time and called again. A row that fails is named in the table and does
-not stop the others.
+Runs that have finished are skipped and others resumed, so it can be stopped at any time and called again. A row that
+fails is named in the table and does not stop the others.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slimbayes.lab.config import Experiment
+from slimbayes.files import write_text
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution, Nobody, Watcher
 from slimbayes.lab.fit import Stopped, fit
-from slimbayes.lab.markdown import failed
-from slimbayes.lab.rows import Row as Row
-from slimbayes.lab.rows import Scale as Scale
-from slimbayes.lab.rows import find as find
-from slimbayes.lab.rows import listings
-from slimbayes.lab.runs import default_folder, write_text
-from slimbayes.lab.tables import Numbers, Result, Table, draws_of, measured, told, write
+from slimbayes.lab.paper_table import Reproduction, describe_setting, failed
+from slimbayes.lab.papers import PaperRow, Scale, find, listings
+from slimbayes.lab.row_scores import Numbers, RowResult, draws_of, measured
+from slimbayes.lab.runs import default_folder
 from slimbayes.report.record import read
 
 
@@ -65,45 +62,47 @@ def reproduce(
     if not seeds:
         raise ValueError("reproduce needs at least one seed, got none.")
     watcher = watcher or Nobody()
-    table = Table(name, scale, find(name, folders))
+    table = Reproduction(name, scale, find(name, folders))
     out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
     out.mkdir(parents=True, exist_ok=True)
-    write(table, out)
-    for row in table.rows:
-        for seed in dict.fromkeys(seeds):
-            watcher.say(f"{row.name}, seed {seed}")
-            try:
-                table.results.append(_run(row, seed, out, runs or out, execution, scale, watcher))
-            except Stopped:
-                raise
-            except Exception as error:  # whatever it is, the other rows can still be run
-                table.failures[f"{row.stem}, seed {seed}"] = reason = (
-                    f"{type(error).__name__}: {' '.join(str(error).split())}"
-                )
-                watcher.say(f"{row.name}, seed {seed}, failed: {reason}")
-            write(table, out)
+    table.write(out)
+    asked = [(row, seed) for row in table.rows for seed in dict.fromkeys(seeds)]
+    for row, seed in asked:
+        watcher.say(f"{row.name}, seed {seed}")
+        try:
+            table.results.append(_run(row, seed, out, runs or out, execution, scale, watcher))
+        except Stopped:
+            raise
+        except Exception as error:  # whatever it is, the other rows can still be run
+            table.failures[f"{row.stem}, seed {seed}"] = reason = (
+                f"{type(error).__name__}: {' '.join(str(error).split())}"
+            )
+            watcher.say(f"{row.name}, seed {seed}, failed: {reason}")
+        table.write(out)
     if table.failures:
-        count = len(table.rows) * len(dict.fromkeys(seeds))
-        raise Incomplete(f"{len(table.failures)} of {count} runs failed: {' '.join(failed(table.failures))}")
+        told = " ".join(failed(table.failures))
+        raise Incomplete(f"{len(table.failures)} of {len(asked)} runs failed: {told}")
     return out
 
 
-def _run(row: Row, seed: int, out: Path, runs: Path, execution: Execution, scale: Scale, watcher: Watcher) -> Result:
+def _run(
+    row: PaperRow, seed: int, out: Path, runs: Path, execution: Execution, scale: Scale, watcher: Watcher
+) -> RowResult:
     if not row.trains:
-        numbers, files = _diagnosed(
-            row, Case(None, out, 1, seed, row.paper.options, execution), out, f"{row.stem}-{seed}", ""
-        )
-        return Result(row, seed, numbers, files=files)
+        case = Case(None, out, 1, seed, row.paper.options, execution)
+        numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}", "")
+        return RowResult(row, seed, numbers, files=files)
     experiment = row.experiment(scale, seed)
     folder = fit(experiment, default_folder(experiment, runs), execution, resume=True, watcher=watcher)
     record = read(folder)
     draws = draws_of(record, row.paper.draws)
     case = Case(folder, out, draws, seed, row.paper.options, execution)
     numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
-    return Result(row, seed, measured(record, draws) | numbers, record, folder, told(experiment, scale), files)
+    setting = describe_setting(experiment, scale)
+    return RowResult(row, seed, measured(record, draws) | numbers, record, folder, setting, files)
 
 
-def _diagnosed(row: Row, case: Case, out: Path, stem: str, digest: str) -> tuple[Numbers, tuple[str, ...]]:
+def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[Numbers, tuple[str, ...]]:
     """Numbers of a row's diagnostics; what an earlier call found of the same run is read again."""
     numbers: Numbers = {}
     files = []
@@ -136,15 +135,4 @@ def list_all() -> list[str]:
         >>> [line for line in list_all() if line.startswith("rank1/table8")]
         ['rank1/table8         Table 8, 5 rows']
     """
-    return [f"{one.name:<20} {one.place}, {one.rows} row{'s' if one.rows > 1 else ''}" for one in listings()]
-
-
-def experiments_of(rows: Sequence[Row], scale: Scale = "full", seeds: Sequence[int] = (0,)) -> dict[str, Experiment]:
-    """The different runs behind rows, by the hash of their configs: what a cluster has to train.
-
-    Example:
-        >>> len(find("rank1/table8")), len(experiments_of(find("rank1/table8")))
-        (5, 3)
-    """
-    made = (row.experiment(scale, seed) for row in rows if row.trains for seed in seeds)
-    return {experiment.hash: experiment for experiment in made}
+    return [f"{name:<20} {place}, {rows} row{'s' if rows > 1 else ''}" for name, (place, rows) in listings().items()]

@@ -8,23 +8,20 @@ record.json        the Record, when the run has finished    inputs.json        w
 
 from __future__ import annotations
 
-import csv
 import fcntl
-import io
 import json
-import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 import yaml
 
+from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.files import ConfigError, read_tree, validate
 
@@ -132,27 +129,3 @@ def command() -> str:
     # python -m slimbayes.lab.command is the same as slimbayes.
     name = "slimbayes" if program.parts[-2:] == ("lab", "command.py") else program.name
     return shlex.join([name, *sys.argv[1:]])
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file at once: whoever reads it sees the old one or the new one."""
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with open(aside, "w", encoding="utf8", newline="") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(aside, file)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-def write_table(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as CSV; columns are those of all rows, in the order they appear."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(file, text.getvalue())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split, load, standard_split
 from slimbayes.data.folders import ImageFolder
-from slimbayes.data.tables import split_rows
+from slimbayes.data.uci import split_rows
 from slimbayes.lab import config
 from slimbayes.lab.seeds import generator
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
-from slimbayes.files import CheckpointError
+from slimbayes.files import CheckpointError, write_csv
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.crops import crops
 from slimbayes.lab.execution import Execution, Watcher
@@ -30,7 +30,7 @@ from slimbayes.lab.judge import judge_validation
 from slimbayes.lab.logs import append_steps, forget_steps, tensorboard
 from slimbayes.lab.networks import build_network, likelihood_of
 from slimbayes.lab.optimizers import build_optimizer, kl_weight, rate
-from slimbayes.lab.runs import RunError, write_table
+from slimbayes.lab.runs import RunError
 from slimbayes.lab.seeds import generator, seed_everything
 from slimbayes.lab.state import latest_state, restore, save_state, sharded_like
 from slimbayes.lab.step import NonFinite, Step
@@ -206,7 +206,7 @@ class Training:
                 tensorboard(self.folder, row)
 
     def _write_curve(self) -> None:
-        write_table(self.folder / "metrics.csv", self.curve)
+        write_csv(self.folder / "metrics.csv", self.curve)
         self.written_at = time.monotonic()
 
     def _stops_early(self) -> bool:

@@ -1,7 +1,7 @@
 """Judging predictions: their accuracy, calibration, diversity, and how they fare on corrupted and unfamiliar inputs.
 
-Everything here takes tensors, a `Prediction` or plain numbers; nothing in the core depends on it. The metrics that take batches are
-torchmetrics classes, imported when first asked for, so `import slimbayes` does not need torchmetrics:
+Everything here takes tensors, a `Prediction` or plain numbers; nothing in the core depends on it. The metrics that take
+batches are torchmetrics classes, imported when first asked for, so `import slimbayes` does not need torchmetrics:
 
     from slimbayes.metrics import ECE, NLL
 
@@ -14,49 +14,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from slimbayes.metrics.calibration import Calibration as Calibration
+from slimbayes.metrics.calibration import TemperatureScaling as TemperatureScaling
 from slimbayes.metrics.calibration import calibration as calibration
+from slimbayes.metrics.calibration import temperature as temperature
 from slimbayes.metrics.corruption import ALEXNET as ALEXNET
 from slimbayes.metrics.corruption import CorruptionErrors as CorruptionErrors
 from slimbayes.metrics.corruption import corruption_errors as corruption_errors
 from slimbayes.metrics.crps import crps_gaussian as crps_gaussian
 from slimbayes.metrics.crps import crps_mixture as crps_mixture
 from slimbayes.metrics.crps import crps_samples as crps_samples
-from slimbayes.metrics.temperature import TemperatureScaling as TemperatureScaling
-from slimbayes.metrics.temperature import temperature as temperature
 
 if TYPE_CHECKING:
-    from slimbayes.metrics.classification import NLL as NLL
-    from slimbayes.metrics.classification import Accuracy as Accuracy
-    from slimbayes.metrics.classification import Brier as Brier
-    from slimbayes.metrics.classification import SoftLabelNLL as SoftLabelNLL
-    from slimbayes.metrics.classification import TopK as TopK
-    from slimbayes.metrics.confidence import AURC as AURC
-    from slimbayes.metrics.confidence import ECE as ECE
-    from slimbayes.metrics.confidence import MCE as MCE
-    from slimbayes.metrics.confidence import AdaptiveECE as AdaptiveECE
-    from slimbayes.metrics.confidence import ClasswiseECE as ClasswiseECE
-    from slimbayes.metrics.diversity import CosineSimilarity as CosineSimilarity
-    from slimbayes.metrics.diversity import Disagreement as Disagreement
-    from slimbayes.metrics.diversity import NormalisedDisagreement as NormalisedDisagreement
-    from slimbayes.metrics.diversity import PairwiseKL as PairwiseKL
-    from slimbayes.metrics.ood import AUCPR as AUCPR
-    from slimbayes.metrics.ood import AUROC as AUROC
-    from slimbayes.metrics.ood import FPR95 as FPR95
-    from slimbayes.metrics.ood import ood_score as ood_score
-    from slimbayes.metrics.regression import CRPS as CRPS
-    from slimbayes.metrics.regression import LPD as LPD
-    from slimbayes.metrics.regression import RMSE as RMSE
-    from slimbayes.metrics.regression import IntervalCoverage as IntervalCoverage
-    from slimbayes.metrics.shift import CorruptionError as CorruptionError
-    from slimbayes.metrics.shift import RelativeCorruptionError as RelativeCorruptionError
+    from slimbayes.metrics.classification import *  # noqa: F403
+    from slimbayes.metrics.confidence import *  # noqa: F403
+    from slimbayes.metrics.diversity import *  # noqa: F403
+    from slimbayes.metrics.regression import *  # noqa: F403
+    from slimbayes.metrics.robustness import *  # noqa: F403
 
 _STREAMING = {
     "classification": ("Accuracy", "TopK", "NLL", "Brier", "SoftLabelNLL"),
     "confidence": ("ECE", "MCE", "AdaptiveECE", "ClasswiseECE", "AURC"),
-    "ood": ("AUROC", "AUCPR", "FPR95", "ood_score"),
     "diversity": ("Disagreement", "NormalisedDisagreement", "PairwiseKL", "CosineSimilarity"),
     "regression": ("RMSE", "LPD", "CRPS", "IntervalCoverage"),
-    "shift": ("CorruptionError", "RelativeCorruptionError"),
+    "robustness": ("AUROC", "AUCPR", "FPR95", "ood_score", "CorruptionError", "RelativeCorruptionError"),
 }
 _HOME = {name: module for module, names in _STREAMING.items() for name in names}
 

@@ -1,13 +1,7 @@
 """Accuracy and proper scores of predicted classes.
 
-    Accuracy       mean of 1[argmax_c p_c = y]
-    TopK           mean of 1[y is among the k most probable classes]
-    NLL            mean of -log p_y
-    Brier          mean of sum_c (p_c - 1[c = y])^2, between 0 and 2
-    SoftLabelNLL   mean of -sum_c q_c log p_c for a distribution q of labels
-
-All take a Prediction, probabilities (N, ..., C), or probabilities (N,) of class one, which stand for (1 - p, p): the Brier score
-of two classes is twice (p - y)^2. Memory is constant.
+All take a Prediction, probabilities (N, ..., C), or probabilities (N,) of class one, which stand for (1 - p, p): the
+Brier score of two classes is twice (p - y)^2. Memory is constant.
 
 Sizes: N rows, C classes.
 """
@@ -17,9 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.inputs import class_logs, labelled, labelled_logs, need_tensor
+from slimbayes.metrics.probabilities import Classes, class_logs, labelled, need_tensor
 from slimbayes.metrics.streaming import Mean
-from slimbayes.prediction.prediction import Prediction
 
 
 class Accuracy(Mean):
@@ -27,20 +20,13 @@ class Accuracy(Mean):
 
     Shape: update(probs (N, ..., C), target (N, ...)), or both (N,).
 
-    Example:
-        >>> metric = Accuracy()
-        >>> metric.update(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0]))
-        >>> float(metric.compute())
-        0.5
+    >>> float(Accuracy()(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])))
+    0.5
     """
 
     higher_is_better = True
 
-    def __init__(self) -> None:
-        super().__init__("right")
-
-    def update(self, probs: Prediction | Tensor, target: Tensor) -> None:
-        """Take a batch."""
+    def update(self, probs: Classes, target: Tensor) -> None:
         rows, label = labelled(probs, target)
         self.add(rows.argmax(-1) == label)
 
@@ -53,11 +39,8 @@ class TopK(Mean):
 
     Shape: update(probs (N, ..., C), target (N, ...)).
 
-    Example:
-        >>> metric = TopK(k=2)
-        >>> metric.update(torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]), torch.tensor([1, 2]))
-        >>> float(metric.compute())
-        0.5
+    >>> float(TopK(k=2)(torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]), torch.tensor([1, 2])))
+    0.5
     """
 
     higher_is_better = True
@@ -65,11 +48,10 @@ class TopK(Mean):
     def __init__(self, k: int = 5) -> None:
         if k < 1:
             raise ValueError(f"TopK needs k >= 1, got k={k!r}.")
-        super().__init__(f"top{k}")
+        super().__init__(str(k))
         self.k = k
 
-    def update(self, probs: Prediction | Tensor, target: Tensor) -> None:
-        """Take a batch."""
+    def update(self, probs: Classes, target: Tensor) -> None:
         rows, label = labelled(probs, target)
         if self.k > rows.shape[-1]:
             raise ValueError(f"TopK with k={self.k} needs at least as many classes, got {rows.shape[-1]}.")
@@ -79,37 +61,29 @@ class TopK(Mean):
 
 
 class NLL(Mean):
-    """Negative log-likelihood of the targets under the mixture of all draws, in nats (Dusenberry et al. 2020, Eq. 14).
+    """Negative log-likelihood -log p_y under the mixture of all draws, in nats (Dusenberry et al. 2020, Eq. 14).
 
-    A Prediction has log-probabilities and gives a finite score at any logits. Of plain probabilities, one that was
-    rounded to zero makes it infinite.
+    Finite at any logits for a Prediction, which has log-probabilities; infinite for a probability rounded to zero.
 
     Shape: update(probs (N, ..., C), target (N, ...)), or both (N,).
 
-    Example:
-        >>> metric = NLL()
-        >>> metric.update(torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([0, 1]))
-        >>> round(float(metric.compute()), 4)
-        0.6931
+    >>> round(float(NLL()(torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([0, 1]))), 4)
+    0.6931
     """
 
     higher_is_better = False
 
-    def __init__(self) -> None:
-        super().__init__("nll")
-
-    def update(self, probs: Prediction | Tensor, target: Tensor) -> None:
-        """Take a batch."""
-        logs, label = labelled_logs(probs, target)
-        self.add(-logs.gather(-1, label[:, None]))
+    def update(self, probs: Classes, target: Tensor) -> None:
+        _, label = labelled(probs, target)
+        self.add(-class_logs(probs).flatten(0, -2).gather(-1, label[:, None]))
 
 
 class Brier(Mean):
     """Brier score: squared distance of the probabilities from the target's corner of the simplex.
 
     Args:
-        convention: "standard" is sum_c (p_c - 1[c = y])^2, from 0 to 2. "tfp" is sum_c p_c^2 - 2 p_y, one less, as TensorFlow
-            Probability computes it and the tables of the k-tied Normal print it.
+        convention: "standard" is sum_c (p_c - 1[c = y])^2, from 0 to 2. "tfp" is sum_c p_c^2 - 2 p_y, one less, as
+            TensorFlow Probability computes it and the tables of the k-tied Normal print it.
 
     Shape: update(probs (N, ..., C), target (N, ...)), or both (N,).
 
@@ -126,43 +100,30 @@ class Brier(Mean):
     def __init__(self, convention: Literal["standard", "tfp"] = "standard") -> None:
         if convention not in ("standard", "tfp"):
             raise ValueError(f"convention must be 'standard' or 'tfp', got {convention!r}.")
-        super().__init__("brier")
-        self.convention = convention
+        super().__init__(convention)
+        self.offset = 1.0 if convention == "tfp" else 0.0
 
-    def update(self, probs: Prediction | Tensor, target: Tensor) -> None:
-        """Take a batch."""
+    def update(self, probs: Classes, target: Tensor) -> None:
         rows, label = labelled(probs, target)
-        off = rows.double()
-        off = off.scatter_add(-1, label[:, None], off.new_full((len(off), 1), -1.0))
-        self.add(off.square().sum(-1))
-
-    def compute(self) -> Tensor:
-        """The mean over all rows so far, of all processes."""
-        return super().compute() - (1 if self.convention == "tfp" else 0)
+        off = rows.double() - torch.nn.functional.one_hot(label, rows.shape[-1])
+        self.add(off.square().sum(-1) - self.offset)
 
 
 class SoftLabelNLL(Mean):
-    """Cross-entropy of the predictions under many people's labels, in nats (Peterson et al. 2019, CIFAR-10H).
+    """Cross-entropy -sum_c q_c log p_c of the predictions under many people's labels q, in nats (Peterson et al. 2019).
 
     Each row counts once, however many people judged it. The least possible value is the mean entropy of the labels.
 
-    Shape: update(probs (N, ..., C), labels (N, ..., C)): counts or probabilities of each class, scaled here to sum to one; for binary
-    probabilities (N,), labels (N, 2).
+    Shape: update(probs (N, ..., C), labels (N, ..., C)): counts or probabilities of each class, scaled here to sum to
+    one; for binary probabilities (N,), labels (N, 2).
 
-    Example:
-        >>> metric = SoftLabelNLL()
-        >>> metric.update(torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[25, 25, 0]]))  # 50 people
-        >>> round(float(metric.compute()), 4)
-        1.0397
+    >>> round(float(SoftLabelNLL()(torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[25, 25, 0]]))), 4)  # 50 people
+    1.0397
     """
 
     higher_is_better = False
 
-    def __init__(self) -> None:
-        super().__init__("soft_nll")
-
-    def update(self, probs: Prediction | Tensor, labels: Tensor) -> None:
-        """Take a batch."""
+    def update(self, probs: Classes, labels: Tensor) -> None:
         logs = class_logs(probs)
         if need_tensor("Labels", labels).shape != logs.shape or labels.numel() == 0:
             needed = f"the probabilities' shape {tuple(logs.shape)} and at least one row"
@@ -170,9 +131,8 @@ class SoftLabelNLL(Mean):
         share = labels.double()
         wrong = ~((share >= 0) & share.isfinite())
         if bool(wrong.any()):
-            raise ValueError(
-                f"Labels must be counts or probabilities, not negative and finite, got {labels[wrong][0].item()!r}."
-            )
+            got = labels[wrong][0].item()
+            raise ValueError(f"Labels must be counts or probabilities, not negative and finite, got {got!r}.")
         people = share.sum(-1, keepdim=True)
         if bool((people == 0).any()):
             raise ValueError(

@@ -2,14 +2,8 @@
 
     CRPS(F, y) = integral (F(x) - 1[x >= y])^2 dx = E|X - y| - E|X - X'| / 2          X, X' independent from F
 
-    crps_samples    F puts weight w_i on x_i; sorted, E|X - X'| / 2 = sum_i w_i x_i (2 W_i - w_i - 1) with W_i = w_1 + ... + w_i,
-                    in O(M log M) time and O(M) memory, against O(M^2) for all pairs
-    crps_mixture    F = sum_i w_i N(mu_i, s_i^2) (Grimit et al. 2006): with A(m, s) = E|N(m, s^2)|,
-                    sum_i w_i A(y - mu_i, s_i) - 1/2 sum_ij w_i w_j A(mu_i - mu_j, sqrt(s_i^2 + s_j^2)); O(M^2) time, O(M) memory
-    crps_gaussian   its case M = 1
-
-For one value, or scale 0, it is the absolute error. With M samples of a wider F, `crps_samples` scores what it is given, the empirical
-distribution, so it is larger on average than F's score, by E|X - X'| / (2 M).
+For one value, or scale 0, it is the absolute error. With M samples of a wider F, `crps_samples` scores what it is
+given, the empirical distribution, so it is larger on average than F's score, by E|X - X'| / (2 M).
 
 Sizes: M samples or components, N rows.
 """
@@ -19,9 +13,12 @@ import math
 import torch
 from torch import Tensor
 
+from slimbayes.prediction.averages import along_draws
 
+
+# torchmetrics' ContinuousRankedProbabilityScore compares all pairs of samples: O(M^2) memory, and it knows no weights.
 def crps_samples(samples: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
-    """CRPS of the empirical distribution of samples.
+    """CRPS of samples x_i; sorted, E|X - X'| / 2 = sum_i w_i x_i (2 W_i - w_i - 1) with W_i = w_1 + ... + w_i.
 
     Shape: samples (M, N, ...), target (N, ...), weights (M,) that sum to one; returns (N, ...) in float64.
 
@@ -37,12 +34,15 @@ def crps_samples(samples: Tensor, target: Tensor, weights: Tensor | None = None)
 
 
 def crps_mixture(means: Tensor, scales: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
-    """CRPS of a mixture of normal distributions; a scale of zero is a point.
+    """CRPS of a mixture of normal distributions (Grimit et al. 2006); scale zero is a point. O(M^2) time, O(M) memory.
 
-    Shape: means (M, N, ...), scales broadcast against means, target (N, ...), weights (M,) that sum to one; returns (N, ...) in float64.
+        sum_i w_i A(y - mu_i, s_i) - 1/2 sum_ij w_i w_j A(mu_i - mu_j, sqrt(s_i^2 + s_j^2))       A(m, s) = E|N(m, s^2)|
+
+    Shape: means (M, N, ...), scales broadcast against means, target (N, ...), weights (M,) that sum to one; returns
+    (N, ...) in float64.
 
     Example:
-        >>> crps_mixture(torch.zeros(2, 1), torch.ones(2, 1), torch.zeros(1))  # (sqrt(2) - 1) / sqrt(pi), that of N(0, 1)
+        >>> crps_mixture(torch.zeros(2, 1), torch.ones(2, 1), torch.zeros(1))  # N(0, 1): (sqrt(2) - 1) / sqrt(pi)
         tensor([0.2337], dtype=torch.float64)
     """
     off = means.double() - target.double()
@@ -76,6 +76,6 @@ def _mean_distance(m: Tensor, variance: Tensor) -> Tensor:
 
 def _shares(weights: Tensor | None, values: Tensor) -> Tensor:
     """Weights (M, 1, ...) to meet values (M, N, ...); equal ones if None."""
-    if weights is None:
-        weights = torch.full((len(values),), 1 / len(values), dtype=values.dtype, device=values.device)
-    return weights.to(values).reshape(-1, *[1] * (values.dim() - 1))
+    return along_draws(
+        values.new_full((len(values),), 1 / len(values)) if weights is None else weights.to(values), values
+    )

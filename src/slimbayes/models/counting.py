@@ -1,4 +1,4 @@
-"""Counting parameters: Keras's way, which is the k-tied paper's, and choosing a width by them, as the rank-1 paper does."""
+"""Counting parameters as Keras and the k-tied paper do, and choosing a width by them as the rank-1 paper does."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -12,9 +12,9 @@ _SPLIT_BIAS = (nn.LSTM, nn.LSTMCell, nn.RNN, nn.RNNCell)  # not GRU: there Keras
 def keras_count(model: nn.Module) -> int:
     """Number of parameters of a plain or converted model as Keras's `count_params` gives it.
 
-    That is every parameter and every moving mean and variance of batch norm, which Keras counts as weights that do not train,
-    but only one of the two bias vectors that torch keeps for each LSTM (or simple recurrent) layer, since only their sum
-    acts. Parameters that are used twice count once.
+    That is every parameter and every moving mean and variance of batch norm, which Keras counts as weights that do not
+    train, but only one of the two bias vectors that torch keeps for each LSTM (or simple recurrent) layer, since only
+    their sum acts. Parameters that are used twice count once.
 
     Example:
         >>> keras_count(nn.BatchNorm2d(8)), keras_count(nn.LSTM(4, 2))
@@ -34,16 +34,13 @@ def matching_width(
 ) -> int:
     """The largest width at which `members` networks together have at most `budget` parameters.
 
-    So an ensemble of small networks can be compared with one large network. Networks are built on torch's meta device, which
-    allocates nothing.
+    So an ensemble of small networks can be compared with one large network. Networks are built on torch's meta device,
+    which allocates nothing.
 
     Args:
         build: makes the network of a width; wider ones must not have fewer parameters.
         budget: number of parameters, without the moving statistics of batch norm.
-        widths: the widths to choose from.
-
-    Raises:
-        ValueError: the network is over the budget at every width.
+        widths: the widths to choose from; a ValueError tells where none fits.
 
     Example:
         Four WRN-28-5 fit beside one rank-1 WRN-28-10 of four members, and are 0.14 % more than a plain WRN-28-10:
@@ -68,7 +65,7 @@ def matching_width(
     fitting = bisect_right(choices, budget, key=count)
     if fitting == 0:
         raise ValueError(
-            f"matching_width: budget is {budget:,} parameters, but {members} x the smallest width, {choices[0]}, needs "
-            f"{count(choices[0]):,}. Allow more parameters, fewer members or a smaller width."
+            f"matching_width: budget is {budget:,} parameters, but {members} x the smallest width, {choices[0]}, "
+            f"needs {count(choices[0]):,}. Allow more parameters, fewer members or a smaller width."
         )
     return choices[fitting - 1]

@@ -2,20 +2,21 @@
 
     tokens --embedding, mean over a bag--> LSTM over bags --last output--> hidden layer, ReLU6 --> logit
 
-Starting weights are the reference code's: LSTM kernels Glorot uniform and orthogonal with the forget gate open, the hidden layer He normal. One
-table of vectors serves all features (the paper has one each, and joins static ones after the LSTM); see slimbayes/data/health.py.
+Starting weights are the reference code's: LSTM kernels Glorot uniform and orthogonal with the forget gate open, the
+hidden layer He normal. One table of vectors serves all features (the paper has one each, and joins static ones after
+the LSTM).
 
 Sizes: B rows, T bags, L tokens in a bag, K members.
 """
 
 from collections.abc import Mapping
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Cauchy, Normal, Signs, dropout_scale
-from slimbayes.models.initial import he_normal
+from slimbayes.models.feedforward import he_normal
+from slimbayes.models.recurrent import start_lstm
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.batch_ensemble import BatchEnsemble
 from slimbayes.posteriors.deterministic import Deterministic
@@ -38,16 +39,11 @@ class MortalityLSTM(nn.Module):
     def reset_parameters(self) -> None:
         """Start all weights anew; deep ensembles start their members with it."""
         nn.init.uniform_(self.embedding.weight, -0.05, 0.05)
-        nn.init.xavier_uniform_(self.lstm.weight_ih_l0)
-        nn.init.orthogonal_(self.lstm.weight_hh_l0)
+        start_lstm(self.lstm, nn.init.xavier_uniform_, nn.init.orthogonal_)
         he_normal(self.hidden.weight)
         nn.init.xavier_uniform_(self.output.weight)
-        for bias in (self.lstm.bias_ih_l0, self.lstm.bias_hh_l0, self.hidden.bias, self.output.bias):
-            nn.init.zeros_(bias)
-        units = self.lstm.hidden_size
-        with torch.no_grad():
-            self.lstm.bias_ih_l0[units : 2 * units] = 1.0  # gates are input, forget, cell, output
-        self.lstm.bias_hh_l0.requires_grad_(False)  # only the sum of torch's two biases acts: one is enough
+        nn.init.zeros_(self.hidden.bias)
+        nn.init.zeros_(self.output.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         # Masked by hand: a drawn table has no zero row for padding.
@@ -59,12 +55,13 @@ class MortalityLSTM(nn.Module):
 
 
 def mortality_lstm(vocabulary: int, embedding: int = 32, units: int = 512, hidden: int = 512) -> MortalityLSTM:
-    """In-hospital mortality from bags of tokens, oldest bag first (`slimbayes.data.bag`); sizes as the paper's Gaussian rank-1 model.
+    """In-hospital mortality from bags of tokens, oldest bag first; sizes as the paper's Gaussian rank-1 model.
 
     Shape: (B, T, L) token ids, 0 for padding -> (B,) logits of death.
 
     Example:
         >>> import slimbayes as sb
+        >>> import torch
         >>> net = sb.bayesianize(mortality_lstm(50, units=8, hidden=8), VARIANTS["rank-1 Gaussian"])
         >>> sb.sample(net, torch.randint(0, 50, (3, 48, 10)), draws=2).shape  # 4 members
         torch.Size([8, 3])

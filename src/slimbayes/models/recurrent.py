@@ -1,13 +1,35 @@
-"""The k-tied paper's LSTM: the Keras example for IMDB reviews, without its dropout.
+"""The k-tied paper's LSTM: the Keras example for IMDB reviews, without its dropout."""
 
-torch gives an LSTM two bias vectors that only ever act as their sum; Keras has one. The second is held at zero here, so that
-the sum trains at the optimizer's own pace.
-"""
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.models.initial import he_normal
+from slimbayes.models.feedforward import he_normal
+
+Start = Callable[[Tensor], Any]  # fills a tensor in place
+
+
+def start_lstm(lstm: nn.LSTM, kernel: Start, recurrent_kernel: Start) -> None:
+    """Start an LSTM of one layer as Keras does: biases at zero, but for an open forget gate.
+
+    torch has two bias vectors that only ever act as their sum, Keras has one: the second is held at zero, so that the
+    sum trains at the optimizer's own pace.
+
+    Example:
+        >>> lstm = nn.LSTM(3, 1)
+        >>> start_lstm(lstm, he_normal, he_normal)
+        >>> lstm.bias_ih_l0.tolist(), lstm.bias_hh_l0.requires_grad
+        ([0.0, 1.0, 0.0, 0.0], False)
+    """
+    inputs, hidden, bias, idle_bias = lstm.parameters()
+    kernel(inputs)
+    recurrent_kernel(hidden)
+    nn.init.zeros_(bias)
+    nn.init.zeros_(idle_bias).requires_grad_(False)
+    with torch.no_grad():
+        bias[lstm.hidden_size : 2 * lstm.hidden_size] = 1.0  # gates are input, forget, cell, output
 
 
 class ReviewLSTM(nn.Module):
@@ -18,20 +40,10 @@ class ReviewLSTM(nn.Module):
         self.embedding = nn.Embedding(vocabulary, embedding)
         self.lstm = nn.LSTM(embedding, units, batch_first=True)
         self.dense = nn.Linear(units, 1)
-        self._initialise(units)
-
-    def _initialise(self, units: int) -> None:
         nn.init.uniform_(self.embedding.weight, -0.05, 0.05)
-        for kernel in (self.lstm.weight_ih_l0, self.lstm.weight_hh_l0):
-            he_normal(kernel)
+        start_lstm(self.lstm, he_normal, he_normal)
         nn.init.xavier_uniform_(self.dense.weight)
-        for bias in (self.lstm.bias_ih_l0, self.lstm.bias_hh_l0, self.dense.bias):
-            nn.init.zeros_(bias)
-        with torch.no_grad():
-            self.lstm.bias_ih_l0[units : 2 * units] = (
-                1.0  # gates are input, forget, cell, output: Keras opens the forget gate
-            )
-        self.lstm.bias_hh_l0.requires_grad_(False)
+        nn.init.zeros_(self.dense.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         outputs, _ = self.lstm(self.embedding(tokens))

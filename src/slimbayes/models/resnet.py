@@ -1,27 +1,35 @@
 """He et al.'s residual networks for ImageNet, which the rank-1 and the EMP paper use, under torchvision's names.
 
-The names and shapes of all weights, the starting weights and the order of operations are torchvision's, so that its checkpoints
-load strictly and give the same outputs. Bottlenecks have their stride on the 3 x 3 convolution ("v1.5").
+Names and shapes of all weights, their start and the order of operations are torchvision's, so that its checkpoints load
+strictly and give the same outputs. Bottlenecks have their stride on the 3 x 3 convolution ("v1.5").
 """
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slimbayes.models.feedforward import started
 
-def initialise_convolutions(model: nn.Module) -> None:
-    """Start every convolution at Normal(0, sqrt(2 / fan-out)), in place; what else there is stays as torch starts it.
+# As torchvision and the PyramidNet authors start convolutions, and leave the dense layer as torch starts it.
+started_by_fan_out = partial(
+    started, kernel=partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu"), kinds=(nn.Conv2d,)
+)
+
+
+def stage(
+    block: Callable[[int, int, int], nn.Module], inputs: int, outputs: Sequence[int], stride: int
+) -> nn.Sequential:
+    """A row of blocks (inputs, outputs, stride), each fed by the one before; only the first has the stride.
 
     Example:
-        >>> layer = nn.Conv2d(32, 64, 3, bias=False)
-        >>> initialise_convolutions(layer)
-        >>> 0.9 < layer.weight.std().item() / (2 / (64 * 9)) ** 0.5 < 1.1
-        True
+        >>> [block.conv1.in_channels for block in stage(BasicBlock, 8, [16, 32], stride=2)]
+        [8, 16]
     """
-    for layer in model.modules():
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    sizes = [inputs, *outputs]
+    return nn.Sequential(*(block(sizes[i], sizes[i + 1], stride if i == 0 else 1) for i in range(len(outputs))))
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
@@ -33,16 +41,16 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
 class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions, each with batch norm; ReLU between them and after the sum.
 
-    Shape: (B, inputs, H, W) -> (B, width, H / stride, W / stride), rounded up.
+    Shape: (B, inputs, H, W) -> (B, outputs, H / stride, W / stride), rounded up.
     """
 
     expansion = 1
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.downsample = _shortcut(inputs, width, stride)
+        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)
+        self.downsample = _shortcut(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
@@ -53,14 +61,14 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """1 x 1, 3 x 3 and 1 x 1 convolutions, each with batch norm; the last has four times the width of the others.
 
-    Shape: (B, inputs, H, W) -> (B, 4 * width, H / stride, W / stride), rounded up.
+    Shape: (B, inputs, H, W) -> (B, outputs, H / stride, W / stride), rounded up.
     """
 
     expansion = 4
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        outputs = width * self.expansion
+        width = outputs // self.expansion
         self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width)
         self.conv3, self.bn3 = nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
@@ -82,23 +90,19 @@ def _resnet(
         layers["maxpool"] = nn.MaxPool2d(3, 2, padding=1)
     inputs = 64
     for i, count in enumerate(blocks):
-        width, stage = 64 * 2**i, nn.Sequential()
-        for j in range(count):
-            stage.append(block(inputs, width, stride=2 if i > 0 and j == 0 else 1))
-            inputs = width * block.expansion
-        layers[f"layer{i + 1}"] = stage
+        outputs = 64 * 2**i * block.expansion
+        layers[f"layer{i + 1}"] = stage(block, inputs, [outputs] * count, stride=1 if i == 0 else 2)
+        inputs = outputs
     layers |= {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(inputs, classes)}
-    net = nn.Sequential(layers)
-    initialise_convolutions(net)
-    return net
+    return started_by_fan_out(nn.Sequential(layers))
 
 
 def resnet18(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
     """Two basic blocks in each of four stages; layers `conv1`, `bn1`, `layer1` to `layer4` and `fc`.
 
     Args:
-        small_images: for images of about 32 x 32 start with a 3 x 3 convolution of stride 1 and no max pooling, instead of a
-            7 x 7 one of stride 2 and pooling. Only the shape of `conv1` differs.
+        small_images: for images of about 32 x 32 start with a 3 x 3 convolution of stride 1 and no max pooling, instead
+            of a 7 x 7 one of stride 2 and pooling. Only the shape of `conv1` differs.
 
     Shape: (B, 3, H, W) -> (B, classes) logits.
 
@@ -111,9 +115,7 @@ def resnet18(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
 
 
 def resnet34(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
-    """3, 4, 6 and 3 basic blocks; otherwise as `resnet18`.
-
-    Shape: (B, 3, H, W) -> (B, classes) logits.
+    """3, 4, 6 and 3 basic blocks; shapes and options as of `resnet18`.
 
     Example:
         >>> import torch
@@ -125,9 +127,7 @@ def resnet34(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
 
 
 def resnet50(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
-    """3, 4, 6 and 3 bottlenecks: the rank-1 paper's network for ImageNet; otherwise as `resnet18`.
-
-    Shape: (B, 3, H, W) -> (B, classes) logits.
+    """3, 4, 6 and 3 bottlenecks, the rank-1 paper's network for ImageNet; shapes and options as of `resnet18`.
 
     Example:
         >>> import torch
@@ -139,9 +139,7 @@ def resnet50(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
 
 
 def resnet101(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
-    """3, 4, 23 and 3 bottlenecks; otherwise as `resnet18`.
-
-    Shape: (B, 3, H, W) -> (B, classes) logits.
+    """3, 4, 23 and 3 bottlenecks; shapes and options as of `resnet18`.
 
     Example:
         >>> import torch

@@ -113,6 +113,12 @@ class Posterior(Keyed, ABC):
         """Which of a few functions each draw of this pass is, as integers (n,); None where draws are not countable."""
         return None
 
+    def log_ratio(self, linear: LinearMap) -> Tensor | None:
+        """log p - log q of each held draw under prior and posterior, (n,) in float64; None where no density is
+        known.
+        """
+        return None
+
     @property
     def log_size(self) -> float:
         """Natural logarithm of how many different functions a draw of one member can be."""

@@ -21,14 +21,14 @@ from __future__ import annotations
 import math
 import operator
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Distribution, Normal, wide
-from slimbayes.distributions.priors import TiedMean, gaussian_kl, prior_of_biases
+from slimbayes.distributions.priors import TiedMean, gaussian_kl, gaussian_log_ratio, prior_of_biases
 from slimbayes.engine.passes import Noise, standard_normal
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, SiteConfig, WeightPosterior, recomputed
@@ -72,6 +72,16 @@ class GaussianConfig(SiteConfig):
         m, n = site.matrix
         signs = 0.5 * (site.n_in + site.n_out)  # a multiplication is half a multiply-add
         return {"reparam": 0.0, "flipout": m * n + signs, "local": float(m * n)}[self.estimator]
+
+    @classmethod
+    def like(cls, other: GaussianConfig) -> Self:
+        """This method with another's prior, estimator, start, biases and cap; its jitter means something else in
+        each.
+        """
+        if isinstance(other, cls):
+            return other
+        shared = [f.name for f in fields(GaussianConfig) if f.name != "scale_jitter"]
+        return cls(**{name: getattr(other, name) for name in shared})
 
 
 class Perturbation(NamedTuple):
@@ -211,6 +221,16 @@ class GaussianPosterior(WeightPosterior):
         if self.bias_log_scale is not None and mapped.bias is not None:
             scale = self._capped(self.bias_log_scale)
             total = total + gaussian_kl(wide(mapped.bias), scale, prior_of_biases(self.prior), fan_in)
+        return total
+
+    def log_ratio(self, linear: LinearMap) -> Tensor:
+        drawn: Perturbation = self.values()
+        assert drawn.weight is not None  # held draws are draws of weights
+        fan_in = self.site.matrix[0]
+        total = gaussian_log_ratio(drawn.weight, linear.weight, self.log_scale(), self.prior, fan_in)
+        if drawn.bias is not None and linear.bias is not None and self.bias_log_scale is not None:
+            log_scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
+            total = total + gaussian_log_ratio(drawn.bias, linear.bias, log_scale, prior, fan_in)
         return total
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:

@@ -265,6 +265,17 @@ class Rank1Posterior(WeightPosterior):
         groups = grouped(factors, lambda f: (f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype))
         return [kl(joint(same), same[0].prior).sum() for same in groups] or [posteriors[0].r.loc.new_zeros(())]
 
+    def log_ratio(self, linear: LinearMap) -> Tensor:
+        """Of the factors as they are drawn, before they are clipped."""
+        lines = self.noise.block.double()
+        total = lines.new_zeros(len(lines))
+        for factor, noise in zip((self.r, self.s), lines.split([self.r.width, self.s.width], 1), strict=True):
+            if factor.width and factor.prior is not None:
+                q = joint([factor], lambda parameter: self.current.pick(self, parameter.double(), len(lines)))
+                x = q.rsample(noise)
+                total = total + (factor.prior.log_prob(x) - q.log_prob(x)).sum(1)
+        return total
+
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         drawn: Drawn = self.values()
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:

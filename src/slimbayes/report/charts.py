@@ -1,19 +1,17 @@
-"""The kinds of chart, as Vega-Lite specs made with altair: plain JSON with the data inside.
+"""The kinds of chart, as Vega-Lite specs: plain JSON with the data inside, which the tests check against its schema.
 
-Fields have fixed short names, and text from records is only ever data, a domain or a title. Vega-Lite quotes some of it into
-expressions of its own (the order of bars); the page interprets expressions and never evaluates them as JavaScript.
-A name's colour, dash and shape follow from its place on the page, so they are the same in every chart. The colours are safe for
-colour-blind readers and stand out on light and on dark paper. `focus` is a parameter the page sets to bring one name forward.
+Fields have fixed short names, and text from records is only ever data, a domain or a title. Vega-Lite quotes some of it
+into expressions of its own (the order of bars); the page interprets expressions and never evaluates them as JavaScript.
+A name's colour, dash and shape follow from its place on the page, so they are the same in every chart. The colours are
+safe for colour-blind readers and stand out on light and dark paper. The page sets `focus` to bring one name forward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
-
-import altair as alt
 
 PALETTE = ("#4854cc", "#cc8400", "#b43018", "#249ce4", "#9c489c", "#849c60", "#f0609c", "#6c6054")
 _DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])  # another one each time the colours have been used up
@@ -21,16 +19,15 @@ _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down
 HEIGHT = 260
 
 Names = Mapping[str, int]  # name to place, in the order of the page
-
-Value = float | int | str
-Point = dict[str, Value]
+Point = dict[str, float | int | str]
+Spec = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Chart:
     """A spec, and what its fields mean, for the table of numbers below it."""
 
-    spec: dict[str, Any]
+    spec: Spec
     fields: dict[str, str]
 
     @property
@@ -49,237 +46,169 @@ class Axis:
     log: bool = False
     zero: bool = False
     domain: tuple[float, float] | None = None
-    values: Sequence[float] = field(default=())
+    values: Sequence[float] = ()
 
-    def channel(self, kind: Any, name: str, **more: Any) -> Any:
-        """An altair channel of this axis."""
-        scale: dict[str, Any] = {"type": "log", "base": 2} if self.log else {"zero": self.zero}
-        if self.domain:
-            scale["domain"] = list(self.domain)
-        look: dict[str, Any] = {"format": ".3~p"} if self.percent else {"format": "~g"} if self.log else {}
-        if self.values:
-            look["values"] = list(self.values)
-        return kind(f"{name}:Q", scale=alt.Scale(**scale), axis=alt.Axis(**look), title=self.title, **more)
-
-    def tooltip(self, name: str, title: str | None = None) -> alt.Tooltip:
-        """The same number when pointed at."""
-        return alt.Tooltip(f"{name}:Q", title=title or self.title, format=".2%" if self.percent else ".4~g")
+    def channel(self, field: str) -> Spec:
+        """The encoding of a field along this axis."""
+        scale: Spec = {"type": "log", "base": 2} if self.log else {"zero": self.zero}
+        scale |= {"domain": self.domain} if self.domain else {}
+        axis: Spec = {"format": ".3~p"} if self.percent else {"format": "~g"} if self.log else {}
+        axis |= {"values": self.values} if self.values else {}
+        return {"field": field, "type": "quantitative", "title": self.title, "scale": scale, "axis": axis}
 
 
-def tidy(value: float) -> float | int:
-    """Four digits are more than a screen shows, and keep pages small; whole numbers stay whole."""
-    return value if isinstance(value, int) or value.is_integer() else float(f"{value:.4g}")
+Fields = dict[str, Axis | str]  # of the rows: an axis for a number, a title for a text
 
 
-def finite(rows: Iterable[Mapping[str, Value]]) -> list[Point]:
-    """Rows whose numbers can be drawn, shortened."""
-    return [
-        {key: value if isinstance(value, str) else tidy(value) for key, value in row.items()}
-        for row in rows
-        if all(isinstance(value, str) or math.isfinite(value) for value in row.values())
-    ]
+def _by_name(names: Names, choices: Sequence[Any], of_place: Callable[[int], int]) -> Spec:
+    """The encoding of a name as one of some colours, dashes or shapes."""
+    looks = [choices[of_place(place) % len(choices)] for place in names.values()]
+    return {"field": "n", "type": "nominal", "title": None, "scale": {"domain": list(names), "range": looks}}
 
 
-def _colour(names: Names) -> alt.Color:
-    colours = [PALETTE[place % len(PALETTE)] for place in names.values()]
-    return alt.Color("n:N", scale=alt.Scale(domain=list(names), range=colours), title=None)
-
-
-def _dash(names: Names) -> alt.StrokeDash:
-    dashes = [_DASHES[place // len(PALETTE) % len(_DASHES)] for place in names.values()]
-    return alt.StrokeDash("n:N", scale=alt.Scale(domain=list(names), range=dashes), title=None)
-
-
-def _shape(names: Names) -> alt.Shape:
+def _shape(names: Names) -> Spec:
     # Names that share a colour differ in shape: the second round of colours starts one shape later.
-    shapes = [_SHAPES[(place + place // len(PALETTE)) % len(_SHAPES)] for place in names.values()]
-    return alt.Shape("n:N", scale=alt.Scale(domain=list(names), range=shapes), title=None)
+    return _by_name(names, _SHAPES, lambda place: place + place // len(PALETTE))
 
 
-def _shade(strong: float) -> alt.OpacityValue:
-    return alt.OpacityValue(
-        strong / 8,
-        condition=alt.ConditionalPredicateValueDefnumberExprRef(test="focus === '' || focus === datum.n", value=strong),
-    )
+def _layer(mark: str, opacity: float, encoding: Spec | None = None, **look: Any) -> Spec:
+    """Marks that fade while another name has the focus. What `encoding` leaves out is as in the whole chart."""
+    shown = {"test": "focus === '' || focus === datum.n", "value": opacity}
+    faded = {"condition": shown, "value": opacity / 8}
+    return {"mark": {"type": mark, "clip": True, **look}, "encoding": {"opacity": faded, **(encoding or {})}}
 
 
-def _finish(
-    rows: list[Point], layers: Sequence[alt.Chart], description: str, fields: dict[str, str], height: int = HEIGHT
+def _chart(
+    rows: Iterable[Point],
+    names: Names,
+    fields: Fields,
+    encoding: Spec,
+    layers: Sequence[Spec],
+    description: str,
+    height: int = HEIGHT,
 ) -> Chart:
-    # The data joins at the end: altair would copy and check it many times over. The tests check specs against the schema.
-    spec = alt.layer(*layers, data=alt.NamedData("rows")).to_dict(validate=False)
-    spec |= {
-        "data": {"values": rows}, "params": [{"name": "focus", "value": ""}], "description": description,
-        "width": "container", "height": height, "autosize": {"type": "fit-x", "contains": "padding"},
-    }  # fmt: skip
-    del spec["config"]  # altair's default sizes; the page brings its own
-    _share(spec)
-    return Chart(spec, fields)
-
-
-def _share(spec: dict[str, Any]) -> None:
-    """Say once, for all layers, what the last layer says on channels that every layer has: half of a spec is repetition."""
-    encodings = [layer["encoding"] for layer in spec["layer"]]
-    spec["encoding"] = {
-        channel: told for channel, told in encodings[-1].items() if all(channel in encoding for encoding in encodings)
+    """Only rows whose numbers can be drawn; pointing at a mark tells `fields`: numbers with an axis, and texts."""
+    tips: list[Spec] = []
+    for field, told in fields.items():
+        if isinstance(told, Axis):
+            style = ".2%" if told.percent else ".4~g"
+            tips.append({"field": field, "type": "quantitative", "title": told.title, "format": style})
+        else:
+            tips.append({"field": field, "type": "nominal", "title": told})
+    spec = {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "data": {"values": finite(rows)},
+        "params": [{"name": "focus", "value": ""}],
+        "description": description,
+        "width": "container",
+        "height": height,
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "encoding": {"color": _by_name(names, PALETTE, int), "tooltip": tips, **encoding},
+        "layer": layers,
     }
-    for encoding in encodings:
-        for channel, told in spec["encoding"].items():
-            if encoding[channel] == told:
-                del encoding[channel]
+    return Chart(spec, {tip["field"]: tip["title"] for tip in tips})
+
+
+def finite(rows: Iterable[Point]) -> list[Point]:
+    """Rows without NaN and infinity. Four digits are more than a screen shows, and keep pages small.
+
+    Example:
+        >>> finite([{"n": "a", "x": 2, "y": 0.123456}, {"n": "b", "x": 3, "y": math.nan}])
+        [{'n': 'a', 'x': 2, 'y': 0.1235}]
+    """
+    kept = [row for row in rows if all(isinstance(value, str) or math.isfinite(value) for value in row.values())]
+    return [{key: _tidy(value) for key, value in row.items()} for row in kept]
+
+
+def _tidy(value: float | str) -> float | str:
+    return value if isinstance(value, str) or float(value).is_integer() else float(f"{value:.4g}")
 
 
 def lines(
-    rows: Iterable[Mapping[str, Value]],
-    names: Names,
-    x: Axis,
-    y: Axis,
-    *,
-    band: str = "",
-    diagonal: bool = False,
-    dots: bool = True,
+    rows: Iterable[Point], names: Names, x: Axis, y: Axis, band: str = "", diagonal: bool = False, dots: bool = True
 ) -> Chart:
-    """A line for each name, from fields n, x, y; with `band` a band from lo to hi, with `diagonal` the line y = x."""
-    kept = finite(rows)
-    base = alt.Chart().encode(x=x.channel(alt.X, "x"), color=_colour(names))
-    tips = [alt.Tooltip("n:N", title="Name"), x.tooltip("x"), y.tooltip("y")]
-    layers = []
-    if band:
-        layers.append(
-            base.mark_area(clip=True).encode(y=y.channel(alt.Y, "lo"), y2=alt.Y2("hi:Q"), opacity=_shade(0.1))
-        )
-        tips += [y.tooltip("lo", f"{band}, low"), y.tooltip("hi", f"{band}, high")]
+    """A line for each name, from fields n, x, y; `band` names a band from lo to hi, `diagonal` adds the line y = x."""
+    fields: Fields = {"n": "Name", "x": x, "y": y}
+    layers: list[Spec] = []
     if diagonal:
-        ends = alt.Chart(alt.Data(values=[{"x": 0, "y": 0}, {"x": 1, "y": 1}]))
-        layers.insert(
-            0,
-            ends.mark_line(strokeDash=[3, 3], strokeWidth=1, opacity=1).encode(
-                color=alt.ColorValue("#8a8f98"), x=x.channel(alt.X, "x"), y=y.channel(alt.Y, "y")
-            ),
-        )
-    layers.append(
-        base.mark_line(clip=True).encode(y=y.channel(alt.Y, "y"), strokeDash=_dash(names), opacity=_shade(1.0))
-    )
+        ends, grey = [{"x": 0, "y": 0}, {"x": 1, "y": 1}], {"color": {"value": "#8a8f98"}, "tooltip": None}
+        rule = {"type": "line", "strokeDash": [3, 3], "strokeWidth": 1, "opacity": 1}
+        layers.append({"data": {"values": ends}, "mark": rule, "encoding": grey})
+    if band:
+        fields |= {"lo": replace(y, title=f"{band}, low"), "hi": replace(y, title=f"{band}, high")}
+        layers.append(_layer("area", 0.1, {"y": {"field": "lo"}, "y2": {"field": "hi"}, "tooltip": None}))
+    dash = _by_name(names, _DASHES, lambda place: place // len(PALETTE))
+    layers.append(_layer("line", 1.0, {"strokeDash": dash, "tooltip": None}))
     # Long curves get points too small to see but large enough to point at.
-    points = base.mark_point(filled=True, size=34 if dots else 60, clip=True)
-    layers.append(
-        points.encode(y=y.channel(alt.Y, "y"), opacity=_shade(1.0) if dots else alt.OpacityValue(0), tooltip=tips)
-    )
-    fields = {"n": "Name", "x": x.title, "y": y.title} | ({"lo": f"{band}, low", "hi": f"{band}, high"} if band else {})
-    return _finish(kept, layers, f"{y.title} by {x.title}, a line for each name", fields)
+    layers.append(_layer("point", 1.0 if dots else 0.0, filled=True, size=34 if dots else 60))
+    encoding = {"x": x.channel("x"), "y": y.channel("y")}
+    return _chart(rows, names, fields, encoding, layers, f"{y.title} by {x.title}, a line for each name")
 
 
-def boxes(rows: Iterable[Mapping[str, Value]], names: Names, x: str, y: Axis) -> Chart:
+def boxes(rows: Iterable[Point], names: Names, x: str, y: Axis) -> Chart:
     """Boxes side by side at each x, from fields n, x, low, q1, mid, q3, high."""
-    kept = finite(rows)
-    base = alt.Chart().encode(
-        x=alt.X("x:O", title=x, axis=alt.Axis(labelAngle=0)),
-        xOffset=alt.XOffset(
-            "n:N", scale=alt.Scale(domain=list(names), paddingInner=0.3, paddingOuter=0.3), bandPosition=0.5
-        ),
-        color=_colour(names),
-    )
     parts = {"high": "largest", "q3": "upper quartile", "mid": "median", "q1": "lower quartile", "low": "smallest"}
-    tips = [
-        alt.Tooltip("n:N", title="Name"),
-        alt.Tooltip("x:O", title=x),
-        *(y.tooltip(key, text) for key, text in parts.items()),
-    ]
+    offset = {"domain": list(names), "paddingInner": 0.3, "paddingOuter": 0.3}
+    encoding = {
+        "x": {"field": "x", "type": "ordinal", "title": x, "axis": {"labelAngle": 0}},
+        "xOffset": {"field": "n", "type": "nominal", "scale": offset, "bandPosition": 0.5},
+        "y": y.channel("mid"),
+    }
     layers = [
-        base.mark_rule(clip=True).encode(y=y.channel(alt.Y, "low"), y2=alt.Y2("high:Q"), opacity=_shade(0.8)),
-        base.mark_bar(clip=True).encode(
-            y=y.channel(alt.Y, "q1"), y2=alt.Y2("q3:Q"), opacity=_shade(0.45), tooltip=tips
-        ),
-        base.mark_tick(clip=True, thickness=2).encode(y=y.channel(alt.Y, "mid"), opacity=_shade(1.0)),
+        _layer("rule", 0.8, {"y": {"field": "low"}, "y2": {"field": "high"}}),
+        _layer("bar", 0.45, {"y": {"field": "q1"}, "y2": {"field": "q3"}}),
+        _layer("tick", 1.0, thickness=2),
     ]
-    return _finish(
-        kept, layers, f"{y.title}: boxes over corruption types by {x}", {"n": "Name", "x": x, **parts}, HEIGHT + 20
-    )
+    fields: Fields = {"n": "Name", "x": x} | {key: replace(y, title=part) for key, part in parts.items()}
+    return _chart(rows, names, fields, encoding, layers, f"{y.title}: boxes over corruption types by {x}", HEIGHT + 20)
 
 
-def points(rows: Iterable[Mapping[str, Value]], names: Names, x: Axis, y: Axis) -> Chart:
+def points(rows: Iterable[Point], names: Names, x: Axis, y: Axis) -> Chart:
     """A point for each run, from fields n, seed, x, y."""
-    tips = [alt.Tooltip("n:N", title="Name"), alt.Tooltip("seed:N", title="Seed"), x.tooltip("x"), y.tooltip("y")]
-    kept = finite(rows)
-    marks = alt.Chart().mark_point(filled=True, size=70).encode(
-        x=x.channel(alt.X, "x"), y=y.channel(alt.Y, "y"), color=_colour(names), shape=_shape(names),
-        opacity=_shade(0.85), tooltip=tips,
-    )  # fmt: skip
-    return _finish(
-        kept,
-        [marks],
-        f"{y.title} by {x.title}, a point for each run",
-        {"n": "Name", "seed": "Seed", "x": x.title, "y": y.title},
-    )
+    fields: Fields = {"n": "Name", "seed": "Seed", "x": x, "y": y}
+    encoding = {"x": x.channel("x"), "y": y.channel("y"), "shape": _shape(names)}
+    layers = [_layer("point", 0.85, filled=True, size=70)]
+    return _chart(rows, names, fields, encoding, layers, f"{y.title} by {x.title}, a point for each run")
 
 
-def bars(rows: Iterable[Mapping[str, Value]], names: Names, x: Axis) -> Chart:
+def bars(rows: Iterable[Point], names: Names, x: Axis) -> Chart:
     """A bar from zero for each name, from fields n, x."""
-    kept = finite(rows)
-    tips = [alt.Tooltip("n:N", title="Name"), x.tooltip("x")]
-    marks = alt.Chart().mark_bar(size=13, cornerRadiusEnd=1).encode(
-        x=x.channel(alt.X, "x"), y=_rows_axis(names, kept), color=_colour(names), opacity=_shade(0.9), tooltip=tips
-    )  # fmt: skip
-    return _finish(
-        kept, [marks], f"{x.title} by name", {"n": "Name", "x": x.title}, _tall(len({row["n"] for row in kept}))
-    )
+    layers = [_layer("bar", 0.9, size=13, cornerRadiusEnd=1)]
+    return _rows_of_names(rows, names, x, {"n": "Name", "x": x}, layers, f"{x.title} by name")
 
 
-def members(rows: Iterable[Mapping[str, Value]], names: Names, x: Axis) -> Chart:
+def members(rows: Iterable[Point], names: Names, x: Axis) -> Chart:
     """Ticks for members and a dot for their average, from fields n, kind, x."""
+    ticks = {"transform": [{"filter": "datum.kind !== 'average'"}], **_layer("tick", 0.6, thickness=2, size=15)}
+    dots = {"transform": [{"filter": "datum.kind === 'average'"}], **_layer("point", 1.0, filled=True, size=90)}
+    fields: Fields = {"n": "Name", "kind": "Of", "x": x}
+    return _rows_of_names(rows, names, x, fields, [ticks, dots], f"{x.title} of each member and of their average")
+
+
+def _rows_of_names(
+    rows: Iterable[Point], names: Names, x: Axis, fields: Fields, layers: list[Spec], description: str
+) -> Chart:
+    """A row of marks for each name that has any."""
     kept = finite(rows)
-    base = alt.Chart().encode(
-        x=x.channel(alt.X, "x"),
-        y=_rows_axis(names, kept),
-        color=_colour(names),
-        tooltip=[alt.Tooltip("n:N", title="Name"), alt.Tooltip("kind:N", title="Of"), x.tooltip("x")],
-    )
-    layers = [
-        base.transform_filter("datum.kind !== 'average'").mark_tick(thickness=2, size=15).encode(opacity=_shade(0.6)),
-        base.transform_filter("datum.kind === 'average'").mark_point(filled=True, size=90).encode(opacity=_shade(1.0)),
-    ]
-    fields = {"n": "Name", "kind": "Of", "x": x.title}
-    return _finish(
-        kept, layers, f"{x.title} of each member and of their average", fields, _tall(len({row["n"] for row in kept}))
-    )
+    present = [name for name in names if any(row["n"] == name for row in kept)]
+    look = {"labelLimit": 130, "ticks": False, "domain": False}
+    side = {"field": "n", "type": "nominal", "title": None, "scale": {"domain": present}, "axis": look}
+    height = max(60, 20 + 24 * len(present))
+    return _chart(kept, names, fields, {"x": x.channel("x"), "y": side}, layers, description, height)
 
 
-def intervals(rows: Iterable[Mapping[str, Value]], names: Names, x: Axis, of: str) -> Chart:
+def intervals(rows: Iterable[Point], names: Names, x: Axis, of: str) -> Chart:
     """A dot with its error for each set and name, from fields g (the set), n, x, lo, hi."""
     kept = finite(rows)
-    base = alt.Chart().encode(
-        y=alt.Y("g:N", title=None, sort=None),
-        yOffset=alt.YOffset("n:N", scale=alt.Scale(domain=list(names))),
-        color=_colour(names),
-    )
-    tips = [
-        alt.Tooltip("g:N", title=of),
-        alt.Tooltip("n:N", title="Name"),
-        x.tooltip("x"),
-        x.tooltip("lo", "mean - error"),
-        x.tooltip("hi", "mean + error"),
-    ]
+    ends = {"lo": replace(x, title="Mean - error"), "hi": replace(x, title="Mean + error")}
+    encoding = {
+        "x": x.channel("x"),
+        "y": {"field": "g", "type": "nominal", "title": None, "sort": None},
+        "yOffset": {"field": "n", "type": "nominal", "scale": {"domain": list(names)}},
+    }
     layers = [
-        base.mark_rule(strokeWidth=2).encode(x=x.channel(alt.X, "lo"), x2=alt.X2("hi:Q"), opacity=_shade(0.7)),
-        base.mark_point(filled=True, size=60).encode(
-            x=x.channel(alt.X, "x"), shape=_shape(names), opacity=_shade(1.0), tooltip=tips
-        ),
+        _layer("rule", 0.7, {"x": {"field": "lo"}, "x2": {"field": "hi"}}, strokeWidth=2),
+        _layer("point", 1.0, {"shape": _shape(names)}, filled=True, size=60),
     ]
-    fields = {"g": of, "n": "Name", "x": x.title, "lo": "Mean - error", "hi": "Mean + error"}
-    return _finish(
-        kept, layers, f"{x.title} on each set", fields, _tall(len({(row["g"], row["n"]) for row in kept}), 16)
-    )
-
-
-def _rows_axis(names: Names, rows: list[Point]) -> alt.Y:
-    present = {row["n"] for row in rows}
-    return alt.Y(
-        "n:N",
-        title=None,
-        scale=alt.Scale(domain=[name for name in names if name in present]),
-        axis=alt.Axis(labelLimit=130, ticks=False, domain=False),
-    )
-
-
-def _tall(rows: int, step: int = 24) -> int:
-    return max(60, 20 + step * rows)
+    fields: Fields = {"g": of, "n": "Name", "x": x, **ends}
+    return _chart(kept, names, fields, encoding, layers, f"{x.title} on each set", max(60, 20 + 16 * len(kept)))

@@ -1,40 +1,40 @@
-"""Figures of how good the predictions are, from the groups of one data set. Each builder gives a figure, or None without data."""
+"""The page's figures, from the groups of one data set. Each builder gives a figure, or None without data.
+
+Their captions stand in templates/page.html, as all that the page says in sentences.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
-from slimbayes.report.charts import Axis, Chart, Names, Point, boxes, intervals, lines, points
+from slimbayes.report.charts import Axis, Chart, Names, Point, bars, boxes, intervals, lines, members, points
+from slimbayes.report.groups import Group
 from slimbayes.report.metric import metric, ordered
-from slimbayes.report.record import Reliability
-from slimbayes.report.resampling import mean, standard_error
-from slimbayes.report.runs import Group
-from slimbayes.report.scores import Where, by_seed, data_names, find, main_set, metric_names, settled
+from slimbayes.report.record import Evaluation, Record
+from slimbayes.report.selection import CORRUPTED, Selection, main_set
+from slimbayes.report.statistics import mean, standard_error
 
 MENU = 6  # at most so many metrics to choose from: each is a chart that the page must carry
-BINS = 15
+CURVES = 8  # columns of the training curve to choose from
+POINTS = 600  # of all training curves in one chart
+BINS = 15  # the caption says so too
 KEPT = np.linspace(0.02, 1.0, 50)
 
-
-@dataclass(frozen=True)
-class Variant:
-    """One choice of a figure's menu: its charts stand side by side."""
-
-    label: str
-    charts: tuple[Chart, ...]
+Variant = tuple[str, tuple[Chart, ...]]  # a choice of a figure's menu: its label, and charts that stand side by side
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its caption. `key` asks for a key of names and colours."""
+    """A figure. `menu` says what its variants differ in, `key` asks for a key of names and colours."""
 
+    kind: ClassVar = "figure"
     title: str
-    caption: str
     variants: tuple[Variant, ...]
     menu: str = "Metric"
     key: bool = True
@@ -42,212 +42,232 @@ class Figure:
     @property
     def names(self) -> set[str]:
         """The names that appear in any of its charts."""
-        return {str(row["n"]) for variant in self.variants for chart in variant.charts for row in chart.rows}
+        return {str(row["n"]) for _, charts in self.variants for chart in charts for row in chart.rows}
 
 
-def names_of(groups: Sequence[Group]) -> Names:
-    """Names and their places on the page."""
+def _figure(title: str, variants: Iterable[Variant], menu: str = "Metric", key: bool = True) -> Figure | None:
+    kept = tuple((label, charts) for label, charts in variants if any(chart.rows for chart in charts))
+    return Figure(title, kept, menu, key) if kept else None
+
+
+def _by_metric(names: Sequence[str], draw: Callable[[str], Chart], most: int = MENU) -> list[Variant]:
+    """A choice for each metric, which `draw` makes from its name."""
+    return [(metric(name).label, (draw(name),)) for name in names[:most]]
+
+
+def _places(groups: Iterable[Group]) -> Names:
     return {group.name: group.place for group in groups}
 
 
-def axis(name: str, **more: bool) -> Axis:
-    """The axis of a metric."""
+def _axis(name: str) -> Axis:
     known = metric(name)
-    return Axis(f"{known.label} {known.arrow}".strip(), percent=known.percent, **more)
+    return Axis(f"{known.label} {known.arrow}".strip(), percent=known.percent)
 
 
-def menu(names: Sequence[str], chart: Callable[[str], Chart | None], most: int = MENU) -> tuple[Variant, ...]:
-    """A variant for each metric that has something to show."""
-    charts = [(metric(name).label, chart(name)) for name in names[:most]]
-    return tuple(Variant(label, (made,)) for label, made in charts if made is not None and made.rows)
+def _around(field: str, centre: float, spread: float) -> Point:
+    return {field: centre, "lo": centre - spread, "hi": centre + spread}
 
 
 def reliability(groups: Sequence[Group]) -> Figure | None:
-    """Accuracy by confidence, with the share of rows at each confidence; under corruption too where it was recorded."""
-    main, shifted = main_set(groups), Where("corruption")
-    severities = sorted({e.severity for g in groups for r in g.records for e in find(r, shifted) if e.reliability})
-    sets = [
-        (main.role.capitalize(), main),
-        *((f"Severity {severity}", replace(shifted, severity=severity)) for severity in severities),
-    ]
+    """Accuracy by confidence, with the share of rows at each confidence; under corruption too where recorded."""
+    main, names = main_set(groups), _places(groups)
+    severities = sorted({e.severity for e in CORRUPTED.every(groups) if e.reliability})
+    sets = {main.role.capitalize(): main} | {f"Severity {s}": replace(CORRUPTED, severity=s) for s in severities}
+    sure, hit = (Axis(title, percent=True, domain=(0, 1)) for title in ("Confidence", "Accuracy"))
+    share = Axis("Share of rows", percent=True, zero=True)
     variants = []
-    for label, where in sets:
-        binned = {group.name: _binned(group, where) for group in groups}
-        rows: list[Point] = [
-            {"n": name, "x": x, "y": y, "s": share} for name, bins in binned.items() for x, y, share in bins
-        ]
-        if rows:
-            sure = Axis("Confidence", percent=True, domain=(0, 1))
-            diagram = lines(rows, names_of(groups), sure, Axis("Accuracy", percent=True, domain=(0, 1)), diagonal=True)
-            shares: list[Point] = [{"n": row["n"], "x": row["x"], "y": row["s"]} for row in rows]
-            variants.append(
-                Variant(
-                    label,
-                    (diagram, lines(shares, names_of(groups), sure, Axis("Share of rows", percent=True, zero=True))),
-                )
-            )
-    caption = (
-        f"First: accuracy of the rows in each of {BINS} bins of confidence; a calibrated model lies on the dashed line, an overconfident one below it. "
-        "Second: how many rows have that confidence. Bins with few rows are noisy. Rows of all seeds are pooled."
-    )
-    return Figure("Reliability", caption, tuple(variants), "Set") if variants else None
+    for label, selection in sets.items():
+        bins = [(group.name, *numbers) for group in groups for numbers in _bins(group, selection)]
+        accuracies: list[Point] = [{"n": name, "x": x, "y": y} for name, x, y, _ in bins]
+        shares: list[Point] = [{"n": name, "x": x, "y": part} for name, x, _, part in bins]
+        variants.append(
+            (label, (lines(accuracies, names, sure, hit, diagonal=True), lines(shares, names, sure, share)))
+        )
+    return _figure("Reliability", variants, "Set")
 
 
-def _binned(group: Group, where: Where) -> list[tuple[float, float, float]]:
+def _bins(group: Group, selection: Selection) -> list[tuple[float, float, float]]:
     """(confidence, accuracy, share of rows) of equal bins, pooled over seeds and corruptions."""
-    exact = settled(group, where)
-    found = [e.reliability for record in group.records for e in find(record, exact) if e.reliability] if exact else []
-    sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for curve in found:
-        for confidence, accuracy, count in _bins(curve):
-            total = sums[min(int(confidence * BINS), BINS - 1)]
-            for i, amount in enumerate((confidence * count, accuracy * count, count)):
-                total[i] += amount
-    rows = sum(total[2] for total in sums.values())
-    return [(c / n, a / n, n / rows) for _, (c, a, n) in sorted(sums.items())]
-
-
-def _bins(curve: Reliability) -> list[tuple[float, float, int]]:
-    triples = zip(curve.confidence, curve.accuracy, curve.count)
-    return [(c, a, n) for c, a, n in triples if n > 0 and math.isfinite(c) and math.isfinite(a)]
+    sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(3))
+    for _, evaluation in selection.judged(group):
+        if curve := evaluation.reliability:
+            for confidence, accuracy, count in zip(curve.confidence, curve.accuracy, curve.count):
+                if count > 0 and math.isfinite(confidence) and math.isfinite(accuracy):
+                    total = np.array([confidence * count, accuracy * count, count])
+                    sums[min(int(confidence * BINS), BINS - 1)] += total
+    rows = sum(float(total[2]) for total in sums.values())
+    return [(float(c / n), float(a / n), float(n / rows)) for _, (c, a, n) in sorted(sums.items())]
 
 
 def by_severity(groups: Sequence[Group]) -> Figure | None:
     """Metric against severity with a band over corruption types: Figures 7 and 8 of the rank-1 paper."""
-    where = Where("corruption")
     main = main_set(groups)
 
-    def chart(name: str) -> Chart:
+    def draw(name: str) -> Chart:
         rows: list[Point] = []
         for group in groups:
-            clean = list(by_seed(group, main, name).values())
-            if clean:
-                rows.append({"n": group.name, "x": 0, "y": mean(clean), "lo": mean(clean), "hi": mean(clean)})
-            for severity, values in _types(group, name).items():
-                centre, spread = mean(values), float(np.std(values)) if np.isfinite(values).all() else math.nan
-                rows.append({"n": group.name, "x": severity, "y": centre, "lo": centre - spread, "hi": centre + spread})
-        severities = sorted({int(row["x"]) for row in rows})
-        return lines(rows, names_of(groups), Axis("Severity", values=severities), axis(name), band="standard deviation")
+            if clean := list(main.by_seed(group, name).values()):
+                rows.append({"n": group.name, "x": 0, **_around("y", mean(clean), 0.0)})
+            for severity, values in by_corruption(group, name).items():
+                spread = float(np.std(values)) if np.isfinite(values).all() else math.nan
+                rows.append({"n": group.name, "x": severity, **_around("y", mean(values), spread)})
+        severity_axis = Axis("Severity", values=sorted({int(row["x"]) for row in rows}))
+        return lines(rows, _places(groups), severity_axis, _axis(name), band="standard deviation")
 
-    variants = menu(metric_names(groups, where), chart)
-    caption = (
-        "Mean over seeds and corruption types; severity 0 is the clean set. The band is one standard deviation over corruption types: "
-        "it says how uneven corruptions are, not how uncertain the mean is."
-    )
-    return Figure("Scores under corruption", caption, variants) if variants else None
+    return _figure("Scores under corruption", _by_metric(CORRUPTED.metrics(groups), draw))
 
 
 def corruption_boxes(groups: Sequence[Group]) -> Figure | None:
     """Median and quartiles over corruption types at each severity: Figures 10 to 12 of the rank-1 paper."""
 
-    def chart(name: str) -> Chart:
+    def draw(name: str) -> Chart:
         rows: list[Point] = []
         for group in groups:
-            for severity, values in _types(group, name).items():
-                kept = [value for value in values if math.isfinite(value)]
-                if kept:
+            for severity, values in by_corruption(group, name).items():
+                if kept := [value for value in values if math.isfinite(value)]:
                     low, q1, mid, q3, high = map(float, np.quantile(kept, [0, 0.25, 0.5, 0.75, 1]))
-                    rows.append(
-                        {"n": group.name, "x": severity, "low": low, "q1": q1, "mid": mid, "q3": q3, "high": high}
-                    )
-        return boxes(rows, names_of(groups), "Severity", axis(name))
+                    box: Point = {"low": low, "q1": q1, "mid": mid, "q3": q3, "high": high}
+                    rows.append({"n": group.name, "x": severity, **box})
+        return boxes(rows, _places(groups), "Severity", _axis(name))
 
-    kinds = {e.corruption for g in groups for r in g.records for e in find(r, Where("corruption"))}
-    variants = menu(metric_names(groups, Where("corruption")), chart) if len(kinds) > 1 else ()
-    caption = f"Each box holds the middle half of {len(kinds)} corruption types, its line is the median, its whiskers reach the easiest and the hardest type. Seeds are averaged first."
-    return Figure("Spread over corruption types", caption, variants) if variants else None
+    kinds = {e.corruption for e in CORRUPTED.every(groups)}
+    variants = _by_metric(CORRUPTED.metrics(groups), draw) if len(kinds) > 1 else ()
+    return _figure("Spread over corruption types", variants)
 
 
-def _types(group: Group, name: str) -> dict[int, list[float]]:
+def by_corruption(group: Group, name: str) -> dict[int, list[float]]:
     """For each severity, the mean over seeds of each corruption type."""
-    exact = settled(group, Where("corruption"))
     found: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for record in group.records if exact else ():
-        for evaluation in find(record, exact):
-            if name in evaluation.metrics:
-                found[evaluation.severity, evaluation.corruption or ""].append(evaluation.metrics[name])
-    types: dict[int, list[float]] = defaultdict(list)
+    for _, evaluation in CORRUPTED.judged(group):
+        if name in evaluation.metrics:
+            found[evaluation.severity, evaluation.corruption or ""].append(evaluation.metrics[name])
+    severities: dict[int, list[float]] = defaultdict(list)
     for (severity, _), values in sorted(found.items()):
-        types[severity].append(mean(values))
-    return types
+        severities[severity].append(mean(values))
+    return severities
 
 
-def diversity(groups: Sequence[Group]) -> Figure | None:
-    """How much members differ against how good the model is: Figure 6 of the rank-1 paper."""
-    main = main_set(groups)
-    found = [
-        (group.name, record.seed, e)
-        for group in groups if (exact := settled(group, main))
-        for record in group.records for e in find(record, exact) if e.diversity
-    ]  # fmt: skip
-    goods = [name for name in ("accuracy", "nll", "rmse", "lpd") if any(name in e.metrics for _, _, e in found)][:2]
-    kinds = ordered(kind for _, _, e in found for kind in e.diversity)
-    kinds = sorted(kinds, key=lambda kind: kind != "normalised_disagreement")  # the paper's measure first
+def unfamiliar(groups: Sequence[Group]) -> Figure | None:
+    """How well uncertainty tells unfamiliar inputs from test rows."""
+    ood = Selection("ood")
 
-    def chart(kind: str, good: str) -> Chart:
-        rows: list[Point] = [
-            {"n": name, "seed": seed, "x": e.metrics[good], "y": e.diversity[kind]}
-            for name, seed, e in found
-            if good in e.metrics and kind in e.diversity
-        ]
-        return points(rows, names_of(groups), axis(good), axis(kind))
+    def draw(name: str) -> Chart:
+        rows: list[Point] = []
+        for data in ood.sets(groups):
+            for group in groups:
+                if values := list(replace(ood, data=data).by_seed(group, name).values()):
+                    interval = _around("x", mean(values), standard_error(values) or 0.0)
+                    rows.append({"g": data, "n": group.name, **interval})
+        return intervals(rows, _places(groups), _axis(name), "Unfamiliar set")
 
-    variants = tuple(Variant(metric(kind).label, tuple(chart(kind, good) for good in goods)) for kind in kinds)
-    caption = "A point for each run. Disagreement is the share of rows on which two members predict different classes, averaged over pairs; divided by the error it does not reward weak members for being random. Better models lie higher and further along the arrow."
-    return Figure("Diversity of members", caption, variants, "Measure") if goods and variants else None
+    return _figure("Unfamiliar inputs", _by_metric(ood.metrics(groups), draw))
 
 
 def risk_coverage(groups: Sequence[Group]) -> Figure | None:
     """Error among the rows the model is surest of."""
     rows: list[Point] = []
     for group in groups:
-        exact = settled(group, main_set(groups))
-        curves = (
-            [e.risk_coverage for record in group.records for e in find(record, exact) if e.risk_coverage]
-            if exact
-            else []
-        )
-        grids = [
-            np.interp(KEPT, curve.coverage, curve.risk, left=np.nan) for curve in curves if len(curve.coverage) > 1
-        ]
+        curves = [e.risk_coverage for _, e in main_set(groups).judged(group) if e.risk_coverage]
+        grids = [np.interp(KEPT, c.coverage, c.risk, left=np.nan) for c in curves if len(c.coverage) > 1]
         for share, risk in zip(KEPT, np.mean(grids, 0) if grids else ()):
             rows.append({"n": group.name, "x": float(share), "y": float(risk)})
-    chart = lines(
-        rows,
-        names_of(groups),
-        Axis("Rows kept, the surest first", percent=True, domain=(0, 1)),
-        Axis("Error among them ↓", percent=True, zero=True),
-        dots=False,
-    )
-    caption = "Error when the model may decline the rows it is least sure of. A curve that stays low for longer knows better what it does not know. Mean over seeds."
-    return Figure("Risk and coverage", caption, (Variant("", (chart,)),)) if chart.rows else None
+    kept = Axis("Rows kept, the surest first", percent=True, domain=(0, 1))
+    chart = lines(rows, _places(groups), kept, Axis("Error among them ↓", percent=True, zero=True), dots=False)
+    return _figure("Risk and coverage", [("", (chart,))])
 
 
-def unfamiliar(groups: Sequence[Group]) -> Figure | None:
-    """How well uncertainty tells unfamiliar inputs from test rows."""
-    sets = data_names(groups, "ood")
+def diversity(groups: Sequence[Group]) -> Figure | None:
+    """How much members differ against how good the model is: Figure 6 of the rank-1 paper."""
+    main = main_set(groups)
+    found = [(group.name, record.seed, e) for group in groups for record, e in main.judged(group) if e.diversity]
+    goods = [name for name in ("accuracy", "nll", "rmse", "lpd") if any(name in e.metrics for *_, e in found)][:2]
+    kinds = ordered(kind for *_, e in found for kind in e.diversity)
+    kinds.sort(key=lambda kind: kind != "normalised_disagreement")  # the paper's measure first
 
-    def chart(name: str) -> Chart:
+    def draw(kind: str, good: str) -> Chart:
+        having = [run for run in found if good in run[2].metrics and kind in run[2].diversity]
+        rows: list[Point] = [{"n": n, "seed": s, "x": e.metrics[good], "y": e.diversity[kind]} for n, s, e in having]
+        return points(rows, _places(groups), _axis(good), _axis(kind))
+
+    variants = [(metric(kind).label, tuple(draw(kind, good) for good in goods)) for kind in kinds]
+    return _figure("Diversity of members", variants, "Measure")
+
+
+def member_scores(groups: Sequence[Group]) -> Figure | None:
+    """Each member by itself against the averaged prediction."""
+    found: list[tuple[Group, Evaluation]] = []
+    for group in groups:
+        first = [e for record, e in main_set(groups).judged(group) if record is group.records[0] and e.members]
+        found += [(group, first[0])] if first else []
+
+    def draw(name: str) -> Chart:
         rows: list[Point] = []
-        for data in sets:
-            for group in groups:
-                values = list(by_seed(group, Where("ood", data), name).values())
-                error = standard_error(values) or 0.0
-                rows += (
-                    [
-                        {
-                            "g": data,
-                            "n": group.name,
-                            "x": mean(values),
-                            "lo": mean(values) - error,
-                            "hi": mean(values) + error,
-                        }
-                    ]
-                    if values
-                    else []
-                )
-        return intervals(rows, names_of(groups), axis(name), "Unfamiliar set")
+        for group, e in found:
+            alone = [(f"member {k}", scores[name]) for k, scores in enumerate(e.members[:32]) if name in scores]
+            kinds = [*alone, ("average", e.metrics[name])] if name in e.metrics else []
+            rows += [{"n": group.name, "kind": kind, "x": value} for kind, value in kinds]
+        return members(rows, _places(group for group, _ in found), _axis(name))
 
-    variants = menu(metric_names(groups, Where("ood")), chart)
-    caption = "How well the model's uncertainty separates unfamiliar inputs from the test rows: mean and standard error over seeds. AUROC 0.5 is chance."
-    return Figure("Unfamiliar inputs", caption, variants) if variants else None
+    names = ordered(name for _, e in found for scores in e.members for name in scores)
+    return _figure("Members and their average", _by_metric(names, draw), key=False)
+
+
+def draws(groups: Sequence[Group]) -> Figure | None:
+    """What more draws buy."""
+    main = main_set(groups)
+    counts = {group.name: main.draw_counts(group) for group in groups}
+    several = [group for group in groups if len(counts[group.name]) > 1]
+    ticks = sorted({count for group in several for count in counts[group.name]})
+
+    def draw(name: str) -> Chart:
+        rows: list[Point] = []
+        for group in several:
+            for count in counts[group.name]:
+                if values := list(replace(main, draws=count).by_seed(group, name).values()):
+                    error = standard_error(values) or 0.0
+                    rows.append({"n": group.name, "x": count, **_around("y", mean(values), error)})
+        count_axis = Axis("Draws of each member", log=True, values=ticks)
+        return lines(rows, _places(several), count_axis, _axis(name), band="standard error")
+
+    return _figure("Number of draws", _by_metric(main.metrics(several), draw))
+
+
+def cost(groups: Sequence[Group]) -> Figure | None:
+    """Parameters, time and memory."""
+    amounts: list[tuple[str, str, Callable[[Record], float | None]]] = [
+        ("Parameters", "Parameters, relative to the plain network", lambda r: r.parameters.growth),
+        ("Training", "Seconds per epoch", lambda r: r.cost.seconds_per_epoch),
+        ("Memory", "Peak memory, MiB", lambda r: r.cost.peak_memory / 2**20 if r.cost.peak_memory else None),
+    ]
+    variants = []
+    for label, title, amount in amounts:
+        found = {g.name: [a for r in g.records if (a := amount(r)) is not None] for g in groups}
+        rows: list[Point] = [{"n": name, "x": mean(values)} for name, values in found.items() if values]
+        variants.append((label, (bars(rows, _places(groups), Axis(title, zero=True)),)))
+    return _figure("Cost of each method", variants, "Cost", key=False)
+
+
+def training(groups: Sequence[Group]) -> Figure | None:
+    """What was logged after each epoch."""
+    columns = ordered({key for g in groups for r in g.records for row in r.curve for key in row} - {"epoch", "step"})
+    columns.sort(key=lambda name: {"loss": 0, "nll": 1, "kl": 2}.get(name, 3))
+    most = max(20, min(60, POINTS // len(groups)))
+
+    def draw(name: str) -> Chart:
+        rows: list[Point] = [{"n": g.name, "x": e, "y": value} for g in groups for e, value in _curve(g, name, most)]
+        logged = Axis(metric(name).label, percent=metric(name).percent)
+        return lines(rows, _places(groups), Axis("Epoch"), logged, dots=False)
+
+    return _figure("Training", _by_metric(columns, draw, CURVES), "Logged")
+
+
+def _curve(group: Group, name: str, most: int) -> list[tuple[float, float]]:
+    """(epoch, mean over seeds) at epochs that all seeds share: at most so many, the first and the last among them."""
+    logged = [
+        {row.get("epoch", float(i)): row[name] for i, row in enumerate(r.curve) if name in row} for r in group.records
+    ]
+    curves = [curve for curve in logged if curve]
+    shared = sorted(set.intersection(*map(set, curves))) if curves else []
+    if len(shared) > most:
+        shared = [shared[round(i * (len(shared) - 1) / (most - 1))] for i in range(most)]
+    return [(epoch, mean([curve[epoch] for curve in curves])) for epoch in shared]

@@ -1,76 +1,70 @@
 """One self-contained HTML page from records: charts, tables, examples, commands. It opens from disk without a network.
 
-Safety: the template escapes all text; data for scripts is JSON in which no tag can close; the page's security policy runs
-only the two scripts whose hashes it names, forbids `eval`, and loads nothing.
+Safety: the template escapes all text; data for scripts is JSON in which no tag can close; the page's security policy
+runs only the two scripts whose hashes it names, allows inline pictures, forbids `eval`, and loads nothing.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
-import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from slimbayes.report import figures, run_figures, tables
+from slimbayes.files import write_text
+from slimbayes.report import figures, tables
 from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import Figure
-from slimbayes.report.provenance import PICTURES, Gallery, galleries, machines, origins
-from slimbayes.report.runs import Group, Runs, load
-from slimbayes.report.scores import Where, all_places, find, main_set, shared_places
-from slimbayes.report.tables import Table
+from slimbayes.report.groups import Group, LoadedRuns, load
+from slimbayes.report.record import Example, Record
+from slimbayes.report.selection import CORRUPTED, main_set
+from slimbayes.report.tables import PageTable
 
-Part = Table | Figure | tuple[Gallery, ...]
-Builder = Callable[[Sequence[Group]], Table | Figure | None]
-
-# Heading, and what stands below it where there is data for it.
-_PLAN: tuple[tuple[str, tuple[Builder, ...]], ...] = (
-    ("Summary", (tables.summary, tables.every_score)),
-    ("Calibration", (figures.reliability,)),
-    ("Corruption", (figures.by_severity, figures.corruption_boxes)),
-    ("Other sets", (tables.other_sets,)),
-    ("Unfamiliar inputs", (figures.unfamiliar, tables.unfamiliar)),
-    ("Selective prediction", (figures.risk_coverage,)),
-    ("Members", (figures.diversity, run_figures.member_scores)),
-    ("Draws", (run_figures.draws,)),
-    ("Cost", (run_figures.cost, tables.cost)),
-    ("Training", (run_figures.training,)),
-)
+SHOWN = 8  # examples of each kind, for each name
+PICTURES = 200_000  # characters of pictures on the whole page
+_PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
 
 
 @dataclass(frozen=True)
-class Section:
-    """A heading with its tables and figures."""
+class Gallery:
+    """The rows that one run is most and least sure of; `left_out` were too many for the page."""
 
-    id: str
-    title: str
-    parts: tuple[Part, ...]
+    kind: ClassVar = "gallery"
+    group: Group
+    seed: int
+    most: list[Example]
+    least: list[Example]
+    left_out: int
+
+
+PagePart = PageTable | Figure | Gallery
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """All that is told about one data set."""
+    """All that is told about one data set: `sections` by heading, judged on so many `rows`."""
 
-    id: str
     data: str
     groups: tuple[Group, ...]
     rows: int | None
-    sections: tuple[Section, ...]
+    sections: dict[str, list[PagePart]]
 
 
 def write_page(runs: Sequence[Path | str], out: Path | str, title: str | None = None) -> Path:
     """Write a page about runs, and say where it is.
 
-    Records that are damaged or of a newer format are left out, and the page says so; if none is left, a RecordError says why.
-    The same records give the same bytes.
+    Records that are damaged or of a newer format are left out, and the page says so; if none is left, a RecordError
+    says why. The same records give the same bytes.
 
     Args:
         runs: run directories, record files, or directories that hold runs.
@@ -85,84 +79,60 @@ def write_page(runs: Sequence[Path | str], out: Path | str, title: str | None = 
         /nowhere/record.json cannot be read: ...
     """
     loaded = load(runs)
-    text = render(loaded, title or f"Results on {', '.join(loaded.data)}")
+    text = _html(loaded, title or f"Results on {', '.join(loaded.data)}")
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A reader never sees half a page: it appears under its name when it is whole.
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    write_text(path, text)
     return path
 
 
-def render(runs: Runs, title: str) -> str:
-    """The page as text."""
-    chapters = [_chapter(runs, data, f"data-{i}") for i, data in enumerate(runs.data, 1)]
-    crowded = (
-        [
-            f"With {len(runs.data)} data sets on one page each figure shows the first of its choices only ({_menu(len(runs.data))} at most)."
-        ]
-        if len(runs.data) > 2
-        else []
-    )
-    notes = [*runs.notes, *crowded, *(note for chapter in chapters for note in _notes(chapter.groups))]
-    shown = [part for chapter in chapters for section in chapter.sections for part in section.parts]
-    charts = [part for part in shown if isinstance(part, Figure)]
+def _html(runs: LoadedRuns, title: str) -> str:
+    chapters = [_chapter(data, runs.on(data), len(runs.data)) for data in runs.data]
+    parts = [part for chapter in chapters for section in chapter.sections.values() for part in section]
+    charts = [_script_data(part) for part in parts if isinstance(part, Figure)]
     style = _file("page.css") + "".join(f"\n.k{i} {{ --series: {colour} }}" for i, colour in enumerate(PALETTE))
     scripts = [_bundle(), _file("page.js")]
-    environment = Environment(
-        loader=PackageLoader(__package__),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    page = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
+    page.trim_blocks = page.lstrip_blocks = True
+    page.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    page.filters["hash"] = _hash
+    page.filters["of"] = lambda count, noun: f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    page.filters["indented"] = lambda config: json.dumps(config, indent=2, ensure_ascii=False, default=str)
+    return page.get_template("page.html").render(
+        title=title,
+        runs=runs,
+        chapters=chapters,
+        notes=[*runs.notes, *_notes(chapters)],
+        machines=_machines(runs.groups),
+        colours=len(PALETTE),
+        style=style,
+        scripts=scripts,
+        figures={f"figure-{i}": chart for i, chart in enumerate(charts, 1)},
     )
-    places = _numbers(shown)
-    return environment.get_template("page.html").render(
-        title=title, counts=_counts(runs), chapters=chapters, runs=runs, notes=notes, origins=origins(runs.groups), machines=machines(runs.groups),
-        number=lambda part: places[id(part)], is_table=lambda part: isinstance(part, Table), is_figure=lambda part: isinstance(part, Figure),
-        colours=len(PALETTE), style=style, scripts=scripts, policy=_policy(style, scripts),
-        figures=_json({f"figure-{places[id(figure)]}": _plain(figure) for figure in charts}),
-    )  # fmt: skip
 
 
-def _numbers(parts: Sequence[Part]) -> dict[int, int]:
-    """Numbers of figures and of tables, each counted from one, by the identity of the part."""
-    kinds = [[part for part in parts if isinstance(part, kind)] for kind in (Figure, Table)]
-    return {id(part): i for kind in kinds for i, part in enumerate(kind, 1)}
-
-
-def _counts(runs: Runs) -> str:
-    """What the page is about, in a sentence."""
-    total = sum(len(group.records) for group in runs.groups)
-    names = len({group.name for group in runs.groups})
-    seeds = sorted({len(group.records) for group in runs.groups})
-    each = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    return f"{_of(total, 'run')} under {_of(names, 'name')} on {_of(len(runs.data), 'data set')}, with {each} {'seed' if seeds == [1] else 'seeds'} each."
-
-
-def _of(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-def _chapter(runs: Runs, data: str, id: str) -> Chapter:
-    groups = runs.on(data)
-    sections: list[tuple[str, tuple[Part, ...]]] = [
-        (title, tuple(_made(builders, groups, _menu(len(runs.data))))) for title, builders in _PLAN
-    ]
-    shown = galleries(groups, PICTURES // len(runs.data))
-    sections.insert(-2, ("Examples", (tuple(shown),) if shown else ()))
-    numbered = [Section(f"{id}-{title.lower().replace(' ', '-')}", title, parts) for title, parts in sections if parts]
-    main = main_set(groups)
-    rows = next((e.rows for group in groups for record in group.records for e in find(record, main)), None)
-    return Chapter(id, data, groups, rows, tuple(numbered))
-
-
-def _made(builders: Iterable[Builder], groups: Sequence[Group], menu: int) -> Iterable[Part]:
-    for builder in builders:
-        part = builder(groups)
-        if part is not None:
-            yield replace(part, variants=part.variants[:menu]) if isinstance(part, Figure) else part
+def _chapter(data: str, groups: tuple[Group, ...], sets: int) -> Chapter:
+    """What there is to tell about one of several data sets; sections without data are left out."""
+    plan: dict[str, Sequence[PagePart | None]] = {
+        "Summary": [tables.summary(groups), tables.every_score(groups)],
+        "Calibration": [figures.reliability(groups)],
+        "Corruption": [figures.by_severity(groups), figures.corruption_boxes(groups)],
+        "Other sets": [tables.other_sets(groups)],
+        "Unfamiliar inputs": [figures.unfamiliar(groups), tables.unfamiliar(groups)],
+        "Selective prediction": [figures.risk_coverage(groups)],
+        "Members": [figures.diversity(groups), figures.member_scores(groups)],
+        "Draws": [figures.draws(groups)],
+        "Examples": _galleries(groups, PICTURES // sets),
+        "Cost": [figures.cost(groups), tables.cost(groups)],
+        "Training": [figures.training(groups)],
+    }
+    sections: dict[str, list[PagePart]] = {}
+    for title, parts in plan.items():
+        for part in (part for part in parts if part):
+            short = replace(part, variants=part.variants[: _menu(sets)]) if isinstance(part, Figure) else part
+            sections.setdefault(title, []).append(short)
+    rows = next((evaluation.rows for evaluation in main_set(groups).every(groups)), None)
+    return Chapter(data, groups, rows, sections)
 
 
 def _menu(sets: int) -> int:
@@ -170,38 +140,59 @@ def _menu(sets: int) -> int:
     return 8 if sets <= 2 else 4 if sets <= 5 else 2 if sets <= 10 else 1
 
 
-def _notes(groups: Sequence[Group]) -> Iterable[str]:
-    where = Where("corruption")
-    shared, every = shared_places(groups, where), all_places(groups, where)
-    if shared != every:
-        yield f"On {groups[0].data!r} the runs share {len(shared)} of {len(every)} corrupted sets: the summary uses only those, the charts use all that each run has."
-    hardware = {record.environment.get("hardware", "") for group in groups for record in group.records} - {""}
-    if len(hardware) > 1:
-        yield f"The runs on {groups[0].data!r} were made on different hardware ({'; '.join(sorted(hardware))}): their times and memory do not compare."
+def _galleries(groups: Sequence[Group], room: int) -> list[Gallery]:
+    """Rows each model is most and least sure of, from its first run that has examples. `room` is shared equally."""
+    found = [(group, next((record for record in group.records if record.examples), None)) for group in groups]
+    kept = [(group, record) for group, record in found if record]
+    return [_gallery(group, record, room // len(kept)) for group, record in kept]
 
 
-def _plain(figure: Figure) -> dict[str, Any]:
+def _gallery(group: Group, record: Record, room: int) -> Gallery:
+    sides: dict[str, list[Example]] = {"most": [], "least": []}
+    most, least = ([e for e in record.examples if e.sure == sure][:SHOWN] for sure in sides)
+    # In turns, so that both kinds get pictures when room is short.
+    for example in filter(None, itertools.chain(*itertools.zip_longest(most, least))):
+        # A page shows nothing but PNG data: any other address could load something or be taken for markup.
+        image = example.image if example.image and _PICTURE.fullmatch(example.image) else None
+        room -= len(image or "")
+        if room >= 0:
+            sides[example.sure].append(example.model_copy(update={"image": image}))
+    left_out = len(record.examples) - len(sides["most"]) - len(sides["least"])
+    return Gallery(group, record.seed, sides["most"], sides["least"], left_out)
+
+
+def _notes(chapters: Sequence[Chapter]) -> Iterator[str]:
+    if (sets := len(chapters)) > 2:
+        first = f"the first of its choices only ({_menu(sets)} at most)"
+        yield f"With {sets} data sets on one page each figure shows {first}."
+    for chapter in chapters:
+        shared, places = CORRUPTED.shared_places(chapter.groups), CORRUPTED.all_places(chapter.groups)
+        if shared != places:
+            yield (
+                f"On {chapter.data!r} the runs share {len(shared)} of {len(places)} corrupted sets: "
+                "the summary uses only those, the charts use all that each run has."
+            )
+        hardware = {record.environment.get("hardware", "") for group in chapter.groups for record in group.records}
+        if len(hardware - {""}) > 1:
+            yield (
+                f"The runs on {chapter.data!r} were made on different hardware "
+                f"({'; '.join(sorted(hardware - {''}))}): their times and memory do not compare."
+            )
+
+
+def _machines(groups: Sequence[Group]) -> dict[tuple[tuple[str, str], ...], list[str]]:
+    """The environments, as sorted facts, with the runs made there."""
+    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for record in (record for group in groups for record in group.records if record.environment):
+        facts = tuple(sorted(record.environment.items()))
+        found.setdefault(facts, []).append(f"{record.data} / {record.name} / seed {record.seed}")
+    return found
+
+
+def _script_data(figure: Figure) -> dict[str, Any]:
     """What the page's script needs of a figure."""
-    return {
-        "variants": [
-            {"label": v.label, "charts": [{"spec": c.spec, "fields": c.fields} for c in v.charts]}
-            for v in figure.variants
-        ]
-    }
-
-
-def _json(data: Any) -> str:
-    """JSON that can stand inside a script element: no sign in it can close the element or open a comment."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _policy(style: str, scripts: Sequence[str]) -> str:
-    """A Content-Security-Policy that names what may run by its hash and allows nothing else but inline pictures."""
-    return (
-        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
+    variants = [(label, [{"spec": c.spec, "fields": c.fields} for c in charts]) for label, charts in figure.variants]
+    return {"variants": [{"label": label, "charts": charts} for label, charts in variants]}
 
 
 def _hash(text: str) -> str:
@@ -214,7 +205,7 @@ def _file(name: str) -> str:
 
 @cache
 def _bundle() -> str:
-    text: str = vl_convert.javascript_bundle()
+    text = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     # It is trusted, but it must not end its own script element.
     assert "</script" not in text.lower() and "<!--" not in text
     return text

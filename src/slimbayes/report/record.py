@@ -1,9 +1,7 @@
-"""The Record of a run: everything a report, a table or a comparison needs, as one JSON file. It needs pydantic, never torch.
+"""The Record of a run: all that a report, a table or a comparison needs, as one JSON file. It needs no torch.
 
-A run directory holds `record.json`. `environment` and `cost` are measurements of a machine; the rest is a function of the config alone,
-bit for bit on a CPU, and `Record.digest` names it.
-
-Sizes: K members, S draws.
+A run directory holds `record.json`. `environment` and `cost` are measurements of a machine; the rest is a function of
+the config alone, bit for bit on a CPU, and `Record.digest` names it.
 """
 
 from __future__ import annotations
@@ -14,28 +12,24 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainSerializer, ValidationError
 
 FORMAT = 1
 
 
-def _number(value: Any) -> Any:
-    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(value, value) if isinstance(value, str) else value
-
-
-def _plain(value: float) -> float | str:
+def _as_text(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-# JSON has no word for NaN or infinity: they are written as text.
-Number = Annotated[float, BeforeValidator(_number), PlainSerializer(_plain)]
+# JSON has no word for NaN or infinity: they are written as text, which pydantic reads.
+Number = Annotated[float, PlainSerializer(_as_text)]
 
 
-class _Part(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Reliability(_Part):
+class Reliability(_Frozen):
     """Rows binned by confidence, empty bins left out: mean confidence, accuracy and number of rows of each bin."""
 
     confidence: list[Number]
@@ -43,19 +37,20 @@ class Reliability(_Part):
     count: list[int]
 
 
-class RiskCoverage(_Part):
+class RiskCoverage(_Frozen):
     """Error among the rows the model is surest of, by the share of rows that is kept."""
 
     coverage: list[Number]
     risk: list[Number]
 
 
-class Evaluation(_Part):
+class Evaluation(_Frozen):
     """Scores on one set of rows with one number of draws.
 
-    `metrics` of classes: accuracy, top5, nll, brier, ece, mce, adaptive_ece, classwise_ece, aurc, entropy, epistemic; of
-    real targets: rmse, lpd, crps, coverage95; of unfamiliar inputs: auroc, aucpr, fpr95. Shares lie in [0, 1]. `members` has the
-    scores of each member by itself, `diversity` compares them: disagreement, normalised_disagreement, kl, cosine.
+    `metrics` of classes: accuracy, top5, nll, brier, ece, mce, adaptive_ece, classwise_ece, aurc, entropy, epistemic;
+    of real targets: rmse, lpd, crps, coverage95; of unfamiliar inputs: auroc, aucpr, fpr95. Shares lie in [0, 1].
+    `members` has the scores of each member by itself, `diversity` compares them: disagreement,
+    normalised_disagreement, kl, cosine.
     """
 
     data: str
@@ -71,8 +66,8 @@ class Evaluation(_Part):
     risk_coverage: RiskCoverage | None = None
 
 
-class Example(_Part):
-    """A test row the model is most or least sure of. `image` is a PNG as a data URL, or None where rows are no pictures."""
+class Example(_Frozen):
+    """A test row the model is most or least sure of. `image` is a PNG as a data URL, None where rows are no images."""
 
     index: int
     sure: Literal["most", "least"]
@@ -84,14 +79,19 @@ class Example(_Part):
     image: str | None = None
 
 
-class Parameters(_Part):
+class Parameters(_Frozen):
     """How many numbers the plain network trains, and how many the converted one does."""
 
     plain: int
     total: int
 
+    @property
+    def growth(self) -> float | None:
+        """The ratio of both; None where the plain network trains nothing."""
+        return self.total / self.plain if self.plain else None
 
-class Cost(_Part):
+
+class Cost(_Frozen):
     """What the run took. Peak memory is the device's on a GPU, the process's on a CPU, in bytes."""
 
     train_seconds: Number
@@ -100,8 +100,8 @@ class Cost(_Part):
     peak_memory: int | None = None
 
 
-class Record(_Part):
-    """One run. `curve` has a row for each epoch: epoch, step, loss, nll, kl, kl_weight, lr, and scores on validation rows where there are any."""
+class Record(_Frozen):
+    """One run. `curve` has a row for each epoch: epoch, step, loss, nll, kl, kl_weight, lr, and validation scores."""
 
     format: int = FORMAT
     name: str

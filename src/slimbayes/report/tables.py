@@ -1,15 +1,20 @@
-"""The page's tables, from the groups of one data set: names down, scores across, mean ± standard error over seeds."""
+"""The page's tables, from the groups of one data set: names down, scores across, mean ± standard error over seeds.
+
+Their captions stand in templates/page.html, as all that the page says in sentences.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import ClassVar
 
-from slimbayes.report.metric import MISSING, best, decimals, metric, shown
-from slimbayes.report.resampling import mean, standard_error
-from slimbayes.report.runs import Group
-from slimbayes.report.scores import Where, by_seed, data_names, main_set, metric_names, settled, shared_places
+from slimbayes.report.groups import Group
+from slimbayes.report.metric import MISSING, metric
+from slimbayes.report.selection import CORRUPTED, Selection, main_set
+from slimbayes.report.statistics import mean, standard_error
 
 FRONT = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "coverage95")  # of the summary
 BEHIND = ("accuracy", "nll", "ece", "rmse", "lpd", "crps")  # the same under corruption, as the paper's cA, cNLL, cECE
@@ -20,182 +25,134 @@ class Cell:
     """What a cell shows, and the number it sorts by; None sorts last."""
 
     text: str
-    sort: float | str | None
+    sort: float | None
     error: str = ""
     best: bool = False
-    detail: str = ""  # a second line
-    place: int | None = None  # of a name: its colour
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column's head. `over` is the heading it shares with its neighbours."""
+    """A column: its head, a cell for each group, and `over`, the heading it shares with its neighbours."""
 
     title: str
+    cells: Sequence[Cell]
     over: str = ""
     arrow: str = ""
     advice: str = ""
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table that can be sorted by each column."""
+class PageTable:
+    """A table that can be sorted by each column; `shared` is how many corrupted sets its means are over."""
 
+    kind: ClassVar = "table"
     title: str
-    caption: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    groups: Sequence[Group]
+    columns: Sequence[Column]
+    shared: int = 0
+
+    @property
+    def rows(self) -> list[tuple[Group, tuple[Cell, ...]]]:
+        """The cells of each group."""
+        return list(zip(self.groups, zip(*(column.cells for column in self.columns))))
 
     @property
     def spans(self) -> list[tuple[str, int]]:
-        """The shared headings and how many columns each spans; empty where there is none."""
-        spans: list[tuple[str, int]] = []
-        for column in self.columns:
-            if spans and spans[-1][0] == column.over:
-                spans[-1] = (column.over, spans[-1][1] + 1)
-            else:
-                spans.append((column.over, 1))
-        return spans if any(over for over, _ in spans) else []
+        """The shared headings and how many columns each spans."""
+        return [(over, len(list(under))) for over, under in groupby(column.over for column in self.columns)]
 
 
-def score_column(groups: Sequence[Group], where: Where, name: str, over: str = "") -> tuple[Column, list[Cell]]:
-    """A metric on a set: the column's head and a cell for each group."""
-    values = [list(by_seed(group, where, name).values()) for group in groups]
+def _scores(groups: Sequence[Group], selection: Selection, name: str, over: str) -> Column:
+    """A metric on the selected sets."""
+    known = metric(name)
+    values = [list(selection.by_seed(group, name).values()) for group in groups]
     means = [mean(numbers) for numbers in values]
-    leading = best(name, means) if sum(bool(numbers) for numbers in values) > 1 else set()
-    places, cells = decimals(name, means), []
+    leading = known.best(means) if sum(map(bool, values)) > 1 else set()
+    places, cells = known.decimals(means), []
     for i, numbers in enumerate(values):
         error = standard_error(numbers)
-        value = means[i] if numbers and not math.isnan(means[i]) else None
         cells.append(
             Cell(
-                shown(name, means[i], places) if numbers else MISSING,
-                value,
-                "" if error is None else shown(name, error, places),
+                known.text(means[i], places) if numbers else MISSING,
+                None if math.isnan(means[i]) else means[i],
+                "" if error is None else known.text(error, places),
                 i in leading,
             )
         )
-    known = metric(name)
-    return Column(known.head, over, known.arrow, known.advice), cells
+    return Column(known.head, cells, over, known.arrow, known.advice)
 
 
-def _table(title: str, caption: str, groups: Sequence[Group], columns: Sequence[tuple[Column, list[Cell]]]) -> Table:
-    """Names with their colours down the side. Only the first table of a page describes the methods."""
-    details = [group.method if title == "Summary" and group.method != group.name else "" for group in groups]
-    heads = [
-        Cell(group.name, group.name.lower(), detail=detail, place=group.place) for group, detail in zip(groups, details)
-    ]
-    rows = tuple((heads[i], *(cells[i] for _, cells in columns)) for i in range(len(groups)))
-    return Table(title, caption, (Column("Name"), *(head for head, _ in columns)), rows)
+def _integers(title: str, values: Sequence[int | None], over: str) -> Column:
+    cells = [Cell(MISSING if value is None else f"{value:,}".replace(",", "\u2009"), value) for value in values]
+    return Column(title, cells, over)
 
 
-def _numbers(title: str, values: Sequence[int | None], over: str = "") -> tuple[Column, list[Cell]]:
-    return Column(title, over), [Cell(MISSING if value is None else str(value), value) for value in values]
-
-
-def summary(groups: Sequence[Group]) -> Table:
+def summary(groups: Sequence[Group]) -> PageTable:
     """The table a reader looks at first."""
     main = main_set(groups)
-    exact = [settled(group, main) for group in groups]
-    known = metric_names(groups, main)
-    columns = [score_column(groups, main, name, main.role.capitalize()) for name in FRONT if name in known]
-    corrupted = replace(Where("corruption"), places=shared_places(groups, Where("corruption")))
-    known = metric_names(groups, corrupted)
-    columns += [score_column(groups, corrupted, name, "Corrupted") for name in BEHIND if name in known]
-    columns.append(_growth(groups))
-    columns += [
-        _numbers("Seeds", [len(group.records) for group in groups], "Runs"),
-        _numbers("Draws", [where.draws if where else None for where in exact], "Runs"),
-    ]
-    caption = "Mean ± standard error over seeds; one seed has no error. Bold is the best mean, which need not be a real difference."
-    if known:
-        caption += (
-            f" Corrupted: mean over the {len(corrupted.places or ())} corruptions and severities that all runs share."
-        )
-    return _table("Summary", caption, groups, columns)
+    known = main.metrics(groups)
+    columns = [_scores(groups, main, name, main.role.capitalize()) for name in FRONT if name in known]
+    corrupted = replace(CORRUPTED, places=CORRUPTED.shared_places(groups))
+    known = corrupted.metrics(groups)
+    columns += [_scores(groups, corrupted, name, "Corrupted") for name in BEHIND if name in known]
+    columns.append(_growth("Parameters", groups, "Size"))
+    columns.append(_integers("Seeds", [len(group.records) for group in groups], "Runs"))
+    columns.append(_integers("Draws", [main.most_draws(group) for group in groups], "Runs"))
+    return PageTable("Summary", groups, columns, len(corrupted.places or ()))
 
 
-def _growth(groups: Sequence[Group]) -> tuple[Column, list[Cell]]:
-    ratios = [
-        group.records[0].parameters.total / group.records[0].parameters.plain
-        if group.records[0].parameters.plain
-        else math.nan
-        for group in groups
-    ]
-    return Column("Parameters", "Size"), [
-        Cell(f"\u00d7 {ratio:.4g}", ratio) if math.isfinite(ratio) else Cell(MISSING, None) for ratio in ratios
-    ]
-
-
-def every_score(groups: Sequence[Group]) -> Table | None:
-    """All metrics of the main set that the summary leaves out, and how much members differ."""
+def every_score(groups: Sequence[Group]) -> PageTable | None:
+    """All metrics of the main set that the summary leaves out."""
     main = main_set(groups)
-    names = [name for name in metric_names(groups, main) if name not in FRONT]
-    columns = [score_column(groups, main, name, main.role.capitalize()) for name in names]
-    return (
-        _table("Further scores", "Mean ± standard error over seeds, on the same rows as the summary.", groups, columns)
-        if columns
-        else None
-    )
+    names = [name for name in main.metrics(groups) if name not in FRONT]
+    columns = [_scores(groups, main, name, main.role.capitalize()) for name in names]
+    return PageTable("Further scores", groups, columns) if columns else None
 
 
-def other_sets(groups: Sequence[Group]) -> Table | None:
+def other_sets(groups: Sequence[Group]) -> PageTable | None:
     """Scores under natural shift, and on further test or validation sets."""
-    main = main_set(groups)
-    sets = [Where(role, data) for role in ("test", "shift", "validation") for data in data_names(groups, role)]
+    roles = ("test", "shift", "validation")
+    sets = [Selection(role, data) for role in roles for data in Selection(role).sets(groups)]
     columns = [
-        score_column(groups, where, name, f"{where.data} ({where.role})")
-        for where in sets if (where.role, where.data) != (main.role, main.data)
-        for name in metric_names(groups, where) if name in FRONT
-    ]  # fmt: skip
-    return (
-        _table(
-            "Other sets",
-            "Mean ± standard error over seeds. Validation rows took part in choices; test and shifted rows did not.",
-            groups,
-            columns,
-        )
-        if columns
-        else None
-    )
+        _scores(groups, other, name, f"{other.data} ({other.role})")
+        for other in sets
+        if other != main_set(groups)
+        for name in other.metrics(groups)
+        if name in FRONT
+    ]
+    return PageTable("Other sets", groups, columns) if columns else None
 
 
-def unfamiliar(groups: Sequence[Group]) -> Table | None:
+def unfamiliar(groups: Sequence[Group]) -> PageTable | None:
     """Scores of telling unfamiliar inputs from test rows."""
     columns = [
-        score_column(groups, Where("ood", data), name, data)
-        for data in data_names(groups, "ood")
-        for name in metric_names(groups, Where("ood", data))
+        _scores(groups, Selection("ood", data), name, data)
+        for data in Selection("ood").sets(groups)
+        for name in Selection("ood", data).metrics(groups)
     ]
-    return _table("Unfamiliar inputs", "Mean ± standard error over seeds.", groups, columns) if columns else None
+    return PageTable("Unfamiliar inputs", groups, columns) if columns else None
 
 
-def cost(groups: Sequence[Group]) -> Table:
+def cost(groups: Sequence[Group]) -> PageTable:
     """Parameters, time and memory."""
-    records = [group.records for group in groups]
+    parameters = [group.records[0].parameters for group in groups]
+    costs = [[record.cost for record in group.records] for group in groups]
+    peaks = [[c.peak_memory for c in some if c.peak_memory is not None] for some in costs]
     columns = [
-        (Column("Plain", "Parameters"), [_count(r[0].parameters.plain) for r in records]),
-        (Column("Trained", "Parameters"), [_count(r[0].parameters.total) for r in records]),
-        _growth(groups),
-        (Column("Training", "Time"), [_seconds([run.cost.train_seconds for run in r]) for r in records]),
-        (Column("Epoch", "Time"), [_seconds([run.cost.seconds_per_epoch for run in r]) for r in records]),
-        (Column("Evaluation", "Time"), [_seconds([run.cost.evaluate_seconds for run in r]) for r in records]),
-        (
-            Column("Peak", "Memory"),
-            [_bytes([run.cost.peak_memory for run in r if run.cost.peak_memory is not None]) for r in records],
-        ),
+        _integers("Plain", [size.plain for size in parameters], "Parameters"),
+        _integers("Trained", [size.total for size in parameters], "Parameters"),
+        _growth("Ratio", groups, "Parameters"),
+        Column("Training", [_seconds([c.train_seconds for c in some]) for some in costs], "Time"),
+        Column("Epoch", [_seconds([c.seconds_per_epoch for c in some]) for some in costs], "Time"),
+        Column("Evaluation", [_seconds([c.evaluate_seconds for c in some]) for some in costs], "Time"),
+        Column("Peak", [_bytes(some) for some in peaks], "Memory"),
     ]
-    columns[2] = (Column("Ratio", "Parameters"), columns[2][1])
-    return _table(
-        "Cost",
-        "Mean over seeds; an epoch is the median of its run. Peak memory is the device's on a GPU, the process's on a CPU.",
-        groups,
-        columns,
-    )
+    return PageTable("Cost", groups, columns)
 
 
-def _count(number: int) -> Cell:
-    return Cell(f"{number:,}".replace(",", "\u2009"), number)
+def _growth(title: str, groups: Sequence[Group], over: str) -> Column:
+    ratios = [group.records[0].parameters.growth for group in groups]
+    return Column(title, [Cell(f"\u00d7 {r:.4g}", r) if r is not None else Cell(MISSING, None) for r in ratios], over)
 
 
 def _seconds(values: Sequence[float]) -> Cell:

@@ -6,10 +6,12 @@ Constants and quirks are those of the authors' code; each quirk is named where i
 
 - Random numbers come from torch, so images agree with the published files in distribution and not one by one. Where a
   published file is at hand, evaluate on it.
-- Motion blur (and with it snow) follows ImageMagick's rule in floating point. elastic_transform samples at exact places, older
-  versions of OpenCV at multiples of 1/32 pixel. Where spatter leaves an image dry the reference divides 0 by 0; here it stays.
-- The reference knows images of 32 x 32 and 224 x 224. Here any size goes; rows and columns are treated each by its own length,
-  elastic_transform's constants are shares of the shorter side, fog takes the next power of two, small frost photos grow.
+- Motion blur (and with it snow) follows ImageMagick's rule in floating point. elastic_transform samples at exact
+places,
+  older versions of OpenCV at multiples of 1/32 pixel. Where spatter leaves an image dry the reference divides 0 by 0.
+- The reference knows images of 32 x 32 and 224 x 224. Here any size goes; rows and columns are treated each by its own
+  length, elastic_transform's constants are shares of the shorter side, fog takes the next power of two, small photos of
+  frost grow.
 - The published ImageNet-C was stored as JPEG of quality 85 after all this; nothing here does so.
 """
 
@@ -20,43 +22,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slimbayes.data.corruptions import blur, digital, filters, jpeg, noise, spatter, weather
-from slimbayes.data.corruptions.constants import CORRUPTIONS as CORRUPTIONS
-from slimbayes.data.corruptions.constants import EXTRA as EXTRA
-from slimbayes.data.corruptions.constants import STRENGTHS, Style
-from slimbayes.data.corruptions.draws import Draws
+from slimbayes.data.corruptions import blur, digital, filters, noise, spatter, weather
+from slimbayes.data.corruptions.noise import RandomNumbers
+from slimbayes.data.corruptions.strengths import CORRUPTIONS as CORRUPTIONS
+from slimbayes.data.corruptions.strengths import EXTRA as EXTRA
+from slimbayes.data.corruptions.strengths import STRENGTHS, Style
 from slimbayes.errors import did_you_mean
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "gaussian_noise": noise.gaussian_noise,
-    "shot_noise": noise.shot_noise,
-    "impulse_noise": noise.impulse_noise,
-    "defocus_blur": blur.defocus_blur,
-    "glass_blur": blur.glass_blur,
-    "motion_blur": blur.motion_blur,
-    "zoom_blur": blur.zoom_blur,
-    "snow": weather.snow,
-    "frost": weather.frost,
-    "fog": weather.fog,
-    "brightness": weather.brightness,
-    "contrast": digital.contrast,
-    "elastic_transform": digital.elastic_transform,
-    "pixelate": digital.pixelate,
-    "jpeg_compression": jpeg.jpeg_compression,
-    "speckle_noise": noise.speckle_noise,
-    "gaussian_blur": blur.gaussian_blur,
-    "spatter": spatter.spatter,
-    "saturate": digital.saturate,
-}
+    function.__name__: function
+    for function in (
+        noise.gaussian_noise, noise.shot_noise, noise.impulse_noise, noise.speckle_noise,
+        blur.defocus_blur, blur.glass_blur, blur.motion_blur, blur.zoom_blur, blur.gaussian_blur,
+        weather.snow, weather.frost, weather.fog, weather.brightness, spatter.spatter,
+        digital.contrast, digital.elastic_transform, digital.pixelate, digital.jpeg_compression, digital.saturate,
+    )
+}  # fmt: skip
 # Number of channels, for those corruptions that know colours; the others take any.
-_CHANNELS = {
-    "snow": (1, 3),
-    "brightness": (1, 3),
-    "jpeg_compression": (1, 3),
-    "frost": (3,),
-    "spatter": (3,),
-    "saturate": (3,),
-}
+_GRAY, _COLOUR = ("snow", "brightness", "jpeg_compression"), ("frost", "spatter", "saturate")
+_CHANNELS = dict.fromkeys(_GRAY, (1, 3)) | dict.fromkeys(_COLOUR, (3,))
 _SMALL = 64  # pixels: the longer side up to which images count as CIFAR's kind
 
 
@@ -72,8 +56,9 @@ def corrupt(
 ) -> Tensor:
     """Corrupt a batch of images as CIFAR-10-C or ImageNet-C does.
 
-    Every image gets random numbers of its own. The same generator state gives the same result for the same batch on the same
-    device (with a CPU generator the same random numbers for any device); splitting a batch changes which image gets which.
+    Every image gets random numbers of its own. The same generator state gives the same result for the same batch on the
+    same device (with a CPU generator the same random numbers for any device); splitting a batch changes which image
+    gets which.
 
     Args:
         images: values in [0, 1], any floating dtype.
@@ -84,10 +69,8 @@ def corrupt(
         frost_folder: where frost1.png to frost5.jpg lie; the folder frost in $SLIMBAYES_DATA if None.
         quantize: round the result down to multiples of 1/255, as the reference does when it stores bytes.
 
-    Returns:
-        Values in [0, 1], same shape, dtype and device.
-
-    Shape: images (B, C, H, W), result alike. snow, brightness and jpeg_compression need C 1 or 3; frost, spatter and saturate 3.
+    Shape: images (B, C, H, W), result alike, with the same dtype and device. snow, brightness and jpeg_compression need
+    C 1 or 3; frost, spatter and saturate 3.
 
     Example:
         >>> gray = torch.full((2, 3, 32, 32), 0.5)
@@ -103,7 +86,7 @@ def corrupt(
     function = partial(_FUNCTIONS[name], folder=frost_folder) if name == "frost" else _FUNCTIONS[name]
     x = images if images.dtype == torch.float64 else images.float()  # half precision cannot tell 256 levels apart
     with torch.autocast(images.device.type, enabled=False):
-        x = function(x, Draws(x, generator), *STRENGTHS[style][name][int(severity) - 1]).clamp(0, 1)
+        x = function(x, RandomNumbers(x, generator), *STRENGTHS[style][name][int(severity) - 1]).clamp(0, 1)
     return (filters.truncate_levels(x) if quantize else x).to(images.dtype).contiguous()
 
 
@@ -122,20 +105,15 @@ def _check_images(images: Tensor, name: str) -> None:
     if not images.is_floating_point():
         hint = "; bytes become that by images.float() / 255" if images.dtype == torch.uint8 else ""
         raise TypeError(f"corrupt needs floating-point images in [0, 1], got {images.dtype}{hint}.")
-    if images.dim() != 4 or 0 in images.shape[1:]:
-        raise ValueError(
-            f"corrupt needs images (B, C, H, W), got shape {tuple(images.shape)}; a single image needs [None]."
-        )
-    channels = _CHANNELS.get(name)
-    if channels and images.shape[1] not in channels:
-        hint = "; gray images become coloured by images.expand(-1, 3, -1, -1)" if images.shape[1] == 1 else ""
-        wanted = " or ".join(str(c) for c in channels)
-        raise ValueError(
-            f"{name} needs images of {wanted} channels (B, C, H, W), got shape {tuple(images.shape)}{hint}."
-        )
+    shape = tuple(images.shape)
+    if len(shape) != 4 or 0 in shape[1:]:
+        raise ValueError(f"corrupt needs images (B, C, H, W), got shape {shape}; a single image needs [None].")
+    channels = _CHANNELS.get(name, shape[1:2])
+    if shape[1] not in channels:
+        hint = "; gray images become coloured by images.expand(-1, 3, -1, -1)" if shape[1] == 1 else ""
+        wanted = " or ".join(map(str, channels))
+        raise ValueError(f"{name} needs images of {wanted} channels (B, C, H, W), got shape {shape}{hint}.")
     wrong = ~((images >= 0) & (images <= 1))  # written so that nan is wrong too
     if bool(wrong.any()):
-        raise ValueError(
-            f"corrupt needs values in [0, 1], got {images[wrong][0].item()!r}; "
-            "bytes must be divided by 255, a normalisation undone and nan removed first."
-        )
+        advice = "bytes must be divided by 255, a normalisation undone and nan removed first"
+        raise ValueError(f"corrupt needs values in [0, 1], got {images[wrong][0].item()!r}; {advice}.")

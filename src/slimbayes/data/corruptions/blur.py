@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.corruptions import filters
-from slimbayes.data.corruptions.draws import Draws
+from slimbayes.data.corruptions.noise import RandomNumbers
 
 
-def gaussian_blur(x: Tensor, draw: Draws, sigma: float) -> Tensor:
+def gaussian_blur(x: Tensor, draw: RandomNumbers, sigma: float) -> Tensor:
     """A Gaussian of `sigma` pixels, edges repeated."""
     return filters.gaussian(x, sigma)
 
@@ -20,7 +20,7 @@ def gaussian_blur(x: Tensor, draw: Draws, sigma: float) -> Tensor:
 def disk(radius: float, alias: float) -> Tensor:
     """A disk whose rim is softened by a small Gaussian of width `alias`, without its empty margin.
 
-    Quirk: the Gaussian mirrors what lies at the kernel's border, so that disks reaching it (radius 8 and 10) don't sum to 1.
+    Quirk: the Gaussian mirrors at the kernel's border, so that disks reaching it (radius 8 and 10) don't sum to 1.
 
     Shape: result (k, k).
 
@@ -37,12 +37,12 @@ def disk(radius: float, alias: float) -> Tensor:
     return kernel[reach - kept : reach + kept + 1, reach - kept : reach + kept + 1]
 
 
-def defocus_blur(x: Tensor, draw: Draws, radius: float, alias: float) -> Tensor:
+def defocus_blur(x: Tensor, draw: RandomNumbers, radius: float, alias: float) -> Tensor:
     """What a round aperture out of focus does: the mean over a disk."""
     return filters.correlate(x, disk(radius, alias))
 
 
-def glass_blur(x: Tensor, draw: Draws, sigma: float, reach: float, rounds: float) -> Tensor:
+def glass_blur(x: Tensor, draw: RandomNumbers, sigma: float, reach: float, rounds: float) -> Tensor:
     """Blur, let pixels take a near pixel's colour, blur."""
     x = filters.truncate_levels(filters.gaussian(x, sigma))  # the reference moves bytes
     batch, _, height, width = x.shape
@@ -56,9 +56,9 @@ def moved(down: Tensor, right: Tensor, reach: int) -> Tensor:
     """Which pixel each pixel's colour comes from after one round of moves.
 
     The reference walks from the last pixel to the first, margins left out, and means to swap each pixel with the one at
-    (down, right). Quirk: numpy views turn the swap into a copy, the other pixel stays. So a pixel takes the first colour of
-    one that comes later in the walk, and the new colour of one already done: a chain of references. Here each chain is
-    followed by doubling its steps, log2 of its length times, instead of pixel by pixel.
+    (down, right). Quirk: numpy views turn the swap into a copy, the other pixel stays. So a pixel takes the first
+    colour of one that comes later in the walk, and the new colour of one already done: a chain of references. Here each
+    chain is followed by doubling its steps, log2 of its length times, instead of pixel by pixel.
 
     Shape: down and right (B, H, W), result (B, H, W) as numbers of pixels in row-major order.
     """
@@ -76,13 +76,14 @@ def moved(down: Tensor, right: Tensor, reach: int) -> Tensor:
     return source.gather(1, ahead).view_as(down)
 
 
-def motion_blur(x: Tensor, draw: Draws, radius: float, sigma: float) -> Tensor:
-    """Motion along a line whose angle is drawn from -45 to 45 degrees; bytes go in and come out, as from ImageMagick."""
+def motion_blur(x: Tensor, draw: RandomNumbers, radius: float, sigma: float) -> Tensor:
+    """Motion along a line whose angle is drawn from -45 to 45 degrees; bytes go in and come out, as from
+    ImageMagick."""
     angle = torch.deg2rad(draw.uniform(len(x), low=-45, high=45))
     return filters.round_levels(filters.motion(x, radius, sigma, angle)) / 255
 
 
-def zoom_blur(x: Tensor, draw: Draws, *factors: float) -> Tensor:
+def zoom_blur(x: Tensor, draw: RandomNumbers, *factors: float) -> Tensor:
     """Mean of the image and its enlargements."""
     # Quirk: the first factor is 1, so the image itself counts twice.
     return (x + sum(filters.zoom(x, factor) for factor in factors)) / (len(factors) + 1)

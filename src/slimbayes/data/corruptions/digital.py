@@ -1,26 +1,29 @@
-"""Contrast, colour, geometry and resolution.
+"""Contrast, colour, geometry, resolution and JPEG.
 
 Shape, everywhere: images (B, C, H, W) in [0, 1], result alike and not yet clipped.
 """
 
+import io
+
 import torch
 from torch import Tensor
 
+from slimbayes.data.archives import require
 from slimbayes.data.corruptions import filters
-from slimbayes.data.corruptions.draws import Draws
+from slimbayes.data.corruptions.noise import RandomNumbers
 
 
-def contrast(x: Tensor, draw: Draws, factor: float) -> Tensor:
+def contrast(x: Tensor, draw: RandomNumbers, factor: float) -> Tensor:
     """Pull every channel towards its mean."""
     mean = x.mean((2, 3), keepdim=True)
     return (x - mean) * factor + mean
 
 
-def saturate(x: Tensor, draw: Draws, factor: float, offset: float) -> Tensor:
+def saturate(x: Tensor, draw: RandomNumbers, factor: float, offset: float) -> Tensor:
     """S' = clip(factor S + offset) of hue, saturation and value, written without the hue.
 
-    A colour is V - V S k, where k in [0, 1] says how far each channel lies from the largest one and holds the hue. Quirk:
-    gray has no hue, the reference takes hue 0 for it, so an offset paints gray red.
+    A colour is V - V S k, where k in [0, 1] says how far each channel lies from the largest one and holds the hue.
+    Quirk: gray has no hue, the reference takes hue 0 for it, so an offset paints gray red.
     """
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
@@ -30,7 +33,9 @@ def saturate(x: Tensor, draw: Draws, factor: float, offset: float) -> Tensor:
     return value * (1 - (saturation * factor + offset).clamp(0, 1) * k)
 
 
-def elastic_transform(x: Tensor, draw: Draws, alpha: float, sigma: float, affine: float, factor: float) -> Tensor:
+def elastic_transform(
+    x: Tensor, draw: RandomNumbers, alpha: float, sigma: float, affine: float, factor: float
+) -> Tensor:
     """A random affine map followed by a smooth random displacement.
 
     The constants are shares of the size: 32 for CIFAR and, as the reference has it, 244 for images of 224 pixels.
@@ -40,9 +45,7 @@ def elastic_transform(x: Tensor, draw: Draws, alpha: float, sigma: float, affine
     offsets = draw.uniform(batch, 3, 2, low=-affine * size, high=affine * size)
     down, right = draw.uniform(2, batch, height, width, low=-1, high=1)
     x = warp_affine(x, offsets)
-    down, right = (
-        filters.gaussian(field, sigma * size, "reflect", truncate=3.0) * alpha * size for field in (down, right)
-    )
+    down, right = (filters.gaussian(f, sigma * size, "reflect", truncate=3.0) * alpha * size for f in (down, right))
     rows, columns = _grid(x)
     return filters.bilinear(x, rows + down, columns + right, "reflect")
 
@@ -59,9 +62,7 @@ def warp_affine(x: Tensor, offsets: Tensor) -> Tensor:
     if side == 0:
         raise ValueError(f"elastic_transform needs images of at least 3 x 3 pixels, got {height} x {width}.")
     middle = x.new_tensor([height // 2, width // 2])
-    corners = x.new_tensor(
-        [[1, 1], [1, -1], [-1, -1]]
-    )  # seen from the middle, in units of `side`, to keep the system tame
+    corners = x.new_tensor([[1, 1], [1, -1], [-1, -1]])  # from the middle, in units of `side`: keeps the system tame
     moved = torch.cat([corners + offsets / side, torch.ones_like(offsets[..., :1])], 2)
     back = torch.linalg.solve(moved, corners.expand(len(x), -1, -1))  # (moved x, moved y, 1) @ back = corner
     rows, columns = _grid(x)
@@ -79,15 +80,13 @@ def _grid(x: Tensor) -> tuple[Tensor, Tensor]:
     return rows.expand(1, height, width), columns.expand(1, height, width)
 
 
-def pixelate(x: Tensor, draw: Draws, factor: float) -> Tensor:
+def pixelate(x: Tensor, draw: RandomNumbers, factor: float) -> Tensor:
     """Shrink with a box filter and grow back, as Pillow does: bytes, columns before rows, rounded after each."""
     height, width = x.shape[-2:]
     pixels = filters.round_levels(x)
     for size in (max(int(width * factor), 1), max(int(height * factor), 1), width, height):
         pixels = filters.mix_columns(pixels, box_matrix(pixels.shape[-1], size))
-        pixels = torch.floor(
-            pixels + 0.5 + 1e-4
-        ).mT  # the slack keeps halves, which thirds and sevenths in float32 just miss
+        pixels = torch.floor(pixels + 0.5 + 1e-4).mT  # the slack keeps halves, which thirds in float32 just miss
     return pixels / 255
 
 
@@ -108,3 +107,18 @@ def box_matrix(size: int, target: int) -> Tensor:
     window = (pixel >= (centre - wide / 2 + 0.5).floor()) & (pixel < (centre + wide / 2 + 0.5).floor())
     inside = ((away > -0.5) & (away <= 0.5) & window).double()
     return inside / inside.sum(1, keepdim=True)
+
+
+def jpeg_compression(x: Tensor, draw: RandomNumbers, quality: float) -> Tensor:
+    """Compress with JPEG at `quality` (1 to 100) and decompress, image by image in Pillow, as the reference does.
+
+    Shape: x (B, C, H, W) in [0, 1] with C 1 or 3, result alike.
+    """
+    image, numpy = require("PIL.Image"), require("numpy")
+    out = torch.empty(x.shape, dtype=torch.uint8, device="cpu")
+    pixels = filters.round_levels(x).to("cpu", torch.uint8).permute(0, 2, 3, 1).numpy()
+    for picture, result in zip(pixels, out):
+        file = io.BytesIO()
+        image.fromarray(picture[..., 0] if x.shape[1] == 1 else picture).save(file, "JPEG", quality=int(quality))
+        result.copy_(torch.from_numpy(numpy.array(image.open(file))).view(*picture.shape).permute(2, 0, 1))
+    return out.to(x) / 255

@@ -1,6 +1,6 @@
 """Linear filters and resampling with the border rules of the libraries that the reference corruptions call.
 
-Sizes: B images, C channels, H rows, W columns.
+Shape, everywhere: images (B, C, H, W), or (..., H, W) where channels do not matter; the result is alike.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Outside the image: a a|a b c|c c (OpenCV replicate), b a|a b c|c b (SciPy reflect), c b|a b c|b a (OpenCV reflect 101).
+# Outside the image: a a|abc|c c (OpenCV replicate), b a|abc|c b (SciPy reflect), c b|abc|b a (OpenCV reflect 101).
 Border = Literal["nearest", "reflect", "mirror"]
 
 
@@ -44,28 +44,18 @@ def round_levels(x: Tensor) -> Tensor:
 
 
 def mix_columns(x: Tensor, matrix: Tensor) -> Tensor:
-    """x @ matrix.T for every image and channel.
-
-    Shape: x (..., H, W), matrix (w, W), result (..., H, w).
-    """
-    dtype = (
-        torch.float64 if x.is_cuda else x.dtype
-    )  # in float32 a GPU may be set to round factors to TF32: wrong by a level
+    """x @ matrix.T for every image and channel: (..., H, W) and (w, W) to (..., H, w)."""
+    dtype = torch.float64 if x.is_cuda else x.dtype  # in float32 a GPU may round factors to TF32: wrong by a level
     return (x.contiguous().to(dtype) @ matrix.to(x.device, dtype).mT).to(x.dtype)
 
 
 def separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """rows @ x @ columns.T for every image and channel.
-
-    Shape: x (..., H, W), rows (h, H), columns (w, W), result (..., h, w).
-    """
+    """rows @ x @ columns.T for every image and channel: (..., H, W), (h, H) and (w, W) to (..., h, w)."""
     return mix_columns(mix_columns(x, columns).mT, rows).mT
 
 
 def gaussian_matrix(size: int, sigma: float, border: Border = "nearest", truncate: float = 4.0) -> Tensor:
-    """Gaussian smoothing of `size` points as a matrix, cut off at `truncate` sigma like scipy.ndimage.
-
-    Shape: result (size, size).
+    """Gaussian smoothing of `size` points as a matrix (size, size), cut off at `truncate` sigma like scipy.ndimage.
 
     Example:
         >>> gaussian_matrix(4, 0.05).equal(torch.eye(4).double())  # too narrow to reach a neighbour
@@ -82,18 +72,12 @@ def gaussian_matrix(size: int, sigma: float, border: Border = "nearest", truncat
 
 
 def gaussian(x: Tensor, sigma: float, border: Border = "nearest", truncate: float = 4.0) -> Tensor:
-    """Smooth images with a Gaussian of `sigma` pixels.
-
-    Shape: x (..., H, W), result alike.
-    """
-    rows, columns = (gaussian_matrix(n, sigma, border, truncate) for n in x.shape[-2:])
-    return separable(x, rows, columns)
+    """Smooth images with a Gaussian of `sigma` pixels."""
+    return separable(x, *(gaussian_matrix(n, sigma, border, truncate) for n in x.shape[-2:]))
 
 
 def zoom_matrix(size: int, factor: float) -> Tensor:
-    """Enlarge the middle of `size` points by `factor`, linearly, and keep `size` of them, as a matrix.
-
-    Shape: result (size, size).
+    """Enlarge the middle of `size` points by `factor`, linearly, and keep `size` of them, as a matrix (size, size).
 
     Example:
         >>> zoom_matrix(4, 2.0)[1].tolist()  # the middle two points become four
@@ -110,33 +94,19 @@ def zoom_matrix(size: int, factor: float) -> Tensor:
 
 
 def zoom(x: Tensor, factor: float) -> Tensor:
-    """Enlarge the middle of images, which keep their size.
-
-    Shape: x (..., H, W), result alike.
-    """
+    """Enlarge the middle of images, which keep their size."""
     return separable(x, *(zoom_matrix(n, factor) for n in x.shape[-2:]))
 
 
-def pad(x: Tensor, margin: int, border: Border) -> Tensor:
-    """Add `margin` pixels on every side.
-
-    Shape: x (..., H, W), result (..., H + 2 margin, W + 2 margin).
-    """
-    for dim in (-2, -1):
-        size = x.shape[dim]
-        x = x.index_select(dim, fold(torch.arange(-margin, size + margin, device=x.device), size, border))
-    return x
-
-
 def correlate(x: Tensor, kernel: Tensor, border: Border = "mirror") -> Tensor:
-    """Weigh every pixel's neighbourhood with an odd square kernel, like cv2.filter2D.
+    """Weigh every pixel's neighbourhood with an odd square kernel (k, k), like cv2.filter2D.
 
     Sums shifted images: kernels here are small or sparse, and a cuDNN convolution would round factors to TF32.
-
-    Shape: x (..., H, W), kernel (k, k), result like x.
     """
-    height, width = x.shape[-2:]
-    padded = pad(x, len(kernel) // 2, border)
+    (height, width), margin, padded = x.shape[-2:], len(kernel) // 2, x
+    for dim in (-2, -1):
+        around = torch.arange(-margin, x.shape[dim] + margin, device=x.device)
+        padded = padded.index_select(dim, fold(around, x.shape[dim], border))
     out = torch.zeros_like(x)
     for i, row in enumerate(kernel.tolist()):
         for j, weight in enumerate(row):
@@ -146,45 +116,28 @@ def correlate(x: Tensor, kernel: Tensor, border: Border = "mirror") -> Tensor:
 
 
 def motion(x: Tensor, radius: float, sigma: float, angle: Tensor) -> Tensor:
-    """ImageMagick's motion blur: a one-sided Gaussian tail along a line of 2 radius + 1 whole-pixel steps, edges repeated.
-
-    Shape: x (B, C, H, W), angle (B,) in radians, result like x.
-    """
+    """ImageMagick's motion blur: a one-sided Gaussian tail along a line of 2 radius + 1 whole-pixel steps at an angle
+    (B,) in radians, edges repeated."""
+    height, width = x.shape[-2:]
     taps = torch.arange(2 * int(radius) + 1, device="cpu")
     weights = torch.softmax(-0.5 * (taps.double() / sigma) ** 2, 0).tolist()
     out = torch.zeros_like(x)
     for i, weight in enumerate(weights):
-        down = torch.ceil(i * angle.sin() - 0.5).long()
-        right = torch.ceil(i * angle.cos() - 0.5).long()
-        out.add_(shift(x, down, right), alpha=weight)
+        down, right = (torch.ceil(i * step - 0.5).long().unsqueeze(1) for step in (angle.sin(), angle.cos()))
+        rows = (torch.arange(height, device=x.device) + down).clamp(0, height - 1)
+        columns = (torch.arange(width, device=x.device) + right).clamp(0, width - 1)
+        out.add_(take(x, rows.unsqueeze(2) * width + columns.unsqueeze(1)), alpha=weight)
     return out
 
 
-def shift(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
-    """Pixel (y, x) of the result is pixel (y + down, x + right) of the image, edges repeated.
-
-    Shape: x (B, C, H, W), down and right (B,), result like x.
-    """
-    height, width = x.shape[-2:]
-    rows = (torch.arange(height, device=x.device) + down.unsqueeze(1)).clamp(0, height - 1)
-    columns = (torch.arange(width, device=x.device) + right.unsqueeze(1)).clamp(0, width - 1)
-    return take(x, rows.unsqueeze(2) * width + columns.unsqueeze(1))
-
-
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Pixels by their number in row-major order, the same for all channels.
-
-    Shape: x (B, C, H, W), index (B, H, W), result like x.
-    """
+    """Pixels by their number in row-major order, index (B, H, W), the same for all channels."""
     index = index.flatten(1).unsqueeze(1).expand(-1, x.shape[1], -1)
     return x.flatten(2).gather(2, index).view_as(x)
 
 
 def bilinear(x: Tensor, rows: Tensor, columns: Tensor, border: Border) -> Tensor:
-    """Sample images between pixels.
-
-    Shape: x (B, C, H, W), rows and columns (B, H, W), result like x.
-    """
+    """Sample images between pixels, at rows and columns (B, H, W)."""
     height, width = x.shape[-2:]
     top, left = rows.floor(), columns.floor()
     below, beside = (rows - top).unsqueeze(1), (columns - left).unsqueeze(1)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from slimbayes.data.corruptions import filters
-from slimbayes.data.corruptions.draws import Draws
+from slimbayes.data.corruptions.noise import RandomNumbers
 
 WATER = (175 / 255, 238 / 255, 238 / 255)
 MUD = (63 / 255, 42 / 255, 20 / 255)
@@ -16,7 +16,7 @@ FAR = 20.0  # pixels from an edge of the water beyond which its light no longer 
 
 
 def spatter(
-    x: Tensor, draw: Draws, mean: float, std: float, sigma: float, threshold: float, strength: float, mud: float
+    x: Tensor, draw: RandomNumbers, mean: float, std: float, sigma: float, threshold: float, strength: float, mud: float
 ) -> Tensor:
     """Splash the image; for mud `strength` is the sigma that softens its rim."""
     batch, _, height, width = x.shape
@@ -42,7 +42,8 @@ def water(layer: Tensor) -> Tensor:
 
 
 def canny(layer: Tensor, low: float, high: float) -> Tensor:
-    """Edges by Canny's rule as OpenCV has it: Sobel slopes, |dx| + |dy|, thinned, weak ones kept if they touch strong ones."""
+    """Edges by Canny's rule as OpenCV has it: Sobel slopes, |dx| + |dy|, thinned, weak ones kept if they touch strong
+    ones."""
     sobel = torch.tensor([[-1.0, 0, 1], [-2, 0, 2], [-1, 0, 1]], device="cpu")
     across, down = filters.correlate(layer, sobel, "nearest"), filters.correlate(layer, sobel.mT, "nearest")
     size = across.abs() + down.abs()

@@ -11,33 +11,28 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.corruptions import filters
-from slimbayes.data.corruptions.draws import Draws
+from slimbayes.data.corruptions.noise import RandomNumbers
+from slimbayes.data.folders import decode
 
-PHOTOS = (
-    "frost1.png",
-    "frost2.png",
-    "frost3.png",
-    "frost4.jpg",
-    "frost5.jpg",
-)  # quirk: the reference never draws its sixth
+PHOTOS = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # quirk: it never draws its sixth
 GRAY = (0.299, 0.587, 0.114)
 
 
 def snow(
     x: Tensor,
-    draw: Draws,
+    draw: RandomNumbers,
     mean: float,
     std: float,
     zoom: float,
-    threshold: float,
+    limit: float,
     radius: float,
     sigma: float,
     mix: float,
 ) -> Tensor:
-    """Whiten the image and add flakes: thresholded noise, enlarged, blown along a line, once more turned by 180 degrees."""
+    """Whiten the image and add flakes: thresholded noise, enlarged, blown along a line, and turned by 180 degrees."""
     batch, channels, height, width = x.shape
     flakes = filters.zoom(draw.normal(batch, 1, height, width, mean=mean, std=std), zoom)
-    flakes = filters.truncate_levels(torch.where(flakes < threshold, 0, flakes).clamp(0, 1))
+    flakes = filters.truncate_levels(torch.where(flakes < limit, 0, flakes).clamp(0, 1))
     angle = torch.deg2rad(draw.uniform(batch, low=-135, high=-45))
     flakes = filters.round_levels(filters.motion(flakes, radius, sigma, angle)) / 255
     gray = x if channels == 1 else torch.einsum("bchw,c->bhw", x, x.new_tensor(GRAY)).unsqueeze(1)
@@ -46,7 +41,7 @@ def snow(
 
 
 def frost(
-    x: Tensor, draw: Draws, image: float, photo: float, shrink: float, folder: str | Path | None = None
+    x: Tensor, draw: RandomNumbers, image: float, photo: float, shrink: float, folder: str | Path | None = None
 ) -> Tensor:
     """Blend with a random crop of one of the five photos."""
     batch, _, height, width = x.shape
@@ -81,35 +76,22 @@ def _cover(photo: Tensor, height: int, width: int) -> Tensor:
 def _find_photos(folder: str | Path | None) -> Path:
     """The folder that holds the photos, or an error that says what is missing."""
     root = os.environ.get("SLIMBAYES_DATA")
+    needs = f"frost needs the photos {', '.join(PHOTOS)} of github.com/hendrycks/robustness"
     if folder is None and root is None:
         raise FileNotFoundError(
-            f"frost needs the photos {', '.join(PHOTOS)} of github.com/hendrycks/robustness (ImageNet-C/imagenet_c/imagenet_c/"
-            "frost): pass frost_folder=..., or put them into the folder frost of $SLIMBAYES_DATA, which is not set."
+            f"{needs}: pass frost_folder=..., or put them into $SLIMBAYES_DATA/frost; it is not set."
         )
     path = Path(folder) if folder is not None else Path(root or "") / "frost"
-    missing = [name for name in PHOTOS if not (path / name).is_file()]
-    if missing:
-        raise FileNotFoundError(
-            f"frost needs the photos {', '.join(PHOTOS)} of github.com/hendrycks/robustness (ImageNet-C/imagenet_c/imagenet_c/"
-            f"frost) in {str(path)!r}, which lacks {', '.join(missing)}; frost_folder or $SLIMBAYES_DATA/frost says where."
-        )
+    if missing := [name for name in PHOTOS if not (path / name).is_file()]:
+        where = "frost_folder or $SLIMBAYES_DATA/frost says where"
+        raise FileNotFoundError(f"{needs} in {str(path)!r}, which lacks {', '.join(missing)}; {where}.")
     return path.resolve()
 
 
 @lru_cache(maxsize=4)
 def read_photos(folder: Path, shrink: int) -> tuple[Tensor, ...]:
     """The five photos in [0, 1], each (3, H, W), shrunk by keeping one pixel of `shrink` x `shrink`."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError("frost reads photos with Pillow, which is missing: pip install pillow.") from error
-    photos = []
-    for name in PHOTOS:
-        with Image.open(folder / name) as file:
-            image = file.convert("RGB")
-        data = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)
-        photos.append(_subsample(data.permute(2, 0, 1), shrink).float() / 255)
-    return tuple(photos)
+    return tuple(_subsample(decode(folder / name), shrink).float() / 255 for name in PHOTOS)
 
 
 def _subsample(photo: Tensor, shrink: int) -> Tensor:
@@ -121,7 +103,7 @@ def _subsample(photo: Tensor, shrink: int) -> Tensor:
     return photo
 
 
-def fog(x: Tensor, draw: Draws, amount: float, decay: float, size: float) -> Tensor:
+def fog(x: Tensor, draw: RandomNumbers, amount: float, decay: float, size: float) -> Tensor:
     """Add a cloud and scale the image back to its old maximum."""
     batch, _, height, width = x.shape
     side = max(int(size), 1 << (max(height, width) - 1).bit_length())
@@ -130,11 +112,11 @@ def fog(x: Tensor, draw: Draws, amount: float, decay: float, size: float) -> Ten
     return (x + amount * cloud) * brightest / (brightest + amount)
 
 
-def plasma(draw: Draws, batch: int, side: int, decay: float) -> Tensor:
+def plasma(draw: RandomNumbers, batch: int, side: int, decay: float) -> Tensor:
     """Clouds in [0, 1] by the diamond-square rule on a torus.
 
-    Each level adds wibble * U(-wibble, wibble) to the mean of four neighbours; wibble starts at 100 (quirk: it enters twice)
-    and is divided by `decay` from level to level.
+    Each level adds wibble * U(-wibble, wibble) to the mean of four neighbours; wibble starts at 100 (quirk: it enters
+    twice) and is divided by `decay` from level to level.
 
     Shape: result (B, side, side); `side` is a power of two.
     """
@@ -155,7 +137,7 @@ def plasma(draw: Draws, batch: int, side: int, decay: float) -> Tensor:
     return (cloud - low) / (high - low)
 
 
-def brightness(x: Tensor, draw: Draws, amount: float) -> Tensor:
+def brightness(x: Tensor, draw: RandomNumbers, amount: float) -> Tensor:
     """Raise V of hue, saturation and value, clipped at 1: colours are scaled by V' / V, black becomes gray."""
     value = x.amax(1, keepdim=True)
     raised = (value + amount).clamp(max=1)

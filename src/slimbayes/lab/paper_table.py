@@ -1,0 +1,186 @@
+"""A table beside the paper's: `table.json` with every number, `table.md` to read. Nothing in them is typed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from slimbayes.lab.config import Experiment
+from slimbayes.lab.papers import UNITS, PaperRow, Scale
+from slimbayes.lab.row_scores import Numbers, RowResult, draws_of, relative_errors
+from slimbayes.files import write_text
+
+_SIZES = ("parameters", "overhead")  # columns of every table
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What has been found so far of a table or figure, and which rows failed and why."""
+
+    name: str
+    scale: Scale
+    rows: Sequence[PaperRow]
+    results: list[RowResult] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def write(self, out: Path) -> None:
+        """Write both files into a folder."""
+        found = self.summary()
+        write_text(out / "table.json", json.dumps(found, indent=1) + "\n")
+        write_text(out / "table.md", markdown(found))
+
+    def summary(self) -> dict[str, Any]:
+        """Everything as JSON holds it: for each row ours (mean, standard error, number of seeds) and the paper's."""
+        rows = [self._entry(row) for row in self.rows]
+        place = self.rows[0].paper.place
+        return {"name": self.name, "place": place, "scale": self.scale, "rows": rows, "failures": self.failures}
+
+    def _entry(self, row: PaperRow) -> dict[str, Any]:
+        mine = [r for r in self.results if r.row.name == row.name]
+        numbers = [r.numbers | relative_errors(r, self.results) for r in mine]
+        paper, record = row.paper, mine[0].record if mine else None
+        entry: dict[str, Any] = {
+            "row": row.stem, "label": paper.row, "note": paper.note, "seeds": [r.seed for r in mine],
+            "settings": sorted({r.setting for r in mine if r.setting}), "ours": averages(numbers, paper.units),
+            "paper": paper.numbers, "paper_errors": paper.errors, "units": paper.units,
+            "shows": [*paper.numbers, *paper.shows], "runs": [r.folder.name for r in mine if r.folder],
+            "files": [f for r in mine for f in r.files],
+        }  # fmt: skip
+        if record is None:
+            return entry
+        # A diagnostic may count another posterior than the record's.
+        size = round(numbers[0].get("parameters", record.parameters.total))
+        seconds = [round(r.record.cost.train_seconds, 1) for r in mine if r.record]
+        return entry | {
+            "method": record.method, "draws": draws_of(record, paper.draws), "parameters": size,
+            "overhead": size / record.parameters.plain - 1, "train_seconds": seconds,
+        }  # fmt: skip
+
+
+def averages(numbers: Sequence[Numbers], units: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Mean, standard error and number of seeds of each score; what is not finite stands in place of the mean.
+
+    Example:
+        >>> averages([{"accuracy": 0.5}, {"accuracy": 0.7}], {"accuracy": "%"})["accuracy"]["mean"]
+        60.0
+    """
+    out: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(n for one in numbers for n in one):
+        values = [one[name] * UNITS[units.get(name, "")] for one in numbers if name in one]
+        odd = sorted({str(value) for value in values if not math.isfinite(value)})
+        error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 and not odd else None
+        # JSON has no word for NaN or infinity: they are written as text.
+        out[name] = {"mean": "/".join(odd) if odd else fmean(values), "error": error, "count": len(values)}
+    return out
+
+
+def describe_setting(experiment: Experiment, scale: Scale) -> str:
+    """A run's setting in a line.
+
+    Example:
+        >>> from slimbayes.lab.papers import find
+        >>> describe_setting(find("rank1/table2/mfvi")[0].experiment("small"), "small")
+        "small: cifar10, up to 1,000 rows, wrn (depth 10, width 1), 3 epochs - not the paper's setting"
+    """
+    data, sizes = experiment.data, dict(experiment.resolved["model"])
+    kind = sizes.pop("kind")
+    shape = ", ".join(f"{n} {'-'.join(map(str, v)) if isinstance(v, list) else v}" for n, v in sizes.items())
+    rows = f"up to {data.train_limit:,} rows" if data.train_limit else "all rows"
+    text = f"{data.name}, {rows}, {kind}{f' ({shape})' if shape else ''}, {experiment.train.epochs:,} epochs"
+    return f"{scale}: {text}" + (" - not the paper's setting" if scale == "small" else "")
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The table to read, ours above the paper's, from a `Reproduction.summary()`."""
+    rows = found["rows"]
+    shown = dict.fromkeys(name for row in rows for name in (row["shows"] or list(row["ours"])[:6]))
+    decimals = {name: _decimals(rows, name) for name in shown if name not in _SIZES}
+    unit = {name: f" [{u}]" for row in rows for name, u in row["units"].items() if u}
+    scores = [name.replace("_", " ") + unit.get(name, "") for name in decimals]
+    lines = [f"# {found['name']}: {found['place']}", "", *_remarks(found), ""]
+    lines += [_line(["", *scores, "draws", "seeds", *_SIZES]), "|---|" + "---:|" * (len(decimals) + 4)]
+    for row in rows:
+        ours = [_value(row["ours"].get(name), digits) for name, digits in decimals.items()]
+        size = [f"{row['parameters']:,}", f"{row['overhead']:.2%}"] if "parameters" in row else ["", ""]
+        lines.append(_line([row["label"], *ours, str(row.get("draws", "")), str(len(row["seeds"]) or "none"), *size]))
+        if row["paper"]:
+            theirs = [_printed(row, name, digits) for name, digits in decimals.items()]
+            size = [
+                f"*{row['paper'][name]:,g}{row['units'].get(name, '')}*" if name in row["paper"] else ""
+                for name in _SIZES
+            ]
+            lines.append(_line(["*paper*", *theirs, "", "", *size]))
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _remarks(found: Mapping[str, Any]) -> list[str]:
+    """Scale, what rows differ in, and what failed."""
+    rows = found["rows"]
+    settings = [(text.partition(": ")[2].partition(", "), row["label"]) for row in rows for text in row["settings"]]
+    out = []
+    for rest, labels in _grouped((rest, label) for (_, _, rest), label in settings).items():
+        data = dict.fromkeys(name for (name, _, other), _ in settings if other == rest)
+        several = len({other for (_, _, other), _ in settings}) > 1
+        out.append(f"- {found['scale']}: {', '.join(data)}; {rest}{f' ({_labels(labels)})' if several else ''}")
+    out.append("- Ours: mean ± standard error over seeds. In italics: what the paper prints.")
+    for note, labels in _grouped((row["note"], row["label"]) for row in rows if row["note"]).items():
+        out.append(f"- {_labels(labels) if len(labels) < len(rows) else 'All rows'}: {note}")
+    return out + [f"- **{line}" for line in failed(found["failures"], "failed:** ")]
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    out: dict[str, list[str]] = {}
+    for key, value in pairs:
+        out.setdefault(key, []).append(value)
+    return out
+
+
+def _labels(labels: Sequence[str]) -> str:
+    return "; ".join(labels) if len(labels) <= 8 else f"{len(labels)} rows: {labels[0]}; ...; {labels[-1]}"
+
+
+def failed(failures: Mapping[str, str], word: str = "") -> list[str]:
+    """A line for each reason, with the runs that failed for it.
+
+    Example:
+        >>> failed({"a, seed 0": "no data.", "b, seed 0": "no data."})
+        ['a, seed 0; b, seed 0: no data.']
+    """
+    reasons = _grouped((reason, name) for name, reason in failures.items())
+    return [f"{'; '.join(names)}{f' {word}' if word else ': '}{reason}" for reason, names in reasons.items()]
+
+
+def _decimals(rows: Sequence[Mapping[str, Any]], name: str) -> int:
+    """Decimals of a column: those the paper prints, or enough for three digits."""
+    printed = [row["paper"][name] for row in rows if name in row["paper"]]
+    if printed:
+        return max(len(f"{value!r}".partition(".")[2]) if value != int(value) else 0 for value in printed)
+    found = [row["ours"][name]["mean"] for row in rows if name in row["ours"]]
+    size = max((abs(value) for value in found if not isinstance(value, str)), default=1.0)
+    return 0 if size >= 1000 else max(0, 3 - math.floor(math.log10(size))) if size > 0 else 3
+
+
+def _value(found: Mapping[str, Any] | None, decimals: int) -> str:
+    if found is None:
+        return "-"
+    if isinstance(found["mean"], str):  # nan or inf
+        return found["mean"]
+    error = "" if found["error"] is None else f" ± {found['error']:,.{decimals}f}"
+    return f"{found['mean']:,.{decimals}f}{error}"
+
+
+def _printed(row: Mapping[str, Any], name: str, decimals: int) -> str:
+    if name not in row["paper"]:
+        return ""
+    error = row["paper_errors"].get(name)
+    shown = "" if error is None else f" ± {error:g}" if error else f" ± {error:.{decimals}f}"
+    return f"*{row['paper'][name]:,.{decimals}f}{shown}*"

@@ -1,0 +1,116 @@
+"""What metrics of classes accept: probabilities from a Prediction or a tensor, checked and brought to one shape.
+
+A binary probability p stands for the two classes (1 - p, p), so every metric of classes has one definition. Scores that
+take logs ask for logs: a Prediction has them where float32 has rounded a probability to zero.
+
+Sizes: N rows, C classes, K members, M = N times further dimensions, such as pixels.
+"""
+
+import torch
+from torch import Tensor
+
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.train.likelihoods import check_labels
+
+Classes = Prediction | Tensor  # a Prediction of classes, probabilities (N, ..., C), or those of class one (N,)
+
+
+def class_probabilities(probs: Classes) -> Tensor:
+    """Probabilities with the classes last, (N, ..., C).
+
+    Example:
+        >>> class_probabilities(torch.tensor([0.25]))
+        tensor([[0.7500, 0.2500]])
+    """
+    if isinstance(probs, Prediction):
+        return _checked(probs.log_probs.exp())
+    return _two_classes(probs) if need_tensor("Probabilities", probs).dim() == 1 else _checked(probs)
+
+
+def class_logs(probs: Classes) -> Tensor:
+    """Logs of what `class_probabilities` gives, (N, ..., C), in float64.
+
+    Example:
+        >>> class_logs(Prediction.from_outputs(torch.tensor([[[0.0, 200.0]]])))
+        tensor([[-200.,    0.]], dtype=torch.float64)
+    """
+    return probs.log_probs.double() if isinstance(probs, Prediction) else class_probabilities(probs).double().log()
+
+
+def labelled(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities (M, C) and class indices (M,).
+
+    Shape: probs (N, ..., C) with target (N, ...), or both (N,) for two classes.
+
+    Example:
+        >>> labelled(torch.tensor([0.25]), torch.tensor([1]))
+        (tensor([[0.7500, 0.2500]]), tensor([1]))
+    """
+    label = need_labels("Probabilities", probs, target)
+    return class_probabilities(probs).flatten(0, -2), label
+
+
+def need_labels(role: str, scores: Classes, target: Tensor) -> Tensor:
+    """Targets that fit scores (N, ..., C), or both (N,), as class indices (M,)."""
+    given = scores.probs if isinstance(scores, Prediction) else need_tensor(role, scores)
+    rows = given.shape if is_binary(scores) else given.shape[:-1]
+    if given.dim() == 0 or need_tensor("Targets", target).shape != rows or target.numel() == 0:
+        raise ValueError(
+            f"{role} (N, ..., C) and targets (N, ...) are needed, or both (N,) for two classes, with N >= 1, "
+            f"got shapes {tuple(given.shape)} and {tuple(target.shape)}."
+        )
+    check_labels(target, None if is_binary(scores) else given.shape[-1])
+    return target.long().flatten()
+
+
+def is_binary(scores: Classes) -> bool:
+    """Whether they are those of class one alone."""
+    return scores.likelihood == "bernoulli" if isinstance(scores, Prediction) else scores.dim() == 1
+
+
+def member_probabilities(members: Classes) -> Tensor:
+    """Class probabilities of each member (K, M, C), from a Prediction, (K, N, ..., C), or (K, N) of class one; K >= 2.
+
+    Example:
+        >>> member_probabilities(torch.tensor([[0.25], [0.5]])).shape
+        torch.Size([2, 1, 2])
+    """
+    given = members.member_probs if isinstance(members, Prediction) else need_tensor("Member probabilities", members)
+    if given.dim() < 2 or given.numel() == 0 or len(given) < 2:
+        needed = "Probabilities (K, N, C) of K >= 2 members are needed, with N >= 1"
+        raise ValueError(f"{needed}, got shape {tuple(given.shape)}.")
+    if isinstance(members, Prediction):
+        return _checked(members.by_member.exp()).flatten(1, -2)
+    return (_two_classes(given) if given.dim() == 2 else _checked(given)).flatten(1, -2)
+
+
+def need_tensor(role: str, value: Tensor) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{role} must be a tensor, got {type(value).__name__}.")
+    return value
+
+
+def _two_classes(probs: Tensor) -> Tensor:
+    _check_range(probs)
+    return torch.stack([1 - probs, probs], -1)
+
+
+def _checked(probs: Tensor) -> Tensor:
+    _check_range(probs)
+    off = (probs.double().sum(-1) - 1).abs() > _slack(probs)
+    if bool(off.any()):
+        raise ValueError(f"The probabilities of a row must sum to 1, got {probs[off][0].double().sum().item():.4f}.")
+    return probs
+
+
+def _check_range(probs: Tensor) -> None:
+    if not probs.is_floating_point():
+        raise ValueError(f"Probabilities of a floating type are needed, got dtype {probs.dtype}.")
+    wrong = ~((probs >= 0) & (probs <= 1 + _slack(probs)))  # written so that nan is wrong too
+    if bool(wrong.any()):
+        got = probs[wrong][0].item()
+        raise ValueError(f"Probabilities must lie in [0, 1], got {got!r}; logits need a softmax first.")
+
+
+def _slack(probs: Tensor) -> float:
+    return max(1e-3, torch.finfo(probs.dtype).eps)

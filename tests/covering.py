@@ -1,0 +1,56 @@
+"""Fewer cases than the product: a covering array over three things, such as methods, layers and properties.
+
+A bug of a method, a layer or a property shows in any case that has it; one that needs two of them in any case that has
+both. So every pair that occurs in the product occurs in the array; what needs three at once is named by hand (`kept`).
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Pair = tuple[str, str]  # (method, layer)
+Case = tuple[str, str, str]  # (method, layer, property)
+
+
+def pairs_in(case: Case) -> set[tuple[str, str, str]]:
+    """The three pairs of a case, each marked by what it is a pair of."""
+    method, layer, name = case
+    return {("method, layer", method, layer), ("method, property", method, name), ("layer, property", layer, name)}
+
+
+def covering(grid: dict[str, list[Pair]], kept: Callable[[str, Pair], bool]) -> dict[str, list[Pair]]:
+    """The cases of a grid, {property: (method, layer) pairs}, to run: those `kept`, then greedily those with new pairs.
+
+    >>> full = {"adds": [(m, n) for m in "ab" for n in "xy"], "saves": [(m, n) for m in "ab" for n in "xy"]}
+    >>> sum(map(len, covering(full, kept=lambda name, pair: False).values()))
+    4
+    """
+    cases: list[Case] = []
+    for name, pairs in grid.items():  # each in an order of its own, the same in every run, so that properties differ
+        cases += [(*pair, name) for pair in random.Random(name).sample(pairs, len(pairs))]
+    chosen = {case for case in cases if kept(case[2], case[:2])}
+    missing = set().union(*map(pairs_in, cases)) - set().union(*map(pairs_in, chosen))
+    for new in (3, 2, 1):  # first the cases that bring most
+        for case in cases:
+            if len(pairs_in(case) & missing) >= new:
+                chosen.add(case)
+                missing -= pairs_in(case)
+    return {name: [pair for pair in pairs if (*pair, name) in chosen] for name, pairs in grid.items()}
+
+
+def first_met(pairs: list[Pair]) -> set[Pair]:
+    """Those that bring a method or a layer that none before them had.
+
+    >>> sorted(first_met([("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")]))
+    [('a', 'x'), ('a', 'y'), ('b', 'x')]
+    """
+    seen: set[str] = set()
+    return {pair for pair in pairs if not seen.issuperset(pair) and not seen.update(pair)}
+
+
+def marked(pairs: list[Pair], quick: set[Pair]) -> list[Any]:
+    """Pairs as parameters of a test, slow unless they are `quick`."""
+    slow = pytest.mark.slow
+    return [pytest.param(*pair, id="-".join(pair), marks=() if pair in quick else slow) for pair in pairs]
