@@ -83,6 +83,7 @@ def test_whole_images_of_their_own_shape_come_back_resized() -> None:
     torch.testing.assert_close(larger, F.interpolate(images, size=30, mode="bilinear"), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_result_is_a_crop_that_interpolate_would_resize() -> None:
     torch.manual_seed(2)
     images = torch.rand(12, 1, 7, 9, dtype=torch.float64)
@@ -98,6 +99,7 @@ def test_every_result_is_a_crop_that_interpolate_would_resize() -> None:
         assert best < 1e-5
 
 
+@pytest.mark.slow
 def test_areas_and_shapes_are_those_asked_for() -> None:
     """The gradient of a ramp tells how much of the image a crop shows."""
     torch.manual_seed(3)

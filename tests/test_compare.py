@@ -58,6 +58,7 @@ def test_means_intervals_and_paired_differences(two):
     assert any("below 0.12" in note for note in table.notes)
 
 
+@pytest.mark.slow
 def test_the_best_is_marked_by_direction(two):
     scores = {row.name: row.scores for row in compare(two).rows}
     assert scores["base"]["nll"].best and not scores["other"]["nll"].best

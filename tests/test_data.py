@@ -694,6 +694,7 @@ def test_uci_broken(tmp_path: Path) -> None:
             load("uci/yacht", tmp_path)
 
 
+@pytest.mark.slow
 def test_xz_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.xz").write_bytes(lzma.compress(bytes(30 << 20)))
     monkeypatch.setattr(archives, "LIMIT", 20 << 20)
@@ -712,6 +713,7 @@ def moments(x: torch.Tensor) -> tuple[list[float], list[float]]:
     return means, [float(share @ (levels - mean) ** 2) ** 0.5 for share, mean in zip(shares, means)]
 
 
+@pytest.mark.slow
 def test_real_cifar10() -> None:
     data = load("cifar10", real("cifar10"), ["test"])
     assert data.test.x.shape == (10_000, 3, 32, 32) and data.test.y.bincount().tolist() == [1000] * 10
@@ -737,6 +739,7 @@ def test_real_cifar10_train() -> None:
     )
 
 
+@pytest.mark.slow
 def test_real_cifar100() -> None:
     data = load("cifar100", real("cifar100"), ["test"])
     assert data.test.y.bincount().tolist() == [100] * 100 and data.classes[:2] == ("apple", "aquarium_fish")
@@ -744,6 +747,7 @@ def test_real_cifar100() -> None:
     assert hashlib.sha256(pixels).hexdigest() == "d3095d123e93a0bf89623544a9d4b9ef4bd9655fb375ab7a6e8ee71c86295a31"
 
 
+@pytest.mark.slow
 def test_real_cifar10h() -> None:
     root = real("cifar10h")
     votes = load("cifar10h", root)
@@ -757,6 +761,7 @@ def test_real_cifar10h() -> None:
     assert (counts.argmax(1) == test.y).double().mean().item() == pytest.approx(0.9921, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_real_mnist() -> None:
     data = load("mnist", real("mnist"))
     assert check("mnist", REAL) == []
@@ -803,6 +808,7 @@ def test_real_uci(name: str) -> None:
     assert np.allclose(split.test.y, y[test], rtol=1e-6) and np.allclose(split.y_std, y[train].std(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_real_listing() -> None:
     here = available(real("uci"))
     published = {name: source.published for name, source in SOURCES.items()}

@@ -411,6 +411,7 @@ def test_gzipped_sources(tmp_path: Path) -> None:
     assert equal(load("mnist", root), plain)
 
 
+@pytest.mark.slow
 def test_the_real_mnist(tmp_path: Path) -> None:
     if not (REAL / "mnist").is_dir():
         pytest.skip(

@@ -125,6 +125,7 @@ def test_negative_sign_value_is_a_normal_around_one() -> None:
 # F9: KL divergences ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.floats(-3, 3), st.floats(0.01, 5), st.floats(-3, 3), st.floats(0.01, 5))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_normal_and_lognormal_kl_equal_torch_distributions(m: float, s: float, m0: float, s0: float) -> None:

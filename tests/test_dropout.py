@@ -760,6 +760,7 @@ def test_channel_dropout_of_an_embedding_drops_words() -> None:
 # Compiled, and in models nobody here wrote ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

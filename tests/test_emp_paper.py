@@ -195,6 +195,7 @@ def test_every_draw_is_one_of_the_enumerated_networks_and_their_mean_is_the_limi
     assert ((y.flatten(1).mean(0) - exact).abs() < 5 * spread).all()
 
 
+@pytest.mark.slow
 def test_the_bare_call_draws_from_the_same_networks() -> None:
     net = patched(toy()).eval()
     x = torch.randn(4, 3)
@@ -208,6 +209,7 @@ def test_the_bare_call_draws_from_the_same_networks() -> None:
     assert len(seen) == 27
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [2, 7])
 def test_a_folded_batch_equals_the_networks_of_its_draws_on_convolutions(draws: int) -> None:
     """Fewer and more draws than components: they take different routes through the matrix layers."""
@@ -943,6 +945,7 @@ def counted(build: Any, config: sb.Config) -> tuple[int, int]:
 PATCH = sb.ModelPatch(components=5, patch="norm+output")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "config", "before", "after", "percent"),
     [
@@ -1026,6 +1029,7 @@ def test_the_effective_ensemble_size_in_words() -> None:
     assert report.to_dict()["log_ensemble_size"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "layers"), [(resnet18, 21), (pyramidnet, 165), (deep_mlp, 100)])
 def test_effective_sizes_of_the_papers_networks(build: Any, layers: int) -> None:
     """5^L patched layers: 20 norms of ResNet-18, 164 of PyramidNet, 99 of the MLP, and the output."""

@@ -519,6 +519,7 @@ def test_states_go_in_and_out_by_rows() -> None:
 # Training -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["loop", "batched"])
 @pytest.mark.parametrize("network", ["mlp", "batch-norm", "images"])
 def test_members_trained_together_equal_members_trained_apart(network: str, execution: str) -> None:
@@ -911,6 +912,7 @@ def test_costs_of_single_layers() -> None:
     assert cost.extra_parameters == report.after - report.before == 3 * (3 * 8 + 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["loop", "batched"])
 def test_compiles_as_one_graph(execution: str) -> None:
     net = ensemble_of(mlp, execution=execution)

@@ -111,6 +111,7 @@ def test_demo_separation_is_an_auroc(demo: ModuleType) -> None:
     assert demo.separation(sure, sure, "total") == 0.5
 
 
+@pytest.mark.slow
 def test_benchmark_times_every_method(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "step.json"
     bench.main(["--device", "cpu", "--cases", "mlp", "--modes", "eager", "--rounds", "2", "--out", str(out)])
@@ -123,6 +124,7 @@ def test_benchmark_times_every_method(bench: ModuleType, tmp_path: Path, capsys:
     assert "rank1 draws=member" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mlp", "conv", "lstm"])
 def test_benchmark_gives_every_method_the_same_rows(bench: ModuleType, case: str) -> None:
     chosen = bench.CASES["cpu"][case]

@@ -352,6 +352,7 @@ def stays() -> Stays:
     return physionet2012(PACKED.parent)
 
 
+@pytest.mark.slow
 @real
 def test_the_real_set(stays: Stays, tmp_path: Path) -> None:
     """Counts and deaths of its README; 13.85 % of set a died, as published. Six stays written as official text read

@@ -156,6 +156,7 @@ def exact_gradients(
     return by_mean / len(target), by_scale / len(target)
 
 
+@pytest.mark.slow
 def test_gradients_are_unbiased_and_less_noisy_from_reparam_to_flipout_to_local() -> None:
     """F22: within 4.5 standard errors of the exact gradient; means gain by decorrelated rows, scales further by local
     draws."""
@@ -753,6 +754,7 @@ def fit(data: Problem, method: sb.Config, kl_weight: float = 1.0, steps: int = 6
 METHODS: dict[str, Any] = {"mean-field": sb.MeanField, "1-tied": lambda **options: sb.KTied(rank=1, **options)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("correlated", [False, True])
 @pytest.mark.parametrize("name", METHODS)
@@ -764,6 +766,7 @@ def test_regression_reaches_its_analytic_optimum(name: str, correlated: bool, es
     assert distance.mean().item() < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_two_tied_reaches_an_optimum_of_rank_two(estimator: Any) -> None:
     """R13: every block of scales within 3 % of the analytic optimum."""
@@ -775,11 +778,13 @@ def test_two_tied_reaches_an_optimum_of_rank_two(estimator: Any) -> None:
     assert distance.mean().item() < 0.1
 
 
+@pytest.mark.slow
 def test_one_tied_cannot_reach_an_optimum_of_rank_two() -> None:
     ratio, _ = fit(blocks(), sb.KTied(rank=1, prior=sb.Normal(0.0, SP), estimator="local", scale_init=0.3))
     assert (ratio - 1).abs().max() > 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["reparam", "local"])
 @pytest.mark.parametrize("kl_weight", [2.0, 0.5])
 @pytest.mark.parametrize("name", METHODS)

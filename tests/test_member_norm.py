@@ -321,6 +321,7 @@ def test_other_layers_stay_and_say_why() -> None:
         sb.MemberNorm(members=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("call", ["sample", "bare"])
 def test_compiles_as_one_graph_that_trains(call: str, momentum: float | None) -> None:

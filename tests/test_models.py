@@ -150,6 +150,7 @@ NETWORKS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["reparam", "flipout"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_converted_networks_take_a_training_step(name: str, estimator: Any) -> None:
@@ -520,6 +521,7 @@ def test_same_seed_same_network(name: str) -> None:
     assert not any(torch.equal(v, states[2][k]) for k, v in states[0].items() if v.dim() > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMAGE_NETWORKS)
 def test_rank1_converts_every_convolution_and_runs(name: str) -> None:
     build, convs = IMAGE_NETWORKS[name]

@@ -338,6 +338,7 @@ def test_folded_draws_keep_channels_last_memory() -> None:
     assert all(seen)  # also while rows are located
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["BatchNorm2d", "LayerNorm-two-dimensions", "GroupNorm", "InstanceNorm2d"]
 )  # torch's cumulative one breaks the graph
@@ -541,6 +542,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, int]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patch", ["norm", "norm+output"])
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("model", MODELS)

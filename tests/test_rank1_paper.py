@@ -293,6 +293,7 @@ def test_bare_call_shares_rows_out_in_consecutive_blocks(rows: int, config: sb.C
     assert max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.slow
 def test_bare_call_gives_a_row_each_member_equally_often() -> None:
     """F2: a training loop over model(x) must train every member on every row (chi-square)."""
     net = sb.bayesianize(nn.Linear(2, 1), sb.BatchEnsemble(members=4, mean_init=sb.Normal(1.0, 0.7)))

@@ -139,6 +139,7 @@ def column(page, number):
     )
 
 
+@pytest.mark.slow
 def test_every_chart_is_drawn_without_a_word_or_a_request(shared):
     charts = shared.locator(".chart")
     assert charts.count() >= 14 and shared.locator(".chart svg").count() == charts.count()
