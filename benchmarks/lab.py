@@ -17,10 +17,10 @@ import torch
 
 from slimbayes.data import Dataset, Split, pad_crop_flip
 from slimbayes.lab.bars import Bars
+from slimbayes.lab.config_files import validate
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.files import validate
 from slimbayes.lab.fit import fit
-from slimbayes.lab.runs import environment
+from slimbayes.lab.run_folder import environment
 
 RANK1 = {
     "kind": "Rank1",

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from slimbayes.lab.bars import Bars
+from slimbayes.lab.config_files import load
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.files import load
 from slimbayes.lab.fit import fit
 from slimbayes.report import compare, write_page
 

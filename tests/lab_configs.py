@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from slimbayes.lab.config import Experiment
+from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.files import merged, validate
 
 CPU = Execution(accelerator="cpu", workers=0)
 BASE: dict[str, Any] = {

@@ -19,7 +19,7 @@ from slimbayes.data.tables import UCI
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.diagnose import DIAGNOSTICS
 from slimbayes.lab.markdown import overview
-from slimbayes.lab.networks import build_network
+from slimbayes.lab.network import build_network
 from slimbayes.lab.rows import Row, find, listings
 from slimbayes.models import keras_count
 

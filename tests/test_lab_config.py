@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import slimbayes as sb
 from slimbayes.lab.config import NETWORKS, Experiment
-from slimbayes.lab.files import ConfigError, load, merged, parse_override, read_tree, validate
+from slimbayes.lab.config_files import ConfigError, load, merged, parse_override, read_tree, validate
 from slimbayes.posteriors import METHODS
 
 BASE: dict[str, Any] = {

@@ -17,12 +17,12 @@ import slimbayes as sb
 from slimbayes.data import Dataset, Split, load, prepare
 from slimbayes.data.augment import picture_crop
 from slimbayes.lab import diagnose as diagnosing
-from slimbayes.lab.again import read_rows
 from slimbayes.lab.config import Data
+from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Nobody
-from slimbayes.lab.files import merged, validate
 from slimbayes.lab.fit import Training
+from slimbayes.lab.predict_file import read_rows
 from slimbayes.lab.task import Scaling, Task, open_task
 
 NAMES = ("length", "beam", "draught")

@@ -18,12 +18,12 @@ from lab_configs import CPU, METHODS, experiment, weights
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.files import CheckpointError
+from slimbayes.lab.checkpoints import latest_state
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Diverged, Stopped, Training, fit
 from slimbayes.lab.records import load_run
-from slimbayes.lab.runs import RunError, default_folder, open_run, stored_experiment
+from slimbayes.lab.run_folder import RunError, default_folder, open_run, stored_experiment
 from slimbayes.lab.seeds import key
-from slimbayes.lab.state import latest_state
 from slimbayes.lab.step import Step
 from slimbayes.lab.task import Scaling, digits, limited, open_task
 from slimbayes.report import record
@@ -429,7 +429,7 @@ def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyte
 CHILD = """
 import sys, json
 from pathlib import Path
-from slimbayes.lab.files import validate
+from slimbayes.lab.config_files import validate
 from slimbayes.lab.fit import fit
 from slimbayes.lab.execution import Execution
 fit(validate(json.loads(sys.argv[1])), Path(sys.argv[2]), Execution(accelerator="cpu", workers=0, checkpoint_every=2), resume=True)

@@ -20,17 +20,17 @@ import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.lab import evaluate as evaluating
 from slimbayes.lab import recipes, training
-from slimbayes.lab.again import fitted, read_rows
 from slimbayes.lab.bars import Bars
+from slimbayes.lab.checkpoints import latest_state
 from slimbayes.lab.command import app
 from slimbayes.lab.config import Data, Experiment
+from slimbayes.lab.config_files import ConfigError, load, merged, validate
 from slimbayes.lab.execution import Execution, Nobody
-from slimbayes.lab.files import ConfigError, load, merged, validate
 from slimbayes.lab.fit import Diverged, Training, fit
 from slimbayes.lab.judge import Judge
 from slimbayes.lab.optimizers import rate
+from slimbayes.lab.predict_file import fitted, read_rows
 from slimbayes.lab.records import load_run
-from slimbayes.lab.state import latest_state
 from slimbayes.lab.task import open_task
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.report import record

@@ -19,7 +19,7 @@ import slimbayes as sb
 import slimbayes.layers
 import slimbayes.metrics as sm
 from slimbayes.distributions.families import kl as kl_of
-from slimbayes.lab.scores import Scores
+from slimbayes.lab.evaluation_scores import Scores
 from slimbayes.lab.tables import _averages
 from slimbayes.layers import bayes_class
 from slimbayes.metrics import TemperatureScaling, temperature

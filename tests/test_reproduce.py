@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from slimbayes.lab import reproduce as module
+from slimbayes.lab.config_files import ConfigError
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.files import ConfigError
 from slimbayes.lab.fit import Stopped
 from slimbayes.lab.markdown import markdown
 from slimbayes.lab.reproduce import Incomplete, find, list_all, reproduce

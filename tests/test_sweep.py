@@ -16,7 +16,7 @@ import yaml
 from slimbayes.lab import supervise
 from slimbayes.lab.axes import combinations, read_sweep
 from slimbayes.lab.backends import Job, Local, Pool, Result, job_of, prepare, state_of, visible_gpus
-from slimbayes.lab.files import ConfigError, load
+from slimbayes.lab.config_files import ConfigError, load
 from slimbayes.lab.labels import labelled
 from slimbayes.lab.supervise import members_of
 from slimbayes.lab.sweep import sweep

@@ -15,7 +15,7 @@ import yaml
 
 from slimbayes.lab.backends import Job, job_of
 from slimbayes.lab.clusters import Call, Ray, Slurm
-from slimbayes.lab.files import ConfigError, validate
+from slimbayes.lab.config_files import ConfigError, validate
 from slimbayes.lab.sweep import sweep
 from slimbayes.report.record import read
 

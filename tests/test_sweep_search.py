@@ -16,7 +16,7 @@ pytest.importorskip("optuna")
 
 from slimbayes.lab import supervise
 from slimbayes.lab.axes import combinations, read_sweep
-from slimbayes.lab.files import ConfigError, load
+from slimbayes.lab.config_files import ConfigError, load
 from slimbayes.lab.search import Searcher, study_folder
 from slimbayes.lab.search_config import Search, check, distributions, value_of
 from slimbayes.lab.supervise import members_of

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.files import ConfigError, Tree, merged, parse_override, read_tree, validate
+from slimbayes.lab.config_files import ConfigError, Tree, merged, parse_override, read_tree, validate
 from slimbayes.lab.labels import at, labelled
 from slimbayes.lab.search_config import Search
 

@@ -23,7 +23,7 @@ import yaml
 
 from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.runs import default_folder
+from slimbayes.lab.run_folder import default_folder
 from slimbayes.lab.supervise import STOPPED, Group, told
 from slimbayes.report.record import RecordError, read
 

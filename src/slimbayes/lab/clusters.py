@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slimbayes.lab.backends import RETRIES, Job, Result, Told, result_of, start, state_of
-from slimbayes.lab.files import ConfigError
+from slimbayes.lab.config_files import ConfigError
 
 
 class Call:

@@ -74,10 +74,10 @@ def fit(
         raise typer.Exit(supervise_command([w for w in sys.argv[1:] if w not in ("--supervise", "--resume")]))
     with _told():
         from slimbayes.lab.bars import Bars
+        from slimbayes.lab.config_files import load
         from slimbayes.lab.execution import Execution
-        from slimbayes.lab.files import load
         from slimbayes.lab.fit import fit as train
-        from slimbayes.lab.runs import default_folder
+        from slimbayes.lab.run_folder import default_folder
 
         experiment = load(config, overrides, scale)
         folder = out or default_folder(experiment)
@@ -100,7 +100,7 @@ def evaluate(
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
     with _told():
-        from slimbayes.lab.again import evaluate_again
+        from slimbayes.lab.predict_file import evaluate_again
 
         wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
         evaluate_again(run, wanted, accelerator, data_dir)
@@ -123,7 +123,7 @@ def predict(
 ) -> None:
     """Predict rows of your own, with uncertainty."""
     with _told():
-        from slimbayes.lab.again import predict_file
+        from slimbayes.lab.predict_file import predict_file
 
         rows = predict_file(run, inputs, output, draws, accelerator)
         typer.echo(f"{rows} predictions in {output}")
@@ -226,7 +226,7 @@ def reproduce(
 def config_check(config: Path, overrides: Overrides = [], scale: Scale = "full") -> None:  # noqa: B006
     """Say whether a config is valid, and everything that is wrong with it."""
     with _told():
-        from slimbayes.lab.files import load
+        from slimbayes.lab.config_files import load
 
         experiment = load(config, overrides, scale)
         typer.echo(
@@ -240,7 +240,7 @@ def config_show(config: Path, overrides: Overrides = [], scale: Scale = "full") 
     with _told():
         import yaml
 
-        from slimbayes.lab.files import load
+        from slimbayes.lab.config_files import load
 
         typer.echo(yaml.safe_dump(load(config, overrides, scale).resolved, sort_keys=False), nl=False)
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from slimbayes.data import Split, corrupt, load
 from slimbayes.lab.config import Evaluate
+from slimbayes.lab.evaluation_scores import strangeness
 from slimbayes.lab.execution import Execution, Nobody, Watcher, watched
 from slimbayes.lab.judge import Judge
-from slimbayes.lab.scores import strangeness
 from slimbayes.lab.seeds import key
 from slimbayes.lab.task import Rows, Task, limited
 from slimbayes.report.record import Evaluation, Example

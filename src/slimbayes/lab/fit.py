@@ -15,7 +15,7 @@ from slimbayes.lab.evaluate import check
 from slimbayes.lab.execution import Execution, Nobody, Watcher
 from slimbayes.lab.inputs import write_inputs
 from slimbayes.lab.records import load_run, write_record
-from slimbayes.lab.runs import open_run
+from slimbayes.lab.run_folder import open_run
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
 from slimbayes.lab.training import Training as Training

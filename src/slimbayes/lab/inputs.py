@@ -18,8 +18,8 @@ import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.networks import plain_network
-from slimbayes.lab.runs import RunError, stored_experiment
+from slimbayes.lab.network import plain_network
+from slimbayes.lab.run_folder import RunError, stored_experiment
 from slimbayes.lab.task import Scaling, Task
 from slimbayes.prediction.prediction import Likelihood
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.lab.config import Evaluate, Experiment
-from slimbayes.lab.scores import RealScores, Scores, uncertainty
+from slimbayes.lab.evaluation_scores import RealScores, Scores, uncertainty
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.task import Rows, Task, batches
 from slimbayes.prediction.predict import predict_prefixes

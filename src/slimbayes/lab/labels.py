@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slimbayes.lab.files import ConfigError, Tree
+from slimbayes.lab.config_files import ConfigError, Tree
 
 
 def at(path: str, value: Any) -> Tree:

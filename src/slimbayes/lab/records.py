@@ -16,8 +16,8 @@ from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import evaluate
 from slimbayes.lab.execution import Execution, Watcher
 from slimbayes.lab.judge import Judge
-from slimbayes.lab.networks import likelihood_of, plain_network
-from slimbayes.lab.runs import command, environment, stored_experiment
+from slimbayes.lab.network import likelihood_of, plain_network
+from slimbayes.lab.run_folder import command, environment, stored_experiment
 from slimbayes.lab.task import Task, open_task
 from slimbayes.prediction.prediction import Likelihood
 from slimbayes.report.record import Cost, Parameters, Record, RecordError, read

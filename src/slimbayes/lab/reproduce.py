@@ -28,7 +28,7 @@ from slimbayes.lab.rows import Row as Row
 from slimbayes.lab.rows import Scale as Scale
 from slimbayes.lab.rows import find as find
 from slimbayes.lab.rows import listings
-from slimbayes.lab.runs import default_folder
+from slimbayes.lab.run_folder import default_folder
 from slimbayes.lab.tables import Numbers, Result, Table, draws_of, measured, told, write
 from slimbayes.report.record import read
 

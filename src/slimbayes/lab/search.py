@@ -27,9 +27,9 @@ from slimbayes.files import write_text
 from slimbayes.lab.backends import Job, Pool, Result, job_of, prepare
 from slimbayes.lab.board import Board, rows_of, show
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.files import merged, validate
+from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.labels import at, labelled
-from slimbayes.lab.runs import default_folder
+from slimbayes.lab.run_folder import default_folder
 from slimbayes.lab.search_config import Search, distributions, is_range, value_of
 from slimbayes.lab.seeds import key
 

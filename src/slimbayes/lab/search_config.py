@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.files import ConfigError, merged, validate
+from slimbayes.lab.config_files import ConfigError, merged, validate
 from slimbayes.lab.labels import at, labelled
 from slimbayes.report.record import read
 

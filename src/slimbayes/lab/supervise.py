@@ -225,8 +225,8 @@ def run_folder(words: Sequence[str]) -> Path:
     given = whole.commands["fit"].make_context("fit", [word for word in words[1:] if word != "--supervise"]).params
     if given["out"] is not None:
         return Path(given["out"])
-    from slimbayes.lab.files import load
-    from slimbayes.lab.runs import default_folder
+    from slimbayes.lab.config_files import load
+    from slimbayes.lab.run_folder import default_folder
 
     return default_folder(load(given["config"], given["overrides"] or (), given["scale"]))
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from slimbayes.lab.axes import Point, Sweep, combinations, read_sweep
 from slimbayes.lab.backends import Backend, Job, Local, Result, job_of, prepare, state_of, visible_gpus
 from slimbayes.lab.board import Board, show
-from slimbayes.lab.files import ConfigError
+from slimbayes.lab.config_files import ConfigError
 from slimbayes.lab.search_config import Search, check
 
 Where = Literal["local", "slurm", "ray"]

@@ -22,17 +22,17 @@ from torch.distributed.tensor import DTensor
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.files import CheckpointError, write_csv
+from slimbayes.lab.checkpoints import latest_state, restore, save_state, sharded_like
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.crops import crops
 from slimbayes.lab.execution import Execution, Watcher
 from slimbayes.lab.faults import explain
 from slimbayes.lab.judge import judge_validation
 from slimbayes.lab.logs import append_steps, forget_steps, tensorboard
-from slimbayes.lab.networks import build_network, likelihood_of
+from slimbayes.lab.network import build_network, likelihood_of
 from slimbayes.lab.optimizers import build_optimizer, kl_weight, rate
-from slimbayes.lab.runs import RunError
+from slimbayes.lab.run_folder import RunError
 from slimbayes.lab.seeds import generator, seed_everything
-from slimbayes.lab.state import latest_state, restore, save_state, sharded_like
 from slimbayes.lab.step import NonFinite, Step
 from slimbayes.lab.task import open_task
 

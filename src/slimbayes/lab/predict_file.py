@@ -17,8 +17,8 @@ from torch import Tensor
 from slimbayes.data import Split
 from slimbayes.files import write_text
 from slimbayes.lab.bars import Bars
+from slimbayes.lab.config_files import merged, parse_override, validate
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.files import merged, parse_override, validate
 from slimbayes.lab.inputs import read_inputs, write_inputs
 from slimbayes.lab.judge import Judge
 from slimbayes.lab.records import load_run, write_record

@@ -23,7 +23,7 @@ import yaml
 
 from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.files import ConfigError, read_tree, validate
+from slimbayes.lab.config_files import ConfigError, read_tree, validate
 
 
 class RunError(RuntimeError):
