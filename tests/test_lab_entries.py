@@ -20,6 +20,7 @@ from slimbayes.lab import diagnose as diagnosing
 from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.diagnose import Case, diagnose
+from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Nobody
 from slimbayes.lab.fit import Training
 from slimbayes.lab.predict_file import read_rows
@@ -135,7 +136,7 @@ def test_a_perfect_regression_has_the_likelihood_of_its_noise(
     standard, own = Split(z, z), Split(z, z * std + mean)
     task = Task("mine", standard, own, standard, Scaling(), y_mean=mean, y_std=std)
     network = sb.bayesianize(Exact(), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)))
-    loaded = (validate(regression(train={"noise": noise})), network, task, "gaussian")
+    loaded = Predictor(validate(regression(train={"noise": noise})), network, task, "gaussian")
     monkeypatch.setattr(diagnosing, "load_run", lambda *_: loaded)
     numbers, _ = diagnose("elbo", Case(tmp_path, tmp_path, draws=2, options={"rows": rows}))
     log_density = -float(torch.distributions.Normal(mean, noise * std).log_prob(mean))  # in the targets' own units

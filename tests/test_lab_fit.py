@@ -18,13 +18,12 @@ from lab_configs import CPU, METHODS, experiment, weights
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.files import CheckpointError
-from slimbayes.lab.checkpoints import latest_state
+from slimbayes.lab.checkpoints import latest_checkpoint
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import Diverged, Stopped, Training, fit
-from slimbayes.lab.records import load_run
+from slimbayes.lab.fit import Diverged, Stopped, Training, fit, load_run
 from slimbayes.lab.run_folder import RunError, default_folder, open_run, stored_experiment
 from slimbayes.lab.seeds import key
-from slimbayes.lab.step import Step
+from slimbayes.lab.step import TrainingStep
 from slimbayes.lab.task import Scaling, digits, limited, open_task
 from slimbayes.report import record
 
@@ -37,14 +36,14 @@ class Crash(BaseException):
 
 
 def crash_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    real = Step.__call__
+    real = TrainingStep.__call__
 
-    def call(self: Step, batch: Any, step: int, *rest: Any) -> None:
+    def call(self: TrainingStep, batch: Any, step: int, *rest: Any) -> None:
         if step == steps:
             raise Crash
         real(self, batch, step, *rest)
 
-    monkeypatch.setattr(Step, "__call__", call)
+    monkeypatch.setattr(TrainingStep, "__call__", call)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,7 +73,7 @@ def test_resuming_from_an_older_checkpoint_runs_the_lost_steps_again(
         crash_after(patch, 5)
         with pytest.raises(Crash):
             fit(chosen, tmp_path / "cut", every3)
-    found = latest_state(tmp_path / "cut" / "checkpoints")
+    found = latest_checkpoint(tmp_path / "cut" / "checkpoints")
     assert found is not None and found[1]["step"] == 3
     assert weights(fit(chosen, tmp_path / "cut", every3, resume=True)) == weights(whole)
 
@@ -211,16 +210,16 @@ def test_averaged_weights_are_what_is_saved(tmp_path: Path) -> None:
     """One epoch of four steps by hand: the average of the weights after each step, with decay a."""
     chosen = experiment(train={"ema": 0.5, "epochs": 1}, method=METHODS["plain"])
     seen: list[torch.Tensor] = []
-    real = Step._average
+    real = TrainingStep._average
 
-    def spy(self: Step) -> None:
+    def spy(self: TrainingStep) -> None:
         if not seen:
             seen.append(self.averages["dense.weight"].clone())
         real(self)
         seen.append(dict(self.network.named_parameters())["dense.weight"].detach().clone())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Step, "_average", spy)
+        patch.setattr(TrainingStep, "_average", spy)
         run = fit(chosen, tmp_path / "run", CPU)
     expected = seen[0]
     for value in seen[1:]:
@@ -291,9 +290,9 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path, monkeypatch:
                 bad = bad[: draw.randrange(len(bad))]
             file.write_bytes(bad)
             with pytest.warns(UserWarning, match="damaged"):
-                assert latest_state(folder.parent) is None
+                assert latest_checkpoint(folder.parent) is None
         file.write_bytes(good)
-    assert latest_state(folder.parent) is not None
+    assert latest_checkpoint(folder.parent) is not None
 
 
 def test_checkpoints_of_another_config_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,18 +328,18 @@ def test_nan_in_the_data_stops_at_its_step_and_names_it(tmp_path: Path) -> None:
 def test_nan_in_a_layer_stops_and_names_the_layer_and_keeps_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Step.__call__
+    real = TrainingStep.__call__
 
-    def poison(self: Step, batch: Any, step: int, *rest: Any) -> None:
+    def poison(self: TrainingStep, batch: Any, step: int, *rest: Any) -> None:
         if step == 5:
             with torch.no_grad():
                 self.network.get_parameter("conv2.weight")[0, 0, 0, 0] = float("inf")
         real(self, batch, step, *rest)
 
-    monkeypatch.setattr(Step, "__call__", poison)
+    monkeypatch.setattr(TrainingStep, "__call__", poison)
     with pytest.raises(Diverged, match=r"step 5 is not finite. The parameter conv2.weight holds NaN or infinity"):
         fit(experiment(method=METHODS["plain"]), tmp_path / "run", EVERY_STEP)
-    found = latest_state(tmp_path / "run" / "checkpoints")
+    found = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert (
         found is not None
         and found[1]["step"] == 5
@@ -408,14 +407,14 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
 
 
 def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Step.__call__
+    real = TrainingStep.__call__
 
-    def call(self: Step, batch: Any, step: int, *rest: Any) -> None:
+    def call(self: TrainingStep, batch: Any, step: int, *rest: Any) -> None:
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         real(self, batch, step, *rest)
 
-    monkeypatch.setattr(Step, "__call__", call)
+    monkeypatch.setattr(TrainingStep, "__call__", call)
     with pytest.raises(Stopped, match="after step 3.*--resume"):
         fit(experiment(), tmp_path / "run", CPU)
     monkeypatch.undo()
@@ -553,7 +552,7 @@ def test_hostile_checkpoints_are_refused_and_nothing_runs(
     monkeypatch.chdir(tmp_path)
     hostile(tmp_path / "checkpoints" / "step-00000001", tensors, state, **manifest)
     with pytest.warns(UserWarning, match="damaged"):
-        assert latest_state(tmp_path / "checkpoints") is None
+        assert latest_checkpoint(tmp_path / "checkpoints") is None
     assert not (tmp_path / "canary").exists()
 
 
@@ -587,13 +586,13 @@ def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told
     np.save(folder / "labels.npy", np.arange(10) % 10)
     np.save(folder / "fog.npy", images)
     where = Execution(accelerator="cpu", data_dir=tmp_path)
-    found = _published("cifar10", "fog", 2, where, None)
+    found = _published("cifar10", "fog", 2, where)
     assert (
         found is not None
         and torch.equal(found.x, torch.from_numpy(images[2:4]).permute(0, 3, 1, 2))
         and found.y.tolist() == [2, 3]
     )
-    assert _published("cifar10", "snow", 2, where, None) is None and _published("digits", "fog", 2, where, None) is None
+    assert _published("cifar10", "snow", 2, where) is None and _published("digits", "fog", 2, where) is None
     (folder / "fog.npy").write_bytes((folder / "fog.npy").read_bytes()[:5000])
     with pytest.raises(ValueError, match="fog.npy"):
-        _published("cifar10", "fog", 2, where, None)
+        _published("cifar10", "fog", 2, where)

@@ -21,16 +21,13 @@ from slimbayes.data import Dataset, Split
 from slimbayes.lab import evaluate as evaluating
 from slimbayes.lab import recipes, training
 from slimbayes.lab.bars import Bars
-from slimbayes.lab.checkpoints import latest_state
+from slimbayes.lab.checkpoints import latest_checkpoint
 from slimbayes.lab.command import app
 from slimbayes.lab.config import Data, Experiment
 from slimbayes.lab.config_files import ConfigError, load, merged, validate
 from slimbayes.lab.execution import Execution, Nobody
-from slimbayes.lab.fit import Diverged, Training, fit
-from slimbayes.lab.judge import Judge
-from slimbayes.lab.optimizers import rate
+from slimbayes.lab.fit import Diverged, Training, fit, load_run
 from slimbayes.lab.predict_file import fitted, read_rows
-from slimbayes.lab.records import load_run
 from slimbayes.lab.task import open_task
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.report import record
@@ -130,7 +127,7 @@ def test_wrong_words_beside_the_experiment_are_told(text: str, tmp_path: Path) -
 @pytest.mark.parametrize("milestone", [0.0, 0.5, 0.75, 1.0, pytest.param(0.55)])
 def test_rates_fall_at_the_very_step(milestone: float) -> None:
     chosen = recipes.Train(epochs=10, optimizer={"kind": "SGD"}, schedule={"kind": "Step", "milestones": [milestone]})  # type: ignore[arg-type]
-    assert sum(rate(chosen, 10)(step) == 1 for step in range(100)) == round(100 * milestone)
+    assert sum(chosen.rate(step, 10) == 1 for step in range(100)) == round(100 * milestone)
 
 
 # --- training ---
@@ -230,7 +227,7 @@ def test_weights_that_turn_nan_are_told_and_never_saved(batch: int, tmp_path: Pa
             network=net,
             dataset=data,
         )
-    found = latest_state(tmp_path / "run" / "checkpoints")
+    found = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert found is None or all(bool(t.isfinite().all()) for n, t in found[0].items() if n.startswith("network/"))
 
 
@@ -335,8 +332,10 @@ def test_validation_counts_every_target_as_the_test_does(tmp_path: Path) -> None
 def test_sets_that_do_not_fit_are_told(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         evaluating,
-        "_test_of",
-        lambda *_: Split(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)),
+        "load",
+        lambda *_: SimpleNamespace(
+            splits={"test": Split(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))}
+        ),
     )
     real = {"network": dense(2), "dataset": mine(X, X[:, :2])} if asked == "ood" else {}
     with pytest.raises(ValueError, match="inverted"):
@@ -351,10 +350,8 @@ def test_sets_that_do_not_fit_are_told(asked: str, tmp_path: Path, monkeypatch: 
 def test_examples_show_the_predictions_that_were_judged(tmp_path: Path) -> None:
     chosen = experiment(train=ONCE, evaluate={"draws": [1, 4]})
     folder = fit(chosen, tmp_path / "run", CPU)
-    _, net, task, likelihood = load_run(folder, CPU)
-    found = torch.cat(
-        [p[4].entropy for p, _ in Judge(net, task, likelihood, chosen).predictions(task.test, "digits test {}", [1, 4])]
-    )
+    loaded = load_run(folder, CPU)
+    found = torch.cat([p[4].entropy for p, _ in loaded.predictions(loaded.task.test, "digits test {}", [1, 4])])
     assert [float(found[e.index]) for e in record.read(folder).examples] == [
         e.entropy for e in record.read(folder).examples
     ]

@@ -100,10 +100,10 @@ def evaluate(
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
     with _told():
-        from slimbayes.lab.predict_file import evaluate_again
+        from slimbayes.lab.fit import evaluate_run
 
         wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
-        evaluate_again(run, wanted, accelerator, data_dir)
+        evaluate_run(run, wanted, accelerator, data_dir)
         _print_scores(run)
 
 
@@ -230,7 +230,7 @@ def config_check(config: Path, overrides: Overrides = [], scale: Scale = "full")
 
         experiment = load(config, overrides, scale)
         typer.echo(
-            f"{config} is valid: {experiment.name}, {experiment.told} on {experiment.data.name}, {experiment.hash}"
+            f"{config} is valid: {experiment.name}, {experiment.method_text} on {experiment.data.name}, {experiment.hash}"
         )
 
 

@@ -32,16 +32,14 @@ from slimbayes.diagnostics import GradientSNR, plot_scales, plot_spectrum, trunc
 from slimbayes.diagnostics import spectrum as spectrum_of
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.errors import did_you_mean
-from slimbayes.lab.config import Experiment
+from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.judge import Judge
-from slimbayes.lab.records import load_run
+from slimbayes.lab.fit import load_run
 from slimbayes.lab.seeds import seed_everything
-from slimbayes.lab.step import likelihood_loss
+from slimbayes.lab.step import negative_log_likelihood as likelihood_loss
 from slimbayes.lab.tables import Numbers, calibration_errors
-from slimbayes.lab.task import Task, batches
+from slimbayes.lab.task import batches
 from slimbayes.models import keras_count
-from slimbayes.prediction.prediction import Likelihood
 from slimbayes.report.record import Evaluation, Record, read
 
 Found = tuple[Numbers, Any]
@@ -61,7 +59,7 @@ class Case:
     execution: Execution = Execution()  # noqa: RUF009 (frozen)
 
     @cached_property
-    def loaded(self) -> tuple[Experiment, nn.Module, Task, Likelihood]:
+    def loaded(self) -> Predictor:
         assert self.folder is not None
         return load_run(self.folder, self.execution)
 
@@ -109,8 +107,8 @@ def diagnose(name: str, case: Case) -> Found:
 
 def _scores(case: Case, network: nn.Module) -> Numbers:
     """Scores of a network under the run's own evaluation, with the ELBO per row at full KL weight."""
-    experiment, _, task, likelihood = case.loaded
-    (made,), _ = Judge(network, task, likelihood, experiment).judge(case.rows, [case.draws], task.name, "validation")
+    task = case.loaded.task
+    (made,), _ = case.loaded._replace(network=network).score(case.rows, [case.draws], task.name, "validation")
     alone = _mean_nll(case, network)
     with torch.no_grad():
         kl = float(sb.kl(network)) / len(task.train)

@@ -1,4 +1,8 @@
-"""What can be done with a finished run: evaluate it anew, and predict rows of one's own."""
+"""Predicting the rows of a file with a finished run, from the run's directory alone: training data are not needed.
+
+inputs.json    shape, type and column names of a row, scaling, classes, vocabulary, units of real targets,
+               likelihood, and the data's facts about the network
+"""
 
 from __future__ import annotations
 
@@ -11,103 +15,164 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+import slimbayes as sb
 from slimbayes.data import Split
-from slimbayes.files import write_text
-from slimbayes.lab.bars import Bars
-from slimbayes.lab.config_files import merged, parse_override, validate
+from slimbayes.data.folders import decode
+from slimbayes.files import write_csv, write_json
+from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.inputs import read_inputs, write_inputs
-from slimbayes.lab.judge import Judge
-from slimbayes.lab.records import load_run, write_record
-from slimbayes.lab.task import Task
-from slimbayes.prediction.prediction import Prediction
-from slimbayes.report.record import Record
+from slimbayes.lab.network import plain_network
+from slimbayes.lab.run_folder import RunError, stored_experiment
+from slimbayes.lab.task import Scaling, Task
+from slimbayes.prediction.prediction import Likelihood, Prediction
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-
-
-def evaluate_again(
-    run: Path, overrides: Sequence[str] = (), accelerator: Any = "auto", data_dir: Path | None = None
-) -> Record:
-    """Judge a trained run, with other choices for its evaluation if asked, and write its record anew."""
-    execution = Execution(accelerator=accelerator, data_dir=data_dir)
-    experiment, network, task, likelihood = load_run(run, execution)
-    tree = experiment.resolved
-    for override in overrides:
-        if not override.strip().startswith("evaluate."):
-            raise ValueError(f"Only evaluate.* can be changed after training, got {override!r}.")
-        tree = merged(tree, parse_override(override))
-    write_inputs(run, task, likelihood)
-    with Bars(experiment.name) as bars:
-        return write_record(run, execution, bars, network, task, likelihood, experiment=validate(tree, str(run)))
+_TYPES = {str(t)[len("torch.") :]: t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)}
 
 
 def predict_file(run: Path, inputs: Path, output: Path, draws: int = 16, accelerator: Any = "auto") -> int:
-    """Predict the rows of a file and write predictions; returns how many rows there were. The training data are not needed.
+    """Predict the rows of a file and write predictions; returns how many rows there were.
 
     Rows that hold NaN or infinity are refused by number: a prediction for them would be a guess.
     """
     if output.suffix not in (".csv", ".json", ".npz"):
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
-    known = read_inputs(run, Execution(accelerator=accelerator).device)
-    task = known.task
-    x = fitted(read_rows(inputs, task.columns), task, str(inputs))
-    judge = Judge(known.network, task, known.likelihood, known.experiment)
-    parts = [found[draws] for found, _ in judge.predictions(Split(x, torch.zeros(len(x))), "predict", [draws])]
-    columns = table_of(parts, task)
+    predictor = read_predictor(run, Execution(accelerator=accelerator).device)
+    x = fitted(read_rows(inputs, predictor.task.columns), predictor.task, str(inputs))
+    found = predictor.predictions(Split(x, torch.zeros(len(x))), "predict", [draws])
+    columns = as_columns([predictions[draws] for predictions, _ in found], predictor.task.classes)
+    lines = [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
     if output.suffix == ".npz":
-        import numpy as np
-
-        np.savez_compressed(output, **{name: np.asarray(values) for name, values in columns.items()})
+        arrays: dict[str, Any] = {name: np.asarray(values) for name, values in columns.items()}
+        np.savez_compressed(output, **arrays)
     elif output.suffix == ".json":
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        write_text(output, json.dumps(rows, indent=1) + "\n")
+        write_json(output, lines)
     else:
-        with open(output, "w", newline="", encoding="utf8") as handle:
-            writer = csv.writer(handle)
-            writer.writerow(columns)
-            writer.writerows(zip(*columns.values(), strict=True))
+        write_csv(output, lines)
     return len(x)
 
 
-def table_of(parts: Sequence[Prediction], task: Task) -> dict[str, list[Any]]:
-    """Predictions as columns: label, probabilities and uncertainties of classes; mean and standard deviations of real targets."""
-    join = lambda name: torch.cat([getattr(p, name).double() for p in parts]).cpu()  # noqa: E731
+def as_columns(parts: Sequence[Prediction], classes: Sequence[str]) -> dict[str, list[Any]]:
+    """Predictions as columns: label, probabilities and uncertainties, or mean and deviations of real targets."""
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(p, name).double() for p in parts]).cpu()
+
     if parts[0].likelihood == "gaussian":
-        columns: dict[str, list[Any]] = {}
-        mean, std, epistemic = join("mean"), join("std"), join("epistemic").sqrt()
-        for target in range(mean.shape[1]):
-            end = f"_{target}" if mean.shape[1] > 1 else ""
-            columns |= {
-                f"{n}{end}": t[:, target].tolist()
-                for n, t in (("mean", mean), ("std", std), ("epistemic_std", epistemic))
-            }
-        return columns
-    probs = join("probs")
+        found = {"mean": joined("mean"), "std": joined("std"), "epistemic_std": joined("epistemic").sqrt()}
+        targets = range(found["mean"].shape[1])
+        ends = [f"_{target}" if len(targets) > 1 else "" for target in targets]
+        return {f"{name}{ends[i]}": values[:, i].tolist() for i in targets for name, values in found.items()}
+    probs = joined("probs")
     probs = torch.stack([1 - probs, probs], 1) if probs.dim() == 1 else probs
-    names = task.classes or tuple(map(str, range(probs.shape[1])))
-    label = probs.argmax(1)
-    columns = {"label": [names[i] for i in label.tolist()], "confidence": probs.max(1).values.tolist()}
-    columns |= {name: join(name).tolist() for name in ("entropy", "aleatoric", "epistemic")}
+    names = classes or tuple(map(str, range(probs.shape[1])))
+    confidence, label = probs.max(1)
+    columns: dict[str, list[Any]] = {"label": [names[i] for i in label.tolist()], "confidence": confidence.tolist()}
+    columns |= {name: joined(name).tolist() for name in ("entropy", "aleatoric", "epistemic")}
     return columns | {f"p({name})": probs[:, i].tolist() for i, name in enumerate(names)}
 
 
+# --- what a network takes ---
+
+
+def write_inputs(folder: Path, task: Task, likelihood: Likelihood) -> None:
+    """Write down what a run's network takes; image folders, whose rows are files, are left out."""
+    if not isinstance(task.train, Split):
+        return
+    tensors = {"mean": task.scaling.mean, "std": task.scaling.std, "y_mean": task.y_mean, "y_std": task.y_std}
+    facts = {
+        "row": list(task.train.x.shape[1:]), "dtype": str(task.train.x.dtype).removeprefix("torch."),
+        "name": task.name, "classes": list(task.classes), "targets": list(task.train.y.shape[1:]), "real": task.real,
+        "vocabulary": task.vocabulary, "likelihood": likelihood, "fills": task.fills(), "columns": list(task.columns),
+    }  # fmt: skip
+    facts |= {name: None if tensor is None else tensor.tolist() for name, tensor in tensors.items()}
+    write_json(folder / "inputs.json", facts)
+
+
+def read_predictor(folder: Path, device: torch.device) -> Predictor:
+    """A run's network, with a task that holds no rows but knows everything about them."""
+    experiment, file = stored_experiment(folder), Path(folder) / "inputs.json"
+    try:
+        facts = json.loads(file.read_text())
+        x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
+        y = torch.zeros(0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64)
+        names = ("mean", "std", "y_mean", "y_std")
+        mean, std, y_mean, y_std = (None if facts[n] is None else torch.tensor(facts[n]).float() for n in names)
+        columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
+        plain = plain_network(experiment, facts["fills"], facts["name"])
+    except OSError as error:
+        raise RunError(
+            f"{folder} has no inputs.json: its training is not finished, or it is a run on image folders, which cannot "
+            f"predict files yet."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{file} is damaged: {error!r}. `slimbayes evaluate {folder}` writes it anew.") from error
+    network, nothing = sb.load(plain, Path(folder) / "model").to(device), Split(x, y)
+    classes, words = tuple(facts["classes"]), facts["vocabulary"]
+    task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns)
+    return Predictor(experiment, network, task.to(device), facts["likelihood"])
+
+
+def fitted(x: Tensor, task: Task, source: str) -> Tensor:
+    """Rows in the shape and type that the network was trained on, or an error that says what does not fit."""
+    assert isinstance(task.test, Split)
+    like = task.test.x
+    if not x.numel() or x.is_complex():
+        raise ValueError(
+            f"{source}: real numbers are needed, of at least one row, got {x.dtype} of shape {tuple(x.shape)}."
+        )
+    if task.images:
+        x = _as_images(x, like.shape[1:])
+    if x.shape[1:] != like.shape[1:]:
+        raise ValueError(
+            f"{source}: each row must have shape {tuple(like.shape[1:])}, as in training, got {tuple(x.shape[1:])}."
+        )
+    _refuse(~x.isfinite(), f"{source}: row {{}} holds NaN or infinity, so nothing can be said about it.")
+    if task.images and x.is_floating_point():
+        low, high = float(x.min()), float(x.max())
+        if low < 0 or high > 1:
+            raise ValueError(f"{source}: images must be bytes, or numbers in [0, 1], got {low:g} to {high:g}.")
+        return (x * 255).round().to(torch.uint8)
+    if not like.is_floating_point():  # bytes and words
+        most, wide = 255 if like.dtype == torch.uint8 else task.vocabulary - 1, x.double()
+        outside = (wide != wide.round()) | (wide < 0) | (wide > most)
+        _refuse(outside, f"{source}: row {{}} holds other numbers than the whole ones from 0 to {most}.")
+    return x.to(like.dtype)
+
+
+def _as_images(x: Tensor, shape: torch.Size) -> Tensor:
+    """Images (N, C, H, W) from ones with their colours last, three equal colours, or no axis for the only one."""
+    if x.dim() == 4 and x.shape[1:] != shape and x.movedim(-1, 1).shape[1:] == shape:
+        x = x.movedim(-1, 1)
+    if x.dim() == 4 and x.shape[1] == 3 and shape[0] == 1:
+        x = x.float().mean(1, keepdim=True).round().to(x.dtype)
+    return x.unsqueeze(1) if x.dim() == 3 and shape[0] == 1 else x
+
+
+def _refuse(bad: Tensor, message: str) -> None:
+    found = bad.flatten(1).any(1).nonzero()
+    if len(found):
+        raise ValueError(message.format(int(found[0])))
+
+
+# --- reading files ---
+
+
 def read_rows(file: Path, columns: Sequence[str] = ()) -> Tensor:
-    """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or one or more images.
+    """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or images.
 
     `columns` are the training data's names, if they had any: a csv with names must have these, and gets their order.
     """
-    import numpy as np
-
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there.")
     if file.is_dir() or file.suffix.lower() in _IMAGES:
-        return _images(file)
+        return _read_images(file)
     if file.suffix == ".csv":
-        return _numbers(file, columns)
+        return _read_csv(file, columns)
     if file.suffix not in (".npy", ".npz"):
         raise ValueError(f"{file}: rows come as .npy, .npz, .csv, an image or a folder of images.")
     try:
@@ -123,7 +188,18 @@ def read_rows(file: Path, columns: Sequence[str] = ()) -> Tensor:
         raise ValueError(f"{file} cannot be read: {error}.") from error
 
 
-def _numbers(file: Path, columns: Sequence[str]) -> Tensor:
+def _read_images(path: Path) -> Tensor:
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES)
+    if not files:
+        raise ValueError(f"{path} holds no image that ends in {', '.join(_IMAGES)}.")
+    images = [decode(file) for file in files]
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        raise ValueError(f"{path}: images must have one size, got {sorted(shapes)[:4]}.")
+    return torch.stack(images)
+
+
+def _read_csv(file: Path, columns: Sequence[str]) -> Tensor:
     """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
     rows = []
     with open(file, newline="", encoding="utf-8-sig") as handle:
@@ -132,13 +208,11 @@ def _numbers(file: Path, columns: Sequence[str]) -> Tensor:
         names = [] if _is_row(first, columns, file) else first
         order = _order(names, columns, file) if names and columns else range(len(first))
         for line in lines if names else chain([first], lines):
-            if not line:
-                continue
-            if len(line) != len(first):
+            if line and len(line) != len(first):
                 wanted = f"{len(first)} {'column names' if names else 'in the first row'}"
                 raise ValueError(f"{file}, line {lines.line_num}: {len(line)} cells, but there are {wanted}.")
             try:
-                rows.append([float(line[i]) for i in order])
+                rows += [[float(line[i]) for i in order]] if line else []
             except ValueError as error:
                 raise ValueError(f"{file}, line {lines.line_num}: {error}.") from error
     if not rows:
@@ -169,67 +243,13 @@ def _is_number(cell: str) -> bool:
 
 def _order(names: Sequence[str], columns: Sequence[str], file: Path) -> list[int]:
     """Where the training data's columns are among a file's names: all of them must be there, once, and no others."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    missing, unknown = [c for c in columns if c not in names], [n for n in names if n not in columns]
-    faults = [("missing", missing), ("not known to the run", unknown), ("there twice", twice)]
-    told = "; ".join(f"{what}: {', '.join(map(repr, found))}" for what, found in faults if found)
-    if told:
-        known = ", ".join(columns)
-        raise ValueError(f"{file}, line 1: columns {told}. The run was trained on {known}: name these, in any order.")
+    faults = {
+        "missing": [c for c in columns if c not in names],
+        "not known to the run": [n for n in names if n not in columns],
+        "there twice": sorted({n for n in names if names.count(n) > 1}),
+    }
+    if message := "; ".join(f"{what}: {', '.join(map(repr, found))}" for what, found in faults.items() if found):
+        raise ValueError(
+            f"{file}, line 1: columns {message}. The run was trained on {', '.join(columns)}: name these, in any order."
+        )
     return [names.index(column) for column in columns]
-
-
-def _images(path: Path) -> Tensor:
-    from slimbayes.data.folders import decode
-
-    files = (
-        [path]
-        if path.is_file()
-        else sorted((p for p in path.iterdir() if p.suffix.lower() in _IMAGES), key=lambda p: p.name)
-    )
-    if not files:
-        raise ValueError(f"{path} holds no image that ends in {', '.join(_IMAGES)}.")
-    images = [decode(file) for file in files]
-    shapes = {tuple(image.shape) for image in images}
-    if len(shapes) > 1:
-        raise ValueError(f"{path}: images must have one size, got {sorted(shapes)[:4]}.")
-    return torch.stack(images)
-
-
-def fitted(x: Tensor, task: Task, source: str) -> Tensor:
-    """Rows in the shape and type that the network was trained on, or an error that says what does not fit."""
-    assert isinstance(task.test, Split)
-    if not x.numel() or x.is_complex():
-        raise ValueError(
-            f"{source}: real numbers are needed, of at least one row, got {x.dtype} of shape {tuple(x.shape)}."
-        )
-    like = task.test.x
-    if task.images and x.dim() == 4 and x.shape[1:] != like.shape[1:] and x.movedim(-1, 1).shape[1:] == like.shape[1:]:
-        x = x.movedim(-1, 1)  # images with their colours last
-    if task.images and x.dim() == 4 and x.shape[1] == 3 and like.shape[1] == 1:
-        x = x.float().mean(1, keepdim=True).round().to(x.dtype)
-    if task.images and x.dim() == 3 and like.shape[1] == 1:
-        x = x.unsqueeze(1)
-    if x.shape[1:] != like.shape[1:]:
-        raise ValueError(
-            f"{source}: each row must have shape {tuple(like.shape[1:])}, as in training, got {tuple(x.shape[1:])}."
-        )
-    if x.is_floating_point():
-        bad = (~x.flatten(1).isfinite().all(1)).nonzero()
-        if len(bad):
-            raise ValueError(f"{source}: row {int(bad[0])} holds NaN or infinity, so nothing can be said about it.")
-        if task.images:
-            if float(x.min()) < 0 or float(x.max()) > 1:
-                raise ValueError(
-                    f"{source}: images must be bytes, or numbers in [0, 1], got {float(x.min()):g} to {float(x.max()):g}."
-                )
-            return (x * 255).round().to(torch.uint8)
-        if like.is_floating_point():
-            return x.float()
-    # Bytes and words: whole numbers that were there in training.
-    most = 255 if like.dtype == torch.uint8 else task.vocabulary - 1
-    wide = x.double() if not like.is_floating_point() else x[:0]
-    bad = ((wide != wide.round()) | (wide < 0) | (wide > most)).flatten(1).any(1).nonzero()
-    if len(bad):
-        raise ValueError(f"{source}: row {int(bad[0])} holds other numbers than the whole ones from 0 to {most}.")
-    return x.to(like.dtype)

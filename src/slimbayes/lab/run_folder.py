@@ -1,17 +1,19 @@
 """The directory of a run, which says everything about it:
 
-config.yaml        every choice, defaults written out       environment.json   commit, versions, hardware
-metrics.csv        a line for each epoch                    steps.csv          losses of each step
-checkpoints/       state between steps, the latest two      posterior/, model/ what was learned: alone, and with the network's own weights
-record.json        the Record, when the run has finished    inputs.json        what the network takes and gives, for predictions
+config.yaml     every choice, defaults written out       environment.json   commit, versions, hardware
+metrics.csv     a line for each epoch                    steps.csv          losses of each step
+checkpoints/    state between steps, the latest two      cost.json          seconds and memory that training took
+posterior/      what was learned, alone                  model/             with the network's own weights
+record.json     the Record of a finished run             inputs.json        what the network takes and gives
 """
 
 from __future__ import annotations
 
+import csv
 import fcntl
-import json
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -20,10 +22,13 @@ from typing import IO
 
 import torch
 import yaml
+from torch import Tensor
 
-from slimbayes.files import write_text
+from slimbayes.files import write_json, write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import ConfigError, read_tree, validate
+
+_STEPS = "step,loss,nll,kl\n"
 
 
 class RunError(RuntimeError):
@@ -59,15 +64,14 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) 
     except OSError as error:
         raise RunError(f"{folder} is in use by another process.") from error
     file = folder / "config.yaml"
-    if file.exists():
-        if stored_experiment(folder).hash != experiment.hash:
-            raise RunError(f"{folder} holds a run of another config. Choose another directory with --out.")
-        if not resume and any((folder / "checkpoints").glob("step-*")):
-            raise RunError(
-                f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out."
-            )
+    if file.exists() and stored_experiment(folder).hash != experiment.hash:
+        raise RunError(f"{folder} holds a run of another config. Choose another directory with --out.")
+    if file.exists() and not resume and any((folder / "checkpoints").glob("step-*")):
+        raise RunError(
+            f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out."
+        )
     write_text(file, yaml.safe_dump(experiment.resolved, sort_keys=False))
-    write_text(folder / "environment.json", json.dumps(environment(), indent=1) + "\n")
+    write_json(folder / "environment.json", environment())
 
 
 def stored_experiment(folder: Path) -> Experiment:
@@ -81,6 +85,49 @@ def stored_experiment(folder: Path) -> Experiment:
         raise RunError(str(error)) from error
 
 
+# --- what is written down while it trains ---
+
+
+def append_steps(file: Path, first: int, losses: Tensor) -> None:
+    """Add the loss, nll and KL of steps from `first` on, (steps, 3), to steps.csv."""
+    new = not file.exists()
+    with open(file, "a", encoding="utf8") as handle:
+        handle.write(_STEPS if new else "")
+        for step, (loss, nll, kl) in enumerate(losses.tolist(), first):
+            handle.write(f"{step},{loss!r},{nll!r},{kl!r}\n")
+
+
+def forget_steps(file: Path, first: int) -> None:
+    """Drop the lines of step `first` and later ones, which will be run again."""
+    if file.exists():
+        # A power loss may have left any part of it, or nothing.
+        lines = [line for line in file.read_text(errors="replace").splitlines(keepends=True) if line.endswith("\n")]
+        numbers = ((line.split(",", 1)[0], line) for line in lines)
+        kept = [line for number, line in numbers if number.isdecimal() and int(number) < first]
+        write_text(file, "".join([_STEPS, *kept]))
+
+
+def read_curve(folder: Path) -> list[dict[str, float]]:
+    """The lines of metrics.csv, one for each epoch."""
+    file = folder / "metrics.csv"
+    if not file.exists():
+        return []
+    with open(file, newline="") as handle:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(handle)]
+
+
+def tensorboard(folder: Path, row: dict[str, float]) -> None:
+    """Add an epoch's line to the curves for TensorBoard."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "tensorboard")) as writer:
+        for name in row.keys() - {"epoch", "step"}:
+            writer.add_scalar(name, row[name], int(row["step"]))
+
+
+# --- where it ran ---
+
+
 def environment() -> dict[str, str]:
     """What a result may depend on beside its config: versions, commit, hardware."""
     facts = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
@@ -89,11 +136,15 @@ def environment() -> dict[str, str]:
             facts[package] = version(package)
         except PackageNotFoundError:
             continue
-    facts["torch"] = torch.__version__
-    facts |= {"cpu": _cpu(), "threads": str(torch.get_num_threads())}
+    facts |= {"torch": torch.__version__, "cpu": _cpu(), "threads": str(torch.get_num_threads())}
     if torch.cuda.is_available():
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
-    return facts | _commit()
+    try:
+        facts |= {"commit": _git("rev-parse", "HEAD")}
+        facts |= {"changed files": str(len(_git("status", "--porcelain", "-uno").splitlines()))}
+    except (OSError, subprocess.SubprocessError):
+        pass  # it does not run from a checkout
+    return facts
 
 
 def _cpu() -> str:
@@ -104,27 +155,15 @@ def _cpu() -> str:
         return platform.processor() or platform.machine()
 
 
-def _commit() -> dict[str, str]:
-    """The commit of the library's own checkout, where it runs from one."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-
-    try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "changed files": str(len(git("status", "--porcelain", "-uno").splitlines())),
-        }
-    except (OSError, subprocess.SubprocessError):
-        return {}
+def _git(*words: str) -> str:
+    """What git says about the library's own checkout."""
+    here = Path(__file__).parent
+    done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
 
 
 def command() -> str:
     """The command line, as one would type it."""
-    import shlex
-
     program = Path(sys.argv[0])
     # python -m slimbayes.lab.command is the same as slimbayes.
     name = "slimbayes" if program.parts[-2:] == ("lab", "command.py") else program.name
