@@ -83,13 +83,11 @@ def merged(below: Tree, above: Mapping[str, Any]) -> Tree:
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
-        if (
-            isinstance(old, dict)
-            and isinstance(value, Mapping)
-            and value.get("kind", old.get("kind")) == old.get("kind")
-        ):
-            value = merged(old, value)
-        out[key] = value
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            kind = old.get("kind")
+            out[key] = merged(old, value) if value.get("kind", kind) == kind else value
+        else:
+            out[key] = value
     return out
 
 

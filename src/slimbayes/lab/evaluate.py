@@ -18,8 +18,8 @@ import slimbayes as sb
 from slimbayes.data import Split, corrupt, load
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.lab.config import Evaluate, Experiment
-from slimbayes.lab.evaluation_scores import ClassScores, RegressionScores, ood_scores
-from slimbayes.lab.execution import Execution, Nobody, Watcher, watched
+from slimbayes.lab.evaluation_scores import Scores, class_scores, ood_scores, regression_scores
+from slimbayes.lab.execution import Execution, Nobody, Watcher
 from slimbayes.lab.seeds import generator, key, seed_everything
 from slimbayes.lab.task import Rows, Task, batches, limited
 from slimbayes.prediction.predict import predict_prefixes
@@ -94,12 +94,12 @@ class Predictor(NamedTuple):
         made = [Evaluation(data=data, role=role, draws=n, **about, **s.result(curves)) for n, s in scores.items()]
         return made, {n: torch.cat(parts) for n, parts in notes.items() if parts}
 
-    def _scores(self) -> ClassScores | RegressionScores:
+    def _scores(self) -> Scores:
         if self.likelihood == "gaussian":
-            return RegressionScores(self.device)
+            return regression_scores(self.device)
         classes, chosen = max(2, len(self.task.classes)), self.experiment.evaluate
         binary, members = self.likelihood == "bernoulli", sb.members(self.network)
-        return ClassScores(classes, chosen.bins, members, binary, self.device, chosen.drop)
+        return class_scores(classes, chosen.bins, members, binary, self.device, chosen.drop)
 
     def validation_scores(self) -> dict[str, float]:
         """NLL, and accuracy or RMSE, of the validation rows in the units of training, with one draw of each member."""
@@ -168,7 +168,9 @@ def _corrupted(
         return
     assert isinstance(task.test, Split)
     test = limited(task.test, chosen.limit)
-    for name, severity in watched(pairs, watcher, "corruptions", len(pairs)):
+    watcher.begin("corruptions", len(pairs))
+    for done, (name, severity) in enumerate(pairs, 1):
+        watcher.move(done)
         about = {"corruption": name, "severity": severity}
         if published := _published(task.name, name, severity, execution):
             yield f"{task.name}-c", about, limited(published, chosen.limit)

@@ -6,7 +6,7 @@ Sizes: S draws, N rows, C classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from slimbayes import metrics
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.report.record import Reliability, RiskCoverage
 
+Metrics = dict[str, Any]  # by name; each has `update` and `compute`
 _POINTS = 50  # of a risk-coverage curve
 _COMPARED = 8  # draws of a single member that diversity compares
 
@@ -33,38 +34,27 @@ class Mean:
         return self.total / self.count if self.count else float("nan")
 
 
-class ClassScores:
-    """Scores of predicted classes: `metrics`, `members`, `diversity` and the two curves of an Evaluation."""
+@dataclass
+class Scores:
+    """Metrics of one set of rows, in groups that take different arguments. A group that is empty is not asked for.
 
-    def __init__(
-        self, classes: int, bins: int, members: int, binary: bool, device: torch.device, drop: int = 0
-    ) -> None:
-        def here(**chosen: Any) -> dict[str, Any]:
-            return {name: _alone(metric, device) for name, metric in chosen.items()}
+    Attributes:
+        whole: of the whole prediction; ranking: of the probability of "yes"; soft: of soft labels.
+        members: of each member by itself; diversity: of members, or of the first draws of a single one, to one another.
+        uncertainty: means over rows.
+    """
 
-        self.rows, self.single = 0, members == 1
-        self.whole = here(
-            accuracy=metrics.Accuracy(), nll=metrics.NLL(), brier=metrics.Brier(), ece=metrics.ECE(bins, drop),
-            mce=metrics.MCE(bins, drop), adaptive_ece=metrics.AdaptiveECE(bins),
-            classwise_ece=metrics.ClasswiseECE(classes, bins), aurc=metrics.AURC(),
-        )  # fmt: skip
-        if classes > 5:
-            self.whole |= here(top5=metrics.TopK(5))
-        self.ranking = here(auroc=metrics.AUROC(), aucpr=metrics.AUCPR()) if binary else {}
-        self.soft = here(soft_nll=metrics.SoftLabelNLL())
-        self.diversity = here(
-            disagreement=metrics.Disagreement(), normalised_disagreement=metrics.NormalisedDisagreement(),
-            kl=metrics.PairwiseKL(), cosine=metrics.CosineSimilarity(),
-        )  # fmt: skip
-        self.uncertainty = {"entropy": Mean(), "epistemic": Mean()}
-        self.members = [
-            here(accuracy=metrics.Accuracy(), ece=metrics.ECE(bins)) | {"nll": Mean()}
-            for _ in range(0 if self.single else members)
-        ]
+    whole: Metrics
+    ranking: Metrics = field(default_factory=dict)
+    soft: Metrics = field(default_factory=dict)
+    diversity: Metrics = field(default_factory=dict)
+    uncertainty: Metrics = field(default_factory=dict)
+    members: list[Metrics] = field(default_factory=list)
+    rows: int = 0
 
     def update(self, prediction: Prediction, target: Tensor) -> None:
         """Take a batch; soft labels (N, C) are scored by their most likely class, and by their own NLL."""
-        if target.is_floating_point():
+        if self.soft and target.is_floating_point():
             self.soft["soft_nll"].update(prediction, target)
             target = target.argmax(-1)
         self.rows += len(target)
@@ -74,20 +64,20 @@ class ClassScores:
             metric.update(prediction.probs, target)
         for name, mean in self.uncertainty.items():
             mean.update(getattr(prediction, name))
-        if self.members:
+        if self.diversity:
             self._update_members(prediction, target)
-        compared = _draws_as_members(prediction) if self.single else prediction
+
+    def _update_members(self, prediction: Prediction, target: Tensor) -> None:
+        if self.members:
+            parts = zip(self.members, prediction.member_probs, prediction.member_log_prob(target), strict=True)
+            for scores, probs, log_prob in parts:
+                scores["accuracy"].update(probs, target)
+                scores["ece"].update(probs, target)
+                scores["nll"].update(-log_prob)
+        compared = prediction if self.members else _draws_as_members(prediction)
         if len(compared.by_member) > 1:
             for name, metric in self.diversity.items():
                 metric.update(compared, target) if name == "normalised_disagreement" else metric.update(compared)
-
-    def _update_members(self, prediction: Prediction, target: Tensor) -> None:
-        for scores, probs, log_prob in zip(
-            self.members, prediction.member_probs, prediction.member_log_prob(target), strict=True
-        ):
-            scores["accuracy"].update(probs, target)
-            scores["ece"].update(probs, target)
-            scores["nll"].update(-log_prob)
 
     def result(self, curves: bool) -> dict[str, Any]:
         """Fields of an Evaluation."""
@@ -97,7 +87,9 @@ class ClassScores:
             "members": [_numbers(scores) for scores in self.members],
             "diversity": _numbers(_used(self.diversity)),
         }
-        return out | ({"reliability": self._reliability(), "risk_coverage": self._risk_coverage()} if curves else {})
+        if curves and "ece" in self.whole:
+            out |= {"reliability": self._reliability(), "risk_coverage": self._risk_coverage()}
+        return out
 
     def _reliability(self) -> Reliability:
         sums = self.whole["ece"].bin_sums.cpu()
@@ -113,22 +105,32 @@ class ClassScores:
         return RiskCoverage(coverage=coverage[index].double().tolist(), risk=risk[index].double().tolist())
 
 
-class RegressionScores:
-    """Scores of real targets: rmse, log density, CRPS, and how often a 95 % interval holds the target."""
+def class_scores(classes: int, bins: int, members: int, binary: bool, device: torch.device, drop: int = 0) -> Scores:
+    """Scores of predicted classes; bins of at most `drop` rows do not count."""
+    whole = {
+        "accuracy": metrics.Accuracy(), "nll": metrics.NLL(), "brier": metrics.Brier(),
+        "ece": metrics.ECE(bins, drop), "mce": metrics.MCE(bins, drop), "adaptive_ece": metrics.AdaptiveECE(bins),
+        "classwise_ece": metrics.ClasswiseECE(classes, bins), "aurc": metrics.AURC(),
+    }  # fmt: skip
+    diversity = {
+        "disagreement": metrics.Disagreement(), "normalised_disagreement": metrics.NormalisedDisagreement(),
+        "kl": metrics.PairwiseKL(), "cosine": metrics.CosineSimilarity(),
+    }  # fmt: skip
+    alone = [{"accuracy": metrics.Accuracy(), "ece": metrics.ECE(bins)} for _ in range(members if members > 1 else 0)]
+    return Scores(
+        whole=_alone(whole | ({"top5": metrics.TopK(5)} if classes > 5 else {}), device),
+        ranking=_alone({"auroc": metrics.AUROC(), "aucpr": metrics.AUCPR()} if binary else {}, device),
+        soft=_alone({"soft_nll": metrics.SoftLabelNLL()}, device),
+        diversity=_alone(diversity, device),
+        uncertainty={"entropy": Mean(), "epistemic": Mean()},
+        members=[_alone(one, device) | {"nll": Mean()} for one in alone],
+    )
 
-    def __init__(self, device: torch.device) -> None:
-        chosen = {"rmse": metrics.RMSE(), "lpd": metrics.LPD(), "crps": metrics.CRPS()}
-        chosen["coverage95"] = metrics.IntervalCoverage(0.95)
-        self.rows, self.whole = 0, {name: _alone(metric, device) for name, metric in chosen.items()}
 
-    def update(self, prediction: Prediction, target: Tensor) -> None:
-        self.rows += len(target)
-        for metric in self.whole.values():
-            metric.update(prediction, target)
-
-    def result(self, curves: bool) -> dict[str, Any]:
-        """Fields of an Evaluation; real targets have no curves."""
-        return {"rows": self.rows, "metrics": _numbers(self.whole)}
+def regression_scores(device: torch.device) -> Scores:
+    """Scores of real targets: errors, log density, CRPS, and how often a 95 % interval holds the target."""
+    whole = {"rmse": metrics.RMSE(), "lpd": metrics.LPD(), "crps": metrics.CRPS()}
+    return Scores(whole=_alone({**whole, "coverage95": metrics.IntervalCoverage(0.95)}, device))
 
 
 def ood_scores(familiar: Tensor, unfamiliar: Tensor) -> dict[str, float]:
@@ -147,15 +149,16 @@ def _draws_as_members(prediction: Prediction) -> Prediction:
     return replace(prediction, by_member=prediction.by_draw[:_COMPARED], weights=None)
 
 
-def _alone(metric: Any, device: torch.device) -> Any:
-    """A metric of this process only: every process judges all rows."""
-    metric.sync_on_compute = False
-    return metric.to(device)
+def _alone(group: Mapping[str, Any], device: torch.device) -> Metrics:
+    """Metrics of this process only: every process judges all rows."""
+    for metric in group.values():
+        metric.sync_on_compute = False
+    return {name: metric.to(device) for name, metric in group.items()}
 
 
-def _used(group: Mapping[str, Any]) -> dict[str, Any]:
+def _used(group: Metrics) -> Metrics:
     return {name: metric for name, metric in group.items() if metric.update_called}
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(group: Metrics) -> dict[str, float]:
     return {name: float(metric.compute()) for name, metric in group.items()}

@@ -6,12 +6,12 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from torch import nn
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-Item = TypeVar("Item")
 PATIENCE = timedelta(minutes=5)  # how long processes wait for one another before the job ends with an error
 
 
@@ -122,12 +121,14 @@ _LEFT: list[Any] = []
 
 
 @contextmanager
-def on_signals(ask: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C call `ask`; former handlers come back afterwards. Only the main thread sees signals."""
+def noting_signals(noted: list[int]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C are only noted; former handlers come back afterwards. Only the main thread sees signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {number: signal.signal(number, lambda *_: ask()) for number in (signal.SIGTERM, signal.SIGINT)}
+    former = {
+        number: signal.signal(number, lambda came, _: noted.append(came)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:
@@ -150,11 +151,3 @@ class Watcher(Protocol):
 
 class Nobody(Watcher):
     """Looks on and says nothing."""
-
-
-def watched(items: Iterable[Item], watcher: Watcher, what: str, total: int) -> Iterator[Item]:
-    """Items, told to a watcher one by one."""
-    watcher.begin(what, total)
-    for count, item in enumerate(items, 1):
-        yield item
-        watcher.move(count)

@@ -68,7 +68,7 @@ def fit(
         leave_together(fabric)
         if first:
             write_json(folder / "cost.json", training.cost())
-            write_inputs(folder, training.task, training.likelihood)
+            write_inputs(folder, training.task, training.predictor.likelihood)
         if judge and first:  # a network that was shared among processes is read back whole
             alone = fabric.world_size == 1
             predictor = training.predictor if alone else load_run(folder, execution, plain, dataset)

@@ -6,6 +6,7 @@ inputs.json    shape, type and column names of a row, scaling, classes, vocabula
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import zipfile
@@ -207,12 +208,12 @@ def _read_csv(file: Path, columns: Sequence[str]) -> Tensor:
         first = [cell.strip() for cell in next(lines, [])]
         names = [] if _is_row(first, columns, file) else first
         order = _order(names, columns, file) if names and columns else range(len(first))
-        for line in lines if names else chain([first], lines):
-            if line and len(line) != len(first):
-                wanted = f"{len(first)} {'column names' if names else 'in the first row'}"
-                raise ValueError(f"{file}, line {lines.line_num}: {len(line)} cells, but there are {wanted}.")
+        for line in filter(None, lines if names else chain([first], lines)):
             try:
-                rows += [[float(line[i]) for i in order]] if line else []
+                if len(line) != len(first):
+                    wanted = f"{len(first)} {'column names' if names else 'in the first row'}"
+                    raise ValueError(f"{len(line)} cells, but there are {wanted}")
+                rows.append([float(line[i]) for i in order])
             except ValueError as error:
                 raise ValueError(f"{file}, line {lines.line_num}: {error}.") from error
     if not rows:
@@ -222,23 +223,17 @@ def _read_csv(file: Path, columns: Sequence[str]) -> Tensor:
 
 def _is_row(first: Sequence[str], columns: Sequence[str], file: Path) -> bool:
     """Whether the first line holds numbers. Where no names are known, one of numbers and words is neither."""
-    if columns and set(first) == set(columns):
-        return False
-    numbers = [cell for cell in first if _is_number(cell)]
-    if numbers and len(numbers) < len(first) and not columns:
+    numbers = []
+    for cell in first:
+        with contextlib.suppress(ValueError):
+            float(cell)
+            numbers.append(cell)
+    if 0 < len(numbers) < len(first) and not columns:
         raise ValueError(
             f"{file}, line 1 holds numbers ({numbers[0]!r}) and other cells, so it is neither a row nor column names. "
             f"Fill in its missing cells, or give every column a name that is no number."
         )
-    return bool(first) and len(numbers) == len(first)
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
+    return bool(first) and len(numbers) == len(first) and set(first) != set(columns)
 
 
 def _order(names: Sequence[str], columns: Sequence[str], file: Path) -> list[int]:

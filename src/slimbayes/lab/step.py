@@ -21,10 +21,10 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from slimbayes.data import Split
 from slimbayes.data.folders import ImageFolder
-from slimbayes.lab.config import Experiment
+from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.recipes import set_rate
 from slimbayes.lab.seeds import seed_everything
-from slimbayes.lab.task import Task, crops_pictures
+from slimbayes.lab.task import crops_pictures
 from slimbayes.prediction.prediction import Likelihood
 from slimbayes.prediction.sample import sample
 from slimbayes.train.elbo import ELBO, LIKELIHOODS, Form, check_finite, elbo
@@ -38,23 +38,21 @@ class TrainingStep:
     """A network, its optimizer and the losses of the current epoch.
 
     Attributes:
+        predictor: the converted network, and what it is trained for.
         call: the network as it is run: perhaps compiled, and inside a process group's wrapper.
-        network: the converted network itself.
         history: loss, nll and KL of each step of the epoch, (steps, 3), on the device.
         failed: zero, and one from the first loss on that is not finite; updates stop with it.
         averages: running averages of the parameters by name, if asked for.
     """
 
-    experiment: Experiment
-    task: Task
-    likelihood: Likelihood
+    predictor: Predictor
     call: nn.Module
-    network: nn.Module
     optimizer: torch.optim.Optimizer
     fabric: Any
     steps_per_epoch: int
 
     def __post_init__(self) -> None:
+        self.experiment, self.network, self.task, self.likelihood = self.predictor
         self.device = device = next(self.network.parameters()).device
         self.history = torch.zeros(self.steps_per_epoch, 3, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)

@@ -22,7 +22,7 @@ from slimbayes.files import CheckpointError, write_csv
 from slimbayes.lab.checkpoints import latest_checkpoint, restore, save_checkpoint, sharded_like, state_of
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import Predictor
-from slimbayes.lab.execution import Execution, Watcher, leave_together, on_signals
+from slimbayes.lab.execution import Execution, Watcher, leave_together, noting_signals
 from slimbayes.lab.network import build_network, likelihood_of
 from slimbayes.lab.run_folder import RunError, append_steps, forget_steps, tensorboard
 from slimbayes.lab.seeds import generator, seed_everything
@@ -67,18 +67,16 @@ class Training:
         self.network = build_network(experiment, self.task, network).to(fabric.device)
         if fabric.device.type == "cuda" and self.task.images:
             self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.likelihood = likelihood_of(self.task, self.network)
+        likelihood = likelihood_of(self.task, self.network)
+        self.predictor = Predictor(experiment, self.network, self.task, likelihood)
         self.step = self.saved_step = 0
         self.curve: list[dict[str, float]] = []
         self.best: dict[str, Any] = {}
         self.seconds: list[float] = []  # of each epoch
-        self.asked_to_stop = False
+        self.signals: list[int] = []  # that asked to stop
+        self.captures = execution.captures(fabric.device, fabric.world_size)
         self.stepper = self._stepper()
         self.saved_at, self.written_at = time.monotonic(), 0.0
-
-    @property
-    def predictor(self) -> Predictor:
-        return Predictor(self.experiment, self.network, self.task, self.likelihood)
 
     def _stepper(self) -> TrainingStep:
         train, module = self.experiment.train, self.execution.compiled(self.network, self.fabric.device)
@@ -86,15 +84,8 @@ class Training:
             call = self.fabric.setup_module(module)
             optimizer = self.fabric.setup_optimizers(train.build_optimizer(self.network))
         else:
-            call, optimizer = self.fabric.setup(module, train.build_optimizer(self.network, self._captures))
-        return TrainingStep(
-            self.experiment, self.task, self.likelihood, call, self.network, optimizer.optimizer, self.fabric,
-            self.steps_per_epoch,
-        )  # fmt: skip
-
-    @property
-    def _captures(self) -> bool:
-        return self.execution.captures(self.fabric.device, self.fabric.world_size)
+            call, optimizer = self.fabric.setup(module, train.build_optimizer(self.network, self.captures))
+        return TrainingStep(self.predictor, call, optimizer.optimizer, self.fabric, self.steps_per_epoch)
 
     # --- the loop ---
 
@@ -106,13 +97,13 @@ class Training:
             (self.folder / "steps.csv").unlink(missing_ok=True)
         total = self.experiment.train.epochs * self.steps_per_epoch
         self.watcher.begin("training", total, self.step)
-        if self._captures and self.step < total:
+        if self.captures and self.step < total:
             self.network.train()
             if reason := self.stepper.capture(self._batch_of(self.step)):
                 self.watcher.say(
                     f"The step cannot be recorded as a CUDA graph, so it runs operation by operation ({reason})."
                 )
-        with on_signals(self.ask_to_stop):
+        with noting_signals(self.signals):
             while self.step < total and not self._stops_early():
                 self._epoch()
         if self.step != self.saved_step:
@@ -224,16 +215,12 @@ class Training:
                 f"Stopped after step {self.step}; the checkpoint is in {self.folder}. Continue with --resume."
             )
 
-    def ask_to_stop(self) -> None:
-        """Stop between two steps, with a checkpoint."""
-        self.asked_to_stop = True
-
     def _stop_asked(self) -> bool:
         if self.fabric.world_size == 1:
-            return self.asked_to_stop
+            return bool(self.signals)
         if self.step % 20:  # processes agree now and then: asking costs a round trip
             return False
-        asked = torch.tensor(float(self.asked_to_stop), device=self.fabric.device)
+        asked = torch.tensor(float(bool(self.signals)), device=self.fabric.device)
         return bool(self.fabric.all_reduce(asked, reduce_op="sum") > 0)
 
     def _save(self) -> None:
