@@ -136,9 +136,10 @@ def evaluate(
         made += predictor.score(rows.to(predictor.device), draws, name, "shift")[0]
     for name in chosen.ood:
         rows = _unfamiliar(name, predictor, execution).to(predictor.device)
-        found = [p for p, _ in predictor.predictions(rows, f"ood {name}", draws)]
+        predictions = predictor.predictions(rows, f"ood {name}", draws)
+        entropies = [{n: p.entropy.double() for n, p in found.items()} for found, _ in predictions]
         for n in draws:
-            scores = ood_scores(familiar[n][:, _ENTROPY], torch.cat([p[n].entropy.double() for p in found]))
+            scores = ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
             made.append(Evaluation(data=name, role="ood", draws=n, rows=len(rows), metrics=scores))
     return made, _examples(task, familiar[draws[-1]], chosen.examples) if chosen.examples and familiar else []
 

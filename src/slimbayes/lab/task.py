@@ -114,9 +114,8 @@ def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Data
     if not classes and not train.y.is_floating_point():
         classes = tuple(map(str, range(_highest(train.y, test.y if test.y.dim() == 1 else train.y))))
     vocabulary = max(len(data.vocabulary), words)
-    return Task(
-        data.name, kept, test, held, _scaling(kept.x, chosen.scaling), classes, vocabulary, columns=data.columns
-    )
+    scaling = _scaling(kept.x, chosen.scaling)
+    return Task(data.name, kept, test, held, scaling, classes, vocabulary, columns=data.columns)
 
 
 def _highest(train: Tensor, test: Tensor) -> int:
@@ -174,7 +173,11 @@ def limited(rows: Split, limit: int | None, seed: int = 0) -> Split:
     """At most `limit` rows, drawn without replacement but kept in order."""
     if limit is None or limit >= len(rows):
         return rows
-    index = torch.randperm(len(rows), generator=generator(seed, "limit"))[:limit].sort().values
+    return _picked(rows, torch.randperm(len(rows), generator=generator(seed, "limit"))[:limit])
+
+
+def _picked(rows: Split, index: Tensor) -> Split:
+    index = index.sort().values
     return Split(rows.x[index], rows.y[index])
 
 
@@ -253,13 +256,11 @@ def _hold_out(rows: Split, chosen: config.Data) -> tuple[Split, Split | None]:
     held = round(len(rows) * chosen.validation)
     if not chosen.validation:
         return rows, None
-    if not held:
-        raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows holds none out.")
-    if held == len(rows):
-        raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows leaves nothing to train on.")
+    if held in (0, len(rows)):
+        fault = "leaves nothing to train on" if held else "holds none out"
+        raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows {fault}.")
     order = torch.randperm(len(rows), generator=generator(chosen.seed, "validation"))
-    index, other = order[:held].sort().values, order[held:].sort().values
-    return Split(rows.x[other], rows.y[other]), Split(rows.x[index], rows.y[index])
+    return _picked(rows, order[held:]), _picked(rows, order[:held])
 
 
 def _scaling(x: Tensor, kind: str) -> Scaling:
