@@ -2,8 +2,8 @@
 
     python benchmarks/lab.py [--epochs 5] [--only plain,rank1] [--modes graph,compile,eager] [--out FILE]
 
-50,000 random images of CIFAR's shape, WRN-16-4, batches of 128, SGD, crops and flips, bf16; the papers' own data would take as long. Seconds are the median
-over epochs after the first. Meant for a GPU; on a CPU pass --rows 512.
+50,000 random images of CIFAR's shape, WRN-16-4, batches of 128, SGD, crops and flips, bf16; the papers' own data would
+take as long. Seconds are the median over epochs after the first. Meant for a GPU; on a CPU pass --rows 512.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import torch
 
 from slimbayes.data import Dataset, Split, pad_crop_flip
 from slimbayes.lab.bars import Bars
+from slimbayes.lab.config_files import validate
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.files import validate
 from slimbayes.lab.fit import fit
-from slimbayes.lab.runs import environment
+from slimbayes.lab.run_folder import environment
 
 RANK1 = {
     "kind": "Rank1",
@@ -50,11 +50,14 @@ def images(rows: int) -> Dataset:
 def run(name: str, mode: str, data: Dataset, epochs: int) -> dict[str, Any]:
     case, (compiled, graph) = CASES[name], MODES[mode]
     cuda = torch.cuda.is_available()
+    train = {
+        "epochs": epochs, "batch": 128, "rows": case.get("rows", "tile"), "optimizer": {"kind": "SGD", "lr": 0.1},
+        "schedule": {"kind": "Cosine"}, "weight_decay": 4e-4, "precision": "bf16" if cuda else "32",
+        "kl": {"kind": "Linear"},
+    }  # fmt: skip
     experiment = validate({
-        "name": name, "data": {"name": "random images"}, "model": {"kind": "wrn", "depth": 16, "width": 4}, "method": case["method"],
-        "augment": {"kind": "pad_crop_flip", "pad": 4},
-        "train": {"epochs": epochs, "batch": 128, "rows": case.get("rows", "tile"), "optimizer": {"kind": "SGD", "lr": 0.1},
-                  "schedule": {"kind": "Cosine"}, "weight_decay": 4e-4, "precision": "bf16" if cuda else "32", "kl": {"kind": "Linear"}},
+        "name": name, "data": {"name": "random images"}, "model": {"kind": "wrn", "depth": 16, "width": 4},
+        "method": case["method"], "augment": {"kind": "pad_crop_flip", "pad": 4}, "train": train,
         "evaluate": {"examples": 0},
     })  # fmt: skip
     if cuda:
@@ -70,8 +73,9 @@ def run(name: str, mode: str, data: Dataset, epochs: int) -> dict[str, Any]:
     seconds = sorted(cost["epoch_seconds"][1:] or cost["epoch_seconds"])
     torch._dynamo.reset()
     return {
-        "case": name, "mode": mode, "seconds_per_epoch": seconds[len(seconds) // 2], "epochs": cost["epoch_seconds"], "losses": curve,
-        "whole_run": time.perf_counter() - start, "peak_memory": cost["peak_memory"], "messages": bars.messages,
+        "case": name, "mode": mode, "seconds_per_epoch": seconds[len(seconds) // 2], "epochs": cost["epoch_seconds"],
+        "losses": curve, "whole_run": time.perf_counter() - start, "peak_memory": cost["peak_memory"],
+        "messages": bars.messages,
     }  # fmt: skip
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from slimbayes.lab.bars import Bars
+from slimbayes.lab.config_files import load, read_tree
 from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.files import load, read_tree
 from slimbayes.lab.fit import fit
 from slimbayes.report import compare, write_page
 

@@ -1,11 +1,19 @@
-"""Small experiments for tests of the lab."""
+"""Small experiments, data and networks for tests of the lab."""
 
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from slimbayes.data import Dataset, Split
+from slimbayes.lab.command import app
 from slimbayes.lab.config import Experiment
+from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.files import merged, validate
+from slimbayes.lab.step import TrainingStep
 
 CPU = Execution(accelerator="cpu", workers=0)
 BASE: dict[str, Any] = {
@@ -52,3 +60,46 @@ def experiment(**changes: Any) -> Experiment:
 def weights(run: Path) -> bytes:
     """What was learned, as stored: posterior and network."""
     return (run / "model" / "posterior.safetensors").read_bytes() + (run / "model" / "base.safetensors").read_bytes()
+
+
+EVERY_STEP = Execution(accelerator="cpu", workers=0, checkpoint_every=1)
+
+
+class Crash(BaseException):
+    """As sudden as a kill, inside one process."""
+
+
+def crash_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    real = TrainingStep.__call__
+
+    def call(self: TrainingStep, batch: Any, step: int, *rest: Any) -> None:
+        if step == steps:
+            raise Crash
+        real(self, batch, step, *rest)
+
+    monkeypatch.setattr(TrainingStep, "__call__", call)
+
+
+ONCE: dict[str, Any] = {"epochs": 1, "batch": 50}
+
+
+MINE: dict[str, Any] = {"data": {"name": "mine", "train_limit": None, "test_limit": None}, "model": {"kind": "mlp"}}
+
+
+X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+
+
+def mine(x: torch.Tensor, y: torch.Tensor, *classes: str) -> Dataset:
+    return Dataset("mine", {"train": Split(x[:40], y[:40]), "test": Split(x[40:], y[40:])}, classes)
+
+
+def dense(outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, outputs))
+
+
+def call(*words: object) -> Any:
+    """The command; an error that it does not tell in words is raised."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from slimbayes.lab.config_files import ConfigError, load, read_tree
 from slimbayes.lab.config_rows import row_names
-from slimbayes.lab.files import ConfigError, load, read_tree
 
 
 @pytest.fixture

@@ -1224,10 +1224,9 @@ def test_member_weights_follow_the_order_of_the_draws() -> None:
 def test_a_cosine_with_a_warm_up_starts_where_the_warm_up_ends() -> None:
     pytest.importorskip("pydantic")
     from slimbayes.lab import recipes
-    from slimbayes.lab.optimizers import rate
 
     train = recipes.Train(epochs=10, optimizer={"kind": "SGD"}, schedule={"kind": "Cosine", "warmup": 2, "end": 0.1})
-    found = [rate(train, 10)(step) for step in (0, 9, 19, 20, 60, 99, 100)]
+    found = [train.rate(step, 10) for step in (0, 9, 19, 20, 60, 99, 100)]
     half, last = 0.55, 0.1 + 0.45 * (1 + torch.cos(torch.tensor(torch.pi * 79 / 80, dtype=torch.float64)).item())
     assert found == pytest.approx([0.05, 0.5, 1.0, 1.0, half, last, 0.1])
 

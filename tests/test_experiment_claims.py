@@ -14,10 +14,10 @@ from slimbayes.data.tables import split_rows
 from test_health import HEAD
 
 from slimbayes.data import Dataset, Split, load, mortality, physionet2012
+from slimbayes.lab.config_files import load as load_config
+from slimbayes.lab.config_files import read_tree
 from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.files import load as load_config
-from slimbayes.lab.files import read_tree
 from slimbayes.lab.fit import fit
 from slimbayes.lab.reproduce import reproduce
 from slimbayes.models.health import VARIANTS

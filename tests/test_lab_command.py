@@ -14,7 +14,7 @@ from lab_configs import BASE, CPU, METHODS, experiment
 from typer.testing import CliRunner
 
 from slimbayes.lab.command import app
-from slimbayes.lab.files import merged
+from slimbayes.lab.config_files import merged
 from slimbayes.lab.fit import fit
 from slimbayes.report import record
 

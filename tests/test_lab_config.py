@@ -1,6 +1,7 @@
 """Configs of the lab: closed, typed, round trips, overrides, and errors that name the path and the nearest word."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lab_configs import experiment
 
 import slimbayes as sb
+from slimbayes.lab import recipes
 from slimbayes.lab.config import NETWORKS, Experiment
-from slimbayes.lab.files import ConfigError, load, merged, parse_override, read_tree, validate
+from slimbayes.lab.config_files import ConfigError, load, merged, parse_override, read_tree, validate
 from slimbayes.posteriors import METHODS
 
 BASE: dict[str, Any] = {
@@ -138,7 +141,8 @@ def test_files_extend_one_another(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "row.yaml").write_text(
-        "extends: ../base.yaml\nname: row\ntrain: {epochs: 7}\nmethod: {kind: KTied}\nsmall: {train: {epochs: 2}}\npaper: {x: 1}\n"
+        "extends: ../base.yaml\nname: row\ntrain: {epochs: 7}\nmethod: {kind: KTied}\n"
+        "small: {train: {epochs: 2}}\npaper: {x: 1}\n"
     )
     row = load(tmp_path / "sub" / "row.yaml")
     assert (row.name, row.train.epochs, row.method.build(), row.train.optimizer.lr) == ("row", 7, sb.KTied(), 0.01)
@@ -218,3 +222,73 @@ def test_the_config_in_the_readme_is_valid() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text()
     blocks = re.findall(r"```yaml\n(.*?)```", text, re.S)
     assert blocks and all(validate(yaml.safe_load(block)).train.epochs for block in blocks)
+
+
+def test_the_order_of_patterns_is_part_of_the_name() -> None:
+    one, two = {"conv.*": {"kind": "Rank1", "members": 2}}, {".*": {"kind": "BatchEnsemble", "members": 2}}
+    first, second = (
+        validate(merged(BASE, {"method": {"kind": "ByName", "layers": layers}}))
+        for layers in ({**one, **two}, {**two, **one})
+    )
+    assert list(first.method.build()) != list(second.method.build()) and first.hash != second.hash
+
+
+def test_hashes_see_values_not_how_they_are_written() -> None:
+    same = (
+        {"train": {"epochs": 2.0}},
+        {"seed": "0"},
+        {"train": {"optimizer": {"lr": "1e-2"}}},
+        {"evaluate": {"draws": (1,)}},
+        {"method": {"prior": {"kind": "Normal", "loc": 1, "scale": 0.1}}},
+    )
+    assert {experiment(**changes).hash for changes in same} == {experiment().hash}
+    other = (
+        {"train": {"schedule": {"kind": "Constant", "warmup": 1}}},
+        {"train": {"kl": {"kind": "Constant", "weight": 2}}},
+        {"train": {"weight_decay": {}}},
+        {"evaluate": {"draws": [1, 2]}},
+        {"train": {"l2": {}}},
+        {"include": ".*"},
+    )
+    assert len({experiment(**changes).hash for changes in (*other, {})}) == len(other) + 1
+
+
+def by_name(pattern: str, method: dict[str, Any]) -> dict[str, Any]:
+    return {"method": {"kind": "ByName", "layers": {pattern: method}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            by_name("x", {"kind": "Rank1", "prior": {"kind": "Cauchy", "loc": 1.0, "scal": 1}}),
+            "method.layers.x.prior.scal: no such field; did you mean 'scale'?",
+        ),
+        ({"augment": {"kind": "pad_crop_flip", "padd": 1}}, "augment.padd: no such field; did you mean 'pad'?"),
+        ({"train": {"Epochs": 3}}, "train.Epochs: no such field; did you mean 'epochs'?"),
+        (by_name("Conv", {"kind": "Rank1", "membrs": 1}), "method.layers.Conv.membrs"),
+        ({"train": {"l2": {"patched_weight": 1}}}, "did you mean 'patched_weights'?"),
+        ({"train": {"early_stop": {"patiance": 1}}}, "did you mean 'patience'?"),
+        ({"evaluate": {"draws": []}}, "evaluate.draws"),
+        ({"exclude": "conv("}, "exclude"),
+        ({"method": {"kind": "ByName", "layers": {}}}, "method.layers"),
+        ({"train": {"optimizer": {"lr": math.inf}}}, "train.optimizer.lr"),
+    ],
+)
+def test_faults_are_told_with_their_path(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(merged(BASE, changes))
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["extends:\n", "extends: 3\n", "extends: [1]\n", "small: 3\n"])
+def test_wrong_words_beside_the_experiment_are_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"c\.yaml"):
+        load(tmp_path / "c.yaml", scale="small")
+
+
+@pytest.mark.parametrize("milestone", [0.0, 0.5, 0.75, 1.0, pytest.param(0.55)])
+def test_rates_fall_at_the_very_step(milestone: float) -> None:
+    chosen = recipes.Train(epochs=10, optimizer={"kind": "SGD"}, schedule={"kind": "Step", "milestones": [milestone]})  # type: ignore[arg-type]
+    assert sum(chosen.rate(step, 10) == 1 for step in range(100)) == round(100 * milestone)

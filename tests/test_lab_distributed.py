@@ -16,7 +16,7 @@ import yaml
 from lab_configs import BASE, CPU
 from safetensors.torch import load_file
 
-from slimbayes.lab.files import merged, validate
+from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.fit import fit
 from slimbayes.report import record
 

@@ -46,8 +46,8 @@ def network(config: Any = None, out: int = 3) -> nn.Module:
 
 def trainer(folder: Path, epochs: int, **options: Any) -> pl.Trainer:
     return pl.Trainer(
-        max_epochs=epochs, accelerator="cpu", devices=1, default_root_dir=folder, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, **{"enable_checkpointing": False, **options},
+        max_epochs=epochs, accelerator="cpu", devices=1, default_root_dir=folder, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, **{"enable_checkpointing": False, **options},
     )  # fmt: skip
 
 
@@ -167,7 +167,10 @@ def test_with_the_lightning_package_too() -> None:
     pytest.importorskip(
         "lightning", reason="the `lightning` package is not installed; pytorch_lightning is tested above"
     )
-    code = "import lightning as L; from slimbayes.contrib.lightning import BayesModule; assert issubclass(BayesModule, L.LightningModule)"
+    code = (
+        "import lightning as L; from slimbayes.contrib.lightning import BayesModule; "
+        "assert issubclass(BayesModule, L.LightningModule)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -181,8 +184,9 @@ from slimbayes.contrib.lightning import BayesModule
 devices = int(sys.argv[3])
 pl.seed_everything(1, verbose=False)
 module = BayesModule(network(), num_data=240, optimizer=lambda g: torch.optim.SGD(g, lr=0.1))
-trainer = pl.Trainer(max_epochs=1, accelerator="cpu", devices=devices, strategy="ddp" if devices > 1 else "auto", logger=False, enable_progress_bar=False,
-    enable_model_summary=False, enable_checkpointing=False, limit_train_batches=2)
+trainer = pl.Trainer(max_epochs=1, accelerator="cpu", devices=devices, strategy="ddp" if devices > 1 else "auto",
+    logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    limit_train_batches=2)
 trainer.fit(module, loader(batch=40 // devices))
 if trainer.global_rank == 0:
     torch.save({"kl": trainer.callback_metrics["kl"], "weights": module.model.state_dict()}, sys.argv[2])

@@ -19,8 +19,8 @@ import slimbayes as sb
 import slimbayes.layers
 import slimbayes.metrics as sm
 from slimbayes.distributions.kl import kl as kl_of
+from slimbayes.lab.evaluation_scores import class_scores
 from slimbayes.lab.paper_table import averages
-from slimbayes.lab.scores import Scores
 from slimbayes.layers import bayes_class
 from slimbayes.metrics import TemperatureScaling, temperature
 from slimbayes.posteriors.base import Config
@@ -184,7 +184,7 @@ def test_divergence_of_sure_members_is_finite() -> None:
 def test_evaluation_of_sure_predictions_is_finite(likelihood: str, members: int) -> None:
     """What lab.evaluate reports: wrong by 200 nats with every draw."""
     outputs = torch.tensor([[[0.0, 200.0]] * 3] * 2)
-    scores = Scores(2, 15, members, likelihood == "bernoulli", torch.device("cpu"))
+    scores = class_scores(2, 15, members, likelihood == "bernoulli", torch.device("cpu"))
     given = outputs if likelihood == "categorical" else outputs[..., 1]
     scores.update(predicted(given, likelihood, members=members), torch.tensor([0, 0, 1]))
     found = scores.result(curves=False)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from slimbayes.lab import reproduce as module
+from slimbayes.lab.config_files import ConfigError
 from slimbayes.lab.diagnose import Case
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.files import ConfigError
 from slimbayes.lab.fit import Stopped
 from slimbayes.lab.papers import find, listings, roots
 from slimbayes.lab.reproduce import Incomplete, list_all, reproduce

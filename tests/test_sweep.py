@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from slimbayes.lab import launch
 from slimbayes.lab.command import app
-from slimbayes.lab.files import ConfigError, load, validate
+from slimbayes.lab.config_files import ConfigError, load, validate
 from slimbayes.lab.launch import Launcher, Run
 from slimbayes.lab.sweep import _visible_gpus, sweep, tune_trainable
 from slimbayes.lab.sweep_config import combinations, labelled, read_sweep

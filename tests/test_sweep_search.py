@@ -17,7 +17,7 @@ pytest.importorskip("optuna")
 from optuna.trial import FixedTrial, TrialState
 
 from slimbayes.lab import launch
-from slimbayes.lab.files import ConfigError, load
+from slimbayes.lab.config_files import ConfigError, load
 from slimbayes.lab.launch import Launcher
 from slimbayes.lab.search import Searcher, new_epochs, value_of
 from slimbayes.lab.sweep import sweep

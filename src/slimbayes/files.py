@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written aside, synced and renamed, so that a crash leaves the old one or the new one.
+"""Files that are whole or not there: written aside, synced and renamed, so that a crash leaves the old or the new one.
 
 write_text, write_json, write_csv, write_bytes      one file
 write_folder, read_folder                           a folder with the sha256 of each file in its manifest.json

@@ -4,9 +4,10 @@
     module = BayesModule(model, num_data=len(train_set))
     Trainer(max_epochs=10).fit(module, train_loader, validation_loader)
 
-It belongs to `lightning` if that was imported before this file, else to `pytorch_lightning`: the two do not take each other's modules. A Trainer does not
-resume bit for bit, since its checkpoints hold neither the state of the random generators nor the place in a shuffled epoch; `slimbayes fit` does. With
-`seed=`, checkpoints at epoch ends and a loader whose order depends on the epoch alone, only that last place is missing (docs/sweeps.md).
+It belongs to `lightning` if that was imported before this file, else to `pytorch_lightning`: the two do not take each
+other's modules. A Trainer does not resume bit for bit, since its checkpoints hold neither the state of the random
+generators nor the place in a shuffled epoch; `slimbayes fit` does. With `seed=`, checkpoints at epoch ends and a loader
+whose order depends on the epoch alone, only that last place is missing (docs/sweeps.md).
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from slimbayes import metrics
 from slimbayes.convert.convert import conversions_of
-from slimbayes.errors import did_you_mean
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.prediction.predict import predict
-from slimbayes.prediction.prediction import Likelihood, Prediction
+from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import sample
 from slimbayes.train import schedules
-from slimbayes.train.elbo import ELBO, LIKELIHOODS, Form, elbo
+from slimbayes.train.elbo import ELBO, elbo
+from slimbayes.train.likelihoods import Form, LikelihoodName, likelihood_named
 from slimbayes.train.optim import param_groups
 
 if TYPE_CHECKING:
@@ -54,8 +56,8 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 class BayesModule(LightningModule):  # type: ignore[misc]
     """Trains a converted model by its ELBO and judges it with slimbayes' metrics. Batches are (inputs, targets).
 
-    It logs loss, nll and kl (per datum, without its weight) in training; val_ and test_ nll, accuracy, brier and ece of classes, or rmse, lpd and crps
-    of real targets. `predict_step` gives a `Prediction`.
+    It logs loss, nll and kl (per datum, without its weight) in training; val_ and test_ nll, accuracy, brier and ece of
+    classes, or rmse, lpd and crps of real targets. `predict_step` gives a `Prediction`.
 
     Args:
         model: a converted model.
@@ -63,7 +65,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         likelihood: what the outputs parameterise.
         draws: of each member in a training step.
         predict_draws: of each member in validation, test and prediction.
-        optimizer: makes the optimizer from parameter groups (`slimbayes.param_groups`), or anything `configure_optimizers` may return.
+        optimizer: from parameter groups (`slimbayes.param_groups`) to anything `configure_optimizers` may return.
         weight_decay: of the network's own parameters.
         kl_schedule: the KL's weight after so many optimizer steps, from `slimbayes.train.schedules`.
         form: how draws join in the likelihood.
@@ -82,7 +84,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         self,
         model: nn.Module,
         num_data: int,
-        likelihood: Likelihood = "categorical",
+        likelihood: LikelihoodName = "categorical",
         draws: int = 1,
         predict_draws: int = 8,
         optimizer: Optimizers = adamw,
@@ -94,33 +96,20 @@ class BayesModule(LightningModule):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         conversions_of(model)  # says what to do if it is not converted
-        if likelihood not in LIKELIHOODS:
-            raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, LIKELIHOODS)}")
+        self.means = likelihood_named(likelihood)
         if not num_data > 0:
             raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
-        self.model, self.num_data, self.likelihood, self.draws, self.predict_draws = (
-            model,
-            num_data,
-            likelihood,
-            draws,
-            predict_draws,
-        )
-        self.optimizer, self.weight_decay, self.kl_schedule = (
-            optimizer,
-            weight_decay,
-            kl_schedule or schedules.constant(),
-        )
+        self.model, self.num_data, self.likelihood = model, num_data, likelihood
+        self.draws, self.predict_draws = draws, predict_draws
+        self.optimizer, self.weight_decay = optimizer, weight_decay
+        self.kl_schedule = kl_schedule or schedules.constant()
         self.form, self.noise, self.seed = form, noise, seed
         self.scores = nn.ModuleDict({stage: nn.ModuleDict(self._metrics()) for stage in ("val", "test")})
 
     def _metrics(self) -> dict[str, nn.Module]:
-        if self.likelihood in ("categorical", "bernoulli"):
-            return {
-                "nll": metrics.NLL(),
-                "accuracy": metrics.Accuracy(),
-                "brier": metrics.Brier(),
-                "ece": metrics.ECE(),
-            }
+        if self.means.discrete:
+            found = {"nll": metrics.NLL(), "accuracy": metrics.Accuracy()}
+            return {**found, "brier": metrics.Brier(), "ece": metrics.ECE()}
         return {"rmse": metrics.RMSE(), "lpd": metrics.LPD(), "crps": metrics.CRPS()}
 
     def forward(self, x: Any) -> Any:
@@ -132,12 +121,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
     def terms(self, x: Any, y: Tensor, kl_weight: float = 1.0) -> ELBO:
         """Loss, nll and kl of a batch."""
         outputs = self(x)
-        if self.likelihood == "gaussian":
-            nll = LIKELIHOODS["gaussian"](outputs, y, self.noise, self.form)
-        else:
-            nll = LIKELIHOODS[self.likelihood](
-                outputs, y.to(outputs.dtype) if self.likelihood == "bernoulli" else y, form=self.form
-            )
+        nll = self.means.nll(outputs, y, self.form, self.noise)
         return elbo(nll, self.model, self.num_data, kl_weight)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -157,17 +141,13 @@ class BayesModule(LightningModule):  # type: ignore[misc]
 
     def _judge(self, stage: str, batch: Any) -> None:
         x, y = batch
-        prediction = self._predict(x)
-        for name, metric in self.scores[stage].items():
+        prediction, scores = self._predict(x), self.scores[stage]
+        assert isinstance(scores, nn.ModuleDict)
+        for name, metric in scores.items():
+            assert isinstance(metric, Metric)
             metric.update(prediction, y)
-            self.log(
-                f"{stage}_{name}",
-                metric,
-                on_step=False,
-                on_epoch=True,
-                prog_bar=name in ("nll", "rmse"),
-                batch_size=len(y),
-            )
+            bar = name in ("nll", "rmse")
+            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=bar, batch_size=len(y))
 
     def predict_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Prediction:
         """The prediction of a batch; of (inputs, targets) the targets are left alone."""

@@ -1,6 +1,6 @@
-"""Closed unions: pydantic models made from the signatures of our own classes and functions, so that each option is written down once.
+"""Closed unions: pydantic models made from the signatures of our own classes and functions.
 
-    Method = union([Rank1, KTied, ...])       {kind: Rank1, members: 4, prior: {kind: Cauchy, loc: 1.0, scale: 0.1}}
+    method: Annotated[Choice, OneOf([Rank1, KTied])]      {kind: Rank1, members: 4, prior: {kind: Cauchy, scale: 0.1}}
 
 A config picks one of a list by its `kind`; it can never name code to import.
 """
@@ -10,27 +10,35 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
+from pydantic_core import CoreSchema
 from torch import Tensor
 
 from slimbayes.distributions.families import FAMILIES, Distribution
 
 
-class Choice(BaseModel):
-    """One member of a closed union: `kind` and the arguments of what it makes."""
+class Options(BaseModel):
+    """A group of options: closed to other names, never changed, without NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Choice(Options):
+    """One member of a closed union: `kind` and the arguments of what it makes, but for those the data fill in."""
+
     makes: ClassVar[Callable[..., Any]]
     filled: ClassVar[tuple[str, ...]] = ()
+    kind: str
 
-    def build(self, **more: Any) -> Any:
-        """What the choice stands for; `more` are the arguments that no config sets."""
+    def build(self, **filled: Any) -> Any:
+        """What the choice stands for."""
         given = {name: getattr(self, name) for name in type(self).model_fields if name != "kind"}
         values = {name: value.build() if isinstance(value, Choice) else value for name, value in given.items()}
-        return self.makes(**values, **more)
+        return self.makes(**values, **filled)
 
     @model_validator(mode="after")
     def _allowed(self) -> Choice:
@@ -38,6 +46,22 @@ class Choice(BaseModel):
         if not self.filled and isinstance(self.makes, type):
             self.build()
         return self
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Marks a field that holds one of several choices, or of the models in `also`, told apart by `kind`."""
+
+    makes: tuple[Callable[..., Any], ...]
+    filled: tuple[str, ...] = ()
+    also: tuple[type[BaseModel], ...] = ()
+
+    @property
+    def models(self) -> tuple[type[BaseModel], ...]:
+        return (*(choice(one, self.filled) for one in self.makes), *self.also)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(Annotated[Union[self.models], Field(discriminator="kind")])  # noqa: UP007
 
 
 @cache
@@ -49,41 +73,40 @@ def choice(makes: Callable[..., Any], filled: tuple[str, ...] = ()) -> type[Choi
         >>> choice(ring).model_validate({"kind": "ring", "inner": 1}).build()
         (1.0, 2.0)
     """
-    name = makes.__name__
-    hints = get_type_hints(makes)
-    parameters = inspect.signature(makes).parameters
-    own = tuple(p for p in filled if p in parameters)
-    fields: dict[str, Any] = {"kind": (Literal[name], ...)}  # type: ignore[valid-type]
+    hints, parameters = get_type_hints(makes), inspect.signature(makes).parameters
+    fields: dict[str, Any] = {"kind": (Literal[makes.__name__], ...)}
     for p in parameters.values():
-        if p.name not in own:
+        if p.name not in filled:
             fields[p.name] = (_translated(hints[p.name]), ... if p.default is p.empty else _default(p.default))
-    # Documentation goes into the JSON Schema; a class attribute set afterwards is no field.
-    made = create_model(name, __base__=Choice, __doc__=inspect.getdoc(makes), **fields)
-    made.makes, made.filled = staticmethod(makes), own  # type: ignore[assignment]
+    made = create_model(makes.__name__, __base__=Choice, __doc__=inspect.getdoc(makes), **fields)
+    made.makes, made.filled = staticmethod(makes), tuple(name for name in filled if name in parameters)
     return made
 
 
-def union(
-    makes: Iterable[Callable[..., Any]], filled: tuple[str, ...] = (), also: tuple[type[BaseModel], ...] = ()
-) -> Any:
-    """The type of a field that holds one of several choices, or of the models in `also`, told apart by `kind`."""
-    models = (*(choice(one, filled) for one in makes), *also)
-    return Annotated[Union[models], Field(discriminator="kind")]  # noqa: UP007
+def models_in(annotation: Any) -> Iterable[type[BaseModel]]:
+    """All pydantic models that a type, or what marks a field, allows."""
+    if isinstance(annotation, OneOf):
+        yield from annotation.models
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_in(part)
 
 
 def _translated(hint: Any) -> Any:
     """A type as JSON can give it: `Distribution` is any family, sequences are tuples, numbers are no tensors."""
     if hint is Distribution:
-        return _DISTRIBUTIONS
+        return Annotated[Choice, _FAMILY]
     if get_origin(hint) in (types.UnionType, Union):
         return Union[tuple(_translated(arm) for arm in get_args(hint) if arm is not Tensor)]  # noqa: UP007
-    if get_origin(hint) is Sequence:
-        return tuple[(*get_args(hint), ...)]  # type: ignore[return-value]
-    return hint
+    return types.GenericAlias(tuple, (*get_args(hint), ...)) if get_origin(hint) is Sequence else hint
 
 
 def _default(value: Any) -> Any:
-    return TypeAdapter(_DISTRIBUTIONS).validate_python(value.to_dict()) if isinstance(value, Distribution) else value
+    if not isinstance(value, Distribution):
+        return value
+    family: Callable[..., Any] = type(value)
+    return choice(family).model_validate(value.to_dict())
 
 
-_DISTRIBUTIONS: Any = union(FAMILIES.values())
+_FAMILY = OneOf(tuple(FAMILIES.values()))

@@ -81,10 +81,10 @@ def fit(
 ) -> None:
     """Train an experiment in a run directory and evaluate it. A finished run is left as it is."""
     from slimbayes.lab.bars import Bars, print_scores
+    from slimbayes.lab.config_files import load
     from slimbayes.lab.execution import Execution
-    from slimbayes.lab.files import load
     from slimbayes.lab.fit import fit as train
-    from slimbayes.lab.runs import default_folder
+    from slimbayes.lab.run_folder import default_folder
 
     experiment = load(config, overrides, scale)
     folder = out or default_folder(experiment)
@@ -110,11 +110,11 @@ def evaluate(
     accelerator: Accelerator = "auto",
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
-    from slimbayes.lab.again import evaluate_again
     from slimbayes.lab.bars import print_scores
+    from slimbayes.lab.fit import evaluate_run
 
     wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
-    evaluate_again(run, wanted, accelerator, data_dir)
+    evaluate_run(run, wanted, accelerator, data_dir)
     print_scores(run)
 
 
@@ -127,7 +127,7 @@ def predict(
     accelerator: Accelerator = "auto",
 ) -> None:
     """Predict rows of your own, with uncertainty."""
-    from slimbayes.lab.again import predict_file
+    from slimbayes.lab.predict_file import predict_file
 
     rows = predict_file(run, inputs, output, draws, accelerator)
     typer.echo(f"{rows} predictions in {output}")
@@ -212,10 +212,12 @@ def reproduce(
 @config_app.command("check")
 def config_check(config: Path, overrides: Overrides = [], scale: Scale = "full") -> None:  # noqa: B006
     """Say whether a config is valid, and everything that is wrong with it."""
-    from slimbayes.lab.files import load
+    from slimbayes.lab.config_files import load
 
     experiment = load(config, overrides, scale)
-    typer.echo(f"{config} is valid: {experiment.name}, {experiment.told} on {experiment.data.name}, {experiment.hash}")
+    typer.echo(
+        f"{config} is valid: {experiment.name}, {experiment.method_text} on {experiment.data.name}, {experiment.hash}"
+    )
 
 
 @config_app.command("show")
@@ -223,7 +225,7 @@ def config_show(config: Path, overrides: Overrides = [], scale: Scale = "full") 
     """Print a config with everything it extends and every default written out."""
     import yaml
 
-    from slimbayes.lab.files import load
+    from slimbayes.lab.config_files import load
 
     typer.echo(yaml.safe_dump(load(config, overrides, scale).resolved, sort_keys=False), nl=False)
 

@@ -1,13 +1,13 @@
-"""What an experiment is: data, network, method, training and evaluation, as closed types. Nothing here names a machine or a folder.
+"""What an experiment is: data, network, method, training and evaluation, as closed types.
 
     name: rank1-cauchy
     data: {name: cifar10}
     model: {kind: wrn, depth: 16, width: 4}
     method: {kind: Rank1, members: 4, prior: {kind: Cauchy, loc: 1.0, scale: 0.1}}
-    train: {epochs: 30, batch: 128, optimizer: {kind: SGD, lr: 0.1}, schedule: {kind: Step, milestones: [0.5, 0.75]}}
+    train: {epochs: 30, optimizer: {kind: SGD, lr: 0.1}, schedule: {kind: Step, milestones: [0.5, 0.75]}}
     evaluate: {draws: [1, 4], corruptions: standard, ood: [cifar100]}
 
-Everything that shapes the result is in it, and its hash names the run; devices, processes and compilation are not (see `execution.py`).
+Everything that shapes the result is in it, and its hash names the run; machines and folders are not (execution.py).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from slimbayes import models
 from slimbayes.data import CORRUPTIONS, EXTRA, pad_crop_flip, resized_crop
-from slimbayes.lab.choices import Choice, union
-from slimbayes.lab.recipes import Count, Part, Train
+from slimbayes.errors import did_you_mean
+from slimbayes.lab.choices import Choice, OneOf, Options
+from slimbayes.lab.recipes import Count, Train
 from slimbayes.posteriors import METHODS
 from slimbayes.posteriors.base import Config
 
@@ -31,13 +31,10 @@ FORMAT: Final = 1
 # What the data say about a network; the config leaves it out.
 FILLED = ("classes", "inputs", "outputs", "channels", "size", "vocabulary")
 NETWORKS = (
-    models.mlp, models.regression_net, models.lenet, models.small_resnet, models.small_cnn, models.wrn, models.pyramidnet, models.resnet18,
-    models.resnet34, models.resnet50, models.resnet101, models.imdb_lstm, models.mortality_lstm,
+    models.mlp, models.regression_net, models.lenet, models.small_resnet, models.small_cnn, models.wrn,
+    models.pyramidnet, models.resnet18, models.resnet34, models.resnet50, models.resnet101, models.imdb_lstm,
+    models.mortality_lstm,
 )  # fmt: skip
-
-Model = union(NETWORKS, FILLED)
-OneMethod = union(METHODS.values())
-Augmentation = union([pad_crop_flip, resized_crop], ("images", "generator", "fill"))
 
 
 def _compiles(text: str) -> str:
@@ -51,7 +48,7 @@ def _compiles(text: str) -> str:
 Pattern = Annotated[str, AfterValidator(_compiles)]
 
 
-class Data(Part):
+class Data(Options):
     """Which rows are trained and tested on.
 
     Attributes:
@@ -59,8 +56,9 @@ class Data(Part):
         split: of the standard splits of a UCI set.
         validation: share of the training rows that is held out, drawn with `seed`.
         train_limit, test_limit: only so many rows, drawn with `seed`.
-        scaling: "standard" takes the training rows' mean from images and tables and divides by their deviation, by channel or feature; "unit" leaves
-            images in [0, 1], "signed" stretches them to [-1, 1], and both leave other numbers as they are.
+        scaling: "standard" takes the training rows' mean from images and tables and divides by their deviation, by
+            channel or feature; "unit" leaves images in [0, 1], "signed" stretches them to [-1, 1], and both leave other
+            numbers as they are.
         image_size: what image folders (ImageNet) are cut to: the shorter side becomes 8/7 of it, the centre is taken.
             With the augmentation resized_crop, training pictures are cropped at random from the full picture instead.
         seed: of these draws; the run's own seed leaves the rows alone.
@@ -76,20 +74,17 @@ class Data(Part):
     seed: int = 0
 
 
-class ByName(Part):
+class ByName(Options):
     """Different methods for different layers: from patterns of names to methods, the first that matches counts."""
 
     kind: Literal["ByName"]
-    layers: Annotated[dict[str, OneMethod], Field(min_length=1)]  # type: ignore[valid-type]
+    layers: Annotated[dict[str, Annotated[Choice, OneOf(tuple(METHODS.values()))]], Field(min_length=1)]
 
     def build(self) -> dict[str, Config]:
         return {pattern: method.build() for pattern, method in self.layers.items()}
 
 
-Method = union(METHODS.values(), also=(ByName,))
-
-
-class Evaluate(Part):
+class Evaluate(Options):
     """What it is judged on.
 
     Attributes:
@@ -122,26 +117,24 @@ class Evaluate(Part):
 
     @model_validator(mode="after")
     def _known(self) -> Evaluate:
-        from slimbayes.errors import did_you_mean
-
         for name in self.corruption_names:
             if name not in (*CORRUPTIONS, *EXTRA):
                 raise ValueError(f"unknown corruption {name!r}{did_you_mean(name, (*CORRUPTIONS, *EXTRA))}")
         return self
 
 
-class Experiment(Part):
-    """One run, but for where it runs."""
+class Experiment(Options):
+    """One run, but for where it runs. `include` and `exclude` are patterns of the names of layers to convert or not."""
 
     format: Literal[1] = 1
     name: Annotated[str, Field(min_length=1, max_length=200)]
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     data: Data
-    model: SerializeAsAny[Model]  # type: ignore[valid-type]
-    method: SerializeAsAny[Method]  # type: ignore[valid-type]
-    include: Pattern | None = None  # names of the layers to convert, or to leave alone: regular expressions
+    model: Annotated[Choice, OneOf(NETWORKS, FILLED)]
+    method: Annotated[Choice | ByName, OneOf(tuple(METHODS.values()), also=(ByName,))]
+    include: Pattern | None = None
     exclude: Pattern | None = None
-    augment: SerializeAsAny[Augmentation] | None = None  # type: ignore[valid-type]
+    augment: Annotated[Choice, OneOf((pad_crop_flip, resized_crop), ("images", "generator", "fill"))] | None = None
     train: Train
     evaluate: Evaluate = Evaluate()
 
@@ -158,17 +151,16 @@ class Experiment(Part):
 
     @property
     def hash(self) -> str:
-        """Names the run: the sha256, shortened, of all that differs from the defaults, so that a later option changes no name."""
-        tree = self.model_dump(mode="json", exclude={"method"}, exclude_defaults=True) | {
-            "method": _written(self.method, defaults=False)
-        }
+        """Names the run: the sha256, shortened, of what differs from the defaults: a later option changes no name."""
+        tree = self.model_dump(mode="json", exclude={"method"}, exclude_defaults=True)
+        tree["method"] = _written(self.method, defaults=False)
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
-    def told(self) -> str:
+    def method_text(self) -> str:
         """The method in a few words."""
         built = self.method.build()
-        if isinstance(built, Mapping):
+        if isinstance(built, dict):
             return ", ".join(f"{pattern}: {config.describe()}" for pattern, config in built.items())
         return built.describe()
 
@@ -176,7 +168,7 @@ class Experiment(Part):
 def _written(method: Choice | ByName, defaults: bool = True) -> dict[str, Any]:
     if isinstance(method, ByName):
         layers = {pattern: _written(one, defaults) for pattern, one in method.layers.items()}
-        # Of patterns the first that matches counts, but the hash sorts its keys: an order that is not theirs is written down beside them.
+        # The first pattern that matches counts, but the hash sorts its keys: another order is written down beside them.
         order = {} if defaults or list(layers) == sorted(layers) else {"order": list(layers)}
         return {"kind": "ByName", "layers": layers} | order
     # As the method itself writes it: what its defaults depend on is settled there. JSON knows lists only.

@@ -34,17 +34,15 @@ from slimbayes.diagnostics import spectrum as spectrum_of
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import Of
 from slimbayes.errors import did_you_mean
-from slimbayes.lab.config import Experiment
+from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.judge import Judge
-from slimbayes.lab.records import load_run
+from slimbayes.lab.fit import load_run
 from slimbayes.lab.row_scores import Numbers, calibration_errors
 from slimbayes.lab.seeds import seed_everything
-from slimbayes.lab.step import likelihood_loss
 from slimbayes.lab.task import Task, batches
 from slimbayes.models import keras_count
-from slimbayes.prediction.prediction import Likelihood
 from slimbayes.report.record import Evaluation, Record, read
+from slimbayes.train.likelihoods import LIKELIHOODS
 
 Found = tuple[Numbers, Any]
 _AT_ONCE = 10  # draws of a forward
@@ -63,7 +61,7 @@ class Case:
     execution: Execution = Execution()  # noqa: RUF009 (frozen)
 
     @cached_property
-    def loaded(self) -> tuple[Experiment, nn.Module, Task, Likelihood]:
+    def loaded(self) -> Predictor:
         assert self.folder is not None
         return load_run(self.folder, self.execution)
 
@@ -111,8 +109,8 @@ def diagnose(name: str, case: Case) -> Found:
 
 def _scores(case: Case, network: nn.Module) -> Numbers:
     """Scores of a network under the run's own evaluation, with the ELBO per row at full KL weight."""
-    experiment, _, task, likelihood = case.loaded
-    (made,), _ = Judge(network, task, likelihood, experiment).judge(case.rows, [case.draws], task.name, "validation")
+    task = case.loaded.task
+    (made,), _ = case.loaded._replace(network=network).score(case.rows, [case.draws], task.name, "validation")
     alone = _mean_nll(case, network)
     with torch.no_grad():
         kl = float(sb.kl(network)) / len(task.train)
@@ -135,7 +133,7 @@ def _mean_nll(case: Case, network: nn.Module) -> float:
         for start in range(0, case.draws, _AT_ONCE):
             count = min(_AT_ONCE, case.draws - start)
             outputs = _in_own_units(sb.sample(network, task.scaling(x), draws=count).float(), task)
-            total += float(likelihood_loss(likelihood, outputs, y, "average", noise)) * len(y) * count / case.draws
+            total += float(LIKELIHOODS[likelihood].nll(outputs, y, "average", noise)) * len(y) * count / case.draws
     return total / len(case.rows)
 
 
@@ -194,7 +192,7 @@ def snr(case: Case) -> Found:
         picked = torch.randperm(len(task.train))[: experiment.train.batch].to(task.train.x.device)
         network.zero_grad()
         outputs = sb.sample(network, task.scaling(task.train.x[picked]), draws=experiment.train.draws)
-        nll = likelihood_loss(likelihood, outputs, task.train.y[picked], experiment.train.form, experiment.train.noise)
+        nll = LIKELIHOODS[likelihood].nll(outputs, task.train.y[picked], experiment.train.form, experiment.train.noise)
         (nll + sb.kl(network) / len(task.train)).backward()
         tracker.update()
     network.zero_grad()

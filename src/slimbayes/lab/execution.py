@@ -1,15 +1,23 @@
-"""Where and how a run is carried out. None of it changes what is computed, but for rounding, so none of it names the run."""
+"""Where and how a run is carried out. None of it changes what is computed, but for rounding, so none names the run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
 
 PATIENCE = timedelta(minutes=5)  # how long processes wait for one another before the job ends with an error
 
@@ -46,41 +54,45 @@ class Execution:
         """Where a single process computes."""
         return torch.device("cuda" if self.accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
-    def fabric(self, precision: str) -> Any:
+    def fabric(self, precision: str) -> Fabric:
         """The process group, devices and number format of a run."""
-        import logging
-
         from lightning_fabric import Fabric
 
         if self.accelerator == "cuda" and not torch.cuda.is_available():
             raise ValueError("There is no GPU that torch can use here: leave --accelerator at auto, or say cpu.")
         if self.devices < 1:
             raise ValueError(f"--devices must be at least 1, got {self.devices}.")
-        # Its hints are about settings that a run decides for itself.
-        logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
-        logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+        for name in ("lightning_fabric", "lightning.fabric"):
+            logging.getLogger(name).setLevel(logging.ERROR)  # its hints are about what a run decides for itself
         return Fabric(
-            accelerator=self.accelerator, devices=self.devices, num_nodes=self.nodes, strategy=self._strategy(),
-            precision={"32": "32-true", "bf16": "bf16-mixed"}[precision],
-        )  # fmt: skip
+            accelerator=self.accelerator,
+            devices=self.devices,
+            num_nodes=self.nodes,
+            strategy=self._strategy(),
+            precision="bf16-mixed" if precision == "bf16" else "32-true",
+        )
 
     def _strategy(self) -> Any:
+        from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
+
         if self.strategy == "fsdp":
-            from lightning_fabric.strategies import ModelParallelStrategy
-
             return ModelParallelStrategy(shard, timeout=PATIENCE)
-        if self.strategy == "ddp" or self.devices * self.nodes > 1:
-            from lightning_fabric.strategies import DDPStrategy
+        return DDPStrategy(timeout=PATIENCE) if self.strategy == "ddp" or self.devices * self.nodes > 1 else "auto"
 
-            return DDPStrategy(timeout=PATIENCE)
-        return "auto"
+    def compiled(self, network: nn.Module, device: torch.device) -> nn.Module:
+        """The network as it is run on a device, compiled or not."""
+        if not (device.type == "cuda" if self.compile is None else self.compile):
+            return network
+        import torch._inductor.config as inductor
 
-    def compiles(self, device: torch.device) -> bool:
-        return device.type == "cuda" if self.compile is None else self.compile
+        # torch 2.11's compiler fails an assertion of its own when it joins batch norm's sums with a factor's.
+        if hasattr(inductor.triton, "mix_order_reduction"):
+            inductor.triton.mix_order_reduction = False
+        compiled: nn.Module = torch.compile(network, dynamic=False)  # type: ignore[assignment]
+        return compiled
 
     def captures(self, device: torch.device, world: int) -> bool:
-        possible = device.type == "cuda" and world == 1
-        return possible if self.graph is None else self.graph and possible
+        return device.type == "cuda" and world == 1 and self.graph is not False
 
 
 def shard(network: nn.Module, mesh: Any) -> nn.Module:
@@ -94,32 +106,48 @@ def shard(network: nn.Module, mesh: Any) -> nn.Module:
     return network
 
 
+def leave_together(fabric: Any) -> None:
+    """End the group of processes: the first goes on alone, and draws as one process does."""
+    fabric.barrier()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # Gloo's threads drop their last tensors under Python's lock. Were the group destroyed at that moment, both
+        # would wait for ever; so they get time, and the group is kept until the process ends.
+        _LEFT.append(torch.distributed.group.WORLD)
+        time.sleep(0.3)
+        torch.distributed.destroy_process_group()
+
+
+_LEFT: list[Any] = []
+
+
+@contextmanager
+def noting_signals(noted: list[int]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C are only noted; former handlers come back afterwards. Only the main thread sees signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {
+        number: signal.signal(number, lambda came, _: noted.append(came)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
 class Watcher(Protocol):
     """Whoever looks on: a progress bar, or nobody."""
 
-    def begin(self, what: str, total: int, done: int = 0) -> None: ...
-
-    def move(self, done: int, note: str = "") -> None: ...
-
-    def say(self, message: str) -> None: ...
-
-
-class Nobody:
-    """Looks on and says nothing."""
-
     def begin(self, what: str, total: int, done: int = 0) -> None:
-        pass
+        return None
 
     def move(self, done: int, note: str = "") -> None:
-        pass
+        return None
 
     def say(self, message: str) -> None:
-        pass
+        return None
 
 
-def watched(items: Iterable[Any], watcher: Watcher, what: str, total: int) -> Iterable[Any]:
-    """Items, told to a watcher one by one."""
-    watcher.begin(what, total)
-    for count, item in enumerate(items, 1):
-        yield item
-        watcher.move(count)
+class Nobody(Watcher):
+    """Looks on and says nothing."""

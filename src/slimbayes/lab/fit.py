@@ -1,25 +1,35 @@
-"""Training an experiment. A run is a function of its config: stop it anywhere, resume it, and it ends in the same weights."""
+"""From an experiment to the record of its run, and back from a run's directory to its network.
+
+A run is a function of its config: stop it anywhere, resume it, and it ends in the same weights.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+import slimbayes as sb
 from slimbayes.data import Dataset
-from slimbayes.files import write_text
+from slimbayes.files import write_json, write_text
+from slimbayes.lab.bars import Bars
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.evaluate import check
-from slimbayes.lab.execution import Execution, Nobody, Watcher
-from slimbayes.lab.inputs import write_inputs
-from slimbayes.lab.records import load_run, write_record
-from slimbayes.lab.runs import open_run
+from slimbayes.lab.config_files import merged, parse_override, validate
+from slimbayes.lab.evaluate import Predictor, check, evaluate
+from slimbayes.lab.execution import Execution, Nobody, Watcher, leave_together
+from slimbayes.lab.network import likelihood_of, plain_network
+from slimbayes.lab.predict_file import write_inputs
+from slimbayes.lab.run_folder import command, environment, open_run, read_curve, stored_experiment
+from slimbayes.lab.task import open_task
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
-from slimbayes.lab.training import Training as Training
-from slimbayes.lab.training import leave_together
+from slimbayes.lab.training import Training
+from slimbayes.report.record import Cost, Parameters, Record, RecordError, read
 
 
 def fit(
@@ -35,22 +45,20 @@ def fit(
     """Train an experiment in a run directory and evaluate it; a run that has finished is left as it is.
 
     Args:
-        folder: the run directory (see runs.py).
+        folder: the run directory (see run_folder.py).
         resume: continue from the latest checkpoint, if there is one.
         network, dataset: stand in for what the config names, for models and data of your own.
         judge: evaluate and write the record when training is done.
 
     Returns: the run directory.
     """
-    if (folder / "record.json").exists():
-        from slimbayes.report import record
-
-        if record.read(folder).config_hash == experiment.hash:
-            return folder
+    if (folder / "record.json").exists() and read(folder).config_hash == experiment.hash:
+        return folder
     fabric = execution.fabric(experiment.train.precision)
     fabric.launch()
-    watcher = watcher if watcher and fabric.global_rank == 0 else Nobody()
-    lock = open_run(folder, experiment, resume) if fabric.global_rank == 0 else None
+    first = fabric.global_rank == 0
+    watcher = watcher if watcher and first else Nobody()
+    lock = open_run(folder, experiment, resume) if first else None
     try:
         plain = copy.deepcopy(network)
         training = Training(experiment, folder, execution, fabric, watcher, network, dataset)
@@ -58,20 +66,87 @@ def fit(
             check(experiment.evaluate, training.task, execution)
         training.run(resume)
         leave_together(fabric)
-        if fabric.global_rank == 0:
-            write_text(folder / "cost.json", json.dumps(training.cost()) + "\n")
-            write_inputs(folder, training.task, training.likelihood)
-        if judge and fabric.global_rank == 0:
-            _judge(training, plain, dataset)
+        if first:
+            write_json(folder / "cost.json", training.cost())
+            write_inputs(folder, training.task, training.predictor.likelihood)
+        if judge and first:  # a network that was shared among processes is read back whole
+            alone = fabric.world_size == 1
+            predictor = training.predictor if alone else load_run(folder, execution, plain, dataset)
+            write_record(folder, predictor, execution, watcher)
     finally:
         if lock is not None:
             lock.close()
     return folder
 
 
-def _judge(training: Training, plain: nn.Module | None, dataset: Dataset | None) -> None:
-    """Evaluate what was trained and write the record; a network that was shared among processes is read back whole."""
-    network, task, likelihood = training.network, training.task, training.likelihood
-    if training.fabric.world_size > 1:
-        _, network, task, likelihood = load_run(training.folder, training.execution, plain, dataset)
-    write_record(training.folder, training.execution, training.watcher, network, task, likelihood)
+def load_run(
+    folder: Path, execution: Execution, network: nn.Module | None = None, dataset: Dataset | None = None
+) -> Predictor:
+    """A trained run's network on its device, and its task; `network` and `dataset` as they were given to `fit`."""
+    experiment = stored_experiment(folder)
+    task = open_task(experiment.data, execution.data_dir, dataset).to(execution.device)
+    plain = network or plain_network(experiment, task.fills(), task.name)
+    loaded = sb.load(plain, folder / "model").to(execution.device)
+    return Predictor(experiment, loaded, task, likelihood_of(task, loaded))
+
+
+def evaluate_run(
+    run: Path, overrides: Sequence[str] = (), accelerator: Any = "auto", data_dir: Path | None = None
+) -> Record:
+    """Judge a trained run, with other choices for its evaluation if asked, and write its record anew."""
+    execution = Execution(accelerator=accelerator, data_dir=data_dir)
+    predictor = load_run(run, execution)
+    tree = predictor.experiment.resolved
+    for override in overrides:
+        if not override.strip().startswith("evaluate."):
+            raise ValueError(f"Only evaluate.* can be changed after training, got {override!r}.")
+        tree = merged(tree, parse_override(override))
+    write_inputs(run, predictor.task, predictor.likelihood)
+    predictor = predictor._replace(experiment=validate(tree, str(run)))
+    with Bars(predictor.experiment.name) as bars:
+        return write_record(run, predictor, execution, bars)
+
+
+def write_record(folder: Path, predictor: Predictor, execution: Execution, watcher: Watcher) -> Record:
+    """Evaluate a trained network as its experiment asks, and write the record of the run in a directory."""
+    stored, start = stored_experiment(folder), time.perf_counter()
+    evaluations, examples = evaluate(predictor, execution, watcher)
+    seconds = time.perf_counter() - start
+    curve, counts = read_curve(folder), sb.summary(predictor.network)
+    record = Record(
+        name=stored.name,
+        method=stored.method_text,
+        data=predictor.task.name,
+        seed=stored.seed,
+        config=stored.resolved,
+        config_hash=stored.hash,
+        commands=[*_former_commands(folder), command()],
+        classes=list(predictor.task.classes),
+        status="stopped early" if curve and curve[-1]["epoch"] < stored.train.epochs else "finished",
+        parameters=Parameters(plain=counts.before, total=counts.after),
+        curve=curve,
+        evaluations=evaluations,
+        examples=examples,
+        environment=environment(),
+        cost=_cost(folder / "cost.json", seconds),
+    )
+    write_text(folder / "record.json", record.model_dump_json() + "\n")
+    return record
+
+
+def _cost(file: Path, evaluate_seconds: float) -> Cost:
+    measured: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    epochs = sorted(measured.get("epoch_seconds", ()))
+    return Cost(
+        train_seconds=measured.get("train_seconds", float("nan")),
+        seconds_per_epoch=epochs[len(epochs) // 2] if epochs else float("nan"),
+        evaluate_seconds=evaluate_seconds,
+        peak_memory=measured.get("peak_memory"),
+    )
+
+
+def _former_commands(folder: Path) -> list[str]:
+    try:
+        return read(folder).commands
+    except RecordError:
+        return []

@@ -24,7 +24,7 @@ import yaml
 
 from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.runs import default_folder
+from slimbayes.lab.run_folder import default_folder
 from slimbayes.report.record import RecordError, read
 
 COMMAND = (sys.executable, "-m", "slimbayes.lab.command")

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.papers import UNITS, PaperRow, Scale
 from slimbayes.lab.row_scores import Numbers, RowResult, draws_of, relative_errors
-from slimbayes.files import write_text
 
 _SIZES = ("parameters", "overhead")  # columns of every table
 

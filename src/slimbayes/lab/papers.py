@@ -24,8 +24,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 import slimbayes
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.config import Experiment
+from slimbayes.lab.config_files import ConfigError, load, read_tree
 from slimbayes.lab.config_rows import row_names
-from slimbayes.lab.files import ConfigError, load, read_tree
 
 Scale = Literal["full", "small"]
 UNITS = {"": 1.0, "%": 100.0, "k": 1e-3, "M": 1e-6}  # from a record's numbers to printed ones

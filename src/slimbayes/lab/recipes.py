@@ -1,95 +1,150 @@
-"""How a network is trained, as closed types: optimizer, learning rates, KL annealing, decay, and the papers' options."""
+"""How a network is trained: optimizer, learning rates, KL annealing, decay, and the papers' options.
+
+Rates and weights are functions of the step alone, so that nothing of them is saved.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import torch
+from pydantic import Field, model_validator
+from torch import nn
 
-from slimbayes.train.elbo import Form
+from slimbayes.lab.choices import Options
+from slimbayes.train import schedules
+from slimbayes.train.likelihoods import Form
+from slimbayes.train.optim import param_groups
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+Groups = list[dict[str, Any]]
+
+# --- optimizers ---
 
 
-class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class SGD(Part):
+class SGD(Options):
     kind: Literal["SGD"]
     lr: Positive = 0.1
     momentum: NotNegative = 0.9
     nesterov: bool = True
 
+    def build(self, groups: Groups, fused: bool | None, capturable: bool) -> torch.optim.Optimizer:
+        nesterov = self.nesterov and self.momentum > 0
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=nesterov, fused=fused)
 
-class Adam(Part):
-    kind: Literal["Adam"]
+
+class Adam(Options):
+    kind: Literal["Adam", "AdamW"]
     lr: Positive = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: Positive = 1e-8
 
-
-class AdamW(Adam):
-    """Adam with decoupled weight decay."""
-
-    kind: Literal["AdamW"]  # type: ignore[assignment]
+    def build(self, groups: Groups, fused: bool | None, capturable: bool) -> torch.optim.Optimizer:
+        kind = torch.optim.AdamW if self.kind == "AdamW" else torch.optim.Adam
+        return kind(groups, lr=self.lr, betas=self.betas, eps=self.eps, capturable=capturable, fused=fused)
 
 
-class Constant(Part):
+# --- learning rates, as multiples of the base rate ---
+
+
+class WarmUp(Options):
+    """Rises linearly over so many epochs, then does as its kind says."""
+
+    warmup: NotNegative = 0.0
+
+    def at(self, step: int, total: int, per_epoch: int) -> float:
+        """The rate of one step of `total`, of which an epoch has `per_epoch`."""
+        warm = round(self.warmup * per_epoch)
+        return (min(1.0, (step + 1) / warm) if warm else 1.0) * self.after_warmup(step, warm, total)
+
+    def after_warmup(self, step: int, warm: int, total: int) -> float:
+        return 1.0
+
+
+class Constant(WarmUp):
     kind: Literal["Constant"] = "Constant"
-    warmup: NotNegative = 0.0  # epochs of linear rise
 
 
-class Step(Part):
+class StepDecay(WarmUp):
     """Falls by `factor` at each milestone, a share of training."""
 
     kind: Literal["Step"]
     milestones: tuple[Share, ...]
     factor: Positive = 0.1
-    warmup: NotNegative = 0.0
+
+    def after_warmup(self, step: int, warm: int, total: int) -> float:
+        return self.factor ** sum(step >= round(milestone * total, 6) for milestone in self.milestones)
 
 
-class Cosine(Part):
+class Cosine(WarmUp):
     """Falls along half a cosine to `end` times the base rate."""
 
     kind: Literal["Cosine"]
     end: Share = 0.0
-    warmup: NotNegative = 0.0
+
+    def after_warmup(self, step: int, warm: int, total: int) -> float:
+        return _half_cosine(1.0, self.end, min(1.0, max(0, step - warm) / max(1, total - warm)))
 
 
-class OneCycle(Part):
-    """Rises from 1/`start` of the base rate to it over `rise` of training, then falls to 1/`end`, both along half a cosine."""
+class OneCycle(Options):
+    """Rises from 1/`start` of the base rate to it over `rise` of training, then falls to 1/`end`, by half cosines."""
 
     kind: Literal["OneCycle"]
     rise: Annotated[float, Field(gt=0, lt=1)] = 0.3
     start: Positive = 25.0
     end: Positive = 1e4
 
+    def at(self, step: int, total: int, per_epoch: int) -> float:
+        peak = self.rise * total
+        if step < peak:
+            return _half_cosine(1 / self.start, 1.0, step / peak)
+        return _half_cosine(1.0, 1 / self.end, min(1.0, (step - peak) / max(1, total - peak)))
 
-class ConstantKL(Part):
+
+def _half_cosine(start: float, stop: float, done: float) -> float:
+    return stop + (start - stop) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+# --- weights of the KL ---
+
+
+class ConstantKL(Options):
     kind: Literal["Constant"] = "Constant"
     weight: NotNegative = 1.0
 
+    def at(self, step: int, total: int) -> float:
+        return self.weight
 
-class LinearKL(Part):
+
+class LinearKL(Options):
     """Rises to one over a share of training: 0.8 on CIFAR and two thirds on ImageNet in the rank-1 paper."""
 
     kind: Literal["Linear"]
     share: Annotated[float, Field(gt=0, le=1)] = 0.8
 
+    def at(self, step: int, total: int) -> float:
+        return schedules.linear(max(1, round(self.share * total)))(step)
 
-class StaircaseKL(Part):
+
+class StaircaseKL(Options):
     """Rises by slope * every at each multiple of `every` steps (k-tied Normal, Appendix D.4)."""
 
     kind: Literal["Staircase"]
     slope: Positive
     every: Count = 100
 
+    def at(self, step: int, total: int) -> float:
+        return schedules.staircase(self.slope, self.every)(step)
 
-class Decay(Part):
+
+# --- the rest ---
+
+
+class Decay(Options):
     """Weight decay for each kind of parameter; an L2 penalty lambda * |w|^2 is twice lambda here."""
 
     kernels: NotNegative = 0.0
@@ -97,7 +152,7 @@ class Decay(Part):
     norms: NotNegative = 0.0
 
 
-class L2(Part):
+class L2(Options):
     """Factors of the four sums of `slimbayes.l2`."""
 
     patched_weights: NotNegative = 0.0
@@ -106,27 +161,22 @@ class L2(Part):
     shared_biases: NotNegative = 0.0
 
 
-class EarlyStop(Part):
-    """Stop when the NLL of the validation rows has not fallen for `patience` epochs; the best epoch's weights are kept."""
+class EarlyStop(Options):
+    """Stop when the validation rows' NLL has not fallen for `patience` epochs; the best epoch's weights are kept."""
 
     patience: Count = 5
 
 
-Optimizer = Annotated[SGD | Adam | AdamW, Field(discriminator="kind")]
-Schedule = Annotated[Constant | Step | Cosine | OneCycle, Field(discriminator="kind")]
-KL = Annotated[ConstantKL | LinearKL | StaircaseKL, Field(discriminator="kind")]
-
-
-class Train(Part):
+class Train(Options):
     """How it is trained.
 
     Attributes:
-        batch: rows of a step, over all processes. The rows of an epoch that do not fill a batch are left to another epoch.
+        batch: rows of a step, over all processes. The rows of an epoch that do not fill a batch are left to another.
         rows: "tile" shows every row to every draw; "split" hands the rows of a batch out among the draws.
         draws: of each member, in a step.
         form: how draws join in the likelihood, as in `slimbayes.categorical`.
-        posterior_lr: learning rate of the posterior's parameters relative to the others' (the papers' fast-weight multiplier).
-        weight_decay: for all of the network's own parameters, or for kernels, biases and norms apart. Never for factors.
+        posterior_lr: learning rate of the posterior's parameters relative to the others' (the fast-weight multiplier).
+        weight_decay: for the network's own parameters, or for kernels, biases and norms apart. Never for factors.
         l2: the penalty of Ensemble Model Patching, instead.
         clip: largest norm of the gradient.
         accumulate: cut each batch into so many pieces and add their gradients.
@@ -140,9 +190,9 @@ class Train(Part):
     rows: Literal["tile", "split"] = "tile"
     draws: Count = 1
     form: Form = "average"
-    optimizer: Optimizer
-    schedule: Schedule = Constant()
-    kl: KL = ConstantKL()
+    optimizer: Annotated[SGD | Adam, Field(discriminator="kind")]
+    schedule: Annotated[Constant | StepDecay | Cosine | OneCycle, Field(discriminator="kind")] = Constant()
+    kl: Annotated[ConstantKL | LinearKL | StaircaseKL, Field(discriminator="kind")] = ConstantKL()
     posterior_lr: Positive = 1.0
     weight_decay: NotNegative | Decay = 0.0
     l2: L2 | None = None
@@ -159,3 +209,37 @@ class Train(Part):
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate must divide the batch of {self.batch}, got {self.accumulate}.")
         return self
+
+    def rate(self, step: int, per_epoch: int) -> float:
+        """Learning rate of a step as a multiple of the base rate.
+
+        Example:
+            >>> schedule = {"kind": "Step", "milestones": [0.5], "factor": 0.1}
+            >>> train = Train.model_validate({"epochs": 10, "optimizer": {"kind": "SGD"}, "schedule": schedule})
+            >>> [round(train.rate(step, per_epoch=10), 3) for step in (0, 49, 50, 99)]
+            [1.0, 1.0, 0.1, 0.1]
+        """
+        return self.schedule.at(step, self.epochs * per_epoch, per_epoch)
+
+    def kl_weight(self, step: int, per_epoch: int) -> float:
+        """Weight of the KL in a step."""
+        return self.kl.at(step, self.epochs * per_epoch)
+
+    def build_optimizer(self, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
+        """The optimizer of a converted model; with `graph` its rates are tensors that a CUDA graph rereads."""
+        decay = self.weight_decay.model_dump() if isinstance(self.weight_decay, Decay) else self.weight_decay
+        groups = param_groups(model, decay, self.optimizer.lr, self.posterior_lr)
+        for group in groups:
+            group["base_lr"] = group["lr"]
+            if graph:
+                group["lr"] = torch.tensor(group["lr"], device="cuda")
+        return self.optimizer.build(groups, True if next(model.parameters()).is_cuda else None, graph)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group's learning rate to its own base rate times a factor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(group["base_lr"] * factor)
+        else:
+            group["lr"] = group["base_lr"] * factor

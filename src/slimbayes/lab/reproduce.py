@@ -25,7 +25,7 @@ from slimbayes.lab.fit import Stopped, fit
 from slimbayes.lab.paper_table import Reproduction, describe_setting, failed
 from slimbayes.lab.papers import PaperRow, Scale, find, listings
 from slimbayes.lab.row_scores import Numbers, RowResult, draws_of, measured
-from slimbayes.lab.runs import default_folder
+from slimbayes.lab.run_folder import default_folder
 from slimbayes.report.record import read
 
 

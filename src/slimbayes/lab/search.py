@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from slimbayes.files import write_text
-from slimbayes.lab.files import validate
+from slimbayes.lab.config_files import validate
 from slimbayes.lab.launch import Launcher, Run
 from slimbayes.lab.seeds import key
 from slimbayes.lab.sweep_config import Search, labelled, range_of, with_values

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slimbayes.lab.files import ConfigError, load, validate
+from slimbayes.lab.config_files import ConfigError, load, validate
 from slimbayes.lab.launch import Launcher, Run
 from slimbayes.lab.search import Searcher, new_epochs, told
 from slimbayes.lab.sweep_config import combinations, read_sweep, with_values

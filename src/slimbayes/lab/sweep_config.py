@@ -27,7 +27,7 @@ from pydantic_core import ErrorDetails
 
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.files import ConfigError, Tree, merged, parse_override, read_tree, validate
+from slimbayes.lab.config_files import ConfigError, Tree, merged, parse_override, read_tree, validate
 from slimbayes.lab.launch import Run
 
 _UNNAMED = ("seed", "data.name")  # runs that differ by these alone share a name: reports tell them apart

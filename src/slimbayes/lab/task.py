@@ -1,21 +1,23 @@
-"""From a data set's name to what a network trains and is judged on: rows on the device, their scaling, and the likelihood.
+"""From a data set's name to what a network trains and is judged on: rows on the device and their scaling.
 
 Sizes: N rows, C channels, T targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split, load, standard_split
-from slimbayes.data.folders import ImageFolder
+from slimbayes.data.augment import picture_crop
+from slimbayes.data.folders import ImageFolder, decode
 from slimbayes.data.uci import split_rows
 from slimbayes.lab import config
 from slimbayes.lab.seeds import generator
@@ -25,9 +27,9 @@ Rows = Split | ImageFolder
 
 @dataclass(frozen=True)
 class Scaling:
-    """How stored inputs become the network's: images (N, C, H, W) of bytes get the training rows' mean and deviation, others stay.
+    """How stored inputs become the network's: without the training rows' mean, divided by their deviation.
 
-    Shape: mean and std are (C, 1, 1) for images, (P,) for tables of P features, or None where inputs are used as they are.
+    Shape: mean and std are (C, 1, 1) for images, (P,) for tables of P features, None where inputs stay as they are.
     """
 
     mean: Tensor | None = None
@@ -41,16 +43,10 @@ class Scaling:
             x = x.float() / 255
         elif x.is_floating_point() or self.mean is not None:
             x = x.float()
-        if self.mean is None or self.std is None:
-            return x
-        return (x - self.mean) / self.std
+        return x if self.mean is None or self.std is None else (x - self.mean) / self.std
 
     def to(self, device: torch.device) -> Scaling:
-        return (
-            self
-            if self.mean is None or self.std is None
-            else replace(self, mean=self.mean.to(device), std=self.std.to(device))
-        )
+        return replace(self, mean=_moved(self.mean, device), std=_moved(self.std, device))
 
 
 @dataclass(frozen=True)
@@ -91,12 +87,16 @@ class Task:
 
     def to(self, device: torch.device) -> Task:
         """The same with its tensors on a device; image folders stay where they are."""
-        move = lambda rows: rows.to(device) if isinstance(rows, Split) else rows  # noqa: E731
-        y_mean, y_std = (None if t is None else t.to(device) for t in (self.y_mean, self.y_std))
-        return replace(
-            self, train=move(self.train), test=move(self.test), validation=move(self.validation),
-            scaling=self.scaling.to(device), y_mean=y_mean, y_std=y_std,
-        )  # fmt: skip
+        names = ("train", "test", "validation", "scaling", "y_mean", "y_std")
+        return replace(self, **{name: _moved(getattr(self, name), device) for name in names})
+
+    def in_own_units(self, rows: Split) -> Split:
+        """Rows with targets as they came: those of training and validation are standardised."""
+        return rows if self.y_mean is None or self.y_std is None else Split(rows.x, self.y_mean + self.y_std * rows.y)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value if value is None or isinstance(value, ImageFolder) else value.to(device)
 
 
 def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Dataset | None = None) -> Task:
@@ -109,17 +109,18 @@ def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Data
         return _folders(data, train, test, chosen)
     train, test = limited(train, chosen.train_limit, chosen.seed), limited(test, chosen.test_limit, chosen.seed)
     kept, held = _hold_out(train, chosen)
-    highest = (
-        0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else int(max(train.x.max(), test.x.max())) + 1
-    )
-    words = max(len(data.vocabulary), highest)
-    labels = (
-        ()
-        if train.y.is_floating_point()
-        else tuple(map(str, range(int(max(train.y.max(), test.y.max() if test.y.dim() == 1 else 0)) + 1)))
-    )
-    classes, scaling = data.classes or labels, _scaling(kept.x, chosen.scaling)
-    return Task(data.name, kept, test, held, scaling, classes, words, columns=data.columns)
+    words = 0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else _highest(train.x, test.x)
+    classes = data.classes
+    if not classes and not train.y.is_floating_point():
+        classes = tuple(map(str, range(_highest(train.y, test.y if test.y.dim() == 1 else train.y))))
+    vocabulary = max(len(data.vocabulary), words)
+    scaling = _scaling(kept.x, chosen.scaling)
+    return Task(data.name, kept, test, held, scaling, classes, vocabulary, columns=data.columns)
+
+
+def _highest(train: Tensor, test: Tensor) -> int:
+    """How many whole numbers from zero on there are."""
+    return int(max(train.max(), test.max())) + 1
 
 
 def _folders(data: Dataset, train: Rows, test: Rows, chosen: config.Data) -> Task:
@@ -172,33 +173,66 @@ def limited(rows: Split, limit: int | None, seed: int = 0) -> Split:
     """At most `limit` rows, drawn without replacement but kept in order."""
     if limit is None or limit >= len(rows):
         return rows
-    index = torch.randperm(len(rows), generator=generator(seed, "limit"))[:limit].sort().values
+    return _picked(rows, torch.randperm(len(rows), generator=generator(seed, "limit"))[:limit])
+
+
+def _picked(rows: Split, index: Tensor) -> Split:
+    index = index.sort().values
     return Split(rows.x[index], rows.y[index])
 
 
-def batches(
-    rows: Split | ImageFolder, size: int, device: torch.device, workers: int = 0
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(rows: Rows, size: int, device: torch.device, workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows in order, so many at a time, on a device."""
     if isinstance(rows, Split):
-        for start in range(0, len(rows), size):
-            yield rows.x[start : start + size].to(device), rows.y[start : start + size].to(device)
+        yield from ((x.to(device), y.to(device)) for x, y in zip(rows.x.split(size), rows.y.split(size), strict=True))
         return
     loader = torch.utils.data.DataLoader(rows, size, num_workers=workers, pin_memory=device.type == "cuda")
     for x, y in loader:
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
+@dataclass(frozen=True)
+class RandomCrops(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """An image folder in one epoch, cropped from the full pictures, before they become a batch without their sides.
+
+    A row's crop depends on seed, epoch and row alone, not on who decodes it.
+    """
+
+    rows: ImageFolder
+    crop: Callable[..., Tensor]
+    seed: int
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        cut = self.crop(decode(self.rows.paths[index]), generator=generator(self.seed, "crop", self.epoch, index))
+        return cut, int(self.rows.y[index])
+
+
+def crops_pictures(experiment: config.Experiment) -> bool:
+    """Whether the augmentation crops full pictures of image folders; others act on batches of their centres."""
+    return experiment.augment is not None and experiment.augment.kind == "resized_crop"
+
+
+def pictures(rows: ImageFolder, experiment: config.Experiment, epoch: int) -> ImageFolder | RandomCrops:
+    """What an epoch's loader reads: pictures cropped at random, or as the folder's own transform leaves them."""
+    if experiment.augment is None or not crops_pictures(experiment):
+        return rows
+    crop = partial(picture_crop, **experiment.augment.model_dump(exclude={"kind"}))
+    return RandomCrops(rows, crop, experiment.seed, epoch)
+
+
 def _split(data: Dataset, name: str) -> Rows:
     if name not in data.splits:
-        raise ValueError(
-            f"{data.name} has no split {name!r}, so it cannot be trained and tested on; it has: {', '.join(data.splits)}."
-        )
+        has = ", ".join(data.splits)
+        raise ValueError(f"{data.name} has no split {name!r}, so it cannot be trained and tested on; it has: {has}.")
     return data.splits[name]
 
 
 def _table(chosen: config.Data, root: Path | str | None) -> Task:
-    """A standard split of a UCI set, scaled by the rows that are trained on: inputs by the scaling, training targets here."""
+    """A standard split of a UCI set, scaled by the training rows: inputs by the scaling, training targets here."""
     data = load(chosen.name, root)
     rows = data.splits["all"]
     assert isinstance(rows, Split)
@@ -208,8 +242,7 @@ def _table(chosen: config.Data, root: Path | str | None) -> Task:
     test = limited(Split(rows.x[other], rows.y[other]), chosen.test_limit, chosen.seed)
     scaling = Scaling(*_moments(kept.x)) if chosen.scaling == "standard" else Scaling()
     mean, std = _moments(kept.y)
-    standard = lambda part: part and Split(part.x, (part.y - mean) / std)  # noqa: E731
-    kept, held = standard(kept), standard(held)
+    kept, held = Split(kept.x, (kept.y - mean) / std), held and Split(held.x, (held.y - mean) / std)
     return Task(chosen.name, kept, test, held, scaling, y_mean=mean, y_std=std, columns=data.columns)
 
 
@@ -223,28 +256,25 @@ def _hold_out(rows: Split, chosen: config.Data) -> tuple[Split, Split | None]:
     held = round(len(rows) * chosen.validation)
     if not chosen.validation:
         return rows, None
-    if not held:
-        raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows holds none out.")
-    if held == len(rows):
-        raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows leaves nothing to train on.")
+    if held in (0, len(rows)):
+        fault = "leaves nothing to train on" if held else "holds none out"
+        raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows {fault}.")
     order = torch.randperm(len(rows), generator=generator(chosen.seed, "validation"))
-    index, other = order[:held].sort().values, order[held:].sort().values
-    return Split(rows.x[other], rows.y[other]), Split(rows.x[index], rows.y[index])
+    return _picked(rows, order[held:]), _picked(rows, order[:held])
 
 
 def _scaling(x: Tensor, kind: str) -> Scaling:
-    """Moments of the training rows: of each feature of a table, of each channel of images, in float64 and in pieces, for they may be memory maps."""
+    """Moments of training rows, of each feature or channel; of images in pieces, for they may be memory maps."""
     if kind == "standard" and x.is_floating_point() and x.dim() == 2:
         return Scaling(*_moments(x))
     if kind == "unit" or x.dtype != torch.uint8 or x.dim() != 4:
         return Scaling()
     if kind == "signed":
         return Scaling(torch.full((x.shape[1], 1, 1), 0.5), torch.full((x.shape[1], 1, 1), 0.5))
-    total, square, count = torch.zeros(x.shape[1], dtype=torch.float64), torch.zeros(x.shape[1], dtype=torch.float64), 0
+    sums, count = torch.zeros(2, x.shape[1], dtype=torch.float64), x.numel() // x.shape[1]
     for piece in x.split(5000):
         values = piece.double() / 255
-        total, square = total + values.sum((0, 2, 3)), square + values.square().sum((0, 2, 3))
-        count += piece.numel() // x.shape[1]
-    mean = total / count
-    std = (square / count - mean**2).clamp_min(1e-12).sqrt()
+        sums += torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))])
+    mean, square = sums / count
+    std = (square - mean**2).clamp_min(1e-12).sqrt()
     return Scaling(mean.float().view(-1, 1, 1), std.float().view(-1, 1, 1))

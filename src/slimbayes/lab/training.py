@@ -1,17 +1,14 @@
 """One run under way: epochs, steps, and what happens between them.
 
 for epoch:   order = permutation(seed, epoch)
-    for step:    noise, crops and dropout from seed (seed, step);  draws, likelihood, KL, backward, optimizer     (step.py)
+    for step:    noise, crops and dropout from seed (seed, step);  draws, ELBO, backward, optimizer     (step.py)
 """
 
 from __future__ import annotations
 
 import resource
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +19,18 @@ from torch.distributed.tensor import DTensor
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.files import CheckpointError, write_csv
+from slimbayes.lab.checkpoints import latest_checkpoint, restore, save_checkpoint, sharded_like, state_of
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.crops import crops
-from slimbayes.lab.execution import Execution, Watcher
-from slimbayes.lab.faults import explain
-from slimbayes.lab.judge import judge_validation
-from slimbayes.lab.logs import append_steps, forget_steps, tensorboard
-from slimbayes.lab.networks import build_network, likelihood_of
-from slimbayes.lab.optimizers import build_optimizer, kl_weight, rate
-from slimbayes.lab.runs import RunError
+from slimbayes.lab.evaluate import Predictor
+from slimbayes.lab.execution import Execution, Watcher, leave_together, noting_signals
+from slimbayes.lab.network import build_network, likelihood_of
+from slimbayes.lab.run_folder import RunError, append_steps, forget_steps, tensorboard
 from slimbayes.lab.seeds import generator, seed_everything
-from slimbayes.lab.state import latest_state, restore, save_state, sharded_like
-from slimbayes.lab.step import NonFinite, Step
-from slimbayes.lab.task import open_task
+from slimbayes.lab.step import Batch, TrainingStep
+from slimbayes.lab.task import open_task, pictures
 
 MINUTE = 60.0
+_ADVICE = "lower the learning rate or clip gradients."
 
 
 class Stopped(RuntimeError):
@@ -45,20 +39,6 @@ class Stopped(RuntimeError):
 
 class Diverged(RuntimeError):
     """A loss was not finite; the message names step and layer, and the last good checkpoint is still there."""
-
-
-def leave_together(fabric: Any) -> None:
-    """End the group of processes: the first goes on alone, and draws as one process does."""
-    fabric.barrier()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # Gloo's threads drop their last tensors under Python's lock. Were the group destroyed at that moment, by whoever lets go of it last, both would
-        # wait for ever; so they are given time, and the group is kept until the process ends.
-        _LEFT.append(torch.distributed.group.WORLD)
-        time.sleep(0.3)
-        torch.distributed.destroy_process_group()
-
-
-_LEFT: list[Any] = []
 
 
 class Training:
@@ -77,48 +57,35 @@ class Training:
         self.experiment, self.folder, self.execution = experiment, folder, execution
         self.fabric, self.watcher = fabric, watcher
         self.task = open_task(experiment.data, execution.data_dir, dataset).to(fabric.device)
-        train, rows = experiment.train, len(self.task.train)
-        self.batch = min(train.batch, rows)
-        if self.batch % (fabric.world_size * train.accumulate):
+        self.batch = min(experiment.train.batch, len(self.task.train))
+        if self.batch % (fabric.world_size * experiment.train.accumulate):
             raise RunError(
-                f"A batch of {self.batch} rows cannot be shared out among {fabric.world_size} processes and {train.accumulate} pieces evenly."
+                f"A batch of {self.batch} rows cannot be shared out among {fabric.world_size} processes and "
+                f"{experiment.train.accumulate} pieces evenly."
             )
-        self.steps_per_epoch = rows // self.batch
+        self.steps_per_epoch = len(self.task.train) // self.batch
         self.network = build_network(experiment, self.task, network).to(fabric.device)
         if fabric.device.type == "cuda" and self.task.images:
             self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.likelihood = likelihood_of(self.task, self.network)
-        self.rate, self.kl_weight = rate(train, self.steps_per_epoch), kl_weight(train, self.steps_per_epoch)
-        self.step, self.saved_step, self.curve = 0, 0, []  # type: tuple[int, int, list[dict[str, float]]]
+        likelihood = likelihood_of(self.task, self.network)
+        self.predictor = Predictor(experiment, self.network, self.task, likelihood)
+        self.step = self.saved_step = 0
+        self.curve: list[dict[str, float]] = []
         self.best: dict[str, Any] = {}
-        self.seconds: list[float] = []
-        self.asked_to_stop = False
+        self.seconds: list[float] = []  # of each epoch
+        self.signals: list[int] = []  # that asked to stop
+        self.captures = execution.captures(fabric.device, fabric.world_size)
         self.stepper = self._stepper()
         self.saved_at, self.written_at = time.monotonic(), 0.0
 
-    def _stepper(self) -> Step:
-        captures = self.execution.captures(self.fabric.device, self.fabric.world_size)
-        compiled = self.execution.compiles(self.fabric.device)
-        sharded = self.execution.strategy == "fsdp"
-        module: Any = torch.compile(self.network, dynamic=False) if compiled else self.network
-        if compiled:
-            _compiler_settings()
-        if sharded:
+    def _stepper(self) -> TrainingStep:
+        train, module = self.experiment.train, self.execution.compiled(self.network, self.fabric.device)
+        if self.execution.strategy == "fsdp":  # shards first: the optimizer is for what is left of each parameter
             call = self.fabric.setup_module(module)
-            optimizer = self.fabric.setup_optimizers(build_optimizer(self.experiment.train, self.network))
+            optimizer = self.fabric.setup_optimizers(train.build_optimizer(self.network))
         else:
-            optimizer = build_optimizer(self.experiment.train, self.network, captures)
-            call, optimizer = self.fabric.setup(module, optimizer)
-        return Step(
-            self.experiment,
-            self.task,
-            self.likelihood,
-            call,
-            self.network,
-            optimizer.optimizer,
-            self.fabric,
-            self.steps_per_epoch,
-        )
+            call, optimizer = self.fabric.setup(module, train.build_optimizer(self.network, self.captures))
+        return TrainingStep(self.predictor, call, optimizer.optimizer, self.fabric, self.steps_per_epoch)
 
     # --- the loop ---
 
@@ -130,8 +97,13 @@ class Training:
             (self.folder / "steps.csv").unlink(missing_ok=True)
         total = self.experiment.train.epochs * self.steps_per_epoch
         self.watcher.begin("training", total, self.step)
-        self._capture()
-        with on_signals(self.ask_to_stop):
+        if self.captures and self.step < total:
+            self.network.train()
+            if reason := self.stepper.capture(self._batch_of(self.step)):
+                self.watcher.say(
+                    f"The step cannot be recorded as a CUDA graph, so it runs operation by operation ({reason})."
+                )
+        with noting_signals(self.signals):
             while self.step < total and not self._stops_early():
                 self._epoch()
         if self.step != self.saved_step:
@@ -139,13 +111,14 @@ class Training:
         self._finish()
 
     def _epoch(self) -> None:
-        start, epoch = time.perf_counter(), self.step // self.steps_per_epoch
+        start, epoch, train = time.perf_counter(), self.step // self.steps_per_epoch, self.experiment.train
         self.network.train()
         for batch in self._batches(epoch, self.step % self.steps_per_epoch):
+            kl_weight, rate = (at(self.step, self.steps_per_epoch) for at in (train.kl_weight, train.rate))
             try:
-                self.stepper(batch, self.step, self.kl_weight(self.step), self.rate(self.step))
-            except NonFinite:
-                raise self._diverged(batch, self.step) from None
+                self.stepper(batch, self.step, kl_weight, rate)
+            except FloatingPointError:
+                raise self._diverged(self.step) from None
             self.step += 1
             self.watcher.move(self.step)
             if self.step % self.steps_per_epoch:
@@ -153,82 +126,70 @@ class Training:
         losses = self.stepper.history.double().cpu()
         bad = (~losses.isfinite().all(1)).nonzero()
         if len(bad):
-            raise self._diverged((), epoch * self.steps_per_epoch + int(bad[0]))
+            raise self._diverged(epoch * self.steps_per_epoch + int(bad[0]))
         self._check_weights()
         self.seconds.append(time.perf_counter() - start)
         self._note(epoch, losses)
         self._between_steps(epoch_ends=True)
 
-    def _batches(self, epoch: int, first: int) -> Iterator[tuple[Tensor, ...]]:
+    def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
         """The rest of an epoch's batches: row numbers where the set is on the device, else decoded images."""
-        rows = self.task.train
+        rows, device = self.task.train, self.fabric.device
         order = torch.randperm(len(rows), generator=generator(self.experiment.seed, "order", epoch))
-        pieces = order[: self.steps_per_epoch * self.batch].split(self.batch)[first:]
+        order = order[: self.steps_per_epoch * self.batch]
         if isinstance(rows, Split):
-            for piece in order.to(self.fabric.device)[: self.steps_per_epoch * self.batch].split(self.batch)[first:]:
-                yield (piece,)
+            yield from ((numbers,) for numbers in order.to(device).split(self.batch)[first:])
             return
-        cuda = self.fabric.device.type == "cuda"
-        pictures, batches = crops(rows, self.experiment, epoch), [piece.tolist() for piece in pieces]
         loader: Any = torch.utils.data.DataLoader(
-            pictures, batch_sampler=batches, num_workers=self.execution.workers, pin_memory=cuda
+            pictures(rows, self.experiment, epoch),
+            batch_sampler=[numbers.tolist() for numbers in order.split(self.batch)[first:]],
+            num_workers=self.execution.workers,
+            pin_memory=device.type == "cuda",
         )
         for x, y in loader:
-            yield x.to(self.fabric.device, non_blocking=True), y.to(self.fabric.device, non_blocking=True)
+            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    def _batch_of(self, step: int) -> Batch:
+        return next(self._batches(step // self.steps_per_epoch, step % self.steps_per_epoch))
 
     def _note(self, epoch: int, losses: Tensor) -> None:
         """Add an epoch to the curve, with scores on validation rows where there are any."""
-        loss, nll, kl = losses.mean(0).tolist()
-        last = self.step - 1
-        lr = self.experiment.train.optimizer.lr * self.rate(last)
-        row = {
-            "epoch": epoch + 1,
-            "step": self.step,
-            "loss": loss,
-            "nll": nll,
-            "kl": kl,
-            "kl_weight": self.kl_weight(last),
-            "lr": lr,
-        }
+        train, last = self.experiment.train, self.step - 1
+        row: dict[str, float] = {"epoch": epoch + 1, "step": self.step}
+        row |= dict(zip(("loss", "nll", "kl"), losses.mean(0).tolist(), strict=True))
+        row["kl_weight"] = train.kl_weight(last, self.steps_per_epoch)
+        row["lr"] = train.optimizer.lr * train.rate(last, self.steps_per_epoch)
         if self.task.validation is not None:
             with self.stepper.averaged():
-                scores = judge_validation(self.network, self.task, self.likelihood, self.experiment, epoch)
+                scores = self.predictor.validation_scores()
             row |= self.fabric.broadcast(scores)  # each process drew its own noise, and all must agree when to stop
-            if self.experiment.train.early_stop and row["validation_nll"] < self.best.get("nll", float("inf")):
-                self.best = {"nll": row["validation_nll"], "epoch": epoch + 1, "weights": self._weights()}
+            if train.early_stop and row["validation_nll"] < self.best.get("nll", float("inf")):
+                with self.stepper.averaged():
+                    weights = {n: t.detach().clone() for n, t in self.network.state_dict().items()}
+                self.best = {"nll": row["validation_nll"], "epoch": epoch + 1, "weights": weights}
         self.curve.append(row)
-        self.watcher.move(self.step, f"loss {loss:.4f}")
+        self.watcher.move(self.step, f"loss {row['loss']:.4f}")
         if self.fabric.global_rank == 0:
             if time.monotonic() - self.written_at > 0.5:  # rewritten whole: not for each of thousands of short epochs
-                self._write_curve()
+                write_csv(self.folder / "metrics.csv", self.curve)
+                self.written_at = time.monotonic()
             append_steps(self.folder / "steps.csv", epoch * self.steps_per_epoch, losses)
             if self.execution.tensorboard:
                 tensorboard(self.folder, row)
-
-    def _write_curve(self) -> None:
-        write_csv(self.folder / "metrics.csv", self.curve)
-        self.written_at = time.monotonic()
 
     def _stops_early(self) -> bool:
         stop = self.experiment.train.early_stop
         return bool(stop and self.best and self.curve and self.curve[-1]["epoch"] - self.best["epoch"] >= stop.patience)
 
-    def _weights(self) -> dict[str, Tensor]:
-        with self.stepper.averaged():
-            return {n: t.detach().clone() for n, t in self.network.state_dict().items()}
-
     def _finish(self) -> None:
         """Leave the network with the weights that count and save it."""
         if self.best:
             self.network.load_state_dict(self.best["weights"])
-        elif self.stepper.averages:
-            own = dict(self.network.named_parameters())
-            with torch.no_grad():
-                for name, value in self.stepper.averages.items():
-                    own[name].copy_(value)
+        else:
+            self.stepper.use(self.stepper.averages)
         if self.fabric.global_rank == 0:
-            self._write_curve()
-        if self.fabric.global_rank > 0 and self.execution.strategy != "fsdp":
+            write_csv(self.folder / "metrics.csv", self.curve)
+        elif self.execution.strategy != "fsdp":
             return  # of a network that every process has whole, one writes; of a sharded one all take part
         try:
             sb.save(self.network, self.folder / "posterior")
@@ -254,95 +215,76 @@ class Training:
                 f"Stopped after step {self.step}; the checkpoint is in {self.folder}. Continue with --resume."
             )
 
-    def _check_weights(self) -> None:
-        """Stop if the update of the last step made weights NaN or infinite: its loss, computed before, need not have been."""
-        local = [(n, p.to_local() if isinstance(p, DTensor) else p) for n, p in self.network.named_parameters()]
-        bad = torch.stack([~p.detach().isfinite().all() for _, p in local])
-        if self.fabric.world_size > 1:  # a shard is looked at by one process, and all must agree
-            bad = self.fabric.all_reduce(bad.float(), reduce_op="sum") > 0
-        if bool(bad.any()):
-            name = local[int(bad.nonzero()[0])][0]
-            raise Diverged(
-                f"The update of step {self.step - 1} made the parameter {name} NaN or infinite. The last good checkpoint is kept in {self.folder}; "
-                "lower the learning rate or clip gradients."
-            )
-
     def _stop_asked(self) -> bool:
         if self.fabric.world_size == 1:
-            return self.asked_to_stop
+            return bool(self.signals)
         if self.step % 20:  # processes agree now and then: asking costs a round trip
             return False
-        return bool(
-            self.fabric.all_reduce(torch.tensor(float(self.asked_to_stop), device=self.fabric.device), reduce_op="sum")
-            > 0
-        )
+        asked = torch.tensor(float(bool(self.signals)), device=self.fabric.device)
+        return bool(self.fabric.all_reduce(asked, reduce_op="sum") > 0)
 
     def _save(self) -> None:
         if self.fabric.device.type == "cuda" and bool(self.stepper.failed):
-            raise self._diverged((), self.step - 1)
+            raise self._diverged(self.step - 1)
         self._check_weights()
         extra = {"history": self.stepper.history} | {f"average/{n}": t for n, t in self.stepper.averages.items()}
         facts: dict[str, Any] = {"curve": self.curve, "hash": self.experiment.hash, "seconds": self.seconds}
         if self.best:
             extra |= {f"best/{n}": t for n, t in self.best["weights"].items()}
             facts["best"] = {"nll": self.best["nll"], "epoch": self.best["epoch"]}
+        tensors = state_of(self.network, self.stepper.optimizer, extra)
         try:
-            save_state(
-                self.folder / "checkpoints",
-                self.step,
-                self.network,
-                self.stepper.optimizer,
-                extra,
-                facts,
-                self.fabric.global_rank == 0,
-            )
+            if self.fabric.global_rank == 0:
+                save_checkpoint(self.folder / "checkpoints", self.step, tensors, facts)
         except OSError as error:
             raise RunError(
-                f"The checkpoint after step {self.step} could not be written: {error}. The one before it is intact; make room and --resume."
+                f"The checkpoint after step {self.step} could not be written: {error}. The one before it is intact; "
+                f"make room and --resume."
             ) from error
         self.saved_at, self.saved_step = time.monotonic(), self.step
 
     def _resume(self) -> None:
-        found = latest_state(self.folder / "checkpoints")
+        found = latest_checkpoint(self.folder / "checkpoints")
         if found is None:
             return
         tensors, facts = found
         if facts.get("hash") != self.experiment.hash:
             raise CheckpointError(f"The checkpoints in {self.folder} are of another config.")
         extra = restore(tensors, self.network, self.stepper.optimizer)
-        self.step, self.curve, self.seconds = facts["step"], facts["curve"], facts.get("seconds", [])
-        self.saved_step = self.step
+        self.step = self.saved_step = facts["step"]
+        self.curve, self.seconds = facts["curve"], facts.get("seconds", [])
         self.stepper.history.copy_(extra["history"])
         for name, average in self.stepper.averages.items():
             average.copy_(sharded_like(extra[f"average/{name}"], average))
         if "best" in facts:
-            weights = {
-                n: sharded_like(extra[f"best/{n}"].to(self.fabric.device), t)
-                for n, t in self.network.state_dict().items()
-            }
+            here = self.network.state_dict().items()
+            weights = {n: sharded_like(extra[f"best/{n}"].to(self.fabric.device), t) for n, t in here}
             self.best = facts["best"] | {"weights": weights}
         if self.fabric.global_rank == 0:
             forget_steps(self.folder / "steps.csv", self.step // self.steps_per_epoch * self.steps_per_epoch)
         self.watcher.say(f"Resuming after step {self.step}.")
 
-    def _capture(self) -> None:
-        if not self.execution.captures(self.fabric.device, self.fabric.world_size):
-            return
-        batch = next(self._batches(self.step // self.steps_per_epoch, self.step % self.steps_per_epoch), None)
-        if batch is not None:
-            self.network.train()
-            reason = self.stepper.capture(batch)
-            if reason:
-                self.watcher.say(
-                    f"The step cannot be recorded as a CUDA graph, so it runs operation by operation ({reason})."
-                )
+    # --- numbers that are not finite ---
 
-    def _diverged(self, batch: tuple[Tensor, ...], step: int) -> Diverged:
-        batch = batch or next(self._batches(step // self.steps_per_epoch, step % self.steps_per_epoch))
+    def _check_weights(self) -> None:
+        """Stop if the last update made weights NaN or infinite: its loss, computed before, need not have been."""
+        local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in self.network.named_parameters()}
+        bad = torch.stack([~p.detach().isfinite().all() for p in local.values()])
+        if self.fabric.world_size > 1:  # a shard is looked at by one process, and all must agree
+            bad = self.fabric.all_reduce(bad.float(), reduce_op="sum") > 0
+        if bool(bad.any()):
+            name = list(local)[int(bad.nonzero()[0])]
+            raise Diverged(
+                f"The update of step {self.step - 1} made the parameter {name} NaN or infinite. The last good "
+                f"checkpoint is kept in {self.folder}; {_ADVICE}"
+            )
+
+    def _diverged(self, step: int) -> Diverged:
+        batch = self._batch_of(step)
         seed_everything(self.experiment.seed, "step", step)
-        told = explain(self.network, self.stepper, batch)
         return Diverged(
-            f"The loss of step {step} is not finite. {told} The last good checkpoint is kept in {self.folder}; lower the learning rate or clip gradients."
+            f"The loss of step {step} is not finite. {self.stepper.explain(batch)} The last good checkpoint is kept in "
+            f"{self.folder}; {_ADVICE}"
         )
 
     def cost(self) -> dict[str, Any]:
@@ -350,29 +292,3 @@ class Training:
         cuda = self.fabric.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"train_seconds": sum(self.seconds), "epoch_seconds": self.seconds, "peak_memory": peak}
-
-    def ask_to_stop(self) -> None:
-        """Stop between two steps, with a checkpoint."""
-        self.asked_to_stop = True
-
-
-@contextmanager
-def on_signals(ask: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C call `ask`; former handlers come back afterwards. Threads other than the main one see no signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = {number: signal.signal(number, lambda *_: ask()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-
-
-def _compiler_settings() -> None:
-    import torch._inductor.config as inductor
-
-    # torch 2.11's compiler fails an assertion of its own when it joins batch norm's sums with a factor's.
-    if hasattr(inductor.triton, "mix_order_reduction"):
-        inductor.triton.mix_order_reduction = False

@@ -1,6 +1,6 @@
 """Reading configs: YAML files that extend one another, `--set` overrides, and errors that name path and nearest word.
 
-    load("rank1.yaml", ["train.lr=0.1", "seed=3"])
+    load("rank1.yaml", ["train.optimizer.lr=0.1", "seed=3"])
 
 A file may say `extends: base.yaml` (or a list of files, relative to itself): its values are laid over theirs,
 mapping by mapping; a mapping with another `kind` replaces the former one. It may hold `small:`, values that
@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from slimbayes.lab.choices import models_in
 from slimbayes.lab.config import FORMAT, Experiment
 from slimbayes.lab.config_rows import SEVERAL, Tree, parts_of, row_names, row_parts
 from slimbayes.lab.config_rows import ConfigError as ConfigError
@@ -126,24 +127,15 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
     try:
         return Experiment.model_validate({k: v for k, v in tree.items() if k not in _SIDE})
     except ValidationError as error:
-        faults = "\n".join(f"  {_told(fault)}" for fault in error.errors(include_url=False))
+        faults = "\n".join(f"  {_describe(fault)}" for fault in error.errors(include_url=False))
         raise ConfigError(f"{source} is not a valid experiment:\n{faults}") from error
 
 
-def _told(fault: ErrorDetails) -> str:
+def _describe(fault: ErrorDetails) -> str:
     """One fault: its path, what is wrong, and the nearest valid word."""
-    place = [str(part) for part in fault["loc"]]
-    unknown = (
-        len(place) - 1 if fault["type"] == "extra_forbidden" else None
-    )  # the config's own word, however it is spelled
-    path = (
-        ".".join(
-            part for i, part in enumerate(place) if i == unknown or place[i - 1 : i] == ["layers"] or not _is_tag(part)
-        )
-        or "(top)"
-    )
+    path, fields = _locate(fault["loc"], unknown=fault["type"] == "extra_forbidden")
     if fault["type"] == "extra_forbidden":
-        return f"{path}: no such field{_nearest(place[-1], _fields_at(place[:-1]))}"
+        return f"{path}: no such field{_nearest(str(fault['loc'][-1]), fields)}"
     if fault["type"] == "union_tag_invalid":
         context = fault["ctx"]
         known = [tag.strip().strip("'") for tag in context["expected_tags"].split(",")]
@@ -157,53 +149,30 @@ def _told(fault: ErrorDetails) -> str:
     return f"{path}: {fault['msg'].removeprefix('Value error, ')}{shown}"
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = difflib.get_close_matches(word.lower(), [n.lower() for n in names], n=1, cutoff=0.5)
-    hint = next((f"; did you mean {n!r}?" for n in names if near and n.lower() == near[0]), ".")
-    return f"{hint} Known: {', '.join(names)}." if names else "."
+def _nearest(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word.lower(), [n.lower() for n in known], n=1, cutoff=0.5)
+    hint = next((f"; did you mean {n!r}?" for n in known if near and n.lower() == near[0]), ".")
+    return f"{hint} Known: {', '.join(known)}." if known else "."
 
 
-def _is_tag(part: str) -> bool:
-    """Whether a part of pydantic's path is the tag of a union, which no config spells out."""
-    return (
-        part[:1].isupper() or part.startswith(("function-", "tagged-union", "constrained-")) or part in _network_names()
-    )
+def _locate(place: tuple[int | str, ...], unknown: bool) -> tuple[str, list[str]]:
+    """A fault's path as the config spells it, without pydantic's words for arms of unions, and the known fields."""
+    models: list[type[BaseModel]] = [Experiment]
+    path, mapping = [], False
+    for part in place[:-1] if unknown else place:
+        field = next((m.model_fields[str(part)] for m in models if part in m.model_fields), None)
+        if mapping or isinstance(part, int):  # a key of a mapping, a place in a list
+            path.append(str(part))
+            mapping = False
+        elif field is not None:
+            path.append(str(part))
+            mapping = get_origin(field.annotation) is dict
+            models = [m for source in (field.annotation, *field.metadata) for m in models_in(source)]
+        else:  # the arm that `kind` chose, or the name of a class
+            models = [m for m in models if part == m.__name__ or part in get_args(_kind(m))] or models
+    known = list(dict.fromkeys(name for m in models for name in m.model_fields if name != "format"))
+    return ".".join([*path, str(place[-1])] if unknown else path) or "(top)", known
 
 
-def _network_names() -> set[str]:
-    from slimbayes.lab.config import NETWORKS
-
-    return {f.__name__ for f in NETWORKS} | {"pad_crop_flip", "resized_crop"}
-
-
-def _fields_at(place: list[str]) -> list[str]:
-    """Names of the fields of the model at a path of pydantic's: walks its JSON Schema."""
-    schema = Experiment.model_json_schema()
-    definitions = schema["$defs"]
-    node: Any = schema
-    for part in place:
-        node = _step(node, part, definitions)
-    node = _resolved(node, definitions)
-    arms = [node, *(_resolved(arm, definitions) for arm in node.get("anyOf", ()))]  # a mapping, or null
-    return [name for arm in arms for name in arm.get("properties", {}) if name != "format"]
-
-
-def _resolved(node: Any, definitions: Tree) -> Any:
-    while isinstance(node, dict) and "$ref" in node:
-        node = definitions[node["$ref"].rsplit("/", 1)[1]]
-    return node or {}
-
-
-def _step(node: Any, part: str, definitions: Tree) -> Any:
-    node = _resolved(node, definitions)
-    if part in node.get("properties", {}):
-        return node["properties"][part]
-    for arm in [*node.get("oneOf", ()), *node.get("anyOf", ())]:
-        found = _resolved(arm, definitions)
-        if found.get("title") == part or part in (found.get("properties", {}).get("kind", {}).get("const"),):
-            return found
-        inner = _step(found, part, definitions) if "oneOf" in found or "properties" in found else {}
-        if inner:
-            return inner
-    return node.get("additionalProperties", {}) if isinstance(node.get("additionalProperties"), dict) else {}
+def _kind(model: type[BaseModel]) -> Any:
+    return model.model_fields["kind"].annotation if "kind" in model.model_fields else None

@@ -12,42 +12,39 @@ from slimbayes.data import Split
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.task import Task
-from slimbayes.prediction.prediction import Likelihood
+from slimbayes.train.likelihoods import LikelihoodName
 
 
 def plain_network(experiment: Experiment, facts: Mapping[str, int], data: str) -> nn.Module:
     """The network that a config names, filled with what the data say about it."""
     chosen = experiment.model
-    missing = [name for name in chosen.filled if name not in facts]
-    if missing:
-        raise ValueError(
-            f"{chosen.kind} needs {', '.join(missing)}, which {data} does not say: it is no network for this data."
-        )
-    return chosen.build(**{name: facts[name] for name in chosen.filled})
+    if missing := ", ".join(name for name in chosen.filled if name not in facts):
+        raise ValueError(f"{chosen.kind} needs {missing}, which {data} does not say: it is no network for this data.")
+    network: nn.Module = chosen.build(**{name: facts[name] for name in chosen.filled})
+    return network
 
 
 def build_network(experiment: Experiment, task: Task, network: nn.Module | None = None) -> nn.Module:
     """The experiment's network, converted, as the seed starts it; or a given one, converted."""
     seed_everything(experiment.seed, "network")
     plain = network or plain_network(experiment, task.fills(), task.name)
-    layers = {"include": experiment.include, "exclude": experiment.exclude}
-    built = sb.bayesianize(plain, experiment.method.build(), **layers)
+    include, exclude = experiment.include, experiment.exclude
+    built = sb.bayesianize(plain, experiment.method.build(), include=include, exclude=exclude)
     if experiment.train.norm_statistics == "member":
-        sb.bayesianize(built, sb.MemberNorm(members=sb.members(built)), exclude=experiment.exclude)
+        sb.bayesianize(built, sb.MemberNorm(members=sb.members(built)), exclude=exclude)
     return built
 
 
 @torch.no_grad()
-def likelihood_of(task: Task, network: nn.Module) -> Likelihood:
+def likelihood_of(task: Task, network: nn.Module) -> LikelihoodName:
     """What a network's outputs stand for: real targets, classes, or one logit for two classes."""
     if task.real:
         return "gaussian"
-    if isinstance(task.train, Split):
-        device = next(network.parameters()).device
-        flag, mode = network.training, torch.get_rng_state()
-        network.eval()
-        outputs = sb.sample(network, task.scaling(task.train.x[:2]).to(device))
-        network.train(flag)
-        torch.set_rng_state(mode)
-        return "bernoulli" if outputs.dim() == 2 else "categorical"
-    return "categorical"
+    if not isinstance(task.train, Split):
+        return "categorical"
+    flag, state = network.training, torch.get_rng_state()
+    network.eval()
+    outputs = sb.sample(network, task.scaling(task.train.x[:2]).to(next(network.parameters()).device))
+    network.train(flag)
+    torch.set_rng_state(state)
+    return "bernoulli" if outputs.dim() == 2 else "categorical"

@@ -1,0 +1,90 @@
+"""The state of a training run between two steps: safetensors and JSON, whole or not there, a sha256 for each file.
+
+    checkpoints/step-00000120/   tensors.safetensors (network, optimizer, averages, losses of the epoch), state.json
+
+No state of a random generator is in it: noise and order are functions of the step (seeds.py). Of sharded models every
+process takes part in saving and loading, and the file holds whole tensors, so that it fits any number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as dump_tensors
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from slimbayes.files import CheckpointError, as_json, read_folder, write_folder
+
+KEEP = 2  # the latest, and one before it should that be damaged
+_TENSORS, _STATE = "tensors.safetensors", "state.json"
+
+
+def state_of(network: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by name; of a sharded network every process calls it."""
+    tensors = {f"network/{n}": t for n, t in network.state_dict().items()}
+    for index, values in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/{index}/{n}": t for n, t in values.items() if isinstance(t, Tensor)}
+    tensors |= {f"extra/{n}": t for n, t in extra.items()}
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+
+
+def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """Write the checkpoint of a step and remove all but the latest few."""
+    data = dump_tensors({n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()})
+    write_folder(folder / f"step-{step:08d}", {_TENSORS: data, _STATE: as_json({"step": step, **facts})})
+    for old in _latest_first(folder)[KEEP:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def latest_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Tensors and facts of the latest good checkpoint; a damaged one is named in a warning and skipped."""
+    for path in _latest_first(folder):
+        try:
+            files = read_folder(path, {_TENSORS, _STATE})
+            facts = json.loads(files[_STATE])
+            if not isinstance(facts, dict) or not {"step", "curve", "hash"} <= facts.keys():
+                raise CheckpointError(f"{path / _STATE} lacks the step, the curve or the config's hash.")
+            return load_tensors(files[_TENSORS]), facts
+        except (CheckpointError, SafetensorError, ValueError) as error:
+            warnings.warn(f"Skipping a damaged checkpoint: {error}", stacklevel=2)
+    return None
+
+
+def restore(tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Put a checkpoint's tensors into a network and its optimizer; returns the extra ones."""
+    own = {n.removeprefix("network/"): t for n, t in tensors.items() if n.startswith("network/")}
+    here = network.state_dict()
+    if odd := sorted(own.keys() ^ here.keys()):
+        raise CheckpointError(f"The checkpoint is of another network: only one of the two has {', '.join(odd[:5])}.")
+    # In one order for all processes: safetensors has none, and sharding a tensor is work they do together.
+    network.load_state_dict({n: sharded_like(own[n], t) for n, t in here.items()})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, Tensor]] = {}
+    for name in sorted(n for n in tensors if n.startswith("optimizer/")):
+        _, index, field = name.split("/")
+        tensor, like = tensors[name], parameters[int(index)]
+        state.setdefault(int(index), {})[field] = sharded_like(tensor, like) if tensor.shape == like.shape else tensor
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # the very tensor, where a graph reads it
+    return {n.removeprefix("extra/"): t for n, t in tensors.items() if n.startswith("extra/")}
+
+
+def sharded_like(tensor: Tensor, here: Tensor) -> Tensor:
+    """A whole tensor, sharded as another one is."""
+    if not isinstance(here, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(here.device), here.device_mesh, here.placements)
+
+
+def _latest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*[0-9]"), key=lambda path: path.name, reverse=True) if folder.is_dir() else []
