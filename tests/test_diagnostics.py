@@ -564,6 +564,13 @@ def test_ratios_of_members_and_of_capped_biases_are_their_own() -> None:
     assert ratios.mean() == pytest.approx(-float(sb.kl(net).detach()), abs=5 * float(ratios.std()) / math.sqrt(4000))
 
 
+def test_rows_that_stay_as_they_are_have_no_ratio() -> None:
+    """The padding row of an embedding is not drawn, so neither the KL nor the ratios count it."""
+    net = sb.bayesianize(nn.Sequential(nn.Embedding(3, 4, padding_idx=0)), sb.MeanField(scale_init=0.1))
+    ratios = dg.log_ratios(net, none, draws=2000, chunk=1000)[0]
+    assert ratios.mean() == pytest.approx(-float(sb.kl(net).detach()), abs=5 * float(ratios.std()) / math.sqrt(2000))
+
+
 def test_empirical_bayes_ratios_differ_from_the_kl_by_the_hyperprior() -> None:
     prior = sb.EmpiricalBayes()
     net = sb.bayesianize(nn.Sequential(nn.Linear(4, 3)), sb.MeanField(prior=prior, scale_init=0.1))

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -19,7 +20,7 @@ from slimbayes.report import write_page
 from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import by_corruption, corruption_boxes, reliability, risk_coverage
 from slimbayes.report.groups import load
-from slimbayes.report.record import Evaluation, Example, RecordError
+from slimbayes.report.record import Evaluation, Example, RecordError, read
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -155,6 +156,13 @@ def test_specs_are_valid_and_hold_their_data(full):
         assert errors(spec) == [] and errors({**spec, "layer": [{"mark": "nothing"}]})
         assert spec["width"] == "container" and spec["description"] and spec["data"]["values"]
         assert "url" not in json.dumps(spec["data"]) and spec["params"] == [{"name": "focus", "value": ""}]
+
+
+def test_every_committed_record_still_opens():
+    """Records of all earlier versions: the format may grow, but what was written must stay readable."""
+    results = Path(__file__).parents[1] / "results"
+    records = [file for file in results.rglob("*.json") if '"config_hash"' in file.read_text()[:200_000]]
+    assert len(records) > 100 and all(len(read(file).digest) == 64 for file in records)
 
 
 def test_the_policy_names_every_script_and_style_and_nothing_else(full):

@@ -1,24 +1,20 @@
 """Reproducing tables: a tiny paper on digits from end to end, interrupted, resumed, and with a row that fails."""
 
 import json
-import math
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from slimbayes.lab import reproduce as module
-from slimbayes.lab.diagnose import Case, diagnose
+from slimbayes.lab.diagnose import Case
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.files import ConfigError
 from slimbayes.lab.fit import Stopped
-from slimbayes.lab.paper_table import Reproduction, markdown
 from slimbayes.lab.papers import find, listings, roots
 from slimbayes.lab.reproduce import Incomplete, list_all, reproduce
-from slimbayes.lab.row_scores import RowResult, calibration_errors, draws_of, measured, relative_errors
-from slimbayes.report.record import Cost, Evaluation, Parameters, Record, Reliability, read
+from slimbayes.report.record import read
 
 CPU = Execution(accelerator="cpu")
 BASE = """
@@ -229,101 +225,3 @@ def test_seeds_can_be_standard_splits() -> None:
     (row,) = find("emp/table12/yacht-emp")
     experiment = row.experiment("full", 3)
     assert (experiment.seed, experiment.data.split) == (3, 3)
-
-
-# Numbers of records
-
-
-def record(
-    accuracy: float, corrupted: dict[tuple[str, int], float], draws: tuple[int, ...] = (1, 4), **more: Any
-) -> Record:
-    evaluations = [
-        Evaluation(data="d", role="test", draws=n, rows=100, metrics={"accuracy": accuracy, "nll": 1.0 / n}, **more)
-        for n in draws
-    ]
-    evaluations += [
-        Evaluation(
-            data="d",
-            role="corruption",
-            corruption=name,
-            severity=s,
-            draws=n,
-            rows=100,
-            metrics={"accuracy": a, "nll": 2.0, "ece": 0.1},
-        )
-        for (name, s), a in corrupted.items()
-        for n in draws
-    ]
-    return Record(
-        name="r",
-        method="m",
-        data="d",
-        seed=0,
-        config={},
-        config_hash="h",
-        commands=[],
-        parameters=Parameters(plain=100, total=150),
-        evaluations=evaluations,
-        cost=Cost(train_seconds=1.0, seconds_per_epoch=1.0),
-    )
-
-
-def test_measured_numbers_of_a_record() -> None:
-    made = record(
-        0.8, {("fog", 1): 0.6, ("fog", 3): 0.4}, members=[{"nll": 1.0}, {"nll": 3.0}], diversity={"disagreement": 0.2}
-    )
-    assert draws_of(made, None) == 4 and draws_of(made, 3) == 1 and draws_of(made, 1) == 1
-    found = measured(made, 4)
-    assert found["nll"] == 0.25 and found["corrupted_accuracy"] == pytest.approx(0.5) and found["member_nll"] == 2.0
-    assert found["overhead"] == 0.5 and found["disagreement"] == 0.2
-
-
-def test_corruption_errors_relative_to_another_row() -> None:
-    rows = {row.stem: row for row in find("emp/table5")}
-    plain = RowResult(rows["vanilla"], 0, {}, record(0.8, {("fog", 1): 0.6, ("fog", 3): 0.4, ("snow", 1): 0.5}))
-    other = RowResult(rows["emp"], 0, {}, record(0.8, {("fog", 1): 0.7, ("fog", 3): 0.5, ("snow", 1): 0.75}))
-    found = relative_errors(other, [plain, other])
-    assert found["error_fog"] == pytest.approx(80.0) and found["error_snow"] == pytest.approx(50.0)
-    assert found["corruption_error"] == pytest.approx(65.0)
-    assert relative_errors(other, [other]) == {}
-    table = Reproduction("emp/table5", "small", [rows["emp"], rows["vanilla"]], [plain, other]).summary()
-    assert table["rows"][1]["ours"]["corruption_error"]["mean"] == pytest.approx(100.0)
-    assert "97.8" in markdown(table)
-
-
-def test_calibration_errors_leave_out_small_bins() -> None:
-    curve = Reliability(confidence=[0.5, 0.9, 0.7], accuracy=[0.4, 0.8, 0.0], count=[40, 50, 5])
-    made = Evaluation(data="d", role="test", draws=1, rows=95, metrics={}, reliability=curve)
-    found = calibration_errors(made)
-    assert found["ece"] == pytest.approx((40 * 0.1 + 50 * 0.1) / 95) and found["mce"] == pytest.approx(0.1)
-
-
-def test_the_density_of_perfect_predictions_is_the_papers_constant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """0.5 log(0.1 / 2 pi) = -2.07, which the paper prints where errors are small (Kin8nm, Naval)."""
-    from types import SimpleNamespace
-
-    import slimbayes as sb
-    from slimbayes.data import Split
-    from slimbayes.lab.task import Scaling
-
-    net = sb.bayesianize(
-        torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1)), sb.ModelPatch(jitter=0.0, patch="norm")
-    ).eval()
-    torch.nn.init.ones_(net[1].weight)
-    torch.nn.init.zeros_(net[1].bias)
-    x = torch.linspace(-1, 1, 20)[:, None]
-    mean, std = torch.tensor([5.0]), torch.tensor([3.0])
-    y = mean + std * net[1](net[0](x)).detach()
-    task = SimpleNamespace(test=Split(x, y), y_mean=mean, y_std=std, scaling=Scaling(), name="toy")
-    experiment = SimpleNamespace(seed=0, evaluate=SimpleNamespace(batch=7))
-    monkeypatch.setattr(Case, "loaded", property(lambda self: (experiment, net, task, "gaussian")))
-    numbers, _ = diagnose("density", Case(tmp_path, tmp_path, draws=5, options={"precision": 0.1}))
-    assert numbers["lpd"] == pytest.approx(0.5 * math.log(0.1 / (2 * math.pi)), abs=1e-5)
-    assert numbers["rmse"] == pytest.approx(0.0, abs=1e-5)
-
-
-def test_unknown_diagnostics_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Unknown diagnostic 'spectrm'; did you mean 'spectrum'"):
-        diagnose("spectrm", Case(None, tmp_path))

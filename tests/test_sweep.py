@@ -9,13 +9,16 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from slimbayes.lab import launch
+from slimbayes.lab.command import app
 from slimbayes.lab.files import ConfigError, load, validate
 from slimbayes.lab.launch import Launcher, Run
 from slimbayes.lab.sweep import _visible_gpus, sweep, tune_trainable
@@ -109,6 +112,11 @@ def test_names(tmp_path: Path) -> None:
     ]
 
 
+def test_name_stands_for_the_base_s_name_beside_an_axis_of_data_names(tmp_path: Path) -> None:
+    found = points(tmp_path, axes={"data.name": ["digits", "mnist"]}, name="{name} on {data.name}")
+    assert [p.experiment.name for p in found] == ["try on digits", "try on mnist"]
+
+
 def test_names_that_reports_would_mix_up_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
@@ -179,6 +187,21 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "out").exists() and "2 runs: 2 new" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="got --jobs 0"):
         sweep(file, tmp_path / "out", jobs=0)
+
+
+def test_the_command_s_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = partial(CliRunner().invoke, app)
+    file, out = str(write(tmp_path, axes={"seed": [0, 1]})), str(tmp_path / "out")
+    listed = call(["sweep", file, "--out", out, "--dry-run"])
+    assert listed.exit_code == 0 and "2 runs: 2 new" in listed.output
+    wrong = call(["sweep", file, "--out", out, "--set", "train.epoch=3"])
+    assert wrong.exit_code == 2 and "did you mean 'epochs'" in wrong.output
+    assert call(["sweep", file, "--out", out, "--backend", "slurm"]).exit_code == 2
+    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no luck today')"))
+    failed = call(["sweep", file, "--out", out, "--accelerator", "cpu"])
+    assert failed.exit_code == 1 and "2 runs: 2 failed" in failed.output
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert call(["sweep", file, "--out", out, "--backend", "ray", "--accelerator", "cpu"]).exit_code == 3
 
 
 # --- processes of this machine, with a stand-in for `fit` ---

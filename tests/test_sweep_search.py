@@ -183,6 +183,19 @@ def test_a_search_can_be_repeated_and_continued(tmp_path: Path, quick: list[floa
     assert len(quick) == 16
 
 
+def test_values_that_are_wrong_together_end_the_search(tmp_path: Path, quick: list[float]) -> None:
+    space = {"data.validation": [0.0], "train.early_stop": [{"patience": 1}]}
+    with pytest.raises(ConfigError, match=r"the trial of validation=0.0.*\n.*early_stop watches validation rows"):
+        searcher(tmp_path, space=space).run()
+    assert not quick
+
+
+def test_a_metric_that_is_not_finite_is_a_failure(tmp_path: Path, quick: list[float]) -> None:
+    search = searcher(tmp_path, trials=1, metric="validation_accuracy")
+    search.run()
+    assert [row[1:] for row in search.rows().values()] == [("failed", "its metric is not finite")] and not search.best
+
+
 def test_equal_values_are_trained_once(tmp_path: Path, quick: list[float]) -> None:
     search = searcher(tmp_path, trials=12, space={"train.optimizer.lr": [0.1, 0.01]})
     search.run()

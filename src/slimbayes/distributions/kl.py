@@ -36,6 +36,8 @@ def kl(q: Distribution, p: Distribution) -> Tensor:
     tensor(6.4800)
     """
     check_pair(type(q), type(p))
+    if isinstance(q, Point):
+        return torch.zeros_like(torch.as_tensor(q.loc))
     return _CLOSED_FORMS.get((type(q), type(p)), _kl_by_quadrature)(q, p)
 
 
@@ -57,10 +59,6 @@ def check_pair(q: type[Distribution], p: type[Distribution]) -> None:
             "KL(Cauchy || Normal) is infinite: a Cauchy posterior has no second moment. "
             "Use a Cauchy prior, or a Normal posterior under the Cauchy prior."
         )
-
-
-def _kl_point(q: Any, p: Any) -> Tensor:
-    return torch.zeros_like(q.loc)
 
 
 def _kl_normal(q: Any, p: Any) -> Tensor:
@@ -118,10 +116,6 @@ def _excess(a: Tensor, b: Tensor) -> Tensor:
 
 
 _CLOSED_FORMS: dict[tuple[type, type], Callable[[Any, Any], Tensor]] = {
-    (Point, Normal): _kl_point,
-    (Point, Cauchy): _kl_point,
-    (Point, LogNormal): _kl_point,
-    (Point, HalfCauchy): _kl_point,
     (Normal, Normal): _kl_normal,
     (LogNormal, LogNormal): _kl_normal,
     (Cauchy, Cauchy): _kl_cauchy,

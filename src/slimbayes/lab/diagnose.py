@@ -1,4 +1,4 @@
-"""Diagnostics of finished runs that tables and figures ask for: each gives numbers for the table, and details for a JSON file.
+"""Diagnostics of finished runs that tables and figures ask for: numbers for the table, and details for a JSON file.
 
 name             what it needs                        numbers
 elbo             a trained posterior                  neg_elbo at full KL weight, and all scores, in targets' units
@@ -6,7 +6,7 @@ truncation       the same, of rank `rank`             as elbo, with scales cut t
 spectrum         a Gaussian posterior                 how much of means and scales the first singular values explain
 scales           a Gaussian posterior                 mean posterior scale; of `layer`, what ranks 1 and 2 explain
 snr              a Gaussian posterior                 signal-to-noise ratio of the gradients of `layer`'s scales
-density          real targets                         log density of test targets with noise of `precision`, in their own units
+density          real targets                         log density of test targets, noise of `precision`, in their units
 reliability      a record                             calibration errors without bins of at most five rows
 draws            a record                             calibration error by number of draws
 convergence      a record with validation rows        -ELBO of validation rows on the way
@@ -21,24 +21,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.diagnostics import GradientSNR, plot_scales, plot_spectrum, truncate, truncation_errors
 from slimbayes.diagnostics import spectrum as spectrum_of
 from slimbayes.diagnostics.sites import gaussian_sites
+from slimbayes.diagnostics.spectra import Of
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.judge import Judge
 from slimbayes.lab.records import load_run
+from slimbayes.lab.row_scores import Numbers, calibration_errors
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.step import likelihood_loss
-from slimbayes.lab.row_scores import Numbers, calibration_errors
 from slimbayes.lab.task import Task, batches
 from slimbayes.models import keras_count
 from slimbayes.prediction.prediction import Likelihood
@@ -76,13 +78,9 @@ class Case:
         task, held_out = self.loaded[2], self.options.get("rows") == "validation"
         found = task.validation if held_out else task.test
         if not isinstance(found, Split):
-            raise ValueError(
-                f"{task.name} has no such rows in memory: set data.validation, or leave the option `rows` out."
-            )
+            raise ValueError(f"{task.name} has no such rows in memory: set data.validation, or leave `rows` out.")
         # A task standardises all real targets but the test rows'.
-        if held_out and task.y_mean is not None and task.y_std is not None:
-            return Split(found.x, found.y * task.y_std + task.y_mean)
-        return found
+        return Split(found.x, _in_own_units(found.y, task)) if held_out else found
 
     def draw(self, make: Callable[[], Any]) -> None:
         """Write a plot, where matplotlib is installed."""
@@ -91,6 +89,10 @@ class Case:
         except ImportError:
             return
         figure.savefig(self.picture, dpi=100)
+
+
+def _in_own_units(y: Tensor, task: Task) -> Tensor:
+    return y if task.y_mean is None or task.y_std is None else y * task.y_std + task.y_mean
 
 
 def diagnose(name: str, case: Case) -> Found:
@@ -124,8 +126,7 @@ def _scores(case: Case, network: nn.Module) -> Numbers:
 def _mean_nll(case: Case, network: nn.Module) -> float:
     """Negative log-likelihood of a row in its own units, averaged over single draws: the ELBO's first term."""
     experiment, _, task, likelihood = case.loaded
-    real = task.y_mean is not None and task.y_std is not None
-    noise = experiment.train.noise * task.y_std if real else experiment.train.noise
+    noise = experiment.train.noise if task.y_std is None else experiment.train.noise * task.y_std
     device = next(network.parameters()).device
     network.eval()
     total = 0.0
@@ -133,8 +134,7 @@ def _mean_nll(case: Case, network: nn.Module) -> float:
         seed_everything(experiment.seed, "elbo", index)
         for start in range(0, case.draws, _AT_ONCE):
             count = min(_AT_ONCE, case.draws - start)
-            outputs = sb.sample(network, task.scaling(x), draws=count).float()
-            outputs = outputs * task.y_std + task.y_mean if real else outputs
+            outputs = _in_own_units(sb.sample(network, task.scaling(x), draws=count).float(), task)
             total += float(likelihood_loss(likelihood, outputs, y, "average", noise)) * len(y) * count / case.draws
     return total / len(case.rows)
 
@@ -161,26 +161,21 @@ def spectrum(case: Case) -> Found:
     network, layers = case.loaded[1], case.options.get("layers")
     sites = spectrum_of(network, layers).sites
     case.draw(lambda: plot_spectrum(network, include=layers))
-    numbers = {
-        f"{of}_{k}": sum(site.first(k, of) for site in sites) / len(sites)
-        for of in ("scales", "means")
-        for k in (1, 2, 3)
-    }
-    return numbers, {
-        s.name: {of: list(s.explained(of)[:_SHOWN]) for of in ("means", "scales")} | {"shape": list(s.shape)}
-        for s in sites
-    }
+    of: tuple[Of, ...] = ("scales", "means")
+    numbers = {f"{one}_{k}": fmean(site.first(k, one) for site in sites) for one in of for k in (1, 2, 3)}
+    details = {s.name: {one: list(s.explained(one)[:_SHOWN]) for one in of} | {"shape": list(s.shape)} for s in sites}
+    return numbers, details
 
 
 def scales(case: Case) -> Found:
     """How large posterior standard deviations are, and how much of a layer's one or two factors explain."""
     network, layer = case.loaded[1], case.options.get("layer")
-    sites = gaussian_sites(network)
-    values = {site.name: site.scales() for site in sites}
+    values = {site.name: site.scales() for site in gaussian_sites(network)}
+    every = torch.cat([v.flatten().double() for v in values.values()])
     details = {
         n: {"mean": float(v.mean()), "least": float(v.min()), "largest": float(v.max())} for n, v in values.items()
     }
-    numbers = {"mean_scale": sum(float(v.sum()) for v in values.values()) / sum(v.numel() for v in values.values())}
+    numbers = {"mean_scale": float(every.mean())}
     if layer:
         found = spectrum_of(network)[layer]
         numbers |= {"scales_1": found.first(1), "scales_2": found.first(2)}
@@ -213,19 +208,16 @@ def density(case: Case) -> Found:
     experiment, network, task, _ = case.loaded
     assert task.y_mean is not None and task.y_std is not None
     noise = float(case.options["precision"]) ** -0.5
-    square, log, count = 0.0, 0.0, 0
+    squares, densities = [], []
     for index, (x, y) in enumerate(batches(case.rows, experiment.evaluate.batch, task.y_mean.device)):
         seed_everything(experiment.seed, "density", index)
         p = sb.predict(
             network, task.scaling(x), draws=case.draws, chunk=2**16, likelihood="gaussian", scale=noise / task.y_std
         )
         p = p.rescaled(task.y_mean, task.y_std)
-        square, log, count = (
-            square + float((p.mean - y).square().sum()),
-            log + float(p.log_prob(y).double().sum()),
-            count + y.numel(),
-        )
-    numbers = {"rmse": math.sqrt(square / count), "lpd": log / count}
+        squares.append((p.mean - y).square().double())
+        densities.append(p.log_prob(y).double())
+    numbers = {"rmse": float(torch.cat(squares).mean().sqrt()), "lpd": float(torch.cat(densities).mean())}
     return numbers, numbers | {"precision": case.options["precision"], "draws": case.draws}
 
 
@@ -252,10 +244,8 @@ def convergence(case: Case) -> Found:
     if not curve:
         raise ValueError(f"{case.record.name} has no validation rows to follow: set data.validation.")
     ends = {"quarter": math.ceil(len(curve) / 4), "half": math.ceil(len(curve) / 2), "end": len(curve)}
-    return {f"neg_elbo_{name}": curve[index - 1][1] for name, index in ends.items()}, {
-        "step": [s for s, _ in curve],
-        "neg_elbo": [v for _, v in curve],
-    }
+    numbers = {f"neg_elbo_{name}": curve[index - 1][1] for name, index in ends.items()}
+    return numbers, {"step": [s for s, _ in curve], "neg_elbo": [v for _, v in curve]}
 
 
 def prior_functions(case: Case) -> Found:

@@ -36,43 +36,30 @@ class Reproduction:
 
     def summary(self) -> dict[str, Any]:
         """Everything as JSON holds it: for each row ours (mean, standard error, number of seeds) and the paper's."""
-        return {
-            "name": self.name,
-            "place": self.rows[0].paper.place,
-            "scale": self.scale,
-            "rows": [self._entry(row) for row in self.rows],
-            "failures": self.failures,
-        }
+        rows = [self._entry(row) for row in self.rows]
+        place = self.rows[0].paper.place
+        return {"name": self.name, "place": place, "scale": self.scale, "rows": rows, "failures": self.failures}
 
     def _entry(self, row: PaperRow) -> dict[str, Any]:
         mine = [r for r in self.results if r.row.name == row.name]
         numbers = [r.numbers | relative_errors(r, self.results) for r in mine]
         paper, record = row.paper, mine[0].record if mine else None
         entry: dict[str, Any] = {
-            "row": row.stem,
-            "label": paper.row,
-            "note": paper.note,
-            "seeds": [r.seed for r in mine],
-            "settings": sorted({r.setting for r in mine if r.setting}),
-            "ours": averages(numbers, paper.units),
-            "paper": paper.numbers,
-            "paper_errors": paper.errors,
-            "units": paper.units,
-            "shows": [*paper.numbers, *paper.shows],
-            "runs": [r.folder.name for r in mine if r.folder],
+            "row": row.stem, "label": paper.row, "note": paper.note, "seeds": [r.seed for r in mine],
+            "settings": sorted({r.setting for r in mine if r.setting}), "ours": averages(numbers, paper.units),
+            "paper": paper.numbers, "paper_errors": paper.errors, "units": paper.units,
+            "shows": [*paper.numbers, *paper.shows], "runs": [r.folder.name for r in mine if r.folder],
             "files": [f for r in mine for f in r.files],
-        }
+        }  # fmt: skip
         if record is None:
             return entry
         # A diagnostic may count another posterior than the record's.
         size = round(numbers[0].get("parameters", record.parameters.total))
+        seconds = [round(r.record.cost.train_seconds, 1) for r in mine if r.record]
         return entry | {
-            "method": record.method,
-            "draws": draws_of(record, paper.draws),
-            "parameters": size,
-            "overhead": size / record.parameters.plain - 1,
-            "train_seconds": [round(r.record.cost.train_seconds, 1) for r in mine if r.record],
-        }
+            "method": record.method, "draws": draws_of(record, paper.draws), "parameters": size,
+            "overhead": size / record.parameters.plain - 1, "train_seconds": seconds,
+        }  # fmt: skip
 
 
 def averages(numbers: Sequence[Numbers], units: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -100,11 +87,11 @@ def describe_setting(experiment: Experiment, scale: Scale) -> str:
         >>> describe_setting(find("rank1/table2/mfvi")[0].experiment("small"), "small")
         "small: cifar10, up to 1,000 rows, wrn (depth 10, width 1), 3 epochs - not the paper's setting"
     """
-    data, model = experiment.data, experiment.model
-    sizes = {n: getattr(model, n) for n in type(model).model_fields if n != "kind"}
-    shape = ", ".join(f"{n} {'-'.join(map(str, v)) if isinstance(v, tuple) else v}" for n, v in sizes.items())
+    data, sizes = experiment.data, dict(experiment.resolved["model"])
+    kind = sizes.pop("kind")
+    shape = ", ".join(f"{n} {'-'.join(map(str, v)) if isinstance(v, list) else v}" for n, v in sizes.items())
     rows = f"up to {data.train_limit:,} rows" if data.train_limit else "all rows"
-    text = f"{data.name}, {rows}, {model.kind}{f' ({shape})' if shape else ''}, {experiment.train.epochs:,} epochs"
+    text = f"{data.name}, {rows}, {kind}{f' ({shape})' if shape else ''}, {experiment.train.epochs:,} epochs"
     return f"{scale}: {text}" + (" - not the paper's setting" if scale == "small" else "")
 
 

@@ -13,7 +13,7 @@ rows:                                               see config_rows.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -150,18 +150,12 @@ def listings(folders: Sequence[Path] | None = None) -> dict[str, tuple[str, int]
         ('Table 12', 40)
     """
     found: dict[str, tuple[str, int]] = {}
-    for name, tree in _tables(roots() if folders is None else folders):
-        place = tree["paper"].get("table") or tree["paper"].get("figure")
-        if place and name not in found:
-            found[name] = (place, len(row_names(tree)))
-    return dict(sorted(found.items(), key=lambda item: _by_number(item[0])))
-
-
-def _tables(folders: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for file in (file for root in folders for file in root.glob("*/*.yaml")):
+    for file in (file for root in (roots() if folders is None else folders) for file in root.glob("*/*.yaml")):
         tree = read_tree(file)
-        if "paper" in tree and row_names(tree):
-            yield f"{file.parent.name}/{file.stem}", tree
+        place = tree.get("paper", {}).get("table") or tree.get("paper", {}).get("figure")
+        if place:
+            found.setdefault(f"{file.parent.name}/{file.stem}", (place, len(row_names(tree))))
+    return dict(sorted(found.items(), key=lambda item: _by_number(item[0])))
 
 
 def _by_number(name: str) -> tuple[str, bool, int, str]:
@@ -174,15 +168,10 @@ def _by_number(name: str) -> tuple[str, bool, int, str]:
 def _row(file: Path, name: str) -> PaperRow:
     place = f"{file}#{name.rpartition('/')[2]}"
     tree = read_tree(Path(place))
-    if not isinstance(tree.get("paper"), Mapping):
-        raise ConfigError(
-            f"{place} needs a section `paper` that says which row it is: {{table: ..., row: ..., numbers: ...}}."
-        )
+    if "paper" not in tree:
+        raise ConfigError(f"{place} needs a section `paper` that says which row it is: {{row: ..., numbers: ...}}.")
     try:
         return PaperRow(name, file, Printed.model_validate(tree["paper"]), "data" in tree)
     except ValidationError as error:
-        faults = (
-            ".".join(map(str, ("paper", *fault["loc"]))) + f": {fault['msg']}"
-            for fault in error.errors(include_url=False)
-        )
-        raise ConfigError(f"{place}: {'; '.join(faults)}.") from error
+        faults = [(".".join(map(str, ("paper", *f["loc"]))), f["msg"]) for f in error.errors(include_url=False)]
+        raise ConfigError(f"{place}: {'; '.join(f'{path}: {fault}' for path, fault in faults)}.") from error

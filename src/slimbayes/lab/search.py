@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from slimbayes.files import write_text
-from slimbayes.lab.files import merged, validate
+from slimbayes.lab.files import validate
 from slimbayes.lab.launch import Launcher, Run
 from slimbayes.lab.seeds import key
-from slimbayes.lab.sweep_config import Search, at, labelled, range_of
+from slimbayes.lab.sweep_config import Search, labelled, range_of, with_values
 from slimbayes.report.record import read
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from optuna.trial import BaseTrial, FrozenTrial, Trial
 
 _HOPELESS = 5  # failures before the first trial that finishes, after which a search is given up
-_STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished", "WAITING": "new"}
+_STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished"}
 
 
 class Searcher:
@@ -79,7 +79,7 @@ class Searcher:
         todo = self._requeue()
         if todo > 0:
             jobs = min(todo, self.launcher.jobs)
-            self.study.optimize(self._objective, todo, n_jobs=jobs, catch=Exception, callbacks=[self._after_trial])
+            self.study.optimize(self._objective, todo, n_jobs=jobs, catch=RuntimeError, callbacks=[self._after_trial])
 
     def counted(self) -> list[FrozenTrial]:
         """Trials with values that have ended or are under way; not those that a call left undone."""
@@ -118,11 +118,12 @@ class Searcher:
                 self.study.enqueue_trial(trial.params)  # for the next call
         if run.state == "finished" and math.isfinite(value := value_of(run.folder, self.chosen)):
             return value
-        if ended[0] == "stopped" and not self.launcher.stopped:
+        if self.launcher.stopped:
+            raise RuntimeError("stopped")
+        if ended[0] == "stopped":
             raise TrialPruned
-        if not self.launcher.stopped:
-            trial.set_user_attr("reason", ended[1] or "its metric is not finite")
-        raise RuntimeError
+        trial.set_user_attr("reason", ended[1] or "its metric is not finite")
+        raise RuntimeError("failed")
 
     def _after_trial(self, study: Study, trial: FrozenTrial) -> None:
         states = Counter(t.state.name for t in self.counted())
@@ -132,34 +133,25 @@ class Searcher:
         with self.writing:
             self.write_best()
 
-    def _values(self, trial: BaseTrial) -> dict[str, Any]:
-        """Values for a trial; of those that are listed Optuna sees the labels."""
-        out: dict[str, Any] = {}
+    def run_of(self, trial: BaseTrial) -> Run:
+        """The run of a trial; of values that are listed Optuna sees the labels."""
+        values: dict[str, Any] = {}
         for path, given in self.chosen.space.items():
             bounds = range_of(path, given)
             if bounds is None:
-                out[path] = labelled(path, given)[trial.suggest_categorical(path, list(labelled(path, given)))]
+                values[path] = labelled(path, given)[trial.suggest_categorical(path, list(labelled(path, given)))]
             elif isinstance(bounds["low"], int) and isinstance(bounds["high"], int):
-                out[path] = trial.suggest_int(path, **bounds)
+                values[path] = trial.suggest_int(path, **bounds)
             else:
-                out[path] = trial.suggest_float(path, **bounds)
-        return out
-
-    def run_of(self, trial: BaseTrial) -> Run:
-        """The run of a trial."""
-        tree = self.base.experiment.resolved
-        for path, value in self._values(trial).items():
-            tree = merged(tree, at(path, value))
-        experiment = validate(tree, f"the trial of {told(trial)}")
-        name = f"{self.base.experiment.name}-trial-{experiment.hash[:6]}"
+                values[path] = trial.suggest_float(path, **bounds)
+        experiment = validate(with_values(self.base.experiment.resolved, values), f"the trial of {told(trial)}")
+        name = f"{experiment.name}-trial-{experiment.hash[:6]}"
         return Run(told(trial), experiment.model_copy(update={"name": name}), self.folder)
 
     @property
     def best(self) -> FrozenTrial | None:
         """The best trial that has finished."""
-        with suppress(ValueError):
-            return self.study.best_trial
-        return None
+        return next(iter(self.study.best_trials), None)
 
     def write_best(self) -> None:
         """Write the config of the best trial so far."""

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slimbayes.lab.files import ConfigError, load, merged, validate
+from slimbayes.lab.files import ConfigError, load, validate
 from slimbayes.lab.launch import Launcher, Run
 from slimbayes.lab.search import Searcher, new_epochs, told
-from slimbayes.lab.sweep_config import at, combinations, read_sweep
+from slimbayes.lab.sweep_config import combinations, read_sweep, with_values
 
 _OWN = ("axes.", "search.", "ray.")  # overrides of the sweep itself, not of its runs
 _COLOURS = {"finished": "green", "skipped": "dim", "pruned": "dim", "failed": "red", "stopped": "yellow"}
@@ -38,6 +38,10 @@ def sweep(
         dry: list the runs and how far each is, and do nothing.
         overrides: "path=value" for every run, or for the sweep itself: "axes.seed=[0]", "search.trials=5".
         scale: "small" lays the base's `small` values over the others.
+
+    Example:
+        >>> sweep(Path("sweep.yaml"), Path("runs"), jobs=4)  # doctest: +SKIP
+        0
     """
     if jobs < 1:
         raise ConfigError(f"A sweep runs at least one job at a time, got --jobs {jobs}.")
@@ -143,10 +147,7 @@ def tune_trainable(
     def train(values: dict[str, Any]) -> None:
         from ray import tune
 
-        tree = base
-        for path, value in values.items():
-            tree = merged(tree, at(path, value))
-        run, seen = Run("", validate(tree), place), set[int]()
+        run, seen = Run("", validate(with_values(base, values)), place), set[int]()
 
         def report() -> bool:
             for epoch, value in new_epochs(run.folder, metric, seen):

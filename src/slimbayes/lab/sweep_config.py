@@ -95,7 +95,7 @@ class Search(BaseModel):
         for path, given in self.space.items():
             ends = range_of(path, given)
             for value in [ends["low"], ends["high"]] if ends else labelled(path, given).values():
-                validate(merged(base.resolved, at(path, value)), f"search.space.{path} = {value}")
+                validate(with_values(base.resolved, {path: value}), f"search.space.{path} = {value}")
 
 
 class Sweep(BaseModel):
@@ -113,10 +113,9 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> Sweep:
     """A sweep's file with what it extends; raises ConfigError with every fault."""
     tree = read_tree(file)
     for text in overrides:
-        path, _, value = text.partition("=")
-        is_axis = path.startswith("axes.")  # whose own path has dots
-        new = {"axes": {path.removeprefix("axes."): yaml.safe_load(value)}} if is_axis else parse_override(text)
-        tree = merged(tree, new)
+        section, _, rest = text.partition(".")
+        path, _, value = rest.partition("=")  # an axis's path has dots of its own
+        tree = merged(tree, {"axes": {path: yaml.safe_load(value)}} if section == "axes" else parse_override(text))
     try:
         return Sweep.model_validate(tree)
     except ValidationError as error:
@@ -145,16 +144,13 @@ def combinations(chosen: Sweep, file: Path, out: Path, overrides: Sequence[str] 
     faults: dict[str, list[str]] = {}
     for values in itertools.product(*(axis.items() for axis in axes.values())):
         labels = {path: label for path, (label, _) in zip(axes, values, strict=True)}
-        told = ", ".join(f"{path}={label}" for path, label in labels.items())
-        tree = base
-        for path, (_, value) in zip(axes, values, strict=True):
-            tree = merged(tree, at(path, value))
+        told = ", ".join(f"{path}={label}" for path, label in labels.items()) or "the base"
+        tree = with_values(base, {path: value for path, (_, value) in zip(axes, values, strict=True)})
         try:
-            experiment = validate(tree | {"name": _name(chosen, axes, labels, tree)}, told or "the base")
-        except ConfigError as error:
-            faults.setdefault(str(error).partition("\n")[2] or str(error), []).append(told or "the base")
-        else:
+            experiment = validate(tree | {"name": _name(chosen, axes, labels, tree)}, told)
             found.setdefault(experiment.hash, Run(told, experiment, out))
+        except ConfigError as error:
+            faults.setdefault(str(error).partition("\n")[2] or str(error), []).append(told)
     if faults:
         lines = [f"{file} has combinations that are no valid experiments; nothing was run."]
         for fault, where in list(faults.items())[:_SHOWN]:
@@ -184,15 +180,16 @@ def _base(chosen: Sweep, file: Path, overrides: Sequence[str], scale: str) -> Tr
 def _name(chosen: Sweep, axes: Mapping[str, Mapping[str, Any]], labels: dict[str, str], tree: Tree) -> str:
     """A run's name, from the template or from the labels of its values."""
     short = {path: path.rpartition(".")[2] for path in labels}
-    words = {"name": str(tree.get("name", "run"))}
+    base, times = str(tree.get("name", "run")), Counter(short.values())
     if chosen.name is None:
+        parts = [base]
         for path in labels:
             if len(axes[path]) > 1 and path not in _UNNAMED:
                 speaks = isinstance(chosen.axes[path], dict) or any(isinstance(v, dict) for v in axes[path].values())
-                words[path] = labels[path] if speaks else f"{short[path]}-{labels[path]}"
-        return "-".join(words.values())
-    times = Counter(short.values())
-    words |= labels | {short[path]: label for path, label in labels.items() if times[short[path]] == 1}
+                parts.append(labels[path] if speaks else f"{short[path]}-{labels[path]}")
+        return "-".join(parts)
+    once = {short[path]: label for path, label in labels.items() if times[short[path]] == 1}
+    words = labels | once | {"name": base}
 
     def fill(found: re.Match[str]) -> str:
         if found[1] not in words:
@@ -215,20 +212,20 @@ def _check_names(runs: Iterable[Run]) -> None:
             )
 
 
-def at(path: str, value: Any) -> Tree:
-    """A tree with one value at a path; "." is the whole of it.
+def with_values(tree: Tree, values: Mapping[str, Any]) -> Tree:
+    """A tree with values laid over it at some paths; the path "." is the whole of it.
 
     Example:
-        >>> at("train.optimizer.lr", 0.1)
-        {'train': {'optimizer': {'lr': 0.1}}}
+        >>> with_values({"train": {"epochs": 3}}, {"train.optimizer.lr": 0.1, ".": {"seed": 1}})
+        {'train': {'epochs': 3, 'optimizer': {'lr': 0.1}}, 'seed': 1}
     """
-    if path == ".":
-        if not isinstance(value, dict):
+    for path, value in values.items():
+        if path == "." and not isinstance(value, dict):
             raise ConfigError(f'The axis "." needs mappings of fields, got {value!r}.')
-        return value
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return value
+        for key in reversed(path.split(".") if path != "." else []):
+            value = {key: value}
+        tree = merged(tree, value)
+    return tree
 
 
 def labelled(path: str, values: Values) -> dict[str, Any]:
@@ -268,7 +265,12 @@ def _label(value: Any, kinds: Counter[Any]) -> str:
 
 
 def range_of(path: str, given: Values) -> dict[str, Any] | None:
-    """A part of a space that is a range of numbers, in Optuna's words; None where values are listed."""
+    """A part of a space that is a range of numbers, in Optuna's words; None where values are listed.
+
+    Example:
+        >>> range_of("train.optimizer.lr", {"low": "1e-4", "high": 0.1, "log": True}), range_of("seed", [0, 1])
+        ({'low': 0.0001, 'high': 0.1, 'log': True}, None)
+    """
     if not isinstance(given, dict) or not {"low", "high"} & given.keys():
         return None
     if not {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}:

@@ -59,9 +59,8 @@ def scales_of(layer: nn.Module) -> list[str]:
 def _normalises(layer: nn.Module, weight: Tensor) -> bool:
     """Whether outputs keep still when inputs are scaled, but follow the weight."""
     trial: Any = copy.deepcopy(layer).train()
-    channels = len(weight)
+    channels, close = len(weight), partial(torch.allclose, rtol=0.05, atol=0.05)
     trial._parameters["weight"] = weight.detach().clone().normal_(1.0, 0.3)
-    close = partial(torch.allclose, rtol=0.05, atol=0.05)
     for shape in ((5, 3, channels), (5, channels, 3, 3), (5, channels), (5, channels, 3), (5, channels, 3, 3, 3)):
         # Neighbours differ: groups of a few channels must have a variance that dwarfs the norm's epsilon.
         x = torch.arange(math.prod(shape), dtype=torch.float64).mul(0.6180339887).frac().sub(0.4).view(shape).to(weight)

@@ -9,7 +9,8 @@ Sizes: N rows, C classes, K members, M = N times further dimensions, such as pix
 import torch
 from torch import Tensor
 
-from slimbayes.prediction.prediction import Prediction, check_labels
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.train.likelihoods import check_labels
 
 Classes = Prediction | Tensor  # a Prediction of classes, probabilities (N, ..., C), or those of class one (N,)
 

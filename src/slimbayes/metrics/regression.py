@@ -15,7 +15,7 @@ from torch import Tensor
 from slimbayes.metrics.crps import crps_mixture, crps_samples
 from slimbayes.metrics.probabilities import need_tensor
 from slimbayes.metrics.streaming import Mean
-from slimbayes.prediction.averages import along_draws
+from slimbayes.prediction.averages import log_mean
 from slimbayes.prediction.prediction import Prediction
 
 Scale = float | Tensor | None
@@ -62,7 +62,7 @@ class LPD(Mean):
             needed = "give scale > 0, the standard deviation around the draws, here or to predict"
             raise ValueError(f"A density needs observation noise: {needed}.")
         logp = -0.5 * ((target - values) / noise).square() - noise.log() - 0.5 * math.log(2 * math.pi)
-        self.add((logp + along_draws(shares.log(), logp)).logsumexp(0))
+        self.add(log_mean(logp, shares))
 
 
 class CRPS(Mean):

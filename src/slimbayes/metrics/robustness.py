@@ -19,7 +19,8 @@ from slimbayes.errors import did_you_mean
 from slimbayes.metrics.corruption import CorruptionErrors, Rates, corruption_errors, severities
 from slimbayes.metrics.probabilities import Classes, class_probabilities, labelled, need_tensor
 from slimbayes.metrics.streaming import Streaming
-from slimbayes.prediction.prediction import Prediction, check_labels
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.train.likelihoods import check_labels
 
 Score = Literal["entropy", "confidence", "mutual_information"]
 

@@ -227,7 +227,11 @@ class GaussianPosterior(WeightPosterior):
         drawn: Perturbation = self.values()
         assert drawn.weight is not None  # held draws are draws of weights
         fan_in = self.site.matrix[0]
-        total = gaussian_log_ratio(drawn.weight, linear.weight, self.log_scale(), self.prior, fan_in)
+        deviation, weight, log_scale = drawn.weight, linear.weight, self.log_scale()
+        if linear.mask is not None:  # what stays as it is has no distribution
+            free = linear.mask.expand_as(weight) != 0
+            deviation, weight, log_scale = deviation[:, free], weight[free], log_scale[free]
+        total = gaussian_log_ratio(deviation, weight, log_scale, self.prior, fan_in)
         if drawn.bias is not None and linear.bias is not None and self.bias_log_scale is not None:
             log_scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
             total = total + gaussian_log_ratio(drawn.bias, linear.bias, log_scale, prior, fan_in)

@@ -78,7 +78,7 @@ class Mixture(ComponentConfig):
         if self.zero and self.components < 2:
             raise ValueError("Mixture: zero=True fixes the last component, so at least 2 are needed.")
         if self.assignment == "input" and not (self.zero and self.components == 2):
-            raise ValueError("Mixture: assignment='input' is dropout's: components=2, zero=True; else use 'element'.")
+            raise ValueError("Mixture: assignment='input' is dropout's, with components=2 and zero=True; or 'element'.")
         if self.assignment == "model" and (self.learn_probs or self.draws == "example" or self.zero or self.probs):
             takes = "it takes no probs, zero or draws per example"
             raise ValueError(f"Mixture: assignment='model' has K members, each present in every sample: {takes}.")

@@ -1,7 +1,4 @@
-"""Reads records, writes tables and one self-contained page. It sees only files and imports no torch.
-
-`write_page` and `compare` are loaded when they are asked for, so that importing this package costs nothing.
-"""
+"""Reads records, writes tables and one self-contained page. It sees only files, imports no torch, and loads lazily."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

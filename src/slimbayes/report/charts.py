@@ -1,10 +1,9 @@
-"""The kinds of chart, as Vega-Lite specs: plain JSON with the data inside.
+"""The kinds of chart, as Vega-Lite specs: plain JSON with the data inside, which the tests check against its schema.
 
 Fields have fixed short names, and text from records is only ever data, a domain or a title. Vega-Lite quotes some of it
 into expressions of its own (the order of bars); the page interprets expressions and never evaluates them as JavaScript.
 A name's colour, dash and shape follow from its place on the page, so they are the same in every chart. The colours are
-safe for colour-blind readers and stand out on light and on dark paper. `focus` is a parameter the page sets to bring
-one name forward. The tests check specs against Vega-Lite's schema.
+safe for colour-blind readers and stand out on light and dark paper. The page sets `focus` to bring one name forward.
 """
 
 from __future__ import annotations
@@ -49,11 +48,6 @@ class Axis:
     domain: tuple[float, float] | None = None
     values: Sequence[float] = ()
 
-    @property
-    def tip(self) -> str:
-        """The format of a number that is pointed at."""
-        return ".2%" if self.percent else ".4~g"
-
     def channel(self, field: str) -> Spec:
         """The encoding of a field along this axis."""
         scale: Spec = {"type": "log", "base": 2} if self.log else {"zero": self.zero}
@@ -94,11 +88,13 @@ def _chart(
     height: int = HEIGHT,
 ) -> Chart:
     """Only rows whose numbers can be drawn; pointing at a mark tells `fields`: numbers with an axis, and texts."""
-    titles = {field: told.title if isinstance(told, Axis) else told for field, told in fields.items()}
     tips: list[Spec] = []
     for field, told in fields.items():
-        style = {"type": "quantitative", "format": told.tip} if isinstance(told, Axis) else {"type": "nominal"}
-        tips.append({"field": field, "title": titles[field], **style})
+        if isinstance(told, Axis):
+            style = ".2%" if told.percent else ".4~g"
+            tips.append({"field": field, "type": "quantitative", "title": told.title, "format": style})
+        else:
+            tips.append({"field": field, "type": "nominal", "title": told})
     spec = {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "data": {"values": finite(rows)},
@@ -110,7 +106,7 @@ def _chart(
         "encoding": {"color": _by_name(names, PALETTE, int), "tooltip": tips, **encoding},
         "layer": layers,
     }
-    return Chart(spec, titles)
+    return Chart(spec, {tip["field"]: tip["title"] for tip in tips})
 
 
 def finite(rows: Iterable[Point]) -> list[Point]:

@@ -17,7 +17,7 @@ from slimbayes.report.charts import Axis, Chart, Names, Point, bars, boxes, inte
 from slimbayes.report.groups import Group
 from slimbayes.report.metric import metric, ordered
 from slimbayes.report.record import Evaluation, Record
-from slimbayes.report.selection import Selection, main_set
+from slimbayes.report.selection import CORRUPTED, Selection, main_set
 from slimbayes.report.statistics import mean, standard_error
 
 MENU = 6  # at most so many metrics to choose from: each is a chart that the page must carry
@@ -25,10 +25,8 @@ CURVES = 8  # columns of the training curve to choose from
 POINTS = 600  # of all training curves in one chart
 BINS = 15  # the caption says so too
 KEPT = np.linspace(0.02, 1.0, 50)
-CORRUPTED = Selection("corruption")
 
 Variant = tuple[str, tuple[Chart, ...]]  # a choice of a figure's menu: its label, and charts that stand side by side
-Draw = Callable[[str], Chart]  # from the name of a metric
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,8 @@ def _figure(title: str, variants: Iterable[Variant], menu: str = "Metric", key: 
     return Figure(title, kept, menu, key) if kept else None
 
 
-def _by_metric(names: Sequence[str], draw: Draw, most: int = MENU) -> list[Variant]:
+def _by_metric(names: Sequence[str], draw: Callable[[str], Chart], most: int = MENU) -> list[Variant]:
+    """A choice for each metric, which `draw` makes from its name."""
     return [(metric(name).label, (draw(name),)) for name in names[:most]]
 
 

@@ -93,24 +93,22 @@ def _twice(path: Path, record: Record, first: Path, known: Record) -> str:
 
 def _group(records: Sequence[Record]) -> tuple[Group, ...]:
     found: dict[tuple[str, str], list[Record]] = {}
-    for record in sorted(records, key=lambda record: record.seed):
+    for record in records:
         found.setdefault((record.data, record.name), []).append(record)
-    keys = list(dict.fromkeys((record.data, record.name) for record in records))
     # A name has one colour on the whole page, also when it appears under several data sets.
-    places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in keys))}
-    return tuple(Group(key[0], printable(key[1]), tuple(found[key]), places[key[1]]) for key in keys)
+    places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in found))}
+    seeds = {key: tuple(sorted(runs, key=lambda run: run.seed)) for key, runs in found.items()}
+    return tuple(Group(data, printable(name), runs, places[name]) for (data, name), runs in seeds.items())
 
 
 def _notes(groups: Sequence[Group]) -> Iterator[str]:
     for group in groups:
-        differing = _differences([record.config for record in group.records])
-        if differing:
+        if differing := _differences([record.config for record in group.records]):
             yield (
                 f"The runs of {group.name!r} on {group.data!r} differ in more than their seed: "
                 f"{'; '.join(differing[:4])}. Their mean is a mean of different things."
             )
-        early = [str(record.seed) for record in group.records if record.status != "finished"]
-        if early:
+        if early := [str(record.seed) for record in group.records if record.status != "finished"]:
             yield f"{group.name!r} on {group.data!r} stopped early with seed {', '.join(early)}."
 
 

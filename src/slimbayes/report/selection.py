@@ -90,6 +90,9 @@ class Selection:
         return frozenset(set.intersection(*found.values())) if found else frozenset()
 
 
+CORRUPTED = Selection("corruption")
+
+
 def main_set(groups: Sequence[Group]) -> Selection:
     """The set that a page judges by: the first test set, or the first validation set where nobody tested."""
     for role in ("test", "validation"):

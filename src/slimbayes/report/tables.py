@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from slimbayes.report.groups import Group
 from slimbayes.report.metric import MISSING, metric
-from slimbayes.report.selection import Selection, main_set
+from slimbayes.report.selection import CORRUPTED, Selection, main_set
 from slimbayes.report.statistics import mean, standard_error
 
 FRONT = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "coverage95")  # of the summary
@@ -92,8 +92,7 @@ def summary(groups: Sequence[Group]) -> PageTable:
     main = main_set(groups)
     known = main.metrics(groups)
     columns = [_scores(groups, main, name, main.role.capitalize()) for name in FRONT if name in known]
-    corrupted = Selection("corruption")
-    corrupted = replace(corrupted, places=corrupted.shared_places(groups))
+    corrupted = replace(CORRUPTED, places=CORRUPTED.shared_places(groups))
     known = corrupted.metrics(groups)
     columns += [_scores(groups, corrupted, name, "Corrupted") for name in BEHIND if name in known]
     columns.append(_growth("Parameters", groups, "Size"))
