@@ -508,8 +508,7 @@ MUTATIONS = [
         "keeps-mode",
         "return cls, out.train(layer.training)",
         "return cls, out",
-        "test_convert.py",
-        "test_ensemble.py -k train",
+        "test_convert.py -k mode_of",
     ),
     Mutation(
         "fast-paths",

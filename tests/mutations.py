@@ -65,8 +65,8 @@ def first_failure(source: Path, tests: list[str], options: list[str], log: Path)
         time.sleep(0.1)
     if done[1] == 0:
         return ""
-    failed = [line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if not failed:  # no test of that name, or the tests themselves are broken
+    failed = [line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR")) and "::" in line]
+    if not failed:  # no test of that name, or a file of tests cannot be imported
         raise RuntimeError(f"{' '.join(tests)} did not run:\n{log.read_text()[-2000:]}")
     return failed[0].split(" - ")[0].partition(" ")[2]
 

@@ -449,3 +449,10 @@ def test_a_compiled_model_takes_other_numbers_of_draws() -> None:
     compiled, x = torch.compile(model, backend="eager"), torch.randn(6, 8)
     for draws in (1, 2, 3):
         torch.testing.assert_close(sb.sample(compiled, x, draws=draws), sb.sample(model, x, draws=draws))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_posteriors_join_in_the_mode_of_their_layer(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3)).train(training)
+    sb.bayesianize(model, sb.Rank1(members=2))
+    assert {module.training for module in model.modules()} == {training}
