@@ -1,6 +1,7 @@
 """Two gloo processes against one: the lab trains the same network, resumes it, and stops all processes on a NaN."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -126,9 +127,22 @@ def test_torchrun_restarts_a_group_that_lost_a_rank_and_it_ends_in_the_same_bits
     (place / "mortal.py").write_text(MORTAL)
     out = place / f"torchrun-{rank}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    given = ["fit", place / "c.yaml", "--accelerator", "cpu", "--checkpoint-every", 2, "--no-evaluate", "--out", out]
-    command = [*launcher, place / "mortal.py", rank, *given]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=200)
+    fit_words = [
+        "fit",
+        place / "c.yaml",
+        "--accelerator",
+        "cpu",
+        "--checkpoint-every",
+        2,
+        "--no-evaluate",
+        "--out",
+        out,
+    ]
+    command = [*launcher, place / "mortal.py", rank, *fit_words]
+    # Else a second start may read addresses of the first one: torchrun gives both the same store.
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    given = [str(word) for word in command]
+    done = subprocess.run(given, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:6000]
     assert "Resuming after step" in done.stdout + done.stderr, "the second start goes on from a checkpoint"
     for name, value in learned(noisy).items():
