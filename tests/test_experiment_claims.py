@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from slimbayes.data.tables import split_rows
 from test_health import HEAD
 
 from slimbayes.data import Dataset, Split, load, mortality, physionet2012
+from slimbayes.data.uci import split_rows
 from slimbayes.lab.config_files import load as load_config
 from slimbayes.lab.config_files import read_tree
 from slimbayes.lab.config_rows import row_names

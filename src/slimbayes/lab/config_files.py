@@ -82,7 +82,7 @@ def _parsed(file: Path) -> Tree:
         if not isinstance(tree.get(key, {}), dict):
             raise ConfigError(f"{file}: {key} must be a mapping of fields, got {tree[key]!r}.")
     try:
-        parts = parts_of(tree)
+        parts = [tree] if "base" in tree else parts_of(tree)  # the axes of a sweep are another thing
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     for part in parts:

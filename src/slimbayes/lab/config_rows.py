@@ -79,7 +79,7 @@ def row_parts(tree: Tree, name: str) -> list[Tree]:
 
     Example:
         >>> row_parts({"rows": {"a": {"seed": 1}, "b": {"extends": ["#a"], "name": "{row}"}}}, "b")
-        [{'seed': 1}, {'extends': ['#a'], 'name': 'b'}]
+        [{'seed': 1}, {'extends': ['#a'], 'name': '{row}'}, {'name': 'b'}]
     """
     names = row_names(tree)
     if name not in names:
