@@ -27,7 +27,7 @@ class Ahead:
         self.found: dict[int, tuple[Dims, Dims]] = {}
 
     def __enter__(self) -> Ahead:
-        if self.probe.taint:
+        if self.probe.taint is not None:
             return self
         for module in plain_modules(self.model):
             self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -37,7 +37,7 @@ class Ahead:
     def __exit__(self, *error: Any) -> None:
         for handle in self.handles:
             handle.remove()
-        if self.before is not None and not self.probe.taint:
+        if self.before is not None and self.probe.taint is None:
             earlier = self.before.shapes_ahead
             for module, (ins, outs) in self.shapes.items():
                 self._settle(module, earlier.get(module), ins, outs)

@@ -42,7 +42,9 @@ class Probe(passes.Pass):
 
     probing = True
 
-    def __init__(self, keys: Sequence[str], quiet: Quiet, before: Probe | None = None, taint: str = "") -> None:
+    def __init__(
+        self, keys: Sequence[str], quiet: Quiet, before: Probe | None = None, taint: Tensor | None = None
+    ) -> None:
         super().__init__(1, 1, rowwise=False)
         self.noise = dict.fromkeys(keys)  # type: ignore[assignment]
         self.quiet, self.before, self.taint = quiet, before, taint
@@ -75,7 +77,7 @@ class Probe(passes.Pass):
             self.inside.pop()
             self.quiet.muted = True
         here.reads = self.quiet.reads[start:]
-        if self.taint and hasattr(layer, "copied_names") and here.reads != self.before.visits[place].reads:  # type: ignore[union-attr]
+        if self.taint is not None and hasattr(layer, "copied_names") and here.reads != self.before.visits[place].reads:  # type: ignore[union-attr]
             # Members see only their own rows: what one reads from all rows it would read from fewer.
             raise Mixed(f"{here.name}: a number computed from all rows decides what it does")
         outs = [padded(leaf) for leaf in arrays_of(out)]
@@ -83,7 +85,7 @@ class Probe(passes.Pass):
         if self.before is None:
             return out
         earlier = self.before.visits[place]
-        if not self.taint:
+        if self.taint is None:
             here.out_dims = [doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
             return out
         return self._tainted(out, earlier, here)
@@ -96,7 +98,7 @@ class Probe(passes.Pass):
         return earlier
 
     def _compare(self, here: Visit, earlier: Visit, arrays: list[Tensor]) -> None:
-        if not self.taint:
+        if self.taint is None:
             here.dims = [doubled(a, b, here.name) for a, b in zip(earlier.shapes, here.shapes, strict=True)]
         else:
             here.dims = list(earlier.dims)
@@ -106,30 +108,40 @@ class Probe(passes.Pass):
         here.prints = [prints_of(a, d) for a, d in zip(arrays, here.dims, strict=True)]
 
     def _tainted(self, out: Any, earlier: Visit, here: Visit) -> Any:
-        rows = self.rows
+        """An output changed in the tainted rows."""
+        mask = self.taint
+        assert mask is not None
 
         def change(i: int, leaf: Any) -> Any:
             dim = earlier.out_dims[i] if i < len(earlier.out_dims) else None
             if isinstance(leaf, PackedSequence):
-                changed = leaf.data * 1.25 + 0.125
-                return (
-                    leaf if dim is None else packed_from(leaf, changed, rows // 2 if self.taint == "half" else rows - 1)
-                )
+                return leaf if dim is None else packed_in(leaf, leaf.data * 1.25 + 0.125, mask)
             if not leaf.is_floating_point():
                 return leaf
             if dim is None:
                 if not stands_for_all(here) or leaf.shape[0] != 1:
                     return leaf
-                leaf, dim = leaf.expand(rows, *leaf.shape[1:]), 0
-            size = leaf.shape[dim]
-            if self.taint == "row" and size % rows:
-                raise Mixed(f"{here.name}: an output of shape {tuple(leaf.shape)} has no entry for each of {rows} rows")
-            part = size // 2 if self.taint == "half" else size // rows
+                leaf, dim = leaf.expand(self.rows, *leaf.shape[1:]), 0
+            rows = entries(mask, leaf.shape[dim], here.name).nonzero().flatten().to(leaf.device)
             out = leaf.clone()  # in place, so that its memory format stays: others use other kernels
-            out.narrow(dim, size - part, part).mul_(1.25).add_(0.125)
-            return out
+            return out.index_copy_(dim, rows, out.index_select(dim, rows) * 1.25 + 0.125)
 
         return map_arrays(change, out)
+
+
+def entries(mask: Tensor, size: int, name: str) -> Tensor:
+    """Which of `size` entries belong to the rows of a mask; where none is a single row's, only halves are told apart.
+
+    Example:
+        >>> entries(torch.tensor([False, True]), 4, "a layer")
+        tensor([False, False,  True,  True])
+    """
+    rows = len(mask)
+    if size % rows == 0:
+        return mask.repeat_interleave(size // rows)
+    if size % 2 or not torch.equal(mask[: rows // 2], ~mask[rows // 2 :]) or mask.diff().sum() != 1:
+        raise Mixed(f"{name}: {size} entries for {rows} rows, none for each of them")
+    return mask[[0, -1]].repeat_interleave(size // 2)
 
 
 def stands_for_all(visit: Visit) -> bool:
@@ -169,11 +181,11 @@ def prints_of(x: Tensor, dim: int | None) -> Tensor | None:
     return torch.stack([along(numbers * weights), along(numbers.abs())])
 
 
-def packed_from(whole: PackedSequence, other: Tensor, first: int) -> PackedSequence:
-    """A packed sequence with other numbers in the rows from `first` on."""
+def packed_in(whole: PackedSequence, other: Tensor, mask: Tensor) -> PackedSequence:
+    """A packed sequence with other numbers in the rows of a mask."""
     order = torch.arange(int(whole.batch_sizes[0])) if whole.sorted_indices is None else whole.sorted_indices.cpu()
-    row = torch.cat([order[: int(n)] for n in whole.batch_sizes]).to(whole.data.device)
-    return whole._replace(data=torch.where((row >= first).view(-1, *[1] * (whole.data.dim() - 1)), other, whole.data))
+    chosen = mask[torch.cat([order[: int(n)] for n in whole.batch_sizes])].to(whole.data.device)
+    return whole._replace(data=torch.where(chosen.view(-1, *[1] * (whole.data.dim() - 1)), other, whole.data))
 
 
 def equal_prints(a: Tensor, b: Tensor) -> bool:

@@ -48,7 +48,12 @@ def no_autocast(devices: set[str]) -> Iterator[None]:
 
 
 def probed(
-    model: nn.Module, posteriors: Sequence[Any], inputs: Any, rows: int, before: Probe | None = None, taint: str = ""
+    model: nn.Module,
+    posteriors: Sequence[Any],
+    inputs: Any,
+    rows: int,
+    before: Probe | None = None,
+    taint: Tensor | None = None,
 ) -> tuple[Probe, Any]:
     """Run the plain model once, with everything random in it made constant: what was met, and the outputs."""
     quiet = Quiet()
