@@ -43,7 +43,7 @@ MUTATIONS = [
     ),
     Mutation(
         "first-member",
-        "first = passes.random_member(posteriors[0].device) if most > 1 else 0",
+        "first = noise.random_member(posteriors[0].device) if most > 1 else 0",
         "first = 0",
         "test_engine.py -k random_member",
     ),
@@ -78,11 +78,12 @@ MUTATIONS = [
         "test_engine.py -k never",
     ),
     # The proof of rows.
+    Mutation("proof-some-rows", "self._change(some, double, out2)", "pass", "test_engine.py -k within_a_batch"),
+    Mutation("proof-first-half", "self._change(~second, double, out2)", "pass", "test_engine.py -k wrong_folding"),
+    Mutation("proof-entries", "if size % rows == 0:", "if True:", "test_engine.py -k pairs_of_rows"),
+    Mutation("larger-inputs", "            if why:\n", "            if False:\n", "test_engine.py -k cut_only"),
     Mutation(
-        "proof-last-row",
-        "else count - count // (2 * self.rows)",
-        "else count // 2",
-        "test_engine.py -k within_a_batch",
+        "more-rows", "all(map(int.__le__, size, self.most))", "size[1] <= self.most[1]", "test_engine.py -k looked_at"
     ),
     Mutation(
         "proof-allowed",

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.engine import passes
+from slimbayes.engine import noise
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
@@ -123,7 +123,7 @@ def distance(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
 def playing(rank: int, world: int = WORLD) -> Iterator[None]:
     """Draw what a rank would draw."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slimbayes.engine.passes.processes", lambda: (rank, world))
+        patch.setattr("slimbayes.engine.noise.processes", lambda: (rank, world))
         yield
 
 
@@ -429,13 +429,13 @@ def test_a_rank_draws_its_own_noise_at_a_cost_that_does_not_depend_on_the_world(
     for rank in (0, 3, 63):
         torch.manual_seed(5)
         with playing(rank, 64):
-            found.append(passes.standard_normal((5, 7), torch.device("cpu"), torch.float32))
+            found.append(noise.standard_normal((5, 7), torch.device("cpu"), torch.float32))
     assert asked == [(5, 7)] * 3
     assert len(torch.unique(torch.stack(found))) == 3 * 35
     with playing(3, 64):
         torch.manual_seed(5)
-        assert torch.equal(passes.standard_normal((5, 7), torch.device("cpu"), torch.float32), found[1])
-        assert not torch.equal(passes.standard_normal((5, 7), torch.device("cpu"), torch.float32), found[1])
+        assert torch.equal(noise.standard_normal((5, 7), torch.device("cpu"), torch.float32), found[1])
+        assert not torch.equal(noise.standard_normal((5, 7), torch.device("cpu"), torch.float32), found[1])
 
 
 def test_ranks_noise_is_standard_normal_and_uncorrelated() -> None:
@@ -443,11 +443,11 @@ def test_ranks_noise_is_standard_normal_and_uncorrelated() -> None:
     for rank in range(16):
         torch.manual_seed(5)
         with playing(rank, 16):
-            found.append(passes.standard_normal((20_000,), torch.device("cpu"), torch.float64))
-    noise = torch.stack(found)
-    assert noise.mean(1).abs().max() < 5 / 20_000**0.5
-    assert (noise.var(1) - 1).abs().max() < 5 * (2 / 20_000) ** 0.5
-    assert (torch.corrcoef(noise) - torch.eye(16, dtype=torch.float64)).abs().max() < 5 / 20_000**0.5
+            found.append(noise.standard_normal((20_000,), torch.device("cpu"), torch.float64))
+    drawn = torch.stack(found)
+    assert drawn.mean(1).abs().max() < 5 / 20_000**0.5
+    assert (drawn.var(1) - 1).abs().max() < 5 * (2 / 20_000) ** 0.5
+    assert (torch.corrcoef(drawn) - torch.eye(16, dtype=torch.float64)).abs().max() < 5 / 20_000**0.5
 
 
 @pytest.mark.parametrize("saved", ["inner", "wrapper"])

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slimbayes as sb
 from slimbayes import models
-from slimbayes.engine import calls, passes
+from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.passes import Pass
 
 pytestmark = pytest.mark.usefixtures("last_draws")
@@ -158,7 +158,7 @@ def test_one_member_at_a_time_moves_its_own_statistics(case: str) -> None:
     nets = separate(layer)
     for k in (2, 0, 2, 1):
         x = input_of(case, 4)
-        y = passes.run(passes.draw(passes.posteriors_of(layer), Pass(1, 4, first=k, rowwise=False)), layer, x)
+        y = passes.run(noise.draw(passes.posteriors_of(layer), Pass(1, 4, first=k, rowwise=False)), layer, x)
         torch.testing.assert_close(y, nets[k](x), rtol=1e-12, atol=1e-12)
     assert_same(layer, nets)
     x = input_of(case, 4)
@@ -381,7 +381,7 @@ def test_keeps_the_memory_format_and_half_precision(draws: int) -> None:
     x = torch.randn(8, 4, 3, 3).contiguous(memory_format=torch.channels_last)
     for training in (True, False):
         posteriors = passes.posteriors_of(layer.train(training))
-        current = passes.draw(posteriors, Pass(2 * draws, 8))
+        current = noise.draw(posteriors, Pass(2 * draws, 8))
         current.layout = calls.layout_of(layer, (x,), {}, posteriors)
         assert passes.run(current, layer, x).is_contiguous(memory_format=torch.channels_last)
         with torch.autocast("cpu", torch.bfloat16):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from slimbayes.engine import passes
+from slimbayes.engine import noise, passes
 from slimbayes.engine.layout import Layout, stack_draws
 from slimbayes.engine.locate import check_size, locate, unwrapped
 from slimbayes.engine.passes import Pass, Unproven
@@ -34,7 +34,7 @@ class Scope(Pass):
         super().__init__(None, rows, held=True)
         self.noise = dict.fromkeys([p.key for p in posteriors])  # type: ignore[assignment]
         self.module, self.posteriors, self.whole = module, posteriors, whole
-        self.first = passes.random_member(posteriors[0].device)
+        self.first = noise.random_member(posteriors[0].device)
         self.inner: Pass | None = None
 
     def call(self, rows: int, layout: Layout) -> Pass:
@@ -132,15 +132,15 @@ def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, firs
     most = max(p.members for p in posteriors)
     apart = layout is not None and layout.apart and rows > 0
     if first is None:
-        first = passes.random_member(posteriors[0].device) if most > 1 else 0
+        first = noise.random_member(posteriors[0].device) if most > 1 else 0
     new = Pass(None if apart else 1, rows, first, rowwise=apart)
     new.layout = layout if apart else None
-    return passes.draw(posteriors, new)
+    return noise.draw(posteriors, new)
 
 
 def _finish(new: Pass, posteriors: Sequence[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
-    passes.realise(posteriors, new)
+    noise.realise(posteriors, new)
     new.compiled = isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in function.modules())
     out = passes.run(new, function, *args, **kwargs)
     notice(posteriors, new)
@@ -236,7 +236,7 @@ def draw_all(
     if held is not None:
         return held.view(total * rows, layout), layout, folds
     new = Pass(total, total * rows, rowwise=layout.apart and rows > 0)
-    return passes.draw(posteriors, new), layout, folds
+    return noise.draw(posteriors, new), layout, folds
 
 
 def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:

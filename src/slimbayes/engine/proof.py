@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from slimbayes.engine import passes
+from slimbayes.engine import noise, passes
 from slimbayes.engine.hypotheses import Hypothesis, hypotheses
 from slimbayes.engine.layout import Dims, Layout, stack_draws
 from slimbayes.engine.probe import (
@@ -73,7 +73,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                     return layout  # a posterior refuses what it met: the call itself will say so
             if tried > 20:
                 break
-    lead = next(((h.lead for h in hypotheses(inputs, batch_dim))), None)
+    lead = next((h.lead for h in hypotheses(inputs, batch_dim)), None)
     return Layout(why=first or "no input has a dimension that could hold rows", lead=lead)
 
 
@@ -96,18 +96,13 @@ class _Proof:
     def run(self) -> Layout:
         layout = self.layout
         if self.alone is not None:
-            self._outputs(
-                arrays_of(self._probe(self.alone)[1]),
-                arrays_of(self._probe(self.inputs)[1]),
-                [],
-                [],
-            )
-        single, out1 = self._probe(self.inputs)
+            alone, twice = self._probe(self.alone)[1], self._probe(self.inputs)[1]
+            self._outputs(arrays_of(alone), arrays_of(twice), [], [])
         layout.most = layout.size(self.inputs, 2)
+        single, out1 = self._probe(self.inputs)
         double, out2 = self._probe(layout.tile(self.inputs, 2), single)
         layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
-        layout.ahead = double.ahead
-        layout.random = single.quiet.random
+        layout.ahead, layout.random = double.ahead, single.quiet.random
         second, some = torch.arange(2 * self.rows) >= self.rows, _some_rows(2 * self.rows)
         self._collect(self._change(second, double, out2))
         self._change(~second, double, out2)
@@ -146,9 +141,8 @@ class _Proof:
             raise
         except Exception as error:
             raise Mixed(f"{type(error).__name__} when one row more came: {first_line(error)}") from error
-        for i, (a, b, dim) in enumerate(
-            zip(map(padded, arrays_of(out)), map(padded, shifted), self.layout.outputs, strict=True)
-        ):
+        pairs = zip(map(padded, arrays_of(out)), map(padded, shifted), self.layout.outputs, strict=True)
+        for i, (a, b, dim) in enumerate(pairs):
             if dim is not None and a.shape[dim] % self.rows:
                 raise Mixed(f"output {i} of shape {tuple(a.shape)} has no entry for each row")
             each = 0 if dim is None else a.shape[dim] // self.rows
@@ -238,10 +232,8 @@ class _Proof:
                 raise Mixed(f"{visit.name}: dimension {dim} of its input {visit.shapes[0]} cannot hold rows")
             before = self._earlier(probe, visit)
             at = (visit.key, len(visit.shapes[0]))
-            if layout.dims.setdefault(at, dim) != dim:
-                raise Mixed(
-                    f"{visit.name}: its rows lie along dimension {layout.dims[at]} in one call and {dim} in another"
-                )
+            if (known := layout.dims.setdefault(at, dim)) != dim:
+                raise Mixed(f"{visit.name}: its rows lie along dimension {known} in one call and {dim} in another")
             layout.arguments[visit.key, visit.ndims] = (tuple(visit.dims), tuple(before.out_dims))
 
     def _earlier(self, probe: Probe, visit: Visit) -> Visit:
@@ -252,10 +244,10 @@ class _Proof:
         """Two real draws folded and one by one must agree."""
         if not self.posteriors:
             return
-        new = passes.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
+        new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
         devices = {p.device.type for p in self.posteriors}
         with Quiet(), no_autocast(devices):
-            folded = passes.realise(self.posteriors, new.view(new.rows, self.layout))
+            folded = noise.realise(self.posteriors, new.view(new.rows, self.layout))
             args, kwargs = copied(self.layout.tile(self.inputs, 2))
             with buffers_kept(self.model):
                 out = tree_map(padded, passes.run(folded, self.model, *args, **kwargs))
@@ -263,7 +255,7 @@ class _Proof:
             parts = []
             for j in range(2):
                 args, kwargs = copied(self.inputs)
-                one = passes.realise(self.posteriors, new.single(j, self.layout))
+                one = noise.realise(self.posteriors, new.single(j, self.layout))
                 with buffers_kept(self.model):
                     parts.append(tree_map(padded, passes.run(one, self.model, *args, **kwargs)))
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):

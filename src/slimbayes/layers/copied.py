@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from slimbayes.engine import passes
+from slimbayes.engine import noise, passes
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
 from slimbayes.layers.base import Converted
@@ -98,7 +98,7 @@ def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     if passes.of(members.key) is not None or not arrays or members.members == 1:
         return _call(module, members, 0, args, kwargs, method=name)
     rows = arrays[0].shape[0]
-    first = passes.random_member(members.device)
+    first = noise.random_member(members.device)
     lines, back = _deal(rows, members.members, first, members.members, members.device)
     dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
     taken = {k: _take((args, kwargs), line, rows, dims) for k, line in enumerate(lines) if line.numel()}

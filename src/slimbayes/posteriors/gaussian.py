@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Distribution, Normal, wide
 from slimbayes.distributions.priors import TiedMean, gaussian_kl, gaussian_log_ratio, prior_of_biases
-from slimbayes.engine.passes import Noise, standard_normal
+from slimbayes.engine.noise import standard_normal
+from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, SiteConfig, WeightPosterior, recomputed
 from slimbayes.posteriors.checks import check_choice, check_not_negative

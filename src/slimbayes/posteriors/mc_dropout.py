@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.passes import Noise, uniform
+from slimbayes.engine.noise import uniform
+from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import line_of_row, spread
 from slimbayes.layers import LAYERS, class_for
 from slimbayes.layers.dropout import DropMap

@@ -4,8 +4,7 @@
     Eq. 2   K members, each with its own q(r_k) q(s_k); KL summed over members, the same prior for all
 
 r scales outputs, s scales inputs (the paper's text; its code calls them gamma and alpha). W stays a point estimate.
-`rank=p` averages p such products, W' = W o (1/p) sum_j r_j s_j^T, the paper's future work: all factors at one still
-give W.
+`rank=p` averages p such products, W' = W o (1/p) sum_j r_j s_j^T, the paper's future work: factors of one give W.
 
 Where this deviates from the reference code is written in docs/deviations.md: the Cauchy KL is a closed form, members
 differ by K - 1 bias offsets beside the layer's own bias, log-normal factors start at median one, recurrent factors are

@@ -70,3 +70,8 @@ def for_a_row(name: str, value: float | Tensor, like: Tensor) -> Tensor:
     if not bool(out.isfinite().all()):
         raise ValueError(f"{name} must be finite, got {value!r}.")
     return out
+
+
+def log_at(logs: Tensor, target: Tensor) -> Tensor:
+    """What logs (..., N, C) say of the targets (N, ...)."""
+    return logs.gather(-1, target.long().expand(logs.shape[:-1]).unsqueeze(-1)).squeeze(-1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.prediction.accumulate import Accumulator
-from slimbayes.prediction.averages import for_a_row, log_mean, quantile, with_noise
+from slimbayes.prediction.averages import for_a_row, log_at, log_mean, quantile, with_noise
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName, check_labels
 
 
@@ -174,8 +174,8 @@ class Prediction:
     def log_prob(self, target: Tensor) -> Tensor:
         """Log predictive density of each target (the LPD): of the mixture of all draws, not the mean of their logs.
 
-        Its negative mean is Eq. 14 of Dusenberry et al. 2020. A real target of several dimensions gets a density each,
-        as Chang et al. 2019 average them in Table 13. Real targets need the samples kept, classes do not.
+        Its negative mean is Eq. 14 of Dusenberry et al. 2020. A real target's dimensions get a density each (Table 13
+        of Chang et al. 2019); they need the samples kept.
 
         Shape: target (N, ...) class indices, 0 or 1, or real values; returns (N, ...).
 
@@ -183,8 +183,6 @@ class Prediction:
             >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=1.0)
             >>> p.log_prob(torch.zeros(1))  # log of N(1; 0, 1)
             tensor([-1.4189])
-            >>> Prediction.from_outputs(torch.tensor([[[0.0, 200.0]]])).log_prob(torch.tensor([0]))
-            tensor([-200.])
         """
         return log_mean(self.member_log_prob(target), self.weights)
 
@@ -195,7 +193,7 @@ class Prediction:
         """
         if self._classes:
             self._check_target(target)
-            return _log_at(self.by_member, target)
+            return log_at(self.by_member, target)
         logp = self.draw_log_prob(target).unflatten(0, (-1, len(self.by_member)))  # draw j belongs to member j mod K
         return log_mean(logp)
 
@@ -212,7 +210,7 @@ class Prediction:
         self._check_target(target)
         values = self._kept()
         if self._classes:
-            return _log_at(values, target)
+            return log_at(values, target)
         assert self.noise is not None  # kept with the samples
         if bool((self.noise == 0).any()):
             raise ValueError(
@@ -301,8 +299,3 @@ class Prediction:
             )
         if self._classes:
             check_labels(target, self.by_member.shape[-1] if self.likelihood == "categorical" else None)
-
-
-def _log_at(logs: Tensor, target: Tensor) -> Tensor:
-    """What logs (..., N, C) say of the targets (N, ...)."""
-    return logs.gather(-1, target.long().expand(logs.shape[:-1]).unsqueeze(-1)).squeeze(-1)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from slimbayes.convert.convert import conversions_of, debayesianize
-from slimbayes.engine import calls, passes
+from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.passes import Pass, Unproven
 from slimbayes.engine.tree import arrays_of
@@ -129,7 +129,7 @@ def frozen(model: nn.Module, draws: int = 1) -> Iterator[nn.Module]:
         return
     if passes.of(posteriors[0].key) is not None:
         raise ValueError("frozen cannot be nested: draws are already held.")
-    new = passes.draw(posteriors, Pass(calls.total_draws(posteriors, draws), 1, held=True))
+    new = noise.draw(posteriors, Pass(calls.total_draws(posteriors, draws), 1, held=True))
     with passes.holding(new):
         yield model
 
