@@ -26,8 +26,7 @@ class Prediction:
     """Predictions for N rows from S draws.
 
     Attributes:
-        likelihood: what the samples parameterise.
-        count: S.
+        likelihood, count: what the samples parameterise, and S.
         by_member: log of each member's class probabilities, averaged over its draws (K, N, ..., C); of a binary target
             log(1 - p) and log p, so C = 2. For real targets the mean of its means (K, N, ...).
         aleatoric: uncertainty that stays if the weights were known: mean entropy in nats (N,), or noise variance.
