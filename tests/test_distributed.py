@@ -1,26 +1,25 @@
 """Two gloo processes against one: DDP and FSDP2 compute what a single process computes that plays both ranks in turn.
 
-This file is also the worker: the fixture starts it twice, each process runs every scenario and writes its results,
-and the tests compare those of the two ranks with each other and with what one process finds here: it runs the rows of
-each rank with the noise of that rank, and averages losses and gradients over the ranks.
+The fixture starts two processes, each runs every scenario and writes its results, and the tests compare those of the
+two ranks with each other and with what one process finds here: it runs the rows of each rank with the noise of that
+rank, and averages losses and gradients over the ranks.
 
 Sizes: N rows of the whole batch, K members, S draws.
 """
 
 import contextlib
-import os
-import subprocess
-import sys
 import tempfile
-import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
+import torch._dynamo  # FSDP2 needs it: imported once, not in both processes
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -311,6 +310,7 @@ def fsdp_save(rank: int, folder: Path) -> Result:
 
 
 def work(rank: int, folder: Path) -> None:
+    warnings.simplefilter("ignore")
     limit = timedelta(seconds=20)  # a rank that waits for one that failed must not wait for ever
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD, timeout=limit
@@ -327,25 +327,11 @@ def work(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-W", "ignore", __file__, name]
-        ranks = []
-        for rank in range(WORLD):
-            with open(Path(name) / f"log-{rank}", "w") as log:
-                ranks.append(
-                    subprocess.Popen([*command, str(rank)], env=environment, stdout=log, stderr=subprocess.STDOUT)
-                )
-        stop = time.monotonic() + SECONDS
-        try:
-            for process in ranks:
-                with contextlib.suppress(subprocess.TimeoutExpired):  # scenarios without a result fail below
-                    process.wait(max(0.1, stop - time.monotonic()))
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        yield Path(name)
+        place = Path(name)
+        ranks = [forks.start(work, rank, place, log=place / f"log-{rank}") for rank in range(WORLD)]
+        forks.exit_codes(ranks, SECONDS)  # scenarios without a result fail below
+        yield place
 
 
 def results(folder: Path, name: str) -> list[Result]:
@@ -522,8 +508,3 @@ def test_fsdp_checkpoint_loads_into_one_process(folder: Path) -> None:
 def test_fsdp_one_rank_writes_and_all_wait_for_it(folder: Path) -> None:
     assert all(r["complete"] for r in results(folder, "fsdp_save"))
     assert [(folder / f"sharded-{rank}").exists() for rank in range(WORLD)] == [True, False]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    work(int(sys.argv[2]), Path(sys.argv[1]))

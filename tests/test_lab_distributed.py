@@ -1,25 +1,32 @@
 """Two gloo processes against one: the lab trains the same network, resumes it, and stops all processes on a NaN."""
 
-import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
+import torch._dynamo  # FSDP2 needs it: imported once, not in both processes
 import yaml
 from lab_configs import BASE, CPU
 from safetensors.torch import load_file
 
+from slimbayes.lab.command import app
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.fit import fit
 from slimbayes.report import record
 
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
+pytestmark = pytest.mark.slow
 
 # No batch norm: its statistics are each process's own.
 TREE: dict[str, Any] = merged(BASE, {
@@ -34,12 +41,24 @@ SILENT: dict[str, Any] = merged(TREE, {"augment": None}) | {"method": {"kind": "
 
 
 def words(file: Path, out: Path, *more: object) -> list[str]:
-    given = ["fit", str(file), "--accelerator", "cpu", "--out", str(out), "--resume", *map(str, more)]
-    return [sys.executable, "-m", "slimbayes.lab.command", *given]
+    given = ["fit", file, "--accelerator", "cpu", "--devices", 2, "--out", out, "--resume", *more]
+    return [str(word) for word in given]
 
 
-def together(file: Path, out: Path, *more: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words(file, out, "--devices", 2, *more), capture_output=True, text=True, timeout=150)
+def one_of_two(rank: int, port: int, given: list[str]) -> None:
+    """The command in one of two processes that something else has started, as Fabric calls it."""
+    warnings.simplefilter("default")
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    app(given)
+
+
+def together(file: Path, out: Path, *more: object) -> tuple[bool, str]:
+    """Whether both processes ended well, and what they said."""
+    logs, port = [Path(f"{out}-{rank}.log") for rank in (0, 1)], forks.free_port()
+    given = words(file, out, *more)
+    started = [forks.start(one_of_two, rank, port, given, log=logs[rank]) for rank in (0, 1)]
+    codes = forks.exit_codes(started, 100)
+    return codes == [0, 0], "".join(log.read_text() for log in logs)
 
 
 @pytest.fixture(scope="module")
@@ -69,88 +88,83 @@ def check_like(one: Path, run: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_does(strategy: str, place: Path) -> None:
-    done = together(place / "silent.yaml", place / strategy, "--strategy", strategy)
-    assert done.returncode == 0, done.stderr[-2000:]
+    well, said = together(place / "silent.yaml", place / strategy, "--strategy", strategy)
+    assert well, said[-2000:]
     check_like(place / "one", place / strategy)
 
 
 @pytest.fixture(scope="module")
 def noisy(place: Path) -> Path:
-    """Two processes that draw noise."""
-    done = together(place / "c.yaml", place / "noisy", "--strategy", "ddp")
+    """Two processes that draw noise, started by the command itself."""
+    command = [sys.executable, "-m", "slimbayes.lab.command"]
+    given = words(place / "c.yaml", place / "noisy", "--strategy", "ddp")
+    done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-2000:]
     return place / "noisy"
 
 
 def test_two_processes_draw_and_learn_the_same_in_any_strategy(place: Path, noisy: Path) -> None:
-    done = together(place / "c.yaml", place / "noisy-shards", "--strategy", "fsdp")
-    assert done.returncode == 0, done.stderr[-2000:]
+    well, said = together(place / "c.yaml", place / "noisy-shards", "--strategy", "fsdp")
+    assert well, said[-2000:]
     check_like(noisy, place / "noisy-shards")
 
 
 def test_a_sharded_run_resumes_from_its_checkpoint(place: Path) -> None:
     """Without the latest checkpoint and all that came of it, the one before it leads to the same end."""
     words_ = ("--strategy", "fsdp", "--checkpoint-every", 4, "--no-evaluate")
-    assert together(place / "c.yaml", place / "shards", *words_).returncode == 0
+    well, said = together(place / "c.yaml", place / "shards", *words_)
+    assert well, said[-2000:]
     before = learned(place / "shards")
     steps = sorted((place / "shards" / "checkpoints").iterdir())
     shutil.rmtree(steps[-1])
     shutil.rmtree(place / "shards" / "model")
-    done = together(place / "c.yaml", place / "shards", *words_)
-    assert done.returncode == 0, done.stderr[-2000:]
+    well, said = together(place / "c.yaml", place / "shards", *words_)
+    assert well and "Resuming after step 8" in said, said[-2000:]
     for name, value in before.items():
         assert torch.equal(learned(place / "shards")[name], value), name
 
 
-MORTAL = """
-import os, runpy, signal, sys, threading, time
-from pathlib import Path
+def mortal(rank: str, given: list[str]) -> None:
+    """The command; at the first start a rank kills itself after the first checkpoint."""
 
-def die(checkpoints):
-    while not list(checkpoints.glob("step-*[0-9]")):
-        time.sleep(0.002)
-    os.kill(os.getpid(), signal.SIGKILL)
+    def die() -> None:
+        while not list(Path(given[-1], "checkpoints").glob("step-*[0-9]")):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-mortal = sys.argv.pop(1)
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == mortal:
-    threading.Thread(target=die, args=[Path(sys.argv[-1], "checkpoints")], daemon=True).start()
-runpy.run_module("slimbayes.lab.command", run_name="__main__", alter_sys=True)
-"""
+    warnings.simplefilter("default")
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == rank:
+        threading.Thread(target=die, daemon=True).start()
+    app(given, standalone_mode=False)
 
 
-@pytest.mark.slow
+def torchrun(rank: str, given: list[str]) -> None:
+    """What `torchrun --standalone --nproc-per-node=2 --max-restarts=1` does, with forks for processes."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # Else a second start may read addresses of the first one: both get the same store.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "two"}
+    config = LaunchConfig(1, 1, 2, max_restarts=1, monitor_interval=0.1, start_method="fork", **place)
+    elastic_launch(config, mortal)(rank, given)
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_torchrun_restarts_a_group_that_lost_a_rank_and_it_ends_in_the_same_bits(
     rank: str, place: Path, noisy: Path
 ) -> None:
-    """A rank kills itself after the first checkpoint: torchrun ends the other, starts both again, and they go on."""
-    (place / "mortal.py").write_text(MORTAL)
+    """The other rank is ended, both are started again, and they go on."""
     out = place / f"torchrun-{rank}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    fit_words = [
-        "fit",
-        place / "c.yaml",
-        "--accelerator",
-        "cpu",
-        "--checkpoint-every",
-        2,
-        "--no-evaluate",
-        "--out",
-        out,
-    ]
-    command = [*launcher, place / "mortal.py", rank, *fit_words]
-    # Else a second start may read addresses of the first one: torchrun gives both the same store.
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    given = [str(word) for word in command]
-    done = subprocess.run(given, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:6000]
-    assert "Resuming after step" in done.stdout + done.stderr, "the second start goes on from a checkpoint"
+    options = ["--accelerator", "cpu", "--checkpoint-every", "2", "--no-evaluate", "--out", str(out)]
+    log = place / f"torchrun-{rank}.log"
+    codes = forks.exit_codes([forks.start(torchrun, rank, ["fit", str(place / "c.yaml"), *options], log=log)], 100)
+    assert codes == [0], log.read_text()[-3000:]
+    assert "Resuming after step" in log.read_text(), "the second start goes on from a checkpoint"
     for name, value in learned(noisy).items():
         assert torch.equal(learned(out)[name], value), name
     assert (out / "metrics.csv").read_bytes() == (noisy / "metrics.csv").read_bytes()
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused(place: Path) -> None:
-    done = together(place / "c.yaml", place / "odd", "--strategy", "ddp", "--set", "train.batch=25")
-    assert done.returncode != 0 and "cannot be shared out among 2 processes" in done.stderr + done.stdout
-    assert json.loads((place / "one" / "environment.json").read_text())["python"]
+    well, said = together(place / "c.yaml", place / "odd", "--strategy", "ddp", "--set", "train.batch=25")
+    assert not well and "cannot be shared out among 2 processes" in said

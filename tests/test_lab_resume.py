@@ -1,17 +1,15 @@
 """A run that is stopped, killed or crashes anywhere, and is resumed, ends in the same bits."""
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import forks
 import pytest
 from lab_configs import CPU, EVERY_STEP, METHODS, Crash, call, crash_after, experiment, weights
 
@@ -165,37 +163,24 @@ def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyte
     )
 
 
-CHILD = """
-import sys, json
-from pathlib import Path
-from slimbayes.lab.config_files import validate
-from slimbayes.lab.fit import fit
-from slimbayes.lab.execution import Execution
-execution = Execution(accelerator="cpu", workers=0, checkpoint_every=2)
-fit(validate(json.loads(sys.argv[1])), Path(sys.argv[2]), execution, resume=True)
-"""
-
-
+@pytest.mark.slow
 def test_kill_nine_at_random_times(tmp_path: Path) -> None:
     """SIGKILL from outside, again and again; then the run is let through."""
-    draw, kills = random.Random(1), 0
+    draw, kills, every2 = random.Random(1), 0, Execution(accelerator="cpu", workers=0, checkpoint_every=2)
     for method in ("rank1-cauchy", "emp"):
-        chosen = experiment(method=METHODS[method], train={"epochs": 12}, model={"width": 2})
+        chosen = experiment(method=METHODS[method], train={"epochs": 10}, model={"width": 2})
         whole = fit(chosen, tmp_path / f"{method}-whole", CPU)
         cut = tmp_path / method
         for _ in range(3):
-            child = subprocess.Popen(
-                [sys.executable, "-c", CHILD, json.dumps(chosen.resolved), str(cut)], stderr=subprocess.DEVNULL
-            )
+            child = forks.start(fit, chosen, cut, every2, True)
             seen = latest_step(cut)
             deadline = time.monotonic() + 60
-            while child.poll() is None and latest_step(cut) <= seen + 8 and time.monotonic() < deadline:
+            while child.is_alive() and latest_step(cut) <= seen + 8 and time.monotonic() < deadline:
                 time.sleep(0.005)
             time.sleep(draw.random() * 0.05)
-            if child.poll() is None:
-                child.send_signal(signal.SIGKILL)
-                kills += 1
-            child.wait()
+            kills += child.is_alive()
+            child.kill()
+            child.join()
         fit(chosen, cut, EVERY_STEP, resume=True)
         assert weights(cut) == weights(whole), method
         assert record.read(cut).digest == record.read(whole).digest

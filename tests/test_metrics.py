@@ -1,8 +1,5 @@
 """Metrics against scikit-learn, torchmetrics where it is right, closed forms and slow loops (F19, F20, F30, F38, F39).
 
-This file is also the worker of the two-process test: it runs itself twice, each process seeing its share of the
-batches.
-
 Sizes: N rows, C classes, K members, M draws.
 """
 
@@ -10,7 +7,6 @@ import copy
 import itertools
 import json
 import math
-import os
 import random
 import subprocess
 import sys
@@ -18,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -206,18 +203,9 @@ def worker(rank: int, folder: Path) -> None:
 )
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     """Real sync, also where one process has no data: its empty lists must join the others' in their type."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error::UserWarning", __file__, str(rank), str(tmp_path)], env=environment
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        assert [process.wait(timeout=100) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
+    logs = [tmp_path / f"{rank}.log" for rank in (0, 1)]
+    codes = forks.exit_codes([forks.start(worker, rank, tmp_path, log=logs[rank]) for rank in (0, 1)], 100)
+    assert codes == [0, 0], "".join(log.read_text() for log in logs)
     for rank in (0, 1):
         for name, found in json.loads((tmp_path / f"{rank}.json").read_text()).items():
             assert found == pytest.approx([one_shot(name)] * len(found), abs=1e-6, rel=1e-9), (rank, name)
@@ -1272,7 +1260,3 @@ else:
 assert not hasattr(slimbayes.metrics, "F1")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-if __name__ == "__main__":
-    worker(int(sys.argv[1]), Path(sys.argv[2]))

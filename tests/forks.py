@@ -1,0 +1,43 @@
+"""Processes that start at once: forks of this one, which has imported torch and the lab already."""
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+
+
+def start(run: Callable[..., object], *args: object, log: Path | str = os.devnull) -> BaseProcess:
+    """Run a function in a fork of this process; what it says goes to a file. It ends with 1 if the function raises."""
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(run, args, log))
+    process.start()
+    return process
+
+
+def _run(run: Callable[..., object], args: tuple[object, ...], log: Path | str) -> None:
+    with open(log, "w", buffering=1) as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        sys.stdout = sys.stderr = said
+        torch.set_default_device("cpu")  # a fork cannot use its parent's GPU
+        run(*args)
+
+
+def exit_codes(processes: list[BaseProcess], seconds: float) -> list[int | None]:
+    """Wait for all of them, and kill those that are late: their codes are -9."""
+    for process in processes:
+        process.join(seconds)
+    for process in processes:
+        process.kill()
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
