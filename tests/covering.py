@@ -1,11 +1,12 @@
-"""Fewer cases than the product: a covering array over three things, such as methods, layers and properties.
+"""Fewer cases than the product: covering arrays, such as over methods, layers and properties.
 
 A bug of a method, a layer or a property shows in any case that has it; one that needs two of them in any case that has
 both. So every pair that occurs in the product occurs in the array; what needs three at once is named by hand (`kept`).
 """
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -38,6 +39,24 @@ def covering(grid: dict[str, list[Pair]], kept: Callable[[str, Pair], bool]) -> 
                 chosen.add(case)
                 missing -= pairs_in(case)
     return {name: [pair for pair in pairs if (*pair, name) in chosen] for name, pairs in grid.items()}
+
+
+def pairwise(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
+    """Of the product of some axes, enough cases to have every value of each with every value of the others.
+
+    >>> pairwise("ab", "xy", (0, 1))
+    [('a', 'x', 0), ('a', 'y', 1), ('b', 'x', 1), ('b', 'y', 0)]
+    """
+    places = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in places}
+    missing, chosen = set().union(*pairs.values()), set()
+    for new in range(len(axes) * (len(axes) - 1) // 2, 0, -1):  # first the cases that bring most
+        for case in places:
+            if len(pairs[case] & missing) >= new:
+                chosen.add(case)
+                missing -= pairs[case]
+    values = [list(axis) for axis in axes]
+    return [tuple(values[n][i] for n, i in enumerate(case)) for case in sorted(chosen)]
 
 
 def first_met(pairs: list[Pair]) -> set[Pair]:

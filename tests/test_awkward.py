@@ -5,6 +5,7 @@ Of models x methods x what is asked of them, every pair is met (see covering.py)
 
 import copy
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -54,10 +55,15 @@ def kept(question: str, pair: Pair) -> bool:
     return question == "test_held_draws_are_written_out_models" and pair[0] == "batch-ensemble"
 
 
+@cache
+def array() -> dict[str, list[Pair]]:
+    return covering(QUESTIONS, kept)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     question = metafunc.function.__name__
     if question in QUESTIONS:
-        grid = QUESTIONS if metafunc.config.getoption("--full-contract", False) else covering(QUESTIONS, kept)
+        grid = QUESTIONS if metafunc.config.getoption("--full-contract", False) else array()
         pairs = grid[question]
         quick = {pair for pair in pairs if kept(question, pair)} | set({m: (m, n) for m, n in pairs}.values())
         metafunc.parametrize(("method", "name"), marked(pairs, quick))
@@ -66,7 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_every_pair_of_method_model_and_question_is_met() -> None:
     wanted, found = (
         set().union(*(pairs_in((*pair, name)) for name, pairs in grid.items() for pair in pairs))
-        for grid in (QUESTIONS, covering(QUESTIONS, kept))
+        for grid in (QUESTIONS, array())
     )
     assert found == wanted and len(wanted) > len(CASES) * len(METHODS)
 

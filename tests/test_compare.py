@@ -46,6 +46,7 @@ def two(tmp_path):
     return save(tmp_path, *base, *other)
 
 
+@pytest.mark.slow
 def test_means_intervals_and_paired_differences(two):
     table = compare(two, baseline="base")
     base, other = table.rows
@@ -223,6 +224,7 @@ def test_rendered_tables_hold_all_columns(two):
     )
 
 
+@pytest.mark.slow
 def test_neither_the_package_nor_a_comparison_needs_torch_or_vega(two):
     code = f"""
 import sys

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -344,7 +345,7 @@ def test_kill_at_any_moment(moment: str, earlier: bool, tmp_path: Path) -> None:
         {KILLS[moment]}
         prepare("mnist", {str(root)!r}, progress=progress)
     """
-    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode == -signal.SIGKILL
+    assert forks.exit_codes([forks.start(exec, textwrap.dedent(code), {})], 60) == [-signal.SIGKILL]
     switched = moment == "before the old is swept"
     assert (folder / "manifest.json").exists() == (earlier or switched) and len(list(folder.iterdir())) > (
         2 if earlier else 0

@@ -242,6 +242,7 @@ def test_nonnegative_factors_are_near_the_bound(k: int) -> None:
         assert bound * (1 - 1e-9) <= error < 1.02 * bound
 
 
+@pytest.mark.slow
 def test_nonnegative_factors_of_strongly_structured_matrices() -> None:
     """Where the start is far off, coordinate descent finds the exact factors."""
     for seed in range(3):
@@ -806,6 +807,7 @@ def test_models_without_gaussian_posteriors_are_refused() -> None:
         dg.spectrum(broken)
 
 
+@pytest.mark.slow
 def test_plots_show_every_layer(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     net = mlp()
@@ -861,6 +863,7 @@ def steps_of(values: torch.Tensor) -> torch.Tensor:
     return (values.diff(dim=1).abs() > 1e-4).sum(1).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", IMPLICIT)
 def test_values_are_those_of_the_formula(method: Any) -> None:
     """Distributions at three points, and their differences between points, agree with the direct simulation."""
@@ -888,6 +891,7 @@ def test_a_quarter_of_the_steps_survives_dropout(method: Any) -> None:
     )  # two steps may fall between the same two points
 
 
+@pytest.mark.slow
 def test_rate_and_standard_deviations() -> None:
     """Nothing dropped leaves every step; the second reading of the paper is the first one stretched."""
     x = torch.linspace(-1e4, 1e4, 3)

@@ -165,6 +165,7 @@ def test_cauchy_kl_equals_monte_carlo() -> None:
     assert (ratio < 0).mean() == pytest.approx(0.2, abs=0.01)  # the estimator is negative on a fifth of the elements
 
 
+@pytest.mark.slow
 @given(st.floats(-5, 5), st.floats(1e-3, 5), st.floats(-5, 5), st.floats(1e-3, 5))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_cauchy_kl_is_symmetric_and_equals_the_direct_form(x0: float, g0: float, x1: float, g1: float) -> None:
@@ -233,6 +234,7 @@ def test_kl_under_a_prior_ten_times_narrower_stays_within_a_thousandth() -> None
     assert tensor_kl(q, p) == pytest.approx(quadrature_kl(q, p), abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q", [sb.Normal(1.03, 0.3), sb.LogNormal(0.03, 0.3)])
 def test_mixed_kl_pulls_towards_a_narrow_prior(q: object) -> None:
     """F9: the ImageNet prior Cauchy(1, .005) under scales initialised as dropout; value and slope against fine

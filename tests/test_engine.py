@@ -436,7 +436,7 @@ def test_whole_graphs_after_one_call(method: str, call: str, monkeypatch: pytest
     model(x)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        for rows in (6, 9, 1):
+        for rows in (9, 1):
             x = torch.randn(rows, 4)
             if call == "sample":
                 torch.manual_seed(2)

@@ -3,12 +3,12 @@
 import json
 import math
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from paper_rows import FOLDER, ROOT, ROWS
 from torch import nn
 
 import slimbayes as sb
@@ -23,9 +23,6 @@ from slimbayes.lab.papers import PaperRow, find, listings
 from slimbayes.layers.base import BayesLayer
 from slimbayes.models import keras_count
 
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "experiments"
-ROWS = [row for name in listings([FOLDER]) for row in find(name, [FOLDER])]
 TRAINED = [row for row in ROWS if row.trains]
 DISTINCT = list({row.experiment().hash: row for row in TRAINED}.values())
 _IMAGES = {"cifar10": (10, 3, 32), "cifar100": (100, 3, 32), "mnist": (10, 1, 28), "digits": (10, 1, 8)}
@@ -119,6 +116,7 @@ def test_configs_keep_their_hashes(place: str) -> None:
     assert tuple(load(FOLDER / place, (), scale).hash for scale in ("full", "small")) == HASHES[place]
 
 
+@pytest.mark.slow
 def test_kept_records_are_those_of_their_tables() -> None:
     """results/<paper>/<table>-small holds runs of that table's rows; 89 records are older than the present hash."""
     runs = 0
@@ -158,6 +156,7 @@ def _draws(experiment: Experiment) -> bool:
     return experiment.method.kind not in ("Deterministic", "Ensemble") and experiment.data.name != "imagenet"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["full", "small"])
 @pytest.mark.parametrize("row", DISTINCT, ids=ids)
 def test_its_network_builds_and_converts(row: PaperRow, scale: Any) -> None:
@@ -260,6 +259,7 @@ def _tied(network: nn.Module, rank: int | None) -> int:
     return 0 if rank is None else sum(rank * (m + n) - m * n for m, n in sizes)
 
 
+@pytest.mark.slow
 def test_rows_that_share_a_config_share_a_run() -> None:
     """The two tables of regressions come from the same runs, as do post-hoc truncations and numbers of draws."""
 

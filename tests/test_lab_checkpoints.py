@@ -14,6 +14,7 @@ from slimbayes.lab.fit import fit
 from slimbayes.lab.run_folder import RunError
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +71,7 @@ def test_checkpoints_of_another_config_are_refused(tmp_path: Path, monkeypatch: 
         fit(experiment(seed=5), tmp_path / "run", EVERY_STEP, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_kb", [30, 60])
 def test_a_full_disk_keeps_the_last_good_checkpoint(
     limit_kb: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

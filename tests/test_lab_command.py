@@ -128,6 +128,7 @@ def test_fit_says_when_data_and_network_do_not_fit(config: Path, tmp_path: Path)
     assert result.exit_code == 1 and "no network for this data" in result.output
 
 
+@pytest.mark.slow
 def test_evaluate_again_with_more_draws(runs: list[Path], tmp_path: Path) -> None:
     import shutil
 
@@ -198,6 +199,7 @@ def test_predict_reads_images_and_refuses_what_it_cannot_judge(runs: list[Path],
     )
 
 
+@pytest.mark.slow
 def test_compare_and_report(runs: list[Path], tmp_path: Path) -> None:
     table = call("compare", *runs, "--baseline", "plain", "--json")
     assert table.exit_code == 0, table.output
@@ -236,6 +238,7 @@ def test_config_commands(config: Path, tmp_path: Path) -> None:
     assert call("config", "check", config, "--set", "foo=1").exit_code == 2
 
 
+@pytest.mark.slow
 def test_regression_runs_through_the_lab(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(80, 3))
@@ -261,6 +264,7 @@ def test_regression_runs_through_the_lab(tmp_path: Path) -> None:
     assert float(rows[0]["std"]) > 0
 
 
+@pytest.mark.slow
 def test_image_folders_stream_through_worker_processes(tmp_path: Path) -> None:
     from PIL import Image
 

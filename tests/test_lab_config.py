@@ -195,6 +195,7 @@ def test_equal_configs_have_equal_hashes_and_others_not(seed: int, lr: float, me
     assert validate(tree).hash != validate(merged(tree, {"seed": seed + 1})).hash
 
 
+@pytest.mark.slow
 def test_the_schema_is_closed_and_accepts_what_we_accept() -> None:
     import jsonschema
 

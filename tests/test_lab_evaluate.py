@@ -121,6 +121,7 @@ def test_two_classes_from_words(network: str, method: str, tmp_path: Path) -> No
         assert found["nll"] == pytest.approx(float(-torch.where(y == 1, p, 1 - p).log().mean()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_how_rows_are_batched_changes_no_score_of_a_plain_network(tmp_path: Path) -> None:
     asked = {"corruptions": ["gaussian_noise", "fog"], "severities": [3], "ood": ["inverted", "shuffled"]}
     runs = [
@@ -173,6 +174,7 @@ def test_sets_that_do_not_fit_are_told(asked: str, tmp_path: Path, monkeypatch: 
         )
 
 
+@pytest.mark.slow
 def test_examples_show_the_predictions_that_were_judged(tmp_path: Path) -> None:
     chosen = experiment(train=ONCE, evaluate={"draws": [1, 4]})
     folder = fit(chosen, tmp_path / "run", CPU)

@@ -24,6 +24,7 @@ from slimbayes.report import record
 KEY = 4238720567276977853
 
 
+@pytest.mark.slow
 def test_equal_configs_give_equal_records_and_other_seeds_others(tmp_path: Path) -> None:
     runs = [fit(experiment(seed=seed), tmp_path / str(i), CPU) for i, seed in enumerate((0, 0, 1))]
     digests = [record.read(run).digest for run in runs]
@@ -31,6 +32,7 @@ def test_equal_configs_give_equal_records_and_other_seeds_others(tmp_path: Path)
     assert weights(runs[0]) == weights(runs[1]) != weights(runs[2])
 
 
+@pytest.mark.slow
 def test_a_run_directory_says_everything(tmp_path: Path) -> None:
     chosen = experiment(
         evaluate={"draws": [1, 3], "corruptions": ["gaussian_noise"], "severities": [1, 5], "ood": ["inverted"]}
@@ -72,6 +74,7 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     assert fit(experiment(), run, CPU) == run and (run / "record.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_for_every_part_of_the_recipe(tmp_path: Path) -> None:
     run = fit(
         experiment(
@@ -205,6 +208,7 @@ def test_default_folder_names_the_config() -> None:
     assert default_folder(chosen).name == f"a-b-{chosen.hash}"
 
 
+@pytest.mark.slow
 def test_members_may_keep_norm_statistics_of_their_own(tmp_path: Path) -> None:
     run = fit(experiment(train={"norm_statistics": "member"}), tmp_path / "run", CPU)
     network = load_run(run, CPU)[1]
@@ -213,6 +217,7 @@ def test_members_may_keep_norm_statistics_of_their_own(tmp_path: Path) -> None:
         fit(experiment(train={"norm_statistics": "member"}, method=METHODS["ecmp"]), tmp_path / "other", CPU)
 
 
+@pytest.mark.slow
 def test_curves_for_tensorboard(tmp_path: Path) -> None:
     event = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = fit(experiment(), tmp_path / "run", Execution(accelerator="cpu", workers=0, tensorboard=True))

@@ -23,6 +23,7 @@ from slimbayes.lab.step import TrainingStep
 from slimbayes.report import record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_killed_anywhere_and_resumed_ends_in_the_same_weights(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -41,6 +42,7 @@ def test_a_run_killed_anywhere_and_resumed_ends_in_the_same_weights(
     assert record.read(cut).digest == record.read(whole).digest
 
 
+@pytest.mark.slow
 def test_resuming_from_an_older_checkpoint_runs_the_lost_steps_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +57,7 @@ def test_resuming_from_an_older_checkpoint_runs_the_lost_steps_again(
     assert weights(fit(chosen, tmp_path / "cut", every3, resume=True)) == weights(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "train",
     [
@@ -85,6 +88,7 @@ def fit_without_record(chosen: Experiment, folder: Path, resume: bool = False) -
         fit(chosen, folder, EVERY_STEP, resume=resume)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "epoch"),
     [({"train": {"ema": 0.5}}, 4), ({"train": {"early_stop": {"patience": 3}}, "data": {"validation": 0.25}}, 3)],
@@ -107,6 +111,7 @@ def test_many_resumes_in_a_row(changes: dict[str, Any], epoch: int, tmp_path: Pa
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", [CPU, EVERY_STEP], ids=["no checkpoint", "empty file"])
 def test_steps_are_written_down_once(execution: Execution, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -122,6 +127,7 @@ def test_steps_are_written_down_once(execution: Execution, tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("judged", [True, False])
 def test_the_cost_is_that_of_all_of_a_run(judged: bool, tmp_path: Path) -> None:
     if judged:
@@ -146,6 +152,7 @@ def test_processes_agree_when_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not saved, "the first process says that it is not time yet"
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = TrainingStep.__call__
 

@@ -63,6 +63,7 @@ class Losses(pl.Callback):
         self.rows.append({n: float(trainer.callback_metrics[n]) for n in ("loss", "nll", "kl")})
 
 
+@pytest.mark.slow
 def test_it_learns_judges_and_predicts(tmp_path: Path) -> None:
     module, seen = BayesModule(network(), num_data=240, optimizer=fast, predict_draws=4), Losses()
     runs = trainer(tmp_path, 15, callbacks=[seen])
@@ -122,6 +123,7 @@ def test_the_schedule_counts_optimizer_steps(tmp_path: Path) -> None:
     assert asked == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
+@pytest.mark.slow
 def test_real_targets(tmp_path: Path) -> None:
     module = BayesModule(network(sb.MeanField(), out=1), num_data=240, likelihood="gaussian", optimizer=fast, noise=0.5)
     runs = trainer(tmp_path, 20)
@@ -148,6 +150,7 @@ def test_wrong_arguments() -> None:
         BayesModule(nn.Linear(2, 2), num_data=9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [7, None])
 def test_resuming_at_an_epoch_s_end_is_exact_with_a_seed_and_a_fixed_order(tmp_path: Path, seed: int | None) -> None:
     def train(epochs: int, name: str, start: Path | None = None) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import pairwise
 from scipy import integrate, optimize, stats
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -755,9 +756,7 @@ METHODS: dict[str, Any] = {"mean-field": sb.MeanField, "1-tied": lambda **option
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("correlated", [False, True])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("estimator", "correlated", "name"), pairwise(ESTIMATORS, [False, True], METHODS))
 def test_regression_reaches_its_analytic_optimum(name: str, correlated: bool, estimator: Any) -> None:
     """R13: mean scale ratio within 3 %; with one output the 1-tied family holds every choice of scales."""
     method = METHODS[name](prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3)
@@ -785,9 +784,7 @@ def test_one_tied_cannot_reach_an_optimum_of_rank_two() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["reparam", "local"])
-@pytest.mark.parametrize("kl_weight", [2.0, 0.5])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("estimator", "kl_weight", "name"), pairwise(["reparam", "local"], [2.0, 0.5], METHODS))
 def test_a_misweighted_kl_misses_the_optimum(name: str, kl_weight: float, estimator: Any) -> None:
     """R13: the oracle has teeth: scales are off by about sqrt(kl_weight)."""
     method = METHODS[name](prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3)

@@ -322,8 +322,7 @@ def test_other_layers_stay_and_say_why() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("call", ["sample", "bare"])
+@pytest.mark.parametrize(("call", "momentum"), [("sample", 0.1), ("bare", None)])
 def test_compiles_as_one_graph_that_trains(call: str, momentum: float | None) -> None:
     net = network(affine=True)
     net.bn.momentum = momentum

@@ -436,6 +436,7 @@ def test_ties_are_an_average_over_orders() -> None:
 unit = st.lists(st.tuples(st.floats(0, 1, width=32), st.integers(0, 1)), min_size=1, max_size=30)
 
 
+@pytest.mark.slow
 @given(unit, st.integers(1, 20), st.randoms(use_true_random=False))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_bounds_and_order(pairs: list[tuple[float, int]], bins: int, rng: Any) -> None:
@@ -486,6 +487,7 @@ def test_ranking_equals_scikit_learn() -> None:
         )
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 1)), min_size=2, max_size=40).filter(
         lambda v: {y for _, y in v} == {0, 1}
@@ -1243,6 +1245,7 @@ def test_bad_input_is_refused_in_words(
 # Import
 
 
+@pytest.mark.slow
 def test_the_core_imports_no_torchmetrics_and_no_matplotlib() -> None:
     """Nor do the functions need it; a class says what to install."""
     code = """

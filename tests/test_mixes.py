@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import first_met, marked
 from torch import Tensor, nn
 
 import slimbayes as sb
@@ -39,7 +40,7 @@ class Net(nn.Module):
         return self.b(x + torch.relu(self.norm(self.a(x))))
 
 
-PAIRS = [pytest.param(m, n, id=f"{m}+{n}") for m, n in itertools.product(METHODS, METHODS)]
+PAIRS = marked(pairs := list(itertools.product(METHODS, METHODS)), first_met(pairs))
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import pairwise
 from scipy import optimize, stats
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -336,6 +337,7 @@ def only(y: Any) -> Tensor:
     return y[0] if isinstance(y, tuple) else y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "name", [n for n in LAYERS if n != "Embedding padded"]
@@ -396,9 +398,7 @@ def check_against_single_models(name: str, dtype: torch.dtype, tolerance: float,
         )
 
 
-@pytest.mark.parametrize("draws", ["example", "member"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "family", "draws"), pairwise(LAYERS, FAMILIES, ["example", "member"]))
 def test_vectorised_members_equal_single_models(name: str, family: str, draws: str) -> None:
     """R16: every row of the folded batch against a plain torch layer that holds its draw's weights, to 1e-12."""
     check_against_single_models(name, torch.float64, 1e-12, 2, posterior=family, draws=draws)

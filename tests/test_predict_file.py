@@ -51,6 +51,7 @@ def predicted(run: Path, folder: Path, text: str) -> Any:
     return [float(row["mean"]) for row in csv.DictReader((folder / "p.csv").read_text().splitlines())]
 
 
+@pytest.mark.slow
 def test_columns_are_known_by_name(run: Path, tmp_path: Path) -> None:
     right = predicted(run, tmp_path, "length,beam,draught\n1,2,3\n-1,0,2\n")
     assert len(right) == 2

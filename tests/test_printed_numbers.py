@@ -5,14 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from paper_rows import FOLDER, ROOT, ROWS
 
 from slimbayes.data import CORRUPTIONS
-from slimbayes.lab.papers import PaperRow, find, listings
+from slimbayes.lab.papers import PaperRow, find
 
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "experiments"
 PAPERS = {"rank1": "rank1-bnn.txt", "k_tied": "k-tied-normal.txt", "emp": "ensemble-model-patching.txt"}
-ROWS = [row for name in listings([FOLDER]) for row in find(name, [FOLDER])]
 
 
 def _text(paper: str) -> str:

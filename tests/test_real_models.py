@@ -195,6 +195,7 @@ def layers_of(model: nn.Module) -> dict[str, BayesLayer]:
 # ---- the function is kept, and every layer takes part ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_pair
 def test_neutral_factors_leave_the_function_as_it_was(case: Case, method: sb.Config) -> None:
     model, (args, kwargs) = case.build().eval(), case.inputs()
@@ -230,6 +231,7 @@ def test_every_posterior_reaches_the_output_in_eval(case: Case, method: sb.Confi
     assert not silent
 
 
+@pytest.mark.slow
 @every_pair
 def test_every_posterior_parameter_gets_the_right_gradient(case: Case, method: sb.Config) -> None:
     model, (args, kwargs) = case.build().double().eval(), case.inputs()
@@ -337,6 +339,7 @@ def test_predict_takes_the_batches_of_transformers(name: str, wrap: type) -> Non
     torch.testing.assert_close(pred.member_probs, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_predict_takes_loaders_of_dicts_and_of_pairs() -> None:
     model = scatter(sb.bayesianize(bert().eval(), METHODS["batchensemble"]))
@@ -481,6 +484,7 @@ def test_base_checkpoint_loads_into_the_converted_model(case: Case, method: sb.C
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
 @every_model
 def test_dtype_survives(case: Case, dtype: torch.dtype, wide: torch.dtype) -> None:
@@ -548,6 +552,7 @@ def test_flags_hooks_and_types_survive_and_debayesianize_gives_everything_back(c
     assert fired == expected_fired
 
 
+@pytest.mark.slow
 @every_model
 def test_converted_model_survives_deepcopy_and_an_exact_round_trip(case: Case, tmp_path: Path) -> None:
     plain, (args, kwargs) = case.build().eval(), case.inputs()
@@ -651,6 +656,7 @@ LOSSES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("method", ["normal", "member"])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import pairwise
 from torch import Tensor, nn
 from torch import distributions as td
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -432,9 +433,8 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("draws", ["example", "member"])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mask", "options", "draws"), pairwise(MASKS, OPTIONS, ["example", "member"]))
 def test_attention_equals_torch_on_materialised_weights(mask: str, options: dict[str, Any], draws: str) -> None:
     """F1 for the four projections, with every mask torch takes, row by row."""
     layer = convert(

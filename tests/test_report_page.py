@@ -150,6 +150,7 @@ def test_figures_and_their_menus(full):
     ]
 
 
+@pytest.mark.slow
 def test_specs_are_valid_and_hold_their_data(full):
     assert len(full.specs) > 50
     for spec in full.specs:
@@ -181,6 +182,7 @@ def test_the_policy_names_every_script_and_style_and_nothing_else(full):
     assert all(attrs["src"].startswith("data:image/png;base64,") for tag, attrs in full.tags if tag == "img")
 
 
+@pytest.mark.slow
 def test_hostile_text_stays_text(tmp_path):
     bad = HOSTILE[0]
     runs = []
@@ -314,6 +316,7 @@ def test_the_page_stays_small_and_repeats(tmp_path):
     assert write_page(runs, tmp_path / "again.html").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_many_data_sets_on_one_page_stay_small(tmp_path):
     """Ten regression tasks, and six classification tasks with corruptions: menus shrink, and the page says so."""
     tasks = [
@@ -327,6 +330,7 @@ def test_many_data_sets_on_one_page_stay_small(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_twenty_seeds_cost_no_more_than_a_few(tmp_path):
     few = page(tmp_path / "few", *(record("rank1-cauchy", seed, corruptions=3) for seed in range(2)))
     many = page(tmp_path / "many", *(record("rank1-cauchy", seed, corruptions=3) for seed in range(20)))
@@ -383,6 +387,7 @@ def marks(node, kinds):
         yield from marks(inner, kinds)
 
 
+@pytest.mark.slow
 def test_whiskers_boxes_and_medians_stand_in_one_line(group):
     _, (chart,) = corruption_boxes([group]).variants[0]
     spec = chart.spec | {"width": 600}

@@ -27,6 +27,7 @@ def test_the_bootstrap_agrees_with_every_possible_resample(values):
         assert below - 0.002 <= level <= upto + 0.002
 
 
+@pytest.mark.slow
 def test_the_bootstrap_agrees_with_scipy_and_with_the_normal_limit():
     values = np.random.default_rng(1).normal(3, 2, 400)
     low, high = bootstrap_interval(values.tolist(), resamples=20_000)

@@ -83,6 +83,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_table_from_end_to_end(folder: Path, tmp_path: Path) -> None:
     out, listener = tmp_path / "out", Listener()
     assert reproduce("toy/table1", out, CPU, "full", [0, 1], listener, folders=[folder]) == out
@@ -115,6 +116,7 @@ def test_a_table_from_end_to_end(folder: Path, tmp_path: Path) -> None:
     assert file.read_text() == before
 
 
+@pytest.mark.slow
 def test_diagnostics_are_written_beside_the_records(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +146,7 @@ def test_diagnostics_are_written_beside_the_records(
     reproduce("toy/table1/tied", out, CPU, "small", [0], folders=[folder])
 
 
+@pytest.mark.slow
 def test_truncation_uses_the_run_of_another_row(folder: Path, tmp_path: Path) -> None:
     write_table(folder, MEAN_FIELD, TRUNCATED)
     out, listener = tmp_path / "out", Listener()
@@ -156,6 +159,7 @@ def test_truncation_uses_the_run_of_another_row(folder: Path, tmp_path: Path) ->
     assert cut["ours"]["nll"]["mean"] != plain["ours"]["nll"]["mean"]
 
 
+@pytest.mark.slow
 def test_a_failing_row_does_not_stop_the_others(folder: Path, tmp_path: Path) -> None:
     write_table(folder, MEAN_FIELD, BROKEN, TIED)
     out, listener = tmp_path / "out", Listener()
@@ -170,6 +174,7 @@ def test_a_failing_row_does_not_stop_the_others(folder: Path, tmp_path: Path) ->
     assert any("failed" in line for line in listener.said)
 
 
+@pytest.mark.slow
 def test_an_interrupted_table_goes_on_where_it_stopped(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(Stopped, match="step 3"):
@@ -184,6 +189,7 @@ def test_an_interrupted_table_goes_on_where_it_stopped(folder: Path, tmp_path: P
     assert read(run).digest == read(straight / run.name).digest, "an interrupted run ends elsewhere"
 
 
+@pytest.mark.slow
 def test_names(folder: Path) -> None:
     assert listings([folder]) == {"toy/table1": ("Table 1", 2)}
     assert [row.stem for row in find("toy/table1/t*", [folder])] == ["tied"]

@@ -172,6 +172,7 @@ def test_deep_copies_are_models_of_their_own() -> None:
 # 1.2 Threads, interruptions, recursion, backward passes in between ----------------------------------------------------
 
 
+@pytest.mark.slow
 def test_threads_agree_with_one_thread() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
     sb.bayesianize(model, {".*[04]": MEMBERS})

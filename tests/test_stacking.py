@@ -263,6 +263,7 @@ def test_estimates_from_draws_approach_the_enumeration() -> None:
         torch.testing.assert_close(p, q, rtol=0, atol=0.06)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.integers(1, 4), st.floats(0, 10), st.floats(-1, 2))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_random_draws_are_never_scored_worse_than_uniformly(

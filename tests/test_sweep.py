@@ -340,7 +340,8 @@ def test_two_calls_share_the_work(fake: Callable[..., Run]) -> None:
         calls = list(pool.map(all_of, [runs, runs]))
     assert [len(starts(run)) for run in runs] == [1] * 6 and {run.state for run in runs} == {"finished"}
     assert all(("finished", "") in ended for ended in calls)
-    assert {state for ended in calls for state, _ in ended} == {"finished", "skipped", "running"}
+    assert sum(state == "finished" for ended in calls for state, _ in ended) == 6
+    assert {state for ended in calls for state, _ in ended} <= {"finished", "skipped", "running"}
 
 
 def test_a_run_that_will_not_stop_is_killed(fake: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

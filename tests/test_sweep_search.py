@@ -254,6 +254,7 @@ def test_the_value_is_of_the_weights_that_were_kept(tmp_path: Path) -> None:
     assert math.isnan(value_of(tmp_path, Search(metric="validation_rmse", space=SPACE)))
 
 
+@pytest.mark.slow
 def test_a_hopeless_search_is_given_up_and_each_combination_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

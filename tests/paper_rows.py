@@ -1,0 +1,9 @@
+"""All rows of the papers' tables and figures, read once for all tests."""
+
+from pathlib import Path
+
+from slimbayes.lab.papers import find, listings
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "experiments"
+ROWS = [row for name in listings([FOLDER]) for row in find(name, [FOLDER])]
