@@ -3,12 +3,13 @@
 import fcntl
 import json
 import math
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import yaml
 
@@ -271,29 +272,20 @@ def test_a_hopeless_search_is_given_up_and_each_combination_has_its_own(
     )
 
 
-def command(file: Path, out: Path, *more: str) -> "subprocess.Popen[str]":
-    words = ["sweep", str(file), "--out", str(out), "--accelerator", "cpu", *more]
-    return subprocess.Popen(
-        [sys.executable, "-m", "slimbayes.lab.command", *words],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-
-
 @pytest.mark.slow
 def test_a_killed_call_and_a_second_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A call is killed with a trial under way; the next one continues it. No trial is lost or doubled."""
     space = {"train.optimizer.lr": {"low": 1e-3, "high": 0.1, "log": True}}
     file = write(tmp_path, trials=2, pruner="none", space=space)
-    first = command(file, tmp_path / "out")
+    log = tmp_path / "log"
+    first = forks.start(partial(sweep, accelerator="cpu"), file, tmp_path / "out", log=log)
     until = time.monotonic() + 90
     while not list(tmp_path.glob("out/*/*trial*/environment.json")):
-        assert time.monotonic() < until and first.poll() is None, first.communicate()[0]
+        assert time.monotonic() < until and first.is_alive(), log.read_text()
         time.sleep(0.05)
     (begun,) = tmp_path.glob("out/*/*trial*")
     first.kill()
-    first.communicate()
+    first.join()
     while (begun / ".claim").exists() and not free(begun):
         time.sleep(0.1)
     assert sweep(file, tmp_path / "out", jobs=2, accelerator="cpu") == 0
