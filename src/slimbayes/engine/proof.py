@@ -33,8 +33,10 @@ from slimbayes.engine.probe import (
     doubled,
     entries,
     equal_prints,
+    other_numbers,
     packed_in,
     prints_of,
+    some_rows,
     stands_for_all,
 )
 from slimbayes.engine.quiet import Quiet
