@@ -168,11 +168,7 @@ _SEEING: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         64,
     ),
-    "segformer": (
-        "SegformerForSemanticSegmentation",
-        {**_PYRAMID, "decoder_hidden_size": 16},
-        64,
-    ),
+    "segformer": ("SegformerForSemanticSegmentation", {**_PYRAMID, "decoder_hidden_size": 16}, 64),
     "pvt": ("PvtForImageClassification", {**_PYRAMID, "image_size": 64}, 64),
     "poolformer": ("PoolFormerForImageClassification", {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4}, 64),
     "focalnet": (

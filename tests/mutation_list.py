@@ -23,10 +23,7 @@ MUTATIONS = [
         "test_engine.py -k right_folding",
     ),
     Mutation(
-        "take-first-draws",
-        "Noise(n.block[index], ",
-        "Noise(n.block[: len(index)], ",
-        "test_sharing.py -k same_outputs",
+        "take-first-draws", "Noise(n.block[index], ", "Noise(n.block[: len(index)], ", "test_sharing.py -k same_outputs"
     ),
     Mutation(
         "view-keeps-calls",
@@ -47,18 +44,8 @@ MUTATIONS = [
         "first = 0",
         "test_engine.py -k random_member",
     ),
-    Mutation(
-        "forget-backward",
-        "    passes.remember(out, new)\n",
-        "",
-        "test_engine.py -k checkpointing",
-    ),
-    Mutation(
-        "backward-task",
-        "(found is None or found.task != task)",
-        "found is None",
-        "test_engine.py -k checkpoint",
-    ),
+    Mutation("forget-backward", "    passes.remember(out, new)\n", "", "test_engine.py -k checkpointing"),
+    Mutation("backward-task", "(found is None or found.task != task)", "found is None", "test_engine.py -k checkpoint"),
     Mutation(
         "split-apart",
         "    if not layout.apart:\n        raise ValueError(",
@@ -71,12 +58,7 @@ MUTATIONS = [
         "return own(*args, **kwargs)",
         'test_review_entries.py -k "method or generate"',
     ),
-    Mutation(
-        "noticed-once",
-        "    posteriors[0].noticed = True\n",
-        "",
-        "test_engine.py -k never",
-    ),
+    Mutation("noticed-once", "    posteriors[0].noticed = True\n", "", "test_engine.py -k never"),
     # The proof of rows.
     Mutation("proof-some-rows", "self._change(some, double, out2)", "pass", "test_engine.py -k within_a_batch"),
     Mutation("proof-first-half", "self._change(~second, double, out2)", "pass", "test_engine.py -k wrong_folding"),
@@ -91,12 +73,7 @@ MUTATIONS = [
         "if False:",
         "test_engine.py -k wrong_folding",
     ),
-    Mutation(
-        "proof-used",
-        "    if quiet.used:\n",
-        "    if False:\n",
-        "test_engine.py -k wrong_folding",
-    ),
+    Mutation("proof-used", "    if quiet.used:\n", "    if False:\n", "test_engine.py -k wrong_folding"),
     Mutation(
         "proof-outputs",
         "if not all(self._close(half, a) for half in halves):",
@@ -129,12 +106,7 @@ MUTATIONS = [
         'test_engine.py -k "wrong_folding or one_by_one"',
         "test_awkward.py -k one_seed",
     ),
-    Mutation(
-        "quiet-norm",
-        'if name == "batch_norm":',
-        'if name == "batch_normal":',
-        "test_engine.py -k quiet",
-    ),
+    Mutation("quiet-norm", 'if name == "batch_norm":', 'if name == "batch_normal":', "test_engine.py -k quiet"),
     # Sharing.
     Mutation(
         "share-drawn",
@@ -196,18 +168,8 @@ MUTATIONS = [
         "r = r.view(1, self.groups, -1).expand(self.in_channels // self.groups, -1, -1)",
         "contract/test_contract.py -k ConvTranspose2d",
     ),
-    Mutation(
-        "attention-values",
-        '("v", value))',
-        '("k", value))',
-        "contract/test_contract.py -k Attention",
-    ),
-    Mutation(
-        "attention-scale",
-        "/ math.sqrt(q.shape[-1])",
-        "",
-        "contract/test_contract.py -k Attention",
-    ),
+    Mutation("attention-values", '("v", value))', '("k", value))', "contract/test_contract.py -k Attention"),
+    Mutation("attention-scale", "/ math.sqrt(q.shape[-1])", "", "contract/test_contract.py -k Attention"),
     Mutation(
         "recurrent-backwards",
         "reversed(range(x.shape[0])) if backwards else",
@@ -222,10 +184,7 @@ MUTATIONS = [
         "test_recurrent_reference.py",
     ),
     Mutation(
-        "bag-mean",
-        "out = out / count.clamp_min(1).unsqueeze(-1)",
-        "pass",
-        "contract/test_contract.py -k EmbeddingBag",
+        "bag-mean", "out = out / count.clamp_min(1).unsqueeze(-1)", "pass", "contract/test_contract.py -k EmbeddingBag"
     ),
     Mutation(
         "norm-groups",
@@ -299,11 +258,7 @@ MUTATIONS = [
         "test_rank1_paper.py",
     ),
     Mutation(
-        "clip",
-        "values.clamp(-lead.clip, lead.clip)",
-        "values",
-        "test_rank1_paper.py -k clip",
-        "test_rank1_paper.py",
+        "clip", "values.clamp(-lead.clip, lead.clip)", "values", "test_rank1_paper.py -k clip", "test_rank1_paper.py"
     ),
     Mutation(
         "tied-products",
@@ -339,12 +294,7 @@ MUTATIONS = [
         "test_emp_paper.py -k prob",
         "test_dropout.py",
     ),
-    Mutation(
-        "dropout-scale",
-        "x * kept.to(x.dtype) / (1 - rate)",
-        "x * kept.to(x.dtype)",
-        "test_dropout.py",
-    ),
+    Mutation("dropout-scale", "x * kept.to(x.dtype) / (1 - rate)", "x * kept.to(x.dtype)", "test_dropout.py"),
     Mutation(
         "member-momentum",
         "share = share * layer.momentum",
@@ -365,10 +315,7 @@ MUTATIONS = [
         "contract/test_contract.py -k kl_is",
     ),
     Mutation(
-        "kl-cauchy",
-        "/ (4 * q.scale * p.scale)",
-        "/ (2 * q.scale * p.scale)",
-        "contract/test_contract.py -k kl_is",
+        "kl-cauchy", "/ (4 * q.scale * p.scale)", "/ (2 * q.scale * p.scale)", "contract/test_contract.py -k kl_is"
     ),
     Mutation(
         "kl-lognormal",
@@ -376,55 +323,27 @@ MUTATIONS = [
         "return gaussian - q.loc if isinstance",
         "test_distributions.py",
     ),
+    Mutation("kl-excess", "- _entropy(q) - _excess(a, b)", "- _entropy(q)", "test_distributions.py"),
+    Mutation("log-density", "log_prob(x.log()) - x.log()", "log_prob(x.log())", "test_distributions.py"),
     Mutation(
-        "kl-excess",
-        "- _entropy(q) - _excess(a, b)",
-        "- _entropy(q)",
-        "test_distributions.py",
-    ),
-    Mutation(
-        "log-density",
-        "log_prob(x.log()) - x.log()",
-        "log_prob(x.log())",
-        "test_distributions.py",
-    ),
-    Mutation(
-        "cauchy-draw",
-        "torch.sign(noise) / torch.tan(",
-        "torch.sign(noise) * torch.tan(",
-        "test_distributions.py",
+        "cauchy-draw", "torch.sign(noise) / torch.tan(", "torch.sign(noise) * torch.tan(", "test_distributions.py"
     ),
     # Training.
-    Mutation(
-        "kl-shares",
-        "kl(model) / (num_data * micro_batches)",
-        "kl(model) / num_data",
-        "test_numbers.py -k micro",
-    ),
+    Mutation("kl-shares", "kl(model) / (num_data * micro_batches)", "kl(model) / num_data", "test_numbers.py -k micro"),
     Mutation(
         "kl-tied-twice",
         "list({id(pair[0]): pair for pair in reversed(every)}.values())[",
         "every[::-1][",
         "test_engine.py -k tied",
     ),
-    Mutation(
-        "mixture-count",
-        "- math.log(logp.shape[0])",
-        "",
-        "test_objective.py",
-    ),
+    Mutation("mixture-count", "- math.log(logp.shape[0])", "", "test_objective.py"),
     Mutation(
         "ignored-rows",
         "(_combine(picked, form) * kept).sum() / kept.sum()",
         "(_combine(picked, form) * kept).mean()",
         "test_objective.py",
     ),
-    Mutation(
-        "noise-floor",
-        "F.softplus(raw) + 1e-4",
-        "F.softplus(raw)",
-        "test_objective.py",
-    ),
+    Mutation("noise-floor", "F.softplus(raw) + 1e-4", "F.softplus(raw)", "test_objective.py"),
     Mutation(
         "posterior-rate",
         "posterior_lr_multiplier if at[1] else 1.0",
@@ -439,12 +358,7 @@ MUTATIONS = [
         "test_mean_field.py",
         "test_ensemble.py",
     ),
-    Mutation(
-        "anneal",
-        "min(1.0, (step + 1) / steps)",
-        "min(1.0, step / steps)",
-        "test_objective.py",
-    ),
+    Mutation("anneal", "min(1.0, (step + 1) / steps)", "min(1.0, step / steps)", "test_objective.py"),
     # Prediction.
     Mutation(
         "draws-of-members",
@@ -466,51 +380,21 @@ MUTATIONS = [
         "repeat_interleave(len(values) // self.members)",
         "test_prediction.py",
     ),
-    Mutation(
-        "rescaled-noise",
-        "else square * self.noise,",
-        "else factor * self.noise,",
-        "test_prediction.py",
-    ),
+    Mutation("rescaled-noise", "else square * self.noise,", "else factor * self.noise,", "test_prediction.py"),
     Mutation(
         "density-count",
         "return torch.logsumexp(logs, 0) - math.log(len(logs))",
         "return torch.logsumexp(logs, 0)",
         "test_prediction.py",
     ),
-    Mutation(
-        "stack-shares",
-        "(a - b.log())[c]",
-        "a[c]",
-        "test_stacking.py",
-    ),
-    Mutation(
-        "information",
-        " - aleatoric).clamp_min(0)",
-        ").clamp_min(0)",
-        "test_objective.py",
-        "test_prediction.py",
-    ),
+    Mutation("stack-shares", "(a - b.log())[c]", "a[c]", "test_stacking.py"),
+    Mutation("information", " - aleatoric).clamp_min(0)", ").clamp_min(0)", "test_objective.py", "test_prediction.py"),
     # Conversion.
     Mutation(
-        "tie",
-        'converted[0].config, converted[0].name, ""',
-        'converted[0].config, None, ""',
-        "test_engine.py -k tied",
+        "tie", 'converted[0].config, converted[0].name, ""', 'converted[0].config, None, ""', "test_engine.py -k tied"
     ),
-    Mutation(
-        "first-pattern",
-        "out.setdefault(name, one)",
-        "out[name] = one",
-        "test_convert.py",
-        "test_mixes.py",
-    ),
-    Mutation(
-        "keeps-mode",
-        "return cls, out.train(layer.training)",
-        "return cls, out",
-        "test_convert.py -k mode_of",
-    ),
+    Mutation("first-pattern", "out.setdefault(name, one)", "out[name] = one", "test_convert.py", "test_mixes.py"),
+    Mutation("keeps-mode", "return cls, out.train(layer.training)", "return cls, out", "test_convert.py -k mode_of"),
     Mutation(
         "fast-paths",
         'setattr(module, attribute, 0 if attribute == "activation_relu_or_gelu" else False)',

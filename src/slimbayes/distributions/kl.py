@@ -11,16 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.distributions.families import (
-    Cauchy,
-    Distribution,
-    HalfCauchy,
-    LogNormal,
-    Normal,
-    Point,
-    Signs,
-    log_of,
-)
+from slimbayes.distributions.families import Cauchy, Distribution, HalfCauchy, LogNormal, Normal, Point, Signs, log_of
 
 
 def kl(q: Distribution, p: Distribution) -> Tensor:

@@ -194,3 +194,17 @@ def equal_prints(a: Tensor, b: Tensor) -> bool:
     """
     slack = 1e-7 if a.is_cuda else 1e-13
     return bool((a - b).abs()[0] <= slack * torch.maximum(a[1], b[1]))
+
+
+def some_rows(rows: int) -> Tensor:
+    """A mask of about every second row, without a pattern that rows of a model could share, unless they are few."""
+    mask = torch.randint(2, (rows,), generator=torch.Generator().manual_seed(rows)) > 0
+    return torch.arange(rows) % 2 > 0 if rows <= 8 else mask
+
+
+def other_numbers(x: Tensor, dim: int, moved: bool) -> Tensor:
+    """Other numbers of the same kind: indices and flags are only moved about, to other rows or within a row."""
+    if x.is_floating_point():
+        return x * 0.7 + 0.37
+    x = x.roll(1, dim) if moved else x
+    return x.roll(1, -1) if x.dim() > 1 and dim % x.dim() != x.dim() - 1 and x.dtype != torch.bool else x

@@ -33,8 +33,10 @@ from slimbayes.engine.probe import (
     doubled,
     entries,
     equal_prints,
+    other_numbers,
     packed_in,
     prints_of,
+    some_rows,
     stands_for_all,
 )
 from slimbayes.engine.quiet import Quiet
@@ -103,7 +105,7 @@ class _Proof:
         double, out2 = self._probe(layout.tile(self.inputs, 2), single)
         layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
         layout.ahead, layout.random = double.ahead, single.quiet.random
-        second, some = torch.arange(2 * self.rows) >= self.rows, _some_rows(2 * self.rows)
+        second, some = torch.arange(2 * self.rows) >= self.rows, some_rows(2 * self.rows)
         self._collect(self._change(second, double, out2))
         self._change(~second, double, out2)
         layout.folds = True
@@ -185,7 +187,9 @@ class _Proof:
             if leaf.shape[dim] == 1 != self.rows:
                 return leaf
             chosen = entries(mask, leaf.shape[dim], f"input {i}").to(leaf.device)
-            return torch.where(chosen.view([-1 if d == dim else 1 for d in range(leaf.dim())]), _other(leaf, dim), leaf)
+            # Indices and lengths go to other rows of their half: the longest row of a batch stays the longest.
+            other = torch.cat([other_numbers(half, dim, not self.layout.folds) for half in leaf.chunk(2, dim)], dim)
+            return torch.where(chosen.view([-1 if d == dim else 1 for d in range(leaf.dim())]), other, leaf)
 
         return map_arrays(alter, self.layout.tile(self.inputs, 2))
 
@@ -284,17 +288,3 @@ def _apart(a: Tensor, b: Tensor) -> float:
         return float((a != b).any())
     a, b = a.double().nan_to_num(0.123, 1e30, -1e30), b.double().nan_to_num(0.123, 1e30, -1e30)
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
-
-
-def _some_rows(rows: int) -> Tensor:
-    """A mask of about every second row, without a pattern that rows of a model could share, unless they are few."""
-    mask = torch.randint(2, (rows,), generator=torch.Generator().manual_seed(rows)) > 0
-    return torch.arange(rows) % 2 > 0 if rows <= 8 else mask
-
-
-def _other(x: Tensor, dim: int) -> Tensor:
-    """Other numbers of the same kind: indices and flags are only moved about, so that they stay valid."""
-    if x.is_floating_point():
-        return x * 0.7 + 0.37
-    x = x.roll(1, dim)
-    return x.roll(1, -1) if x.dim() > 1 and dim % x.dim() != x.dim() - 1 and x.dtype != torch.bool else x

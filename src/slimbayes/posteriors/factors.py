@@ -19,6 +19,7 @@ from slimbayes.distributions.families import (
     scale_from_rho,
     wide,
 )
+from slimbayes.engine.passes import Pass
 from slimbayes.layers import kind_of
 from slimbayes.posteriors.base import SiteConfig
 
@@ -60,6 +61,14 @@ class Factor(nn.Module):
         return joint([self], lambda parameter: parameter.view(self.loc.shape))
 
 
+def factor_of(config: Any, channels: int, random: bool) -> Factor:
+    """r or s of a resolved config: parameters (K, p, channels)."""
+    assert config.mean_init is not None and config.scale_init is not None and config.scale_jitter is not None
+    family = FAMILY[config.family] if random else Point
+    shape = (config.members, config.rank, channels)
+    return Factor(family, config.prior, shape, config.mean_init, config.scale_init, config.scale_jitter)
+
+
 class Drawn(NamedTuple):
     """Factors of one pass: r (n, p, out), s (n, p, in) and the members' bias offsets (n, out) or None."""
 
@@ -87,16 +96,18 @@ def grouped(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     return list(groups.values())
 
 
-def draw_alike(alike: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+def draw_alike(alike: Sequence[Any], current: Pass, by_row: bool) -> list[tuple[Tensor, Tensor]]:
     """r and s (n, p, channels) of posteriors with equal members, clip and kind of draw."""
     lead = alike[0]
     noise: dict[Factor, Tensor] = {}
     drawn: dict[Factor, Tensor] = {}
     for p in alike:
-        noise[p.r], noise[p.s] = p.lines.split([p.r.width, p.s.width], dim=1)
+        own = current.noise[p.key]
+        lines = own.row if by_row else own.block
+        noise[p.r], noise[p.s] = lines.split([p.r.width, p.s.width], dim=1)
 
     def pick(parameter: Tensor) -> Tensor:
-        return lead.current.pick(lead, parameter, lead.drawn)
+        return current.pick(lead, parameter, lines.shape[0])
 
     for same in grouped(list(noise), lambda factor: factor.family):
         q = joint(same, pick)

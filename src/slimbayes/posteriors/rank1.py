@@ -36,11 +36,11 @@ from slimbayes.distributions.families import (
     rho_from_scale,
 )
 from slimbayes.distributions.kl import check_pair, kl
-from slimbayes.engine.passes import Noise
+from slimbayes.engine.passes import Noise, Pass
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role, WeightPosterior
 from slimbayes.posteriors.checks import check_choice, check_count, check_distribution, check_not_negative, check_number
-from slimbayes.posteriors.factors import FAMILY, Drawn, Factor, FactorConfig, draw_alike, grouped, joint
+from slimbayes.posteriors.factors import FAMILY, Drawn, FactorConfig, draw_alike, factor_of, grouped, joint
 
 Family = Literal["normal", "cauchy", "lognormal", "point"]
 _FAMILY_OF_PRIOR = {Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal"}
@@ -186,14 +186,6 @@ class Rank1(FactorConfig):
         return f"Rank1({self.family}, members={self.members})"
 
 
-def _factor(config: Rank1, channels: int, random: bool) -> Factor:
-    """r or s of a resolved config: parameters (K, p, channels)."""
-    assert config.mean_init is not None and config.scale_init is not None and config.scale_jitter is not None
-    family = FAMILY[config.family] if random else Point
-    shape = (config.members, config.rank, channels)
-    return Factor(family, config.prior, shape, config.mean_init, config.scale_init, config.scale_jitter)
-
-
 class Rank1Posterior(WeightPosterior):
     """Factor posteriors r and s of one weight matrix, and the members' bias offsets (K - 1, out)."""
 
@@ -201,8 +193,8 @@ class Rank1Posterior(WeightPosterior):
         super().__init__()
         if site.whole and config.perturbation == "additive":
             raise ValueError("additive factors need a layer whose inputs are known; use perturbation='multiplicative'")
-        self.r = _factor(config, site.n_out, config.random in ("both", "r"))
-        self.s = _factor(config, site.n_in, config.random in ("both", "s"))
+        self.r = factor_of(config, site.n_out, config.random in ("both", "r"))
+        self.s = factor_of(config, site.n_in, config.random in ("both", "s"))
         # Member 0 has the layer's own bias. K - 1 offsets then give K independent biases, the paper's count.
         offsets = config.members - 1 if site.bias and config.member_bias else 0
         self.bias = nn.Parameter(torch.zeros(offsets, site.n_out)) if offsets else None
@@ -246,14 +238,16 @@ class Rank1Posterior(WeightPosterior):
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
-        for alike in grouped(posteriors, lambda p: (p.members, p.per_row, p.clip, p.device, p.dtype)):
-            for p, (r, s) in zip(alike, draw_alike(alike), strict=True):
-                p.keep(Drawn(r, s, p._drawn_bias(p.drawn)))
+        current = posteriors[0].current
+        by_row = {p.key: current.noise[p.key].row.shape[1] > 0 for p in posteriors}
+        for alike in grouped(posteriors, lambda p: (p.members, by_row[p.key], p.clip, p.device, p.dtype)):
+            for p, (r, s) in zip(alike, draw_alike(alike, current, by_row[alike[0].key]), strict=True):
+                current.values[p.key] = Drawn(r, s, p._drawn_bias(current, r.shape[0]))
 
-    def _drawn_bias(self, count: int) -> Tensor | None:
+    def _drawn_bias(self, current: Pass, count: int) -> Tensor | None:
         if self.bias is None:
             return None
-        return self.current.pick(self, torch.cat([torch.zeros_like(self.bias[:1]), self.bias]), count)
+        return current.pick(self, torch.cat([torch.zeros_like(self.bias[:1]), self.bias]), count)
 
     def kl(self, linear: MapOf) -> Tensor:
         return sum(self.kl_together([self], [linear]), self.r.loc.new_zeros(()))
@@ -281,8 +275,9 @@ class Rank1Posterior(WeightPosterior):
             return linear.op(x, *self.materialise(linear, 0))
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
         # Eq. 1: y = (W (x o s)) o r, averaged over the p products
-        y = linear.add_bias(linear.averaged(combine, x, drawn.s, drawn.r, self.current))
-        return y if drawn.bias is None else linear.rows(operator.add, y, drawn.bias, self.current)
+        current = self.current
+        y = linear.add_bias(linear.averaged(combine, x, drawn.s, drawn.r, current))
+        return y if drawn.bias is None else linear.rows(operator.add, y, drawn.bias, current)
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()
