@@ -5,6 +5,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Some virtual CPUs advertise AMX but cannot run it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
+# Every process of the tests would compile all sources anew.
+export PYTHONDONTWRITEBYTECODE =
+
 PYTHON ?= python3
 RUN = .venv/bin/python
 

@@ -11,8 +11,10 @@ mapping by mapping; a mapping with another `kind` replaces the former one. It ma
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -68,10 +70,16 @@ def read_tree(file: Path, seen: tuple[Path, ...] = ()) -> Tree:
     return out
 
 
+@lru_cache(maxsize=256)
+def _loaded(text: str) -> Any:
+    """What a YAML text holds; rows of a table extend the same files many times over."""
+    return yaml.load(text, _LOADER)
+
+
 def _parsed(file: Path) -> Tree:
     """What a file holds, the files that its parts extend as whole paths."""
     try:
-        tree = yaml.load(file.read_text(encoding="utf8"), _LOADER)
+        tree = copy.deepcopy(_loaded(file.read_text(encoding="utf8")))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
