@@ -1387,3 +1387,16 @@ def test_a_layer_that_sees_pairs_of_rows(method: str) -> None:
         one_by_one = sb.sample(model, x, draws=draws, fold=False)
         torch.manual_seed(1)
         close(sb.sample(model, x, draws=draws), one_by_one)
+
+
+def test_a_layer_that_folds_wrongly_is_found_out_by_real_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain model folds: only the comparison of two draws, together and one by one, can see what the layer does."""
+    from slimbayes.layers import site
+
+    right = site.apply_rows
+    monkeypatch.setattr(site, "apply_rows", lambda combine, x, factor, *at: right(combine, x, factor.flip(0), *at))
+    model, inputs = converted(mlp()), torch.randn(6, 4)
+    with torch.no_grad(), pytest.warns(UserWarning, match="differs from that of single ones"):
+        folded = sb.sample(model, inputs)
+    with torch.no_grad():
+        close(folded, sb.sample(model, inputs, fold=False))
