@@ -83,6 +83,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # F40: what holds for all --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_shape_dtype_range_levels_and_seed(name: str, photos: Path) -> None:
     for height, width, style in ((32, 32, None), (70, 45, None), (32, 32, "imagenet"), (70, 45, "cifar")):
@@ -108,6 +109,7 @@ def test_images_get_their_own_randomness(name: str, style: str, photos: Path) ->
     assert not any(apart) if name in FIXED else sum(apart) >= 6  # frost may draw the same photo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["cifar", "imagenet"])
 @pytest.mark.parametrize(
     "name",

@@ -138,6 +138,7 @@ def test_batched_execution_falls_back_where_batch_norm_trains(execution: str) ->
     assert int(net[1].num_batches_tracked) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 12])
 @pytest.mark.parametrize("execution", ["loop", "batched"])
 def test_rows_of_a_bare_call_are_shared_out_among_the_members(rows: int, execution: str) -> None:

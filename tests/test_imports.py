@@ -1,6 +1,7 @@
 """Imports point one way: what a package may know of the others is written here once."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ APART = {
 }
 
 
+@cache
 def imports(file: Path) -> set[str]:
     """Packages of ours that a file imports, those inside functions too, but not those for type checkers alone."""
     tree = ast.parse(file.read_text())
@@ -41,6 +43,7 @@ def imports(file: Path) -> set[str]:
     return {name if name in ORDER else "api" for name in found}
 
 
+@cache
 def packages() -> dict[str, list[Path]]:
     out: dict[str, list[Path]] = {}
     for file in sorted(SOURCE.rglob("*.py")):

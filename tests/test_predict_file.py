@@ -111,6 +111,7 @@ IMAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["last", "flat", "half", "int"])
 def test_images_come_in_many_ways(kind: str, images_run: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", IMAGES[kind])

@@ -23,6 +23,7 @@ def test_a_single_weight_has_the_kl_of_a_gaussian() -> None:
     torch.testing.assert_close(sb.kl(nets[0]), sb.kl(nets[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 40])
 def test_the_distance_from_the_mean_is_half_normal_whatever_the_size(size: int) -> None:
     net = sb.bayesianize(nn.Linear(size, size, bias=False), sb.Radial(scale_init=0.5, scale_jitter=0.0)).double()

@@ -691,6 +691,7 @@ COUNTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "config", "expected"), COUNTS)
 def test_parameter_counts_are_the_papers(
     build: Callable[[], nn.Module], config: sb.Config | None, expected: int
@@ -710,6 +711,7 @@ def test_parameter_counts_are_the_papers(
     assert all(p.device.type == "meta" for p in net.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "convs", "norms"), [(wrn, 28, 25), (resnet50, 53, 53)])
 def test_every_convolution_and_the_classifier_are_converted_and_norms_shared(
     build: Callable[[], nn.Module], convs: int, norms: int

@@ -372,6 +372,7 @@ def _gpt2(tied: bool) -> Any:
     return GPT2LMHeadModel(config).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"use_cache": False}], ids=["greedy", "beams", "no-cache"])
 @torch.no_grad()

@@ -187,6 +187,7 @@ def exact(log_probs: Tensor, choices: Tensor, probabilities: list[Any], prior: f
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("components", [(3,), (2, 2), (3, 2, 2), (4, 1, 3), (2, 2, 2, 2)])
 @pytest.mark.parametrize("prior", [0.3, 1.0, 5.0])
 def test_an_enumerated_mixture_is_maximised_exactly(components: tuple[int, ...], prior: float) -> None:

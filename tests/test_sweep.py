@@ -255,6 +255,7 @@ def test_a_killed_run_is_tried_again_and_the_others_go_on(
     assert told.count("started again") == 4 and f"{killed.folder.name}: finished" in told
 
 
+@pytest.mark.slow
 def test_never_more_than_so_many_at_once(fake: Callable[..., Run]) -> None:
     runs = [fake(str(n), steps=5, pause=0.05) for n in range(6)]
     assert {state for state, _ in all_of(runs, jobs=2)} == {"finished"}
@@ -290,6 +291,7 @@ def test_a_run_is_left_to_the_call_that_is_at_work_on_it(fake: Callable[..., Run
     assert all_of([run])[0][0] == "finished"
 
 
+@pytest.mark.slow
 def test_gpus_are_handed_out_one_by_one(monkeypatch: pytest.MonkeyPatch, fake: Callable[..., Run]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5,7")
     assert _visible_gpus("auto") == ("3", "5", "7") and _visible_gpus("cpu") == ()
@@ -333,6 +335,7 @@ def test_an_interrupted_sweep_leaves_checkpoints_and_no_processes(tmp_path: Path
     assert not starts(runs[2])
 
 
+@pytest.mark.slow
 def test_two_calls_share_the_work(fake: Callable[..., Run]) -> None:
     """Each of six runs is started once, and each call finishes some of them."""
     runs = [fake(str(n), steps=5, pause=0.05) for n in range(6)]
