@@ -28,7 +28,7 @@ from slimbayes.lab.config_rows import SEVERAL, Tree, parts_of, row_names, row_pa
 from slimbayes.lab.config_rows import ConfigError as ConfigError
 from slimbayes.lab.config_rows import merged as merged
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # tables are long: the one in C takes a tenth of the time
+_SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # tables are long: the one in C takes a tenth of the time
 _SIDE = ("small", "paper")  # keys beside the experiment's own
 
 
@@ -73,7 +73,7 @@ def read_tree(file: Path, seen: tuple[Path, ...] = ()) -> Tree:
 @lru_cache(maxsize=256)
 def _loaded(text: str) -> Any:
     """What a YAML text holds; rows of a table extend the same files many times over."""
-    return yaml.load(text, _LOADER)
+    return yaml.load(text, _SAFE_LOADER)
 
 
 def _parsed(file: Path) -> Tree:
