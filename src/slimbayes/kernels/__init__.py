@@ -1,0 +1,59 @@
+"""Fused kernels, written in Triton, for what posteriors and layers do to activations.
+
+Each kernel has a twin in plain torch that defines it. Nobody chooses between them: a kernel runs where it can, on CUDA
+tensors with Triton installed, and the twin everywhere else. Under TRITON_INTERPRET=1 kernels also run on a CPU, slowly,
+as the tests do where there is no GPU.
+"""
+
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+_ALLOWED = [True]
+
+
+class disable:  # noqa: N801 (a function that also serves in a with statement)
+    """Use the plain-torch twins from now on, or inside a with statement.
+
+    Example:
+        >>> from slimbayes import kernels
+        >>> with kernels.disable():
+        ...     kernels.ready(torch.zeros(1))
+        False
+    """
+
+    def __init__(self) -> None:
+        self.before = _ALLOWED[0]
+        _ALLOWED[0] = False
+
+    def __enter__(self) -> "disable":
+        return self
+
+    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
+        _ALLOWED[0] = self.before
+
+
+def enable() -> None:
+    """Let kernels run again where they can, after `disable()`."""
+    _ALLOWED[0] = True
+
+
+def ready(*tensors: Tensor) -> bool:
+    """Whether kernels may run on these tensors."""
+    if not _ALLOWED[0] or not _installed():
+        return False
+    return all(t.is_cuda for t in tensors) or _interpreted()
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    return find_spec("triton") is not None and (_interpreted() or torch.cuda.is_available())
+
+
+@lru_cache(maxsize=1)
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
