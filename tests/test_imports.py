@@ -9,7 +9,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "slimbayes"
 # From the bottom up; each may import those before it, unless `APART` says less.
 ORDER = [
-    "errors", "files", "engine", "distributions", "layers", "posteriors", "train", "convert", "prediction",
+    "errors", "files", "kernels", "engine", "distributions", "layers", "posteriors", "train", "convert", "prediction",
     "metrics", "diagnostics", "models", "data", "report", "api", "lab", "contrib",
 ]  # fmt: skip
 APART = {

@@ -16,7 +16,7 @@ from torch import Tensor
 _ALLOWED = [True]
 
 
-class disable:  # noqa: N801 (a function that also serves in a with statement)
+class disable:
     """Use the plain-torch twins from now on, or inside a with statement.
 
     Example:
