@@ -52,9 +52,9 @@ def apply_rows(
         return _combined(combine, x, [_place(f, x.dim(), at, channel_dim) if x.dim() > 1 else f[0] for f in lines])
     x, dim = spread(x, current.rows, dim)
     rows, seen, count = current.rows, x.shape[dim], factor.shape[0]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not (same(rows % count, 0) and same(seen % count, 0)):
         # Cutting x into blocks divides its symbolic size anew in every layer, and the compiler's algebra explodes; a
-        # lookup does not.
+        # lookup does not, but its gradient is a scatter.
         if not same(count, rows):
             lines = _looked_up(lines, block_of_row(rows, count, factor.device))
         if not same(seen, rows):
@@ -62,7 +62,7 @@ def apply_rows(
         return _combined(combine, x, [_place(f, x.dim(), dim, channel_dim) for f in lines])
     if rows % count:
         lines, count = _looked_up(lines, block_of_row(rows, count, factor.device)), rows
-    if seen == count:
+    if same(seen, count):
         return _combined(combine, x, [_place(f, x.dim(), dim, channel_dim) for f in lines])
     if seen % count:
         raise Unproven(f"a layer met {seen} rows, which {count} draws cannot share")

@@ -19,9 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slimbayes.kernels.launch import launch
+
 POINT, NORMAL, CAUCHY, LOGNORMAL = 0, 1, 2, 3
 FAMILIES = {"Point": POINT, "Normal": NORMAL, "Cauchy": CAUCHY, "LogNormal": LOGNORMAL}
-CHUNK = 64  # rows of one program
+BUSY = 2048  # programs that keep a GPU busy
 
 
 class How(NamedTuple):
@@ -63,60 +65,80 @@ class _Scaled(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
-        if y.numel():
-            grid, sizes, blocks = _plan(x, loc)
-            _forward[grid](
-                x, loc, loc if scale is None else scale, loc if bias is None else bias, loc if seed is None else seed,
-                y, how.salt, how.first_row, how.clip, *sizes, x.stride(0), loc.stride(0), _step(scale), _step(bias),
-                FAMILY=how.family, BIASED=bias is not None, **blocks,
-            )  # fmt: skip
+        if x.shape[0]:
+            grid, rows, sizes, constants = _plan(x, loc)
+            launch(
+                _forward,
+                grid,
+                (
+                    x,
+                    loc,
+                    scale,
+                    bias,
+                    seed,
+                    y,
+                    how.salt,
+                    how.first_row,
+                    how.clip,
+                    rows,
+                    *sizes,
+                    *_steps(loc, scale, bias),
+                ),
+                (*constants, how.family, bias is not None),
+                (x.dtype, loc.dtype, dtype, bias is not None and bias.dtype, x.data_ptr() % 16 == 0),
+            )
         ctx.save_for_backward(x, loc, scale, seed)
-        ctx.how, ctx.bias = how, None if bias is None else (bias.shape, bias.dtype)
+        ctx.how, ctx.bias = how, None if bias is None else (bias.shape[0], bias.dtype)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         x, loc, scale, seed = ctx.saved_tensors
         need_x, need_loc, need_scale, need_bias = ctx.needs_input_grad[:4]
-        g = gradients[0].contiguous()
-        (blocks_of_rows, chunks, tiles), sizes, blocks = _plan(x, loc)
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else g
-        parts = torch.empty(3, loc.shape[0], chunks, x.shape[1], dtype=torch.float32, device=x.device)
-        if x.numel():
-            _backward[blocks_of_rows, chunks, tiles](
-                g, x, loc, loc if scale is None else scale, loc if seed is None else seed, dx, parts, ctx.how.salt,
-                ctx.how.first_row, ctx.how.clip, *sizes, x.stride(0), loc.stride(0), _step(scale), chunks,
-                FAMILY=ctx.how.family, DX=need_x, FACTORS=need_loc or need_scale, BIASED=need_bias, **blocks,
+        g, how = gradients[0].contiguous(), ctx.how
+        grid, rows, sizes, constants = _plan(x, loc)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
+        count = need_loc + need_scale + need_bias
+        # Sums that are needed lie in a row: of loc, of scale, of bias.
+        parts = torch.empty((count, loc.shape[0], grid[1], x.shape[1]), dtype=torch.float32, device=x.device)
+        if x.shape[0]:
+            launch(
+                _backward,
+                grid,
+                (g, x, loc, scale, seed, dx, parts, how.salt, how.first_row, how.clip, rows, *sizes,
+                 *_steps(loc, scale, None), grid[1]),
+                (*constants, how.family, need_x, need_loc, need_scale, need_bias),
+                (g.dtype, x.dtype, loc.dtype, x.data_ptr() % 16 == 0, g.data_ptr() % 16 == 0),
             )  # fmt: skip
         else:
             parts.zero_()
-        dloc, dscale, dbias = (parts.sum(2) if chunks > 1 else parts.squeeze(2)).unbind(0)
+        sums = iter(parts.sum(2) if grid[1] > 1 else parts.squeeze(2))
+        dloc, dscale = (next(sums).to(loc.dtype) if need else None for need in (need_loc, need_scale))
+        dbias = None
         if need_bias:
-            shape, dtype = ctx.bias
-            dbias = (dbias.sum(0, keepdim=True) if shape[0] == 1 else dbias).to(dtype)
-        return (
-            dx if need_x else None,
-            dloc.to(loc.dtype) if need_loc else None,
-            dscale.to(loc.dtype) if need_scale else None,
-            dbias if need_bias else None,
-            None,
-            None,
-            None,
-        )
+            lines, dtype = ctx.bias
+            dbias = next(sums).to(dtype) if lines > 1 else next(sums).sum(0, keepdim=True).to(dtype)
+        return dx, dloc, dscale, dbias, None, None, None
 
 
-def _step(lines: Tensor | None) -> int:
+def _steps(*lines: Tensor | None) -> list[int]:
     """How far apart the lines of two blocks lie; a single line serves all."""
-    return 0 if lines is None or lines.shape[0] == 1 else lines.stride(0)
+    return [0 if line is None or line.shape[0] == 1 else line.stride(0) for line in lines]
 
 
-def _plan(x: Tensor, loc: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int], dict[str, int]]:
-    """Grid (blocks of rows, chunks of a block, tiles of columns), sizes (M, B, C), and sizes of tiles."""
+def _plan(x: Tensor, loc: Tensor) -> tuple[tuple[int, int, int], int, tuple[int, int], tuple[int, ...]]:
+    """Grid (blocks of rows, chunks of a block, tiles of columns), rows of a chunk, sizes (M, B), and constants."""
     (rows, channels), count = x.shape, loc.shape[0]
     wide = 32 if channels <= 32 else 64 if channels <= 64 else 128
-    largest = -(-rows // count)
-    chunks = max(-(-largest // CHUNK), 1)
-    return ((count, chunks, -(-channels // wide)), (rows, count, channels), {"ROWS": CHUNK, "TALL": 8, "WIDE": wide})
+    tiles, largest = -(-channels // wide), -(-rows // count)
+    # As many programs as keep a GPU busy; without chunks there is nothing to add up afterwards.
+    chunks = 1 if count * tiles >= BUSY // 8 else min(-(-largest // 16), -(-BUSY // (count * tiles)))
+    return (
+        (count, max(chunks, 1), tiles),
+        -(-largest // max(chunks, 1)),
+        (rows, count),
+        (channels, x.stride(0), 8, wide),
+    )
 
 
 @triton.jit
@@ -130,7 +152,7 @@ def _quantile(u):  # type: ignore[no-untyped-def]
 def _noise(key, row, quad, salt, FAMILY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Standard numbers for a tile: rows by four times as many columns as there are quads."""
     zero = (row[:, None] + quad[None, :]) * 0
-    a, b, c, d = tl.philox(key, zero + quad[None, :], zero + row[:, None], zero + salt, zero)
+    a, b, c, d = tl.philox(key, zero + quad[None, :], zero + row[:, None], zero + salt, zero, 7)  # rounds
     a, b = tl.uint_to_uniform_float(a), tl.uint_to_uniform_float(b)
     c, d = tl.uint_to_uniform_float(c), tl.uint_to_uniform_float(d)
     if FAMILY == 2:
@@ -154,14 +176,19 @@ def _drawn(loc, scale, noise, clip, FAMILY: tl.constexpr):  # type: ignore[no-un
     return tl.minimum(tl.maximum(value, -clip), clip), by_loc, tl.where(inside, by_loc * noise, 0.0)
 
 
-@triton.jit(do_not_specialize=["salt", "first_row"])
+_NUMBERS = ["salt", "first_row", "clip", "rows", "M", "B", "loc_step", "scale_step", "bias_step", "chunks"]
+_LINES = ["loc", "scale", "bias", "seed"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS[:-1], do_not_specialize_on_alignment=_LINES)
 def _forward(  # type: ignore[no-untyped-def]
-    x, loc, scale, bias, seed, y, salt, first_row, clip, M, B, C, x_step, loc_step, scale_step, bias_step,
-    FAMILY: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    x, loc, scale, bias, seed, y, salt, first_row, clip, rows, M, B, loc_step, scale_step, bias_step,
+    C: tl.constexpr, X_STEP: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, FAMILY: tl.constexpr,
+    BIASED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    start = (block * M + B - 1) // B + tl.program_id(1) * ROWS
-    stop = tl.minimum(((block + 1) * M + B - 1) // B, start + ROWS)
+    start = (block * M + B - 1) // B + tl.program_id(1) * rows
+    stop = tl.minimum(((block + 1) * M + B - 1) // B, start + rows)
     column = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
     quad = tl.program_id(2) * (WIDE // 4) + tl.arange(0, WIDE // 4)
     there = column < C
@@ -180,21 +207,21 @@ def _forward(  # type: ignore[no-untyped-def]
                 middle, width, _noise(key, row + first_row, quad, salt, FAMILY), clip, FAMILY
             )
         at = row.to(tl.int64)[:, None]
-        value = tl.load(x + at * x_step + column[None, :], mask=mask, other=0.0).to(tl.float32) * factor
+        value = tl.load(x + at * X_STEP + column[None, :], mask=mask, other=0.0).to(tl.float32) * factor
         if BIASED:
             value += shift
         tl.store(y + at * C + column[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["salt", "first_row"])
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_LINES)
 def _backward(  # type: ignore[no-untyped-def]
-    g, x, loc, scale, seed, dx, parts, salt, first_row, clip, M, B, C, x_step, loc_step, scale_step, chunks,
-    FAMILY: tl.constexpr, DX: tl.constexpr, FACTORS: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr,
-    TALL: tl.constexpr, WIDE: tl.constexpr,
+    g, x, loc, scale, seed, dx, parts, salt, first_row, clip, rows, M, B, loc_step, scale_step, bias_step, chunks,
+    C: tl.constexpr, X_STEP: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, FAMILY: tl.constexpr,
+    DX: tl.constexpr, LOC: tl.constexpr, SCALE: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    start = (block * M + B - 1) // B + tl.program_id(1) * ROWS
-    stop = tl.minimum(((block + 1) * M + B - 1) // B, start + ROWS)
+    start = (block * M + B - 1) // B + tl.program_id(1) * rows
+    stop = tl.minimum(((block + 1) * M + B - 1) // B, start + rows)
     column = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
     quad = tl.program_id(2) * (WIDE // 4) + tl.arange(0, WIDE // 4)
     there = column < C
@@ -217,20 +244,22 @@ def _backward(  # type: ignore[no-untyped-def]
             )
         if DX:
             tl.store(dx + at * C + column[None, :], (gradient * factor).to(dx.dtype.element_ty), mask=mask)
-        if FACTORS:
-            product = gradient * tl.load(x + at * x_step + column[None, :], mask=mask, other=0.0).to(tl.float32)
-            if FAMILY != 0:
+        if LOC or SCALE:
+            product = gradient * tl.load(x + at * X_STEP + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            if FAMILY == 0:
+                sum_loc += product
+            else:
                 sum_loc += product * by_loc
                 sum_scale += product * by_scale
-            else:
-                sum_loc += product
         if BIASED:
             sum_bias += gradient
     to = (block * chunks + tl.program_id(1)) * C + column
     apart = B * chunks * C
-    if FACTORS:
+    if LOC:
         tl.store(parts + to, tl.sum(sum_loc, 0), mask=there)
-        if FAMILY != 0:
-            tl.store(parts + apart + to, tl.sum(sum_scale, 0), mask=there)
+        to += apart
+    if SCALE:
+        tl.store(parts + to, tl.sum(sum_scale, 0), mask=there)
+        to += apart
     if BIASED:
-        tl.store(parts + 2 * apart + to, tl.sum(sum_bias, 0), mask=there)
+        tl.store(parts + to, tl.sum(sum_bias, 0), mask=there)
