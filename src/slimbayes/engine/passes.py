@@ -306,7 +306,10 @@ def posteriors_of(module: nn.Module) -> list[Any]:
 
 def first_key(module: nn.Module) -> str | None:
     """The key of the first posterior under a module."""
-    for m in module.modules():
-        if isinstance(m, Keyed):
-            return m.key
+    if isinstance(module, Keyed):
+        return module.key
+    for child in module._modules.values():
+        found = None if child is None else first_key(child)
+        if found is not None:
+            return found
     return None

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slimbayes.kernels.launch import launch
+from slimbayes.kernels.launch import aligned, launch
 
 POINT, NORMAL, CAUCHY, LOGNORMAL = 0, 1, 2, 3
 FAMILIES = {"Point": POINT, "Normal": NORMAL, "Cauchy": CAUCHY, "LogNormal": LOGNORMAL}
@@ -49,7 +49,7 @@ def scaled(
     Shape: x (M, C); loc, scale (B, C); bias (B, C) or (1, C); seed a whole number on x's device. Columns must lie side
     by side. The result has x's type or `dtype`.
     """
-    return _Scaled.apply(x, loc, scale, bias, seed, how, dtype or x.dtype)
+    return _Scaled.apply(x, loc, scale, bias, seed, *how, dtype or x.dtype)
 
 
 class _Scaled(torch.autograd.Function):
@@ -61,55 +61,46 @@ class _Scaled(torch.autograd.Function):
         scale: Tensor | None,
         bias: Tensor | None,
         seed: Tensor | None,
-        how: How,
+        family: int,
+        clip: float,
+        salt: int,
+        first_row: int,
         dtype: torch.dtype,
     ) -> Tensor:
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         if x.shape[0]:
             grid, rows, sizes, constants = _plan(x, loc)
+            steps = _steps(loc, scale, bias)
             launch(
                 _forward,
                 grid,
-                (
-                    x,
-                    loc,
-                    scale,
-                    bias,
-                    seed,
-                    y,
-                    how.salt,
-                    how.first_row,
-                    how.clip,
-                    rows,
-                    *sizes,
-                    *_steps(loc, scale, bias),
-                ),
-                (*constants, how.family, bias is not None),
-                (x.dtype, loc.dtype, dtype, bias is not None and bias.dtype, x.data_ptr() % 16 == 0),
+                (x, loc, scale, bias, seed, y, salt, first_row, clip, rows, *sizes, *steps),
+                (*constants, family, bias is not None),
+                (x.dtype, loc.dtype, dtype, bias is not None and bias.dtype, *aligned(x)),
             )
         ctx.save_for_backward(x, loc, scale, seed)
-        ctx.how, ctx.bias = how, None if bias is None else (bias.shape[0], bias.dtype)
+        ctx.how, ctx.bias = (family, clip, salt, first_row), None if bias is None else (bias.shape[0], bias.dtype)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         x, loc, scale, seed = ctx.saved_tensors
         need_x, need_loc, need_scale, need_bias = ctx.needs_input_grad[:4]
-        g, how = gradients[0].contiguous(), ctx.how
+        g, (family, clip, salt, first_row) = gradients[0].contiguous(), ctx.how
         grid, rows, sizes, constants = _plan(x, loc)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
         count = need_loc + need_scale + need_bias
         # Sums that are needed lie in a row: of loc, of scale, of bias.
         parts = torch.empty((count, loc.shape[0], grid[1], x.shape[1]), dtype=torch.float32, device=x.device)
         if x.shape[0]:
+            steps = _steps(loc, scale, None)
             launch(
                 _backward,
                 grid,
-                (g, x, loc, scale, seed, dx, parts, how.salt, how.first_row, how.clip, rows, *sizes,
-                 *_steps(loc, scale, None), grid[1]),
-                (*constants, how.family, need_x, need_loc, need_scale, need_bias),
-                (g.dtype, x.dtype, loc.dtype, x.data_ptr() % 16 == 0, g.data_ptr() % 16 == 0),
-            )  # fmt: skip
+                (g, x, loc, scale, seed, dx, parts, salt, first_row, clip, rows, *sizes, *steps, grid[1]),
+                (*constants, family, need_x, need_loc, need_scale, need_bias),
+                (g.dtype, x.dtype, loc.dtype, *aligned(x, g)),
+            )
         else:
             parts.zero_()
         sums = iter(parts.sum(2) if grid[1] > 1 else parts.squeeze(2))
@@ -118,7 +109,7 @@ class _Scaled(torch.autograd.Function):
         if need_bias:
             lines, dtype = ctx.bias
             dbias = next(sums).to(dtype) if lines > 1 else next(sums).sum(0, keepdim=True).to(dtype)
-        return dx, dloc, dscale, dbias, None, None, None
+        return dx, dloc, dscale, dbias, None, None, None, None, None, None
 
 
 def _steps(*lines: Tensor | None) -> list[int]:

@@ -57,12 +57,15 @@ class Converted(nn.Module):
         raise NotImplementedError
 
     def _bayes_inside(self, *args: Any, **kwargs: Any) -> Any:
-        found: Any = passes.of(self.bayes_key)
+        key = self.bayes_key
+        return self._bayes_in(passes.of(key), key, args, kwargs)
+
+    def _bayes_in(self, found: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if found.probing:
             return found.visit(self, args, kwargs)
         if not torch.compiler.is_compiling():
             found.drawn_yet = True
-            found.met[self.bayes_key] = None
+            found.met[key] = None
         return self.bayes_forward(*args, **kwargs)
 
 
@@ -71,10 +74,11 @@ def _forward_of(plain: type[nn.Module]) -> Any:
 
     @functools.wraps(plain.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = passes.of(self.bayes_key)
+        key = self.bayes_key
+        found = passes.of(key)
         if found is None or found.held:
             return calls.bare(self, self._bayes_inside, args, kwargs)
-        return self._bayes_inside(*args, **kwargs)
+        return self._bayes_in(found, key, args, kwargs)
 
     return forward
 
@@ -135,9 +139,10 @@ class BayesLayer(Converted):
 
     def rows_of(self, x: Tensor) -> int:
         """The dimension of an input that holds rows, as proven."""
-        found = passes.of(self.bayes_key)
+        key = self.bayes_key
+        found = passes.of(key)
         assert found is not None
-        return found.dim(self.bayes_key, x)
+        return found.dim(key, x)
 
     def posteriors(self) -> list[Any]:
         return posteriors_at(self)

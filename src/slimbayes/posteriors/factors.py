@@ -118,7 +118,8 @@ def _values(factors: Sequence[Factor], alike: Sequence[Any], current: Pass) -> l
     """Factors of one family, (n, channels) or (n, p, channels)."""
     lead, noise = alike[0], {}
     for p in alike:
-        noise[p.r], noise[p.s] = p.lines.split([p.r.width, p.s.width], dim=1)
+        own = current.noise[p.key]
+        noise[p.r], noise[p.s] = (own.row if own.row.shape[1] else own.block).split([p.r.width, p.s.width], dim=1)
     values = _joint_values(factors, [noise[f] for f in factors], current, lead)
     values = values if lead.clip is None else values.clamp(-lead.clip, lead.clip)
     parts = values.split([f.channels * f.rank for f in factors], dim=1)
@@ -130,7 +131,10 @@ def _values(factors: Sequence[Factor], alike: Sequence[Any], current: Pass) -> l
 def _seeded_values(factors: Sequence[Factor], alike: Sequence[Any], current: Pass) -> list[Seeded]:
     """Factors of one family whose noise is made where they are used."""
     lead, rows = alike[0], current.rows
-    owner = {f: (p.noise, salt) for p in alike for f, salt in ((p.r, p.noise.salt), (p.s, p.noise.salt + 1))}
+    owner = {}
+    for p in alike:
+        own = current.noise[p.key]
+        owner[p.r], owner[p.s] = (own, own.salt), (own, own.salt + 1)
     q = joint(factors, lambda parameter: current.pick(lead, parameter, current.blocks(lead)))
     sizes = [f.channels for f in factors]
     locs = q.loc.split(sizes, dim=1)

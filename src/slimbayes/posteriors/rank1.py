@@ -246,8 +246,12 @@ class Rank1Posterior(WeightPosterior):
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
         current = posteriors[0].current
-        kind = {p.key: (p.members, p.per_row, p.noise.seed is None, p.clip, p.device, p.dtype) for p in posteriors}
-        for alike in grouped(posteriors, lambda p: kind[p.key]):
+
+        def kind(p: Self) -> tuple[Any, ...]:
+            noise, anchor = current.noise[p.key], p.anchor
+            return p.members, noise.row.shape[1] > 0, noise.seed is None, p.clip, anchor.device, anchor.dtype
+
+        for alike in grouped(posteriors, kind):
             current.values.update(zip([p.key for p in alike], draw_alike(alike, current), strict=True))
 
     def kl(self, linear: MapOf) -> Tensor:
