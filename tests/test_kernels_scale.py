@@ -28,7 +28,7 @@ if INTERPRETED or CUDA:
     from slimbayes.kernels.scale import CAUCHY, FAMILIES, LOGNORMAL, NORMAL, POINT, How, scaled
 
     DEVICE = "cuda" if CUDA else "cpu"
-    needs_triton = pytest.mark.filterwarnings("default")
+    needs_triton = pytest.mark.filterwarnings("error:slimbayes runs this model draw by draw")
 else:
     FAMILIES, POINT, NORMAL, CAUCHY, LOGNORMAL, DEVICE = {}, 0, 1, 2, 3, "cpu"
     needs_triton = pytest.mark.skip(reason="runs in the process of test_under_the_interpreter")
@@ -134,3 +134,84 @@ def test_kernels_can_be_turned_off() -> None:
     with kernels.disable():
         assert not kernels.ready(x)
     assert kernels.ready(x)
+
+
+def grads(net: torch.nn.Module, y: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad((y * torch.arange(y.numel(), device=y.device).view_as(y)).sum(), net.parameters()))
+
+
+@needs_triton
+@pytest.mark.parametrize("random", ["both", "r"])
+@pytest.mark.parametrize("family", ["normal", "cauchy", "lognormal"])
+def test_a_model_with_seeded_noise(monkeypatch: pytest.MonkeyPatch, family: str, random: str) -> None:
+    """Folded or draw by draw, by rows or with positions: what kernels make of a seed, spelled out in plain torch."""
+    import slimbayes as sb
+    from slimbayes.engine import fused
+    from slimbayes.posteriors.rank1 import Rank1Posterior
+
+    net = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3)).to(DEVICE)
+    sb.bayesianize(net, sb.Rank1(members=2, posterior=family, random=random, scale_init=0.4, clip=1.5))
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            p.add_(0.1 * torch.randn_like(p)) if name.endswith("bias") else None
+    monkeypatch.setattr(fused, "SEEDED", 1)
+    monkeypatch.setattr(fused, "LARGE", 1)
+    met = []
+    meet = fused.Seeded.meet
+
+    def spelled_out(self: fused.Seeded, x: Tensor, bias: Tensor | None = None, dtype: object = None) -> Tensor:
+        met.append(self.family)
+        block = torch.arange(self.rows, device=x.device) * len(self.loc) // self.rows
+        y = x * meet(self, torch.ones_like(x))
+        return y if bias is None else y + (bias if len(bias) == 1 else bias[block])
+
+    for x in (torch.randn(5, 6, device=DEVICE), torch.randn(4, 3, 6, device=DEVICE)):
+        assert Rank1Posterior.seeded(net[0].posterior["weight"], 5)
+        sb.sample(net, x)
+        torch.manual_seed(3)
+        y = sb.sample(net, x, draws=2)
+        got = grads(net, y)
+        torch.manual_seed(3)
+        torch.testing.assert_close(sb.sample(net, x, draws=2, fold=False), y)
+        monkeypatch.setattr(fused.Seeded, "meet", spelled_out)
+        torch.manual_seed(3)
+        again = sb.sample(net, x, draws=2)
+        torch.testing.assert_close(again, y)
+        for a, b in zip(got, grads(net, again), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+        monkeypatch.setattr(fused.Seeded, "meet", meet)
+        assert not torch.equal(y[0], y[2]), "draws differ"
+    assert {name.lower() for name in met} == ({family} if random == "both" else {family, "point"})
+
+
+@needs_triton
+def test_fused_factors_equal_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures that lie channels last, sequences and plain rows, with kernels and without."""
+    import slimbayes as sb
+    from slimbayes.engine import fused
+
+    monkeypatch.setattr(fused, "LARGE", 1)
+    used = []
+    real = fused.fused
+    monkeypatch.setattr("slimbayes.engine.rows.fused", lambda *a: used.append(real(*a)) or used[-1])
+    cases = [
+        (torch.nn.Conv2d(5, 6, 3, padding=1), torch.randn(4, 5, 6, 7).to(memory_format=torch.channels_last)),
+        (torch.nn.Conv2d(5, 6, 3), torch.randn(4, 5, 6, 7)),
+        (torch.nn.Linear(5, 6), torch.randn(4, 3, 5)),
+        (torch.nn.Linear(5, 6), torch.randn(7, 5)),
+    ]
+    for layer, x in cases:
+        net = sb.bayesianize(layer.to(DEVICE), sb.Rank1(members=2, scale_init=0.3))
+        x = x.to(DEVICE).requires_grad_()
+        sb.sample(net, x)
+        torch.manual_seed(0)
+        y = sb.sample(net, x)
+        got = [*grads(net, y), *torch.autograd.grad(sb.sample(net, x).sum(), x)]
+        with kernels.disable():
+            torch.manual_seed(0)
+            plain = sb.sample(net, x)
+            want = [*grads(net, plain), *torch.autograd.grad(sb.sample(net, x).sum(), x)]
+        torch.testing.assert_close(y, plain)
+        for a, b in zip(got[:-1], want[:-1], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+    assert any(y is not None for y in used) and any(y is None for y in used)

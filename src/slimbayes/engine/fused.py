@@ -52,7 +52,7 @@ class Seeded(NamedTuple):
 
     def lines(self) -> Tensor:
         """The factors as a tensor (R, C)."""
-        return self.meet(torch.ones((), device=self.loc.device).expand(self.shape[0], 1).expand(self.shape))
+        return self.meet(torch.ones(1, self.shape[1], device=self.loc.device).expand(self.shape))
 
 
 def lowered(x: Tensor) -> torch.dtype:

@@ -49,6 +49,8 @@ def scaled(
     Shape: x (M, C); loc, scale (B, C); bias (B, C) or (1, C); seed a whole number on x's device. Columns must lie side
     by side. The result has x's type or `dtype`.
     """
+    if any(t is not None and t.stride(1) != 1 and t.shape[1] > 1 for t in (x, loc, scale, bias)):
+        raise ValueError("scaled needs columns that lie side by side")
     return _Scaled.apply(x, loc, scale, bias, seed, *how, dtype or x.dtype)
 
 
