@@ -237,8 +237,8 @@ def test_the_order_of_patterns_is_part_of_the_name() -> None:
 def test_hashes_see_values_not_how_they_are_written() -> None:
     same = (
         {"train": {"epochs": 2.0}},
-        {"seed": "0"},
-        {"train": {"optimizer": {"lr": "1e-2"}}},
+        {"seed": 0.0},
+        {"train": {"optimizer": {"lr": 1e-2}}},
         {"evaluate": {"draws": (1,)}},
         {"method": {"prior": {"kind": "Normal", "loc": 1, "scale": 0.1}}},
     )

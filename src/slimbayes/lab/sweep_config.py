@@ -21,13 +21,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from slimbayes.errors import did_you_mean
+from slimbayes.errors import brief, cut, did_you_mean
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.config_files import ConfigError, Tree, merged, parse_override, read_tree, validate
+from slimbayes.lab.config_files import ConfigError, Tree, listed, merged, parse_override, read_tree, validate
 from slimbayes.lab.launch import Run
 
 _UNNAMED = ("seed", "data.name")  # runs that differ by these alone share a name: reports tell them apart
@@ -67,7 +66,7 @@ class Search(BaseModel):
         watched = ("nll", "accuracy", "rmse")
         if role not in ("validation", "test") or score not in _LOWER + _HIGHER:
             known = ", ".join(f"validation_{name}" for name in watched)
-            raise ValueError(f"unknown metric {self.metric!r}. Known: {known}, and test_<score> with allow_test.")
+            raise ValueError(f"unknown metric {brief(self.metric)}. Known: {known}, and test_<score> with allow_test.")
         if role == "test" and not self.allow_test:
             raise ValueError(
                 f"{self.metric} would choose values by the test rows, whose scores then say nothing about new data. "
@@ -76,7 +75,7 @@ class Search(BaseModel):
             )
         if role == "validation" and score not in watched:
             raise ValueError(
-                f"validation rows are scored by nll, and accuracy or rmse, after each epoch; got {self.metric!r}."
+                f"validation rows are scored by nll, and accuracy or rmse, after each epoch; got {brief(self.metric)}."
             )
         if self.direction not in (None, self.aim):
             raise ValueError(f"direction is {self.direction!r}, but {score} is better the other way.")
@@ -115,12 +114,14 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> Sweep:
     for text in overrides:
         section, _, rest = text.partition(".")
         path, _, value = rest.partition("=")  # an axis's path has dots of its own
-        tree = merged(tree, {"axes": {path: yaml.safe_load(value)}} if section == "axes" else parse_override(text))
+        axis = {"axes": {path: parse_override(f"axis={value}")["axis"]}} if section == "axes" else None
+        tree = merged(tree, axis or parse_override(text))
     try:
         return Sweep.model_validate(tree)
     except ValidationError as error:
-        faults = [f"  {'.'.join(map(str, f['loc']))}: {_fault(f)}" for f in error.errors(include_url=False)]
-        raise ConfigError("\n".join([f"{file} is not a valid sweep:", *dict.fromkeys(faults)])) from error
+        places = [(".".join(cut(str(part), most=60) for part in f["loc"]), f) for f in error.errors(include_url=False)]
+        faults = listed([f"{place}: {_fault(fault)}" for place, fault in places])
+        raise ConfigError(f"{file} is not a valid sweep:\n{faults}") from error
 
 
 def _fault(fault: ErrorDetails) -> str:
@@ -221,7 +222,7 @@ def with_values(tree: Tree, values: Mapping[str, Any]) -> Tree:
     """
     for path, value in values.items():
         if path == "." and not isinstance(value, dict):
-            raise ConfigError(f'The axis "." needs mappings of fields, got {value!r}.')
+            raise ConfigError(f'The axis "." needs mappings of fields, got {brief(value)}.')
         for key in reversed(path.split(".") if path != "." else []):
             value = {key: value}
         tree = merged(tree, value)
@@ -275,14 +276,16 @@ def range_of(path: str, given: Values) -> dict[str, Any] | None:
         return None
     if not {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}:
         raise ConfigError(
-            f"search.space.{path} needs low and high, perhaps log or step, and nothing else; got {', '.join(given)}."
+            f"search.space.{path} needs low and high, perhaps log or step, and nothing else; got {cut(', '.join(given))}."
         )
     try:  # YAML takes 1e-3, without a dot, for text
         ends = {end: given[end] if isinstance(given[end], int) else float(given[end]) for end in ("low", "high")}
     except (TypeError, ValueError):
         raise ConfigError(
-            f"The bounds of a search must be numbers, got {given['low']!r} and {given['high']!r}."
+            f"The bounds of a search must be numbers, got {brief(given['low'])} and {brief(given['high'])}."
         ) from None
     if not ends["low"] < ends["high"] or (given.get("log") and (ends["low"] <= 0 or given.get("step"))):
-        raise ConfigError(f"search.space.{path} needs low < high, with log also 0 < low and no step; got {given}.")
+        raise ConfigError(
+            f"search.space.{path} needs low < high, with log also 0 < low and no step; got {brief(given)}."
+        )
     return ends | {name: given[name] for name in ("log", "step") if given.get(name)}
