@@ -276,7 +276,8 @@ def range_of(path: str, given: Values) -> dict[str, Any] | None:
         return None
     if not {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}:
         raise ConfigError(
-            f"search.space.{path} needs low and high, perhaps log or step, and nothing else; got {cut(', '.join(given))}."
+            f"search.space.{path} needs low and high, perhaps log or step, and nothing else; "
+            f"got {cut(', '.join(given))}."
         )
     try:  # YAML takes 1e-3, without a dot, for text
         ends = {end: given[end] if isinstance(given[end], int) else float(given[end]) for end in ("low", "high")}
