@@ -19,22 +19,20 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from slimbayes import models
-from slimbayes.data import CORRUPTIONS, EXTRA, pad_crop_flip, resized_crop
-from slimbayes.errors import did_you_mean
+from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab.choices import Choice, OneOf, Options
+from slimbayes.lab.networks import Augmentation, Network
 from slimbayes.lab.recipes import Count, Train
 from slimbayes.posteriors import METHODS
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.base import Config
 
 FORMAT: Final = 1
-# What the data say about a network; the config leaves it out.
-FILLED = ("classes", "inputs", "outputs", "channels", "size", "vocabulary")
-NETWORKS = (
-    models.mlp, models.regression_net, models.lenet, models.small_resnet, models.small_cnn, models.wrn,
-    models.pyramidnet, models.resnet18, models.resnet34, models.resnet50, models.resnet101, models.imdb_lstm,
-    models.mortality_lstm,
+# Names of slimbayes.data.CORRUPTIONS and EXTRA, which need torch; a test compares.
+CORRUPTIONS = (
+    "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
+    "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression",
 )  # fmt: skip
+EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 
 
 def _compiles(text: str) -> str:
@@ -119,7 +117,7 @@ class Evaluate(Options):
     def _known(self) -> Evaluate:
         for name in self.corruption_names:
             if name not in (*CORRUPTIONS, *EXTRA):
-                raise ValueError(f"unknown corruption {name!r}{did_you_mean(name, (*CORRUPTIONS, *EXTRA))}")
+                raise ValueError(f"unknown corruption {brief(name)}{did_you_mean(name, (*CORRUPTIONS, *EXTRA))}")
         return self
 
 
@@ -130,11 +128,11 @@ class Experiment(Options):
     name: Annotated[str, Field(min_length=1, max_length=200)]
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     data: Data
-    model: Annotated[Choice, OneOf(NETWORKS, FILLED)]
+    model: Network
     method: Annotated[Choice | ByName, OneOf(tuple(METHODS.values()), also=(ByName,))]
     include: Pattern | None = None
     exclude: Pattern | None = None
-    augment: Annotated[Choice, OneOf((pad_crop_flip, resized_crop), ("images", "generator", "fill"))] | None = None
+    augment: Augmentation | None = None
     train: Train
     evaluate: Evaluate = Evaluate()
 
