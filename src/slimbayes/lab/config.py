@@ -38,12 +38,14 @@ EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 def _compiles(text: str) -> str:
     try:
         re.compile(text)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"is no regular expression: {error}") from error
     return text
 
 
-Pattern = Annotated[str, AfterValidator(_compiles)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Pattern = Annotated[str, Field(max_length=1000), AfterValidator(_compiles)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Data(Options):
@@ -62,21 +64,21 @@ class Data(Options):
         seed: of these draws; the run's own seed leaves the rows alone.
     """
 
-    name: str
-    split: Annotated[int, Field(ge=0)] = 0
+    name: Name
+    split: Annotated[int, Field(ge=0, lt=2**31)] = 0
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     train_limit: Count | None = None
     test_limit: Count | None = None
     scaling: Literal["standard", "unit", "signed"] = "standard"
-    image_size: Count = 224
-    seed: int = 0
+    image_size: Annotated[int, Field(ge=1, le=10_000)] = 224
+    seed: Seed = 0
 
 
 class ByName(Options):
     """Different methods for different layers: from patterns of names to methods, the first that matches counts."""
 
     kind: Literal["ByName"]
-    layers: Annotated[dict[str, Annotated[Choice, OneOf(tuple(METHODS.values()))]], Field(min_length=1)]
+    layers: Annotated[dict[Pattern, Annotated[Choice, OneOf(tuple(METHODS.values()))]], Field(min_length=1)]
 
     def build(self) -> dict[str, Config]:
         return {pattern: method.build() for pattern, method in self.layers.items()}
@@ -100,11 +102,11 @@ class Evaluate(Options):
     batch: Count = 500
     corruptions: Literal["none", "standard", "all"] | tuple[str, ...] = "none"
     severities: Annotated[tuple[Annotated[int, Field(ge=1, le=5)], ...], Field(min_length=1)] = (1, 2, 3, 4, 5)
-    shift: tuple[str, ...] = ()
-    ood: tuple[str, ...] = ()
+    shift: tuple[Name, ...] = ()
+    ood: tuple[Name, ...] = ()
     limit: Count | None = None
-    bins: Count = 15
-    drop: Annotated[int, Field(ge=0)] = 0
+    bins: Annotated[int, Field(ge=1, le=1_000_000)] = 15
+    drop: Annotated[int, Field(ge=0, lt=2**53)] = 0
     noise: Annotated[float, Field(gt=0)] | None = None
     examples: Annotated[int, Field(ge=0, le=50)] = 8
 
@@ -125,8 +127,8 @@ class Experiment(Options):
     """One run, but for where it runs. `include` and `exclude` are patterns of the names of layers to convert or not."""
 
     format: Literal[1] = 1
-    name: Annotated[str, Field(min_length=1, max_length=200)]
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    name: Name
+    seed: Seed = 0
     data: Data
     model: Network
     method: Annotated[Choice | ByName, OneOf(tuple(METHODS.values()), also=(ByName,))]

@@ -166,7 +166,7 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
         return Experiment.model_validate_json(written, strict=True)
     except ValidationError as error:
         faults = listed([_describe(fault) for fault in error.errors(include_url=False)])
-        raise ConfigError(f"{source} is not a valid experiment:\n{faults}") from error
+        raise ConfigError(f"{source} is not a valid experiment:\n{faults}") from None
 
 
 def _whole(value: Any) -> Any:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**53)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Groups = list[dict[str, Any]]
 
 # --- optimizers ---
@@ -29,7 +30,7 @@ Groups = list[dict[str, Any]]
 class SGD(Options):
     kind: Literal["SGD"]
     lr: Positive = 0.1
-    momentum: NotNegative = 0.9
+    momentum: BelowOne = 0.9
     nesterov: bool = True
 
     def build(self, groups: Groups, fused: bool | None, capturable: bool) -> torch.optim.Optimizer:
@@ -42,7 +43,7 @@ class SGD(Options):
 class Adam(Options):
     kind: Literal["Adam", "AdamW"]
     lr: Positive = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     eps: Positive = 1e-8
 
     def build(self, groups: Groups, fused: bool | None, capturable: bool) -> torch.optim.Optimizer:

@@ -121,7 +121,7 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> Sweep:
     except ValidationError as error:
         places = [(".".join(cut(str(part), most=60) for part in f["loc"]), f) for f in error.errors(include_url=False)]
         faults = listed([f"{place}: {_fault(fault)}" for place, fault in places])
-        raise ConfigError(f"{file} is not a valid sweep:\n{faults}") from error
+        raise ConfigError(f"{file} is not a valid sweep:\n{faults}") from None
 
 
 def _fault(fault: ErrorDetails) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from slimbayes.posteriors.checks import check_choice, check_rate
 from slimbayes.posteriors.configs.base import SiteConfig
-from slimbayes.posteriors.configs.mixture import dropping
+from slimbayes.posteriors.configs.mixture import Mixture, dropping
 from slimbayes.posteriors.configs.model_patch import check_layers
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class MCDropout(SiteConfig):
                 "MCDropout: tau needs unit='channel', where a draw is a weight matrix; "
                 "use weight decay with unit='element'."
             )
+        self._mixture()  # checks tau and rho
+
+    def _mixture(self) -> Mixture:
+        return dropping("input", 0.005 if self.rate is None else self.rate, "example", self.tau, self.rho)
 
     @property
     def covers(self) -> tuple[Kind, ...]:
@@ -77,7 +81,7 @@ class MCDropout(SiteConfig):
 
         rate = 0.005 if self.rate is None else self.rate
         if site.kind in ("matrix", "table") and self.unit == "channel":
-            return MixturePosterior(dropping("input", rate, "example", self.tau, self.rho), site)
+            return MixturePosterior(self._mixture(), site)
         return DropoutPosterior(rate, self.unit, site, fixed=self.rate is not None)
 
     def describe(self) -> str:

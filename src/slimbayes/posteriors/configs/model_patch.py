@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from slimbayes.errors import brief
 from slimbayes.posteriors.configs.components import ComponentConfig
 from slimbayes.posteriors.configs.mixture import Mixture
 
@@ -73,9 +74,9 @@ def check_layers(config: object, field: str, value: str) -> None:
     if not words(value):
         try:
             re.compile(value)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             neither = "is neither norm, output, input nor a regular expression"
-            raise ValueError(f"{type(config).__name__}: {field}={value!r} {neither}: {error}.") from error
+            raise ValueError(f"{type(config).__name__}: {field}={brief(value)} {neither}: {error}.") from error
 
 
 def words(value: str) -> list[str]:
