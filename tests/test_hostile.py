@@ -24,8 +24,11 @@ from safetensors.torch import save as dump_tensors
 from torch import nn
 
 import slimbayes as sb
+from slimbayes.data.archives import map_npy, read_idx, read_npz, read_xz
+from slimbayes.data.pickles import read_cifar_pickle
 from slimbayes.errors import brief
 from slimbayes.lab import yaml_text
+from slimbayes.lab.checkpoints import latest_checkpoint, save_checkpoint
 from slimbayes.lab.config_files import ConfigError, load, parse_override, read_tree, validate
 from slimbayes.lab.config_rows import merged, row_names
 from slimbayes.lab.sweep_config import read_sweep
@@ -160,6 +163,15 @@ def test_what_is_no_regular_file_is_refused_unopened(kind: str, saved: Path, tmp
     special(kind, other, "config.json")
     with refused(sb.CheckpointError, "cannot be read"):
         sb.load(plain(), other)
+
+
+@pytest.mark.parametrize("reader", [read_npz, read_xz, read_cifar_pickle, lambda file: map_npy(file, (None,), "f")])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_readers_of_data_wait_for_no_pipe(reader: Callable[[Path], Any], kind: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, OSError), match="not a regular file"):
+        reader(special(kind, tmp_path, "data"))
+    with pytest.raises((ValueError, OSError), match="not a regular file"):
+        read_idx(special(kind, tmp_path, "data.gz"), 1)
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
@@ -322,6 +334,20 @@ def test_base_weights_must_be_those_of_the_model(
     with refused(sb.CheckpointError, told):
         sb.load(model, forged(saved, tmp_path / "forged", base_safetensors=dump_tensors(dict(weights))))
     assert not hasattr(model[0], "posterior")
+
+
+def test_a_checkpoint_of_training_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, {"network/a": torch.zeros(1)}, {"curve": [], "hash": "x"})
+    save_checkpoint(tmp_path, 2, {"network/a": torch.zeros(1)}, {"curve": [], "hash": "x"})
+    state = tmp_path / "step-00000002" / "state.json"
+    state.write_bytes(b"[" * 20_000)
+    manifest = state.with_name("manifest.json")
+    hashes = json.loads(manifest.read_text())
+    hashes["sha256"]["state.json"] = hashlib.sha256(state.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(hashes))
+    with pytest.warns(UserWarning, match="nested deeper than 64"):
+        found = latest_checkpoint(tmp_path)
+    assert found is not None and found[1]["step"] == 1
 
 
 # --- fuzzers ---

@@ -32,7 +32,7 @@ def read_file(path: Path, limit: float = LIMIT) -> bytes:
         ...
         OSError: [Errno 22] it is a device, not a regular file: '/dev/zero'
     """
-    _check_regular(path, os.stat(path).st_mode)  # opening a pipe or a device could wait or act
+    check_regular(path)
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(handle, "rb") as file:
         opened = os.fstat(handle)  # names can be swapped meanwhile
@@ -40,6 +40,11 @@ def read_file(path: Path, limit: float = LIMIT) -> bytes:
         if opened.st_size > limit:
             raise OSError(errno.EFBIG, f"it has more than the {limit:,} bytes that such a file may have", str(path))
         return file.read(opened.st_size)
+
+
+def check_regular(path: Path) -> None:
+    """Refuse pipes, devices, sockets and folders with an OSError: opening one could wait for ever, or act."""
+    _check_regular(path, os.stat(path).st_mode)
 
 
 def _check_regular(path: Path, mode: int) -> None:
