@@ -31,7 +31,7 @@ from slimbayes.lab import yaml_text
 from slimbayes.lab.checkpoints import latest_checkpoint, save_checkpoint
 from slimbayes.lab.config_files import ConfigError, load, parse_override, read_tree, validate
 from slimbayes.lab.config_rows import merged, row_names
-from slimbayes.lab.sweep_config import read_sweep
+from slimbayes.lab.sweep_config import combinations, read_sweep
 from slimbayes.report import compare, write_page
 from slimbayes.report.record import RecordError, read
 from slimbayes.untrusted import parse_json, read_file
@@ -40,10 +40,15 @@ CORPUS = Path(__file__).parent / "corpus"
 REFUSALS: dict[str, str] = json.loads((CORPUS / "refusals.json").read_text())
 MORE = int(os.environ.get("SLIMBAYES_FUZZ", 0))
 LONG = 4000  # characters of a refusal, at most
-fuzz = settings(
-    max_examples=MORE or 400, derandomize=not MORE, deadline=None, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+
+
+def fuzz(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a fuzzer; one that was asked for more cases takes as long as it takes."""
+    calm = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    chosen = settings(
+        max_examples=MORE or 400, derandomize=not MORE, deadline=None, database=None, suppress_health_check=calm
+    )
+    return pytest.mark.slow(pytest.mark.timeout(0 if MORE else 240)(chosen(test)))
 
 
 def of(kind: str) -> list[str]:
@@ -270,6 +275,13 @@ def test_a_hostile_sweep_is_refused(tmp_path: Path) -> None:
         read_sweep(tmp_path / "sweep.yaml")
 
 
+def test_a_sweep_of_too_many_runs_is_refused(tmp_path: Path) -> None:
+    varied = {f"a{i}": list(range(10)) for i in range(12)}
+    write(tmp_path, sweep=yaml_text.dump({"base": BASE, "axes": varied}))
+    with refused(ConfigError, "1,000,000,000,000 combinations, more than 10,000"):
+        combinations(read_sweep(tmp_path / "sweep.yaml"), tmp_path / "sweep.yaml", tmp_path)
+
+
 def test_what_is_quoted_is_short() -> None:
     for value in ("x" * 10**6, list(range(10**5)), {i: "x" * 1000 for i in range(10**4)}, 10**4000, b"x" * 10**6):
         assert len(brief(value)) < 600
@@ -373,7 +385,6 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @fuzz
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join))
 def test_any_text_is_a_config_or_refused(tmp_path: Path, text: str) -> None:
@@ -383,7 +394,6 @@ def test_any_text_is_a_config_or_refused(tmp_path: Path, text: str) -> None:
         load(file)
 
 
-@pytest.mark.slow
 @fuzz
 @given(trees)
 def test_yaml_comes_back_as_it_was(tree: Any) -> None:
@@ -417,7 +427,6 @@ ODD = [-5, 0, True, "", "yes", "x" * 5000, None, [], {}, [[]], 1e308, -1e-320, 2
 odd = st.sampled_from(ODD) | trees
 
 
-@pytest.mark.slow
 @fuzz
 @given(st.sampled_from(FULL), st.integers(0, 90), odd)
 def test_any_change_of_a_config_is_valid_or_refused(tree: dict[str, Any], place: int, new: Any) -> None:
@@ -427,7 +436,6 @@ def test_any_change_of_a_config_is_valid_or_refused(tree: dict[str, Any], place:
         assert validate(found.resolved).hash == found.hash
 
 
-@pytest.mark.slow
 @fuzz
 @given(trees, st.sampled_from(["rows", "axes", "extends", "paper", "small", "base", "search"]), st.booleans())
 def test_any_table_or_sweep_is_read_or_refused(tmp_path: Path, tree: Any, key: str, within: bool) -> None:
@@ -440,11 +448,35 @@ def test_any_table_or_sweep_is_read_or_refused(tmp_path: Path, tree: Any, key: s
         read_sweep(file)
 
 
+PATHS = [
+    "seed",
+    "method",
+    "method.members",
+    "train.optimizer",
+    "train.epochs",
+    "data.name",
+    "name",
+    ".",
+    "",
+    "a.b",
+    "...",
+]
+axes = st.dictionaries(st.sampled_from(PATHS), st.lists(trees, max_size=3) | st.dictionaries(keys, trees, max_size=3))
+
+
+@fuzz
+@given(axes, st.sampled_from([None, "{seed}", "{name}-{method}", "{", "x{a}"]))
+def test_any_sweep_has_runs_or_is_refused(tmp_path: Path, varied: dict[str, Any], name: str | None) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml_text.dump({"base": BASE, "axes": varied} | ({"name": name} if name else {})))
+    with or_refused(ConfigError):
+        combinations(read_sweep(file), file, tmp_path)
+
+
 RECORD = json.loads(record("good", 0, corruptions=1).model_dump_json())
 RECORD["evaluations"] = RECORD["evaluations"][:2]
 
 
-@pytest.mark.slow
 @fuzz
 @given(st.integers(0, 400), odd)
 def test_any_change_of_a_record_is_read_and_compared_or_refused(tmp_path: Path, place: int, new: Any) -> None:
@@ -455,7 +487,6 @@ def test_any_change_of_a_record_is_read_and_compared_or_refused(tmp_path: Path, 
             compare([tmp_path], resamples=10)
 
 
-@pytest.mark.slow
 @fuzz
 @given(st.sampled_from(["config.json", "manifest.json"]), st.integers(0, 60), odd)
 def test_any_change_of_a_checkpoint_is_loaded_or_refused(

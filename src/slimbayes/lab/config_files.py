@@ -45,7 +45,7 @@ def load(file: Path | str, overrides: Sequence[str] = (), scale: str = "full") -
     """
     tree = read_tree(Path(file))
     if names := row_names(tree):
-        raise ConfigError(f"{file} holds {len(names)} experiments: name one of them, as in {file}#{names[0]}.")
+        raise ConfigError(f"{file} holds {len(names)} experiments: name one of them, as in {file}#{cut(names[0])}.")
     small = tree.pop("small", {})
     tree.pop("paper", None)
     if scale == "small":
@@ -159,7 +159,9 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
     """An experiment from a tree of plain values; raises ConfigError with every fault."""
     version = tree.get("format", FORMAT)
     if isinstance(version, int) and version > FORMAT:
-        raise ConfigError(f"{source} has format {version}, made for a newer slimbayes; this one reads format {FORMAT}.")
+        raise ConfigError(
+            f"{source} has format {brief(version)}, made for a newer slimbayes; this one reads format {FORMAT}."
+        )
     try:
         # As JSON, where strict types still take lists for tuples: a number is no truth value, and no text.
         written = json.dumps(_whole({k: v for k, v in tree.items() if k not in _SIDE}))

@@ -15,6 +15,7 @@ values; mappings are laid over the base's as `extends` does. All combinations ar
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from slimbayes.lab.launch import Run
 
 _UNNAMED = ("seed", "data.name")  # runs that differ by these alone share a name: reports tell them apart
 _SHOWN = 20  # faults in one message
+_RUNS = 10_000  # of one sweep
 _LOWER = ("nll", "brier", "ece", "mce", "adaptive_ece", "classwise_ece", "aurc", "rmse", "crps")  # is better
 _HIGHER = ("accuracy", "top5", "auroc", "aucpr", "lpd")
 Values = list[Any] | dict[str, Any]
@@ -117,7 +119,7 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> Sweep:
         axis = {"axes": {path: parse_override(f"axis={value}")["axis"]}} if section == "axes" else None
         tree = merged(tree, axis or parse_override(text))
     try:
-        return Sweep.model_validate(tree)
+        return Sweep.model_validate(tree, strict=True)
     except ValidationError as error:
         places = [(".".join(cut(str(part), most=60) for part in f["loc"]), f) for f in error.errors(include_url=False)]
         faults = listed([f"{place}: {_fault(fault)}" for place, fault in places])
@@ -141,6 +143,8 @@ def combinations(chosen: Sweep, file: Path, out: Path, overrides: Sequence[str] 
     """The runs of a sweep, equal ones once; raises ConfigError with the axis values of those that are not valid."""
     base = _base(chosen, file, overrides, scale)
     axes = {path: labelled(path, values) for path, values in chosen.axes.items()}
+    if (count := math.prod(map(len, axes.values()))) > _RUNS:
+        raise ConfigError(f"{file} has {count:,} combinations, more than {_RUNS:,}.")
     found: dict[str, Run] = {}
     faults: dict[str, list[str]] = {}
     for values in itertools.product(*(axis.items() for axis in axes.values())):
@@ -155,8 +159,8 @@ def combinations(chosen: Sweep, file: Path, out: Path, overrides: Sequence[str] 
     if faults:
         lines = [f"{file} has combinations that are no valid experiments; nothing was run."]
         for fault, where in list(faults.items())[:_SHOWN]:
-            lines += [where[0] + (f" and {len(where) - 1} more:" if where[1:] else ":"), fault]
-        raise ConfigError("\n".join(lines))
+            lines += [cut(where[0]) + (f" and {len(where) - 1} more:" if where[1:] else ":"), fault]
+        raise ConfigError(cut("\n".join(lines), most=3500))
     _check_names(found.values())
     return list(found.values())
 
@@ -208,7 +212,7 @@ def _check_names(runs: Iterable[Run]) -> None:
         other = seen.setdefault((e.name, e.data.name, e.seed), run)
         if other is not run:
             raise ConfigError(
-                f"Two runs would be called {e.name!r} with seed {e.seed}: {other.told}, and {run.told}. "
+                f"Two runs would be called {e.name!r} with seed {e.seed}: {cut(other.told)}, and {cut(run.told)}. "
                 'Let `name` hold every axis that varies, as in "{method}-{lr}".'
             )
 
@@ -242,7 +246,7 @@ def labelled(path: str, values: Values) -> dict[str, Any]:
         raise ConfigError(f"The axis {path} has no values.")
     if isinstance(values, dict):
         return {str(label): value for label, value in values.items()}
-    kinds = Counter(value.get("kind") for value in values if isinstance(value, dict))
+    kinds = Counter(str(value.get("kind")) for value in values if isinstance(value, dict))
     out: dict[str, Any] = {}
     for number, value in enumerate(values):
         label = _label(value, kinds)
@@ -254,7 +258,7 @@ def labelled(path: str, values: Values) -> dict[str, Any]:
 
 def _label(value: Any, kinds: Counter[Any]) -> str:
     if isinstance(value, dict):
-        kind = value.get("kind")
+        kind = str(value["kind"]) if value.get("kind") else ""
         rest = [f"{key}-{_label(one, kinds)}" for key, one in value.items() if key != "kind"]
         return "-".join(rest if not kind else [kind, *rest] if kinds[kind] > 1 else [kind])
     if isinstance(value, list):
