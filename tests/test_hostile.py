@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lab_configs import BASE, METHODS
@@ -31,6 +32,8 @@ from slimbayes.lab import yaml_text
 from slimbayes.lab.checkpoints import latest_checkpoint, save_checkpoint
 from slimbayes.lab.config_files import ConfigError, load, parse_override, read_tree, validate
 from slimbayes.lab.config_rows import merged, row_names
+from slimbayes.lab.predict_file import read_predictor
+from slimbayes.lab.run_folder import RunError
 from slimbayes.lab.sweep_config import combinations, read_sweep
 from slimbayes.report import compare, write_page
 from slimbayes.report.record import RecordError, read
@@ -304,6 +307,13 @@ def test_a_bad_record_never_takes_the_others_down(tmp_path: Path) -> None:
     assert all(f"bad{i}/record.json" in page for i in range(len(of("records"))))
 
 
+def test_a_run_whose_inputs_are_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml_text.dump(validate(BASE).resolved))
+    (tmp_path / "inputs.json").write_bytes(b"[" * 20_000)
+    with refused(RunError, "nested deeper than 64"):
+        read_predictor(tmp_path, torch.device("cpu"))
+
+
 # --- checkpoints ---
 
 
@@ -425,6 +435,11 @@ EXPERIMENTS = [validate(merged(BASE, {"method": method})) for method in METHODS.
 FULL = [json.loads(json.dumps(experiment.resolved)) for experiment in EXPERIMENTS]
 ODD = [-5, 0, True, "", "yes", "x" * 5000, None, [], {}, [[]], 1e308, -1e-320, 2**70, {"kind": []}, {"kind": "Normal"}]
 odd = st.sampled_from(ODD) | trees
+
+
+@pytest.mark.parametrize("tree", FULL, ids=list(METHODS))
+def test_configs_as_they_were_written_before_are_read(tree: dict[str, Any]) -> None:
+    assert yaml_text.parse(yaml.safe_dump(tree, sort_keys=False)) == tree == yaml_text.parse(yaml_text.dump(tree))
 
 
 @fuzz
