@@ -59,7 +59,7 @@ def test_a_row_lies_over_its_axes_and_these_over_the_file(table: Path) -> None:
         ("odd.yaml#a", "rows: [a]", "rows must be a mapping"),
         ("odd.yaml#a", "axes: {k: {a: {}}}\nrows: {b: {}}", "rows.b is no combination of the axes"),
         ("odd.yaml#a", "axes: {k: [a]}", "mappings from labels"),
-        ("odd.yaml#1", "axes: {k: {1: {}}}", "mappings from labels, which are text"),
+        ("odd.yaml#1", "axes: {k: {1: {}}}", "a key must be text, got 1: put it in quotes"),
     ],
 )
 def test_wrong_rows_are_named(table: Path, name: str, text: str, message: str) -> None:

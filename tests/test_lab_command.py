@@ -69,6 +69,38 @@ print(time.process_time(), *(name in sys.modules for name in ("torch", "pydantic
     )
 
 
+def test_configs_are_checked_without_torch() -> None:
+    """Every file of experiments/, one row of each, and the help of every command, in one process."""
+    code = """
+import sys, time
+from pathlib import Path
+from typer.testing import CliRunner
+from slimbayes.lab.command import app
+from slimbayes.lab.config_files import read_tree
+from slimbayes.lab.config_rows import row_names
+
+run, told = CliRunner().invoke, []
+first = run(app, ["config", "check", "experiments/demo/digits.yaml#2-rank1-cauchy"])
+seconds = time.process_time()
+for file in sorted(Path("experiments").glob("*/*.yaml")):
+    rows = row_names(read_tree(file))
+    told.append(run(app, ["config", "check", f"{file}#{rows[0]}" if rows else str(file)]).output)
+commands = ["fit", "evaluate", "predict", "compare", "sweep", "reproduce", "report", "data", "config"]
+inner = [["data", name] for name in ("list", "check", "prepare")]
+inner += [["config", name] for name in ("check", "show", "schema")]
+helped = [run(app, [*words, "--help"]).exit_code for words in [[name] for name in commands] + inner]
+wrong = run(app, ["config", "check", "experiments/demo/digits.yaml#2-rank1-cauchy", "--set", "method.prior.scale=-1"])
+print(seconds, "torch" in sys.modules, first.exit_code, sum("is valid" in text for text in told), len(told), *helped)
+print(wrong.exit_code, "needs a positive, finite scale" in wrong.output)
+"""
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    (seconds, torch, first, valid, files, *helped), wrong = (line.split() for line in done.stdout.splitlines()[-2:])
+    assert torch == "False" and first == "0" and float(seconds) < 2
+    assert int(files) >= 45 and int(valid) >= 35 and set(helped) == {"0"}
+    assert wrong == ["2", "True"]  # it is the whole check: the method's own, too
+
+
 @pytest.mark.parametrize(
     "command", ["fit", "evaluate", "predict", "compare", "sweep", "reproduce", "report", "data", "config"]
 )

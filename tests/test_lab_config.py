@@ -1,9 +1,11 @@
 """Configs of the lab: closed, typed, round trips, overrides, and errors that name the path and the nearest word."""
 
+import inspect
 import json
 import math
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -13,8 +15,9 @@ from lab_configs import experiment
 
 import slimbayes as sb
 from slimbayes.lab import recipes
-from slimbayes.lab.config import NETWORKS, Experiment
+from slimbayes.lab.config import CORRUPTIONS, EXTRA, Experiment
 from slimbayes.lab.config_files import ConfigError, load, merged, parse_override, read_tree, validate
+from slimbayes.lab.networks import Augmentation, Named, Network
 from slimbayes.posteriors import METHODS
 
 BASE: dict[str, Any] = {
@@ -40,11 +43,34 @@ def test_every_method_can_be_named_and_survives_the_round_trip(name: str) -> Non
     assert validate(yaml.safe_load(yaml.safe_dump(experiment.resolved))).hash == experiment.hash
 
 
-@pytest.mark.parametrize("network", NETWORKS, ids=lambda f: f.__name__)
-def test_every_network_can_be_named_with_its_defaults(network: Any) -> None:
-    experiment = validate(with_(model={"kind": network.__name__}))
-    assert experiment.model.makes is network
+def named(union: Any) -> list[tuple[type[Named], str]]:
+    """The models of a union, with each kind that they stand for."""
+    models = get_args(get_args(union)[0])
+    return [(model, kind) for model in models for kind in get_args(model.model_fields["kind"].annotation)]
+
+
+@pytest.mark.parametrize(("model", "kind"), [*named(Network), *named(Augmentation)])
+def test_options_of_networks_and_augmentations_are_those_of_their_functions(model: type[Named], kind: str) -> None:
+    parameters = inspect.signature(getattr(import_module(model.home), kind)).parameters
+    options = {name: field for name, field in model.model_fields.items() if name != "kind"}
+    assert parameters.keys() == options.keys() | set(model.filled)
+    defaults = {name: p.default for name, p in parameters.items() if name in options and p.default is not p.empty}
+    assert defaults == {name: field.default for name, field in options.items() if not field.is_required()}
+
+
+def test_every_network_is_there() -> None:
+    public = {name for name, value in vars(sb.models).items() if inspect.isfunction(value)}
+    assert {kind for _, kind in named(Network)} == public - {"deep_mlp", "keras_count", "matching_width"}
+
+
+@pytest.mark.parametrize("kind", [kind for _, kind in named(Network)])
+def test_every_network_can_be_named_with_its_defaults(kind: str) -> None:
+    experiment = validate(with_(model={"kind": kind}))
     assert validate(experiment.resolved).hash == experiment.hash
+
+
+def test_corruptions_are_those_of_the_data() -> None:
+    assert (CORRUPTIONS, EXTRA) == (sb.data.CORRUPTIONS, sb.data.EXTRA)
 
 
 def test_values_reach_the_method() -> None:
@@ -237,8 +263,8 @@ def test_the_order_of_patterns_is_part_of_the_name() -> None:
 def test_hashes_see_values_not_how_they_are_written() -> None:
     same = (
         {"train": {"epochs": 2.0}},
-        {"seed": "0"},
-        {"train": {"optimizer": {"lr": "1e-2"}}},
+        {"seed": 0.0},
+        {"train": {"optimizer": {"lr": 1e-2}}},
         {"evaluate": {"draws": (1,)}},
         {"method": {"prior": {"kind": "Normal", "loc": 1, "scale": 0.1}}},
     )

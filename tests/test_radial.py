@@ -10,6 +10,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.posteriors import METHODS, radial
+from slimbayes.posteriors.configs import radial as config
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,7 +81,7 @@ def test_a_file_is_all_that_a_method_needs() -> None:
 
 def test_the_page_on_adding_a_method_shows_this_file() -> None:
     page = (ROOT / "docs" / "adding_a_method.md").read_text()
-    file = Path(radial.__file__).read_text()
+    file = Path(radial.__file__).read_text() + Path(config.__file__).read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
     shown = [block for block in blocks if not block.startswith("import slimbayes")]
     assert len(shown) >= 3 and all(block in file for block in shown)

@@ -15,6 +15,11 @@ from slimbayes.report.record import Evaluation, Example
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="the browser tests need playwright: pip install playwright"
 )
+# Names that every object of JavaScript has, and such as are empty, long, invisible, written backwards or paths.
+NAMES = [
+    "__proto__", "constructor", "toString", "hasOwnProperty", "", "x" * 10_000, "a\u200bb", "a b", "\u202eb", "../x",
+    "'\"",
+]  # fmt: skip
 METHODS = ["deterministic", "batch-ensemble", "rank1-gaussian", "rank1-cauchy"]
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -48,7 +53,7 @@ def pages(tmp_path_factory):
     )
     (damaged := folder / "damaged").mkdir()
     (damaged / "record.json").write_text("{")
-    bad = save(folder / "bad", *(hostile(text) for text in HOSTILE))
+    bad = save(folder / "bad", *(hostile(text) for text in [*HOSTILE, *NAMES]))
     return {
         "good": write_page([*good, damaged], folder / "good.html"),
         "bad": write_page(bad, folder / "bad.html", HOSTILE[0]),
@@ -314,6 +319,12 @@ def test_hostile_text_does_nothing(browser, pages):
         page = visit.page
         assert page.evaluate("document.scripts.length") == 3 and page.locator("img, iframe, object, embed").count() == 0
         assert page.locator("h1").inner_text() == HOSTILE[0]
+        charts = page.locator(".chart")
+        assert charts.count() >= 8 and page.locator(".chart svg").count() == charts.count()
+        assert page.get_by_text("could not be drawn").count() == 0
+        assert page.locator("#table-1 tbody tr").count() == len(HOSTILE) + len(NAMES)
+        bars = page.locator("#figure-3 .mark-rect path, #figure-3 .mark-symbol path")
+        assert bars.count() >= len(HOSTILE) + len(NAMES)  # nobody is lost
         for details in page.locator("details").all():
             details.evaluate("element => { element.open = true }")
         for figure in page.locator("figure.charted").all():

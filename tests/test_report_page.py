@@ -434,3 +434,12 @@ def test_colours_stand_out_on_both_papers_and_for_colour_blind_readers():
         lab = np.stack([116 * f[:, 1] - 16, 500 * (f[:, 0] - f[:, 1]), 200 * (f[:, 1] - f[:, 2])], 1)
         gaps = np.linalg.norm(lab[:, None] - lab[None], axis=-1)[np.triu_indices(len(lab), 1)]
         assert gaps.min() > 20
+
+
+def test_names_are_shown_short_apart_and_harmless(tmp_path):
+    names = ["__proto__", "constructor", "x" * 10_000, "x" * 10_001, "a\u200bb", "a b", "a\nb", ""]
+    groups = load(save(tmp_path, *(record(name, 0, corruptions=1) for name in names))).groups
+    shown = [group.name for group in groups]
+    assert shown[:2] == ["“__proto__”", "“constructor”"] and shown[4:] == ["a b", "a b (2)", "a b (3)", "unnamed"]
+    assert len(set(shown)) == len(names) and max(map(len, shown)) < 100
+    assert [group.records[0].name for group in groups] == names

@@ -30,9 +30,9 @@ from slimbayes.files import CheckpointError as CheckpointError
 from slimbayes.layers import register_layer as register_layer
 from slimbayes.posteriors import config_from_dict as config_from_dict
 from slimbayes.posteriors.base import Config as Config
-from slimbayes.posteriors.batch_ensemble import BatchEnsemble as BatchEnsemble
-from slimbayes.posteriors.deterministic import Deterministic as Deterministic
-from slimbayes.posteriors.drop_connect import DropConnect as DropConnect
+from slimbayes.posteriors.configs.batch_ensemble import BatchEnsemble as BatchEnsemble
+from slimbayes.posteriors.configs.deterministic import Deterministic as Deterministic
+from slimbayes.posteriors.configs.drop_connect import DropConnect as DropConnect
 from slimbayes.posteriors.ensemble import Ensemble as Ensemble
 from slimbayes.posteriors.k_tied import KTied as KTied
 from slimbayes.posteriors.k_tied import MatrixNormal as MatrixNormal

@@ -1,7 +1,32 @@
 """Wording shared by error messages."""
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = 60
+_brief.maxlong = 40
+_brief.maxlevel = 3
+_brief.maxdict = _brief.maxlist = _brief.maxtuple = 4
+
+
+def brief(value: object) -> str:
+    """A value in at most some hundred characters: messages name what was got, whatever its size.
+
+    >>> brief([1.5, "yes"]), brief("x" * 1000)
+    ("[1.5, 'yes']", "'xxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxxx'")
+    """
+    return cut(_brief.repr(value))
+
+
+def cut(text: str, most: int = 300) -> str:
+    """A text's beginning, with a word on what is left out.
+
+    >>> cut("abcdef", most=3)
+    'abc... (3 characters more)'
+    """
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most:,} characters more)"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -12,6 +37,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     names = list(known)
     lower = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(word.lower(), lower, n=1)
+    near = difflib.get_close_matches(word[:80].lower(), lower, n=1)
     hint = f"; did you mean {lower[near[0]]!r}?" if near else "."
-    return f"{hint} Known: {', '.join(names)}."
+    return f"{hint} Known: {cut(', '.join(names), most=2000)}."

@@ -8,12 +8,16 @@ import csv
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from slimbayes.errors import brief, cut
+from slimbayes.untrusted import parse_json, read_file
 
 FORMAT = 1
 
@@ -91,9 +95,9 @@ def read_folder(folder: Path, needed: set[str]) -> dict[str, bytes]:
     files = {}
     for name, expected in _read_manifest(folder, needed).items():
         try:
-            files[name] = (folder / name).read_bytes()
+            files[name] = read_file(folder / name, limit=math.inf)
         except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error}.") from error
+            raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}.") from error
         if hashlib.sha256(files[name]).hexdigest() != expected:
             raise CheckpointError(
                 f"{folder / name} is damaged: its sha256 differs from the manifest's. Restore it from a copy."
@@ -114,13 +118,13 @@ def _read_manifest(folder: Path, needed: set[str]) -> dict[str, str]:
     """The sha256 of each file, by its name."""
     file = folder / "manifest.json"
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = parse_json(read_file(file))
         version, hashes = manifest["format"], manifest["sha256"]
         named = all(isinstance(n, str) and Path(n).name == n and isinstance(h, str) for n, h in hashes.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is missing or damaged: {error}.") from error
+        raise CheckpointError(f"{file} is missing or damaged: {cut(str(error))}.") from error
     if version != FORMAT:
-        raise CheckpointError(f"{folder} has format {version!r}; this version of slimbayes reads format {FORMAT}.")
+        raise CheckpointError(f"{folder} has format {brief(version)}; this version of slimbayes reads format {FORMAT}.")
     if not named or not needed <= set(hashes):
         raise CheckpointError(f"{file} is damaged: it does not list {' and '.join(sorted(needed))}.")
     return hashes

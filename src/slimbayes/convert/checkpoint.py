@@ -26,10 +26,15 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import Model, bayesianize, conversions_of
+from slimbayes.convert.convert import Model, bayesianize, conversions_of, debayesianize
+from slimbayes.convert.plan import Selection
+from slimbayes.convert.saved_config import read_config
+from slimbayes.convert.summary import estimate_cost
+from slimbayes.errors import cut
 from slimbayes.files import FORMAT, CheckpointError, as_json, read_folder, write_folder
 from slimbayes.layers.base import Converted
 from slimbayes.posteriors import config_from_dict
+from slimbayes.posteriors.base import Config
 from slimbayes.train.elbo import check_finite
 
 _MARK = "posterior."
@@ -93,7 +98,7 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     """
     folder = _present(Path(path))
     files = read_folder(folder, {"config.json", "posterior.safetensors"})
-    config = json.loads(files["config.json"])
+    config = read_config(files["config.json"], folder / "config.json")
     if any("_slimbayes" in m.__dict__ for m in model.modules()):
         raise CheckpointError(
             "load needs the plain base model, but this one is converted already. Call debayesianize first."
@@ -103,6 +108,8 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     _check_base(config["base"], own, "structure" if weights else check_base)
     posterior = _tensors(files["posterior.safetensors"], folder / "posterior.safetensors")
     base = _tensors(files["base.safetensors"], folder / "base.safetensors") if weights else {}
+    if weights:
+        _check_own(base, own, folder / "base.safetensors")
     _convert(model, config["conversions"], posterior, folder)
     model.load_state_dict(posterior | base, strict=False)
     return model
@@ -158,8 +165,7 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
 
 def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dict[str, Tensor], folder: Path) -> None:
     """Convert each module as recorded; on any misfit put the model back and say what it was."""
-    from slimbayes.convert.convert import debayesianize
-
+    room = sum(t.numel() for t in posterior.values())  # numbers in the file that no conversion so far has asked for
     try:
         for record in conversions:
             module = model.get_submodule(record["module"])
@@ -167,13 +173,42 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
                 config = config_from_dict(group["config"])
                 wanted = set(group["layers"])
                 include = (lambda name, layer, wanted=wanted: name in wanted) if wanted else None
+                room = _room_after(room, module, config, include, folder)
                 bayesianize(module, config, include=include, batch_dim=record["batch_dim"])
         _check_tensors(model, posterior, folder)
-    except (ValueError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         debayesianize(model)
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{folder}: the checkpoint does not fit this model. {error}") from error
+        raise CheckpointError(f"{folder}: the checkpoint does not fit this model. {cut(str(error))}") from error
+
+
+def _room_after(room: int, module: nn.Module, config: Config, include: Selection, folder: Path) -> int:
+    """Numbers left in the file beside those that a conversion needs, which is refused before anything is allocated
+    where there are too few.
+    """
+    copies = max(config.members, getattr(config, "components", 1)) - 1  # each has one number at least
+    needed = estimate_cost(module, config, include).extra_parameters if copies <= room else copies
+    if needed > room:
+        raise CheckpointError(
+            f"{folder / 'config.json'} asks for {type(config).__name__} with {needed:,} numbers or more, "
+            f"of which posterior.safetensors holds {room:,}."
+        )
+    return room - needed
+
+
+def _check_own(given: dict[str, Tensor], own: dict[str, Tensor], file: Path) -> None:
+    """Refuse base weights of other names or shapes than the model's, and too few; of tied ones one will do."""
+    filled = {own[name].data_ptr() for name in given.keys() & own.keys()}
+    faults = [f"unexpected {n}" for n in given.keys() - own.keys()]
+    faults += [f"missing {n}" for n in own.keys() - given.keys() if own[n].data_ptr() not in filled]
+    faults += [
+        f"{n} is {tuple(given[n].shape)} but {tuple(own[n].shape)} is needed"
+        for n in given.keys() & own.keys()
+        if given[n].shape != own[n].shape
+    ]
+    if faults:
+        raise CheckpointError(f"{file} does not fit: {_some(sorted(faults))}.")
 
 
 def _check_tensors(model: nn.Module, posterior: dict[str, Tensor], folder: Path) -> None:
@@ -225,14 +260,14 @@ def _check_base(recorded: dict[str, Any], state: dict[str, Tensor], check: str) 
 
 def _some(faults: list[str], most: int = 5) -> str:
     more = f" and {len(faults) - most} more" if len(faults) > most else ""
-    return "; ".join(faults[:most]) + more
+    return "; ".join(cut(fault) for fault in faults[:most]) + more
 
 
 def _tensors(data: bytes, file: Path) -> dict[str, Tensor]:
     try:
         return load_tensors(data)
     except SafetensorError as error:
-        raise CheckpointError(f"{file} is not a valid safetensors file: {error}.") from error
+        raise CheckpointError(f"{file} is not a valid safetensors file: {cut(str(error))}.") from error
 
 
 def _present(path: Path) -> Path:

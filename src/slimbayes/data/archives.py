@@ -21,6 +21,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from slimbayes.untrusted import check_regular, read_file
+
 LIMIT = 1 << 30  # bytes that a file may unpack to: the largest honest one, the year table of 515,345 x 91, has 0.38e9
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
 
@@ -44,6 +46,8 @@ def checked_zip(path: Path, content: IO[bytes] | None = None) -> Iterator[zipfil
     """An open zip, at `path` or the `content` that came from there, whose entries have harmless names and unpack to
     LIMIT bytes at most; reading errors name the file."""
     try:
+        if content is None:
+            check_regular(path)
         archive = zipfile.ZipFile(content or path)
     except _BROKEN as error:
         if isinstance(error, FileNotFoundError):
@@ -132,6 +136,7 @@ def map_npy(path: Path, shape: tuple[int | None, ...], kinds: str) -> Any:
     `shape` has None where any size will do, `kinds` the letters of the allowed numpy kinds (unsigned, int, float).
     """
     try:
+        check_regular(path)
         array = require("numpy").lib.format.open_memmap(path, mode="c")
     except FileNotFoundError:
         raise
@@ -148,6 +153,7 @@ def read_idx(path: Path, dims: int) -> Tensor:
     """An idx file of unsigned bytes with `dims` dimensions, plain or gzipped (its name ends in .gz): uint8."""
     start, magic = 4 + 4 * dims, bytes((0, 0, 8, dims))
     try:
+        check_regular(path)
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             header = file.read(start)
             shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(4, start, 4))
@@ -169,8 +175,10 @@ def read_xz(path: Path) -> bytes:
     """The content of an .xz file, LIMIT bytes at most."""
     unpacker = lzma.LZMADecompressor(memlimit=LIMIT)
     try:
-        content = unpacker.decompress(path.read_bytes(), LIMIT + 1)
-    except lzma.LZMAError as error:
+        content = unpacker.decompress(read_file(path, LIMIT), LIMIT + 1)
+    except FileNotFoundError:
+        raise
+    except (OSError, lzma.LZMAError) as error:
         raise ValueError(f"{path} is not a readable .xz file: {error}") from error
     if not unpacker.eof:
         raise ValueError(f"{path} is cut short, or unpacks to more than the {LIMIT:,} bytes allowed.")

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimbayes.data.archives import LIMIT
+from slimbayes.untrusted import read_file
+
 
 class _Dtype:
     """Stands for numpy.dtype: the type's code, as "u1"."""
@@ -83,7 +86,7 @@ def _load(place: str, packed: bytes) -> Any:
 
 def read_cifar_pickle(path: Path) -> dict[str, Any]:
     """The dictionary in a file of CIFAR's python version, text keys, arrays as uint8 tensors."""
-    content = _load(f"{path} is not a file of CIFAR's python version", path.read_bytes())
+    content = _load(f"{path} is not a file of CIFAR's python version", read_file(path, LIMIT))
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a dictionary, got {type(content).__name__}.")
     named = {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}

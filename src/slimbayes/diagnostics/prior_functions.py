@@ -30,7 +30,7 @@ from slimbayes.convert.convert import bayesianize
 from slimbayes.diagnostics.plots import bare, empty_figure
 from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.drop_connect import DropConnect
+from slimbayes.posteriors.configs.drop_connect import DropConnect
 from slimbayes.posteriors.mixture import Mixture
 from slimbayes.prediction.sample import frozen, sample
 

@@ -14,33 +14,40 @@ noise can be an input of an exported graph.
 `kl.py` has the divergences between them, `priors.py` the priors on the weights of Gaussian posteriors.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from slimbayes.errors import brief, did_you_mean
 
-from slimbayes.errors import did_you_mean
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-Value = float | Tensor
+    Value = float | Tensor
+else:
+    Value = float  # what configs can say; torch is only loaded where tensors are at work
 SCALE_FLOOR = 1e-7  # the reference code's constraint adds it, so that a scale is never exactly zero
-FAMILIES: dict[str, type["Distribution"]] = {}  # by name; a class joins when it is defined
+FAMILIES: dict[str, type[Distribution]] = {}  # by name; a class joins when it is defined
 
 
 def wide(tensor: Tensor) -> Tensor:
     """Half-precision tensors as float32, others as they are: scales and KLs need the digits."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 2 else tensor
 
 
 def scale_from_rho(rho: Tensor) -> Tensor:
     """Map an unconstrained parameter to a positive scale: softplus(rho) + 1e-7, in float32 or wider.
 
+    >>> import torch
     >>> round(scale_from_rho(torch.tensor(-3.437516)).item(), 6)
     0.031639
     """
-    return F.softplus(wide(rho)) + SCALE_FLOOR
+    from torch.nn.functional import softplus
+
+    return softplus(wide(rho)) + SCALE_FLOOR
 
 
 def rho_from_scale(scale: float) -> float:
@@ -85,12 +92,14 @@ class Distribution:
         """Log density at x."""
         raise TypeError(f"{type(self).__name__} has no density.")
 
-    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> "Distribution":
+    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
         """The density this prior stands for beside a Gaussian posterior with these means and log scales."""
         return self
 
     def initial(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Draw starting values for a parameter of this shape from torch's default generator."""
+        import torch
+
         return self.rsample(torch.randn(shape, device=device, dtype=dtype))
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,12 +107,17 @@ class Distribution:
         return {"kind": type(self).__name__} | {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+def is_tensor(value: Value) -> TypeGuard[Tensor]:
+    """Whether a field is a tensor, without torch where it is a number."""
+    return hasattr(value, "detach")
+
+
 def log_of(value: Value) -> Value:
-    return value.log() if isinstance(value, Tensor) else math.log(value)
+    return value.log() if is_tensor(value) else math.log(value)
 
 
 def check_scale(owner: object, scale: Value) -> None:
-    if not isinstance(scale, Tensor) and not (scale > 0 and math.isfinite(scale)):
+    if not is_tensor(scale) and not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"{type(owner).__name__} needs a positive, finite scale, got {scale!r}.")
 
 
@@ -111,6 +125,7 @@ def check_scale(owner: object, scale: Value) -> None:
 class Normal(Distribution):
     """Gaussian with mean `loc` and standard deviation `scale`.
 
+    >>> import torch
     >>> Normal(1.0, 0.1).rsample(torch.tensor([0.0, 1.0]))
     tensor([1.0000, 1.1000])
     """
@@ -132,6 +147,7 @@ class Normal(Distribution):
 class Cauchy(Distribution):
     """Cauchy with median `loc` and half-width `scale`: tails so heavy that it has no mean.
 
+    >>> import torch
     >>> Cauchy(1.0, 0.1).rsample(torch.tensor([0.0, 0.6744898]))  # the quartile of the normal
     tensor([1.0000, 1.1000])
     """
@@ -146,13 +162,14 @@ class Cauchy(Distribution):
         return self.loc + self.scale * standard_cauchy(noise)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        return -torch.log1p(((x - self.loc) / self.scale) ** 2) - log_of(self.scale) - math.log(math.pi)
+        return -(((x - self.loc) / self.scale) ** 2).log1p() - log_of(self.scale) - math.log(math.pi)
 
 
 @dataclass(frozen=True)
 class LogNormal(Distribution):
     """exp of a Normal(loc, scale): positive, median exp(loc).
 
+    >>> import torch
     >>> LogNormal(0.0, 0.5).rsample(torch.tensor([0.0]))
     tensor([1.])
     """
@@ -165,7 +182,7 @@ class LogNormal(Distribution):
         check_scale(self, self.scale)
 
     def rsample(self, noise: Tensor) -> Tensor:
-        return torch.exp(self.loc + self.scale * noise)
+        return (self.loc + self.scale * noise).exp()
 
     def log_prob(self, x: Tensor) -> Tensor:
         return Normal(self.loc, self.scale).log_prob(x.log()) - x.log()
@@ -175,6 +192,7 @@ class LogNormal(Distribution):
 class HalfCauchy(Distribution):
     """|x| of a Cauchy(0, scale): the horseshoe's prior on a positive scale.
 
+    >>> import torch
     >>> HalfCauchy(1.0).log_prob(torch.tensor(0.0)).exp()  # 2 / pi
     tensor(0.6366)
     """
@@ -200,7 +218,7 @@ class Point(Distribution):
     loc: Value = 1.0
 
     def rsample(self, noise: Tensor) -> Tensor:
-        return self.loc + torch.zeros_like(noise)
+        return self.loc + noise.new_zeros(noise.shape)
 
 
 @dataclass(frozen=True)
@@ -218,6 +236,8 @@ class Signs(Distribution):
             raise ValueError(f"Signs needs a probability between 0 and 1, got {self.positive!r}.")
 
     def initial(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        import torch
+
         positive = torch.rand(shape, device=device, dtype=dtype).lt(self.positive)
         return positive.to(dtype or torch.get_default_dtype()) * 2 - 1
 
@@ -229,8 +249,8 @@ def distribution_from_dict(data: dict[str, Any]) -> Distribution:
     Cauchy(loc=1.0, scale=0.1)
     """
     family = data.get("kind")
-    if family not in FAMILIES:
-        raise ValueError(f"Unknown distribution family {family!r}{did_you_mean(str(family), FAMILIES)}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(f"Unknown distribution family {brief(family)}{did_you_mean(str(family)[:80], FAMILIES)}")
     values = {k: v for k, v in data.items() if k != "kind"}
     known = [f.name for f in fields(FAMILIES[family])]
     for name in values:
@@ -239,13 +259,36 @@ def distribution_from_dict(data: dict[str, Any]) -> Distribution:
     return FAMILIES[family](**values)
 
 
+def check_pair(q: type[Distribution], p: type[Distribution]) -> None:
+    """Refuse a posterior and prior whose KL is infinite or undefined."""
+    if p in (Point, Signs):
+        raise ValueError(f"{p.__name__} cannot serve as a prior: it has no density.")
+    if q in (HalfCauchy, Signs):
+        raise ValueError(f"{q.__name__} cannot serve as a posterior: choose Normal, Cauchy, LogNormal or Point.")
+    if q is Point:
+        return
+    if q.support == "real" and p.support == "positive":
+        raise ValueError(
+            f"A {q.__name__} posterior puts mass on negative values where a {p.__name__} prior has none, "
+            f"so their KL is infinite. Use a LogNormal posterior, or a Normal or Cauchy prior."
+        )
+    if q is Cauchy and p is Normal:
+        raise ValueError(
+            "KL(Cauchy || Normal) is infinite: a Cauchy posterior has no second moment. "
+            "Use a Cauchy prior, or a Normal posterior under the Cauchy prior."
+        )
+
+
 def standard_cauchy(noise: Tensor) -> Tensor:
     """Turn standard normal noise into standard Cauchy noise by matching quantiles.
 
     The tail is taken from erfc, which keeps full relative precision where 1 - erf would round to zero.
 
+    >>> import torch
     >>> standard_cauchy(torch.tensor([0.6744898, -0.6744898])).round(decimals=4)  # the quartiles
     tensor([ 1., -1.])
     """
+    import torch
+
     tail = torch.special.erfc(noise.abs() * math.sqrt(0.5)).clamp_min(torch.finfo(noise.dtype).tiny)
     return torch.sign(noise) / torch.tan(0.5 * math.pi * tail).abs()  # float pi / 2 may round past the pole

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.distributions.families import Cauchy, Distribution, HalfCauchy, LogNormal, Normal, Point, Signs, log_of
+from slimbayes.distributions.families import Cauchy, Distribution, LogNormal, Normal, Point, log_of
+from slimbayes.distributions.families import check_pair as check_pair
 
 
 def kl(q: Distribution, p: Distribution) -> Tensor:
@@ -30,26 +31,6 @@ def kl(q: Distribution, p: Distribution) -> Tensor:
     if isinstance(q, Point):
         return torch.zeros_like(torch.as_tensor(q.loc))
     return _CLOSED_FORMS.get((type(q), type(p)), _kl_by_quadrature)(q, p)
-
-
-def check_pair(q: type[Distribution], p: type[Distribution]) -> None:
-    """Refuse a posterior and prior whose KL is infinite or undefined."""
-    if p in (Point, Signs):
-        raise ValueError(f"{p.__name__} cannot serve as a prior: it has no density.")
-    if q in (HalfCauchy, Signs):
-        raise ValueError(f"{q.__name__} cannot serve as a posterior: choose Normal, Cauchy, LogNormal or Point.")
-    if q is Point:
-        return
-    if q.support == "real" and p.support == "positive":
-        raise ValueError(
-            f"A {q.__name__} posterior puts mass on negative values where a {p.__name__} prior has none, "
-            f"so their KL is infinite. Use a LogNormal posterior, or a Normal or Cauchy prior."
-        )
-    if q is Cauchy and p is Normal:
-        raise ValueError(
-            "KL(Cauchy || Normal) is infinite: a Cauchy posterior has no second moment. "
-            "Use a Cauchy prior, or a Normal posterior under the Cauchy prior."
-        )
 
 
 def _kl_normal(q: Any, p: Any) -> Tensor:

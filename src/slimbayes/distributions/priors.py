@@ -3,14 +3,16 @@
 Sizes: m the fan-in of a weight matrix, the number of inputs that feed one output.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slimbayes.distributions.families import Distribution, Normal, check_scale
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def gaussian_kl(mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
@@ -21,6 +23,7 @@ def gaussian_kl(mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Ten
         prior: `Normal`, or one of this file.
         fan_in: m, for priors that scale with it.
 
+    >>> import torch
     >>> gaussian_kl(torch.zeros(3), torch.zeros(3), Normal(0.0, 1.0), fan_in=1)
     tensor(0.)
     """
@@ -32,7 +35,7 @@ def gaussian_kl(mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Ten
 def _normal(mean: Tensor, log_scale: Tensor, loc: Any, scale: Any) -> Tensor:
     # With t = 2 log(s / s0): (e^t - 1 - t) / 2 per weight, which is exact at t = 0 and never negative.
     t = 2 * (log_scale - math.log(scale))
-    return 0.5 * (torch.expm1(t) - t).sum() + 0.5 * ((mean - loc) / scale).square().sum()
+    return 0.5 * (t.expm1() - t).sum() + 0.5 * ((mean - loc) / scale).square().sum()
 
 
 def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
@@ -41,11 +44,12 @@ def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior
 
     Shape: deviation (n, ...), mean and log_scale (...); returns (n,) in float64.
 
+    >>> import torch
     >>> gaussian_log_ratio(torch.ones(2, 3), torch.zeros(3), torch.zeros(3), Normal(0.0, 1.0), fan_in=1)
     tensor([0., 0.], dtype=torch.float64)
     """
     deviation, mean, log_scale = deviation.double(), mean.double(), log_scale.double()
-    log_q = -0.5 * (deviation * torch.exp(-log_scale)).square() - log_scale - 0.5 * math.log(2 * math.pi)
+    log_q = -0.5 * (deviation * (-log_scale).exp()).square() - log_scale - 0.5 * math.log(2 * math.pi)
     log_p = prior.of_weights(mean, log_scale, fan_in).log_prob(mean + deviation)
     return (log_p - log_q).flatten(1).sum(1)
 
@@ -59,6 +63,7 @@ def prior_of_biases(prior: Any) -> Any:
 class HeNormal(Distribution):
     """Normal(0, sqrt(gain / m)), as He initialisation: wide layers do not shrink the signal. Biases get Normal(0, 1).
 
+    >>> import torch
     >>> HeNormal().gaussian_kl(torch.zeros(2), torch.zeros(2), fan_in=2)
     tensor(0.)
     """
@@ -79,6 +84,7 @@ class HeNormal(Distribution):
 class TiedMean(Distribution):
     """Normal(posterior mean, scale): regularises scales alone, as the rank-1 paper's mean-field baseline does.
 
+    >>> import torch
     >>> TiedMean(1.0).gaussian_kl(torch.tensor([5.0]), torch.zeros(1), fan_in=1)
     tensor(0.)
     """
@@ -89,6 +95,8 @@ class TiedMean(Distribution):
         check_scale(self, self.scale)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
+        import torch
+
         return _normal(torch.zeros_like(mean), log_scale, 0.0, self.scale)
 
     def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
@@ -103,6 +111,7 @@ class EmpiricalBayes(Distribution):
 
     The term is KL(q || Normal(0, v*)) - log InverseGamma(v*; a, b); gradients flow through v*.
 
+    >>> import torch
     >>> EmpiricalBayes().gaussian_kl(torch.zeros(4), torch.zeros(4), fan_in=2).isfinite()
     tensor(True)
     """
@@ -125,7 +134,7 @@ class EmpiricalBayes(Distribution):
         return Normal(0.0, self._moment_and_variance(mean, log_scale)[1].sqrt())
 
     def _moment_and_variance(self, mean: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
-        moment = torch.exp(2 * log_scale).sum() + mean.square().sum()
+        moment = (2 * log_scale).exp().sum() + mean.square().sum()
         return moment, (moment + 2 * self.rate) / (mean.numel() + 2 * self.concentration + 2)
 
 
@@ -135,6 +144,7 @@ class ScaleMixture(Distribution):
 
     Its KL has no closed form; the expected log prior is a quadrature over each weight's posterior: no sampling noise.
 
+    >>> import torch
     >>> bool(ScaleMixture().gaussian_kl(torch.zeros(3), torch.zeros(3), fan_in=1) > 0)
     True
     """
@@ -154,9 +164,11 @@ class ScaleMixture(Distribution):
 
     def log_prob(self, x: Tensor) -> Tensor:
         wide = Normal(0.0, self.wide).log_prob(x) + math.log(self.mix)
-        return torch.logaddexp(wide, Normal(0.0, self.narrow).log_prob(x) + math.log(1 - self.mix))
+        return wide.logaddexp(Normal(0.0, self.narrow).log_prob(x) + math.log(1 - self.mix))
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
+        import torch
+
         # log p = log(mix N_wide) + bump, where the bump lives on the narrow component's scale. The first has a closed
         # form; the second is integrated over nodes of the posterior where that is narrower, over nodes of its own
         # elsewhere.
@@ -179,5 +191,7 @@ class ScaleMixture(Distribution):
 
     def _bump(self, x: Tensor) -> Tensor:
         """log(1 + (1 - mix) N_narrow(x) / (mix N_wide(x)))."""
+        from torch.nn.functional import softplus
+
         log_ratio = math.log((1 - self.mix) / self.mix * self.wide / self.narrow)
-        return torch.nn.functional.softplus(log_ratio - 0.5 * x**2 * (self.narrow**-2 - self.wide**-2))
+        return softplus(log_ratio - 0.5 * x**2 * (self.narrow**-2 - self.wide**-2))

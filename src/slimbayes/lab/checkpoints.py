@@ -8,7 +8,6 @@ process takes part in saving and loading, and the file holds whole tensors, so t
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slimbayes.files import CheckpointError, as_json, read_folder, write_folder
+from slimbayes.untrusted import parse_json
 
 KEEP = 2  # the latest, and one before it should that be damaged
 _TENSORS, _STATE = "tensors.safetensors", "state.json"
@@ -49,7 +49,7 @@ def latest_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] 
     for path in _latest_first(folder):
         try:
             files = read_folder(path, {_TENSORS, _STATE})
-            facts = json.loads(files[_STATE])
+            facts = parse_json(files[_STATE])
             if not isinstance(facts, dict) or not {"step", "curve", "hash"} <= facts.keys():
                 raise CheckpointError(f"{path / _STATE} lacks the step, the curve or the config's hash.")
             return load_tensors(files[_TENSORS]), facts

@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema
-from torch import Tensor
 
 from slimbayes.distributions.families import FAMILIES, Distribution
 
@@ -28,23 +27,19 @@ class Options(BaseModel):
 
 
 class Choice(Options):
-    """One member of a closed union: `kind` and the arguments of what it makes, but for those the data fill in."""
+    """One member of a closed union: `kind` and the arguments of what it makes."""
 
     makes: ClassVar[Callable[..., Any]]
-    filled: ClassVar[tuple[str, ...]] = ()
     kind: str
 
-    def build(self, **filled: Any) -> Any:
+    def build(self) -> Any:
         """What the choice stands for."""
         given = {name: getattr(self, name) for name in type(self).model_fields if name != "kind"}
-        values = {name: value.build() if isinstance(value, Choice) else value for name, value in given.items()}
-        return self.makes(**values, **filled)
+        return self.makes(**{name: v.build() if isinstance(v, Choice) else v for name, v in given.items()})
 
     @model_validator(mode="after")
     def _allowed(self) -> Choice:
-        # Our own classes check their values; an error raised here gets its path from pydantic.
-        if not self.filled and isinstance(self.makes, type):
-            self.build()
+        self.build()  # our own classes check their values; an error raised here gets its path from pydantic
         return self
 
 
@@ -53,20 +48,19 @@ class OneOf:
     """Marks a field that holds one of several choices, or of the models in `also`, told apart by `kind`."""
 
     makes: tuple[Callable[..., Any], ...]
-    filled: tuple[str, ...] = ()
     also: tuple[type[BaseModel], ...] = ()
 
     @property
     def models(self) -> tuple[type[BaseModel], ...]:
-        return (*(choice(one, self.filled) for one in self.makes), *self.also)
+        return (*map(choice, self.makes), *self.also)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler.generate_schema(Annotated[Union[self.models], Field(discriminator="kind")])  # noqa: UP007
 
 
 @cache
-def choice(makes: Callable[..., Any], filled: tuple[str, ...] = ()) -> type[Choice]:
-    """The pydantic model of a class or function; arguments in `filled` are left to whoever builds it.
+def choice(makes: Callable[..., Any]) -> type[Choice]:
+    """The pydantic model of a class or function.
 
     Example:
         >>> def ring(inner: float, outer: float = 2.0): return inner, outer
@@ -76,10 +70,9 @@ def choice(makes: Callable[..., Any], filled: tuple[str, ...] = ()) -> type[Choi
     hints, parameters = get_type_hints(makes), inspect.signature(makes).parameters
     fields: dict[str, Any] = {"kind": (Literal[makes.__name__], ...)}
     for p in parameters.values():
-        if p.name not in filled:
-            fields[p.name] = (_translated(hints[p.name]), ... if p.default is p.empty else _default(p.default))
+        fields[p.name] = (_translated(hints[p.name]), ... if p.default is p.empty else _default(p.default))
     made = create_model(makes.__name__, __base__=Choice, __doc__=inspect.getdoc(makes), **fields)
-    made.makes, made.filled = staticmethod(makes), tuple(name for name in filled if name in parameters)
+    made.makes = staticmethod(makes)
     return made
 
 
@@ -94,11 +87,11 @@ def models_in(annotation: Any) -> Iterable[type[BaseModel]]:
 
 
 def _translated(hint: Any) -> Any:
-    """A type as JSON can give it: `Distribution` is any family, sequences are tuples, numbers are no tensors."""
+    """A type as JSON can give it: `Distribution` is any family, sequences are tuples."""
     if hint is Distribution:
         return Annotated[Choice, _FAMILY]
     if get_origin(hint) in (types.UnionType, Union):
-        return Union[tuple(_translated(arm) for arm in get_args(hint) if arm is not Tensor)]  # noqa: UP007
+        return Union[tuple(_translated(arm) for arm in get_args(hint))]  # noqa: UP007
     return types.GenericAlias(tuple, (*get_args(hint), ...)) if get_origin(hint) is Sequence else hint
 
 

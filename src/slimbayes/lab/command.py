@@ -223,11 +223,10 @@ def config_check(config: Path, overrides: Overrides = [], scale: Scale = "full")
 @config_app.command("show")
 def config_show(config: Path, overrides: Overrides = [], scale: Scale = "full") -> None:  # noqa: B006
     """Print a config with everything it extends and every default written out."""
-    import yaml
-
     from slimbayes.lab.config_files import load
+    from slimbayes.lab.yaml_text import dump
 
-    typer.echo(yaml.safe_dump(load(config, overrides, scale).resolved, sort_keys=False), nl=False)
+    typer.echo(dump(load(config, overrides, scale).resolved), nl=False)
 
 
 @config_app.command("schema")

@@ -19,33 +19,33 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from slimbayes import models
-from slimbayes.data import CORRUPTIONS, EXTRA, pad_crop_flip, resized_crop
-from slimbayes.errors import did_you_mean
+from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab.choices import Choice, OneOf, Options
+from slimbayes.lab.networks import Augmentation, Network
 from slimbayes.lab.recipes import Count, Train
 from slimbayes.posteriors import METHODS
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.base import Config
 
 FORMAT: Final = 1
-# What the data say about a network; the config leaves it out.
-FILLED = ("classes", "inputs", "outputs", "channels", "size", "vocabulary")
-NETWORKS = (
-    models.mlp, models.regression_net, models.lenet, models.small_resnet, models.small_cnn, models.wrn,
-    models.pyramidnet, models.resnet18, models.resnet34, models.resnet50, models.resnet101, models.imdb_lstm,
-    models.mortality_lstm,
+# Names of slimbayes.data.CORRUPTIONS and EXTRA, which need torch; a test compares.
+CORRUPTIONS = (
+    "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
+    "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression",
 )  # fmt: skip
+EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 
 
 def _compiles(text: str) -> str:
     try:
         re.compile(text)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"is no regular expression: {error}") from error
     return text
 
 
-Pattern = Annotated[str, AfterValidator(_compiles)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Pattern = Annotated[str, Field(max_length=1000), AfterValidator(_compiles)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Data(Options):
@@ -64,21 +64,21 @@ class Data(Options):
         seed: of these draws; the run's own seed leaves the rows alone.
     """
 
-    name: str
-    split: Annotated[int, Field(ge=0)] = 0
+    name: Name
+    split: Annotated[int, Field(ge=0, lt=2**31)] = 0
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     train_limit: Count | None = None
     test_limit: Count | None = None
     scaling: Literal["standard", "unit", "signed"] = "standard"
-    image_size: Count = 224
-    seed: int = 0
+    image_size: Annotated[int, Field(ge=1, le=10_000)] = 224
+    seed: Seed = 0
 
 
 class ByName(Options):
     """Different methods for different layers: from patterns of names to methods, the first that matches counts."""
 
     kind: Literal["ByName"]
-    layers: Annotated[dict[str, Annotated[Choice, OneOf(tuple(METHODS.values()))]], Field(min_length=1)]
+    layers: Annotated[dict[Pattern, Annotated[Choice, OneOf(tuple(METHODS.values()))]], Field(min_length=1)]
 
     def build(self) -> dict[str, Config]:
         return {pattern: method.build() for pattern, method in self.layers.items()}
@@ -102,11 +102,11 @@ class Evaluate(Options):
     batch: Count = 500
     corruptions: Literal["none", "standard", "all"] | tuple[str, ...] = "none"
     severities: Annotated[tuple[Annotated[int, Field(ge=1, le=5)], ...], Field(min_length=1)] = (1, 2, 3, 4, 5)
-    shift: tuple[str, ...] = ()
-    ood: tuple[str, ...] = ()
+    shift: tuple[Name, ...] = ()
+    ood: tuple[Name, ...] = ()
     limit: Count | None = None
-    bins: Count = 15
-    drop: Annotated[int, Field(ge=0)] = 0
+    bins: Annotated[int, Field(ge=1, le=1_000_000)] = 15
+    drop: Annotated[int, Field(ge=0, lt=2**53)] = 0
     noise: Annotated[float, Field(gt=0)] | None = None
     examples: Annotated[int, Field(ge=0, le=50)] = 8
 
@@ -119,7 +119,7 @@ class Evaluate(Options):
     def _known(self) -> Evaluate:
         for name in self.corruption_names:
             if name not in (*CORRUPTIONS, *EXTRA):
-                raise ValueError(f"unknown corruption {name!r}{did_you_mean(name, (*CORRUPTIONS, *EXTRA))}")
+                raise ValueError(f"unknown corruption {brief(name)}{did_you_mean(name, (*CORRUPTIONS, *EXTRA))}")
         return self
 
 
@@ -127,14 +127,14 @@ class Experiment(Options):
     """One run, but for where it runs. `include` and `exclude` are patterns of the names of layers to convert or not."""
 
     format: Literal[1] = 1
-    name: Annotated[str, Field(min_length=1, max_length=200)]
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    name: Name
+    seed: Seed = 0
     data: Data
-    model: Annotated[Choice, OneOf(NETWORKS, FILLED)]
+    model: Network
     method: Annotated[Choice | ByName, OneOf(tuple(METHODS.values()), also=(ByName,))]
     include: Pattern | None = None
     exclude: Pattern | None = None
-    augment: Annotated[Choice, OneOf((pad_crop_flip, resized_crop), ("images", "generator", "fill"))] | None = None
+    augment: Augmentation | None = None
     train: Train
     evaluate: Evaluate = Evaluate()
 

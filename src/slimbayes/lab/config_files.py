@@ -10,26 +10,30 @@ mapping by mapping; a mapping with another `kind` replaces the former one. It ma
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from slimbayes.errors import brief, cut
 from slimbayes.lab.choices import models_in
 from slimbayes.lab.config import FORMAT, Experiment
 from slimbayes.lab.config_rows import SEVERAL, Tree, parts_of, row_names, row_parts
 from slimbayes.lab.config_rows import ConfigError as ConfigError
 from slimbayes.lab.config_rows import merged as merged
+from slimbayes.lab.yaml_text import SIZE, YamlError, parse
+from slimbayes.untrusted import DEPTH, read_file
 
-_SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # tables are long: the one in C takes a tenth of the time
 _SIDE = ("small", "paper")  # keys beside the experiment's own
+_FILES = 100  # that one config may extend, and how far: ours have four, two deep
+_FAR = 20
+_SHOWN = 20  # faults in one message
 
 
 def load(file: Path | str, overrides: Sequence[str] = (), scale: str = "full") -> Experiment:
@@ -41,7 +45,7 @@ def load(file: Path | str, overrides: Sequence[str] = (), scale: str = "full") -
     """
     tree = read_tree(Path(file))
     if names := row_names(tree):
-        raise ConfigError(f"{file} holds {len(names)} experiments: name one of them, as in {file}#{names[0]}.")
+        raise ConfigError(f"{file} holds {len(names)} experiments: name one of them, as in {file}#{cut(names[0])}.")
     small = tree.pop("small", {})
     tree.pop("paper", None)
     if scale == "small":
@@ -51,20 +55,37 @@ def load(file: Path | str, overrides: Sequence[str] = (), scale: str = "full") -
     return validate(tree, str(file))
 
 
-def read_tree(file: Path, seen: tuple[Path, ...] = ()) -> Tree:
+def read_tree(file: Path) -> Tree:
     """A YAML file, or with "#row" at the end of its name a row of it, with what it extends laid under it."""
-    file = file.resolve()
-    if file in seen:
-        raise ConfigError(f"{file} extends itself, by way of {', '.join(p.name for p in seen)}.")
+    return _read(file, (), {})
+
+
+def _read(file: Path, above: tuple[Path, ...], known: dict[Path, Tree]) -> Tree:
+    """`read_tree` of a file that those `above` extend; `known` keeps each file, so that it is read once."""
+    try:
+        file = file.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, names with NUL
+        raise ConfigError(f"{brief(str(file))} is no file: {cut(str(error))}") from error
+    if file in above:
+        raise ConfigError(f"{file} extends itself, by way of {', '.join(p.name for p in above)}.")
+    if file not in known:
+        if len(known) >= _FILES or len(above) >= _FAR:
+            raise ConfigError(f"{above[0]} extends more than {_FILES} files, or {_FAR} one after another.")
+        known[file] = {}  # counts, also while it is being read
+        known[file] = _with_below(file, above, known)
+    return known[file]
+
+
+def _with_below(file: Path, above: tuple[Path, ...], known: dict[Path, Tree]) -> Tree:
     whole, _, row = str(file).rpartition("#") if "#" in file.name[1:] else (str(file), "", "")
-    tree = read_tree(Path(whole), seen) if row else _parsed(file)
+    tree = _read(Path(whole), (*above, file), known) if row else _parsed(file)
     try:
         parts = row_parts(tree, row) if row else []
     except ConfigError as error:
         raise ConfigError(f"{whole}: {error}") from error
     out: Tree = {}
     for below in (below for part in parts or [tree] for below in part.get("extends", []) if below[0] != "#"):
-        out = merged(out, read_tree(Path(below), (*seen, file)))
+        out = merged(out, _read(Path(below), (*above, file), known))
     for part in [tree, *parts]:
         out = merged(out, {k: v for k, v in part.items() if k != "extends" and not (row and k in SEVERAL)})
     return out
@@ -73,36 +94,43 @@ def read_tree(file: Path, seen: tuple[Path, ...] = ()) -> Tree:
 @lru_cache(maxsize=256)
 def _loaded(text: str) -> Any:
     """What a YAML text holds; rows of a table extend the same files many times over."""
-    return yaml.load(text, _SAFE_LOADER)
+    return parse(text)
 
 
 def _parsed(file: Path) -> Tree:
     """What a file holds, the files that its parts extend as whole paths."""
     try:
-        tree = copy.deepcopy(_loaded(file.read_text(encoding="utf8")))
+        tree = copy.deepcopy(_loaded(read_file(file, SIZE).decode("utf-8-sig")))
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{cut(str(file))} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not valid YAML: byte {error.start:,} is no UTF-8.") from None
+    except YamlError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}.") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold a mapping of fields, got {type(tree).__name__}.")
     for key in (*_SIDE, *SEVERAL):
         if not isinstance(tree.get(key, {}), dict):
-            raise ConfigError(f"{file}: {key} must be a mapping of fields, got {tree[key]!r}.")
+            raise ConfigError(f"{file}: {key} must be a mapping of fields, got {brief(tree[key])}.")
     try:
         parts = [tree] if "base" in tree else parts_of(tree)  # the axes of a sweep are another thing
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     for part in parts:
-        given = part.pop("extends", [])
-        below = [given] if isinstance(given, str) else given
-        if not isinstance(below, list) or not all(isinstance(name, str) and name for name in below):
-            raise ConfigError(f"{file}: extends must be a file, or a list of files, got {given!r}.")
-        if part is tree and any(name[0] == "#" for name in below):
-            raise ConfigError(f"{file} cannot extend a row of its own, got {given!r}.")
-        if below:
-            part["extends"] = [name if name[0] == "#" else str(file.parent / name) for name in below]
+        _resolve_below(part, file, whole=part is tree)
     return tree
+
+
+def _resolve_below(part: Tree, file: Path, whole: bool) -> None:
+    """Make what a part of a file extends a list of whole paths and of "#row"s."""
+    given = part.pop("extends", [])
+    below = [given] if isinstance(given, str) else given
+    if not isinstance(below, list) or not all(isinstance(name, str) and name for name in below):
+        raise ConfigError(f"{file}: extends must be a file, or a list of files, got {brief(given)}.")
+    if whole and any(name[0] == "#" for name in below):
+        raise ConfigError(f"{file} cannot extend a row of its own, got {brief(given)}.")
+    if below:
+        part["extends"] = [name if name[0] == "#" else str(file.parent / name) for name in below]
 
 
 def parse_override(text: str) -> Tree:
@@ -114,15 +142,15 @@ def parse_override(text: str) -> Tree:
     """
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
-        raise ConfigError(f"--set needs path=value, such as train.epochs=5, got {text!r}.")
+        raise ConfigError(f"--set needs path=value, such as train.epochs=5, got {brief(text)}.")
     try:
-        tree = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {path}: {value!r} is not a YAML value.") from error
-    if isinstance(tree, str):  # YAML wants a dot in 1e-3, people do not
-        with contextlib.suppress(ValueError):
-            tree = float(tree)
-    for key in reversed(path.strip().split(".")):
+        tree = parse(value)
+    except YamlError as error:
+        raise ConfigError(f"--set {cut(path)}: {brief(value)} is not a YAML value: {error}.") from error
+    keys = path.strip().split(".")
+    if len(keys) > DEPTH:
+        raise ConfigError(f"--set {cut(path)}: no field is that deep.")
+    for key in reversed(keys):
         tree = {key: tree}
     return tree
 
@@ -131,34 +159,54 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
     """An experiment from a tree of plain values; raises ConfigError with every fault."""
     version = tree.get("format", FORMAT)
     if isinstance(version, int) and version > FORMAT:
-        raise ConfigError(f"{source} has format {version}, made for a newer slimbayes; this one reads format {FORMAT}.")
+        raise ConfigError(
+            f"{source} has format {brief(version)}, made for a newer slimbayes; this one reads format {FORMAT}."
+        )
     try:
-        return Experiment.model_validate({k: v for k, v in tree.items() if k not in _SIDE})
+        # As JSON, where strict types still take lists for tuples: a number is no truth value, and no text.
+        written = json.dumps(_whole({k: v for k, v in tree.items() if k not in _SIDE}))
+        return Experiment.model_validate_json(written, strict=True)
     except ValidationError as error:
-        faults = "\n".join(f"  {_describe(fault)}" for fault in error.errors(include_url=False))
-        raise ConfigError(f"{source} is not a valid experiment:\n{faults}") from error
+        faults = listed([_describe(fault) for fault in error.errors(include_url=False)])
+        raise ConfigError(f"{source} is not a valid experiment:\n{faults}") from None
+
+
+def _whole(value: Any) -> Any:
+    """2.0 as 2, which strict types take for a count and for a number alike."""
+    if isinstance(value, dict):
+        return {key: _whole(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+def listed(faults: list[str]) -> str:
+    """Faults as lines, each and all of them in bounds."""
+    lines = [f"  {cut(fault, most=1000)}" for fault in dict.fromkeys(faults)]
+    return "\n".join(lines[:_SHOWN] + ([f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []))
 
 
 def _describe(fault: ErrorDetails) -> str:
     """One fault: its path, what is wrong, and the nearest valid word."""
-    path, fields = _locate(fault["loc"], unknown=fault["type"] == "extra_forbidden")
+    place = tuple(cut(part, most=60) if isinstance(part, str) else part for part in fault["loc"])
+    path, fields = _locate(place, unknown=fault["type"] == "extra_forbidden")
     if fault["type"] == "extra_forbidden":
         return f"{path}: no such field{_nearest(str(fault['loc'][-1]), fields)}"
     if fault["type"] == "union_tag_invalid":
         context = fault["ctx"]
         known = [tag.strip().strip("'") for tag in context["expected_tags"].split(",")]
-        return f"{path}.kind: unknown {context['tag']!r}{_nearest(str(context['tag']), known)}"
+        return f"{path}.kind: unknown {brief(context['tag'])}{_nearest(str(context['tag']), known)}"
     if fault["type"] == "union_tag_not_found":
         return f"{path}: needs a `kind` that says which"
     if fault["type"] == "missing":
         return f"{path}: is missing"
     got = fault["input"]
-    shown = "" if isinstance(got, dict | BaseModel) else f", got {got!r}"
+    shown = "" if isinstance(got, dict | BaseModel) else f", got {brief(got)}"
     return f"{path}: {fault['msg'].removeprefix('Value error, ')}{shown}"
 
 
 def _nearest(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word.lower(), [n.lower() for n in known], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word[:80].lower(), [n.lower() for n in known], n=1, cutoff=0.5)
     hint = next((f"; did you mean {n!r}?" for n in known if near and n.lower() == near[0]), ".")
     return f"{hint} Known: {', '.join(known)}." if known else "."
 

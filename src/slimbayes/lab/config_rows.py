@@ -12,14 +12,17 @@ rows:                                           what is a single row's; without 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slimbayes.errors import did_you_mean
+from slimbayes.errors import brief, cut, did_you_mean
 
 Tree = dict[str, Any]
 SEVERAL = ("rows", "axes")  # keys of files that hold several experiments
+_ROWS = 10_000  # of one file; the longest table of a paper has forty
+_PARTS = 200  # laid over one another for one row
 
 
 class ConfigError(ValueError):
@@ -56,7 +59,7 @@ def row_names(tree: Tree) -> list[str]:
     rows = list(tree.get("rows", {}))
     names = list(_grid(tree)) or rows
     if odd := [name for name in rows if name not in names]:
-        raise ConfigError(f"rows.{odd[0]} is no combination of the axes{did_you_mean(odd[0], names)}")
+        raise ConfigError(f"rows.{cut(odd[0])} is no combination of the axes{did_you_mean(odd[0], names)}")
     return names
 
 
@@ -67,7 +70,10 @@ def parts_of(tree: Tree) -> list[Tree]:
         raise ConfigError("rows and axes must be mappings from labels, which are text, to fields.")
     parts = [tree, *(part for one in several for part in one.values())]
     if odd := [part for part in parts if not isinstance(part, dict)]:
-        raise ConfigError(f"each row and each value on an axis must be a mapping of fields, got {odd[0]!r}.")
+        raise ConfigError(f"each row and each value on an axis must be a mapping of fields, got {brief(odd[0])}.")
+    for paper in (part.get("paper", {}) for part in parts):
+        if not isinstance(paper, dict) or not isinstance(paper.get("row", ""), str):
+            raise ConfigError(f"paper must be a mapping of fields, and its row text, got {brief(paper)}.")
     return parts
 
 
@@ -83,7 +89,7 @@ def row_parts(tree: Tree, name: str) -> list[Tree]:
     """
     names = row_names(tree)
     if name not in names:
-        raise ConfigError(f"There is no row {name!r}{did_you_mean(name, names)}")
+        raise ConfigError(f"There is no row {brief(name)}{did_you_mean(name, names)}")
     labels = _grid(tree).get(name, {})
     along = [tree["axes"][axis][label] for axis, label in labels.items()]
     printed = [part["paper"]["row"] for part in along if "row" in part.get("paper", {})]
@@ -97,6 +103,8 @@ def row_parts(tree: Tree, name: str) -> list[Tree]:
 def _grid(tree: Tree) -> dict[str, dict[str, str]]:
     """For each name of a row its label on each axis; nothing where there are no axes."""
     axes = tree.get("axes", {})
+    if (count := math.prod(map(len, axes.values()))) > _ROWS:
+        raise ConfigError(f"the axes have {brief(count)} combinations, more than {_ROWS:,}.")
     chosen = [dict(zip(axes, labels, strict=True)) for labels in itertools.product(*axes.values())] if axes else []
     return {"-".join(labels.values()): labels for labels in chosen}
 
@@ -107,8 +115,10 @@ def _with_rows(parts: Sequence[Tree], tree: Tree, seen: tuple[str, ...]) -> list
         for other in (name[1:] for name in part.get("extends", []) if name.startswith("#")):
             if other in seen or other not in tree.get("rows", {}):
                 raise ConfigError(
-                    f"rows.{seen[-1]} extends #{other}, which is no row of the file, or extends it in turn."
+                    f"rows.{cut(seen[-1])} extends #{cut(other)}, which is no row of the file, or extends it in turn."
                 )
             out += _with_rows([tree["rows"][other]], tree, (*seen, other))
         out.append(part)
+        if len(out) > _PARTS:
+            raise ConfigError(f"rows.{cut(seen[0])} extends more than {_PARTS} others, counted as often as named.")
     return out

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 import slimbayes
-from slimbayes.errors import did_you_mean
+from slimbayes.errors import brief, cut, did_you_mean
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import ConfigError, load, read_tree
 from slimbayes.lab.config_rows import row_names
@@ -139,7 +139,7 @@ def find(name: str, folders: Sequence[Path] | None = None) -> list[PaperRow]:
                 return [_row(file, f"{paper}/{table}/{row}") for row in names]
     known = list(listings(folders))
     hint = did_you_mean(name, known) if known else ": no experiments folder was found."
-    raise ConfigError(f"There is no table or figure {name!r}{hint}")
+    raise ConfigError(f"There is no table or figure {brief(name)}{hint}")
 
 
 def listings(folders: Sequence[Path] | None = None) -> dict[str, tuple[str, int]]:
@@ -174,4 +174,5 @@ def _row(file: Path, name: str) -> PaperRow:
         return PaperRow(name, file, Printed.model_validate(tree["paper"]), "data" in tree)
     except ValidationError as error:
         faults = [(".".join(map(str, ("paper", *f["loc"]))), f["msg"]) for f in error.errors(include_url=False)]
-        raise ConfigError(f"{place}: {'; '.join(f'{path}: {fault}' for path, fault in faults)}.") from error
+        told = "; ".join(f"{cut(path)}: {cut(fault)}" for path, fault in faults[:5])
+        raise ConfigError(f"{place}: {told}.") from error

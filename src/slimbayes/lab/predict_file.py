@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from torch import Tensor
 import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.data.folders import decode
+from slimbayes.errors import brief
 from slimbayes.files import write_csv, write_json
 from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
@@ -31,6 +31,7 @@ from slimbayes.lab.run_folder import RunError, stored_experiment
 from slimbayes.lab.task import Scaling, Task
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import LikelihoodName
+from slimbayes.untrusted import parse_json, read_file
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _TYPES = {str(t)[len("torch.") :]: t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)}
@@ -99,7 +100,7 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
     """A run's network, with a task that holds no rows but knows everything about them."""
     experiment, file = stored_experiment(folder), Path(folder) / "inputs.json"
     try:
-        facts = json.loads(file.read_text())
+        facts = parse_json(read_file(file))
         x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
         y = torch.zeros(0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64)
         names = ("mean", "std", "y_mean", "y_std")
@@ -112,7 +113,7 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
             f"predict files yet."
         ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{file} is damaged: {error!r}. `slimbayes evaluate {folder}` writes it anew.") from error
+        raise RunError(f"{file} is damaged: {brief(error)}. `slimbayes evaluate {folder}` writes it anew.") from error
     network, nothing = sb.load(plain, Path(folder) / "model").to(device), Split(x, y)
     classes, words = tuple(facts["classes"]), facts["vocabulary"]
     task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns)

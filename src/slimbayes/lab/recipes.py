@@ -6,21 +6,22 @@ Rates and weights are functions of the step alone, so that nothing of them is sa
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field, model_validator
-from torch import nn
 
 from slimbayes.lab.choices import Options
-from slimbayes.train import schedules
-from slimbayes.train.likelihoods import Form
-from slimbayes.train.optim import param_groups
+from slimbayes.train import Form, schedules
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**53)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Groups = list[dict[str, Any]]
 
 # --- optimizers ---
@@ -29,10 +30,12 @@ Groups = list[dict[str, Any]]
 class SGD(Options):
     kind: Literal["SGD"]
     lr: Positive = 0.1
-    momentum: NotNegative = 0.9
+    momentum: BelowOne = 0.9
     nesterov: bool = True
 
     def build(self, groups: Groups, fused: bool | None, capturable: bool) -> torch.optim.Optimizer:
+        import torch
+
         nesterov = self.nesterov and self.momentum > 0
         return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=nesterov, fused=fused)
 
@@ -40,10 +43,12 @@ class SGD(Options):
 class Adam(Options):
     kind: Literal["Adam", "AdamW"]
     lr: Positive = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     eps: Positive = 1e-8
 
     def build(self, groups: Groups, fused: bool | None, capturable: bool) -> torch.optim.Optimizer:
+        import torch
+
         kind = torch.optim.AdamW if self.kind == "AdamW" else torch.optim.Adam
         return kind(groups, lr=self.lr, betas=self.betas, eps=self.eps, capturable=capturable, fused=fused)
 
@@ -227,6 +232,10 @@ class Train(Options):
 
     def build_optimizer(self, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
         """The optimizer of a converted model; with `graph` its rates are tensors that a CUDA graph rereads."""
+        import torch
+
+        from slimbayes.train.optim import param_groups
+
         decay = self.weight_decay.model_dump() if isinstance(self.weight_decay, Decay) else self.weight_decay
         groups = param_groups(model, decay, self.optimizer.lr, self.posterior_lr)
         for group in groups:
@@ -239,7 +248,7 @@ class Train(Options):
 def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Set every group's learning rate to its own base rate times a factor."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
+        if hasattr(group["lr"], "fill_"):  # a tensor, which a graph rereads
             group["lr"].fill_(group["base_lr"] * factor)
         else:
             group["lr"] = group["base_lr"] * factor

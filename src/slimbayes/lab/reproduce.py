@@ -27,6 +27,7 @@ from slimbayes.lab.papers import PaperRow, Scale, find, listings
 from slimbayes.lab.row_scores import Numbers, RowResult, draws_of, measured
 from slimbayes.lab.run_folder import default_folder
 from slimbayes.report.record import read
+from slimbayes.untrusted import parse_json, read_file
 
 
 class Incomplete(RuntimeError):
@@ -122,10 +123,13 @@ def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> 
 
 def _earlier(file: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        found = json.loads(file.read_text(encoding="utf8"))
+        found = parse_json(read_file(file))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and all(found.get(name) == value for name, value in key.items()) else None
+    if not isinstance(found, dict) or not isinstance(found.get("numbers"), dict):
+        return None
+    numeric = all(isinstance(number, int | float) for number in found["numbers"].values())
+    return found if numeric and all(found.get(name) == value for name, value in key.items()) else None
 
 
 def list_all() -> list[str]:

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import IO
 
 import torch
-import yaml
 from torch import Tensor
 
 from slimbayes.files import write_json, write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import ConfigError, read_tree, validate
+from slimbayes.lab.yaml_text import dump
 
 _STEPS = "step,loss,nll,kl\n"
 
@@ -70,7 +70,7 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) 
         raise RunError(
             f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out."
         )
-    write_text(file, yaml.safe_dump(experiment.resolved, sort_keys=False))
+    write_text(file, dump(experiment.resolved))
     write_json(folder / "environment.json", environment())
 
 

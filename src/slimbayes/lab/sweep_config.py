@@ -15,23 +15,24 @@ values; mappings are laid over the base's as `extends` does. All combinations ar
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from slimbayes.errors import did_you_mean
+from slimbayes.errors import brief, cut, did_you_mean
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.config_files import ConfigError, Tree, merged, parse_override, read_tree, validate
+from slimbayes.lab.config_files import ConfigError, Tree, listed, merged, parse_override, read_tree, validate
 from slimbayes.lab.launch import Run
 
 _UNNAMED = ("seed", "data.name")  # runs that differ by these alone share a name: reports tell them apart
 _SHOWN = 20  # faults in one message
+_RUNS = 10_000  # of one sweep
 _LOWER = ("nll", "brier", "ece", "mce", "adaptive_ece", "classwise_ece", "aurc", "rmse", "crps")  # is better
 _HIGHER = ("accuracy", "top5", "auroc", "aucpr", "lpd")
 Values = list[Any] | dict[str, Any]
@@ -67,7 +68,7 @@ class Search(BaseModel):
         watched = ("nll", "accuracy", "rmse")
         if role not in ("validation", "test") or score not in _LOWER + _HIGHER:
             known = ", ".join(f"validation_{name}" for name in watched)
-            raise ValueError(f"unknown metric {self.metric!r}. Known: {known}, and test_<score> with allow_test.")
+            raise ValueError(f"unknown metric {brief(self.metric)}. Known: {known}, and test_<score> with allow_test.")
         if role == "test" and not self.allow_test:
             raise ValueError(
                 f"{self.metric} would choose values by the test rows, whose scores then say nothing about new data. "
@@ -76,7 +77,7 @@ class Search(BaseModel):
             )
         if role == "validation" and score not in watched:
             raise ValueError(
-                f"validation rows are scored by nll, and accuracy or rmse, after each epoch; got {self.metric!r}."
+                f"validation rows are scored by nll, and accuracy or rmse, after each epoch; got {brief(self.metric)}."
             )
         if self.direction not in (None, self.aim):
             raise ValueError(f"direction is {self.direction!r}, but {score} is better the other way.")
@@ -115,12 +116,14 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> Sweep:
     for text in overrides:
         section, _, rest = text.partition(".")
         path, _, value = rest.partition("=")  # an axis's path has dots of its own
-        tree = merged(tree, {"axes": {path: yaml.safe_load(value)}} if section == "axes" else parse_override(text))
+        axis = {"axes": {path: parse_override(f"axis={value}")["axis"]}} if section == "axes" else None
+        tree = merged(tree, axis or parse_override(text))
     try:
-        return Sweep.model_validate(tree)
+        return Sweep.model_validate(tree, strict=True)
     except ValidationError as error:
-        faults = [f"  {'.'.join(map(str, f['loc']))}: {_fault(f)}" for f in error.errors(include_url=False)]
-        raise ConfigError("\n".join([f"{file} is not a valid sweep:", *dict.fromkeys(faults)])) from error
+        places = [(".".join(cut(str(part), most=60) for part in f["loc"]), f) for f in error.errors(include_url=False)]
+        faults = listed([f"{place}: {_fault(fault)}" for place, fault in places])
+        raise ConfigError(f"{file} is not a valid sweep:\n{faults}") from None
 
 
 def _fault(fault: ErrorDetails) -> str:
@@ -140,6 +143,8 @@ def combinations(chosen: Sweep, file: Path, out: Path, overrides: Sequence[str] 
     """The runs of a sweep, equal ones once; raises ConfigError with the axis values of those that are not valid."""
     base = _base(chosen, file, overrides, scale)
     axes = {path: labelled(path, values) for path, values in chosen.axes.items()}
+    if (count := math.prod(map(len, axes.values()))) > _RUNS:
+        raise ConfigError(f"{file} has {count:,} combinations, more than {_RUNS:,}.")
     found: dict[str, Run] = {}
     faults: dict[str, list[str]] = {}
     for values in itertools.product(*(axis.items() for axis in axes.values())):
@@ -154,8 +159,8 @@ def combinations(chosen: Sweep, file: Path, out: Path, overrides: Sequence[str] 
     if faults:
         lines = [f"{file} has combinations that are no valid experiments; nothing was run."]
         for fault, where in list(faults.items())[:_SHOWN]:
-            lines += [where[0] + (f" and {len(where) - 1} more:" if where[1:] else ":"), fault]
-        raise ConfigError("\n".join(lines))
+            lines += [cut(where[0]) + (f" and {len(where) - 1} more:" if where[1:] else ":"), fault]
+        raise ConfigError(cut("\n".join(lines), most=3500))
     _check_names(found.values())
     return list(found.values())
 
@@ -207,7 +212,7 @@ def _check_names(runs: Iterable[Run]) -> None:
         other = seen.setdefault((e.name, e.data.name, e.seed), run)
         if other is not run:
             raise ConfigError(
-                f"Two runs would be called {e.name!r} with seed {e.seed}: {other.told}, and {run.told}. "
+                f"Two runs would be called {e.name!r} with seed {e.seed}: {cut(other.told)}, and {cut(run.told)}. "
                 'Let `name` hold every axis that varies, as in "{method}-{lr}".'
             )
 
@@ -221,7 +226,7 @@ def with_values(tree: Tree, values: Mapping[str, Any]) -> Tree:
     """
     for path, value in values.items():
         if path == "." and not isinstance(value, dict):
-            raise ConfigError(f'The axis "." needs mappings of fields, got {value!r}.')
+            raise ConfigError(f'The axis "." needs mappings of fields, got {brief(value)}.')
         for key in reversed(path.split(".") if path != "." else []):
             value = {key: value}
         tree = merged(tree, value)
@@ -241,7 +246,7 @@ def labelled(path: str, values: Values) -> dict[str, Any]:
         raise ConfigError(f"The axis {path} has no values.")
     if isinstance(values, dict):
         return {str(label): value for label, value in values.items()}
-    kinds = Counter(value.get("kind") for value in values if isinstance(value, dict))
+    kinds = Counter(str(value.get("kind")) for value in values if isinstance(value, dict))
     out: dict[str, Any] = {}
     for number, value in enumerate(values):
         label = _label(value, kinds)
@@ -253,7 +258,7 @@ def labelled(path: str, values: Values) -> dict[str, Any]:
 
 def _label(value: Any, kinds: Counter[Any]) -> str:
     if isinstance(value, dict):
-        kind = value.get("kind")
+        kind = str(value["kind"]) if value.get("kind") else ""
         rest = [f"{key}-{_label(one, kinds)}" for key, one in value.items() if key != "kind"]
         return "-".join(rest if not kind else [kind, *rest] if kinds[kind] > 1 else [kind])
     if isinstance(value, list):
@@ -275,14 +280,17 @@ def range_of(path: str, given: Values) -> dict[str, Any] | None:
         return None
     if not {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}:
         raise ConfigError(
-            f"search.space.{path} needs low and high, perhaps log or step, and nothing else; got {', '.join(given)}."
+            f"search.space.{path} needs low and high, perhaps log or step, and nothing else; "
+            f"got {cut(', '.join(given))}."
         )
     try:  # YAML takes 1e-3, without a dot, for text
         ends = {end: given[end] if isinstance(given[end], int) else float(given[end]) for end in ("low", "high")}
     except (TypeError, ValueError):
         raise ConfigError(
-            f"The bounds of a search must be numbers, got {given['low']!r} and {given['high']!r}."
+            f"The bounds of a search must be numbers, got {brief(given['low'])} and {brief(given['high'])}."
         ) from None
     if not ends["low"] < ends["high"] or (given.get("log") and (ends["low"] <= 0 or given.get("step"))):
-        raise ConfigError(f"search.space.{path} needs low < high, with log also 0 < low and no step; got {given}.")
+        raise ConfigError(
+            f"search.space.{path} needs low < high, with log also 0 < low and no step; got {brief(given)}."
+        )
     return ends | {name: given[name] for name in ("log", "step") if given.get(name)}

@@ -1,30 +1,4 @@
-"""One file per method: a Config and a Posterior. METHODS is the closed list that configs are read back from."""
+"""A Posterior for each method, one in a file; configs/ has what users choose about them, which needs no torch."""
 
-import inspect
-import pkgutil
-from importlib import import_module
-from typing import Any
-
-from slimbayes.errors import did_you_mean
-from slimbayes.posteriors.base import Config
-
-_FOUND = [vars(import_module(f"{__name__}.{module.name}")) for module in pkgutil.iter_modules(__path__)]
-# Every config in a file of this package that can be made is a method: the file is all that one needs.
-METHODS: dict[str, type[Config]] = {
-    name: value
-    for names in _FOUND
-    for name, value in names.items()
-    if isinstance(value, type) and issubclass(value, Config) and value is not Config and not inspect.isabstract(value)
-}
-
-
-def config_from_dict(data: dict[str, Any]) -> Config:
-    """Build the config of any method from its JSON form.
-
-    >>> config_from_dict({"kind": "BatchEnsemble", "members": 8}).members
-    8
-    """
-    method = data.get("kind")
-    if method not in METHODS:
-        raise ValueError(f"Unknown method {method!r}{did_you_mean(str(method), METHODS)}")
-    return METHODS[method].from_dict(data)
+from slimbayes.posteriors.configs import METHODS as METHODS
+from slimbayes.posteriors.configs import config_from_dict as config_from_dict

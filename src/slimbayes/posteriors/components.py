@@ -1,65 +1,16 @@
-"""What methods that pick among components share: their config (`Mixture` describes its fields), and how they start."""
+"""How the components that methods pick from start."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.layers.site import LinearMap, Site
-from slimbayes.posteriors.base import SiteConfig
-from slimbayes.posteriors.checks import check_choice, check_count, check_not_negative
-
-Draws = Literal["forward", "example"]
-_INITS = ("copies", "fresh", "ones", "uniform")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComponentConfig(SiteConfig):
-    """K components, how often each is picked, how they start, and the precisions of their prior."""
-
-    components: int = 5
-    probs: tuple[float, ...] | None = None
-    learn_probs: bool = False
-    draws: Draws = "forward"
-    init: Literal["copies", "fresh", "ones", "uniform"] | float = "copies"
-    jitter: float = 0.05
-    tau: float | None = 1.0
-    rho: float | None = None
-
-    def __post_init__(self) -> None:
-        name = type(self).__name__
-        check_count(self, "components", self.components)
-        check_choice(self, "draws", self.draws, ("forward", "example"))
-        if not isinstance(self.init, (int, float)):
-            check_choice(self, "init", self.init, _INITS)
-        check_not_negative(self, "tau", self.tau, "is a precision and ")
-        check_not_negative(self, "rho", self.rho, "is a precision and ")
-        check_not_negative(self, "jitter", self.jitter)
-        if self.tau is None and self.rho is not None:
-            alone = "without tau would leave only the weights to weight decay; give both or neither"
-            raise ValueError(f"{name}: rho={self.rho!r} {alone}.")
-        if self.probs is not None:
-            self._check_probs(self.probs)
-
-    def _check_probs(self, probs: tuple[float, ...]) -> None:
-        name = type(self).__name__
-        if not isinstance(probs, tuple):
-            raise TypeError(f"{name}: probs must be a tuple of numbers, got {probs!r}.")
-        if len(probs) != self.components or not min(probs) >= 0 or not abs(sum(probs) - 1) < 1e-6:
-            needed = f"{self.components} numbers (one for each component), none negative, that sum to 1"
-            raise ValueError(f"{name}: probs must be {needed}; got {probs}, whose sum is {sum(probs):.6g}.")
-        if self.learn_probs and not min(probs) > 0:
-            raise ValueError(f"{name}: a probability that starts at zero cannot be learned; got probs={probs}.")
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """How often each component is picked, at the start if that is learned."""
-        return tuple(float(p) for p in self.probs or (1.0 / self.components,) * self.components)
+from slimbayes.posteriors.configs.components import ComponentConfig
 
 
 @torch.no_grad()

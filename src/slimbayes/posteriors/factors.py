@@ -10,30 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import (
-    Cauchy,
-    Distribution,
-    LogNormal,
-    Normal,
-    Point,
-    rho_from_scale,
-    scale_from_rho,
-    wide,
-)
+from slimbayes.distributions.families import Distribution, Point, rho_from_scale, scale_from_rho, wide
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass, same
-from slimbayes.layers import kind_of
-from slimbayes.posteriors.base import SiteConfig
-
-FAMILY: dict[str, type[Distribution]] = {"normal": Normal, "cauchy": Cauchy, "lognormal": LogNormal, "point": Point}
-
-
-class FactorConfig(SiteConfig):
-    """What configs of rank-1 methods share: where they go."""
-
-    def leaves_alone(self, layer: nn.Module) -> str:
-        why = "rank-1 methods leave embeddings alone, as the paper does; include it by name to convert it"
-        return why if kind_of(layer) == "table" else ""
+from slimbayes.posteriors.configs.factors import FAMILY
 
 
 class Factor(nn.Module):

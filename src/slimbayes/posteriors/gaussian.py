@@ -21,68 +21,20 @@ from __future__ import annotations
 import math
 import operator
 from abc import abstractmethod
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Distribution, Normal, wide
+from slimbayes.distributions.families import wide
 from slimbayes.distributions.priors import TiedMean, gaussian_kl, gaussian_log_ratio, prior_of_biases
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
-from slimbayes.posteriors.base import MapOf, Pick, SiteConfig, WeightPosterior, recomputed
-from slimbayes.posteriors.checks import check_choice, check_not_negative
+from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior, recomputed
+from slimbayes.posteriors.configs.gaussian import GaussianConfig as GaussianConfig
 
-Estimator = Literal["reparam", "flipout", "local"]
 _INDEPENDENT = "Set independent_positions=True to accept independent noise at each, or use 'flipout'"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GaussianConfig(SiteConfig):
-    """What mean-field and k-tied configs share; `MeanField` describes the fields."""
-
-    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
-    estimator: Estimator = "reparam"
-    scale_init: float = 0.01
-    scale_jitter: float = 0.001
-    bias: Literal["point", "gaussian"] = "point"
-    max_scale: float | None = None
-    independent_positions: bool = False
-
-    def __post_init__(self) -> None:
-        name = type(self).__name__
-        check_choice(self, "estimator", self.estimator, ("reparam", "flipout", "local"))
-        check_choice(self, "bias", self.bias, ("point", "gaussian"))
-        if not self.scale_init > 0:
-            raise ValueError(f"{name}: scale_init must be positive, got {self.scale_init!r}.")
-        check_not_negative(self, "scale_jitter", self.scale_jitter)
-        if self.max_scale is not None and not self.max_scale > self.scale_init:
-            start = f"scale_init={self.scale_init!r}, where scales start"
-            raise ValueError(f"{name}: max_scale={self.max_scale!r} must be above {start}.")
-        if not isinstance(self.prior, Normal) and not hasattr(self.prior, "gaussian_kl"):
-            known = "Normal, HeNormal, TiedMean, EmpiricalBayes or ScaleMixture"
-            raise ValueError(f"{name}: {type(self.prior).__name__} is no prior for weights; use {known}.")
-
-    def describe(self) -> str:
-        return type(self).__name__
-
-    def extra_flops(self, site: Site) -> float:
-        """Beyond drawing weights, which happens once a pass: the second product of flipout and of local."""
-        m, n = site.matrix
-        signs = 0.5 * (site.n_in + site.n_out)  # a multiplication is half a multiply-add
-        return {"reparam": 0.0, "flipout": m * n + signs, "local": float(m * n)}[self.estimator]
-
-    @classmethod
-    def like(cls, other: GaussianConfig) -> Self:
-        """This method with another's prior, estimator, start, biases and cap; its jitter means something else in
-        each.
-        """
-        if isinstance(other, cls):
-            return other
-        shared = [f.name for f in fields(GaussianConfig) if f.name != "scale_jitter"]
-        return cls(**{name: getattr(other, name) for name in shared})
 
 
 class Perturbation(NamedTuple):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,75 +23,15 @@ from slimbayes.engine.rows import line_of_row, spread
 from slimbayes.layers import LAYERS, class_for
 from slimbayes.layers.dropout import DropMap
 from slimbayes.layers.functional_dropout import functional_dropout
-from slimbayes.layers.site import Kind, LinearMap, Site, Unit
-from slimbayes.posteriors.base import MapOf, Pick, Posterior, SiteConfig
-from slimbayes.posteriors.checks import check_choice, check_rate
-from slimbayes.posteriors.mixture import MixturePosterior, dropping
-from slimbayes.posteriors.model_patch import check_layers, chosen_layers
+from slimbayes.layers.site import LinearMap, Site, Unit
+from slimbayes.posteriors.base import MapOf, Pick, Posterior
+from slimbayes.posteriors.configs.mc_dropout import MCDropout as MCDropout
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
 
 
-@dataclass(frozen=True, kw_only=True)
-class MCDropout(SiteConfig):
-    """Dropout that is part of the posterior: active in eval mode, drawn afresh for every row, held by `frozen`.
-
-    Args:
-        rate: probability of dropping a unit; by default a dropout layer's own, and 0.005 (the paper's) elsewhere.
-        before: None turns on the model's own dropout layers, or acts on the inputs of the layers that `include` or a
-            mapping's pattern picks. "norm", "output", "input", joined by "+", or a regular expression put dropout in
-            front of those layers.
-        unit: "element" drops every number on its own (nn.Dropout); "channel" drops whole channels (nn.Dropout2d), or
-            the same inputs at all positions. A dropout layer of the model keeps its own unit.
-        tau, rho: prior precisions, for matrices with unit="channel" (Eq. 2). By default the prior is left to weight
-            decay.
-
-    Example:
-        >>> import slimbayes as sb
-        >>> net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.1), nn.Linear(8, 2))
-        >>> pred = sb.predict(sb.bayesianize(net, MCDropout()), torch.randn(5, 3), draws=20)
-        >>> bool((pred.epistemic > 0).all())
-        True
-    """
-
-    rate: float | None = None
-    before: str | None = None
-    unit: Unit = "element"
-    tau: float | None = None
-    rho: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.rate is not None:
-            check_rate(self, "rate", self.rate)
-        check_choice(self, "unit", self.unit, ("element", "channel"))
-        if self.before is not None:
-            check_layers(self, "before", self.before)
-        if self.tau is not None and self.unit != "channel":
-            raise ValueError(
-                "MCDropout: tau needs unit='channel', where a draw is a weight matrix; "
-                "use weight decay with unit='element'."
-            )
-
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        return ("matrix", "table", "norm", "dropout")
-
-    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        if self.before is not None:
-            return chosen_layers(f"MCDropout(before={self.before!r})", self.before, model, offered, scales=False)
-        return None if named else _own_dropout(model, offered)
-
-    def build(self, site: Site) -> Posterior:
-        rate = 0.005 if self.rate is None else self.rate
-        if site.kind in ("matrix", "table") and self.unit == "channel":
-            return MixturePosterior(dropping("input", rate, "example", self.tau, self.rho), site)
-        return DropoutPosterior(rate, self.unit, site, fixed=self.rate is not None)
-
-    def describe(self) -> str:
-        return f"MCDropout(rate={'own or 0.005' if self.rate is None else self.rate})"
-
-
-def _own_dropout(model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]:
+def own_dropout(model: nn.Module, offered: Mapping[str, nn.Module]) -> set[str]:
+    """Names of a model's own dropout layers; refuses a model without any, and says where dropout could go."""
     found = {name for name, layer in offered.items() if class_for(layer, ("dropout",)) is not None}
     if found:
         return found

@@ -21,7 +21,6 @@ Sizes: K members, n blocks of rows in a pass, C channels. Block j belongs to mem
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,64 +31,31 @@ from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import sizes_of_blocks, spread
 from slimbayes.layers.base import LAYERS, registered
 from slimbayes.layers.norm import BayesNorm
-from slimbayes.layers.site import Kind, LinearMap, Site
-from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role, SiteConfig
-from slimbayes.posteriors.checks import check_count
+from slimbayes.layers.site import LinearMap, Site
+from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
+from slimbayes.posteriors.configs.member_norm import MemberNorm as MemberNorm
 
 _ROW = "its statistics are those of one row: members have their own already"
 _WHY = {"row": _ROW, "channel": f"{_ROW}; running ones, if it keeps any, are shared", "batch": ""}
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemberNorm(SiteConfig):
-    """Batch norm with statistics, and perhaps a scale and a bias, for each member. It goes beside a method with as many
-    members.
+def batch_norms(offered: Mapping[str, nn.Module]) -> set[str]:
+    """Names of the batch norms among the layers on offer, converted or not; refuses a model without any."""
+    found = {name for name, layer in offered.items() if _statistics(layer) == "batch"}
+    if not found:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in offered.values()})) or "no layers"
+        norms = [cls for cls in LAYERS.values() if issubclass(cls, BayesNorm)]
+        known = ", ".join(cls.plain.__name__ for cls in norms if cls.statistics == "batch")
+        raise ValueError(f"MemberNorm looked for batch norm ({known}) and found none among: {kinds}.")
+    return found
 
-    In training every member that has rows needs two values or more for each channel, as batch norm itself does; a
-    member without rows keeps its running statistics.
 
-    Args:
-        members: K. The first is the layer itself; the others start as copies of it.
-        affine: members have scales and biases of their own, too, where the layer has any.
-
-    Example:
-        >>> import slimbayes as sb
-        >>> net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-        >>> net = sb.bayesianize(net, {"1": MemberNorm(members=4), ".*": sb.Rank1(members=4)})
-        >>> sb.sample(net, torch.randn(5, 3)).shape, net[1].posterior["weight"].running_mean.shape
-        (torch.Size([4, 5, 2]), torch.Size([3, 8]))
-    """
-
-    members: int = 4
-    affine: bool = False
-
-    def __post_init__(self) -> None:
-        check_count(self, "members", self.members)
-
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        return ("norm",)
-
-    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        found = {name for name, layer in offered.items() if _statistics(layer) == "batch"}  # converted or not
-        if not found:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in offered.values()})) or "no layers"
-            norms = [cls for cls in LAYERS.values() if issubclass(cls, BayesNorm)]
-            known = ", ".join(cls.plain.__name__ for cls in norms if cls.statistics == "batch")
-            raise ValueError(f"MemberNorm looked for batch norm ({known}) and found none among: {kinds}.")
-        return found
-
-    def leaves_alone(self, layer: nn.Module) -> str:
-        if isinstance(layer, nn.SyncBatchNorm):
-            return "its statistics are those of all processes; MemberNorm keeps to the rows of one"
-        return _WHY.get(_statistics(layer), "")
-
-    def build(self, site: Site) -> Posterior:
-        return MemberNormPosterior(self, site)
-
-    def describe(self) -> str:
-        return f"MemberNorm(members={self.members}{', affine' if self.affine else ''})"
+def why_not(layer: nn.Module) -> str:
+    """Why members of a norm layer are not kept apart; nothing if they are."""
+    if isinstance(layer, nn.SyncBatchNorm):
+        return "its statistics are those of all processes; MemberNorm keeps to the rows of one"
+    return _WHY.get(_statistics(layer), "")
 
 
 def _statistics(layer: nn.Module) -> str:

@@ -15,50 +15,16 @@ Sizes: n draws of a pass, D free weights of the matrix.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Distribution, Normal, wide
+from slimbayes.distributions.families import Normal, wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
-from slimbayes.posteriors.base import MapOf, Pick, Posterior, SiteConfig, WeightPosterior
-from slimbayes.posteriors.checks import check_not_negative
+from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
+from slimbayes.posteriors.configs.radial import Radial as Radial
 from slimbayes.posteriors.gaussian import Perturbation
-
-
-@dataclass(frozen=True, kw_only=True)
-class Radial(SiteConfig):
-    """Radial posterior over all weights: twice the parameters of the plain model.
-
-    Args:
-        prior: a `Normal`.
-        scale_init, scale_jitter: scales start at Normal(scale_init, scale_jitter), kept above a tenth of scale_init.
-
-    Example:
-        >>> import slimbayes as sb
-        >>> net = sb.bayesianize(nn.Linear(3, 2), Radial(prior=Normal(0.0, 0.3)))
-        >>> sb.sample(net, torch.randn(5, 3), draws=4).shape
-        torch.Size([4, 5, 2])
-    """
-
-    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
-    scale_init: float = 0.02
-    scale_jitter: float = 0.002
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.prior, Normal):
-            raise ValueError(f"Radial: the KL is known for a Normal prior, got {self.prior!r}.")
-        if not self.scale_init > 0:
-            raise ValueError(f"Radial: scale_init must be positive, got {self.scale_init!r}.")
-        check_not_negative(self, "scale_jitter", self.scale_jitter)
-
-    def describe(self) -> str:
-        return "Radial"
-
-    def build(self, site: Site) -> Posterior:
-        return RadialPosterior(self, site)
 
 
 class RadialPosterior(WeightPosterior):

@@ -18,173 +18,19 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import (
-    Cauchy,
-    Distribution,
-    HalfCauchy,
-    LogNormal,
-    Normal,
-    Point,
-    Signs,
-    dropout_scale,
-    rho_from_scale,
-)
-from slimbayes.distributions.kl import check_pair, kl
+from slimbayes.distributions.families import Point
+from slimbayes.distributions.kl import kl
 from slimbayes.engine.fused import seeded
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
-from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role, WeightPosterior
-from slimbayes.posteriors.checks import check_choice, check_count, check_distribution, check_not_negative, check_number
-from slimbayes.posteriors.factors import FAMILY, Drawn, FactorConfig, draw_alike, factor_of, grouped, joint
-
-Family = Literal["normal", "cauchy", "lognormal", "point"]
-_FAMILY_OF_PRIOR = {Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal"}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Rank1(FactorConfig):
-    """Rank-1 Bayesian neural net: distributions over one input and one output factor of every weight matrix.
-
-    What is left open stays None and follows from the rest; `resolved()` says everything. Configs are equal if they
-    resolve alike, and files hold the resolved form, so that later defaults change no saved model.
-
-    Args:
-        members: K, the number of mixture components.
-        posterior: family of q(r) and q(s); by default that of the prior.
-        prior: prior of every factor; by default the posterior's family around the neutral factor with scale 0.1.
-        random: which factors are distributions, "both", "r" (outputs) or "s" (inputs); the other stays a point
-            estimate.
-        perturbation: "multiplicative" is Eq. 1; "additive" is y = W (x + s) + r + b.
-        mean_init: where posterior means start: `Normal(1, v)`, `Signs(p)` or `Point(1)` (the model exactly as it was).
-            By default Normal(1, 0.05): members differ, but a trained network stays close to itself. The paper trains
-            from Normal(1, 0.5).
-        scale_init: where posterior scales start. `dropout_scale(p)` turns a dropout rate into one; by default rate 1e-3
-            (cauchy: 1e-6), the paper's "deterministic" initialisation.
-        scale_jitter: standard deviation of the jitter around `scale_init`, in softplus space (cauchy: none).
-        clip: factors are clipped to [-clip, clip] after drawing; None turns it off.
-        member_bias: whether members get their own biases.
-        rank: p, the number of averaged rank-1 products.
-        draws: "example" draws fresh factors for every row (the paper); "member" once per member and pass.
-
-    Example:
-        >>> import slimbayes as sb, torch
-        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> net = sb.bayesianize(net, sb.Rank1(members=4, prior=sb.Cauchy(1.0, 0.1)))
-        >>> sb.sample(net, torch.randn(5, 3)).shape
-        torch.Size([4, 5, 2])
-    """
-
-    members: int = 4
-    posterior: Family | None = None
-    prior: Distribution | None = None
-    random: Literal["both", "r", "s"] = "both"
-    perturbation: Literal["multiplicative", "additive"] = "multiplicative"
-    mean_init: Distribution | None = None
-    scale_init: float | None = None
-    scale_jitter: float | None = None
-    clip: float | None = 10.0
-    member_bias: bool = True
-    rank: int = 1
-    draws: Literal["example", "member"] = "example"
-
-    def __post_init__(self) -> None:
-        check_count(self, "members", self.members)
-        check_count(self, "rank", self.rank)
-        check_choice(self, "random", self.random, ("both", "r", "s"))
-        check_choice(self, "perturbation", self.perturbation, ("multiplicative", "additive"))
-        check_choice(self, "draws", self.draws, ("example", "member"))
-        for field in ("prior", "mean_init"):
-            check_distribution(self, field, getattr(self, field))
-        for field in ("clip", "scale_init", "scale_jitter"):
-            check_number(self, field, getattr(self, field))
-        check_choice(self, "posterior", self.family, tuple(FAMILY))
-        self._check_family()
-        self._check_scales()
-
-    def _check_family(self) -> None:
-        """The family of the factors has a finite KL to the prior, a neutral value and possible starts."""
-        if self.prior is not None:
-            check_pair(FAMILY[self.family], type(self.prior))
-            if type(self.prior) not in _FAMILY_OF_PRIOR:
-                known = ", ".join(prior.__name__ for prior in _FAMILY_OF_PRIOR)
-                raise ValueError(f"Rank1: {type(self.prior).__name__} is no prior of factors; use one of {known}.")
-        if self.family == "lognormal" and self.perturbation == "additive":
-            raise ValueError(
-                "Rank1: a lognormal factor is never zero, so it has no neutral additive value. "
-                "Use perturbation='multiplicative'."
-            )
-        if self.family == "lognormal" and isinstance(self.mean_init, Signs):
-            raise ValueError(
-                "Rank1: lognormal factors are positive, so they cannot start at random signs. "
-                "Use mean_init=Normal(0.0, v), in log space."
-            )
-
-    def _check_scales(self) -> None:
-        if not (self.clip is None or self.clip > 0):
-            raise ValueError(f"Rank1: clip must be positive or None, got {self.clip!r}.")
-        check_not_negative(self, "scale_jitter", self.scale_jitter)
-        if self.scale_init == 0 and self.family != "point":
-            raise ValueError(
-                "Rank1: scale_init must be positive, got 0. Factors of scale zero are points: "
-                'use posterior="point", or BatchEnsemble.'
-            )
-        if self.scale_init:
-            rho_from_scale(self.scale_init)
-
-    @property
-    def family(self) -> str:
-        """Family of q(r) and q(s): `posterior`, or that of the prior."""
-        return self.posterior or _FAMILY_OF_PRIOR.get(type(self.prior), "normal")
-
-    def resolved(self) -> Rank1:
-        """This config with everything filled in that was left open.
-
-        Example:
-            >>> Rank1(perturbation="additive").resolved().prior
-            Normal(loc=0.0, scale=0.1)
-        """
-        family = self.family
-        neutral = 0.0 if family == "lognormal" or self.perturbation == "additive" else 1.0
-        prior = {"cauchy": Cauchy, "lognormal": LogNormal}.get(family, Normal)
-        open_ones: dict[str, Any] = {
-            "posterior": family,
-            "prior": prior(neutral, 0.1),
-            "mean_init": Normal(neutral, 0.05),
-            "scale_init": dropout_scale(1e-6 if family == "cauchy" else 1e-3),
-            "scale_jitter": 0.0 if family == "cauchy" else 0.1,
-        }
-        return replace(self, **{name: value for name, value in open_ones.items() if getattr(self, name) is None})
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form of the resolved config."""
-        return super(Rank1, self.resolved()).to_dict()
-
-    def _values(self) -> tuple[Any, ...]:
-        whole = self.resolved()
-        return tuple(getattr(whole, field.name) for field in fields(whole))
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and isinstance(other, Rank1) and self._values() == other._values()
-
-    def __hash__(self) -> int:
-        return hash(self._values())
-
-    def extra_flops(self, site: Site) -> float:
-        """p products instead of one, whose inputs and outputs are scaled: a multiplication is half a multiply-add."""
-        rows, columns = site.matrix
-        return 0.5 * self.rank * (site.n_in + site.n_out) + (self.rank - 1) * rows * columns
-
-    def build(self, site: Site) -> Posterior:
-        return Rank1Posterior(self.resolved(), site)
-
-    def describe(self) -> str:
-        return f"Rank1({self.family}, members={self.members})"
+from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
+from slimbayes.posteriors.configs.rank1 import Rank1 as Rank1
+from slimbayes.posteriors.factors import Drawn, draw_alike, factor_of, grouped, joint
 
 
 class Rank1Posterior(WeightPosterior):

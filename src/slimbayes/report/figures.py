@@ -15,7 +15,7 @@ import numpy as np
 
 from slimbayes.report.charts import Axis, Chart, Names, Point, bars, boxes, intervals, lines, members, points
 from slimbayes.report.groups import Group
-from slimbayes.report.metric import metric, ordered
+from slimbayes.report.metric import metric, ordered, printable
 from slimbayes.report.record import Evaluation, Record
 from slimbayes.report.selection import CORRUPTED, Selection, main_set
 from slimbayes.report.statistics import mean, standard_error
@@ -157,7 +157,7 @@ def unfamiliar(groups: Sequence[Group]) -> Figure | None:
             for group in groups:
                 if values := list(replace(ood, data=data).by_seed(group, name).values()):
                     interval = _around("x", mean(values), standard_error(values) or 0.0)
-                    rows.append({"g": data, "n": group.name, **interval})
+                    rows.append({"g": printable(data), "n": group.name, **interval})
         return intervals(rows, _places(groups), _axis(name), "Unfamiliar set")
 
     return _figure("Unfamiliar inputs", _by_metric(ood.metrics(groups), draw))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,17 @@ def _group(records: Sequence[Record]) -> tuple[Group, ...]:
     # A name has one colour on the whole page, also when it appears under several data sets.
     places = {name: i for i, name in enumerate(dict.fromkeys(name for _, name in found))}
     seeds = {key: tuple(sorted(runs, key=lambda run: run.seed)) for key, runs in found.items()}
-    return tuple(Group(data, printable(name), runs, places[name]) for (data, name), runs in seeds.items())
+    shown = _unlike(places)
+    return tuple(Group(data, shown[name], runs, places[name]) for (data, name), runs in seeds.items())
+
+
+def _unlike(names: Iterable[str]) -> dict[str, str]:
+    """Names as they are shown; those that would read alike are numbered."""
+    shown: dict[str, str] = {}
+    for name in names:
+        alike = itertools.chain([printable(name)], (f"{printable(name)} ({i})" for i in itertools.count(2)))
+        shown[name] = next(one for one in alike if one not in shown.values())
+    return shown
 
 
 def _notes(groups: Sequence[Group]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -106,14 +107,27 @@ _KNOWN = {
 HEADLINE = ("accuracy", "nll", "ece", "brier", "rmse", "lpd", "crps", "coverage95", "auroc", "aucpr", "fpr95")
 
 
+# What every JavaScript object has: a library that keeps things by name in plain objects finds these there already.
+_INHERITED = {
+    "__proto__", "constructor", "hasOwnProperty", "isPrototypeOf", "propertyIsEnumerable", "toLocaleString", "toString",
+    "valueOf", "__defineGetter__", "__defineSetter__", "__lookupGetter__", "__lookupSetter__",
+}  # fmt: skip
+_LONG = 80
+
+
 def printable(text: str) -> str:
     """Text without line breaks and control signs: they garble tables, and Vega's expressions cannot quote all of them.
 
+    Long text is cut, with its checksum in place of the rest; names that mean something to JavaScript are put in quotes.
+
     Example:
-        >>> printable("two\\nlines")
-        'two lines'
+        >>> printable("two\\nlines"), printable("__proto__")
+        ('two lines', '“__proto__”')
     """
-    return "".join(sign if sign.isprintable() else " " for sign in text).strip() or "unnamed"
+    shown = "".join(sign if sign.isprintable() else " " for sign in text).strip() or "unnamed"
+    if len(shown) > _LONG:
+        shown = f"{shown[:_LONG]}... ({zlib.crc32(text.encode(errors='replace')):08x})"
+    return f"“{shown}”" if shown in _INHERITED else shown
 
 
 def metric(name: str) -> Metric:

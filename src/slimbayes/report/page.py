@@ -26,6 +26,7 @@ from slimbayes.report import figures, tables
 from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import Figure
 from slimbayes.report.groups import Group, LoadedRuns, load
+from slimbayes.report.metric import printable
 from slimbayes.report.record import Example, Record
 from slimbayes.report.selection import CORRUPTED, main_set
 from slimbayes.report.tables import PageTable
@@ -79,7 +80,7 @@ def write_page(runs: Sequence[Path | str], out: Path | str, title: str | None = 
         /nowhere/record.json cannot be read: ...
     """
     loaded = load(runs)
-    text = _html(loaded, title or f"Results on {', '.join(loaded.data)}")
+    text = _html(loaded, title or f"Results on {', '.join(map(printable, loaded.data))}")
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)

@@ -12,7 +12,10 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationError
+
+from slimbayes.errors import brief, cut
+from slimbayes.untrusted import parse_json, read_file
 
 FORMAT = 1
 
@@ -23,6 +26,7 @@ def _as_text(value: float) -> float | str:
 
 # JSON has no word for NaN or infinity: they are written as text, which pydantic reads.
 Number = Annotated[float, PlainSerializer(_as_text)]
+Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # arithmetic on larger ones fails, or takes for ever
 
 
 class _Frozen(BaseModel):
@@ -34,7 +38,7 @@ class Reliability(_Frozen):
 
     confidence: list[Number]
     accuracy: list[Number]
-    count: list[int]
+    count: list[Whole]
 
 
 class RiskCoverage(_Frozen):
@@ -56,9 +60,9 @@ class Evaluation(_Frozen):
     data: str
     role: Literal["test", "validation", "corruption", "shift", "ood"]
     corruption: str | None = None
-    severity: int = 0
-    draws: int  # of each member
-    rows: int
+    severity: Whole = 0
+    draws: Whole  # of each member
+    rows: Whole
     metrics: dict[str, Number]
     members: list[dict[str, Number]] = []
     diversity: dict[str, Number] = {}
@@ -69,7 +73,7 @@ class Evaluation(_Frozen):
 class Example(_Frozen):
     """A test row the model is most or least sure of. `image` is a PNG as a data URL, None where rows are no images."""
 
-    index: int
+    index: Whole
     sure: Literal["most", "least"]
     label: str
     predicted: str
@@ -82,8 +86,8 @@ class Example(_Frozen):
 class Parameters(_Frozen):
     """How many numbers the plain network trains, and how many the converted one does."""
 
-    plain: int
-    total: int
+    plain: Whole
+    total: Whole
 
     @property
     def growth(self) -> float | None:
@@ -97,7 +101,7 @@ class Cost(_Frozen):
     train_seconds: Number
     seconds_per_epoch: Number  # median
     evaluate_seconds: Number = 0.0
-    peak_memory: int | None = None
+    peak_memory: Whole | None = None
 
 
 class Record(_Frozen):
@@ -107,7 +111,7 @@ class Record(_Frozen):
     name: str
     method: str  # in a few words, for tables
     data: str
-    seed: int
+    seed: Whole
     config: dict[str, Any]
     config_hash: str
     commands: list[str]
@@ -143,18 +147,18 @@ def read(run: Path | str) -> Record:
     path = Path(run)
     file = path if path.suffix == ".json" else path / "record.json"
     try:
-        data = json.loads(file.read_bytes())
+        data = parse_json(read_file(file))
     except OSError as error:
         raise RecordError(f"{file} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise RecordError(f"{file} is damaged: it is not JSON ({error}).") from error
+        raise RecordError(f"{file} is damaged: it is not JSON ({cut(str(error))}).") from error
     if isinstance(data, dict) and isinstance(data.get("format"), int) and data["format"] > FORMAT:
         raise RecordError(
-            f"{file} has format {data['format']}, made by a newer slimbayes; this one reads up to {FORMAT}."
+            f"{file} has format {brief(data['format'])}, made by a newer slimbayes; this one reads up to {FORMAT}."
         )
     try:
         return Record.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
-        raise RecordError(f"{file} is damaged: {where}: {first['msg']}.") from error
+        raise RecordError(f"{file} is damaged: {cut(where)}: {cut(first['msg'])}.") from None

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slimbayes.errors import did_you_mean
+from slimbayes.train import Form as Form
 
-Form = Literal["average", "mixture", "probs", "logits"]
 LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
 _FORMS = ("average", "mixture", "probs", "logits")
 

@@ -1,13 +1,17 @@
 """BatchEnsemble (Wen et al. 2020): the point-estimate case of rank-1 Bayesian neural nets."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from slimbayes.distributions.families import Distribution, Signs
-from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import Posterior
-from slimbayes.posteriors.factors import FactorConfig
-from slimbayes.posteriors.rank1 import Rank1
+from slimbayes.posteriors.configs.factors import FactorConfig
+from slimbayes.posteriors.configs.rank1 import Rank1
+
+if TYPE_CHECKING:
+    from slimbayes.layers.site import Site
+    from slimbayes.posteriors.base import Posterior
 
 
 @dataclass(frozen=True, kw_only=True)

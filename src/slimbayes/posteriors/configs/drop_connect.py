@@ -3,16 +3,21 @@
 Table 2 of Chang et al. 2019:   K = 2, M_2 = 0, one pick for every weight; biases are never dropped.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from slimbayes.layers import kind_of
-from slimbayes.layers.site import Site
-from slimbayes.posteriors.base import Posterior, SiteConfig
 from slimbayes.posteriors.checks import check_choice, check_rate
-from slimbayes.posteriors.components import Draws
-from slimbayes.posteriors.mixture import Mixture, MixturePosterior, dropping
+from slimbayes.posteriors.configs.base import SiteConfig
+from slimbayes.posteriors.configs.components import Draws
+from slimbayes.posteriors.configs.mixture import Mixture, dropping
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from slimbayes.layers.site import Site
+    from slimbayes.posteriors.base import Posterior
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +51,14 @@ class DropConnect(SiteConfig):
         return dropping("element", self.rate, self.draws, self.tau, self.rho)
 
     def leaves_alone(self, layer: nn.Module) -> str:
+        from slimbayes.layers import kind_of
+
         why = "DropConnect leaves embeddings alone; include it by name to convert it"
         return why if kind_of(layer) == "table" else ""
 
     def build(self, site: Site) -> Posterior:
+        from slimbayes.posteriors.mixture import MixturePosterior
+
         return MixturePosterior(self._mixture(), site)
 
     def describe(self) -> str:

@@ -1,9 +1,11 @@
 """The plain model through the same API: no posterior, no draws that differ, no KL."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.base import Config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,93 @@
+"""The abstract Config: what a user chooses about a method. Files of this folder need no torch before a config is
+put to use, so that configs can be read and checked without it.
+
+    Config              what a user chooses
+    SiteConfig          a Config with a posterior for each weight matrix: the usual case
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from slimbayes.distributions.families import Distribution, distribution_from_dict
+from slimbayes.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from slimbayes.layers.site import Kind, Site
+    from slimbayes.posteriors.base import Posterior
+
+
+class Config:
+    """Everything a user chooses about a method. Subclasses are frozen, keyword-only dataclasses that survive JSON."""
+
+    members: int = 1
+    converts: ClassVar[bool] = True
+    whole: ClassVar[bool] = False  # whether it converts modules of any type as a whole
+
+    @property
+    def covers(self) -> tuple[Kind, ...]:
+        """The kinds of layer this method can convert."""
+        return ("matrix", "table")
+
+    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+        """Names of the layers to convert out of those offered; None for all. `named`: the user picked them by name."""
+        return None
+
+    def leaves_alone(self, layer: nn.Module) -> str:
+        """Why this method skips a layer unless it is included by name; nothing if it does not."""
+        return ""
+
+    def describe(self) -> str:
+        """The method in a few words, for summaries."""
+        return f"{type(self).__name__}(members={self.members})"
+
+    def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
+        """Parameters that converting a layer with these sites would add, as tensors whose numbers do not matter."""
+        return []
+
+    def extra_flops(self, site: Site) -> float:
+        """Multiply-adds beyond the plain layer's at one position for one draw; weights drawn once a pass add none."""
+        return 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form: the method's name and every field.
+
+        >>> import slimbayes as sb
+        >>> sb.Deterministic().to_dict()
+        {'kind': 'Deterministic'}
+        """
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        json = {k: v.to_dict() if isinstance(v, Distribution) else v for k, v in values.items()}
+        return {"kind": type(self).__name__} | json
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Build a config of this method from its JSON form; unknown fields are refused by name."""
+        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        values: dict[str, Any] = {name: value for name, value in data.items() if name != "kind"}
+        for name, value in values.items():
+            if name not in known:
+                raise ValueError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
+            values[name] = distribution_from_dict(value) if isinstance(value, dict) else value
+            values[name] = tuple(value) if isinstance(value, list) else values[name]
+        return cls(**values)
+
+
+class SiteConfig(Config, ABC):
+    """A method that gives each weight matrix a posterior of its own."""
+
+    @abstractmethod
+    def build(self, site: Site) -> Posterior:
+        """A new posterior for one weight matrix, on torch's default device and in its default dtype."""
+
+    def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
+        import torch
+
+        wide = torch.promote_types(next(layer.parameters(), torch.empty(0)).dtype, torch.float32)
+        with torch.device("meta"):
+            return [p for site in sites for p in self.build(site).to(dtype=wide).parameters()]

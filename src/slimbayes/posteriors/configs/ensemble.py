@@ -1,0 +1,77 @@
+"""The config of deep ensembles; posteriors/ensemble.py says what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from slimbayes.posteriors.checks import check_choice, check_count
+from slimbayes.posteriors.configs.base import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from slimbayes.layers.site import Kind, Site
+    from slimbayes.posteriors.ensemble import EnsemblePosterior
+
+Execution = Literal["auto", "loop", "batched"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ensemble(Config):
+    """K networks that share nothing, trained and asked as one: the baseline of all three papers.
+
+    Without `include`, `exclude` or a mapping the whole model is copied, whatever it is made of; with them, single
+    layers are. `ensemble([...])` joins networks that exist already.
+
+    Args:
+        members: K.
+        init: "fresh" starts the other members anew, each as the network itself would start: by its own initialiser
+            (transformers', timm's), else by each layer's `reset_parameters`, at the spread that the network's own
+            weights have; "copies" repeats the weights.
+        factory: builds a fresh network of the same kind; then each other member is one. It is not part of the config's
+            JSON.
+        jitter: standard deviation of the noise on copied parameters, relative to their root mean square.
+        execution: "loop" runs members one after another, "batched" all at once through torch.vmap, "auto" batched where
+            that was measured to be faster (benchmarks/ensembles.py): many members made of plain dense layers (faster
+            with 20, not with 5; it switches at 16).
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> from torch import nn
+        >>> net = sb.bayesianize(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), Ensemble(members=5))
+        >>> sb.sample(net, torch.randn(7, 3)).shape, sum(p.numel() for p in net.parameters())
+        (torch.Size([5, 7, 2]), 250)
+    """
+
+    members: int = 5
+    init: Literal["fresh", "copies"] = "fresh"
+    jitter: float = 0.0
+    execution: Execution = "auto"
+    factory: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
+    whole: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count(self, "members", self.members)
+        check_choice(self, "init", self.init, ("fresh", "copies"))
+        check_choice(self, "execution", self.execution, ("auto", "loop", "batched"))
+        if not self.jitter >= 0 or (self.jitter and self.init == "fresh"):
+            needs = "jitter is noise on copies: it needs init='copies' and must not be negative"
+            raise ValueError(f"Ensemble: {needs}, got {self.jitter!r}.")
+
+    @property
+    def covers(self) -> tuple[Kind, ...]:
+        return ("matrix", "table", "norm")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if name != "factory"}
+
+    def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
+        return [p for _ in range(self.members - 1) for p in layer.parameters()]
+
+    def copies(self, module: nn.Module) -> EnsemblePosterior:
+        """The posterior of one module: its K - 1 further members."""
+        from slimbayes.posteriors.ensemble import copies
+
+        return copies(self, module)

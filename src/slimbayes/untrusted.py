@@ -1,0 +1,85 @@
+"""Small files that anybody may have written: read without waiting, within bounds, and refused in words.
+
+read_file       a regular file of at most so many bytes; pipes, devices, sockets and folders are refused unopened
+parse_json      JSON of bounded depth, each key once
+
+Neither error quotes what it refuses.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+LIMIT = 64 << 20  # bytes: a record with a thousand curves and all its pictures has a few million
+DEPTH = 64  # mappings and lists inside one another; ours have ten at most
+_KINDS = {
+    stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}  # fmt: skip
+
+
+def read_file(path: Path, limit: float = LIMIT) -> bytes:
+    """What a regular file holds, `limit` bytes at most; OSError says in its `strerror` why it cannot be read.
+
+    Example:
+        >>> read_file(Path("/dev/zero"))
+        Traceback (most recent call last):
+        ...
+        OSError: [Errno 22] it is a device, not a regular file: '/dev/zero'
+    """
+    check_regular(path)
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(handle, "rb") as file:
+        opened = os.fstat(handle)  # names can be swapped meanwhile
+        _check_regular(path, opened.st_mode)
+        if opened.st_size > limit:
+            raise OSError(errno.EFBIG, f"it has more than the {limit:,} bytes that such a file may have", str(path))
+        return file.read(opened.st_size)
+
+
+def check_regular(path: Path) -> None:
+    """Refuse pipes, devices, sockets and folders with an OSError: opening one could wait for ever, or act."""
+    _check_regular(path, os.stat(path).st_mode)
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+def parse_json(data: bytes | str) -> Any:
+    """What a JSON text holds; ValueError if it is none, is nested deeper than DEPTH, or has a key twice.
+
+    Example:
+        >>> parse_json(b'{"seed": 1, "seed": 2}')
+        Traceback (most recent call last):
+        ...
+        ValueError: a key is there twice
+    """
+    try:
+        tree = json.loads(data, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {DEPTH} levels") from None
+    level = [tree]
+    for _ in range(DEPTH + 1):
+        level = [inner for one in level for inner in _inside(one)]
+        if not level:
+            return tree
+    raise ValueError(f"it is nested deeper than {DEPTH} levels")
+
+
+def _inside(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
