@@ -81,7 +81,7 @@ def test_keras_lists(tmp_path: Path, protocol: int | None, old: bool) -> None:
         keras_rules(row) for row in more
     ]
     assert data.train.y.tolist() == [0, 1, 1, 0, 1, 0] and data.test.y.tolist() == [1, 0]
-    assert available(root) == {"imdb": {"train": 6, "test": 2}} and len(data.vocabulary) == 20_000
+    assert available(root) == {"imdb": ["train", "test"]} and len(data.vocabulary) == 20_000
     assert (
         data.vocabulary[:5] == ("<pad>", "<start>", "<unknown>", "<unused>", "#1") and data.vocabulary[-1] == "#19996"
     )
@@ -251,7 +251,7 @@ def test_imdb_two_formats_agree(tmp_path: Path) -> None:
     assert packed.train.x.shape == (6, 80) and packed.train.x.dtype == torch.int64
     assert packed.train.x[1, -6:].tolist() == [1, 11, 3, 8, 10, 9] and not packed.train.x[1, :-6].any()
     assert packed.test.x[0, -3:].tolist() == [1, 3, 2]
-    assert available(tmp_path / "a") == available(tmp_path / "b") == {"imdb": {"train": 6, "test": 6}}
+    assert available(tmp_path / "a") == available(tmp_path / "b") == {"imdb": ["train", "test"]}
     assert load("imdb", tmp_path / "a", ["test"]).vocabulary == tree.vocabulary
 
 

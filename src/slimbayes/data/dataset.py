@@ -85,19 +85,11 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class UnreadSplit:
-    """A split that is there but not read yet: counting its rows must be cheap."""
-
-    count: Callable[[], int]
-    read: Callable[[], Split | ImageFolder]
-
-
-@dataclass(frozen=True)
 class Found:
-    """What a reader recognised in a folder. `files` are those it reads: what it gives may depend on nothing else. A set
-    that is decoded image by image names none, and cannot be cached."""
+    """What a reader recognised in a folder: functions that read it. `files` are those they read: what they give may
+    depend on nothing else. A set that is decoded image by image names none, and cannot be cached."""
 
-    parts: Mapping[str, UnreadSplit]
+    splits: Mapping[str, Callable[[], Split | ImageFolder]]
     classes: tuple[str, ...] = ()
     vocabulary: Callable[[], tuple[str, ...]] = tuple
     files: Callable[[], Sequence[Path]] = tuple

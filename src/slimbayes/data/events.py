@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimbayes.data.dataset import Dataset, Split
+from slimbayes.data.dataset import Dataset, Found, Split
 
+CLASSES = ("survived", "died")
 _AT_A_TIME = 500_000  # events that are sorted into bags together: sorting takes ten times the memory of what is sorted
 
 
@@ -292,4 +295,10 @@ def mortality(
     for name, rows in stays.splits.items():
         tokens = bag(stays.events.of(rows), buckets, hours, precision, aggregate_older_than, tokens_per_bag)
         splits[name] = Split(tokens, stays.labels[rows])
-    return Dataset(stays.name, splits, ("survived", "died"), buckets.names())
+    return Dataset(stays.name, splits, CLASSES, buckets.names())
+
+
+def outcomes(data: Callable[[], Dataset], splits: Sequence[str], files: Callable[[], Sequence[Path]]) -> Found:
+    """For `load`: the splits of a set that `mortality` makes from files."""
+    read = {split: partial(lambda name: data().splits[name], split) for split in splits}
+    return Found(read, CLASSES, lambda: data().vocabulary, files)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.archives import map_npy, read_npz, read_pickled, read_xz
-from slimbayes.data.dataset import Found, Split, UnreadSplit, labels
+from slimbayes.data.dataset import Found, Split, labels
 from slimbayes.data.pickles import read_ragged
 
 VOCABULARY, LENGTH = 20_000, 80
@@ -93,10 +93,7 @@ def tree(folder: Path) -> Found | None:
             halves[split][1].extend([label] * len(files))
         return halves
 
-    def count(split: str) -> int:
-        return len(_review_files(places[split, 0])) + len(_review_files(places[split, 1]))
-
-    return _reviews(read, count, lambda: [file for place in places.values() for file in _review_files(place)])
+    return _reviews(read, lambda: [file for place in places.values() for file in _review_files(place)])
 
 
 def _review_files(place: Path) -> list[Path]:
@@ -114,8 +111,7 @@ def packed(folder: Path) -> Found | None:
     texts, stars = folder / "reviews.txt.xz", folder / "ratings.npy"
     if not (texts.is_file() and stars.is_file()):
         return None
-    half = lambda split: len(map_npy(stars, (None,), "ui")) // 2  # noqa: E731
-    return _reviews(partial(_read_packed, texts, stars), half, lambda: [texts, stars])
+    return _reviews(partial(_read_packed, texts, stars), lambda: [texts, stars])
 
 
 def _read_packed(texts: Path, stars: Path) -> Halves:
@@ -142,7 +138,7 @@ def _decode(content: bytes, place: str) -> str:
         raise ValueError(f"{place} is not UTF-8 text: {error}") from error
 
 
-def _reviews(read: Callable[[], Halves], count: Callable[[str], int], files: Callable[[], Sequence[Path]]) -> Found:
+def _reviews(read: Callable[[], Halves], files: Callable[[], Sequence[Path]]) -> Found:
     """Both halves, encoded with the vocabulary of the training half. The texts are read once."""
     texts = cache(read)
     vocabulary = cache(lambda: count_vocabulary(texts()["train"][0]))
@@ -151,8 +147,7 @@ def _reviews(read: Callable[[], Halves], count: Callable[[str], int], files: Cal
         written, numbers = texts()[name]
         return Split(encode(written, vocabulary()), torch.tensor(numbers, device="cpu"))
 
-    parts = {name: UnreadSplit(partial(count, name), partial(split, name)) for name in ("train", "test")}
-    return Found(parts, CLASSES, vocabulary, files)
+    return Found({name: partial(split, name) for name in ("train", "test")}, CLASSES, vocabulary, files)
 
 
 def keras(folder: Path) -> Found | None:
@@ -162,11 +157,8 @@ def keras(folder: Path) -> Found | None:
     if not file.is_file():
         return None
 
-    def part(split: str) -> UnreadSplit:
-        return UnreadSplit(lambda: len(read_npz(file, f"y_{split}")[f"y_{split}"]), partial(_read_keras, file, split))
-
-    files = [path for path in (file, index) if path.is_file()]
-    return Found({s: part(s) for s in ("train", "test")}, CLASSES, partial(_names, index), lambda: files)
+    files, splits = [path for path in (file, index) if path.is_file()], ("train", "test")
+    return Found({s: partial(_read_keras, file, s) for s in splits}, CLASSES, partial(_names, index), lambda: files)
 
 
 def _read_keras(file: Path, split: str) -> Split:

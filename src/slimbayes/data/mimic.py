@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.csv_rows import find_table, number_of, open_rows, time_of
-from slimbayes.data.dataset import Dataset, Found, UnreadSplit
-from slimbayes.data.events import EventList, Stays, mortality
+from slimbayes.data.dataset import Dataset, Found
+from slimbayes.data.events import EventList, Stays, mortality, outcomes
 
 SPLITS = ("train", "validation", "test")
 _OLDEST = 90.0  # years: the dates of birth of older patients are shifted by centuries, or their age is given as 91
@@ -101,16 +101,7 @@ def first_day(folder: Path, release: Release) -> Found | None:
     def data() -> Dataset:
         return mortality(_Reading(release, folder, 24.0).stays(0), 24.0, aggregate_older_than=24.0, tokens_per_bag=128)
 
-    @cache
-    def rows() -> dict[str, Tensor]:  # of the admissions alone, without a look at the large tables
-        return _Reading(release, folder, 24.0).split(0)
-
-    def part(name: str) -> UnreadSplit:
-        return UnreadSplit(lambda: len(rows()[name]), lambda: data().splits[name])
-
-    return Found(
-        {s: part(s) for s in SPLITS}, ("survived", "died"), lambda: data().vocabulary, lambda: [*files.values()]
-    )
+    return outcomes(data, SPLITS, lambda: [*files.values()])
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ import torch
 
 from slimbayes.data.archives import read_npz, read_xz
 from slimbayes.data.csv_rows import number_of, open_rows
-from slimbayes.data.dataset import Dataset, Found, UnreadSplit
-from slimbayes.data.events import EventList, Events, Stays, mortality
+from slimbayes.data.dataset import Dataset, Found
+from slimbayes.data.events import EventList, Events, Stays, mortality, outcomes
 
 SETS = {"a": "train", "b": "validation", "c": "test"}
 PACKED = "challenge2012.npz.xz"
@@ -77,20 +77,12 @@ def bags(folder: Path) -> Found | None:
     def data() -> Dataset:
         return mortality(physionet2012(folder))
 
-    def count(letter: str) -> int:
-        if packed:
-            return int((_arrays(folder / PACKED, "set")["set"] == ord(letter)).sum())
-        return len(_outcomes(folder / f"Outcomes-{letter}.txt"))
-
-    def part(letter: str) -> UnreadSplit:
-        return UnreadSplit(lambda: count(letter), lambda: data().splits[SETS[letter]])
-
     def files() -> list[Path]:
         texts = ((folder / f"Outcomes-{k}.txt", *sorted((folder / f"set-{k}").glob("*.txt"))) for k in _letters(folder))
         return [folder / PACKED] if packed else [file for group in texts for file in group]
 
-    parts = {SETS[letter]: part(letter) for letter in (SETS if packed else _letters(folder))}
-    return Found(parts, ("survived", "died"), lambda: data().vocabulary, files) if parts else None
+    letters = list(SETS) if packed else _letters(folder)
+    return outcomes(data, [SETS[letter] for letter in letters], files) if letters else None
 
 
 def _letters(folder: Path) -> list[str]:
@@ -172,14 +164,10 @@ def _record(file: Path, record: int) -> Iterator[tuple[float, int, float]]:
 # Arrays ---------------------------------------------------------------------------------------------------------------
 
 
-def _arrays(file: Path, *names: str) -> dict[str, Any]:
-    return read_npz(file, *names, content=io.BytesIO(read_xz(file)))
-
-
 def _read_packed(file: Path) -> Stays:
     """All stays. The columns of the events are filled parameter by parameter: there is never a second copy of them."""
     names = ("record_id", "set", "param_names", "count", "time_min", "value_code", "value_table", "outcomes")
-    arrays = _arrays(file, *names, "outcome_names")
+    arrays = read_npz(file, *names, "outcome_names", content=io.BytesIO(read_xz(file)))
     _check_packed(file, arrays)
     counts, total = arrays["count"].astype("int64"), len(arrays["time_min"])
     stays = torch.arange(counts.shape[1], device="cpu")
