@@ -59,7 +59,7 @@ def corruption_errors(errors: Rates, reference: Rates) -> CorruptionErrors:
         >>> round(result.mce, 2), round(result.rmce, 2)
         (87.5, 75.0)
     """
-    ours, theirs = severities("errors", errors), severities("reference", reference)
+    ours, theirs = _severities("errors", errors), _severities("reference", reference)
     if not ours or ours.keys() != theirs.keys():
         only = f"only in errors: {sorted(ours.keys() - theirs)}, only in reference: {sorted(theirs.keys() - ours)}"
         raise ValueError(f"errors and reference need the same corruptions, at least one; {only}.")
@@ -77,7 +77,7 @@ def corruption_errors(errors: Rates, reference: Rates) -> CorruptionErrors:
     return CorruptionErrors(fmean(absolute.values()), fmean(relative.values()), absolute, relative)
 
 
-def severities(role: str, rates: Rates) -> dict[str, list[float]]:
+def _severities(role: str, rates: Rates) -> dict[str, list[float]]:
     """Checked error rates of each corruption, one per severity, without the clean one."""
     found = {}
     for name, values in rates.items():
