@@ -13,7 +13,7 @@ ELBO after `truncate`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -57,17 +57,10 @@ class SiteSpectrum:
         """Fraction of the variance that the first `count` singular values explain together."""
         return sum(self.explained(of)[:count])
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "shape": list(self.shape),
-            "means": {"singular_values": list(self.means), "explained": list(self.explained("means"))},
-            "scales": {"singular_values": list(self.scales), "explained": list(self.explained("scales"))},
-        }
-
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Spectra of all weight matrices with Gaussian posteriors. `str()` gives a table, `to_dict()` plain data."""
+    """Spectra of all weight matrices with Gaussian posteriors. `str()` gives a table."""
 
     sites: tuple[SiteSpectrum, ...]
 
@@ -80,9 +73,6 @@ class Spectrum:
             known = [s.name for s in self.sites]
             raise KeyError(f"{name!r} names {len(found)} weights of this spectrum{did_you_mean(name, known)}")
         return found[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {s.name: s.to_dict() for s in self.sites}
 
     def __str__(self) -> str:
         shapes = [f"{s.shape[0]} x {s.shape[1]}" for s in self.sites]
@@ -101,8 +91,7 @@ def spectrum(model: nn.Module, include: Selection = None, exclude: Selection = N
     """Singular values of the means and of the standard deviations of every Gaussian posterior of a model.
 
     Args:
-        model: a model converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed
-        over.
+        model: converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed over.
         include, exclude: layers to look at, as in `bayesianize`.
 
     Shape: matrices are inputs by outputs; a convolution's is (inputs x kernel) by outputs, an LSTM's inputs by 4 units.

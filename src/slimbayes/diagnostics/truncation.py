@@ -52,8 +52,7 @@ def truncate(
     parameters, so an optimizer must be made anew.
 
     Args:
-        model: a model converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed
-        over.
+        model: converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed over.
         rank: k, at most what the narrowest matrix can have: otherwise a ValueError, and the model is unchanged.
         form: which posterior holds the result. "mean-field" reaches the nearest matrix of rank k but keeps a number for
             each weight; "k-tied" has k (m + n) numbers. What is k-tied with this rank or less stays as it is.
