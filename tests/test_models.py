@@ -267,43 +267,6 @@ def test_networks_refuse_impossible_widths() -> None:
         models.deep_mlp(depth=0)
 
 
-# Choosing a width -----------------------------------------------------------------------------------------------------
-
-
-def test_matching_width_is_the_last_width_within_the_budget() -> None:
-    """A dense layer of w inputs and outputs has w (w + 1) parameters: compare with trying every width."""
-    for members in (1, 3):
-        for budget in (6, 17, 18, 19, 500, 12_481, 10**6):
-            fits = [w for w in range(1, 65) if members * w * (w + 1) <= budget]
-            assert models.matching_width(lambda w: nn.Linear(w, w), budget, members) == fits[-1]
-    assert models.matching_width(lambda w: nn.Linear(w, w), 500, widths=[30, 20, 10]) == 20
-
-
-def test_matching_width_allocates_nothing_and_draws_no_numbers() -> None:
-    built: list[nn.Module] = []
-    state = torch.get_rng_state()
-    models.matching_width(lambda w: built.append(models.wrn(10, w)) or built[-1], 10**7)  # type: ignore[func-returns-value]
-    assert {p.device.type for net in built for p in net.parameters()} == {"meta"}
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_matching_width_gives_the_rank_1_papers_small_ensembles() -> None:
-    """D.8: four WRN-28-5 are within a rank-1 WRN-28-10's parameters, for 10 and 100 classes, not a plain one's."""
-    for classes, rank1, plain in ((10, 36_635_872, 36_479_194), (100, 36_694_552, 36_536_884)):
-        build = partial(models.wrn, 28, classes=classes)
-        assert models.matching_width(build, rank1, members=4, widths=range(3, 8)) == 5
-        assert models.matching_width(build, plain, members=4, widths=range(3, 8)) == 4
-
-
-def test_matching_width_says_why_it_fails() -> None:
-    with pytest.raises(ValueError, match="budget is 1,000 parameters, but 4 x the smallest width, 20, needs 1,680"):
-        models.matching_width(lambda w: nn.Linear(w, w), 1000, members=4, widths=range(20, 30))
-    with pytest.raises(ValueError, match="at least one width, got none"):
-        models.matching_width(lambda w: nn.Linear(w, w), 1000, widths=())
-    with pytest.raises(ValueError, match="members must be at least 1, got 0"):
-        models.matching_width(lambda w: nn.Linear(w, w), 1000, members=0)
-
-
 # ResNet under torchvision's names -------------------------------------------------------------------------------------
 
 STAGES = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}

@@ -1,5 +1,4 @@
-"""A set as one safetensors file for each split, mapped into memory instead of read: opening takes no time, and pages
-come when touched.
+"""A set as one safetensors file for each split, mapped into memory instead of read: pages come when touched.
 
     <root>/.slimbayes-cache/<name>/<split>.safetensors          tensors x and y, and what they were made from
 

@@ -1,5 +1,4 @@
-"""The list of data sets, and opening one by its name. Nothing is ever downloaded: a set that is not there gives an
-error that says what to put where.
+"""The list of data sets, and opening one by its name. Nothing is downloaded: errors say what to put where.
 
 data = slimbayes.data.load("cifar10", root="~/data")     # or set SLIMBAYES_DATA
 data.to("cuda").train.x                                  # uint8 (50000, 3, 32, 32)
@@ -28,9 +27,8 @@ _Reader = Callable[[Path], Found | None]
 class Source:
     """One entry of the list of data sets.
 
-    `folders` are looked for under the root in turn, and every reader tries each. A reader returns None where its files
-    are not. `published` has the official number of rows of each split, `balanced` says whether classes are equally
-    frequent.
+    `folders` are looked for under the root in turn, and every reader tries each: it returns None where its files are
+    not. `published` has the official rows of each split, `balanced` says whether classes are equally frequent.
     """
 
     name: str
@@ -203,12 +201,10 @@ def load(
 def prepare(
     name: str, root: Path | str | None = None, out: Path | str | None = None, progress: caches.Progress | None = None
 ) -> Path:
-    """Keep a set as tensors that `load` maps into memory, and return their folder; one that is up to date is left
-    alone.
+    """Keep a set as tensors that `load` maps into memory, unless they are up to date, and return their folder.
 
-    The folder is `out`, or else <name> under $SLIMBAYES_CACHE, or else under <root>/.slimbayes-cache. Sets of folders
-    of images are refused: training crops their pictures, which have many sizes, so arrays of one size would be another
-    data set.
+    The folder is `out`, or else <name> under $SLIMBAYES_CACHE, or else under <root>/.slimbayes-cache. Folders of images
+    are refused: training crops pictures of many sizes, so arrays of one size would be another data set.
 
     Args:
         progress: called with (splits done, splits in all, the one that comes next).

@@ -47,8 +47,8 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set by name: its splits, the names of its classes (none for regression), the words of its vocabulary (text
-    only) and the names of its inputs' columns (tables that say them).
+    """A data set by name: its splits, its classes (none for regression), the words of a text's vocabulary and the names
+    of a table's columns.
 
     Example:
         >>> split = Split(torch.zeros(2, 1), torch.zeros(2, 1))
@@ -97,8 +97,7 @@ class Found:
 
 
 def labels(values: Any, classes: int, file: Path, first: int = 0) -> Tensor:
-    """Labels (N,) as int64, from a tensor or numpy array that counts from `first`; another one is an error that names
-    the file and the record.
+    """Labels (N,) as int64, from numbers that count from `first`; another one is an error that names file and record.
 
     Example:
         >>> labels(torch.tensor([0, 9], dtype=torch.uint8), 10, Path("t10k-labels"))

@@ -1,5 +1,4 @@
-"""Health records as event sequences, and bags of tokens made from them (the input of
-`slimbayes.models.mortality_lstm`).
+"""Health records as event sequences, and bags of tokens made from them, which `models.mortality_lstm` takes.
 
     events (patient, hours since admission, feature, value)  --Buckets-->  a token for each  --bag-->  ids (N, T, L)
 
@@ -199,8 +198,7 @@ def bag(
         hours: prediction time, since admission. Events after it are left out.
         precision: hours in a bag (the paper has 24). The oldest bag also takes the rest.
         aggregate_older_than: hours before the prediction time; older events share one more bag, which comes first.
-            None:
-            there is no such bag, and what happened before admission joins the oldest.
+            None: there is no such bag, and what happened before admission joins the oldest.
         tokens_per_bag: keep only this many, the latest. None keeps all; L is then the fullest bag's number.
 
     Shape: returns (N, T, L) int32, which an embedding takes as it is; T = ceil(min(hours, aggregate_older_than) /
@@ -250,8 +248,7 @@ def _fill(out: Tensor, tokens: Tensor, place: Tensor, hours: Tensor, sizes: Tens
 class Stays:
     """Hospital stays with an outcome, and which of them belong to which split.
 
-    Shape: labels (N,) int64, 1 for a death in hospital; records (N,) int64, the set's own numbers; splits: int64
-    indices.
+    Shape: labels (N,) int64, 1 for a death in hospital; records (N,) int64, the set's own numbers; splits (n,) int64.
     """
 
     name: str

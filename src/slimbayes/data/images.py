@@ -91,11 +91,9 @@ def cifar10_1(folder: Path) -> Found | None:
 
 
 def cifar10h(folder: Path, images: Callable[[], Tensor], image_files: Callable[[], Sequence[Path]]) -> Found | None:
-    """CIFAR-10H: how people label CIFAR-10's test images, whose pixels (N, 3, 32, 32) `images` brings from
-    `image_files`.
+    """CIFAR-10H: how people label CIFAR-10's test images, whose pixels `images` brings from `image_files`.
 
-    The split "test" has each image's share of votes (N, 10), float32; "counts" has the votes, int64, if the file has
-    them.
+    The split "test" has each image's share of votes (N, 10), float32; "counts" the votes, int64, if they are there.
     """
     names = ("cifar10h_counts.npz", "cifar10h-counts.npy", "cifar10h-probs.npy")
     file = next((folder / name for name in names if (folder / name).is_file()), None)
@@ -167,8 +165,7 @@ def imagenet(folder: Path) -> Found | None:
 
 
 def imagenet_c(folder: Path) -> Found | None:
-    """ImageNet-C: <corruption>/<severity>/<class>/*.JPEG, or the same one folder deeper (blur, noise ...). Splits are
-    named "fog/3"."""
+    """ImageNet-C: <corruption>/<severity>/<class>/*.JPEG, or the same one folder deeper. Splits are named "fog/3"."""
     found = [path for pattern in ("*/[1-5]", "*/*/[1-5]") for path in folder.glob(pattern) if path.is_dir()]
     return _trees({"/".join(path.parts[-2:]): path for path in sorted(found, key=lambda path: path.parts[-2:])})
 

@@ -78,8 +78,7 @@ def _padded(rows: Iterable[list[int]], count: int, length: int) -> Tensor:
 
 
 def tree(folder: Path) -> Found | None:
-    """The aclImdb folders: train and test, neg and pos in each, a text file for each review, named
-    <id>_<rating>.txt."""
+    """The aclImdb folders: train and test, neg and pos in each, <id>_<rating>.txt for each review."""
     places = {(split, label): folder / split / ("neg", "pos")[label] for split, label in _QUARTERS}
     if not all(place.is_dir() for place in places.values()):
         return None
@@ -106,8 +105,7 @@ def _review_files(place: Path) -> list[Path]:
 
 
 def packed(folder: Path) -> Found | None:
-    """reviews.txt.xz, a review a line, and ratings.npy: a quarter each of train negative, train positive, test negative
-    and test positive."""
+    """reviews.txt.xz, a review a line, and ratings.npy: quarters of train negative, train positive, test likewise."""
     texts, stars = folder / "reviews.txt.xz", folder / "ratings.npy"
     if not (texts.is_file() and stars.is_file()):
         return None
@@ -151,8 +149,7 @@ def _reviews(read: Callable[[], Halves], files: Callable[[], Sequence[Path]]) ->
 
 
 def keras(folder: Path) -> Found | None:
-    """imdb.npz as `keras.datasets.imdb` downloads it, and imdb_word_index.json if it is there: x_train, y_train, x_test
-    and y_test, a review a list of word ranks, to which 3 is added."""
+    """imdb.npz as `keras.datasets.imdb` downloads it (lists of word ranks), and imdb_word_index.json, if any."""
     file, index = folder / "imdb.npz", folder / "imdb_word_index.json"
     if not file.is_file():
         return None

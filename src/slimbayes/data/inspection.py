@@ -11,8 +11,7 @@ from slimbayes.data.catalog import find, root_folder, source_of
 
 @dataclass(frozen=True)
 class Facts:
-    """What the files of a set hold: rows of each split, how many of each class, the files' SHA-256 by their names under
-    the root; `differences` says in words where the set is not the published one."""
+    """What the files of a set hold; `differences` says in words where it is not the published one."""
 
     name: str
     rows: dict[str, int]
@@ -22,8 +21,7 @@ class Facts:
 
 
 def inspect(name: str, root: Path | str | None = None) -> Facts:
-    """Read all files of a set, never its cache, and compare it with what was published. Folders of images are counted,
-    not decoded.
+    """Read all files of a set, never its cache, and compare it with what was published; image folders are counted.
 
     Example:
         >>> import tempfile
@@ -50,6 +48,5 @@ def inspect(name: str, root: Path | str | None = None) -> Facts:
 
 
 def check(name: str, root: Path | str | None = None) -> list[str]:
-    """Read all files of a set and say where its counts or class balance differ from the published ones: an empty list
-    where none does."""
+    """Read all files of a set and say where its counts or class balance differ from the published ones, if anywhere."""
     return inspect(name, root).differences

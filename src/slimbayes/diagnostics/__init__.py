@@ -1,7 +1,6 @@
 """Looking at a trained posterior: spectra, truncation, gradient noise, pruning and how far to trust it.
 
-Everything here reads a converted model from outside; nothing in the core depends on it. Plots need matplotlib, the rest
-torch alone.
+Everything here reads a converted model from outside; nothing in the core depends on it. Plots need matplotlib.
 """
 
 from slimbayes.diagnostics.gradient_snr import GradientSNR as GradientSNR

@@ -6,9 +6,8 @@
     emp, ecmp    every layer, or every weight and bias, is picked from K independent components
 
 A function steps at -b_h / w_h for each hidden unit whose w_h and W_h are both left: H steps by EMP, about H / 4 by
-dropout. Each function here has a network of its own, and then that is all the difference there is: the components are
-independent draws of one Gaussian, so a pick among them is another, and a single function of EMP is one of the plain
-Gaussian network.
+dropout. Each function here has a network of its own, and then that is all the difference there is: a pick among
+independent draws of one Gaussian is another, so a function of EMP is one of the plain Gaussian network.
 
 Whether 20 and 5 are variances or standard deviations the paper does not say. Its other Normals have variances, so we
 read them so. Both fit its description: standard deviations stretch the same picture, x by 2 and y by 2.2, and shift it

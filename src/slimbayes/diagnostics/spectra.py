@@ -6,8 +6,7 @@ Trained mean-field posteriors have standard deviations of nearly rank one or two
 (Swiatkowski et al. 2020, Figures 3, 5 and 12): where that holds, a k-tied posterior loses little.
 
 Nothing is centred, so a matrix that hardly varies is of rank one to begin with: the first singular value explains 99 %
-of independent scales that spread by 10 %. Look at how the remainder falls with k, at `truncation_errors`, and at the
-ELBO after `truncate`.
+of independent scales that spread by 10 %. Look at how the rest falls with k, and at the ELBO after `truncate`.
 """
 
 from __future__ import annotations

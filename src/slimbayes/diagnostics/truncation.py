@@ -168,8 +168,7 @@ def nonnegative_factors(matrix: Tensor, rank: int, steps: int = 2000) -> Factors
     Args:
         matrix: A (m, n), positive.
         rank: k, at most min(m, n).
-        steps: at most so many rounds of coordinate descent (HALS, Cichocki & Phan 2009); fewer if the error stands
-        still.
+        steps: at most so many rounds of coordinate descent (HALS, Cichocki & Phan 2009).
 
     Shape: U (m, k), V (n, k), columns of equal length in both, in float64.
 
@@ -204,8 +203,7 @@ def _simplex_start(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """U = P T >= 0 and V = Q T^-T, whose product is P Q^T exactly; V may have negative entries.
 
     Divided by their first entries, the rows of P are points in k - 1 dimensions; U >= 0 says that a simplex holds them
-    all. We take the all but tight one of fixed directions, so U > 0 always, and V >= 0 unless its corners reach too
-    far.
+    all. We take the all but tight one of fixed directions: U > 0 always, V >= 0 unless its corners reach too far.
     """
     k = p.shape[1]
     if k == 1:

@@ -37,7 +37,7 @@ from slimbayes.errors import did_you_mean
 from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import load_run
-from slimbayes.lab.row_scores import Numbers, calibration_errors
+from slimbayes.lab.paper_table import Numbers, calibration_errors
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.task import Task, batches
 from slimbayes.models import keras_count
@@ -252,7 +252,7 @@ def prior_functions(case: Case) -> Found:
 
     torch.manual_seed(case.seed)
     x = torch.linspace(-5, 5, 4001)
-    drawn = {method: priors.prior_functions(method, x, **case.options) for method in priors.FIGURE}
+    drawn: dict[str, Tensor] = {m: priors.prior_functions(m, x, **case.options) for m in priors.FIGURE}
     case.draw(lambda: priors.plot_prior_functions(x, drawn))
     numbers = {f"steps_{method}": priors.mean_steps(values) for method, values in drawn.items()}
     return numbers, numbers

@@ -6,8 +6,7 @@ With E_cs the top-1 error under corruption c at severity s, and E_clean the erro
     rCE_c = 100 * sum_s (E_cs - E_clean) / sum_s (Eref_cs - Eref_clean)       rmCE: its mean over corruptions
 
 Chang et al. 2019, appendix D.4, print E_clean where the reference's clean error must stand, and take it once where each
-severity needs it. The reference is AlexNet in the ImageNet-C benchmark and in rank-1 BNNs, the plain network in
-ensemble model patching.
+severity needs it. The reference is AlexNet in ImageNet-C and rank-1 BNNs, the plain network in ensemble model patching.
 """
 
 import math
@@ -34,8 +33,7 @@ class CorruptionErrors(NamedTuple):
 
     Attributes:
         mce: mean corruption error.
-        rmce: mean relative corruption error, of what corruption adds to the clean error; nan if the reference has no
-            clean error.
+        rmce: the same of what corruption adds to the clean error; nan if the reference has no clean error.
         by_corruption: the corruption error of each corruption.
         relative_by_corruption: the relative one; empty if the reference has no clean error.
     """

@@ -92,8 +92,7 @@ class Ranking(Streaming):
 class AUROC(Ranking):
     """Area under the receiver operating characteristic: the chance that a positive outranks a negative (a tie: half).
 
-    Shape: update(scores (N,), is_ood (N,) of 0 and 1), or any scores and positives, such as probabilities of class one
-    and targets.
+    Shape: update(scores (N,), is_ood (N,) of 0 and 1), or probabilities of class one and targets.
 
     Example:
         >>> metric = AUROC()

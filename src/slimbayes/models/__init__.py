@@ -4,7 +4,6 @@ torchvision and timm have some of them; these need neither, and have the papers'
 """
 
 from slimbayes.models.counting import keras_count as keras_count
-from slimbayes.models.counting import matching_width as matching_width
 from slimbayes.models.feedforward import deep_mlp as deep_mlp
 from slimbayes.models.feedforward import lenet as lenet
 from slimbayes.models.feedforward import mlp as mlp
