@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-from torch import Tensor
-
 from slimbayes.data import cache as caches
 from slimbayes.data import cifar, images, imdb, mimic, physionet, uci
 from slimbayes.data.dataset import Dataset, Found
@@ -60,12 +58,7 @@ def _health(name: str, url: str, release: mimic.Release, folders: tuple[str, ...
 
 
 def _human(folder: Path) -> Found | None:
-    plain = cache(lambda: find(SOURCES["cifar10"], folder.parent))
-
-    def test_images() -> Tensor:
-        return Dataset("cifar10", {"test": plain().splits["test"]()}).test.x
-
-    return images.cifar10h(folder, cache(test_images), lambda: plain().files())
+    return images.cifar10h(folder, cache(lambda: find(SOURCES["cifar10"], folder.parent)))
 
 
 _CIFAR, _FULL = "https://www.cs.toronto.edu/~kriz/cifar.html", {"train": 50_000, "test": 10_000}

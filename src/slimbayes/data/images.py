@@ -5,7 +5,7 @@ Sizes: N images, H x W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,8 @@ def cifar10_1(folder: Path) -> Found | None:
     return Found(splits, CIFAR10_CLASSES, files=lambda: files) if splits else None
 
 
-def cifar10h(folder: Path, images: Callable[[], Tensor], image_files: Callable[[], Sequence[Path]]) -> Found | None:
-    """CIFAR-10H: how people label CIFAR-10's test images, whose pixels `images` brings from `image_files`.
+def cifar10h(folder: Path, plain: Callable[[], Found]) -> Found | None:
+    """CIFAR-10H: how people label the test images of CIFAR-10, which `plain` finds.
 
     The split "test" has each image's share of votes (N, 10), float32; "counts" the votes, int64, if they are there.
     """
@@ -99,19 +99,20 @@ def cifar10h(folder: Path, images: Callable[[], Tensor], image_files: Callable[[
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
         return None
-    stored = file
 
     def shares(votes: Tensor) -> Tensor:
         return (votes / votes.sum(1, keepdim=True)).float()
 
-    def read(convert: Callable[[Tensor], Tensor]) -> Split:
-        x, y = images(), convert(_votes(stored))
-        if len(x) != len(y):
-            raise ValueError(f"{stored} has votes on {len(y)} images, but CIFAR-10's test set here has {len(x)}.")
-        return Split(x, y)
+    def read(stored: Path, convert: Callable[[Tensor], Tensor]) -> Split:
+        rows, y = plain().splits["test"](), convert(_votes(stored))
+        assert isinstance(rows, Split)
+        if len(rows) != len(y):
+            raise ValueError(f"{stored} has votes on {len(y)} images, but CIFAR-10's test set here has {len(rows)}.")
+        return Split(rows.x, y)
 
-    splits = {"test": partial(read, shares)} | ({} if "probs" in file.name else {"counts": partial(read, Tensor.long)})
-    return Found(splits, CIFAR10_CLASSES, files=lambda: [stored, *image_files()])
+    kinds = {"test": shares} | ({} if "probs" in file.name else {"counts": Tensor.long})
+    splits = {split: partial(read, file, convert) for split, convert in kinds.items()}
+    return Found(splits, CIFAR10_CLASSES, files=lambda: [file, *plain().files()])
 
 
 def _votes(file: Path) -> Tensor:
