@@ -14,6 +14,5 @@ from slimbayes.diagnostics.psis import pareto_k as pareto_k
 from slimbayes.diagnostics.spectra import SiteSpectrum as SiteSpectrum
 from slimbayes.diagnostics.spectra import Spectrum as Spectrum
 from slimbayes.diagnostics.spectra import spectrum as spectrum
-from slimbayes.diagnostics.spectra import variational_parameters as variational_parameters
 from slimbayes.diagnostics.truncation import truncate as truncate
 from slimbayes.diagnostics.truncation import truncation_errors as truncation_errors
