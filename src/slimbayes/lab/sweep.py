@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -86,10 +87,11 @@ def combinations(
     axes = [[(path, value) for value in values] for path, values in map(_axis, over)]
     found: dict[str, Run] = {}
     faults: dict[str, list[str]] = {}
+    base_of = cache(lambda row: load(f"{config}#{row}" if row else config, overrides, scale))
     for row, *values in itertools.product(rows or [""], *axes):
         told = ", ".join([*filter(None, [row]), *(f"{path}={value}" for path, value in values)]) or "the config"
         try:
-            base = load(f"{config}#{row}" if row else config, overrides, scale)
+            base = base_of(row)
             labels = [_label(path, value) for path, value in values if path not in _UNNAMED]
             experiment = with_values(base.resolved, {"name": "-".join([base.name, *labels]), **dict(values)})
             found.setdefault(experiment.hash, Run(told, experiment, out))
