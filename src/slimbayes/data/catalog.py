@@ -113,8 +113,8 @@ SOURCES = {
         ),
         Source(
             "imdb", "https://ai.stanford.edu/~amaas/data/sentiment",
-            "{train,test}/{neg,pos}/<id>_<rating>.txt, reviews.txt.xz and ratings.npy, or Keras' imdb.npz",
-            ("imdb", "aclImdb"), (imdb.tree, imdb.packed, imdb.keras), {"train": 25_000, "test": 25_000}, True,
+            "{train,test}/{neg,pos}/<id>_<rating>.txt, or reviews.txt.xz and ratings.npy",
+            ("imdb", "aclImdb"), (imdb.tree, imdb.packed), {"train": 25_000, "test": 25_000}, True,
         ),
         Source(
             "physionet2012", "https://physionet.org/content/challenge-2012/",
