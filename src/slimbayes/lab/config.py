@@ -32,7 +32,7 @@ FORMAT: Final = 1
 FILLED = ("classes", "inputs", "outputs", "channels", "size", "vocabulary")
 NETWORKS = (
     models.mlp, models.regression_net, models.lenet, models.small_resnet, models.small_cnn, models.wrn,
-    models.pyramidnet, models.resnet18, models.resnet34, models.resnet50, models.resnet101, models.imdb_lstm,
+    models.pyramidnet, models.resnet18, models.resnet50, models.imdb_lstm,
     models.mortality_lstm,
 )  # fmt: skip
 

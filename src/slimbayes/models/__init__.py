@@ -15,6 +15,4 @@ from slimbayes.models.preactivation import small_resnet as small_resnet
 from slimbayes.models.preactivation import wrn as wrn
 from slimbayes.models.recurrent import imdb_lstm as imdb_lstm
 from slimbayes.models.resnet import resnet18 as resnet18
-from slimbayes.models.resnet import resnet34 as resnet34
 from slimbayes.models.resnet import resnet50 as resnet50
-from slimbayes.models.resnet import resnet101 as resnet101
