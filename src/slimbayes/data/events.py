@@ -115,13 +115,12 @@ class EventList:
         self.value.append(value)
 
     def events(self, patients: int, features: tuple[str, ...]) -> Events:
-        patient, feature = (_column(values, torch.int64) for values in (self.patient, self.feature))
-        hours, value = _column(self.hours, torch.float64), _column(self.value, torch.float32)
+        def column(values: array[Any], dtype: torch.dtype) -> Tensor:
+            return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
+
+        patient, feature = (column(values, torch.int64) for values in (self.patient, self.feature))
+        hours, value = column(self.hours, torch.float64), column(self.value, torch.float32)
         return Events(patient, hours, feature, value, patients, features)
-
-
-def _column(values: array[Any], dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True)
