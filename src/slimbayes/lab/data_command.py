@@ -103,26 +103,19 @@ def _report(facts: Facts) -> str:
 def prepare(
     name: Name,
     data_dir: DataDir = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", help="Folder of the cache; <data-dir>/.slimbayes-cache/<name> by default.", show_default=False
-        ),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; <data-dir>/.slimbayes-cache/<name> by default.")] = None,
 ) -> None:
     """Keep a set as arrays that are mapped into memory instead of read."""
     with _plain_errors():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
         from slimbayes.data import prepare as prepare_
+        from slimbayes.lab.bars import Bars
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(name, total=None)
+        with Bars(name) as bars:
 
             def show(done: int, total: int, split: str) -> None:
-                bar.update(task, completed=done, total=total, description=f"{name}: {split}")
+                if not done:
+                    bars.begin("as arrays", total)
+                bars.move(done, split)
 
             folder = prepare_(name, data_dir, out, show)
     typer.echo(str(folder))
