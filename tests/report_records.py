@@ -253,3 +253,25 @@ def save(folder: Path, *records: Record) -> list[Path]:
 def standard(folder: Path, seeds: int = 3) -> list[Path]:
     """Six methods, some seeds each."""
     return save(folder, *(record(name, seed) for name in METHODS for seed in range(seeds)))
+
+
+def hostile(text: str, **changes: Any) -> Record:
+    """A record that holds a text wherever it can hold one."""
+    sets = [
+        Evaluation(
+            data=text, role=role, corruption=text if role == "corruption" else None, severity=severity, draws=draws,
+            rows=1, metrics={"nll": 0.1 + len(text), text: 1.0 * draws}, members=[{"nll": 0.1, text: 0.2}] * 2,
+            diversity={"kl": 0.1, text: 0.3},
+        )
+        for role, severity in (("test", 0), ("corruption", 1), ("shift", 0), ("ood", 0))
+        for draws in (1, 2)
+    ]  # fmt: skip
+    shown = Example(
+        index=1, sure="most", label=text, predicted=text, confidence=1, entropy=0, epistemic=0,
+        image=f'data:image/svg+xml,x" onerror="alert(1){text}',
+    )  # fmt: skip
+    given: dict[str, Any] = {
+        "evaluations": sets, "examples": [shown], "commands": [text], "config": {text: text}, "classes": [text],
+        "method": text, "environment": {text: text}, "curve": [{"epoch": 0.0, text: 1.0}, {"epoch": 1.0, text: 2.0}],
+    }  # fmt: skip
+    return record(text, 0, **given | changes)

@@ -259,12 +259,12 @@ def test_physionet_formats(write: Any, tmp_path: Path) -> None:
     }
     assert [listed(stays.events, i) for i in range(4)] == [EVENTS] * 4
     found = bags(tmp_path)
-    assert found is not None and {name: part.count() for name, part in found.parts.items()} == {
+    assert found is not None and {name: len(read()) for name, read in found.splits.items()} == {
         "train": 2,
         "validation": 1,
         "test": 1,
     }
-    train = found.parts["train"].read()
+    train = found.splits["train"]()
     assert train.x.shape == (2, 48, 4) and train.y.tolist() == [1, 1]
     assert len(found.vocabulary()) == 1 + 6 * len(FEATURES)
 

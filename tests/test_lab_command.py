@@ -110,37 +110,14 @@ def test_every_command_has_help(command: str) -> None:
 
 
 def test_fit_trains_and_a_second_call_does_nothing(config: Path, tmp_path: Path) -> None:
-    result = call(
-        "fit",
-        config,
-        "--out",
-        tmp_path / "run",
-        "--accelerator",
-        "cpu",
-        "--set",
-        "train.epochs=1",
-        "--set",
-        "evaluate.draws=[1,2]",
-    )
+    changes = ["--set", "train.epochs=1", "--set", "evaluate.draws=[1,2]"]
+    words = ["fit", config, "--out", tmp_path / "run", "--accelerator", "cpu", *changes]
+    result = call(*words)
     assert result.exit_code == 0, result.output
     found = record.read(tmp_path / "run")
     assert [e.draws for e in found.evaluations] == [1, 2] and len(found.curve) == 1 and "accuracy" in result.output
     before = (tmp_path / "run" / "record.json").read_bytes()
-    assert (
-        call(
-            "fit",
-            config,
-            "--out",
-            tmp_path / "run",
-            "--accelerator",
-            "cpu",
-            "--set",
-            "train.epochs=1",
-            "--set",
-            "evaluate.draws=[1,2]",
-        ).exit_code
-        == 0
-    )
+    assert call(*words).exit_code == 0
     assert (tmp_path / "run" / "record.json").read_bytes() == before
 
 

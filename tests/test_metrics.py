@@ -40,7 +40,6 @@ from slimbayes.metrics import (
 )
 
 N, C, K, M = 97, 7, 4, 9
-REFERENCE = {"clean": 0.2, "fog": [0.3, 0.5], "snow": [0.4, 0.6]}
 CLASSES = ["Accuracy", "TopK", "NLL", "Brier", "ECE", "MCE", "AdaptiveECE", "ClasswiseECE", "AURC"]
 Batch = tuple[Any, ...]
 
@@ -81,13 +80,6 @@ def rows(*tensors: Any, dims: tuple[int, ...] | None = None) -> Callable[[int, i
     return lambda start, stop: tuple(t.narrow(d, start, stop - start) for t, d in zip(tensors, dims, strict=True))
 
 
-def corrupted(start: int, stop: int) -> Batch:
-    """A slice of one corruption: rows 0 to 96 are five groups in turn, so that each slice is some group's."""
-    probs, target = probs_and_target()
-    place = [("clean", None), ("fog", 1), ("fog", 2), ("snow", 1), ("snow", 2)][start * 5 // N]
-    return probs[start:stop], target[start:stop], *place
-
-
 # Every metric: how to make it, and a slice of its inputs.
 CASES: dict[str, tuple[Callable[[], Any], Callable[[int, int], Batch]]] = {
     **{name: (lambda name=name: make(name), rows(*probs_and_target())) for name in CLASSES},
@@ -111,10 +103,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int, int], Batch]]] = {
     "CRPS": (lambda: sm.CRPS(), rows(*real_rows(), dims=(1, 0))),
     "mixture CRPS": (lambda: sm.CRPS(), rows(*real_rows(), torch.full((M, N), 0.5), dims=(1, 0, 1))),
     "IntervalCoverage": (lambda: sm.IntervalCoverage(0.8), rows(*real_rows(), dims=(1, 0))),
-    "CorruptionError": (lambda: sm.CorruptionError(REFERENCE), corrupted),
-    "RelativeCorruptionError": (lambda: sm.RelativeCorruptionError(REFERENCE), corrupted),
 }
-CUTS = [0, 20, 25, 39, 40, 59, 61, 78, 80, N]  # uneven, and each slice inside one corruption's fifth
+CUTS = [0, 20, 25, 39, 40, 59, 61, 78, 80, N]  # uneven
 
 
 def make(name: str) -> Any:
@@ -130,7 +120,7 @@ def score(name: str, cuts: list[int]) -> Any:
 
 
 def one_shot(name: str) -> float:
-    return float(score(name, [0, 20, 39, 59, 78, N] if "Corruption" in name else [0, N]).compute())
+    return float(score(name, [0, N]).compute())
 
 
 def value(metric: Any, *batch: Any) -> float:
@@ -709,50 +699,6 @@ def test_coverage() -> None:
     assert value(sm.IntervalCoverage(0.8), noisy, target) == pytest.approx(
         value(sm.IntervalCoverage(0.8), drawn, target), abs=2 / N
     )
-
-
-# Corruptions
-
-
-def test_corruption_errors_from_batches() -> None:
-    """F39: the reference's own errors give 100; otherwise what corruption_errors says of the rates."""
-    metrics = sm.CorruptionError(REFERENCE), sm.RelativeCorruptionError(REFERENCE)
-    for name, severity, wrong in [("clean", None, 2), ("fog", 1, 3), ("snow", 2, 6), ("fog", 2, 5), ("snow", 1, 4)]:
-        for metric in metrics:
-            metric.update(
-                torch.tensor([[0.9, 0.1]] * 10), torch.tensor([1] * wrong + [0] * (10 - wrong)), name, severity
-            )
-    assert [float(m.compute()) for m in metrics] == pytest.approx([100, 100])
-    for metric in metrics:
-        metric.update(torch.tensor([[0.9, 0.1]] * 10), torch.zeros(10, dtype=torch.long), "fog", 1)  # 3 of 20 now
-    expected = sm.corruption_errors({"clean": 0.2, "fog": [0.15, 0.5], "snow": [0.4, 0.6]}, REFERENCE)
-    assert [float(m.compute()) for m in metrics] == pytest.approx([expected.mce, expected.rmce])
-    assert metrics[0].details().by_corruption == pytest.approx(expected.by_corruption)
-
-
-def test_what_a_corruption_error_needs() -> None:
-    metric, batch = sm.CorruptionError(sm.ALEXNET), (torch.tensor([[0.9, 0.1]]), torch.tensor([0]))
-    with pytest.raises(ValueError, match="did you mean 'fog'"):
-        metric.update(*batch, "fogg", 1)
-    for severity in (0, 6, None):
-        with pytest.raises(ValueError, match=r"one of \[1, 2, 3, 4, 5\], got"):
-            metric.update(*batch, "fog", severity)
-    with pytest.raises(ValueError, match=r"clean: the severity must be one of \[0\], got 3"):
-        metric.update(*batch, "clean", 3)
-    metric.update(*batch, "fog", 1)
-    with pytest.raises(ValueError, match=r"no rows yet of brightness 1, .*fog 2, "):
-        metric.compute()
-    with pytest.raises(ValueError, match='"clean" error rate'):
-        sm.RelativeCorruptionError(sm.ALEXNET)
-    with pytest.raises(ValueError, match="at least one"):
-        sm.CorruptionError({})
-    relative = sm.RelativeCorruptionError({"clean": 0.1, "fog": [0.5]})
-    relative.update(*batch, "fog", 1)
-    with pytest.raises(ValueError, match="no clean rows"):
-        relative.compute()
-    unclean = sm.CorruptionError({"clean": 0.1, "fog": [0.5]})
-    unclean.update(*batch, "fog", 1)
-    assert float(unclean.compute()) == 0 and math.isnan(unclean.details().rmce)
 
 
 # The calibration function

@@ -6,11 +6,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-from report_records import record, regression, save
+from report_records import hostile, record, regression, save
 from test_report_page import HOSTILE
 
 from slimbayes.report import write_page
-from slimbayes.report.record import Evaluation, Example
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="the browser tests need playwright: pip install playwright"
@@ -58,47 +57,6 @@ def pages(tmp_path_factory):
         "good": write_page([*good, damaged], folder / "good.html"),
         "bad": write_page(bad, folder / "bad.html", HOSTILE[0]),
     }
-
-
-def hostile(text):
-    sets = [
-        Evaluation(
-            data=text,
-            role=role,
-            corruption=text,
-            severity=s,
-            draws=d,
-            rows=1,
-            metrics={"nll": 0.1 + len(text), text: 1.0 * d},
-            members=[{"nll": 0.1, text: 0.2}] * 2,
-            diversity={"kl": 0.1, text: 0.3},
-        )
-        for role, s in (("test", 0), ("corruption", 1), ("ood", 0))
-        for d in (1, 2)
-    ]
-    shown = [
-        Example(
-            index=1,
-            sure="most",
-            label=text,
-            predicted=text,
-            confidence=1,
-            entropy=0,
-            epistemic=0,
-            image='x" onerror="alert(1)',
-        )
-    ]
-    return record(
-        text,
-        0,
-        evaluations=sets,
-        examples=shown,
-        commands=[text],
-        config={text: text},
-        method=text,
-        environment={text: text},
-        curve=[{"epoch": 0.0, text: 1.0}],
-    )
 
 
 class Visit:

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import vl_convert
 from altair.vegalite.schema import load_schema
-from report_records import METHODS, record, regression, save
+from report_records import METHODS, hostile, record, regression, save
 
 from slimbayes.report import write_page
 from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import by_corruption, corruption_boxes, reliability, risk_coverage
 from slimbayes.report.groups import load
-from slimbayes.report.record import Evaluation, Example, RecordError, read
+from slimbayes.report.record import Evaluation, RecordError, read
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -185,50 +185,7 @@ def test_the_policy_names_every_script_and_style_and_nothing_else(full):
 @pytest.mark.slow
 def test_hostile_text_stays_text(tmp_path):
     bad = HOSTILE[0]
-    runs = []
-    for i, text in enumerate(HOSTILE):
-        sets = [
-            Evaluation(
-                data=text,
-                role=role,
-                corruption=text if role == "corruption" else None,
-                severity=s,
-                draws=d,
-                rows=1,
-                metrics={"nll": 0.1 * i, text: 1.0},
-                members=[{"nll": 0.1, text: 0.2}] * 2,
-                diversity={"kl": 0.1, text: 0.3},
-            )
-            for role, s in (("test", 0), ("corruption", 1), ("shift", 0), ("ood", 0))
-            for d in (1, 2)
-        ]
-        shown = [
-            Example(
-                index=1,
-                sure="most",
-                label=text,
-                predicted=bad,
-                confidence=1,
-                entropy=0,
-                epistemic=0,
-                image=f"data:image/svg+xml,{bad}",
-            )
-        ]
-        runs.append(
-            record(
-                text,
-                0,
-                data=HOSTILE[i % 2],
-                evaluations=sets,
-                examples=shown,
-                commands=[text],
-                config={text: text},
-                classes=[text],
-                method=text,
-                environment={text: text},
-                curve=[{"epoch": 0.0, text: 1.0}, {"epoch": 1.0, text: 2.0}],
-            )
-        )
+    runs = [hostile(text, data=HOSTILE[i % 2]) for i, text in enumerate(HOSTILE)]
     text = page(tmp_path, *runs, title=bad)
     reader = Reader(text)
     assert len(reader.scripts) == 3 and [tag for tag, _ in reader.tags if tag in ("img", "b1", "iframe")] == []

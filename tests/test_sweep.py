@@ -1,11 +1,11 @@
-"""Sweeps: what a file stands for, what is refused before anything runs, and runs that survive kills and interrupts."""
+"""Sweeps: which runs there are, what is refused before anything runs, and runs that survive kills and interrupts."""
 
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 from slimbayes.lab import launch
 from slimbayes.lab.command import app
 from slimbayes.lab.config_files import ConfigError, load, validate
-from slimbayes.lab.launch import Launcher, Run
-from slimbayes.lab.sweep import _visible_gpus, sweep, tune_trainable
-from slimbayes.lab.sweep_config import combinations, labelled, read_sweep
+from slimbayes.lab.launch import Run, train
+from slimbayes.lab.sweep import combinations, sweep, visible_gpus
 from slimbayes.report.record import read
 
 FAKE = (sys.executable, str(Path(__file__).parent / "fakes" / "fit.py"))
@@ -37,153 +36,101 @@ BASE = {
 
 
 def write(folder: Path, **tree: Any) -> Path:
-    file = folder / "sweep.yaml"
-    file.write_text(yaml.safe_dump({"base": BASE, **tree}, sort_keys=False))
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump({**BASE, **tree}, sort_keys=False))
     return file
 
 
-def points(folder: Path, overrides: tuple[str, ...] = (), scale: str = "full", **tree: Any) -> list[Any]:
-    file = write(folder, **tree)
-    return combinations(read_sweep(file), file, folder / "out", overrides, scale)
+def points(folder: Path, *over: str, overrides: tuple[str, ...] = (), scale: str = "full", **tree: Any) -> list[Run]:
+    return combinations(write(folder, **tree), folder / "out", over, overrides, scale)
 
 
-# --- the file ---
+# --- which runs there are ---
 
 
 def test_all_combinations_in_order(tmp_path: Path) -> None:
-    axes = {
-        "seed": [0, 1],
-        "method": [{"kind": "Rank1", "members": 3}, {"kind": "Deterministic"}],
-        "train.optimizer.lr": [0.1, 0.01],
-    }
-    found = points(tmp_path, axes=axes)
+    methods = "method=[{kind: Rank1, members: 3}, {kind: Deterministic}]"
+    found = points(tmp_path, "seed=[0, 1]", methods, "train.optimizer.lr=[0.1, 0.01]")
     assert [(p.experiment.seed, p.experiment.method.kind, p.experiment.train.optimizer.lr) for p in found] == [
         (s, m, lr) for s in (0, 1) for m in ("Rank1", "Deterministic") for lr in (0.1, 0.01)
     ]
     assert found[0].experiment.method.members == 3
     assert {p.experiment.name for p in found} == {
-        f"try-{m}-lr-{lr}" for m in ("Rank1", "Deterministic") for lr in ("0.1", "0.01")
+        f"try-method-{m}-lr-{lr}" for m in ("Rank1-members-3", "Deterministic") for lr in ("0.1", "0.01")
     }
     assert len({p.experiment.hash for p in found}) == 8
 
 
+def test_all_rows_of_a_file_or_one_of_them(tmp_path: Path) -> None:
+    rows = {"plain": {"method": {"kind": "Deterministic"}}, "many": {"method": {"members": 8}}}
+    found = points(tmp_path, "seed=[0, 1]", name="net-{row}", rows=rows)
+    assert [p.told for p in found] == ["plain, seed=0", "plain, seed=1", "many, seed=0", "many, seed=1"]
+    assert [p.experiment.name for p in found] == ["net-plain"] * 2 + ["net-many"] * 2
+    assert found[2].experiment.method.members == 8
+    (one,) = combinations(Path(f"{tmp_path / 'config.yaml'}#plain"), tmp_path)
+    assert one.experiment.hash == found[0].experiment.hash
+
+
 def test_a_sweep_of_one_value_is_the_run_itself(tmp_path: Path) -> None:
     """The same config by `fit` and by `sweep` is one run, in one directory."""
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
-    file = tmp_path / "sweep.yaml"
-    file.write_text("base: base.yaml\naxes: {seed: [3]}\n")
-    (point,) = combinations(read_sweep(file), file, tmp_path)
-    assert point.experiment.hash == load(tmp_path / "base.yaml", ["seed=3"]).hash
+    (point,) = points(tmp_path, "seed=[3]")
+    assert point.experiment.hash == load(tmp_path / "config.yaml", ["seed=3"]).hash
+    assert point.experiment.name == "try"
 
 
-def test_a_mapping_with_the_base_s_kind_is_laid_over_it_and_another_kind_replaces_it(tmp_path: Path) -> None:
-    found = points(tmp_path, axes={"method": {"few": {"draws": "member"}, "other": {"kind": "MeanField"}}})
+def test_a_mapping_with_the_same_kind_is_laid_over_it_and_another_kind_replaces_it(tmp_path: Path) -> None:
+    found = points(tmp_path, "method=[{draws: member}, {kind: MeanField}]")
     assert found[0].experiment.method.members == 2 and found[1].experiment.method.kind == "MeanField"
-    assert [p.experiment.name for p in found] == ["try-few", "try-other"]
 
 
-def test_an_axis_over_the_whole_config(tmp_path: Path) -> None:
-    axes = {".": {"wide": {"model": {"width": 8}, "train": {"epochs": 3}}, "narrow": {"model": {"width": 2}}}}
-    found = points(tmp_path, axes=axes)
-    assert [(p.experiment.model.width, p.experiment.train.epochs) for p in found] == [(8, 3), (2, 2)]
-
-
-def test_equal_configs_run_once(tmp_path: Path) -> None:
-    assert len(points(tmp_path, axes={"train.optimizer.lr": [0.1, "1e-1", 0.10, 0.2]})) == 2
-    assert len(points(tmp_path, axes={"seed": [1, 1]})) == 1
-
-
-def test_close_values_are_not_equal(tmp_path: Path) -> None:
-    assert len(points(tmp_path, axes={"train.optimizer.lr": [0.12345678, 0.12345679]})) == 2
-
-
-def test_nested_mappings_get_labels_of_their_own() -> None:
-    priors = [{"kind": "Rank1", "prior": {"kind": "Normal", "scale": s}} for s in (0.1, 0.2)]
-    assert len(labelled("method", priors)) == 2
-
-
-def test_names(tmp_path: Path) -> None:
-    axes = {"seed": [0, 1], "method": {"a": {"kind": "Rank1"}, "b": {"kind": "MeanField"}}, "train.optimizer.lr": [0.1]}
-    found = points(tmp_path, axes=axes, name="{method}-{lr}-{train.optimizer.lr} of {name}")
-    assert [p.experiment.name for p in found[:2]] == ["a-0.1-0.1 of try", "b-0.1-0.1 of try"]
-    assert [p.experiment.name for p in points(tmp_path, axes={"data.name": ["digits"], "seed": [0, 1]})] == [
-        "try",
-        "try",
-    ]
-
-
-def test_name_stands_for_the_base_s_name_beside_an_axis_of_data_names(tmp_path: Path) -> None:
-    found = points(tmp_path, axes={"data.name": ["digits", "mnist"]}, name="{name} on {data.name}")
-    assert [p.experiment.name for p in found] == ["try on digits", "try on mnist"]
+def test_equal_configs_run_once_and_close_ones_do_not(tmp_path: Path) -> None:
+    assert len(points(tmp_path, "train.optimizer.lr=[0.1, 0.10, 0.2]")) == 2
+    assert len(points(tmp_path, "seed=[1, 1]")) == 1
+    assert len(points(tmp_path, "train.optimizer.lr=[0.12345678, 0.12345679]")) == 2
 
 
 def test_names_that_reports_would_mix_up_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"Two runs would be called 'same' with seed 0: train.optimizer.lr=0.1, and train.optimizer.lr=0.2",
-    ):
-        points(tmp_path, axes={"train.optimizer.lr": [0.1, 0.2]}, name="same")
-    with pytest.raises(ConfigError, match=r"\{metod\} is no axis; did you mean 'method'"):
-        points(tmp_path, axes={"method": {"a": {"kind": "Rank1"}}}, name="{metod}")
+    rows = {"a": {"train": {"epochs": 3}}, "b": {"train": {"epochs": 4}}}
+    with pytest.raises(ConfigError, match=r"Two runs would be called 'try' with seed 0: a, and b. Let the file's"):
+        points(tmp_path, rows=rows)
 
 
-def test_a_name_cannot_reach_into_objects(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no axis"):
-        points(tmp_path, axes={"seed": [0]}, name="{seed.__class__.__mro__}")
-
-
-def test_every_fault_is_told_with_its_axis_value(tmp_path: Path) -> None:
-    axes = {
-        "seed": [0, 1],
-        "method": {"good": {"kind": "Rank1"}, "bad": {"kind": "Rang1"}},
-        "train.optimizer.lr": [0.1, -1],
-    }
+def test_every_fault_is_told_with_its_values(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        points(tmp_path, axes=axes)
+        points(tmp_path, "seed=[0, 1]", "method.kind=[Rank1, Rang1]", "train.optimizer.lr=[0.1, -1]")
     told = str(caught.value)
     assert "nothing was run" in told
     assert (
-        "seed=0, method=good, train.optimizer.lr=-1 and 1 more:" in told
+        "seed=0, method.kind=Rank1, train.optimizer.lr=-1 and 1 more:" in told
         and "train.optimizer.lr: Input should be greater than 0, got -1" in told
     )
-    assert "method=bad" in told and "did you mean 'Rank1'" in told
+    assert "method.kind=Rang1" in told and "did you mean 'Rank1'" in told
+
+
+@pytest.mark.parametrize("text", ["seed", "seed=3", "seed=[]", "=[1]", "seed={a: 1}"])
+def test_values_that_are_no_list_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--over needs path=\[value, ...\], such as"):
+        points(tmp_path, text)
 
 
 @pytest.mark.parametrize(
     ("tree", "words"),
-    [
-        ({"axis": {}}, "axis: no such field; did you mean 'axes'"),
-        ({"model": {}}, "model: no such field. Fields of the runs go below `base:`"),
-        ({"base": 3}, "base"),
-        ({"base": "nowhere.yaml"}, "nowhere.yaml cannot be read"),
-        ({"axes": {"seed": []}}, "The axis seed has no values"),
-        ({"axes": {"seed": 3}}, "axes.seed"),
-        ({"axes": {"train.epoch": [3]}}, "did you mean 'epochs'"),
-        ({"axes": {".": [3]}}, "needs mappings of fields"),
-        ({"slurm": {}}, "sbatch --array"),
-    ],
+    [({"base": "rank1.yaml"}, "base: no such field"), ({"axes": {"seed": [0]}}, "axes must be mappings from labels")],
 )
 def test_wrong_files_are_refused(tmp_path: Path, tree: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=words):
         points(tmp_path, **tree)
-    assert words in str(caught.value)
 
 
 def test_overrides(tmp_path: Path) -> None:
-    assert [p.experiment.train.batch for p in points(tmp_path, ("train.batch=16",), axes={"seed": [0, 1]})] == [16, 16]
+    found = points(tmp_path, "seed=[0, 1]", overrides=("train.batch=16",))
+    assert [p.experiment.train.batch for p in found] == [16, 16]
     assert [p.experiment.train.epochs for p in points(tmp_path, scale="small")] == [1]
-    file = write(tmp_path, axes={"seed": [0, 1, 2]})
-    assert list(read_sweep(file, ["axes.train.optimizer.lr=[0.1, 0.2]", "axes.seed=[7]"]).axes.items()) == [
-        ("seed", [7]),
-        ("train.optimizer.lr", [0.1, 0.2]),
-    ]
-    with pytest.raises(ConfigError, match=r"Use --set axes.seed="):
-        points(tmp_path, ("seed=3",), axes={"seed": [0, 1]})
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path, axes={"seed": [0, 1]})
-    assert sweep(file, tmp_path / "out", dry=True) == 0
+    file = write(tmp_path)
+    assert sweep(file, tmp_path / "out", ["seed=[0, 1]"], dry=True) == 0
     assert not (tmp_path / "out").exists() and "2 runs: 2 new" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="got --jobs 0"):
         sweep(file, tmp_path / "out", jobs=0)
@@ -191,17 +138,14 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_the_command_s_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call = partial(CliRunner().invoke, app)
-    file, out = str(write(tmp_path, axes={"seed": [0, 1]})), str(tmp_path / "out")
-    listed = call(["sweep", file, "--out", out, "--dry-run"])
+    words = ["sweep", str(write(tmp_path)), "--out", str(tmp_path / "out"), "--over", "seed=[0, 1]"]
+    listed = call([*words, "--dry-run"])
     assert listed.exit_code == 0 and "2 runs: 2 new" in listed.output
-    wrong = call(["sweep", file, "--out", out, "--set", "train.epoch=3"])
+    wrong = call([*words, "--set", "train.epoch=3"])
     assert wrong.exit_code == 2 and "did you mean 'epochs'" in wrong.output
-    assert call(["sweep", file, "--out", out, "--backend", "slurm"]).exit_code == 2
     monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no luck today')"))
-    failed = call(["sweep", file, "--out", out, "--accelerator", "cpu"])
+    failed = call([*words, "--accelerator", "cpu"])
     assert failed.exit_code == 1 and "2 runs: 2 failed" in failed.output
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert call(["sweep", file, "--out", out, "--backend", "ray", "--accelerator", "cpu"]).exit_code == 3
 
 
 # --- processes of this machine, with a stand-in for `fit` ---
@@ -225,10 +169,9 @@ def starts(run: Run) -> list[tuple[float, int]]:
     return [(float(line.split()[0]), int(line.split()[1])) for line in lines]
 
 
-def all_of(runs: list[Run], jobs: int = 1, **options: Any) -> list[tuple[str, str]]:
-    launcher = Launcher(jobs=jobs, **options)
+def all_of(runs: list[Run], jobs: int = 1) -> list[tuple[str, str]]:
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(launcher.train, runs))
+        return list(pool.map(train, runs))
 
 
 def alive(pid: int) -> bool:
@@ -253,14 +196,6 @@ def test_a_killed_run_is_tried_again_and_the_others_go_on(
     assert (killed.folder / "log.txt").read_text().count("--- ") == 3
     told = capsys.readouterr().err
     assert told.count("started again") == 4 and f"{killed.folder.name}: finished" in told
-
-
-@pytest.mark.slow
-def test_never_more_than_so_many_at_once(fake: Callable[..., Run]) -> None:
-    runs = [fake(str(n), steps=5, pause=0.05) for n in range(6)]
-    assert {state for state, _ in all_of(runs, jobs=2)} == {"finished"}
-    spans = [(starts(run)[0][0], float((run.folder / "ended").read_text())) for run in runs]
-    assert max(sum(a <= begin < b for a, b in spans) for begin, _ in spans) == 2
 
 
 def test_a_command_that_ends_well_without_a_record_has_failed(fake: Callable[..., Run]) -> None:
@@ -291,15 +226,28 @@ def test_a_run_is_left_to_the_call_that_is_at_work_on_it(fake: Callable[..., Run
     assert all_of([run])[0][0] == "finished"
 
 
+def planned(folder: Path, *over: str, **plan: Any) -> list[Run]:
+    """Runs of a sweep whose stand-ins have plans."""
+    runs = points(folder, *over)
+    for run in runs:
+        run.folder.mkdir(parents=True)
+        (run.folder / "plan.json").write_text(json.dumps({"hash": run.experiment.hash, **plan}))
+    return runs
+
+
 @pytest.mark.slow
-def test_gpus_are_handed_out_one_by_one(monkeypatch: pytest.MonkeyPatch, fake: Callable[..., Run]) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5,7")
-    assert _visible_gpus("auto") == ("3", "5", "7") and _visible_gpus("cpu") == ()
+def test_jobs_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more runs at a time than jobs, and each job with a GPU of its own."""
+    monkeypatch.setattr(launch, "COMMAND", FAKE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert _visible_gpus("auto") == ()
-    runs = [fake(str(n), pause=0.2) for n in range(4)]
-    all_of(runs, jobs=4, gpus=("3", "5", "7"))
-    assert sorted((run.folder / "gpu").read_text() for run in runs) == ["3", "3", "5", "7"]
+    assert visible_gpus("auto") == ()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5,7")
+    assert visible_gpus("auto") == ("3", "5", "7") and visible_gpus("cpu") == ()
+    runs = planned(tmp_path, "seed=[0, 1, 2, 3, 4, 5]", steps=5, pause=0.1)
+    assert sweep(tmp_path / "config.yaml", tmp_path / "out", ["seed=[0, 1, 2, 3, 4, 5]"], jobs=4) == 0
+    spans = [(starts(run)[0][0], float((run.folder / "ended").read_text())) for run in runs]
+    assert max(sum(a <= begin < b for a, b in spans) for begin, _ in spans) == 4
+    assert sorted((run.folder / "gpu").read_text() for run in runs[:4]) == ["3", "3", "5", "7"]
 
 
 DRIVER = """
@@ -309,7 +257,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a
 from slimbayes.lab import launch
 from slimbayes.lab.sweep import sweep
 launch.COMMAND = (sys.executable, sys.argv[1])
-sweep(Path(sys.argv[2]), Path(sys.argv[3]), jobs=2, accelerator="cpu")
+sweep(Path(sys.argv[2]), Path(sys.argv[3]), ["seed=[0, 1, 2]"], jobs=2, accelerator="cpu")
 """
 
 
@@ -317,11 +265,8 @@ sweep(Path(sys.argv[2]), Path(sys.argv[3]), jobs=2, accelerator="cpu")
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_sweep_leaves_checkpoints_and_no_processes(tmp_path: Path, number: signal.Signals) -> None:
-    runs = points(tmp_path, axes={"seed": [0, 1, 2]})
-    for run in runs:
-        run.folder.mkdir(parents=True)
-        (run.folder / "plan.json").write_text(json.dumps({"steps": 100_000, "hash": run.experiment.hash}))
-    words = [sys.executable, "-c", DRIVER, FAKE[1], str(tmp_path / "sweep.yaml"), str(tmp_path / "out")]
+    runs = planned(tmp_path, "seed=[0, 1, 2]", steps=100_000)
+    words = [sys.executable, "-c", DRIVER, FAKE[1], str(tmp_path / "config.yaml"), str(tmp_path / "out")]
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
     while not all((run.folder / "checkpoints").exists() for run in runs[:2]):
@@ -350,64 +295,8 @@ def test_two_calls_share_the_work(fake: Callable[..., Run]) -> None:
 def test_a_run_that_will_not_stop_is_killed(fake: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE", 0.5)
     deaf = fake("deaf", deaf=True, steps=10_000)
-    assert Launcher().train(deaf, lambda: not (deaf.folder / "checkpoints").exists())[0] == "stopped"
+    assert train(deaf, wanted=lambda: not (deaf.folder / "checkpoints").exists())[0] == "stopped"
     assert not (deaf.folder / "asked").exists() and not alive(starts(deaf)[0][1])
-
-
-# --- Ray, or a stand-in for the little that is used of it ---
-
-
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """tests/fakes/ray.py, imported as `ray`."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "fakes"))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
-        monkeypatch.delitem(sys.modules, name)
-    found = importlib.import_module("ray")
-    yield found
-    sys.modules.pop("ray")
-
-
-def test_calls_of_ray_s_workers_share_the_work(
-    tmp_path: Path, ray: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(launch, "COMMAND", FAKE)
-    runs = points(tmp_path, axes={"seed": [0, 1, 2]}, ray={"address": "there", "num_gpus": 1})
-    for run, plan in zip(runs, ({}, {"die": {"always": [2, 1]}}, {}), strict=True):
-        run.folder.mkdir(parents=True)
-        (run.folder / "plan.json").write_text(json.dumps({"hash": run.experiment.hash, **plan}))
-    assert sweep(tmp_path / "sweep.yaml", tmp_path / "out", "ray", jobs=2, accelerator="cpu") == 1
-    assert "3 runs: 2 finished, 1 unfinished" in capsys.readouterr().out
-    assert ray.heard == [
-        ("init", "there"),
-        ("options", {"num_cpus": 1, "max_retries": 2, "num_gpus": 1}),
-        ("shutdown",),
-    ]
-
-
-def test_a_trainable_for_ray_tune_reports_epochs(tmp_path: Path, ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
-
-    def train(self: Launcher, run: Run, report: Callable[[], bool]) -> tuple[str, str]:
-        run.folder.mkdir(parents=True)
-        for epochs in ("1,0.5\n", "1,0.5\n2,0.4\n"):
-            (run.folder / "metrics.csv").write_text("epoch,validation_nll\n" + epochs)
-            assert report()
-        seeds.append(run.experiment.seed)
-        return "failed", "no such luck"
-
-    seeds: list[int] = []
-    monkeypatch.setattr(Launcher, "train", train)
-    with pytest.raises(RuntimeError, match="no such luck"):
-        tune_trainable(tmp_path / "base.yaml", tmp_path / "out")({"seed": 3, "train.optimizer.lr": 0.1})
-    assert seeds == [3]
-    assert ray.tune.reported == [{"epoch": 1, "validation_nll": 0.5}, {"epoch": 2, "validation_nll": 0.4}]
-
-
-def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r'pip install "slimbayes\[ray\]"'):
-        sweep(write(tmp_path), tmp_path / "out", "ray", accelerator="cpu")
 
 
 # --- the real thing ---
@@ -419,27 +308,28 @@ def test_a_sweep_with_a_kill_a_failure_and_a_second_call(
 ) -> None:
     """Kill one real run as soon as it has started; let one name data that are not there; then call again."""
     monkeypatch.setenv("COLUMNS", "200")
-    file = write(tmp_path, axes={"data.name": ["digits", "cifar10"]})
-    out = tmp_path / "out"
-    plain, first = Launcher._process, list[int]()
+    file, out, names = write(tmp_path), tmp_path / "out", ["data.name=[digits, cifar10]"]
+    plain, first, lock = launch._process, list[int](), threading.Lock()
 
     def killing(*given: Any) -> Any:
         process = plain(*given)
-        if not first:
+        with lock:
+            chosen = not first
             first.append(process.pid)
+        if chosen:
             time.sleep(1)
             os.kill(process.pid, signal.SIGKILL)
         return process
 
-    monkeypatch.setattr(Launcher, "_process", killing)
-    assert sweep(file, out, jobs=2, accelerator="cpu", data_dir=tmp_path / "none") == 1
+    monkeypatch.setattr(launch, "_process", killing)
+    assert sweep(file, out, names, jobs=2, accelerator="cpu", data_dir=tmp_path / "none") == 1
     told = capsys.readouterr()
     assert "2 runs: 1 finished, 1 failed" in told.out and "log.txt" in told.out and "started again" in told.err
     assert "cifar10" in told.out and "Traceback" not in told.out
-    digits = next(run for run in points(tmp_path, axes={"data.name": ["digits", "cifar10"]}))
+    digits, _ = points(tmp_path, *names)
     record = read(digits.folder)
     assert record.name == "try" and len(record.curve) == 2
     again = {"jobs": 2, "accelerator": "cpu", "data_dir": tmp_path / "none"}
-    assert sweep(file, out, overrides=["axes.data.name=[digits]"], **again) == 0
+    assert sweep(file, out, ["data.name=[digits]"], **again) == 0
     assert "1 runs: 1 skipped" in capsys.readouterr().out
     assert load(digits.folder / "config.yaml").hash == digits.experiment.hash

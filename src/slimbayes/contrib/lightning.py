@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,16 +36,11 @@ from slimbayes.train.optim import param_groups
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
 else:
+    other = "lightning" in sys.modules or not find_spec("pytorch_lightning")
     try:
-        if "lightning" in sys.modules:
-            from lightning.pytorch import LightningModule
-        else:
-            from pytorch_lightning import LightningModule
-    except ModuleNotFoundError:
-        try:
-            from lightning.pytorch import LightningModule
-        except ModuleNotFoundError as error:
-            raise ImportError('slimbayes.contrib.lightning needs Lightning: pip install "slimbayes[lab]"') from error
+        LightningModule = import_module("lightning.pytorch" if other else "pytorch_lightning").LightningModule
+    except ModuleNotFoundError as error:
+        raise ImportError('slimbayes.contrib.lightning needs Lightning: pip install "slimbayes[lab]"') from error
 
 Optimizers = Callable[[list[dict[str, Any]]], Any]
 

@@ -1,5 +1,4 @@
-"""Data to train on and to judge uncertainty by: readers for what users have, batched augmentation, the corruptions of
-CIFAR-10-C and ImageNet-C."""
+"""Data to train on and to judge uncertainty by: readers, batched augmentation, the corruptions of CIFAR-10-C."""
 
 from slimbayes.data.augment import pad_crop_flip as pad_crop_flip
 from slimbayes.data.augment import resized_crop as resized_crop

@@ -95,18 +95,6 @@ def read_npz(path: Path, *names: str, content: IO[bytes] | None = None) -> dict[
         return {name: _array(path, name, read_entry(path, archive, f"{name}.npy")) for name in names or sorted(here)}
 
 
-def read_pickled(path: Path, name: str) -> bytes:
-    """The pickle inside an array of objects of an .npz file, as bytes: what to make of it is up to the caller."""
-    with checked_zip(path) as archive:
-        if f"{name}.npy" not in archive.namelist():
-            raise ValueError(f"{path} must hold the array {name}; it has {sorted(archive.namelist())}.")
-        stream = io.BytesIO(read_entry(path, archive, f"{name}.npy"))
-    _, _, dtype = _header(f"{path}: entry {name!r}", stream)
-    if not dtype.hasobject:
-        raise ValueError(f"{path}: entry {name!r} must hold Python lists (dtype object), got {dtype}.")
-    return stream.read()
-
-
 def _header(place: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
     """Shape, order and dtype of an .npy file."""
     npy = require("numpy").lib.format

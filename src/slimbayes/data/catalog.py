@@ -1,5 +1,4 @@
-"""The list of data sets, and opening one by its name. Nothing is ever downloaded: a set that is not there gives an
-error that says what to put where.
+"""The list of data sets, and opening one by its name. Nothing is downloaded: errors say what to put where.
 
 data = slimbayes.data.load("cifar10", root="~/data")     # or set SLIMBAYES_DATA
 data.to("cuda").train.x                                  # uint8 (50000, 3, 32, 32)
@@ -8,15 +7,12 @@ slimbayes.data.prepare("cifar10", root="~/data")         # from now on load maps
 
 from __future__ import annotations
 
-import errno
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-
-from torch import Tensor
 
 from slimbayes.data import cache as caches
 from slimbayes.data import cifar, images, imdb, mimic, physionet, uci
@@ -29,9 +25,8 @@ _Reader = Callable[[Path], Found | None]
 class Source:
     """One entry of the list of data sets.
 
-    `folders` are looked for under the root in turn, and every reader tries each. A reader returns None where its files
-    are not. `published` has the official number of rows of each split, `balanced` says whether classes are equally
-    frequent.
+    `folders` are looked for under the root in turn, and every reader tries each: it returns None where its files are
+    not. `published` has the official rows of each split, `balanced` says whether classes are equally frequent.
     """
 
     name: str
@@ -63,12 +58,7 @@ def _health(name: str, url: str, release: mimic.Release, folders: tuple[str, ...
 
 
 def _human(folder: Path) -> Found | None:
-    plain = cache(lambda: find(SOURCES["cifar10"], folder.parent))
-
-    def test_images() -> Tensor:
-        return Dataset("cifar10", {"test": plain().parts["test"].read()}).test.x
-
-    return images.cifar10h(folder, cache(test_images), lambda: plain().files())
+    return images.cifar10h(folder, cache(lambda: find(SOURCES["cifar10"], folder.parent)))
 
 
 _CIFAR, _FULL = "https://www.cs.toronto.edu/~kriz/cifar.html", {"train": 50_000, "test": 10_000}
@@ -123,8 +113,8 @@ SOURCES = {
         ),
         Source(
             "imdb", "https://ai.stanford.edu/~amaas/data/sentiment",
-            "{train,test}/{neg,pos}/<id>_<rating>.txt, reviews.txt.xz and ratings.npy, or Keras' imdb.npz",
-            ("imdb", "aclImdb"), (imdb.tree, imdb.packed, imdb.keras), {"train": 25_000, "test": 25_000}, True,
+            "{train,test}/{neg,pos}/<id>_<rating>.txt, or reviews.txt.xz and ratings.npy",
+            ("imdb", "aclImdb"), (imdb.tree, imdb.packed), {"train": 25_000, "test": 25_000}, True,
         ),
         Source(
             "physionet2012", "https://physionet.org/content/challenge-2012/",
@@ -170,7 +160,7 @@ def load(
 ) -> Dataset:
     """A data set from the folder `root`, or else from $SLIMBAYES_DATA; all of its splits, or those named.
 
-    Where `prepare` has made a cache of the files as they are now, its arrays are mapped into memory; writing to such a
+    Where `prepare` has made a cache of the files as they are now, its tensors are mapped into memory; writing to such a
     tensor changes memory only. `cache` is the folder that `prepare` was told to use, if any.
 
     Raises FileNotFoundError where the set is not there, with the files it looked for and where they are officially had,
@@ -186,33 +176,31 @@ def load(
     found = find(source_of(name), folder)
     if isinstance(splits, str):
         raise TypeError(f"splits must be a list of names, got the text {splits!r}: write [{splits!r}].")
-    names = list(found.parts) if splits is None else splits
-    if unknown := [split for split in names if split not in found.parts]:
-        raise ValueError(f"{name} has no split {unknown[0]!r} here, it has: {', '.join(found.parts)}.")
+    names = list(found.splits) if splits is None else splits
+    if unknown := [split for split in names if split not in found.splits]:
+        raise ValueError(f"{name} has no split {unknown[0]!r} here, it has: {', '.join(found.splits)}.")
     kept = _cache_folder(name, folder, cache)
-    if (kept / caches.MANIFEST).is_file():
+    if all(caches.file_of(kept, split).is_file() for split in names):
         try:
-            return replace(caches.read(kept, name, found.files(), folder, names), columns=found.columns())
+            read, vocabulary = caches.read(kept, name, found.files(), folder, names)
+            return Dataset(name, read, found.classes, vocabulary, found.columns())
         except caches.Unusable as error:
             advice = f"Reading the files of {name}; prepare it again."
             warnings.warn(f"The cache {kept} is not used: {error}. {advice}", stacklevel=2)
-    read = {split: found.parts[split].read() for split in names}
-    return Dataset(name, read, found.classes, found.vocabulary(), found.columns())
+    read_now = {split: found.splits[split]() for split in names}
+    return Dataset(name, read_now, found.classes, found.vocabulary(), found.columns())
 
 
 def prepare(
     name: str, root: Path | str | None = None, out: Path | str | None = None, progress: caches.Progress | None = None
 ) -> Path:
-    """Keeps a set as arrays that `load` maps into memory, and returns their folder; one that is up to date is left
-    alone.
+    """Keep a set as tensors that `load` maps into memory, unless they are up to date, and return their folder.
 
-    The folder is `out`, or else <name> under $SLIMBAYES_CACHE, or else under <root>/.slimbayes-cache. Whatever
-    interrupts the writing, an earlier cache stays as it was and no part of a new one is ever used. Sets of folders of
-    images are
-    refused: training crops their pictures, which have many sizes, so arrays of one size would be another data set.
+    The folder is `out`, or else <name> under $SLIMBAYES_CACHE, or else under <root>/.slimbayes-cache. Folders of images
+    are refused: training crops pictures of many sizes, so arrays of one size would be another data set.
 
     Args:
-        progress: called with (rows done, rows in all, what is being done).
+        progress: called with (splits done, splits in all, the one that comes next).
 
     Example:
         >>> import tempfile
@@ -227,27 +215,19 @@ def prepare(
     if not (files := found.files()):
         raise ValueError(f"{name} is a folder of images of many sizes, decoded one by one, and is not kept as arrays.")
     try:
-        if (target / caches.MANIFEST).is_file():
-            caches.read(target, name, files, folder, list(found.parts))
-            return target
+        caches.read(target, name, files, folder, list(found.splits))
+        return target
     except caches.Unusable:
-        pass  # what is to be replaced
+        pass  # not there, or what is to be replaced
     try:
-        caches.write(target, name, found, files, folder, progress or (lambda done, total, what: None))
+        caches.write(target, name, found, folder, progress or (lambda done, total, split: None))
     except caches.Unusable as error:
         raise ValueError(f"{name}: {error} while it was being read; prepare it again.") from error
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        advice = "pass another folder as out, or set SLIMBAYES_CACHE"
-        raise PermissionError(error.errno, f"{target} cannot be written: {advice}") from error
     return target
 
 
-def available(root: Path | str | None = None) -> dict[str, dict[str, int]]:
-    """Every data set under `root` or $SLIMBAYES_DATA with the number of rows of its splits; images are not decoded.
-
-    A set whose files are broken is left out with a warning that says why.
+def available(root: Path | str | None = None) -> dict[str, list[str]]:
+    """Every data set under `root` or $SLIMBAYES_DATA with the names of its splits; nothing is read.
 
     Example:
         >>> import tempfile
@@ -258,7 +238,7 @@ def available(root: Path | str | None = None) -> dict[str, dict[str, int]]:
     here, folder = {}, root_folder(root)
     for name, source in SOURCES.items():
         try:
-            here[name] = {split: part.count() for split, part in find(source, folder).parts.items()}
+            here[name] = list(find(source, folder).splits)
         except FileNotFoundError:
             continue
         except (ValueError, OSError) as error:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.archives import checked_zip, read_entry, read_npz, require
-from slimbayes.data.dataset import Found, Split, UnreadSplit, labels
+from slimbayes.data.dataset import Found, Split, labels
 from slimbayes.data.pickles import read_cifar_pickle
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -29,7 +29,7 @@ _UNNAMED = tuple(f"class {n}" for n in range(100))
 def binary10(folder: Path) -> Found | None:
     """CIFAR-10, binary version: data_batch_1.bin to data_batch_5.bin and test_batch.bin."""
     files = {split: [folder / f"{name}.bin" for name in names] for split, names in _BATCHES.items()}
-    return _joined(files, partial(_read_records, header=1, classes=10), 1 + PIXELS, CIFAR10_CLASSES)
+    return _joined(files, partial(_read_records, header=1, classes=10), CIFAR10_CLASSES)
 
 
 def binary100(folder: Path) -> Found | None:
@@ -37,13 +37,13 @@ def binary100(folder: Path) -> Found | None:
     files = {split: [folder / f"{split}.bin"] for split in _BATCHES}
     names = folder / "fine_label_names.txt"
     classes = tuple(names.read_text().split()) if names.is_file() else _UNNAMED
-    return _joined(files, partial(_read_records, header=2, classes=len(classes)), 2 + PIXELS, classes, names)
+    return _joined(files, partial(_read_records, header=2, classes=len(classes)), classes, names)
 
 
 def python10(folder: Path) -> Found | None:
     """CIFAR-10, python version: data_batch_1 to data_batch_5 and test_batch."""
     files = {split: [folder / name for name in names] for split, names in _BATCHES.items()}
-    return _joined(files, partial(_read_batch, key="labels", classes=10), None, CIFAR10_CLASSES)
+    return _joined(files, partial(_read_batch, key="labels", classes=10), CIFAR10_CLASSES)
 
 
 def python100(folder: Path) -> Found | None:
@@ -54,18 +54,13 @@ def python100(folder: Path) -> Found | None:
         if not isinstance(names, list) or not all(isinstance(name, bytes | str) for name in names):
             raise ValueError(f"{meta} must hold the list 'fine_label_names'.")
         classes = tuple(name.decode("utf8") if isinstance(name, bytes) else name for name in names)
-    return _joined(files, partial(_read_batch, key="fine_labels", classes=len(classes)), None, classes, meta)
+    return _joined(files, partial(_read_batch, key="fine_labels", classes=len(classes)), classes, meta)
 
 
 def _joined(
-    files: dict[str, list[Path]],
-    read: Callable[[Path], Split],
-    record: int | None,
-    classes: tuple[str, ...],
-    *more: Path,
+    files: dict[str, list[Path]], read: Callable[[Path], Split], classes: tuple[str, ...], *more: Path
 ) -> Found | None:
-    """Splits of several files each; `record` is the size of a row where it is fixed, `more` are files of class
-    names."""
+    """Splits of several files each; `more` are files of class names."""
 
     def join(paths: list[Path]) -> Split:
         if missing := next((path for path in paths if not path.is_file()), None):
@@ -73,13 +68,10 @@ def _joined(
         splits = [read(path) for path in paths]
         return Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
 
-    def count(paths: list[Path]) -> int:
-        return sum(path.stat().st_size // record for path in paths) if record else len(join(paths))
-
     files = {split: paths for split, paths in files.items() if any(path.is_file() for path in paths)}
-    parts = {split: UnreadSplit(partial(count, paths), partial(join, paths)) for split, paths in files.items()}
     here = [path for path in (*chain(*files.values()), *more) if path.is_file()]
-    return Found(parts, classes, files=lambda: here) if parts else None
+    splits = {split: partial(join, paths) for split, paths in files.items()}
+    return Found(splits, classes, files=lambda: here) if splits else None
 
 
 def _read_records(path: Path, header: int, classes: int) -> Split:
@@ -126,14 +118,9 @@ def _sheets(folder: Path, name_classes: Callable[[Path], tuple[str, ...]]) -> Fo
     numbers = next(iter(sorted(folder.rglob("labels.npz"))), None)
     if numbers is None or not pieces:
         return None
-    stored, classes = numbers, name_classes(numbers)
-
-    def part(split: str) -> UnreadSplit:
-        read = partial(_read_sheets, pieces[split], stored, split, len(classes))
-        return UnreadSplit(lambda: len(read_npz(stored, split)[split]), read)
-
-    files = [*chain(*pieces.values()), numbers]
-    return Found({split: part(split) for split in pieces}, classes, files=lambda: files)
+    classes, files = name_classes(numbers), [*chain(*pieces.values()), numbers]
+    splits = {s: partial(_read_sheets, paths, numbers, s, len(classes)) for s, paths in pieces.items()}
+    return Found(splits, classes, files=lambda: files)
 
 
 def _read_sheets(pieces: list[Path], numbers: Path, split: str, classes: int) -> Split:

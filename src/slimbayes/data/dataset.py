@@ -47,8 +47,8 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set by name: its splits, the names of its classes (none for regression), the words of its vocabulary (text
-    only) and the names of its inputs' columns (tables that say them).
+    """A data set by name: its splits, its classes (none for regression), the words of a text's vocabulary and the names
+    of a table's columns.
 
     Example:
         >>> split = Split(torch.zeros(2, 1), torch.zeros(2, 1))
@@ -85,19 +85,11 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class UnreadSplit:
-    """A split that is there but not read yet: counting its rows must be cheap."""
-
-    count: Callable[[], int]
-    read: Callable[[], Split | ImageFolder]
-
-
-@dataclass(frozen=True)
 class Found:
-    """What a reader recognised in a folder. `files` are those it reads: what it gives may depend on nothing else. A set
-    that is decoded image by image names none, and cannot be cached."""
+    """What a reader recognised in a folder: functions that read it. `files` are those they read: what they give may
+    depend on nothing else. A set that is decoded image by image names none, and cannot be cached."""
 
-    parts: Mapping[str, UnreadSplit]
+    splits: Mapping[str, Callable[[], Split | ImageFolder]]
     classes: tuple[str, ...] = ()
     vocabulary: Callable[[], tuple[str, ...]] = tuple
     files: Callable[[], Sequence[Path]] = tuple
@@ -105,8 +97,7 @@ class Found:
 
 
 def labels(values: Any, classes: int, file: Path, first: int = 0) -> Tensor:
-    """Labels (N,) as int64, from a tensor or numpy array that counts from `first`; another one is an error that names
-    the file and the record.
+    """Labels (N,) as int64, from numbers that count from `first`; another one is an error that names file and record.
 
     Example:
         >>> labels(torch.tensor([0, 9], dtype=torch.uint8), 10, Path("t10k-labels"))

@@ -1,5 +1,4 @@
-"""Health records as event sequences, and bags of tokens made from them (the input of
-`slimbayes.models.mortality_lstm`).
+"""Health records as event sequences, and bags of tokens made from them, which `models.mortality_lstm` takes.
 
     events (patient, hours since admission, feature, value)  --Buckets-->  a token for each  --bag-->  ids (N, T, L)
 
@@ -17,15 +16,18 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimbayes.data.dataset import Dataset, Split
+from slimbayes.data.dataset import Dataset, Found, Split
 
+CLASSES = ("survived", "died")
 _AT_A_TIME = 500_000  # events that are sorted into bags together: sorting takes ten times the memory of what is sorted
 
 
@@ -113,13 +115,12 @@ class EventList:
         self.value.append(value)
 
     def events(self, patients: int, features: tuple[str, ...]) -> Events:
-        patient, feature = (_column(values, torch.int64) for values in (self.patient, self.feature))
-        hours, value = _column(self.hours, torch.float64), _column(self.value, torch.float32)
+        def column(values: array[Any], dtype: torch.dtype) -> Tensor:
+            return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
+
+        patient, feature = (column(values, torch.int64) for values in (self.patient, self.feature))
+        hours, value = column(self.hours, torch.float64), column(self.value, torch.float32)
         return Events(patient, hours, feature, value, patients, features)
-
-
-def _column(values: array[Any], dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,7 @@ def bag(
         hours: prediction time, since admission. Events after it are left out.
         precision: hours in a bag (the paper has 24). The oldest bag also takes the rest.
         aggregate_older_than: hours before the prediction time; older events share one more bag, which comes first.
-            None:
-            there is no such bag, and what happened before admission joins the oldest.
+            None: there is no such bag, and what happened before admission joins the oldest.
         tokens_per_bag: keep only this many, the latest. None keeps all; L is then the fullest bag's number.
 
     Shape: returns (N, T, L) int32, which an embedding takes as it is; T = ceil(min(hours, aggregate_older_than) /
@@ -247,8 +247,7 @@ def _fill(out: Tensor, tokens: Tensor, place: Tensor, hours: Tensor, sizes: Tens
 class Stays:
     """Hospital stays with an outcome, and which of them belong to which split.
 
-    Shape: labels (N,) int64, 1 for a death in hospital; records (N,) int64, the set's own numbers; splits: int64
-    indices.
+    Shape: labels (N,) int64, 1 for a death in hospital; records (N,) int64, the set's own numbers; splits (n,) int64.
     """
 
     name: str
@@ -292,4 +291,10 @@ def mortality(
     for name, rows in stays.splits.items():
         tokens = bag(stays.events.of(rows), buckets, hours, precision, aggregate_older_than, tokens_per_bag)
         splits[name] = Split(tokens, stays.labels[rows])
-    return Dataset(stays.name, splits, ("survived", "died"), buckets.names())
+    return Dataset(stays.name, splits, CLASSES, buckets.names())
+
+
+def outcomes(data: Callable[[], Dataset], splits: Sequence[str], files: Callable[[], Sequence[Path]]) -> Found:
+    """For `load`: the splits of a set that `mortality` makes from files."""
+    read = {split: partial(lambda name: data().splits[name], split) for split in splits}
+    return Found(read, CLASSES, lambda: data().vocabulary, files)

@@ -63,11 +63,6 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
 
 
-def count_images(folder: Path) -> int:
-    """Images in all class folders, not opened."""
-    return sum(len(_images(folder / name)) for name in class_folders(folder))
-
-
 def decode(path: Path) -> Tensor:
     """One JPEG or PNG as uint8 (3, H, W)."""
     image, numpy = require("PIL.Image"), require("numpy")

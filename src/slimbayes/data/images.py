@@ -5,7 +5,7 @@ Sizes: N images, H x W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slimbayes.data.archives import LIMIT, map_npy, read_idx, read_npz, require
 from slimbayes.data.cifar import CIFAR10_CLASSES
-from slimbayes.data.dataset import Found, Split, UnreadSplit, labels
-from slimbayes.data.folders import ImageFolder, class_folders, count_images
+from slimbayes.data.dataset import Found, Split, labels
+from slimbayes.data.folders import ImageFolder, class_folders
 
 DIGITS = tuple("0123456789")
 LETTERS = tuple("ABCDEFGHIJ")
@@ -32,16 +32,13 @@ def idx(folder: Path, classes: tuple[str, ...]) -> Found | None:
         spellings = (name, f"{name}.gz", name.replace("-idx", ".idx"), f"{name.replace('-idx', '.idx')}.gz")
         return next((folder / spelling for spelling in spellings if (folder / spelling).is_file()), None)
 
-    def part(images: Path, numbers: Path) -> UnreadSplit:
-        return UnreadSplit(lambda: len(read_idx(numbers, 1)), lambda: _read_idx_pair(images, numbers, len(classes)))
-
-    parts, files = {}, []
+    splits, files = {}, []
     for split, prefix in (("train", "train"), ("test", "t10k")):
         images, numbers = file(f"{prefix}-images-idx3-ubyte"), file(f"{prefix}-labels-idx1-ubyte")
         if images and numbers:
-            parts[split] = part(images, numbers)
+            splits[split] = partial(_read_idx_pair, images, numbers, len(classes))
             files += [images, numbers]
-    return Found(parts, classes, files=lambda: files) if parts else None
+    return Found(splits, classes, files=lambda: files) if splits else None
 
 
 def _read_idx_pair(images: Path, numbers: Path, classes: int) -> Split:
@@ -65,12 +62,12 @@ def cifar_c(folder: Path, classes: int) -> Found | None:
         raise ValueError(f"{numbers} has {len(y)} labels, which is not a multiple of {SEVERITIES} severities.")
     rows = len(y) // SEVERITIES
 
-    def part(path: Path, severity: int) -> UnreadSplit:
+    def read(path: Path, severity: int) -> Split:
         piece = slice((severity - 1) * rows, severity * rows)
-        return UnreadSplit(lambda: rows, lambda: Split(_map_images(path, len(y))[piece], y[piece]))
+        return Split(_map_images(path, len(y))[piece], y[piece])
 
-    parts = {f"{path.stem}/{severity}": part(path, severity) for path in files for severity in range(1, SEVERITIES + 1)}
-    return Found(parts, CIFAR10_CLASSES if classes == 10 else (), files=lambda: [*files, numbers])
+    splits = {f"{path.stem}/{s}": partial(read, path, s) for path in files for s in range(1, SEVERITIES + 1)}
+    return Found(splits, CIFAR10_CLASSES if classes == 10 else (), files=lambda: [*files, numbers])
 
 
 def _map_images(path: Path, count: int) -> Tensor:
@@ -80,48 +77,42 @@ def _map_images(path: Path, count: int) -> Tensor:
 def cifar10_1(folder: Path) -> Found | None:
     """CIFAR-10.1: cifar10.1_v6_data.npy and _labels.npy are the split "test"; v4, if it is there, is "v4"."""
 
-    def part(data: Path, numbers: Path) -> UnreadSplit:
-        def read() -> Split:
-            y = labels(map_npy(numbers, (None,), "ui"), 10, numbers)
-            return Split(_map_images(data, len(y)), y)
+    def read(data: Path, numbers: Path) -> Split:
+        y = labels(map_npy(numbers, (None,), "ui"), 10, numbers)
+        return Split(_map_images(data, len(y)), y)
 
-        return UnreadSplit(lambda: len(map_npy(numbers, (None,), "ui")), read)
-
-    parts, files = {}, []
+    splits, files = {}, []
     for split, version in (("test", "v6"), ("v4", "v4")):
         pair = [folder / f"cifar10.1_{version}_{kind}.npy" for kind in ("data", "labels")]
         if all(path.is_file() for path in pair):
-            parts[split] = part(*pair)
+            splits[split] = partial(read, *pair)
             files += pair
-    return Found(parts, CIFAR10_CLASSES, files=lambda: files) if parts else None
+    return Found(splits, CIFAR10_CLASSES, files=lambda: files) if splits else None
 
 
-def cifar10h(folder: Path, images: Callable[[], Tensor], image_files: Callable[[], Sequence[Path]]) -> Found | None:
-    """CIFAR-10H: how people label CIFAR-10's test images, whose pixels (N, 3, 32, 32) `images` brings from
-    `image_files`.
+def cifar10h(folder: Path, plain: Callable[[], Found]) -> Found | None:
+    """CIFAR-10H: how people label the test images of CIFAR-10, which `plain` finds.
 
-    The split "test" has each image's share of votes (N, 10), float32; "counts" has the votes, int64, if the file has
-    them.
+    The split "test" has each image's share of votes (N, 10), float32; "counts" the votes, int64, if they are there.
     """
     names = ("cifar10h_counts.npz", "cifar10h-counts.npy", "cifar10h-probs.npy")
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
         return None
-    stored = file
 
     def shares(votes: Tensor) -> Tensor:
         return (votes / votes.sum(1, keepdim=True)).float()
 
-    def read(convert: Callable[[Tensor], Tensor]) -> Split:
-        x, y = images(), convert(_votes(stored))
-        if len(x) != len(y):
-            raise ValueError(f"{stored} has votes on {len(y)} images, but CIFAR-10's test set here has {len(x)}.")
-        return Split(x, y)
+    def read(stored: Path, convert: Callable[[Tensor], Tensor]) -> Split:
+        rows, y = plain().splits["test"](), convert(_votes(stored))
+        assert isinstance(rows, Split)
+        if len(rows) != len(y):
+            raise ValueError(f"{stored} has votes on {len(y)} images, but CIFAR-10's test set here has {len(rows)}.")
+        return Split(rows.x, y)
 
-    parts = {"test": UnreadSplit(lambda: len(_votes(stored)), lambda: read(shares))}
-    if "probs" not in file.name:
-        parts["counts"] = UnreadSplit(lambda: len(_votes(stored)), lambda: read(Tensor.long))
-    return Found(parts, CIFAR10_CLASSES, files=lambda: [stored, *image_files()])
+    kinds = {"test": shares} | ({} if "probs" in file.name else {"counts": Tensor.long})
+    splits = {split: partial(read, file, convert) for split, convert in kinds.items()}
+    return Found(splits, CIFAR10_CLASSES, files=lambda: [file, *plain().files()])
 
 
 def _votes(file: Path) -> Tensor:
@@ -141,8 +132,8 @@ def svhn(folder: Path) -> Found | None:
     """SVHN, cropped digits: train_32x32.mat, test_32x32.mat and, if it is there, extra_32x32.mat. Needs scipy."""
     files = {split: folder / f"{split}_32x32.mat" for split in ("train", "test", "extra")}
     files = {split: path for split, path in files.items() if path.is_file()}
-    parts = {split: UnreadSplit(partial(_count_mat, path), partial(_read_mat, path)) for split, path in files.items()}
-    return Found(parts, DIGITS, files=lambda: list(files.values())) if parts else None
+    splits = {split: partial(_read_mat, path) for split, path in files.items()}
+    return Found(splits, DIGITS, files=lambda: list(files.values())) if splits else None
 
 
 def _read_mat(path: Path) -> Split:
@@ -161,10 +152,6 @@ def _read_mat(path: Path) -> Split:
     return Split(torch.from_numpy(x.transpose(3, 2, 0, 1).copy()), digits)
 
 
-def _count_mat(path: Path) -> int:
-    return next((int(shape[0]) for name, shape, _ in _mat(path, "whosmat") if name == "y"), 0)
-
-
 def _mat(path: Path, function: str, **options: Any) -> Any:
     io = require("scipy.io")
     try:
@@ -179,8 +166,7 @@ def imagenet(folder: Path) -> Found | None:
 
 
 def imagenet_c(folder: Path) -> Found | None:
-    """ImageNet-C: <corruption>/<severity>/<class>/*.JPEG, or the same one folder deeper (blur, noise ...). Splits are
-    named "fog/3"."""
+    """ImageNet-C: <corruption>/<severity>/<class>/*.JPEG, or the same one folder deeper. Splits are named "fog/3"."""
     found = [path for pattern in ("*/[1-5]", "*/*/[1-5]") for path in folder.glob(pattern) if path.is_dir()]
     return _trees({"/".join(path.parts[-2:]): path for path in sorted(found, key=lambda path: path.parts[-2:])})
 
@@ -189,7 +175,4 @@ def _trees(folders: dict[str, Path]) -> Found | None:
     if not folders:
         return None
     classes = class_folders(next(iter(folders.values())))
-    parts = {
-        s: UnreadSplit(partial(count_images, f), partial(ImageFolder, f, None, classes)) for s, f in folders.items()
-    }
-    return Found(parts, classes)
+    return Found({split: partial(ImageFolder, folder, None, classes) for split, folder in folders.items()}, classes)

@@ -1,8 +1,8 @@
-"""IMDB reviews as word numbers, by the rules of the Keras example that the k-tied paper trains on, in three formats.
+"""IMDB reviews as word numbers, by the rules of the Keras example that the k-tied paper trains on.
 
-The official tree of text files; `reviews.txt.xz` with `ratings.npy`; and Keras' `imdb.npz`, whose lists of word ranks
-are pickled (see pickles.py). Text is lower-cased, punctuation becomes space, words are split at space. 0 pads, 1 starts
-a review, 2 is a word outside the vocabulary, and the most frequent word is 3; so 20,000 numbers are 19,997 words.
+From the official tree of text files, or `reviews.txt.xz` with `ratings.npy`. Text is lower-cased, punctuation becomes
+space, words are split at space. 0 pads, 1 starts a review, 2 is a word outside the vocabulary, and the most frequent
+word is 3; so 20,000 numbers are 19,997 words.
 Reviews are cut and padded at the front: their last 80 numbers are kept. We count words in the training half only; Keras
 counted them beforehand and leaves the number 3 unused. Rows keep the file's order, which Keras shuffles.
 
@@ -11,19 +11,16 @@ Sizes: N reviews, L numbers for each.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimbayes.data.archives import map_npy, read_npz, read_pickled, read_xz
-from slimbayes.data.dataset import Found, Split, UnreadSplit, labels
-from slimbayes.data.pickles import read_ragged
+from slimbayes.data.archives import map_npy, read_xz
+from slimbayes.data.dataset import Found, Split
 
 VOCABULARY, LENGTH = 20_000, 80
 RESERVED = ("<pad>", "<start>", "<unknown>")
@@ -31,7 +28,6 @@ CLASSES = ("negative", "positive")
 Halves = Mapping[str, tuple[list[str], list[int]]]  # texts and labels by split
 _SPACES = str.maketrans({mark: " " for mark in '!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~\t\n'})
 _QUARTERS = (("train", 0), ("train", 1), ("test", 0), ("test", 1))
-_WORD_INDEX = 64 << 20  # bytes; the true file has 1.6e6
 
 
 def words(text: str) -> list[str]:
@@ -65,21 +61,15 @@ def encode(texts: Sequence[str], vocabulary: Sequence[str], length: int = LENGTH
                 [4, 4, 3, 3]])
     """
     number = {word: index for index, word in enumerate(vocabulary) if index >= len(RESERVED)}
-    return _padded(([number.get(word, 2) for word in words(text)] for text in texts), len(texts), length)
-
-
-def _padded(rows: Iterable[list[int]], count: int, length: int) -> Tensor:
-    """Rows of numbers as (N, L) int64: the mark of the start before each, cut and padded in front."""
-    out = torch.zeros(count, length, dtype=torch.int64, device="cpu")
-    for place, row in enumerate(rows):
-        kept = [1, *row][-length:]
+    out = torch.zeros(len(texts), length, dtype=torch.int64, device="cpu")
+    for place, text in enumerate(texts):
+        kept = [1, *(number.get(word, 2) for word in words(text))][-length:]
         out[place, length - len(kept) :] = torch.tensor(kept, device="cpu")
     return out
 
 
 def tree(folder: Path) -> Found | None:
-    """The aclImdb folders: train and test, neg and pos in each, a text file for each review, named
-    <id>_<rating>.txt."""
+    """The aclImdb folders: train and test, neg and pos in each, <id>_<rating>.txt for each review."""
     places = {(split, label): folder / split / ("neg", "pos")[label] for split, label in _QUARTERS}
     if not all(place.is_dir() for place in places.values()):
         return None
@@ -93,10 +83,7 @@ def tree(folder: Path) -> Found | None:
             halves[split][1].extend([label] * len(files))
         return halves
 
-    def count(split: str) -> int:
-        return len(_review_files(places[split, 0])) + len(_review_files(places[split, 1]))
-
-    return _reviews(read, count, lambda: [file for place in places.values() for file in _review_files(place)])
+    return _reviews(read, lambda: [file for place in places.values() for file in _review_files(place)])
 
 
 def _review_files(place: Path) -> list[Path]:
@@ -109,13 +96,11 @@ def _review_files(place: Path) -> list[Path]:
 
 
 def packed(folder: Path) -> Found | None:
-    """reviews.txt.xz, a review a line, and ratings.npy: a quarter each of train negative, train positive, test negative
-    and test positive."""
+    """reviews.txt.xz, a review a line, and ratings.npy: quarters of train negative, train positive, test likewise."""
     texts, stars = folder / "reviews.txt.xz", folder / "ratings.npy"
     if not (texts.is_file() and stars.is_file()):
         return None
-    half = lambda split: len(map_npy(stars, (None,), "ui")) // 2  # noqa: E731
-    return _reviews(partial(_read_packed, texts, stars), half, lambda: [texts, stars])
+    return _reviews(partial(_read_packed, texts, stars), lambda: [texts, stars])
 
 
 def _read_packed(texts: Path, stars: Path) -> Halves:
@@ -142,7 +127,7 @@ def _decode(content: bytes, place: str) -> str:
         raise ValueError(f"{place} is not UTF-8 text: {error}") from error
 
 
-def _reviews(read: Callable[[], Halves], count: Callable[[str], int], files: Callable[[], Sequence[Path]]) -> Found:
+def _reviews(read: Callable[[], Halves], files: Callable[[], Sequence[Path]]) -> Found:
     """Both halves, encoded with the vocabulary of the training half. The texts are read once."""
     texts = cache(read)
     vocabulary = cache(lambda: count_vocabulary(texts()["train"][0]))
@@ -151,55 +136,4 @@ def _reviews(read: Callable[[], Halves], count: Callable[[str], int], files: Cal
         written, numbers = texts()[name]
         return Split(encode(written, vocabulary()), torch.tensor(numbers, device="cpu"))
 
-    parts = {name: UnreadSplit(partial(count, name), partial(split, name)) for name in ("train", "test")}
-    return Found(parts, CLASSES, vocabulary, files)
-
-
-def keras(folder: Path) -> Found | None:
-    """imdb.npz as `keras.datasets.imdb` downloads it, and imdb_word_index.json if it is there: x_train, y_train, x_test
-    and y_test, a review a list of word ranks, to which 3 is added."""
-    file, index = folder / "imdb.npz", folder / "imdb_word_index.json"
-    if not file.is_file():
-        return None
-
-    def part(split: str) -> UnreadSplit:
-        return UnreadSplit(lambda: len(read_npz(file, f"y_{split}")[f"y_{split}"]), partial(_read_keras, file, split))
-
-    files = [path for path in (file, index) if path.is_file()]
-    return Found({s: part(s) for s in ("train", "test")}, CLASSES, partial(_names, index), lambda: files)
-
-
-def _read_keras(file: Path, split: str) -> Split:
-    y = labels(read_npz(file, f"y_{split}")[f"y_{split}"], len(CLASSES), file)
-    rows = read_ragged(f"{file}: x_{split}", read_pickled(file, f"x_{split}"))
-    if len(rows) != len(y):
-        raise ValueError(f"{file}: {len(rows)} reviews in x_{split}, but {len(y)} labels in y_{split}.")
-    numbered = (_shifted(row, f"{file}: x_{split}, review {number}") for number, row in enumerate(rows))
-    return Split(_padded(numbered, len(rows), LENGTH), y)
-
-
-def _shifted(row: Any, place: str) -> list[int]:
-    """Numbers of a list of word ranks. Only what is kept of it is looked at: a pickled list may have any length."""
-    kept = row[-LENGTH:] if isinstance(row, list) else None
-    if kept is None or not all(type(rank) is int and rank > 0 for rank in kept):
-        got = f"{type(row).__name__} {str(kept)[:60]}"
-        raise ValueError(f"{place}: expected a list of word ranks from 1 on, got {got}.")
-    return [rank + len(RESERVED) if rank + len(RESERVED) < VOCABULARY else 2 for rank in kept]
-
-
-def _names(index: Path) -> tuple[str, ...]:
-    """The name of every number; "#17" for the word of rank 17 where there is no list of words."""
-    names = [*RESERVED, "<unused>", *(f"#{rank}" for rank in range(1, VOCABULARY - len(RESERVED)))]
-    if not index.is_file():
-        return tuple(names)
-    try:
-        if index.stat().st_size > _WORD_INDEX:
-            raise ValueError(f"it has more than {_WORD_INDEX:,} bytes")
-        for word, rank in json.loads(index.read_bytes()).items():
-            if type(rank) is not int or rank < 1:
-                raise ValueError(f"the word {word!r} has the rank {rank!r}")
-            if rank + len(RESERVED) < VOCABULARY:
-                names[rank + len(RESERVED)] = word
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} must map words to ranks from 1 on: {error}") from error
-    return tuple(names)
+    return Found({name: partial(split, name) for name in ("train", "test")}, CLASSES, vocabulary, files)

@@ -1,5 +1,4 @@
-"""MIMIC-III and MIMIC-IV tables, .csv or .csv.gz: in-hospital mortality of admissions that last until the prediction
-time.
+"""MIMIC-III and MIMIC-IV tables, .csv or .csv.gz: in-hospital mortality of those there at the prediction time.
 
 MIMIC-III has its tables in one folder (ADMISSIONS, PATIENTS, ...), MIMIC-IV in the folders hosp and icu. Admissions and
 patients are needed; diagnoses, procedures, prescriptions, ICU stays, labs and charts, and the names of their items, are
@@ -14,8 +13,7 @@ When an event is known decides whether it may be used, and some of these tables 
                     have no other; for a lab this is when the specimen was taken, hours before its result
     deaths          the outcome; a stay that ends before the prediction time, by discharge or death, is left out
 
-What is known of a patient from before an admission has negative hours in it: `mortality(...,
-aggregate_older_than=24.0)`.
+What is known of a patient from before an admission has negative hours: see `aggregate_older_than` of `mortality`.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.csv_rows import find_table, number_of, open_rows, time_of
-from slimbayes.data.dataset import Dataset, Found, UnreadSplit
-from slimbayes.data.events import EventList, Stays, mortality
+from slimbayes.data.dataset import Dataset, Found
+from slimbayes.data.events import EventList, Stays, mortality, outcomes
 
 SPLITS = ("train", "validation", "test")
 _OLDEST = 90.0  # years: the dates of birth of older patients are shifted by centuries, or their age is given as 91
@@ -91,8 +89,7 @@ def mimic4(folder: Path | str, hours: float = 24.0, seed: int = 0) -> Stays:
 
 
 def first_day(folder: Path, release: Release) -> Found | None:
-    """For `load`: the first day in bags of an hour, the latest 128 tokens of each, and a bag for what was known
-    before."""
+    """For `load`: the first day in bags of an hour, the latest 128 tokens of each, and a bag for what came before."""
     files = {name: file for name, table in release.tables.items() if (file := find_table(folder, table)) is not None}
     if not files.keys() >= set(_NEEDED):
         return None
@@ -101,16 +98,7 @@ def first_day(folder: Path, release: Release) -> Found | None:
     def data() -> Dataset:
         return mortality(_Reading(release, folder, 24.0).stays(0), 24.0, aggregate_older_than=24.0, tokens_per_bag=128)
 
-    @cache
-    def rows() -> dict[str, Tensor]:  # of the admissions alone, without a look at the large tables
-        return _Reading(release, folder, 24.0).split(0)
-
-    def part(name: str) -> UnreadSplit:
-        return UnreadSplit(lambda: len(rows()[name]), lambda: data().splits[name])
-
-    return Found(
-        {s: part(s) for s in SPLITS}, ("survived", "died"), lambda: data().vocabulary, lambda: [*files.values()]
-    )
+    return outcomes(data, SPLITS, lambda: [*files.values()])
 
 
 @dataclass(frozen=True)

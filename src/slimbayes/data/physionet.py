@@ -31,8 +31,8 @@ import torch
 
 from slimbayes.data.archives import read_npz, read_xz
 from slimbayes.data.csv_rows import number_of, open_rows
-from slimbayes.data.dataset import Dataset, Found, UnreadSplit
-from slimbayes.data.events import EventList, Events, Stays, mortality
+from slimbayes.data.dataset import Dataset, Found
+from slimbayes.data.events import EventList, Events, Stays, mortality, outcomes
 
 SETS = {"a": "train", "b": "validation", "c": "test"}
 PACKED = "challenge2012.npz.xz"
@@ -77,20 +77,12 @@ def bags(folder: Path) -> Found | None:
     def data() -> Dataset:
         return mortality(physionet2012(folder))
 
-    def count(letter: str) -> int:
-        if packed:
-            return int((_arrays(folder / PACKED, "set")["set"] == ord(letter)).sum())
-        return len(_outcomes(folder / f"Outcomes-{letter}.txt"))
-
-    def part(letter: str) -> UnreadSplit:
-        return UnreadSplit(lambda: count(letter), lambda: data().splits[SETS[letter]])
-
     def files() -> list[Path]:
         texts = ((folder / f"Outcomes-{k}.txt", *sorted((folder / f"set-{k}").glob("*.txt"))) for k in _letters(folder))
         return [folder / PACKED] if packed else [file for group in texts for file in group]
 
-    parts = {SETS[letter]: part(letter) for letter in (SETS if packed else _letters(folder))}
-    return Found(parts, ("survived", "died"), lambda: data().vocabulary, files) if parts else None
+    letters = list(SETS) if packed else _letters(folder)
+    return outcomes(data, [SETS[letter] for letter in letters], files) if letters else None
 
 
 def _letters(folder: Path) -> list[str]:
@@ -172,35 +164,22 @@ def _record(file: Path, record: int) -> Iterator[tuple[float, int, float]]:
 # Arrays ---------------------------------------------------------------------------------------------------------------
 
 
-def _arrays(file: Path, *names: str) -> dict[str, Any]:
-    return read_npz(file, *names, content=io.BytesIO(read_xz(file)))
-
-
 def _read_packed(file: Path) -> Stays:
-    """All stays. The columns of the events are filled parameter by parameter: there is never a second copy of them."""
     names = ("record_id", "set", "param_names", "count", "time_min", "value_code", "value_table", "outcomes")
-    arrays = _arrays(file, *names, "outcome_names")
+    arrays = read_npz(file, *names, "outcome_names", content=io.BytesIO(read_xz(file)))
     _check_packed(file, arrays)
-    counts, total = arrays["count"].astype("int64"), len(arrays["time_min"])
-    stays = torch.arange(counts.shape[1], device="cpu")
-    types = (torch.int64, torch.float64, torch.int64, torch.float32)
-    columns = [torch.empty(total, dtype=dtype, device="cpu") for dtype in types]
-    begin = done = 0
-    for name, count in zip(arrays["param_names"].tolist(), counts):
-        part, begin = slice(begin, begin + int(count.sum())), begin + int(count.sum())
-        values = arrays["value_table"][arrays["value_code"][part]]
-        hours = arrays["time_min"][part].astype("float64") / 60
-        feature, measured = _features(file, name, torch.from_numpy(values))
-        kept = torch.from_numpy(values) != MISSING
-        room, done = slice(done, done + int(kept.sum())), done + int(kept.sum())
-        who = stays.repeat_interleave(torch.from_numpy(count))
-        for column, content in zip(columns, (who, torch.from_numpy(hours), feature, measured)):
-            column[room] = content[kept]
-    patient, time, features, value = (column[:done] for column in columns)
+    counts = torch.from_numpy(arrays["count"].astype("int64"))
+    who = torch.arange(counts.shape[1], device="cpu").repeat(len(counts)).repeat_interleave(counts.flatten())
+    hours = torch.from_numpy(arrays["time_min"].astype("float64") / 60)
+    value = torch.from_numpy(arrays["value_table"][arrays["value_code"]])
+    by_parameter = zip(arrays["param_names"].tolist(), value.split(counts.sum(1).tolist()), strict=True)
+    parts = [_features(file, name, values) for name, values in by_parameter]
+    kept = value != MISSING
+    feature, measured = (torch.cat(column)[kept] for column in zip(*parts, strict=True))
+    events = Events(who[kept], hours[kept], feature, measured, counts.shape[1], FEATURES)
     letters = torch.from_numpy(arrays["set"])
     splits = {split: (letters == ord(letter)).nonzero().flatten() for letter, split in SETS.items()}
     deaths, records = (torch.from_numpy(a.astype("int64")) for a in (arrays["outcomes"][:, -1], arrays["record_id"]))
-    events = Events(patient, time, features, value, len(stays), FEATURES)
     return Stays("physionet2012", events, deaths, records, splits)
 
 
@@ -222,22 +201,16 @@ def _check_packed(file: Path, arrays: dict[str, Any]) -> None:
     records, sets, total = arrays["record_id"].tolist(), arrays["set"].tolist(), len(arrays["time_min"])
     shape = (len(arrays["param_names"]), len(records))
     named = outcomes.shape == (len(records), 6)
+    indexed = len(codes) == total and bool((codes < len(table)).all())
+    unique = named and outcomes[:, 0].tolist() == records and len(set(records)) == len(records)
     for name, fits, need in (
         ("count", counts.shape == shape and int(counts.sum()) == total, "a number for each parameter and record"),
-        (
-            "value_code",
-            len(codes) == total and bool((codes < len(table)).all()),
-            "an index of value_table for each event",
-        ),
+        ("value_code", indexed, "an index of value_table for each event"),
         ("value_table", abs(table).max(initial=0.0) < 1e38, "finite numbers"),
         ("set", len(sets) == len(records) and set(sets) <= set(map(ord, SETS)), "the letter a, b or c for each record"),
         ("outcome_names", arrays["outcome_names"].tolist() == OUTCOMES, ", ".join(OUTCOMES)),
         ("outcomes", named and set(outcomes[:, -1].tolist()) <= {0, 1}, "six columns, the last 0 or 1"),
-        (
-            "record_id",
-            named and outcomes[:, 0].tolist() == records and len(set(records)) == len(records),
-            "the RecordIDs",
-        ),
+        ("record_id", unique, "the RecordIDs"),
     ):
         if not fits:
             raise ValueError(f"{file}: the array {name} must hold {need}.")

@@ -1,7 +1,7 @@
-"""The python version of CIFAR and Keras' reviews are pickles. This reads such files and nothing else.
+"""The python version of CIFAR is pickles. This reads such files and nothing else.
 
-A pickle may call any function it can name. These files name three, all of numpy, to rebuild one array, of bytes or of
-lists; each has a harmless stand-in here that only notes its arguments, and any other name is refused: no name in a file
+A pickle may call any function it can name. These files name three, all of numpy, to rebuild one array of bytes; each
+has a harmless stand-in here that only notes its arguments, and any other name is refused: no name in a file
 is ever looked up. numpy's own functions would not do: a state they trust can make it take numbers for addresses.
 """
 
@@ -73,20 +73,17 @@ class _Reader(pickle.Unpickler):
         return _STAND_INS[module, name]
 
 
-def _load(place: str, packed: bytes) -> Any:
+def read_cifar_pickle(path: Path) -> dict[str, Any]:
+    """The dictionary in a file of CIFAR's python version, text keys, arrays as uint8 tensors."""
+    packed = read_file(path, LIMIT)
     try:
         for operation, argument, _ in pickletools.genops(packed):
             # Python makes room for whatever place in its memory a pickle names: six bytes could ask for all there is.
             if "PUT" in operation.name and isinstance(argument, int) and argument > len(packed):
                 raise ValueError(f"it asks for memory place {argument:,}, more than it has bytes")
-        return _Reader(io.BytesIO(packed), encoding="bytes").load()
+        content = _Reader(io.BytesIO(packed), encoding="bytes").load()
     except Exception as error:  # a broken pickle can raise nearly anything
-        raise ValueError(f"{place}: {error}") from error
-
-
-def read_cifar_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary in a file of CIFAR's python version, text keys, arrays as uint8 tensors."""
-    content = _load(f"{path} is not a file of CIFAR's python version", read_file(path, LIMIT))
+        raise ValueError(f"{path} is not a file of CIFAR's python version: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a dictionary, got {type(content).__name__}.")
     named = {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}
@@ -103,13 +100,3 @@ def _tensor(place: str, array: _Array) -> Tensor:
         raise ValueError(f"{place} has {len(raw):,} bytes where its shape {shape} needs {math.prod(shape):,}.")
     flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     return flat.reshape(shape[::-1]).permute(*reversed(range(len(shape)))) if array.fortran else flat.reshape(shape)
-
-
-def read_ragged(place: str, packed: bytes) -> list[Any]:
-    """The items of a pickled numpy array (N,) of Python objects, as plain as they are in the pickle: numbers, text,
-    lists of these."""
-    array = _load(f"{place} is not a pickled array of lists", packed)
-    rows = array.content if isinstance(array, _Array) and array.code in ("O", "O8", "|O") else None
-    if not isinstance(rows, list) or array.shape != (len(rows),):
-        raise ValueError(f"{place} must hold one array of lists (n,), got another kind or shape.")
-    return rows

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.archives import read_npz, require
-from slimbayes.data.dataset import Dataset, Found, Split, UnreadSplit
+from slimbayes.data.dataset import Dataset, Found, Split
 
 # rows and features as published, and the number of standard splits
 UCI = {
@@ -60,7 +60,7 @@ def uci(folder: Path, name: str) -> Found | None:
 
 
 def _found(file: Path, read: Callable[[], Split], columns: Callable[[], tuple[str, ...]] = tuple) -> Found:
-    return Found({"all": UnreadSplit(lambda: len(read()), read)}, files=lambda: [file], columns=columns)
+    return Found({"all": read}, files=lambda: [file], columns=columns)
 
 
 def _read_npz(file: Path) -> Split:

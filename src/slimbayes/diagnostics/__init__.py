@@ -1,16 +1,12 @@
 """Looking at a trained posterior: spectra, truncation, gradient noise, pruning and how far to trust it.
 
-Everything here reads a converted model from outside; nothing in the core depends on it. Plots need matplotlib, the rest
-torch alone.
+Everything here reads a converted model from outside; nothing in the core depends on it. Plots need matplotlib.
 """
 
 from slimbayes.diagnostics.gradient_snr import GradientSNR as GradientSNR
 from slimbayes.diagnostics.plots import plot_scales as plot_scales
 from slimbayes.diagnostics.plots import plot_spectrum as plot_spectrum
-from slimbayes.diagnostics.pruning import PruningPoint as PruningPoint
-from slimbayes.diagnostics.pruning import PruningReport as PruningReport
 from slimbayes.diagnostics.pruning import prune as prune
-from slimbayes.diagnostics.pruning import pruning_curve as pruning_curve
 from slimbayes.diagnostics.psis import KHat as KHat
 from slimbayes.diagnostics.psis import k_hat as k_hat
 from slimbayes.diagnostics.psis import log_ratios as log_ratios
@@ -18,6 +14,5 @@ from slimbayes.diagnostics.psis import pareto_k as pareto_k
 from slimbayes.diagnostics.spectra import SiteSpectrum as SiteSpectrum
 from slimbayes.diagnostics.spectra import Spectrum as Spectrum
 from slimbayes.diagnostics.spectra import spectrum as spectrum
-from slimbayes.diagnostics.spectra import variational_parameters as variational_parameters
 from slimbayes.diagnostics.truncation import truncate as truncate
 from slimbayes.diagnostics.truncation import truncation_errors as truncation_errors

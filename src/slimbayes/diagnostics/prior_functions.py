@@ -6,9 +6,8 @@
     emp, ecmp    every layer, or every weight and bias, is picked from K independent components
 
 A function steps at -b_h / w_h for each hidden unit whose w_h and W_h are both left: H steps by EMP, about H / 4 by
-dropout. Each function here has a network of its own, and then that is all the difference there is: the components are
-independent draws of one Gaussian, so a pick among them is another, and a single function of EMP is one of the plain
-Gaussian network.
+dropout. Each function here has a network of its own, and then that is all the difference there is: a pick among
+independent draws of one Gaussian is another, so a function of EMP is one of the plain Gaussian network.
 
 Whether 20 and 5 are variances or standard deviations the paper does not say. Its other Normals have variances, so we
 read them so. Both fit its description: standard deviations stretch the same picture, x by 2 and y by 2.2, and shift it
@@ -19,8 +18,7 @@ Sizes: H hidden units, K components, n points x.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Method = Literal["dropout", "emp", "ecmp"]
+FIGURE: tuple[Method, ...] = ("dropout", "emp")  # what the paper draws
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
@@ -102,46 +101,36 @@ def _config(method: str, components: int, rate: float) -> Config:
     raise ValueError(f"prior_functions: unknown method {method!r}{did_you_mean(method, ('dropout', 'emp', 'ecmp'))}")
 
 
-def plot_prior_functions(
-    path: str | os.PathLike[str],
-    methods: Sequence[Method] = ("dropout", "emp"),
-    functions: int = 3,
-    limit: float = 5.0,
-    points: int = 4001,
-    hidden: int = 100,
-    components: int = 5,
-    rate: float = 0.5,
-    bias_std: float = 20**0.5,
-    weight_std: float = 5**0.5,
-) -> Figure:
-    """Draw functions of each method's implicit prior side by side (the paper's Figure 3) into a file.
+def plot_prior_functions(x: Tensor, functions: Mapping[str, Tensor]) -> Figure:
+    """Draw functions of each method's implicit prior side by side (the paper's Figure 3).
 
-    Args:
-        path: the file to write, of any type matplotlib knows.
-        limit: x runs from -limit to limit, in `points` points.
-        methods, functions, hidden, components, rate, bias_std, weight_std: as in `prior_functions`.
+    Shape: x (n,); for each method, whose name is the title, functions (m, n).
 
     Example:
-        >>> import tempfile
-        >>> figure = plot_prior_functions(tempfile.mktemp(suffix=".png"), points=201)
+        >>> x = torch.linspace(-5, 5, 201)
+        >>> figure = plot_prior_functions(x, {method: prior_functions(method, x) for method in ("dropout", "emp")})
         >>> [axes.get_title().split(":")[0] for axes in figure.axes]
-        ['dropout, rate 0.5', 'EMP, 5 components']
+        ['dropout', 'emp']
     """
-    figure = empty_figure("plot_prior_functions", 0.8 + 3.9 * len(methods), 3.4)
-    x = torch.linspace(-limit, limit, points)
-    panels: Any = figure.subplots(1, len(methods), sharex=True, sharey=True, squeeze=False)[0]
-    for panel, method in zip(panels, methods, strict=True):
-        values = prior_functions(method, x, functions, hidden, components, rate, bias_std, weight_std)
+    figure = empty_figure("plot_prior_functions", 0.8 + 3.9 * len(functions), 3.4)
+    panels: Any = figure.subplots(1, len(functions), sharex=True, sharey=True, squeeze=False)[0]
+    for panel, (title, values) in zip(panels, functions.items(), strict=True):
         for i, line in enumerate(values):
             colour = _COLOURS[i % len(_COLOURS)]
             panel.plot(x.numpy(), line.numpy(), color=colour, linewidth=1.3, solid_joinstyle="miter")
-        title = f"dropout, rate {rate:g}" if method == "dropout" else f"{method.upper()}, {components} components"
-        steps = float((values.diff(dim=1).abs() > 1e-3).sum()) / max(functions, 1)
-        panel.set_title(f"{title}: {steps:.0f} steps on average", fontsize=11)
+        panel.set_title(f"{title}: {mean_steps(values):.0f} steps on average", fontsize=11)
         panel.set_xlabel("x")
         panel.margins(x=0)
         panel.locator_params(axis="x", nbins=7, integer=True)
         bare(panel)
     panels[0].set_ylabel("y = f(x)")
-    figure.savefig(path, dpi=130)
     return figure
+
+
+def mean_steps(values: Tensor) -> float:
+    """How many steps functions (m, n) take on average.
+
+    >>> mean_steps(torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]]))
+    0.5
+    """
+    return float((values.diff(dim=1).abs() > 1e-3).sum()) / max(len(values), 1)

@@ -1,4 +1,4 @@
-"""prune and pruning_curve: drop the weights that are uncertain beside their size (Blundell et al. 2015, section 5.1).
+"""prune: drop the weights that are uncertain beside their size (Blundell et al. 2015, section 5.1).
 
     SNR = |mean| / sigma          weights with the lowest ratio go first, over all layers together
 
@@ -11,11 +11,8 @@ A tied scale cannot vanish for one weight alone, so a k-tied layer that loses we
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,52 +23,12 @@ from slimbayes.diagnostics.sites import gaussian_sites, mean_field, refuse_held_
 PRUNED_SCALE = 1e-6
 
 
-@dataclass(frozen=True)
-class PrunedSite:
-    """How many of one weight matrix's entries were pruned."""
+class Pruned(NamedTuple):
+    """The pruned fraction of all weights and of each matrix, and the largest |mean| / sigma that went; -inf if none."""
 
-    name: str
-    pruned: int
-    total: int
-
-    @property
-    def sparsity(self) -> float:
-        """Pruned fraction."""
-        return self.pruned / self.total
-
-
-@dataclass(frozen=True)
-class PruningReport:
-    """What `prune` did. `str()` gives a table, `to_dict()` plain data.
-
-    Attributes:
-        sites: one entry for each weight matrix.
-        threshold: the largest ratio |mean| / sigma that was pruned; -inf if none was.
-    """
-
-    sites: tuple[PrunedSite, ...]
+    sparsity: float
+    by_weight: dict[str, float]
     threshold: float
-
-    @property
-    def all(self) -> PrunedSite:
-        """The sum over all weight matrices."""
-        return PrunedSite("all", sum(s.pruned for s in self.sites), sum(s.total for s in self.sites))
-
-    @property
-    def sparsity(self) -> float:
-        """Pruned fraction of all weights."""
-        return self.all.sparsity
-
-    def to_dict(self) -> dict[str, Any]:
-        sites = [asdict(s) | {"sparsity": s.sparsity} for s in self.sites]
-        return {"sparsity": self.sparsity, "threshold": self.threshold, "sites": sites}
-
-    def __str__(self) -> str:
-        rows = [*self.sites, self.all]
-        width = max(len(s.name) for s in rows)
-        return "\n".join(
-            f"{s.name:<{width}}  {s.pruned:>12,} of {s.total:>12,} pruned  {s.sparsity:7.2%}" for s in rows
-        )
 
 
 @torch.no_grad()
@@ -82,14 +39,13 @@ def prune(
     snr_threshold: float | None = None,
     include: Selection = None,
     exclude: Selection = None,
-) -> PruningReport:
-    """Set the weights with the lowest |mean| / sigma to zero, in place, and report how many there are in each layer.
+) -> Pruned:
+    """Set the weights with the lowest |mean| / sigma to zero, in place, and say how many that were.
 
     The means are the network's own weights, so save a pruned model with base=True. Biases are left alone.
 
     Args:
-        model: a model converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed
-        over.
+        model: converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed over.
         fraction: how many of the chosen layers' weights to prune, from 0 to 1.
         snr_threshold: prune what lies below this ratio instead.
         include, exclude: layers to prune, as in `bayesianize`.
@@ -97,8 +53,8 @@ def prune(
     Example:
         >>> import slimbayes as sb
         >>> net = sb.bayesianize(nn.Sequential(nn.Linear(20, 10), nn.Linear(10, 5)), sb.MeanField())
-        >>> report = prune(net, 0.8)
-        >>> report.sparsity, int((net[0].weight == 0).sum()) == report.sites[0].pruned
+        >>> pruned = prune(net, 0.8)
+        >>> pruned.sparsity, int((net[0].weight == 0).sum()) == round(200 * pruned.by_weight["0.weight"])
         (0.8, True)
     """
     refuse_held_draws(model, "prune")
@@ -117,8 +73,8 @@ def prune(
     for site, mask in pairs:
         site.weight.masked_fill_(site.posterior.site.from_matrix(mask).to(site.weight.device), 0.0)
     gone = [r[mask].max() for r, mask in zip(ratios, masks) if mask.any()]
-    lines = tuple(PrunedSite(site.name, int(mask.sum()), mask.numel()) for site, mask in pairs)
-    return PruningReport(lines, float(max(gone, default=-math.inf)))
+    by_weight = {site.name: int(mask.sum()) / mask.numel() for site, mask in pairs}
+    return Pruned(int(chosen.sum()) / len(chosen), by_weight, float(max(gone, default=-math.inf)))
 
 
 def _chosen(ratios: Tensor, fraction: float | None, snr_threshold: float | None) -> Tensor:
@@ -133,39 +89,3 @@ def _chosen(ratios: Tensor, fraction: float | None, snr_threshold: float | None)
     chosen = torch.zeros_like(ratios, dtype=torch.bool)
     chosen[ratios.argsort(stable=True)[: round(fraction * len(ratios))]] = True  # a larger fraction prunes a superset
     return chosen
-
-
-class PruningPoint(NamedTuple):
-    """One point of a pruning curve: the fraction asked for, the fraction pruned, and what `evaluate` returned."""
-
-    fraction: float
-    sparsity: float
-    value: Any
-
-
-def pruning_curve(
-    model: nn.Module,
-    evaluate: Callable[[nn.Module], Any],
-    fractions: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98),
-    include: Selection = None,
-    exclude: Selection = None,
-) -> list[PruningPoint]:
-    """What a metric becomes as more and more weights are pruned. The model is not changed: each point prunes a copy.
-
-    Args:
-        model, include, exclude: as in `prune`.
-        evaluate: called with the pruned copy; its result is kept as it is. It must use the copy, not the model.
-        fractions: fractions of the weights to prune.
-
-    Example:
-        >>> import slimbayes as sb
-        >>> net = sb.bayesianize(nn.Linear(20, 10), sb.MeanField())
-        >>> [p.value for p in pruning_curve(net, lambda copy: int((copy.weight == 0).sum()), fractions=(0.0, 0.5, 1.0))]
-        [0, 100, 200]
-    """
-    points = []
-    for fraction in fractions:
-        pruned = copy.deepcopy(model)
-        sparsity = prune(pruned, fraction, include=include, exclude=exclude).sparsity
-        points.append(PruningPoint(fraction, sparsity, evaluate(pruned)))
-    return points

@@ -43,9 +43,8 @@ def log_ratios(model: nn.Module, log_likelihood: LogLikelihood, draws: int = 100
 
     Args:
         model: a model converted with `MeanField`, `KTied`, `MatrixNormal` or `Rank1`.
-        log_likelihood: called with the model while draws are held, returns for each held draw the log-likelihood of all
-            data, summed over the data and not averaged. `slimbayes.sample(model, x)` gives the outputs of the held
-            draws.
+        log_likelihood: called with the model while draws are held, returns for each the log-likelihood of all data,
+            summed, not averaged. `slimbayes.sample(model, x)` gives the outputs of the held draws.
         draws: S, draws from every member.
         chunk: at most so many draws of every member are held at a time.
 

@@ -81,44 +81,30 @@ def gaussian_sites(model: nn.Module, include: Selection = None, exclude: Selecti
     return [site for site in sites if site.layer_name in inside and site.layer_name not in outside]
 
 
-def config_of(model: nn.Module, site: GaussianSite) -> GaussianConfig:
-    """The config a site's layer was converted with."""
-    found = _decisions(model)[site.layer_name].config
-    assert isinstance(found, GaussianConfig)
-    return found
-
-
 class Replacement(NamedTuple):
     """A site, the posterior it is to get, and the config of its layer that goes with it."""
 
     site: GaussianSite
-    posterior: GaussianPosterior
-    config: GaussianConfig
+    posterior: MeanFieldPosterior
+    config: MeanField
 
 
 @torch.no_grad()
 def mean_field(model: nn.Module, site: GaussianSite, scales: Tensor) -> Replacement:
-    """A mean-field posterior with standard deviations (m, n) in a site's place."""
-    config = MeanField.like(config_of(model, site))
-    new = rebuilt(site, config)
-    assert isinstance(new, MeanFieldPosterior)
-    new.weight_log_scale.copy_(new.site.from_matrix(scales.log()))
-    return Replacement(site, new, config)
-
-
-@torch.no_grad()
-def rebuilt(site: GaussianSite, config: GaussianConfig) -> GaussianPosterior:
-    """A posterior of another config for a site: biases' scales are copied, weights' are still to be set."""
-    old = site.posterior
+    """A mean-field posterior with standard deviations (m, n) in a site's place; those of biases are copied."""
+    old, former = site.posterior, _decisions(model)[site.layer_name].config
+    assert isinstance(former, GaussianConfig)
+    config = MeanField.like(former)
     with torch.random.fork_rng(devices=[]):  # the start is overwritten: the caller's noise must not depend on it
         new = config.build(old.site)
-    assert isinstance(new, GaussianPosterior)
+    assert isinstance(new, MeanFieldPosterior)
     first = next(old.parameters())
     new.to(device=first.device, dtype=first.dtype).train(old.training).requires_grad_(first.requires_grad)
     new.name = old.name
     if old.bias_log_scale is not None and new.bias_log_scale is not None:
         new.bias_log_scale.copy_(old.bias_log_scale)
-    return new
+    new.weight_log_scale.copy_(new.site.from_matrix(scales.log()))
+    return Replacement(site, new, config)
 
 
 def replace(model: nn.Module, replacements: Sequence[Replacement]) -> None:

@@ -6,14 +6,13 @@ Trained mean-field posteriors have standard deviations of nearly rank one or two
 (Swiatkowski et al. 2020, Figures 3, 5 and 12): where that holds, a k-tied posterior loses little.
 
 Nothing is centred, so a matrix that hardly varies is of rank one to begin with: the first singular value explains 99 %
-of independent scales that spread by 10 %. Look at how the remainder falls with k, at `truncation_errors`, and at the
-ELBO after `truncate`.
+of independent scales that spread by 10 %. Look at how the rest falls with k, and at the ELBO after `truncate`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,7 +22,6 @@ from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.errors import did_you_mean
 
 Of = Literal["means", "scales"]
-Family = Literal["multivariate-normal", "matrix-normal", "matrix-normal-diagonal", "mean-field", "k-tied"]
 
 
 @dataclass(frozen=True)
@@ -57,17 +55,10 @@ class SiteSpectrum:
         """Fraction of the variance that the first `count` singular values explain together."""
         return sum(self.explained(of)[:count])
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "shape": list(self.shape),
-            "means": {"singular_values": list(self.means), "explained": list(self.explained("means"))},
-            "scales": {"singular_values": list(self.scales), "explained": list(self.explained("scales"))},
-        }
-
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Spectra of all weight matrices with Gaussian posteriors. `str()` gives a table, `to_dict()` plain data."""
+    """Spectra of all weight matrices with Gaussian posteriors. `str()` gives a table."""
 
     sites: tuple[SiteSpectrum, ...]
 
@@ -80,9 +71,6 @@ class Spectrum:
             known = [s.name for s in self.sites]
             raise KeyError(f"{name!r} names {len(found)} weights of this spectrum{did_you_mean(name, known)}")
         return found[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {s.name: s.to_dict() for s in self.sites}
 
     def __str__(self) -> str:
         shapes = [f"{s.shape[0]} x {s.shape[1]}" for s in self.sites]
@@ -101,8 +89,7 @@ def spectrum(model: nn.Module, include: Selection = None, exclude: Selection = N
     """Singular values of the means and of the standard deviations of every Gaussian posterior of a model.
 
     Args:
-        model: a model converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed
-        over.
+        model: converted with `MeanField`, `KTied` or `MatrixNormal`; layers with other posteriors are passed over.
         include, exclude: layers to look at, as in `bayesianize`.
 
     Shape: matrices are inputs by outputs; a convolution's is (inputs x kernel) by outputs, an LSTM's inputs by 4 units.
@@ -118,40 +105,3 @@ def spectrum(model: nn.Module, include: Selection = None, exclude: Selection = N
         means, scales = (tuple(torch.linalg.svdvals(matrix).tolist()) for matrix in (site.means(), site.scales()))
         found.append(SiteSpectrum(site.name, site.posterior.site.matrix, means, scales))
     return Spectrum(tuple(found))
-
-
-def variational_parameters(family: Family, m: int, n: int, k: int | None = None) -> int:
-    """Number of variational parameters of a posterior over an m x n weight matrix, its m n means included.
-
-        multivariate-normal      m n + m n (m n + 1) / 2              a full covariance
-        matrix-normal            m n + m (m + 1) / 2 + n (n + 1) / 2  a covariance of the rows and one of the columns
-        matrix-normal-diagonal   m n + m + n                          both diagonal
-        mean-field               m n + m n
-        k-tied                   m n + k (m + n)                      (Swiatkowski et al. 2020, Table 1)
-
-    Args:
-        family: one of the names above.
-        m, n: inputs (times the kernel's size) and outputs.
-        k: rank of the standard deviations, for "k-tied" alone.
-
-    Example:
-        >>> [variational_parameters(f, 400, 400) for f in ("matrix-normal-diagonal", "mean-field")]
-        [160800, 320000]
-        >>> variational_parameters("k-tied", 400, 400, k=2)
-        161600
-    """
-    spread = {
-        "multivariate-normal": m * n * (m * n + 1) // 2,
-        "matrix-normal": m * (m + 1) // 2 + n * (n + 1) // 2,
-        "matrix-normal-diagonal": m + n,
-        "mean-field": m * n,
-        "k-tied": (k or 0) * (m + n),
-    }
-    if family not in spread:
-        raise ValueError(f"Unknown family {family!r}{did_you_mean(str(family), spread)}")
-    if m < 1 or n < 1:
-        raise ValueError(f"A weight matrix has at least one row and one column, got m={m!r}, n={n!r}.")
-    if (k is not None) != (family == "k-tied") or (k is not None and k < 1):
-        needed = "k is the rank, at least 1, of the family 'k-tied' and of no other"
-        raise ValueError(f"{needed}; got family={family!r}, k={k!r}.")
-    return m * n + spread[family]

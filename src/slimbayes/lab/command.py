@@ -167,9 +167,12 @@ def report(
 
 @app.command()
 def sweep(
-    config: Annotated[Path, typer.Argument(help="YAML file of the sweep: what to run and over which axes.")],
+    config: Annotated[Path, typer.Argument(help="YAML file; all its rows are run, or file.yaml#row alone.")],
     out: Annotated[Path, typer.Option(help="Folder of the run directories.")] = Path("runs"),
-    backend: Annotated[Literal["local", "ray"], typer.Option(help="What runs them.")] = "local",
+    over: Annotated[
+        list[str],
+        typer.Option(help="Values to combine: [bold]seed=[0,1,2][/]. May be given again.", metavar="PATH=[VALUE,...]"),
+    ] = [],  # noqa: B006
     jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
     dry: Annotated[bool, typer.Option("--dry-run", help="List the runs and do nothing.")] = False,
     overrides: Overrides = [],  # noqa: B006
@@ -177,10 +180,10 @@ def sweep(
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
 ) -> None:
-    """Run seeds x methods x data sets, or search hyper-parameters; finished runs are skipped, others continued."""
+    """Run seeds x methods x data sets; finished runs are skipped, others continued."""
     from slimbayes.lab.sweep import sweep as run_sweep
 
-    failed = run_sweep(config, out, backend, jobs, dry, overrides, scale, data_dir, accelerator)
+    failed = run_sweep(config, out, over, jobs, dry, overrides, scale, data_dir, accelerator)
     if failed:
         raise typer.Exit(1)
 

@@ -113,7 +113,7 @@ def _parsed(file: Path) -> Tree:
         if not isinstance(tree.get(key, {}), dict):
             raise ConfigError(f"{file}: {key} must be a mapping of fields, got {brief(tree[key])}.")
     try:
-        parts = [tree] if "base" in tree else parts_of(tree)  # the axes of a sweep are another thing
+        parts = parts_of(tree)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     for part in parts:

@@ -32,7 +32,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of
 Name = Annotated[
     str, typer.Argument(help='A data set, such as "mnist" or "uci/yacht"; `list` names those that are there.')
 ]
-_FILES, _CLASSES, _MOMENTS = 12, 20, 16  # more than so many are summed up in a line
+_FILES = 12  # shown of a set
 _BROKEN = 2
 
 
@@ -51,7 +51,7 @@ def _plain_errors() -> Iterator[None]:
 
 @app.command("list")
 def list_(data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Every data set that is there, with the rows of its splits."""
+    """Every data set that is there, with its splits."""
     with _plain_errors():
         from slimbayes.data import available
         from slimbayes.data.catalog import SOURCES, root_folder
@@ -68,9 +68,8 @@ def list_(data_dir: DataDir = None, as_json: AsJson = False) -> None:
         typer.echo(json.dumps(here, indent=1))
         return
     for name, splits in here.items():
-        shown = [f"{split} {rows:,}" for split, rows in list(splits.items())[:6]]
-        more = f" and {len(splits) - 6} more splits" if len(splits) > 6 else ""
-        typer.echo(f"{name:<32} {', '.join(shown)}{more}")
+        more = f" and {len(splits) - 6} more" if len(splits) > 6 else ""
+        typer.echo(f"{name:<32} {', '.join(splits[:6])}{more}")
     absent = [name for name in SOURCES if name not in here]
     typer.echo(f"\n{len(here)} of {len(SOURCES)} known sets are in {folder}. Not there: {', '.join(absent) or 'none'}.")
 
@@ -89,67 +88,34 @@ def check(name: Name, data_dir: DataDir = None, as_json: AsJson = False) -> None
 
 def _report(facts: Facts) -> str:
     lines = [facts.name]
-    for split, found in facts.splits.items():
-        published = "" if found.published is None else f" (published: {found.published:,})"
-        lines.append(f"  {split}: {found.rows:,} rows{published}")
-        if found.classes:
-            lines.append(f"    classes: {_balance(found.classes)}")
-        if found.mean:
-            lines.append(f"    mean {_numbers(found.mean)}, standard deviation {_numbers(found.std)}")
-    lines.append(_sums(facts.sha256))
+    for split, rows in facts.rows.items():
+        counts = facts.classes.get(split, {})
+        spread = f", {min(counts.values()):,} to {max(counts.values()):,} in each of {len(counts)} classes"
+        lines.append(f"  {split}: {rows:,} rows" + (spread if counts else ""))
+    sums = [f"  sha256 {digest}  {file}" for file, digest in facts.sha256.items()]
+    lines += sums[:_FILES] or ["  (images are counted, not read: no sha256)"]
+    lines += [f"  and {len(sums) - _FILES:,} more files: --json lists them"] if len(sums) > _FILES else []
     lines += [f"DIFFERS {line}" for line in facts.differences] or ["Rows and class balance are as published."]
     return "\n".join(lines)
-
-
-def _balance(classes: dict[str, int]) -> str:
-    if len(set(classes.values())) == 1:
-        return f"{len(classes)} of {next(iter(classes.values())):,} rows each"
-    if len(classes) > _CLASSES:
-        return f"{len(classes)} of {min(classes.values()):,} to {max(classes.values()):,} rows"
-    return ", ".join(f"{name} {rows:,}" for name, rows in classes.items())
-
-
-def _numbers(values: list[float]) -> str:
-    return " ".join(f"{value:.5g}" for value in values[:_MOMENTS]) + (" ..." if len(values) > _MOMENTS else "")
-
-
-def _sums(sums: dict[str, str]) -> str:
-    import hashlib
-
-    if len(sums) <= _FILES:
-        return (
-            "\n".join(f"  sha256 {digest}  {file}" for file, digest in sums.items())
-            or "  (images are counted, not read: no sha256)"
-        )
-    listing = "".join(f"{digest}  {file}\n" for file, digest in sums.items())
-    return f"  sha256 {hashlib.sha256(listing.encode()).hexdigest()}  of the list of all {len(sums):,} files' sums"
 
 
 @app.command()
 def prepare(
     name: Name,
     data_dir: DataDir = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", help="Folder of the cache; <data-dir>/.slimbayes-cache/<name> by default.", show_default=False
-        ),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; <data-dir>/.slimbayes-cache/<name> by default.")] = None,
 ) -> None:
     """Keep a set as arrays that are mapped into memory instead of read."""
     with _plain_errors():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
         from slimbayes.data import prepare as prepare_
+        from slimbayes.lab.bars import Bars
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(name, total=None)
-            folder = prepare_(
-                name,
-                data_dir,
-                out,
-                lambda done, total, what: bar.update(task, completed=done, total=total, description=f"{name}: {what}"),
-            )
+        with Bars(name) as bars:
+
+            def show(done: int, total: int, split: str) -> None:
+                if not done:
+                    bars.begin("as arrays", total)
+                bars.move(done, split)
+
+            folder = prepare_(name, data_dir, out, show)
     typer.echo(str(folder))

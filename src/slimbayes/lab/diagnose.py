@@ -37,7 +37,7 @@ from slimbayes.errors import did_you_mean
 from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import load_run
-from slimbayes.lab.row_scores import Numbers, calibration_errors
+from slimbayes.lab.paper_table import Numbers, calibration_errors
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.task import Task, batches
 from slimbayes.models import keras_count
@@ -248,14 +248,13 @@ def convergence(case: Case) -> Found:
 
 def prior_functions(case: Case) -> Found:
     """Functions from the implicit priors of dropout and EMP (Chang et al. 2019, Figure 3)."""
-    from slimbayes.diagnostics import prior_functions as module
+    from slimbayes.diagnostics import prior_functions as priors
 
-    numbers = {}
     torch.manual_seed(case.seed)
-    for method in ("dropout", "emp"):
-        steps = module.prior_functions(method, torch.linspace(-5, 5, 4001), **case.options).diff(dim=1).abs() > 1e-3
-        numbers[f"steps_{method}"] = float(steps.sum(1).float().mean())
-    case.draw(lambda: module.plot_prior_functions(case.picture, **case.options))
+    x = torch.linspace(-5, 5, 4001)
+    drawn: dict[str, Tensor] = {m: priors.prior_functions(m, x, **case.options) for m in priors.FIGURE}
+    case.draw(lambda: priors.plot_prior_functions(x, drawn))
+    numbers = {f"steps_{method}": priors.mean_steps(values) for method, values in drawn.items()}
     return numbers, numbers
 
 

@@ -85,7 +85,7 @@ class PyramidNet(Named):
 
 
 class ResNet(Named):
-    kind: Literal["resnet18", "resnet34", "resnet50", "resnet101"]
+    kind: Literal["resnet18", "resnet50"]
     small_images: bool = False
 
 

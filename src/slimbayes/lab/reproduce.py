@@ -22,9 +22,8 @@ from slimbayes.files import write_text
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution, Nobody, Watcher
 from slimbayes.lab.fit import Stopped, fit
-from slimbayes.lab.paper_table import Reproduction, describe_setting, failed
+from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe_setting, draws_of, failed, measured
 from slimbayes.lab.papers import PaperRow, Scale, find, listings
-from slimbayes.lab.row_scores import Numbers, RowResult, draws_of, measured
 from slimbayes.lab.run_folder import default_folder
 from slimbayes.report.record import read
 from slimbayes.untrusted import parse_json, read_file

@@ -1,109 +1,174 @@
-"""Running a sweep: all combinations of its file, or a search around each of them.
+"""Running many experiments: every row of a config's file, each with every combination of some values.
+
+    slimbayes sweep table.yaml --over "seed=[0, 1, 2]" --over "train.optimizer.lr=[0.1, 0.01]" --jobs 4
 
 Calls on machines that see the same `out` share the work, however they were started: by hand, `sbatch --array` or Ray.
+Searches are in search.py.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+import re
+import signal
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slimbayes.lab.config_files import ConfigError, load, validate
-from slimbayes.lab.launch import Launcher, Run
-from slimbayes.lab.search import Searcher, new_epochs, told
-from slimbayes.lab.sweep_config import combinations, read_sweep, with_values
+from slimbayes.errors import brief, cut
+from slimbayes.lab.config import Experiment
+from slimbayes.lab.config_files import ConfigError, Tree, load, merged, parse_override, read_tree, validate
+from slimbayes.lab.config_rows import row_names
+from slimbayes.lab.launch import Run, train
 
-_OWN = ("axes.", "search.", "ray.")  # overrides of the sweep itself, not of its runs
-_COLOURS = {"finished": "green", "skipped": "dim", "pruned": "dim", "failed": "red", "stopped": "yellow"}
+_UNNAMED = ("seed", "data.name")  # runs that differ by these alone share a name: reports tell them apart
+_COLOURS = {"finished": "green", "skipped": "dim", "failed": "red", "stopped": "yellow"}
+MOST = 10_000  # combinations
+_SHOWN = 20  # faults in one message
 
 
 def sweep(
-    config: Path, out: Path, backend: Literal["local", "ray"] = "local", jobs: int = 1, dry: bool = False,
+    config: Path, out: Path, over: Sequence[str] = (), jobs: int = 1, dry: bool = False,
     overrides: Sequence[str] = (), scale: str = "full", data_dir: Path | None = None, accelerator: str = "auto",
 ) -> int:  # fmt: skip
-    """Run a sweep's file; returns how many of its runs, or searches, failed. Runs that have finished are skipped.
+    """Run all combinations; returns how many failed. Runs that have finished are skipped.
 
     Args:
+        config: a YAML file, all of whose rows are run, or one row of it: "table.yaml#row".
         out: folder of the run directories.
+        over: "path=[value, ...]", values of a field that are each combined with those of the others.
         jobs: runs at a time.
         dry: list the runs and how far each is, and do nothing.
-        overrides: "path=value" for every run, or for the sweep itself: "axes.seed=[0]", "search.trials=5".
-        scale: "small" lays the base's `small` values over the others.
+        overrides: "path=value" for every run.
+        scale: "small" lays the file's `small` values over the others.
 
     Example:
-        >>> sweep(Path("sweep.yaml"), Path("runs"), jobs=4)  # doctest: +SKIP
+        >>> sweep(Path("rank1.yaml"), Path("runs"), ["seed=[0, 1, 2]"], jobs=4)  # doctest: +SKIP
         0
     """
     if jobs < 1:
         raise ConfigError(f"A sweep runs at least one job at a time, got --jobs {jobs}.")
-    own = [text for text in overrides if text.startswith(_OWN)]
-    chosen = read_sweep(config, own)
-    runs = combinations(chosen, config, out, [text for text in overrides if text not in own], scale)
+    runs = combinations(config, out, over, overrides, scale)
+    if dry:
+        _show([(run, run.state, "") for run in runs])
+        return 0
+    words = ["--accelerator", accelerator, *(["--data-dir", str(data_dir)] if data_dir else [])]
+    gpus, slots = visible_gpus(accelerator), SimpleQueue[dict[str, str]]()
+    for number in range(jobs):
+        slots.put({"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {})
+
+    def work(run: Run) -> tuple[Run, str, str]:
+        slot = slots.get()
+        try:
+            return run, *train(run, words, slot, lambda: not stopped.is_set())
+        finally:
+            slots.put(slot)
+
+    with _stopping() as stopped, ThreadPoolExecutor(jobs) as pool:
+        ended = list(pool.map(work, runs))
+    _show(ended)
+    return sum(state not in ("finished", "skipped", "running") for _, state, _ in ended)
+
+
+def combinations(
+    config: Path, out: Path, over: Sequence[str] = (), overrides: Sequence[str] = (), scale: str = "full"
+) -> list[Run]:
+    """The runs of a sweep, equal ones once; raises ConfigError with every one that is not valid."""
+    rows = row_names(read_tree(Path(config)))
+    axes = [[(path, value) for value in values] for path, values in map(_axis, over)]
+    count = math.prod(map(len, [rows or [""], *axes]))
+    if count > MOST:
+        raise ConfigError(f"The sweep has {count:,} combinations, more than {MOST:,}.")
+    found: dict[str, Run] = {}
+    faults: dict[str, list[str]] = {}
+    base_of = cache(lambda row: load(f"{config}#{row}" if row else config, overrides, scale))
+    for row, *values in itertools.product(rows or [""], *axes):
+        told = ", ".join([*filter(None, [row]), *(f"{path}={value}" for path, value in values)]) or "the config"
+        try:
+            base = base_of(row)
+            labels = [_label(path, value) for path, value in values if path not in _UNNAMED]
+            experiment = with_values(base.resolved, {"name": "-".join([base.name, *labels]), **dict(values)})
+            found.setdefault(experiment.hash, Run(told, experiment, out))
+        except ConfigError as error:
+            faults.setdefault(str(error).partition("\n")[2] or str(error), []).append(told)
+    if faults:
+        lines = [f"{config} has combinations that are no valid experiments; nothing was run."]
+        for fault, where in list(faults.items())[:_SHOWN]:
+            lines += [where[0] + (f" and {len(where) - 1} more:" if where[1:] else ":"), fault]
+        raise ConfigError(cut("\n".join(lines), most=3500))
+    _check_names(found.values())
+    return list(found.values())
+
+
+def _axis(text: str) -> tuple[str, list[Any]]:
+    """Path and values of "path=[value, ...]"."""
+    path, _, values = text.partition("=")
+    found = parse_override(f"values={values}")["values"]
+    if not isinstance(found, list) or not found or not path.strip():
+        raise ConfigError(f'--over needs path=[value, ...], such as "seed=[0, 1, 2]", got {brief(text)}.')
+    return path.strip(), found
+
+
+def _label(path: str, value: Any) -> str:
+    """A value in a run's name: lr-0.1, method-Rank1-members-4."""
+    words = re.findall(r"[\w.+-]+", str(value).replace("'kind'", ""))
+    return "-".join([path.rpartition(".")[2], *words])
+
+
+def with_values(tree: Tree, values: Mapping[str, Any]) -> Experiment:
+    """The experiment of a tree with values laid over it at some paths.
+
+    Example:
+        >>> from slimbayes.lab.papers import find
+        >>> tree = find("rank1/table2/mfvi")[0].experiment().resolved
+        >>> with_values(tree, {"train.optimizer.lr": 0.5, "seed": 3}).train.optimizer.lr
+        0.5
+    """
+    for path, value in values.items():
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        tree = merged(tree, value)
+    return validate(tree, ", ".join(f"{path}={value}" for path, value in values.items()))
+
+
+def _check_names(runs: Iterable[Run]) -> None:
+    """Refuse runs that reports could not tell apart."""
+    seen: dict[tuple[str, str, int], Run] = {}
     for run in runs:
-        if chosen.search is not None:
-            chosen.search.check(run.experiment)
-    data = () if data_dir is None else ("--data-dir", str(data_dir))
-    launcher = Launcher(("--accelerator", accelerator, *data), jobs, _visible_gpus(accelerator))
-    if backend == "ray" and not dry:
-        places = config.resolve(), out.resolve(), data_dir and data_dir.resolve()
-        call = partial(sweep, *places[:2], "local", 1, False, overrides, scale, places[2], accelerator)
-        _on_ray(call, jobs, chosen.ray)
-    work = backend == "local" and not dry
-    with launcher.stopping():
-        if chosen.search is None:
-            failed = _grid(runs, launcher, work)
-        else:
-            failed = sum(_search(Searcher(chosen.search, run, launcher), work) for run in runs)
-    return 0 if dry else failed
+        e = run.experiment
+        other = seen.setdefault((e.name, e.data.name, e.seed), run)
+        if other is not run:
+            raise ConfigError(
+                f"Two runs would be called {e.name!r} with seed {e.seed}: {other.told}, and {run.told}. "
+                'Let the file\'s `name` tell its rows apart, as in "digits-{row}".'
+            )
 
 
-def _grid(runs: Sequence[Run], launcher: Launcher, work: bool) -> int:
-    """Run all combinations, or only list them; returns how many have not finished."""
-    if work:
-        with ThreadPoolExecutor(launcher.jobs) as pool:
-            ended = list(pool.map(launcher.train, runs))
-    else:
-        ended = [(run.state, "") for run in runs]
-    _show({run.folder: (run.told, state, reason) for run, (state, reason) in zip(runs, ended, strict=True)})
-    return sum(state not in ("finished", "skipped", "running") for state, _ in ended)
-
-
-def _search(search: Searcher, work: bool) -> bool:
-    """Search around one combination, or only list its trials; says whether none has finished."""
-    if work:
-        search.run()
-    if not search.journal.exists():
-        print(f"{search.folder}: {search.chosen.trials} trials, none of them begun")
-        return True
-    _show(search.rows())
-    if (best := search.best) is not None:
-        what = f"{search.chosen.metric} {best.value:.5g} with {told(best)}"
-        Console().print(f"best: {what}; {search.folder / 'best.yaml'}", soft_wrap=True, markup=False)
-    return best is None
-
-
-def _show(rows: Mapping[Path, tuple[str, str, str]]) -> None:
-    """Print a table of run directories, each with its values, its state and a remark, and a line of counts."""
+def _show(ended: Sequence[tuple[Run, str, str]]) -> None:
+    """Print a table of runs, each with its state and a remark, and a line of counts."""
     table = Table("run", "what", "state", "remark")
-    for folder, (what, state, remark) in rows.items():
-        cells = [Text(text, overflow="fold") for text in (folder.name, what, state, remark)]
+    for run, state, remark in ended:
+        cells = [Text(text, overflow="fold") for text in (run.folder.name, run.told, state, remark)]
         cells[2].stylize(_COLOURS.get(state, ""))
         table.add_row(*cells)
     Console().print(table)
-    counts = Counter(state for _, state, _ in rows.values())
-    Console().print(f"{len(rows)} runs: {', '.join(f'{n} {state}' for state, n in counts.items())}", highlight=False)
+    counts = Counter(state for _, state, _ in ended)
+    Console().print(f"{len(ended)} runs: {', '.join(f'{n} {state}' for state, n in counts.items())}", highlight=False)
 
 
-def _visible_gpus(accelerator: str) -> tuple[str, ...]:
+def visible_gpus(accelerator: str) -> tuple[str, ...]:
     """GPUs to hand out among runs; none where there is one at most, which they share."""
     if accelerator == "cpu":
         return ()
@@ -114,49 +179,19 @@ def _visible_gpus(accelerator: str) -> tuple[str, ...]:
     return found if len(found) > 1 else ()
 
 
-def _on_ray(call: Callable[[], int], jobs: int, options: Mapping[str, Any]) -> None:
-    """Make the same call in several of Ray's workers, which share the work; those that are lost are made again."""
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise ImportError('The ray backend needs Ray: pip install "slimbayes[ray]"') from error
+@contextmanager
+def _stopping() -> Iterator[Event]:
+    """An event that Ctrl-C, SIGTERM and SIGHUP set, unless they are ignored; the work then ends as by Ctrl-C."""
+    stopped = Event()
 
-    given = {"num_cpus": 1, "max_retries": 2, **options}
-    ray.init(address=given.pop("address", None), log_to_driver=False)
+    def ask(number: int, frame: object) -> None:
+        stopped.set()
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = {n: signal.signal(n, ask) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
     try:
-        work = ray.remote(**given)(lambda: call())  # a plain function: Ray refuses others
-        ray.get([work.remote() for _ in range(jobs)])
+        yield stopped
     finally:
-        ray.shutdown()
-
-
-def tune_trainable(
-    config: Path, out: Path, metric: str = "validation_nll", words: tuple[str, ...] = ()
-) -> Callable[[dict[str, Any]], None]:
-    """A function for ray.tune.Tuner: trains a config with values at its paths, and reports a metric after each epoch.
-
-    Args:
-        out: folder of the run directories, which all machines see.
-        words: further words of the `slimbayes fit` commands.
-
-    Example:
-        Tuner(tune_trainable("rank1.yaml", "runs"), param_space={"train.optimizer.lr": tune.loguniform(1e-4, 0.1)})
-    """
-    base, place = load(config).resolved, Path(out).resolve()
-
-    def train(values: dict[str, Any]) -> None:
-        from ray import tune
-
-        run, seen = Run("", validate(with_values(base, values)), place), set[int]()
-
-        def report() -> bool:
-            for epoch, value in new_epochs(run.folder, metric, seen):
-                tune.report({"epoch": epoch, metric: value})  # ends the run where the scheduler stops the trial
-            return True
-
-        _, reason = Launcher(words).train(run, report)
-        report()
-        if run.state != "finished":
-            raise RuntimeError(reason)
-
-    return train
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -36,7 +36,7 @@ _STREAMING = {
     "confidence": ("ECE", "MCE", "AdaptiveECE", "ClasswiseECE", "AURC"),
     "diversity": ("Disagreement", "NormalisedDisagreement", "PairwiseKL", "CosineSimilarity"),
     "regression": ("RMSE", "LPD", "CRPS", "IntervalCoverage"),
-    "robustness": ("AUROC", "AUCPR", "FPR95", "ood_score", "CorruptionError", "RelativeCorruptionError"),
+    "robustness": ("AUROC", "AUCPR", "FPR95", "ood_score"),
 }
 _HOME = {name: module for module, names in _STREAMING.items() for name in names}
 

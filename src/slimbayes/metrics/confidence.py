@@ -1,8 +1,7 @@
 """Is confidence earned? Calibration errors, and the risk that remains when unsure predictions are withheld.
 
 Bins are those of calibration.py. ECE, MCE and ClasswiseECE need constant memory; AdaptiveECE and AURC sort, so they
-keep 16 bytes per row. There rows of equal confidence share the mean of their errors: the order in which rows arrive
-does not matter.
+keep 16 bytes per row. There rows of equal confidence share the mean of their errors, whatever order they arrive in.
 
 Sizes: N rows, M rows of all batches, C classes, R bins.
 """

@@ -6,8 +6,7 @@ With E_cs the top-1 error under corruption c at severity s, and E_clean the erro
     rCE_c = 100 * sum_s (E_cs - E_clean) / sum_s (Eref_cs - Eref_clean)       rmCE: its mean over corruptions
 
 Chang et al. 2019, appendix D.4, print E_clean where the reference's clean error must stand, and take it once where each
-severity needs it. The reference is AlexNet in the ImageNet-C benchmark and in rank-1 BNNs, the plain network in
-ensemble model patching.
+severity needs it. The reference is AlexNet in ImageNet-C and rank-1 BNNs, the plain network in ensemble model patching.
 """
 
 import math
@@ -34,8 +33,7 @@ class CorruptionErrors(NamedTuple):
 
     Attributes:
         mce: mean corruption error.
-        rmce: mean relative corruption error, of what corruption adds to the clean error; nan if the reference has no
-            clean error.
+        rmce: the same of what corruption adds to the clean error; nan if the reference has no clean error.
         by_corruption: the corruption error of each corruption.
         relative_by_corruption: the relative one; empty if the reference has no clean error.
     """
@@ -59,7 +57,7 @@ def corruption_errors(errors: Rates, reference: Rates) -> CorruptionErrors:
         >>> round(result.mce, 2), round(result.rmce, 2)
         (87.5, 75.0)
     """
-    ours, theirs = severities("errors", errors), severities("reference", reference)
+    ours, theirs = _severities("errors", errors), _severities("reference", reference)
     if not ours or ours.keys() != theirs.keys():
         only = f"only in errors: {sorted(ours.keys() - theirs)}, only in reference: {sorted(theirs.keys() - ours)}"
         raise ValueError(f"errors and reference need the same corruptions, at least one; {only}.")
@@ -77,7 +75,7 @@ def corruption_errors(errors: Rates, reference: Rates) -> CorruptionErrors:
     return CorruptionErrors(fmean(absolute.values()), fmean(relative.values()), absolute, relative)
 
 
-def severities(role: str, rates: Rates) -> dict[str, list[float]]:
+def _severities(role: str, rates: Rates) -> dict[str, list[float]]:
     """Checked error rates of each corruption, one per severity, without the clean one."""
     found = {}
     for name, values in rates.items():

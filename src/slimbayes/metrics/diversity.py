@@ -45,8 +45,7 @@ class Disagreement(Mean):
 class NormalisedDisagreement(Streaming):
     """Disagreement for each error the ensemble makes: a poor model's members differ easily.
 
-    The error is that of the averaged probabilities, over all rows; 1e-7 is added to it, so that a perfect ensemble of
-    identical members has 0.
+    The error is that of the averaged probabilities, plus 1e-7, so that a perfect ensemble of identical members has 0.
 
     Shape: update(members (K, N, C), or (K, N) of class one, or a Prediction; target (N,)).
 
@@ -79,8 +78,7 @@ class NormalisedDisagreement(Streaming):
 class PairwiseKL(Mean):
     """KL divergence sum_c p_i log(p_i / p_j) of later members from earlier ones, in nats; 0 for identical members.
 
-    One direction, as the rank-1 code. Of plain probabilities, infinite where a member gives none to a class that an
-    earlier one thinks possible.
+    One direction, as the rank-1 code. Infinite where a member rules out what an earlier one thinks possible.
 
     Shape: update(members (K, N, C), or (K, N) of class one, or a Prediction).
 

@@ -46,8 +46,7 @@ class RMSE(Mean):
 class LPD(Mean):
     """Log density of the targets under the mixture of all draws: log-mean-exp, not mean-log; in nats of their units.
 
-    Shape: update(prediction, target (N, ...)), or update(values (M, N, ...), target, scale) with a scale above 0 that
-    broadcasts.
+    Shape: update(prediction, target (N, ...)), or update(values (M, N, ...), target, scale > 0 that broadcasts).
 
     Example:
         >>> round(float(LPD()(torch.zeros(1, 3), torch.zeros(3), scale=10**0.5)), 4)  # precision 0.1, perfect means
@@ -70,8 +69,7 @@ class CRPS(Mean):
 
     Closed form for the normal mixture of draws with noise, sorted samples for draws without.
 
-    Shape: update(prediction, target (N, ...)), or update(values (M, N, ...), target, scale) with a scale that
-    broadcasts, or none.
+    Shape: update(prediction, target (N, ...)), or update(values (M, N, ...), target, scale that broadcasts or None).
 
     >>> float(CRPS()(torch.tensor([[0.0], [2.0]]), torch.tensor([1.0])))
     0.5

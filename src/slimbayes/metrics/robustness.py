@@ -1,11 +1,10 @@
-"""Unfamiliar and corrupted inputs: telling them from familiar ones by a score, and how many errors they bring.
+"""Telling unfamiliar inputs from familiar ones by a score.
 
 With the out-of-distribution rows as positives, at every threshold t "score >= t" has
 
     recall = TP / positives        false positive rate = FP / negatives        precision = TP / (TP + FP)
 
-Ranking needs every score: AUROC, AUCPR and FPR95 keep 16 bytes per row. The corruption errors need constant memory;
-their maths is that of corruption.py.
+Ranking needs every score: 16 bytes per row are kept.
 
 Sizes: N rows, M rows of all batches, T distinct scores, C classes.
 """
@@ -15,9 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slimbayes.errors import did_you_mean
-from slimbayes.metrics.corruption import CorruptionErrors, Rates, corruption_errors, severities
-from slimbayes.metrics.probabilities import Classes, class_probabilities, labelled, need_tensor
+from slimbayes.metrics.probabilities import Classes, class_probabilities, need_tensor
 from slimbayes.metrics.streaming import Streaming
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import check_labels
@@ -30,8 +27,7 @@ def ood_score(probs: Classes, score: Score = "entropy") -> Tensor:
 
     Args:
         score: "entropy" of the averaged probabilities in nats; "confidence": 1 - max_c p_c; "mutual_information"
-        between
-            the class and the weights, the epistemic part of the entropy, which needs a Prediction of several draws.
+            between the class and the weights, the epistemic part of the entropy, which needs several draws.
 
     Shape: probs (N, ..., C), or (N,) of class one, or a Prediction; returns (N, ...).
 
@@ -96,8 +92,7 @@ class Ranking(Streaming):
 class AUROC(Ranking):
     """Area under the receiver operating characteristic: the chance that a positive outranks a negative (a tie: half).
 
-    Shape: update(scores (N,), is_ood (N,) of 0 and 1), or any scores and positives, such as probabilities of class one
-    and targets.
+    Shape: update(scores (N,), is_ood (N,) of 0 and 1), or probabilities of class one and targets.
 
     Example:
         >>> metric = AUROC()
@@ -161,98 +156,3 @@ class FPR95(Ranking):
         true, false = self.counts()
         enough = true >= self.recall * true[-1] - 1e-9  # 0.55 * 100 is a little more than 55
         return false[enough][0] / false[-1]
-
-
-class CorruptionError(Streaming):
-    """Mean corruption error (mCE) in percent of a reference network's: 100 is as bad as the reference.
-
-    Args:
-        reference: error rates, as fractions, of each corruption at every severity, such as `ALEXNET`, and perhaps the
-            "clean" one. All its corruptions and severities must be seen before compute; unseen clean rows only cost the
-            relative error.
-
-    Shape: update(probs (N, ..., C), target (N, ...), corruption, severity from 1); corruption "clean" has no severity.
-
-    Example:
-        >>> metric = CorruptionError({"fog": [0.5, 0.5]})
-        >>> probs = torch.tensor([[0.9, 0.1], [0.9, 0.1]])
-        >>> metric.update(probs, torch.tensor([0, 0]), "fog", 1)
-        >>> metric.update(probs, torch.tensor([0, 1]), "fog", 2)
-        >>> float(metric.compute())  # 100 * (0 + 1/2) / (1/2 + 1/2)
-        50.0
-    """
-
-    higher_is_better = False
-    wrong: Tensor
-    rows: Tensor
-
-    def __init__(self, reference: Rates) -> None:
-        corruption_errors(reference, reference)  # refuses rates that cannot serve
-        super().__init__()
-        self.reference = dict(reference)
-        self.levels = {"clean": [0]}  # severities of each corruption
-        self.levels |= {name: [*range(1, len(r) + 1)] for name, r in sorted(severities("reference", reference).items())}
-        self.cells = [(name, level) for name, levels in self.levels.items() for level in levels]
-        self.add_sum("wrong", len(self.cells))
-        self.add_sum("rows", len(self.cells))
-
-    def update(self, probs: Classes, target: Tensor, corruption: str, severity: int | None = None) -> None:
-        """Take a batch of one corruption and severity."""
-        if corruption not in self.levels:
-            raise ValueError(f"The reference has no corruption {corruption!r}{did_you_mean(corruption, self.levels)}")
-        if (severity or 0) not in self.levels[corruption]:
-            raise ValueError(f"{corruption}: the severity must be one of {self.levels[corruption]}, got {severity!r}.")
-        here = torch.zeros_like(self.rows)
-        here[self.cells.index((corruption, severity or 0))] = 1
-        rows, label = labelled(probs, target)
-        self.add_to("wrong", here * float((rows.argmax(-1) != label).sum()))
-        self.add_to("rows", here * len(rows))
-
-    def errors(self) -> CorruptionErrors:
-        """Both means and the errors of each corruption, of this process."""
-        self.need_rows(self.rows.sum())
-        missing = [f"{name} {level}" for (name, level), rows in zip(self.cells, self.rows) if level and not rows]
-        if missing:
-            raise ValueError(f"{type(self).__name__} has no rows yet of {', '.join(missing)}.")
-        rates = iter((self.wrong / self.rows).tolist())
-        ours = {name: [next(rates) for _ in levels] for name, levels in self.levels.items()}
-        (clean,) = ours.pop("clean")
-        if "clean" in self.reference and self.rows[0]:
-            return corruption_errors({"clean": clean, **ours}, self.reference)
-        return corruption_errors(ours, {name: r for name, r in self.reference.items() if name != "clean"})
-
-    def compute(self) -> Tensor:
-        return self.rows.new_tensor(self.errors().mce)
-
-    def details(self) -> CorruptionErrors:
-        """Both means and the errors of each corruption, over all processes, which must all call it."""
-        with self.sync_context():
-            return self.errors()
-
-
-class RelativeCorruptionError(CorruptionError):
-    """Mean relative corruption error (rmCE): what corruption adds to the clean error, in percent of the reference's.
-
-    Args:
-        reference: as for `CorruptionError`, with the "clean" error rate.
-
-    Shape: update(probs (N, ..., C), target (N, ...), corruption, severity from 1); corruption "clean" has no severity.
-
-    Example:
-        >>> metric = RelativeCorruptionError({"clean": 0.0, "fog": [0.5]})
-        >>> probs = torch.tensor([[0.9, 0.1]] * 4)
-        >>> metric.update(probs, torch.tensor([0, 0, 0, 1]), "clean")
-        >>> metric.update(probs, torch.tensor([0, 0, 1, 1]), "fog", 1)
-        >>> float(metric.compute())  # 100 * (2/4 - 1/4) / (1/2 - 0)
-        50.0
-    """
-
-    def __init__(self, reference: Rates) -> None:
-        if "clean" not in reference:
-            raise ValueError('A relative error needs the reference\'s "clean" error rate.')
-        super().__init__(reference)
-
-    def compute(self) -> Tensor:
-        if self.rows.sum() and not self.rows[0]:
-            raise ValueError("RelativeCorruptionError has no clean rows yet.")
-        return self.rows.new_tensor(self.errors().rmce)

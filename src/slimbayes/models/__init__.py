@@ -4,7 +4,6 @@ torchvision and timm have some of them; these need neither, and have the papers'
 """
 
 from slimbayes.models.counting import keras_count as keras_count
-from slimbayes.models.counting import matching_width as matching_width
 from slimbayes.models.feedforward import deep_mlp as deep_mlp
 from slimbayes.models.feedforward import lenet as lenet
 from slimbayes.models.feedforward import mlp as mlp
@@ -16,6 +15,4 @@ from slimbayes.models.preactivation import small_resnet as small_resnet
 from slimbayes.models.preactivation import wrn as wrn
 from slimbayes.models.recurrent import imdb_lstm as imdb_lstm
 from slimbayes.models.resnet import resnet18 as resnet18
-from slimbayes.models.resnet import resnet34 as resnet34
 from slimbayes.models.resnet import resnet50 as resnet50
-from slimbayes.models.resnet import resnet101 as resnet101

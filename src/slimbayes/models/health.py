@@ -3,8 +3,7 @@
     tokens --embedding, mean over a bag--> LSTM over bags --last output--> hidden layer, ReLU6 --> logit
 
 Starting weights are the reference code's: LSTM kernels Glorot uniform and orthogonal with the forget gate open, the
-hidden layer He normal. One table of vectors serves all features (the paper has one each, and joins static ones after
-the LSTM).
+hidden layer He normal. One table of vectors serves all features; the paper has one each, static ones after the LSTM.
 
 Sizes: B rows, T bags, L tokens in a bag, K members.
 """

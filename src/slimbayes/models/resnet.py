@@ -114,18 +114,6 @@ def resnet18(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
     return _resnet(BasicBlock, (2, 2, 2, 2), classes, small_images)
 
 
-def resnet34(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
-    """3, 4, 6 and 3 basic blocks; shapes and options as of `resnet18`.
-
-    Example:
-        >>> import torch
-        >>> with torch.device("meta"):
-        ...     sum(p.numel() for p in resnet34().parameters())
-        21797672
-    """
-    return _resnet(BasicBlock, (3, 4, 6, 3), classes, small_images)
-
-
 def resnet50(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
     """3, 4, 6 and 3 bottlenecks, the rank-1 paper's network for ImageNet; shapes and options as of `resnet18`.
 
@@ -136,15 +124,3 @@ def resnet50(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
         25557032
     """
     return _resnet(Bottleneck, (3, 4, 6, 3), classes, small_images)
-
-
-def resnet101(classes: int = 1000, small_images: bool = False) -> nn.Sequential:
-    """3, 4, 23 and 3 bottlenecks; shapes and options as of `resnet18`.
-
-    Example:
-        >>> import torch
-        >>> with torch.device("meta"):
-        ...     sum(p.numel() for p in resnet101().parameters())
-        44549160
-    """
-    return _resnet(Bottleneck, (3, 4, 23, 3), classes, small_images)

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import get_args
 
 from slimbayes.report.comparison_table import Comparison, ComparisonRow, Difference, MeanScore
-from slimbayes.report.groups import Group, LoadedRuns, load
+from slimbayes.report.groups import Group, LoadedRuns, Selection, load, main_set
 from slimbayes.report.metric import HEADLINE, metric, printable
 from slimbayes.report.record import Evaluation
-from slimbayes.report.selection import Selection, main_set
 from slimbayes.report.statistics import Interval, bootstrap_interval, mean, sign_flip_p
 
 ROLES: tuple[str, ...] = get_args(Evaluation.model_fields["role"].annotation)

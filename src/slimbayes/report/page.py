@@ -25,10 +25,9 @@ from slimbayes.files import write_text
 from slimbayes.report import figures, tables
 from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import Figure
-from slimbayes.report.groups import Group, LoadedRuns, load
+from slimbayes.report.groups import CORRUPTED, Group, LoadedRuns, load, main_set
 from slimbayes.report.metric import printable
 from slimbayes.report.record import Example, Record
-from slimbayes.report.selection import CORRUPTED, main_set
 from slimbayes.report.tables import PageTable
 
 SHOWN = 8  # examples of each kind, for each name

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar
 
-from slimbayes.report.groups import Group
+from slimbayes.report.groups import CORRUPTED, Group, Selection, main_set
 from slimbayes.report.metric import MISSING, metric
-from slimbayes.report.selection import CORRUPTED, Selection, main_set
 from slimbayes.report.statistics import mean, standard_error
 
 FRONT = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "coverage95")  # of the summary

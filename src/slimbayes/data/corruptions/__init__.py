@@ -7,11 +7,9 @@ Constants and quirks are those of the authors' code; each quirk is named where i
 - Random numbers come from torch, so images agree with the published files in distribution and not one by one. Where a
   published file is at hand, evaluate on it.
 - Motion blur (and with it snow) follows ImageMagick's rule in floating point. elastic_transform samples at exact
-places,
-  older versions of OpenCV at multiples of 1/32 pixel. Where spatter leaves an image dry the reference divides 0 by 0.
-- The reference knows images of 32 x 32 and 224 x 224. Here any size goes; rows and columns are treated each by its own
-  length, elastic_transform's constants are shares of the shorter side, fog takes the next power of two, small photos of
-  frost grow.
+  places, older OpenCV at multiples of 1/32 pixel. Where spatter leaves an image dry the reference divides 0 by 0.
+- The reference knows images of 32 x 32 and 224 x 224. Here any size goes: elastic_transform's constants are shares of
+  the shorter side, fog takes the next power of two, small photos of frost grow.
 - The published ImageNet-C was stored as JPEG of quality 85 after all this; nothing here does so.
 """
 
@@ -57,8 +55,7 @@ def corrupt(
     """Corrupt a batch of images as CIFAR-10-C or ImageNet-C does.
 
     Every image gets random numbers of its own. The same generator state gives the same result for the same batch on the
-    same device (with a CPU generator the same random numbers for any device); splitting a batch changes which image
-    gets which.
+    same device (with a CPU generator, the same random numbers on any); splitting a batch changes who gets which.
 
     Args:
         images: values in [0, 1], any floating dtype.

@@ -77,8 +77,7 @@ def moved(down: Tensor, right: Tensor, reach: int) -> Tensor:
 
 
 def motion_blur(x: Tensor, draw: RandomNumbers, radius: float, sigma: float) -> Tensor:
-    """Motion along a line whose angle is drawn from -45 to 45 degrees; bytes go in and come out, as from
-    ImageMagick."""
+    """Motion along a line at an angle of -45 to 45 degrees; bytes go in and come out, as from ImageMagick."""
     angle = torch.deg2rad(draw.uniform(len(x), low=-45, high=45))
     return filters.round_levels(filters.motion(x, radius, sigma, angle)) / 255
 

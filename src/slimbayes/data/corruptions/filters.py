@@ -116,8 +116,7 @@ def correlate(x: Tensor, kernel: Tensor, border: Border = "mirror") -> Tensor:
 
 
 def motion(x: Tensor, radius: float, sigma: float, angle: Tensor) -> Tensor:
-    """ImageMagick's motion blur: a one-sided Gaussian tail along a line of 2 radius + 1 whole-pixel steps at an angle
-    (B,) in radians, edges repeated."""
+    """ImageMagick's motion blur: a one-sided Gaussian tail along 2 radius + 1 whole-pixel steps at an angle (B,)."""
     height, width = x.shape[-2:]
     taps = torch.arange(2 * int(radius) + 1, device="cpu")
     weights = torch.softmax(-0.5 * (taps.double() / sigma) ** 2, 0).tolist()

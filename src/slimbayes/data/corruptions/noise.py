@@ -11,8 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """They have the device and dtype of `like`, made where the generator lives: a CPU generator serves images on a
-    GPU.
+    """They have the device and dtype of `like`, but are made where the generator lives: a CPU's serves a GPU.
 
     Example:
         >>> RandomNumbers(torch.zeros(2), torch.Generator().manual_seed(0)).normal(2, 3).shape

@@ -42,8 +42,7 @@ def water(layer: Tensor) -> Tensor:
 
 
 def canny(layer: Tensor, low: float, high: float) -> Tensor:
-    """Edges by Canny's rule as OpenCV has it: Sobel slopes, |dx| + |dy|, thinned, weak ones kept if they touch strong
-    ones."""
+    """Edges by Canny's rule as OpenCV has it: Sobel slopes, |dx| + |dy|, thinned, weak ones kept beside strong ones."""
     sobel = torch.tensor([[-1.0, 0, 1], [-2, 0, 2], [-1, 0, 1]], device="cpu")
     across, down = filters.correlate(layer, sobel, "nearest"), filters.correlate(layer, sobel.mT, "nearest")
     size = across.abs() + down.abs()

@@ -1,9 +1,7 @@
-"""Strengths of the corruptions, severity 1 to 5, for CIFAR-10-C and ImageNet-C (Hendrycks & Dietterich 2019 and their
-code).
+"""Strengths of the corruptions, severity 1 to 5, for CIFAR-10-C and ImageNet-C, from the authors' code.
 
-Each entry holds the arguments that follow `(images, draw)` in the function of that name. Both sets share the rules;
-they differ in strength and in three sizes: the plasma map of fog, the shrinking of frost photos and the scale of
-elastic_transform.
+Each entry holds the arguments that follow `(images, draw)` in the function of that name. Beside strength, the sets
+differ in three sizes: the plasma map of fog, the shrinking of frost photos and the scale of elastic_transform.
 """
 
 import math
@@ -22,8 +20,7 @@ EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 
 
 def steps(stop: float, step: float) -> Arguments:
-    """Zoom factors from 1 up to `stop`, as numpy's arange rounds them: (1.06 - 1) / 0.01 is a little over 6, so 1.06 is
-    in.
+    """Zoom factors from 1 to `stop` as numpy's arange rounds: (1.06 - 1) / 0.01 is a little over 6, so 1.06 is in.
 
     Example:
         >>> [round(f, 2) for f in steps(1.06, 0.01)]

@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from slimbayes.lab.diagnose import Case, diagnose
-from slimbayes.lab.paper_table import Reproduction, markdown
+from slimbayes.lab.paper_table import (
+    Reproduction,
+    RowResult,
+    calibration_errors,
+    draws_of,
+    markdown,
+    measured,
+    relative_errors,
+)
 from slimbayes.lab.papers import find
-from slimbayes.lab.row_scores import RowResult, calibration_errors, draws_of, measured, relative_errors
 from slimbayes.report.record import Cost, Evaluation, Parameters, Record, Reliability
 
 
