@@ -23,9 +23,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from timing import Rows, alarm, machine, prepare, profile, race, words
 
 ROOT = Path(__file__).parents[1]
 LAB = ("plain", "rank1", "rank1-split", "batchensemble", "ktied-flipout")
+ABSENT = "ModuleNotFoundError"  # of a rival: nothing to try again
 BUILD_SECONDS = 150.0  # for one variant, compilation included
 
 
@@ -54,13 +55,13 @@ def job_names(sizes: str) -> list[str]:
 
 
 class Job:
-    """Runs one case in one mode and keeps its rows; `turn` is the right to time."""
+    """Runs one case in one mode and keeps its rows."""
 
     def __init__(self, name: str, sizes: str, device: torch.device, rounds: int, lock: Path | None) -> None:
         self.case, self.mode = name.split(":")
         self.sizes, self.device, self.rounds, self.lock = sizes, device, rounds, lock
         self.rows: Rows = {}
-        self.text = ""
+        self.text, self.has_turn = "", False
         self.save: Callable[[], None] = lambda: None
 
     def run(self) -> None:
@@ -78,21 +79,25 @@ class Job:
             for name, variant in case.variants.items()
             if self.mode == "compiled" or not variant.whole
         }
-        trials, self.rows = prepare(builds, Trial.train, device, self.patience)
-        for kind in case.kinds:
-            ready = {name: work for name, trial in trials.items() if (work := self.warm(name, trial, kind))}
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            with self.turn():
-                for name, found in race(ready, "plain", device, self.rounds).items():
-                    self.rows[name] |= {f"{kind}_{key}": value for key, value in found.items()}
-                for name, work in ready.items():
-                    self.rows[name][f"{kind}_profile"] = profile(work, device)
-            self.save()
-        plain = self.rows.get("plain", {}).get("peak_mib")
-        for row in self.rows.values():
-            if plain and row.get("peak_mib"):
-                row["peak_ratio"] = row["peak_mib"] / plain
+        # Eager variants are built quickly, with work for the GPU that would slow what others time.
+        with self.turn() if self.mode == "eager" else nullcontext():
+            trials, self.rows = prepare(builds, Trial.train, device, self.patience)
+            plain = self.rows["plain"].get("peak_mib")
+            for row in self.rows.values():
+                row["peak_ratio"] = row["peak_mib"] / plain if plain and row.get("peak_mib") else None
+            for kind in case.kinds:
+                self.measure(trials, kind, device)
+
+    def measure(self, trials: Mapping[str, Trial], kind: str, device: torch.device) -> None:
+        ready = {name: work for name, trial in trials.items() if (work := self.warm(name, trial, kind))}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        with self.turn():
+            for name, found in race(ready, "plain", device, self.rounds).items():
+                self.rows[name] |= {f"{kind}_{key}": value for key, value in found.items()}
+            for name, work in ready.items():
+                self.rows[name][f"{kind}_profile"] = profile(work, device)
+        self.save()
 
     def warm(self, name: str, trial: Trial, kind: str) -> Callable[[], Any] | None:
         """The work to time, after the compiler has seen it; None where it fails."""
@@ -137,12 +142,15 @@ class Job:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        if self.lock is None:
+        """The right to keep the GPU busy, which one process has at a time."""
+        if self.lock is None or self.has_turn:
             yield
             return
         with self.lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            self.has_turn = True
             yield
+        self.has_turn = False
 
     def results(self) -> list[dict[str, Any]]:
         setting = {"case": self.case, "mode": self.mode, "sizes": self.text}
@@ -155,7 +163,7 @@ def run_job(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
     def save() -> None:
         if args.part:
-            args.part.write_text(json.dumps(job.results()))
+            write(args.part, job.results())
 
     job.save = save
     try:
@@ -180,7 +188,8 @@ class Record:
         }  # fmt: skip
         if args.resume:
             old = json.loads(args.resume.read_text())
-            failed = {(row["case"], row["mode"]) for row in old["results"] if "error" in row}
+            again = (row for row in old["results"] if not row.get("error", ABSENT).startswith(ABSENT))
+            failed = {(row["case"], row["mode"]) for row in again}
             self.data["results"] = [row for row in old["results"] if (row["case"], row["mode"]) not in failed]
             self.start -= old["seconds"]
         self.done = {f"{row['case']}:{row['mode']}" for row in self.data["results"]}
@@ -192,8 +201,14 @@ class Record:
             self.data["seconds"] = round(time.time() - self.start, 1)
             show(name, rows)
             if self.out:
-                self.out.parent.mkdir(parents=True, exist_ok=True)
-                self.out.write_text(json.dumps(self.data, indent=1) + "\n")
+                write(self.out, self.data)
+
+
+def write(file: Path, data: Any) -> None:
+    """Whole or not at all: the process may be killed at any time."""
+    new = file.with_name(f".{file.name}")
+    new.write_text(json.dumps(data, indent=1) + "\n")
+    new.replace(file)
 
 
 def show(name: str, rows: list[dict[str, Any]]) -> None:
@@ -212,20 +227,21 @@ def run_apart(name: str, args: argparse.Namespace, folder: Path, deadline: float
     command += ["--sizes", args.sizes, "--device", args.device, "--rounds", args.rounds]
     # Several processes compile at once; each starts as many helpers as this.
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
-    with (folder / "log").open("a") as log:
+    with (args.out.with_suffix(".log") if args.out else folder / "log").open("a") as log:
         process = subprocess.Popen(
             [str(word) for word in command], env=environment, stdout=log, stderr=log, start_new_session=True
         )
         try:
             process.wait(max(0.0, deadline - time.time()))
+            why = f"the process ended with {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            why = "no time was left"
     rows = json.loads(part.read_text()) if part.exists() else []
-    if process.returncode and not rows and time.time() < deadline:
+    if why:
         case, mode = name.split(":")
-        why = {"error": f"the process ended with {process.returncode}"}
-        rows = [{"case": case, "mode": mode, "sizes": "", "method": "all"} | why]
+        rows.append({"case": case, "mode": mode, "sizes": "", "method": "rest" if rows else "all", "error": why})
     return rows
 
 
@@ -269,7 +285,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         run_job(args.job, args)
         return None
     if args.workers is None:
-        args.workers = min(10, (os.cpu_count() or 2) * 2 // 3) if args.sizes == "gpu" else 0
+        args.workers = min(12, (os.cpu_count() or 2) * 3 // 4) if args.sizes == "gpu" else 0
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     return run_all([name for name in job_names(args.sizes) if re.search(args.only, name)], args)
 
 

@@ -61,6 +61,10 @@ def token_logits(call: Call, ids: Tensor) -> Tensor:
     return call(input_ids=ids).logits
 
 
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, -2), y.flatten())
+
+
 # --- what a case is made of
 
 
@@ -123,6 +127,7 @@ class Trial:
         # Sizes change between variants only: dynamic=False keeps later ones' sizes from being symbolic.
         compiler = partial(torch.compile, dynamic=False) if compiled else lambda f: f
         self.call = self.model if variant.whole else compiler(self.model)
+        self.nll = compiler(sb.categorical if variant.sampled else cross_entropy)
         self.objective = compiler(self.loss) if variant.whole else self.loss
 
     def mode(self, kind: str) -> None:
@@ -131,10 +136,7 @@ class Trial:
     def loss(self) -> Tensor:
         with self.autocast:
             out = self.outputs()
-        if self.variant.sampled:
-            loss = sb.categorical(out.float(), self.y)
-        else:
-            loss = F.cross_entropy(out.float().flatten(0, -2), self.y.flatten())
+        loss = self.nll(out, self.y)
         return loss if self.variant.penalty is None else loss + self.variant.penalty(self.model)
 
     def outputs(self) -> Tensor:
@@ -188,9 +190,11 @@ PLAIN = {"plain": Variant()}
 RANK1 = {
     "rank-1 per example": ours(sb.Rank1(members=K)),
     "rank-1 per member": ours(sb.Rank1(members=K, draws="member")),
-    "BatchEnsemble": ours(sb.BatchEnsemble(members=K)),
 }
-TU_BATCH = {"torch-uncertainty BatchEnsemble": Variant(partial(rivals.tu_batch_ensemble, members=K))}
+BATCH = {
+    "BatchEnsemble": ours(sb.BatchEnsemble(members=K)),
+    "torch-uncertainty BatchEnsemble": Variant(partial(rivals.tu_batch_ensemble, members=K)),
+}
 BAYESIAN_TORCH = {
     "bayesian-torch reparam": Variant(partial(rivals.bt, kind="Reparameterization"), rivals.bt_kl),
     "bayesian-torch flipout": Variant(partial(rivals.bt, kind="Flipout"), rivals.bt_kl),
@@ -259,7 +263,8 @@ _CPU_WRN = Work("WRN-10-1, 32 rows of 16x16", partial(models.wrn, 10, 1), 32, (3
 CASES = {
     "pyramid-emp": Case(_PYRAMID, L2_PLAIN | EMP),
     "pyramid-ecmp": Case(_PYRAMID, L2_PLAIN | ECMP),
-    "wrn-rank1": Case(_WRN | {"cpu": _CPU_WRN}, PLAIN | RANK1 | TU_BATCH, ("train", "predict")),
+    "wrn-rank1": Case(_WRN | {"cpu": _CPU_WRN}, PLAIN | RANK1, ("train", "predict")),
+    "wrn-batch": Case(_WRN | {"cpu": _CPU_WRN}, PLAIN | BATCH, ("train", "predict")),
     "wrn-gaussian": Case(_WRN, PLAIN | gaussians("flipout") | BAYESIAN_TORCH),
     "gpt2": Case(
         _GPT2,
@@ -279,6 +284,6 @@ CASES = {
         PLAIN | gaussians("reparam", "flipout", "local") | WHOLE | BAYESIAN_TORCH
         | {"torch-uncertainty BayesLinear": Variant(rivals.tu_bayes, rivals.tu_kl)},
     ),
-    "mlp": Case(_MLP, PLAIN | RANK1 | TU_BATCH | BAYESIAN_TORCH, ("train", "predict")),
+    "mlp": Case(_MLP, PLAIN | RANK1 | BATCH | BAYESIAN_TORCH, ("train", "predict")),
     "small": Case({"gpu": _SMALL, "cpu": _SMALL, "tiny": _SMALL}, PLAIN | RANK1, modes=("eager",), device="cpu"),
 }  # fmt: skip

@@ -25,7 +25,7 @@ def steps(label: str, work: Work, variants: dict[str, Variant], device: torch.de
     """A training step of each variant, and of the plain network."""
     builds = {name: partial(Trial, work, variant, device, False) for name, variant in (PLAIN | variants).items()}
     trials, rows = prepare(builds, Trial.train, device)
-    times = race({name: trial.train for name, trial in trials.items()}, "plain", device, rounds=9, seconds=2.0)
+    times = race({name: trial.train for name, trial in trials.items()}, "plain", device, rounds=9, seconds=1.0)
     for name, found in times.items():
         rows[name] |= {f"train_{key}": value for key, value in found.items()}
     return {f"{label} {name}": row for name, row in rows.items()}
@@ -105,7 +105,7 @@ def by_processes(device: torch.device, tiny: bool) -> Rows:
     rows: Rows = {}
     for kind in ("forward", "noise"):
         chosen = {name: work for name, work in works.items() if name.endswith(kind)}
-        found = race(chosen, f"ranks=1 {kind}", device, rounds=9, seconds=3.0)
+        found = race(chosen, f"ranks=1 {kind}", device, rounds=9, seconds=2.0)
         rows |= {name: {f"predict_{key}": value for key, value in row.items()} for name, row in found.items()}
     return rows
 
@@ -150,7 +150,7 @@ def by_execution(device: torch.device, tiny: bool) -> Rows:
                 f"{label} {way}": Trial(work, ours(sb.Ensemble(members=k, execution=way)), device, False)
                 for way in ("loop", "batched")
             }
-            found = race({name: trial.train for name, trial in trials.items()}, f"{label} loop", device, 9, 2.0)
+            found = race({name: trial.train for name, trial in trials.items()}, f"{label} loop", device, 9, 1.0)
             rows |= {key: {f"train_{word}": value for word, value in row.items()} for key, row in found.items()}
     return rows
 

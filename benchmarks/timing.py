@@ -41,15 +41,16 @@ def milliseconds(work: Callable[[], Any], device: torch.device, repeats: int = 1
 
 
 def race(
-    works: Mapping[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int, seconds: float = 30.0
+    works: Mapping[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int, seconds: float = 5.0
 ) -> Rows:
-    """{name: {ms, ratio, spread}} of so many rounds after two to warm up, of five at least once time is up.
+    """{name: {ms, ratio, spread}} of so many rounds; once `seconds` are over, five are enough.
 
-    The spread is the distance between the quartiles of the ratio. Without the reference, ratios are NaN.
+    The spread is the distance between the quartiles of the ratio. Without the reference there are neither.
     """
     for work in works.values():
         work()
-    repeats = {name: max(1, min(20, round(TURN_MS / milliseconds(work, device)))) for name, work in works.items()}
+    least = 4 if device.type == "cuda" else 1
+    repeats = {n: max(least, min(20, round(TURN_MS / milliseconds(work, device)))) for n, work in works.items()}
     times: dict[str, list[float]] = {name: [] for name in works}
     stop = time.perf_counter() + seconds
     for i in range(rounds):
@@ -57,12 +58,11 @@ def race(
             times[name].append(milliseconds(work, device, repeats[name]))
         if i >= 4 and time.perf_counter() > stop:
             break
-    out: Rows = {}
-    for name, spent in times.items():
-        ratios = [a / b for a, b in zip(spent, times.get(reference, [float("nan")] * len(spent)), strict=True)]
+    out: Rows = {name: {"ms": statistics.median(spent)} for name, spent in times.items()}
+    for name, spent in times.items() if reference in times else ():
+        ratios = [a / b for a, b in zip(spent, times[reference], strict=True)]
         quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-        out[name] = {"ms": statistics.median(spent), "ratio": statistics.median(ratios)}
-        out[name]["spread"] = quartiles[2] - quartiles[0]
+        out[name] |= {"ratio": statistics.median(ratios), "spread": quartiles[2] - quartiles[0]}
     return out
 
 
