@@ -126,8 +126,8 @@ class Job:
         """Seconds of an epoch; a short run first fills the compiler's cache."""
         import lab
 
-        self.text = "WRN-16-4, batches of 128, crops and flips, the step as one CUDA graph"
         tiny = self.sizes == "tiny"
+        self.text = f"{'WRN-10-1, eager' if tiny else 'WRN-16-4, the step as one CUDA graph'}, batches of 128"
         mode, network = ("eager", lab.NETWORK | {"depth": 10, "width": 1}) if tiny else ("graph", lab.NETWORK)
         small, large = lab.images(256), lab.images(256 if tiny else 50_000)
         for name in () if tiny else LAB:
@@ -188,6 +188,9 @@ class Record:
         }  # fmt: skip
         if args.resume:
             old = json.loads(args.resume.read_text())
+            for key in ("machine", "sizes"):  # numbers of one page come from one machine
+                if old[key] != self.data[key]:
+                    raise SystemExit(f"--resume: its {key} is {old[key]}, here it is {self.data[key]}.")
             again = (row for row in old["results"] if not row.get("error", ABSENT).startswith(ABSENT))
             failed = {(row["case"], row["mode"]) for row in again}
             self.data["results"] = [row for row in old["results"] if (row["case"], row["mode"]) not in failed]
