@@ -202,6 +202,7 @@ def _reading(target: Target, row: Row, plain: Row) -> str:
         return f"{ours['kernels']} operations, plain {theirs.get('kernels', 0)}."
     wall, busy = row[f"{kind}_ms"], ours["busy_ms"]
     text = f"the GPU is busy for {busy:.2f} of {wall:.2f} ms with {ours['kernels']} kernels"
+    text += f" and {row['graph_breaks']} graph breaks" if row.get("graph_breaks") else ""
     if "busy_ms" in theirs:
         text += f", plain {theirs['busy_ms']:.2f} of {plain[f'{kind}_ms']:.2f} ms with {theirs['kernels']}"
     if busy < BUSY * wall:

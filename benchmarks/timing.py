@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo.utils
 from torch.autograd import DeviceType
 
 import slimbayes as sb
@@ -76,7 +77,7 @@ def prepare(
     rows: Rows = {}
     for name, build in builds.items():
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        start = time.perf_counter()
+        start, breaks = time.perf_counter(), graph_breaks()
         try:
             with alarm(limit):
                 trial = build()
@@ -88,7 +89,13 @@ def prepare(
             continue
         trials[name] = trial
         rows[name] = {"peak_mib": peak, "build_seconds": time.perf_counter() - start}
+        rows[name]["graph_breaks"] = graph_breaks() - breaks
     return trials, rows
+
+
+def graph_breaks() -> int:
+    """How often the compiler gave up on a graph so far and let Python go on: more than none is not one graph."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def words(error: BaseException) -> str:
