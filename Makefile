@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE =
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo digits test quick mutations lint bench bench-lab bench-ktied bench-ensembles figure3 zoo
+.PHONY: demo digits test quick mutations lint bench bench-gpu bench-lab figure3 zoo
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -35,17 +35,17 @@ lint: .venv/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
+# What a CPU can do of it, in a few minutes.
 bench: .venv/ready
-	$(RUN) benchmarks/step.py
+	$(RUN) benchmarks/gpu.py --sizes cpu
+
+# Every number of docs/performance.md, rivals included, in under nine minutes of one H200: pip install -e ".[benchmarks]"
+bench-gpu: .venv/ready
+	$(RUN) benchmarks/gpu.py --sizes gpu --out results/benchmarks/gpu_h200.json
+	$(RUN) benchmarks/gpu.py --table results/benchmarks/gpu_h200.json
 
 bench-lab: .venv/ready
 	$(RUN) benchmarks/lab.py
-
-bench-ktied: .venv/ready
-	$(RUN) benchmarks/k_tied.py
-
-bench-ensembles: .venv/ready
-	$(RUN) benchmarks/ensembles.py
 
 zoo: .venv/ready
 	$(RUN) benchmarks/zoo.py --workers 2 --out results/benchmarks/zoo.json

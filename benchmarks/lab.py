@@ -36,7 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "emp": {"method": {"kind": "ModelPatch", "components": 5, "patch": "norm+output", "tau": None}},
     "ecmp": {"method": {"kind": "ModelPatch", "components": 5, "cross": True, "patch": "norm+output", "tau": None}},
     "ktied": {"method": {"kind": "KTied", "rank": 2}},
+    "ktied-flipout": {"method": {"kind": "KTied", "rank": 2, "estimator": "flipout"}},
 }
+NETWORK = {"kind": "wrn", "depth": 16, "width": 4}
 MODES = {"graph": (True, True), "compile": (True, False), "eager": (False, False)}
 
 
@@ -47,7 +49,7 @@ def images(rows: int) -> Dataset:
     return Dataset("random images", {"train": Split(x, y), "test": Split(x[:500], y[:500])}, tuple(map(str, range(10))))
 
 
-def run(name: str, mode: str, data: Dataset, epochs: int) -> dict[str, Any]:
+def run(name: str, mode: str, data: Dataset, epochs: int, network: dict[str, Any] = NETWORK) -> dict[str, Any]:
     case, (compiled, graph) = CASES[name], MODES[mode]
     cuda = torch.cuda.is_available()
     train = {
@@ -56,7 +58,7 @@ def run(name: str, mode: str, data: Dataset, epochs: int) -> dict[str, Any]:
         "kl": {"kind": "Linear"},
     }  # fmt: skip
     experiment = validate({
-        "name": name, "data": {"name": "random images"}, "model": {"kind": "wrn", "depth": 16, "width": 4},
+        "name": name, "data": {"name": "random images"}, "model": network,
         "method": case["method"], "augment": {"kind": "pad_crop_flip", "pad": 4}, "train": train,
         "evaluate": {"examples": 0},
     })  # fmt: skip

@@ -1,77 +1,167 @@
-"""What the benchmarks of steps share: variants that take turns, peak memory, the machine, and a table of results.
+"""How steps are timed: variants that take turns, peak memory, what the GPU was busy with, and the machine.
 
 Variants take turns in every round, so that whatever else the machine does slows them alike: milliseconds are medians
-over rounds, a ratio is the median of the ratios to a reference within a round.
+over rounds, a ratio is the median of the ratios to a reference within a round. On a GPU its own events are read.
 """
 
-import argparse
-import json
 import os
 import platform
+import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo.utils
+from torch.autograd import DeviceType
 
 import slimbayes as sb
 
 Rows = dict[str, dict[str, Any]]  # numbers by method, or {"error": words}
 T = TypeVar("T")
+TURN_MS = 40.0  # a variant's turn repeats its work for about as long, so that launches overlap as they do in training
 
 
-def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Mean time of a call: of five on a GPU, so that launches overlap as they do in training."""
-    repeats = 5 if device.type == "cuda" else 1
-    _synchronize(device)
-    start = time.perf_counter()
+def milliseconds(work: Callable[[], Any], device: torch.device, repeats: int = 1) -> float:
+    """Mean time of a call."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return 1e3 * (time.perf_counter() - start) / repeats
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
     for _ in range(repeats):
         work()
-    _synchronize(device)
-    return 1e3 * (time.perf_counter() - start) / repeats
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def race(
+    works: Mapping[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int, seconds: float = 5.0
+) -> Rows:
+    """{name: {ms, ratio, spread}} of so many rounds; once `seconds` are over, five are enough.
 
-
-def race(works: Mapping[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int) -> Rows:
-    """{name: {ms, ratio}} after two rounds to warm up; without the reference, ratios are NaN."""
+    The spread is the distance between the quartiles of the ratio. Without the reference there are neither.
+    """
+    for work in works.values():
+        work()
+    least = 4 if device.type == "cuda" else 1
+    repeats = {n: max(least, min(20, round(TURN_MS / milliseconds(work, device)))) for n, work in works.items()}
     times: dict[str, list[float]] = {name: [] for name in works}
-    for i in range(rounds + 2):
+    stop = time.perf_counter() + seconds
+    for i in range(rounds):
         for name, work in works.items():
-            spent = milliseconds(work, device)
-            times[name] += [spent] if i >= 2 else []
-    base = times.get(reference, [float("nan")] * rounds)
-    ratios = {name: statistics.median(a / b for a, b in zip(spent, base, strict=True)) for name, spent in times.items()}
-    return {name: {"ms": statistics.median(spent), "ratio": ratios[name]} for name, spent in times.items()}
+            times[name].append(milliseconds(work, device, repeats[name]))
+        if i >= 4 and time.perf_counter() > stop:
+            break
+    out: Rows = {name: {"ms": statistics.median(spent)} for name, spent in times.items()}
+    for name, spent in times.items() if reference in times else ():
+        ratios = [a / b for a, b in zip(spent, times[reference], strict=True)]
+        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+        out[name] |= {"ratio": statistics.median(ratios), "spread": quartiles[2] - quartiles[0]}
+    return out
 
 
 def prepare(
-    builds: Mapping[str, Callable[[], T]], step: Callable[[T], Any], device: torch.device
+    builds: Mapping[str, Callable[[], T]], step: Callable[[T], Any], device: torch.device, limit: float = 0.0
 ) -> tuple[dict[str, T], Rows]:
-    """Trials that run, and {name: {peak_mib}} of a warm step (None on a CPU), or {name: {error}} where one fails."""
+    """Trials that run, and {name: {peak_mib}} of a warm step (None on a CPU), or {name: {error}} where one fails or
+    takes longer than `limit` seconds to build and compile.
+    """
     trials: dict[str, T] = {}
     rows: Rows = {}
     for name, build in builds.items():
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        start, breaks = time.perf_counter(), graph_breaks()
         try:
-            trial = build()
-            for _ in range(3):
-                step(trial)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                step(trial)
-                torch.cuda.synchronize()
+            with alarm(limit):
+                trial = build()
+                for _ in range(3):
+                    step(trial)
+                peak = peak_mib(lambda: step(trial), device, before)  # noqa: B023 - called at once
         except Exception as error:  # no compiler, not enough memory: the others can still be timed
-            rows[name] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
+            rows[name] = {"error": words(error)}
             continue
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if device.type == "cuda" else None
-        trials[name], rows[name] = trial, {"peak_mib": peak}
+        trials[name] = trial
+        rows[name] = {"peak_mib": peak, "build_seconds": time.perf_counter() - start}
+        rows[name]["graph_breaks"] = graph_breaks() - breaks
     return trials, rows
+
+
+def graph_breaks() -> int:
+    """How often the compiler gave up on a graph so far and let Python go on: more than none is not one graph."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def words(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside after so many seconds; 0 for never."""
+    if not seconds:
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError(f"not ready after {seconds:.0f} seconds")
+
+    old = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def peak_mib(work: Callable[[], Any], device: torch.device, before: int | None = None) -> float | None:
+    """Most memory during a call, above `before` or above what was taken when it began; None on a CPU."""
+    if device.type != "cuda":
+        work()
+        return None
+    before = torch.cuda.memory_allocated() if before is None else before
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def profile(work: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """What one call keeps a GPU busy with: milliseconds and number of kernels, and the longest of them. On a CPU the
+    number of operations. {"error": words} where it cannot be told.
+    """
+    try:
+        return _profile(work, device)
+    except Exception as error:  # a machine may not let us look; the times stand without it
+        return {"error": words(error)}
+
+
+def _profile(work: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    cuda = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as found:
+        work()
+        if cuda:
+            torch.cuda.synchronize()
+    kind = DeviceType.CUDA if cuda else DeviceType.CPU
+    events = [e for e in found.key_averages() if e.device_type == kind and not getattr(e, "is_user_annotation", False)]
+    if not cuda:
+        return {"kernels": sum(e.count for e in events if e.key.startswith("aten::"))}
+    longest = sorted(events, key=lambda e: -e.self_device_time_total)[:8]
+    return {
+        "busy_ms": sum(e.self_device_time_total for e in events) / 1e3,
+        "kernels": sum(e.count for e in events),
+        "longest": [[e.key[:80], e.count, e.self_device_time_total / 1e3] for e in longest],
+    }
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -79,45 +169,3 @@ def machine(device: torch.device) -> dict[str, Any]:
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     versions = {"torch": torch.__version__, "python": platform.python_version(), "slimbayes": sb.__version__}
     return {"device": chip, "cores": os.cpu_count(), "threads": torch.get_num_threads()} | versions
-
-
-def run_cases(
-    cases: Mapping[str, Mapping[str, Any]],
-    methods: Sequence[str],
-    measure: Callable[[Any, torch.device, bool, int, Sequence[str]], Rows],
-    columns: Mapping[str, tuple[str, str]],
-    argv: Sequence[str] | None = None,
-) -> dict[str, Any]:
-    """Measure the cases of a device, eagerly and compiled; print a table of each, and write all to --out.
-
-    A case has `sizes`, a text. `columns`: heading and format of each number, such as {"ms": ("step ms", ".2f")}.
-    """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=list(cases))
-    parser.add_argument("--cases", default=",".join(cases["cpu"]), help="comma-separated")
-    parser.add_argument("--modes", default="eager,compile", help="comma-separated")
-    parser.add_argument("--methods", default=",".join(methods), help="comma-separated")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="write the results as JSON to this file")
-    args = parser.parse_args(argv)
-    device = torch.device(args.device)
-    record: dict[str, Any] = {"machine": machine(device), "rounds": args.rounds, "results": []}
-    print(" ".join(f"{key}={value}" for key, value in record["machine"].items()))
-    for name in args.cases.split(","):
-        for mode in args.modes.split(","):
-            case = cases[args.device][name]
-            rows = measure(case, device, mode == "compile", args.rounds, args.methods.split(","))
-            show(f"{name}, {mode}: {case.sizes}", rows, columns)
-            setting = {"case": name, "mode": mode, "sizes": case.sizes}
-            record["results"] += [setting | {"method": method} | row for method, row in rows.items()]
-            if args.out:  # after every case: a run that is cut short keeps what it has
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
-    return record
-
-
-def show(title: str, rows: Rows, columns: Mapping[str, tuple[str, str]]) -> None:
-    """Print a table, a line for each method."""
-    print(f"\n{title}\n  {'':22}" + "".join(f"{heading:>12}" for heading, _ in columns.values()))
-    for method, row in rows.items():
-        cells = (f"{'-' if row[key] is None else format(row[key], style):>12}" for key, (_, style) in columns.items())
-        print(f"  {method:22}" + (row["error"] if "error" in row else "".join(cells)), flush=True)

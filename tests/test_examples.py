@@ -1,7 +1,6 @@
-"""The demo and the benchmark run end to end, and the demo's own measures are right."""
+"""The demo runs end to end, and the demo's own measures are right."""
 
 import importlib.util
-import json
 import math
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 import yaml
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))  # where scripts find timing.py
 
 
 def load(path: str) -> ModuleType:
@@ -28,11 +26,6 @@ def load(path: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
     return load("examples/digits.py")
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    return load("benchmarks/step.py")
 
 
 @pytest.fixture(scope="module")
@@ -114,40 +107,6 @@ def test_demo_separation_is_an_auroc(demo: ModuleType) -> None:
     assert demo.separation(sure, unsure, "total") == 1.0
     assert demo.separation(unsure, sure, "total") == 0.0
     assert demo.separation(sure, sure, "total") == 0.5
-
-
-@pytest.mark.slow
-def test_benchmark_times_every_method(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "step.json"
-    bench.main(["--device", "cpu", "--cases", "mlp", "--modes", "eager", "--rounds", "2", "--out", str(out)])
-    record = json.loads(out.read_text())
-    assert [r["method"] for r in record["results"]] == list(bench.METHODS)
-    for row in record["results"]:
-        assert row["train_ms"] > 0 and row["predict_ms"] > 0 and row["train_ratio"] > 0 and row["predict_ratio"] > 0
-    assert record["results"][0]["train_ratio"] == record["results"][0]["predict_ratio"] == 1.0
-    assert record["machine"]["torch"] == torch.__version__
-    assert "rank1 draws=member" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["mlp", "conv", "lstm"])
-def test_benchmark_gives_every_method_the_same_rows(bench: ModuleType, case: str) -> None:
-    chosen = bench.CASES["cpu"][case]
-    for config in bench.METHODS.values():
-        trial = bench.StepTrial(chosen, config, torch.device("cpu"), compiled=False)
-        outputs = trial.predict()
-        assert outputs.shape[0] * outputs.shape[1] == chosen.rows
-        before = [p.detach().clone() for p in trial.model.parameters()]
-        trial.train()
-        assert all(not torch.equal(a, b) for a, b in zip(before, trial.model.parameters(), strict=True))
-
-
-def test_benchmark_says_what_failed(bench: ModuleType) -> None:
-    def broken() -> torch.nn.Module:
-        raise RuntimeError("no such network")
-
-    results = bench.measure(bench.StepCase("", broken, (1,), 4), torch.device("cpu"), False, 1)
-    assert results["plain"] == {"error": "RuntimeError: no such network"}
 
 
 @pytest.mark.slow

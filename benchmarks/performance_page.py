@@ -1,0 +1,282 @@
+"""docs/performance.md, made from a record of benchmarks/gpu.py: targets, what was measured, and why some are missed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+Table = dict[tuple[str, str, str], Row]  # by case, mode and method
+BUSY = 0.85  # a GPU that is idle for more than the rest of the time waits for Python
+COLUMNS = {"train": "step", "predict": "prediction", "peak": "memory", "seconds": "s per epoch"}
+
+
+class Target(NamedTuple):
+    """A number that we want to reach: of the best of some methods of a case in a mode."""
+
+    workload: str
+    case: str
+    mode: str
+    methods: tuple[str, ...]
+    number: str  # train_ratio, predict_ratio, peak_ratio or seconds
+    goal: float
+    before: float | None = None  # measured on an H200 before the kernels
+    rivals: tuple[str, ...] = ()  # methods of the case, or "case/method"
+
+    @property
+    def what(self) -> str:
+        mode = ", eager" if self.mode == "eager" else ""
+        return COLUMNS[self.number.split("_")[0]] + mode
+
+
+def several(
+    workload: str,
+    case: str,
+    methods: str | tuple[str, ...],
+    numbers: dict[str, tuple[float, float | None]],
+    rivals: tuple[str, ...] = (),
+) -> list[Target]:
+    """Targets of one method; numbers such as {"step eager": (goal, before)}."""
+    names = {"step": "train_ratio", "prediction": "predict_ratio", "memory": "peak_ratio", "epoch": "seconds"}
+    methods = (methods,) if isinstance(methods, str) else methods
+    out = []
+    for words, (goal, before) in numbers.items():
+        what, _, mode = words.partition(" ")
+        out.append(Target(workload, case, mode or "compiled", methods, names[what], goal, before, rivals))
+    return out
+
+
+_BATCH = ("torch-uncertainty BatchEnsemble",)
+_BT = ("bayesian-torch reparam", "bayesian-torch flipout")
+_WAYS = ("{}", "{}, loss compiled")
+_BAYES = tuple(way.format(name) for name in (*_BT, "torch-uncertainty BayesLinear") for way in _WAYS)
+_TIED = tuple(way.format(f"2-tied {e}") for e in ("reparam", "flipout", "local") for way in _WAYS)
+_LORA = ("LoRA", "LoRA (all layers)")
+TARGETS: list[Target] = [
+    *several(
+        "WRN-28-10, rank-1 per example", "wrn-rank1", "rank-1 per example",
+        {"step": (1.10, 1.15), "memory": (1.15, 1.30), "prediction": (1.03, 1.14)},
+        ("wrn-batch/torch-uncertainty BatchEnsemble",),
+    ),
+    *several("WRN-28-10, rank-1 per member", "wrn-rank1", "rank-1 per member", {"step": (1.06, 1.24)}),
+    *several(
+        "MLP 4 x 4096, rank-1 per example", "mlp", "rank-1 per example",
+        {"step": (1.20, 2.5), "step eager": (1.4, 3.1), "prediction": (1.10, 3.75), "memory": (1.15, 3.7)}, _BT,
+    ),
+    *several(
+        "MLP 4 x 4096, BatchEnsemble", "mlp", "BatchEnsemble",
+        {"step": (1.10, 1.85), "prediction": (1.00, 2.1)}, _BATCH,
+    ),
+    *several(
+        "MLP 4 x 4096, rank-1 per member", "mlp", "rank-1 per member",
+        {"step": (1.10, 2.4), "prediction": (1.00, 2.4)},
+    ),
+    *several(
+        f"MLP 2 x 4096, 2-tied, fastest of {len(_TIED)}", "dense", _TIED,
+        {"step": (1.25, 1.57), "memory": (1.2, None)}, _BAYES,
+    ),
+    *several("WRN-28-10, 2-tied flipout", "wrn-gaussian", "2-tied flipout", {"step": (1.5, None)}, _BT[1:]),
+    *several("WRN-28-10, mean-field flipout", "wrn-gaussian", "mean-field flipout", {"step": (1.5, None)}, _BT[1:]),
+    *several("ResNet-18, EMP", "resnet18", "EMP", {"step": (1.03, None), "step eager": (1.10, 1.61)}),
+    *several("ResNet-18, ECMP", "resnet18", "ECMP", {"step": (1.03, None), "step eager": (1.10, 1.59)}),
+    *several("PyramidNet-110, EMP", "pyramid-emp", "EMP", {"step": (1.03, None), "step eager": (1.10, 1.25)}),
+    *several("PyramidNet-110, ECMP", "pyramid-ecmp", "ECMP", {"step": (1.03, None), "step eager": (1.10, 1.30)}),
+    *several(
+        "GPT-2 small, frozen base", "gpt2", "rank-1, frozen base",
+        {"step": (0.95, 1.37), "step eager": (1.1, 1.61)}, _LORA,
+    ),
+    *several(
+        "GPT-2 small, all trained", "gpt2", "rank-1, all trained", {"step": (1.10, 2.16), "step eager": (1.25, 1.78)}
+    ),
+    *several(
+        "ViT-B/16, frozen base", "vit", "rank-1, frozen base",
+        {"step eager": (1.15, 2.87), "step": (1.05, None)}, _LORA[:1],
+    ),
+    *several("LSTM, per example", "lstm", "rank-1 per example", {"step eager": (3.0, 11.2), "step": (3.0, None)}),
+    *several("LSTM, per member", "lstm", "rank-1 per member", {"step eager": (1.3, 2.65), "step": (1.3, None)}),
+    *several("Lab, WRN-16-4, plain", "lab", "plain", {"epoch graph": (0.65, 0.81)}),
+    *several("Lab, WRN-16-4, rank-1 K=4", "lab", "rank1", {"epoch graph": (2.0, 2.70)}),
+    *several("Lab, WRN-16-4, rank-1 split", "lab", "rank1-split", {"epoch graph": (0.75, 1.11)}),
+    *several("Lab, WRN-16-4, BatchEnsemble", "lab", "batchensemble", {"epoch graph": (2.0, 3.40)}),
+    *several("Lab, WRN-16-4, 2-tied flipout", "lab", "ktied-flipout", {"epoch graph": (1.4, 2.73)}),
+    *several("MLP 64-256-256-10 on a CPU, rank-1", "small", "rank-1 per example", {"step eager": (2.0, 8.5)}),
+]  # fmt: skip
+
+
+def page(record: dict[str, Any]) -> str:
+    """docs/performance.md."""
+    rows: Table = {(row["case"], row["mode"], row["method"]): row for row in record["results"]}
+    parts = [_head(record, rows), _targets(rows), _missed(rows), _steps(rows), _scale(record["results"])]
+    parts.append(_rest(record))
+    return "\n".join(line for part in parts for line in [*part, ""]).rstrip() + "\n"
+
+
+def measured(target: Target, rows: Table) -> tuple[Row, float] | None:
+    """The row of the method with the fastest step, for its memory too, and its number; None if it has none."""
+    some = [rows.get((target.case, target.mode, method), {}) for method in target.methods]
+    speed = "seconds" if target.number == "seconds" else "train_ratio"
+    some = [row for row in some if row.get(speed) is not None]
+    best = min(some, key=lambda row: row[speed], default={})
+    return None if best.get(target.number) is None else (best, best[target.number])
+
+
+def met(target: Target, rows: Table) -> bool:
+    """Reached, in the digits that the goal is given in."""
+    found = measured(target, rows)
+    return found is not None and round(found[1], 2) <= target.goal
+
+
+def _head(record: dict[str, Any], rows: Table) -> list[str]:
+    said = {key: value for key, value in record["machine"].items() if key not in ("device", "cores", "threads")}
+    unknown = sum(measured(target, rows) is None for target in TARGETS)
+    reached = sum(met(target, rows) for target in TARGETS)
+    return [
+        "# What it costs",
+        "",
+        "Generated by `python benchmarks/gpu.py --table FILE.json`; do not edit. `make bench-gpu` measures all of it.",
+        "",
+        f"{record['machine']['device']}, {record['machine']['cores']} cores; "
+        f"{', '.join(f'{name} {version}' for name, version in said.items())}; {record['seconds']:.0f} seconds in all.",
+        "",
+        "A ratio is to the plain network on as many rows, in the same mode (compiled or eager), within one run: the",
+        "median over rounds in which all take turns. A step is draw, forward, KL, backward and Adam, in bfloat16",
+        "autocast; memory is the peak of a step, parameters and optimizer included. Rivals run on the same network and",
+        "rows, beside ours.",
+        "",
+        "`before` is an earlier version on the same kind of GPU, in other runs.",
+        "",
+        f"**Of {len(TARGETS)} targets {reached} are met, {len(TARGETS) - reached - unknown} missed, "
+        f"{unknown} not measured.**",
+    ]  # fmt: skip
+
+
+def _targets(rows: Table) -> list[str]:
+    lines = ["| workload | what | before | target | now | | rivals |", "|---|---|---|---|---|---|---|"]
+    for target in TARGETS:
+        found = measured(target, rows)
+        state = "not measured" if found is None else "met" if met(target, rows) else "**missed**"
+        cells = [target.workload, target.what, _number(target.before), _number(target.goal)]
+        cells += [_number(found[1] if found else None), state, _rivals(target, rows)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return ["## Targets", "", *lines]
+
+
+def _rivals(target: Target, rows: Table) -> str:
+    cells = []
+    for rival in target.rivals:
+        case, _, name = rival.rpartition("/")
+        row = rows.get((case or target.case, target.mode, name), {})
+        eager = rows.get((case or target.case, "eager", name), {})
+        if row.get(target.number) is not None:
+            cells.append(f"{name} {_number(row[target.number])}")
+        elif eager.get(target.number) is not None:
+            cells.append(f"{name} {_number(eager[target.number])} eager")
+    return ", ".join(cells)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _missed(rows: Table) -> list[str]:
+    lines = []
+    for target in TARGETS:
+        found = measured(target, rows)
+        if found is not None and not met(target, rows):
+            plain = rows.get((target.case, target.mode, "plain"), {})
+            lines.append(f"- {target.workload}, {target.what}: {_reading(target, found[0], plain)}")
+    rule = f"From a profile of one call. A GPU busy for less than {BUSY:.0%} of the time is read as waiting for Python."
+    return ["## Why targets are missed", "", rule, "", *(lines or ["None is."])]
+
+
+def _reading(target: Target, row: Row, plain: Row) -> str:
+    kind = target.number.split("_")[0]
+    if kind == "peak":
+        return f"{row['peak_mib']:.0f} MiB, plain {plain['peak_mib']:.0f}."
+    ours, theirs = row.get(f"{kind}_profile"), plain.get(f"{kind}_profile", {})
+    if ours is None:
+        return "; ".join(row.get("messages", [])) or "no profile."
+    if "error" in ours:
+        return f"no profile: {ours['error']}"
+    if "busy_ms" not in ours:
+        return f"{ours['kernels']} operations, plain {theirs.get('kernels', 0)}."
+    wall, busy = row[f"{kind}_ms"], ours["busy_ms"]
+    text = f"the GPU is busy for {busy:.2f} of {wall:.2f} ms with {ours['kernels']} kernels"
+    text += f" and {row['graph_breaks']} graph breaks" if row.get("graph_breaks") else ""
+    if "busy_ms" in theirs:
+        text += f", plain {theirs['busy_ms']:.2f} of {plain[f'{kind}_ms']:.2f} ms with {theirs['kernels']}"
+    if busy < BUSY * wall:
+        return f"{text}: bound by Python."
+    longest = ", ".join(f"`{name[:48]}` x {count} {ms:.2f} ms" for name, count, ms in ours["longest"][:3])
+    return f"{text}: bound by kernels; the longest are {longest}."
+
+
+def _steps(rows: Table) -> list[str]:
+    lines = ["## Everything measured", "", "Ratios to plain, and milliseconds."]
+    for case in dict.fromkeys(key[0] for key in rows if not key[0].startswith(("scale", "lab"))):
+        mine = {key: row for key, row in rows.items() if key[0] == case}
+        heads = [(m, k) for m in ("compiled", "eager") for k in ("train", "predict", "peak") if _any(mine, m, k)]
+        names = [f"{COLUMNS[kind]}, {mode}" for mode, kind in heads]
+        sizes = next(iter(mine.values()))["sizes"]
+        lines += ["", f"### {sizes}", "", f"| | {' | '.join(names)} |", "|---" * (len(heads) + 1) + "|"]
+        for method in dict.fromkeys(key[2] for key in mine):
+            cells = [_cell(rows.get((case, mode, method), {}), kind) for mode, kind in heads]
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+    lab = [row for key, row in rows.items() if key[0] == "lab" and "seconds" in row]
+    if lab:
+        lines += ["", f"### Lab: {lab[0]['sizes']}", "", "| | s per epoch | remarks |", "|---|---|---|"]
+        lines += [f"| {row['method']} | {row['seconds']:.2f} | {'; '.join(row['messages'])} |" for row in lab]
+    return lines
+
+
+def _any(rows: Table, mode: str, kind: str) -> bool:
+    return any(key[1] == mode and row.get(f"{kind}_ratio") is not None for key, row in rows.items())
+
+
+def _cell(row: Row, kind: str) -> str:
+    if row.get(f"{kind}_ratio") is None:
+        return "fails" if "error" in row else "-"
+    size = f"{row['peak_mib']:.0f} MiB" if kind == "peak" else f"{row[f'{kind}_ms']:.2f}"
+    return f"{row[f'{kind}_ratio']:.2f} ({size})"
+
+
+def _scale(results: Iterable[Row]) -> list[str]:
+    found = [row for row in results if row["case"].startswith("scale")]
+    if not found:
+        return []
+    lines = ["## Scale"]
+    for case in dict.fromkeys(row["case"] for row in found):
+        mine = [row for row in found if row["case"] == case]
+        heads = {
+            "train_ms": "step, ms",
+            "train_ratio": "ratio",
+            "predict_ms": "prediction, ms",
+            "predict_ratio": "ratio",
+        }
+        heads = {
+            key: head for key, head in (heads | {"peak_mib": "peak MiB"}).items() if any(row.get(key) for row in mine)
+        }
+        lines += [
+            "",
+            f"### {mine[0]['sizes']}",
+            "",
+            f"| | {' | '.join(heads.values())} |",
+            "|---" * (len(heads) + 1) + "|",
+        ]
+        for row in mine:
+            cells = [_number(row.get(key)) if "error" not in row else "fails" for key in heads]
+            lines.append(f"| {row['method']} | {' | '.join(cells)} |")
+    return lines
+
+
+def _rest(record: dict[str, Any]) -> list[str]:
+    lines = [
+        f"- {row['case']}, {row['mode']}, {row['method']}: {row['error'].replace('|', '/')[:160]}"
+        for row in record["results"] if "error" in row
+    ]  # fmt: skip
+    lines += [f"- {name}: no time was left." for name in record["not_run"]]
+    lines += [
+        f"- {row['case']}, {row['mode']}, {row['method']}, prediction: {row['predict_error'].replace('|', '/')[:160]}"
+        for row in record["results"] if "predict_error" in row
+    ]  # fmt: skip
+    return ["## Not measured", "", *lines] if lines else []
