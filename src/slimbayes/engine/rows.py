@@ -37,9 +37,9 @@ def apply_rows(
     of the pass then owns a block of them. The result may come in `dtype`, where that costs nothing.
     """
     if isinstance(factor, Seeded):
-        rows, dim = spread(x, current.rows, dim)
-        if rows.dim() == 2 and dim == 0 and rows.shape[0] == factor.rows and rows.stride(1) == 1:
-            return factor.meet(rows, bias, dtype)
+        x, dim = spread(x, current.rows, dim)
+        if x.dim() == 2 and dim == 0 and x.shape[0] == factor.rows and x.stride(1) == 1:
+            return factor.meet(x, bias, dtype)
         if bias is not None and bias.shape[0] > 1:
             bias = bias[block_of_row(factor.rows, bias.shape[0], bias.device)]
         return apply_rows(combine, x, factor.lines(), current, dim, channel_dim, bias, dtype)

@@ -88,7 +88,7 @@ def combinations(
     """The runs of a sweep, equal ones once; raises ConfigError with every one that is not valid."""
     rows = row_names(read_tree(Path(config)))
     axes = [[(path, value) for value in values] for path, values in map(_axis, over)]
-    count = math.prod(map(len, [rows or [""], *axes]))
+    count = max(len(rows), 1) * math.prod(len(axis) for axis in axes)
     if count > MOST:
         raise ConfigError(f"The sweep has {count:,} combinations, more than {MOST:,}.")
     found: dict[str, Run] = {}

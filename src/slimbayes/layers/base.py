@@ -125,7 +125,7 @@ class BayesLayer(Converted):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         """The map of one site, with its present weight and bias, for inputs with rows along `batch_dim`."""
-        own = self._parameters
+        own: dict[str, Any] = self._parameters
         bias = own["bias"] if "bias" in own else self.own_value("bias") if has(self, "bias") else None
         weight, mask = own["weight"] if "weight" in own else self.own_value("weight"), mask_of(self)
         return LinearMap(weight, bias, self.bayes_op, self.bayes_outer, batch_dim, self.bayes_channel_dim, mask=mask)

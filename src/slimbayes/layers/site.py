@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from slimbayes.engine.fused import Seeded, lowered
+from slimbayes.engine.fused import lowered
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import apply_rows, sizes_of_blocks, spread
 
@@ -97,8 +97,8 @@ class LinearMap:
         self,
         combine: Any,
         x: Tensor,
-        s: Tensor | Seeded,
-        r: Tensor | Seeded | None,
+        s: Any,
+        r: Any,
         current: Pass,
         weights: Tensor | None = None,
         bias: Tensor | None = None,

@@ -118,7 +118,7 @@ def _seeded_values(factors: Sequence[Factor], alike: Sequence[Any], current: Pas
     q = joint(factors, lambda parameter: current.pick(lead, parameter, current.blocks(lead)))
     sizes = [f.channels for f in factors]
     locs = q.loc.split(sizes, dim=1)
-    scales = [None] * len(factors) if isinstance(q, Point) else q.scale.split(sizes, dim=1)
+    scales = [None] * len(factors) if factors[0].family is Point else q.scale.split(sizes, dim=1)
     return [
         Seeded(loc, scale, *owner[f], f.family.__name__, lead.clip, rows)
         for f, loc, scale in zip(factors, locs, scales, strict=True)
@@ -131,7 +131,7 @@ def _joint_values(factors: Sequence[Factor], noise: list[Tensor], current: Pass,
     # The rows of a block meet the numbers of its member by broadcasting, which copies nothing.
     nested = not same(count, blocks) and same(count % blocks, 0)
     q = joint(factors, lambda parameter: current.pick(lead, parameter, blocks if nested else count))
-    if isinstance(q, Point):
+    if factors[0].family is Point:
         return q.loc.repeat_interleave(count // blocks, 0) if nested else q.loc
     lines = noise[0] if len(noise) == 1 else torch.cat(noise, 1)
     if not nested:
