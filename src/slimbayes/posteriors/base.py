@@ -113,6 +113,12 @@ class Posterior(Keyed, ABC):
         """Which of a few functions each draw of this pass is, as integers (n,); None where draws are not countable."""
         return None
 
+    def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """This pass's draws as lines s (n, in), r (n, out) and bias (n, out) or None, where they make of a map W x + b
+        (W (x o s)) o r + b + bias; None where draws are anything else.
+        """
+        return None
+
     def log_ratio(self, linear: LinearMap) -> Tensor | None:
         """log p - log q of each held draw under prior and posterior, (n,) in float64; None where no density is
         known.

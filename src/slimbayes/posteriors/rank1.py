@@ -249,6 +249,10 @@ class Rank1Posterior(WeightPosterior):
             return None
         return current.pick(self, torch.cat([torch.zeros_like(self.bias[:1]), self.bias]), count)
 
+    def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        r, s, bias = self.values()
+        return None if self.additive or r.shape[1] > 1 else (s.squeeze(1), r.squeeze(1), bias)
+
     def kl(self, linear: MapOf) -> Tensor:
         return sum(self.kl_together([self], [linear]), self.r.loc.new_zeros(()))
 
