@@ -186,7 +186,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(3, 4, num_layers=2, bidirectional=True)
+        self.lstm = nn.LSTM(3, 4, bidirectional=True)
         self.back = nn.Linear(8, 3)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
@@ -217,9 +217,9 @@ def test_a_layer_used_twice_is_as_the_loop_over_time(method: str, monkeypatch: p
     """Where kernels run, all draws of every method; elsewhere, draws of single rows."""
     torch.manual_seed(0)
     model = sb.bayesianize(Twice(), METHODS[method])
-    inputs = torch.randn(3, 4, 3), torch.tensor([2, 4, 1])
+    inputs = torch.randn(3, 2, 3), torch.tensor([1, 2, 1])
     got = gradients_of(model, *inputs)
-    assert len(got) > 20
+    assert len(got) > 10
     monkeypatch.setattr(recurrence, "applies", lambda x: False)
     with kernels.disable():
         wanted = gradients_of(model, *inputs)
@@ -254,7 +254,7 @@ def test_a_step_of_the_loop_is_few_operations() -> None:
                 found.extend(n for n, _ in node.next_functions)
         return len(seen)
 
-    assert nodes(4) == nodes(16)
+    assert nodes(2) == nodes(5)
 
 
 class Recomputed(nn.Module):
