@@ -368,6 +368,7 @@ def single_model(plain: nn.Module, net: Any, n: int) -> nn.Module:
     swapped = isinstance(out, (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvTransposeNd))  # weight is (in, out)
     for site, posterior in net.posterior.items():
         r, s, offset = (None if t is None else t[n].detach() for t in posterior.values())
+        r, s = torch.atleast_2d(r), torch.atleast_2d(s)
         mask = torch.einsum("pi,po->io" if swapped else "pi,po->oi", s, r) / len(r)
         with torch.no_grad():
             if isinstance(out, nn.MultiheadAttention) and site != "out":

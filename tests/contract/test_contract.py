@@ -284,6 +284,7 @@ def _target(layer: nn.Module, site: str) -> tuple[Tensor, Tensor | None]:
 
 def _spread(layer: nn.Module, r: Tensor, s: Tensor, shape: torch.Size) -> Tensor:
     """The factor product of every weight element, one element at a time."""
+    r, s = torch.atleast_2d(r), torch.atleast_2d(s)  # of any rank
     full = torch.einsum("jo,ji->oi", r, s) / r.shape[0]  # (out, in)
     out = torch.empty(shape[:2], dtype=r.dtype)
     groups, transposed = getattr(layer, "groups", 1), isinstance(layer, nn.modules.conv._ConvTransposeNd)

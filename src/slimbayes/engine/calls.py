@@ -141,7 +141,9 @@ def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, firs
 def _finish(new: Pass, posteriors: Sequence[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
     noise.realise(posteriors, new)
-    new.compiled = isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in function.modules())
+    new.compiled = isinstance(function, nn.Module) and any(
+        "_orig_mod" in m._modules for m in passes.modules_of(function)
+    )
     out = passes.run(new, function, *args, **kwargs)
     notice(posteriors, new)
     passes.remember(out, new)

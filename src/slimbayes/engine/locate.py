@@ -46,7 +46,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def tree_of(model: nn.Module) -> int:
-    return hash(tuple(map(id, model.modules())))
+    return hash(tuple(map(id, passes.modules_of(model))))
 
 
 def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:

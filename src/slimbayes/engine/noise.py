@@ -46,17 +46,29 @@ def _noise(posteriors: Sequence[Any], new: Pass) -> list[Noise]:
     kinds = [(p.device, p.dtype) for p in posteriors]
     for device, dtype in dict.fromkeys(kinds):
         index = [i for i, kind in enumerate(kinds) if kind == (device, dtype)]
-        widths = [posteriors[i].widths(new.rowwise and not posteriors[i].blockwise) for i in index]
+        rowwise = [new.rowwise and not posteriors[i].blockwise for i in index]
+        seeded = [apart and posteriors[i].seeded(new.rows) for i, apart in zip(index, rowwise, strict=True)]
+        widths = [
+            (0, 0) if late else posteriors[i].widths(apart)
+            for i, apart, late in zip(index, rowwise, seeded, strict=True)
+        ]
         counts = [new.blocks(posteriors[i]) for i in index]
         sizes = [count * width for count, (width, _) in zip(counts, widths, strict=True)]
         flat = standard_normal((sum(sizes),), device, dtype)
         blocks = [part.view(n, size // n) for part, n, size in zip(flat.split(sizes), counts, sizes, strict=True)]
         per_row = [width for _, width in widths]
-        rows = new.rows if any(per_row) else 0
+        rows = new.rows if any(per_row) or any(seeded) else 0
         lines = standard_normal((rows, sum(per_row)), device, dtype).split(per_row, dim=1)
-        for i, block, row in zip(index, blocks, lines, strict=True):
-            out[i] = Noise(block, row)
+        seed = _seed(device) if any(seeded) else None
+        for i, block, row, late in zip(index, blocks, lines, seeded, strict=True):
+            out[i] = Noise(block, row, seed if late else None, 2 * i)
     return [noise for noise in out if noise is not None]
+
+
+def _seed(device: torch.device) -> Tensor:
+    """A whole number of 48 bits on a device, for kernels that make numbers from it."""
+    low, high = (uniform((2,), device) * 2**24).long().unbind()
+    return low + high * 2**24
 
 
 def processes() -> tuple[int, int]:

@@ -32,10 +32,20 @@ if TYPE_CHECKING:
 
 
 class Noise(NamedTuple):
-    """Standard normals of one pass for one posterior: one line for each block of rows, and one for each row."""
+    """Standard normals of one pass for one posterior: one line for each block of rows, and one for each row.
+
+    Where kernels make the numbers of rows as they need them, there is a seed instead, and `row` is empty, (R, 0).
+    """
 
     block: Tensor
     row: Tensor
+    seed: Tensor | None = None
+    salt: int = 0  # tells the posteriors of a pass apart
+    first_row: int = 0  # of a view
+
+    def part(self, block: slice | Tensor, rows: slice) -> Noise:
+        """Some of the blocks, and rows of one of them."""
+        return self._replace(block=self.block[block], row=self.row[rows], first_row=self.first_row + rows.start)
 
 
 class Unproven(Exception):
@@ -94,7 +104,7 @@ class Pass:
         new = self.view(self.rows // (self.draws or 1), layout)
         new.draws, new.first, new.index, new.values = 1, self.first + index, index, {}
         rows = slice(index * new.rows, (index + 1) * new.rows)
-        new.noise = {key: Noise(n.block[index : index + 1], n.row[rows]) for key, n in self.noise.items()}
+        new.noise = {key: noise.part(slice(index, index + 1), rows) for key, noise in self.noise.items()}
         return new
 
     def take(self, index: Tensor) -> Pass:
@@ -275,14 +285,31 @@ class Keyed(nn.Module):
         self.key = f"p{next(_KEYS)}"
 
 
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """root.modules(), several times as fast: each call of a model reads its tree anew."""
+    if torch.compiler.is_compiling():
+        return list(root.modules())
+    seen: dict[nn.Module, None] = {}
+    ahead: list[nn.Module | None] = [root]
+    while ahead:
+        module = ahead.pop()
+        if module is not None and module not in seen:
+            seen[module] = None
+            ahead.extend(reversed(module._modules.values()))
+    return list(seen)
+
+
 def posteriors_of(module: nn.Module) -> list[Any]:
     """Every posterior under a module, each once, in a fixed order."""
-    return [m for m in module.modules() if isinstance(m, Keyed)]
+    return [m for m in modules_of(module) if isinstance(m, Keyed)]
 
 
 def first_key(module: nn.Module) -> str | None:
     """The key of the first posterior under a module."""
-    for m in module.modules():
-        if isinstance(m, Keyed):
-            return m.key
+    if isinstance(module, Keyed):
+        return module.key
+    for child in module._modules.values():
+        found = None if child is None else first_key(child)
+        if found is not None:
+            return found
     return None

@@ -3,11 +3,13 @@
 Sizes: n draws of the pass (one for each block of rows, or for each row), R rows of the pass, C channels.
 """
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slimbayes.engine.fused import Seeded, fused
 from slimbayes.engine.passes import Pass, Unproven, block_of_row, block_sizes, same
 
 
@@ -18,47 +20,77 @@ def spread(x: Tensor, rows: int, dim: int) -> tuple[Tensor, int]:
     return x.expand(rows, *x.shape[1:]), 0
 
 
-def apply_rows(combine: Any, x: Tensor, factor: Tensor, current: Pass, dim: int, channel_dim: int) -> Tensor:
-    """Combine activations with factors that differ between rows.
+def apply_rows(
+    combine: Any,
+    x: Tensor,
+    factor: Tensor | Seeded,
+    current: Pass,
+    dim: int,
+    channel_dim: int,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Combine activations with factors that differ between rows, then add a bias.
 
-    Shape: x has its rows along `dim` and its channels along `channel_dim`; factor is (n, channels). A layer may see
-    more rows than the pass has (windows or time steps folded into the batch): each row of the pass then owns a block of
-    them.
+    Shape: x has its rows along `dim` and its channels along `channel_dim`; factor is (n, channels), bias the same or
+    (1, channels). A layer may see more rows than the pass has (windows or time steps folded into the batch): each row
+    of the pass then owns a block of them. The result may come in `dtype`, where that costs nothing.
     """
-    factor = factor.to(x.dtype)
+    if isinstance(factor, Seeded):
+        rows, dim = spread(x, current.rows, dim)
+        if rows.dim() == 2 and dim == 0 and rows.shape[0] == factor.rows and rows.stride(1) == 1:
+            return factor.meet(rows, bias, dtype)
+        if bias is not None and bias.shape[0] > 1:
+            bias = bias[block_of_row(factor.rows, bias.shape[0], bias.device)]
+        return apply_rows(combine, x, factor.lines(), current, dim, channel_dim, bias, dtype)
+    done = fused(combine, x, factor, dim, channel_dim, bias, dtype or x.dtype)
+    if done is not None:
+        return done
+    lines = [f if f.dtype == x.dtype else f.to(x.dtype) for f in (factor, bias) if f is not None]
     if factor.shape[0] == 1:
-        return combine(
-            x, _place(factor, x.dim(), 0 if channel_dim % x.dim() else 1, channel_dim) if x.dim() > 1 else factor[0]
-        )
+        at = 0 if x.dim() < 2 or channel_dim % x.dim() else 1
+        return _combined(combine, x, [_place(f, x.dim(), at, channel_dim) if x.dim() > 1 else f[0] for f in lines])
     x, dim = spread(x, current.rows, dim)
-    rows, seen = current.rows, x.shape[dim]
-    if torch.compiler.is_compiling():
+    rows, seen, count = current.rows, x.shape[dim], factor.shape[0]
+    if torch.compiler.is_compiling() and not (same(rows % count, 0) and same(seen % count, 0)):
         # Cutting x into blocks divides its symbolic size anew in every layer, and the compiler's algebra explodes; a
-        # lookup does not.
-        if not same(factor.shape[0], rows):
-            factor = factor[block_of_row(rows, factor.shape[0], factor.device)]
+        # lookup does not, but its gradient is a scatter.
+        if not same(count, rows):
+            lines = _looked_up(lines, block_of_row(rows, count, factor.device))
         if not same(seen, rows):
-            factor = factor[torch.arange(seen, device=factor.device) // (seen // rows)]
-        return combine(x, _place(factor, x.dim(), dim, channel_dim))
-    if rows % factor.shape[0]:
-        factor = factor[block_of_row(rows, factor.shape[0], factor.device)]
-    count = factor.shape[0]
-    if seen == count:
-        return combine(x, _place(factor, x.dim(), dim, channel_dim))
+            lines = _looked_up(lines, torch.arange(seen, device=factor.device) // (seen // rows))
+        return _combined(combine, x, [_place(f, x.dim(), dim, channel_dim) for f in lines])
+    if rows % count:
+        lines, count = _looked_up(lines, block_of_row(rows, count, factor.device)), rows
+    if same(seen, count):
+        return _combined(combine, x, [_place(f, x.dim(), dim, channel_dim) for f in lines])
     if seen % count:
         raise Unproven(f"a layer met {seen} rows, which {count} draws cannot share")
-    if channel_dim > dim:
-        channel_dim += 1
+    channel_dim = channel_dim + 1 if channel_dim > dim else channel_dim
     blocks = x.unflatten(dim, (count, seen // count))
     # Back to the very shape of x: flattening would nest a division in every layer's symbolic shape when it is compiled.
-    return combine(blocks, _place(factor, blocks.dim(), dim, channel_dim)).reshape(x.shape)
+    placed = [_place(f, blocks.dim(), dim, channel_dim) for f in lines]
+    return _combined(combine, blocks, placed).reshape(x.shape)
+
+
+def _looked_up(lines: list[Tensor], index: Tensor) -> list[Tensor]:
+    return [line if line.shape[0] == 1 else line[index] for line in lines]
+
+
+def _combined(combine: Any, x: Tensor, placed: list[Tensor]) -> Tensor:
+    if len(placed) == 1:
+        return combine(x, placed[0])
+    factor, bias = placed
+    return torch.addcmul(bias, x, factor) if combine is operator.mul else combine(x, factor) + bias
 
 
 def _place(factor: Tensor, ndim: int, dim: int, channel_dim: int) -> Tensor:
     """Reshape (n, channels) so that it broadcasts against x."""
+    if ndim == 2 and dim == 0:
+        return factor
     shape = [1] * ndim
     shape[dim], shape[channel_dim] = factor.shape
-    return factor.reshape(shape)
+    return factor.view(shape) if factor.is_contiguous() else factor.reshape(shape)
 
 
 def per_row(factor: Tensor, seen: int, current: Pass) -> Tensor:

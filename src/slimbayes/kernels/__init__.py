@@ -6,13 +6,14 @@ as the tests do where there is no GPU.
 """
 
 import os
-from functools import lru_cache
 from importlib.util import find_spec
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_POSSIBLE = find_spec("triton") is not None and (INTERPRETED or torch.cuda.is_available())
 _ALLOWED = [True]
 
 
@@ -44,16 +45,4 @@ def enable() -> None:
 
 def ready(*tensors: Tensor) -> bool:
     """Whether kernels may run on these tensors."""
-    if not _ALLOWED[0] or not _installed():
-        return False
-    return all(t.is_cuda for t in tensors) or _interpreted()
-
-
-@lru_cache(maxsize=1)
-def _installed() -> bool:
-    return find_spec("triton") is not None and (_interpreted() or torch.cuda.is_available())
-
-
-@lru_cache(maxsize=1)
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return _ALLOWED[0] and _POSSIBLE and (INTERPRETED or all(t.is_cuda for t in tensors))

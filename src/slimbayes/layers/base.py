@@ -29,7 +29,7 @@ class Converted(nn.Module):
     @property
     def bayes_key(self) -> str:
         """How passes know it: by its first posterior."""
-        first: Any = next(iter(self.posterior._modules.values()))
+        first: Any = next(iter(self._modules["posterior"]._modules.values()))  # type: ignore[union-attr]
         return first.key
 
     @property
@@ -57,12 +57,15 @@ class Converted(nn.Module):
         raise NotImplementedError
 
     def _bayes_inside(self, *args: Any, **kwargs: Any) -> Any:
-        found: Any = passes.of(self.bayes_key)
+        key = self.bayes_key
+        return self._bayes_in(passes.of(key), key, args, kwargs)
+
+    def _bayes_in(self, found: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if found.probing:
             return found.visit(self, args, kwargs)
         if not torch.compiler.is_compiling():
             found.drawn_yet = True
-            found.met[self.bayes_key] = None
+            found.met[key] = None
         return self.bayes_forward(*args, **kwargs)
 
 
@@ -71,10 +74,11 @@ def _forward_of(plain: type[nn.Module]) -> Any:
 
     @functools.wraps(plain.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = passes.of(self.bayes_key)
+        key = self.bayes_key
+        found = passes.of(key)
         if found is None or found.held:
             return calls.bare(self, self._bayes_inside, args, kwargs)
-        return self._bayes_inside(*args, **kwargs)
+        return self._bayes_in(found, key, args, kwargs)
 
     return forward
 
@@ -121,8 +125,9 @@ class BayesLayer(Converted):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         """The map of one site, with its present weight and bias, for inputs with rows along `batch_dim`."""
-        bias = self.own_value("bias") if has(self, "bias") else None
-        weight, mask = self.own_value("weight"), mask_of(self)
+        own = self._parameters
+        bias = own["bias"] if "bias" in own else self.own_value("bias") if has(self, "bias") else None
+        weight, mask = own["weight"] if "weight" in own else self.own_value("weight"), mask_of(self)
         return LinearMap(weight, bias, self.bayes_op, self.bayes_outer, batch_dim, self.bayes_channel_dim, mask=mask)
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,9 +139,10 @@ class BayesLayer(Converted):
 
     def rows_of(self, x: Tensor) -> int:
         """The dimension of an input that holds rows, as proven."""
-        found = passes.of(self.bayes_key)
+        key = self.bayes_key
+        found = passes.of(key)
         assert found is not None
-        return found.dim(self.bayes_key, x)
+        return found.dim(key, x)
 
     def posteriors(self) -> list[Any]:
         return posteriors_at(self)
@@ -145,7 +151,9 @@ class BayesLayer(Converted):
         """Apply this pass's draw of one site's linear map; an input of `unbatched` dimensions counts as one row."""
         if x.dim() == unbatched:
             return self.project_draw(site, x.unsqueeze(0), 0).squeeze(0)
-        return self.posterior[site](x, self.linear_map(site, self.rows_of(x) if batch_dim is None else batch_dim))
+        posterior: Any = self._modules["posterior"]._modules[site]  # type: ignore[union-attr]
+        # Not a call of the module: nobody hooks a posterior, and a call costs as much as the product of a small layer.
+        return posterior.forward(x, self.linear_map(site, self.rows_of(x) if batch_dim is None else batch_dim))
 
     def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
         """Put a drawn weight and bias into a plain layer of the same type."""

@@ -26,8 +26,15 @@ class LookupMap(LinearMap):
         return x  # a lookup has weight one
 
     def modulated(
-        self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None
-    ) -> Tensor:
+        self,
+        combine: Any,
+        x: Tensor,
+        s: Tensor,
+        r: Tensor | None,
+        current: Pass,
+        weights: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # a table has no bias
         rows, dim = spread(x, current.rows, self.batch_dim) if s.shape[0] > 1 else (x, 0)
         rows = rows.movedim(dim, 0)
         words = per_row(s, rows.shape[0], current).gather(1, rows.reshape(rows.shape[0], -1)).view(rows.shape)
@@ -99,11 +106,20 @@ class BagMap(LinearMap):
         return self.reduce(self.apply(x, weights, current), x)
 
     def modulated(
-        self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None
-    ) -> Tensor:
+        self,
+        combine: Any,
+        x: Tensor,
+        s: Tensor,
+        r: Tensor | None,
+        current: Pass,
+        weights: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # a table has no bias
         return self.reduce(self._vectors(combine, x, s, r, current, weights), x)
 
-    def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
+    def averaged(
+        self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, bias: Tensor | None = None
+    ) -> Tensor:
         # A maximum does not commute with the mean over products either.
         products = [self._vectors(combine, x, s[:, j], r[:, j], current, None) for j in range(s.shape[1])]
         return self.reduce(torch.stack(products).mean(0), x)

@@ -4,6 +4,7 @@ Sizes: n draws of a pass, m x n the matrix view of a weight.
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from slimbayes.engine.fused import Seeded, lowered
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import apply_rows, sizes_of_blocks, spread
 
@@ -92,16 +94,23 @@ class LinearMap:
     mask: Tensor | None = None  # broadcasts against weight: zero where it must stay as it is (padding, pruned)
 
     def modulated(
-        self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None = None
+        self,
+        combine: Any,
+        x: Tensor,
+        s: Tensor | Seeded,
+        r: Tensor | Seeded | None,
+        current: Pass,
+        weights: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """op(x . s) . r without a bias, where . is `combine` (multiply or add), s is (n, n_in), r is (n, n_out) or
+        """op(x . s) . r + bias, where . is `combine` (multiply or add), s is (n, n_in), r and bias are (n, n_out) or
         None.
 
         With `weights` (blocks, ...) each block of rows has a weight of its own.
         """
-        x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim)
+        x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, dtype=lowered(x))
         y = self.apply(x, weights, current)
-        return y if r is None else self.rows(combine, y, r, current)
+        return y if r is None else apply_rows(combine, y, r, current, self.batch_dim, self.channel_dim, bias)
 
     def apply(self, x: Tensor, weights: Tensor | None, current: Pass) -> Tensor:
         """op without a bias, with the layer's own weight or one for each block of rows."""
@@ -111,12 +120,13 @@ class LinearMap:
         """The inputs that carry variances where x carries means."""
         return x.square()
 
-    def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass) -> Tensor:
-        """Mean of `modulated` over p products of factors: s is (n, p, n_in), r is (n, p, n_out)."""
-        y = self.modulated(combine, x, s[:, 0], r[:, 0], current)
-        for j in range(1, s.shape[1]):
-            y = y + self.modulated(combine, x, s[:, j], r[:, j], current)
-        return y / s.shape[1] if s.shape[1] > 1 else y
+    def averaged(
+        self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, bias: Tensor | None = None
+    ) -> Tensor:
+        """Mean of `modulated` over p products of factors, s (n, p, n_in) and r (n, p, n_out), and a bias (n, n_out)."""
+        parts = [self.modulated(combine, x, s[:, j], r[:, j], current) for j in range(s.shape[1])]
+        y = sum(parts[1:], parts[0]) / len(parts)
+        return y if bias is None else self.rows(operator.add, y, bias, current)
 
     def masked(self, change: Tensor) -> Tensor:
         """A change of the weight, without what must stay as it is."""

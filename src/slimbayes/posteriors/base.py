@@ -56,6 +56,10 @@ class Posterior(Keyed, ABC):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         """How many standard normals a pass takes for each block and for each row; the latter only if `rowwise`."""
 
+    def seeded(self, rows: int) -> bool:
+        """Whether kernels make the noise of so many rows from a seed, so that a pass draws none."""
+        return False
+
     @abstractmethod
     def realise(self, noise: Noise, pick: Pick) -> Any:
         """Turn noise into draws; `pick(parameter, n)` lays a parameter (K, ...) out by member of each block or row."""
@@ -97,7 +101,8 @@ class Posterior(Keyed, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the noise: that of the parameters, float32 at least."""
-        return torch.promote_types(self.anchor.dtype, torch.float32)
+        own = self.anchor.dtype
+        return torch.float32 if own in (torch.float16, torch.bfloat16) else own
 
     @property
     def sharded(self) -> bool:
@@ -169,7 +174,7 @@ class Posterior(Keyed, ABC):
     @property
     def per_row(self) -> bool:
         """Whether this pass has noise for every row, not only for blocks of rows."""
-        return self.noise.row.shape[1] > 0
+        return self.noise.seed is not None or self.noise.row.shape[1] > 0
 
     @property
     def has_weights(self) -> bool:

@@ -36,7 +36,8 @@ from slimbayes.distributions.families import (
     rho_from_scale,
 )
 from slimbayes.distributions.kl import check_pair, kl
-from slimbayes.engine.passes import Noise, Pass
+from slimbayes.engine.fused import seeded
+from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role, WeightPosterior
 from slimbayes.posteriors.checks import check_choice, check_count, check_distribution, check_not_negative, check_number
@@ -201,6 +202,9 @@ class Rank1Posterior(WeightPosterior):
         self.members = config.members
         self.rowwise = config.draws == "example" and config.posterior != "point"
         self.clip = config.clip
+        # Elsewhere many activations share a factor, and noise is small beside them.
+        self.dense = site.positions == "one" and not site.whole and config.rank == 1
+        self.dense &= config.perturbation == "multiplicative"
         self.additive = config.perturbation == "additive"
 
     def role(self, name: str) -> Role:
@@ -208,7 +212,7 @@ class Rank1Posterior(WeightPosterior):
 
     @property
     def anchor(self) -> Tensor:
-        return self.r.loc
+        return self._modules["r"]._parameters["loc"]  # type: ignore[union-attr, return-value]
 
     @property
     def countable(self) -> bool:
@@ -227,6 +231,9 @@ class Rank1Posterior(WeightPosterior):
         width = self.r.width + self.s.width
         return (0, width) if self.rowwise and rowwise else (width, 0)
 
+    def seeded(self, rows: int) -> bool:
+        return self.dense and self.rowwise and seeded(self.r.width + self.s.width, rows, self.anchor)
+
     @property
     def has_weights(self) -> bool:
         return not self.per_row or self.drawn == 1
@@ -239,15 +246,13 @@ class Rank1Posterior(WeightPosterior):
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
         current = posteriors[0].current
-        by_row = {p.key: current.noise[p.key].row.shape[1] > 0 for p in posteriors}
-        for alike in grouped(posteriors, lambda p: (p.members, by_row[p.key], p.clip, p.device, p.dtype)):
-            for p, (r, s) in zip(alike, draw_alike(alike, current, by_row[alike[0].key]), strict=True):
-                current.values[p.key] = Drawn(r, s, p._drawn_bias(current, r.shape[0]))
 
-    def _drawn_bias(self, current: Pass, count: int) -> Tensor | None:
-        if self.bias is None:
-            return None
-        return current.pick(self, torch.cat([torch.zeros_like(self.bias[:1]), self.bias]), count)
+        def kind(p: Self) -> tuple[Any, ...]:
+            noise, anchor = current.noise[p.key], p.anchor
+            return p.members, noise.row.shape[1] > 0, noise.seed is None, p.clip, anchor.device, anchor.dtype
+
+        for alike in grouped(posteriors, kind):
+            current.values.update(zip([p.key for p in alike], draw_alike(alike, current), strict=True))
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         r, s, bias = self.values()
@@ -274,18 +279,22 @@ class Rank1Posterior(WeightPosterior):
         return total
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        drawn: Drawn = self.values()
+        current = self.current
+        drawn: Drawn = current.values.get(self.key) or self.values()
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
-        # Eq. 1: y = (W (x o s)) o r, averaged over the p products
-        current = self.current
-        y = linear.add_bias(linear.averaged(combine, x, drawn.s, drawn.r, current))
-        return y if drawn.bias is None else linear.rows(operator.add, y, drawn.bias, current)
+        bias = None if linear.bias is None else linear.bias.unsqueeze(0)
+        if bias is not None and drawn.bias is not None:
+            bias = bias + drawn.bias.to(bias.dtype)
+        # Eq. 1: y = (W (x o s)) o r + b, averaged over the p products
+        apply = linear.modulated if drawn.s.dim() == 2 else linear.averaged
+        return apply(combine, x, drawn.s, drawn.r, current, bias=bias)
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()
-        r, s, weight = drawn.r[index], drawn.s[index], linear.weight
+        weight = linear.weight
+        r, s = drawn.r[index].view(-1, drawn.r.shape[-1]), drawn.s[index].view(-1, drawn.s.shape[-1])
         bias = linear.bias
         if bias is not None and drawn.bias is not None:
             bias = bias + drawn.bias[index].to(weight.dtype)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.passes import posteriors_of
+from slimbayes.engine.passes import modules_of, posteriors_of
 from slimbayes.layers.base import BayesLayer
 
 
@@ -67,7 +67,7 @@ def kl(model: nn.Module) -> Tensor:
         >>> bool(kl(sb.bayesianize(nn.Linear(4, 3), sb.Rank1())) > 0)
         True
     """
-    layers = [m for m in model.modules() if isinstance(m, BayesLayer)]
+    layers = [m for m in modules_of(model) if isinstance(m, BayesLayer)]
     every: list[tuple[Any, Any]] = [
         (p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()
     ]

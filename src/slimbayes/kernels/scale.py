@@ -1,0 +1,256 @@
+"""y = x * f + b in one pass over the activations, and the gradients of x, f and b in another.
+
+The factors f differ between blocks of rows (`loc` alone), or between single rows, as loc + scale * noise. Such noise is
+as large as the activations: it is made where it is used, from a seed, and again in the backward pass, and never stored.
+
+    numbers     Philox keyed by the seed, with the counter (column / 4, row, salt), whose four outputs serve four
+                columns side by side. The noise of an element does not depend on how the work is cut.
+    sums        each program adds up some rows of one block; the parts are added by torch, in a fixed order.
+
+Sizes: M rows, C channels, B blocks of rows: row i belongs to block i * B // M.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slimbayes.kernels.launch import aligned, launch
+
+POINT, NORMAL, CAUCHY, LOGNORMAL = 0, 1, 2, 3
+FAMILIES = {"Point": POINT, "Normal": NORMAL, "Cauchy": CAUCHY, "LogNormal": LOGNORMAL}
+BUSY = 2048  # programs that keep a GPU busy
+
+
+class How(NamedTuple):
+    """What is fixed about a call: family of the factors, clip (inf for none), salt and first row of their noise."""
+
+    family: int = POINT
+    clip: float = float("inf")
+    salt: int = 0
+    first_row: int = 0
+
+
+def scaled(
+    x: Tensor,
+    loc: Tensor,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    seed: Tensor | None = None,
+    how: How = How(),  # noqa: B008 (immutable)
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x * f + bias.
+
+    Shape: x (M, C); loc, scale (B, C); bias (B, C) or (1, C); seed a whole number on x's device. Columns must lie side
+    by side. The result has x's type or `dtype`.
+    """
+    return _Scaled.apply(x, loc, scale, bias, seed, *how, dtype or x.dtype)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        loc: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        seed: Tensor | None,
+        family: int,
+        clip: float,
+        salt: int,
+        first_row: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        y = torch.empty(x.shape, dtype=dtype, device=x.device)
+        if x.shape[0]:
+            grid, rows, sizes, constants = _plan(x, loc)
+            steps = _steps(loc, scale, bias)
+            launch(
+                _forward,
+                grid,
+                (x, loc, scale, bias, seed, y, salt, first_row, clip, rows, *sizes, *steps),
+                (*constants, family, bias is not None),
+                (x.dtype, loc.dtype, dtype, bias is not None and bias.dtype, *aligned(x)),
+            )
+        ctx.save_for_backward(x, loc, scale, seed)
+        ctx.how, ctx.bias = (family, clip, salt, first_row), None if bias is None else (bias.shape[0], bias.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, loc, scale, seed = ctx.saved_tensors
+        need_x, need_loc, need_scale, need_bias = ctx.needs_input_grad[:4]
+        g, (family, clip, salt, first_row) = gradients[0].contiguous(), ctx.how
+        grid, rows, sizes, constants = _plan(x, loc)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
+        count = need_loc + need_scale + need_bias
+        # Sums that are needed lie in a row: of loc, of scale, of bias.
+        parts = torch.empty((count, loc.shape[0], grid[1], x.shape[1]), dtype=torch.float32, device=x.device)
+        if x.shape[0]:
+            steps = _steps(loc, scale, None)
+            launch(
+                _backward,
+                grid,
+                (g, x, loc, scale, seed, dx, parts, salt, first_row, clip, rows, *sizes, *steps, grid[1]),
+                (*constants, family, need_x, need_loc, need_scale, need_bias),
+                (g.dtype, x.dtype, loc.dtype, *aligned(x, g)),
+            )
+        else:
+            parts.zero_()
+        sums = iter(parts.sum(2) if grid[1] > 1 else parts.squeeze(2))
+        dloc, dscale = (next(sums).to(loc.dtype) if need else None for need in (need_loc, need_scale))
+        dbias = None
+        if need_bias:
+            lines, dtype = ctx.bias
+            dbias = next(sums).to(dtype) if lines > 1 else next(sums).sum(0, keepdim=True).to(dtype)
+        return dx, dloc, dscale, dbias, None, None, None, None, None, None
+
+
+def _steps(*lines: Tensor | None) -> list[int]:
+    """How far apart the lines of two blocks lie; a single line serves all."""
+    return [0 if line is None or line.shape[0] == 1 else line.stride(0) for line in lines]
+
+
+def _plan(x: Tensor, loc: Tensor) -> tuple[tuple[int, int, int], int, tuple[int, int], tuple[int, ...]]:
+    """Grid (blocks of rows, chunks of a block, tiles of columns), rows of a chunk, sizes (M, B), and constants."""
+    (rows, channels), count = x.shape, loc.shape[0]
+    wide = 32 if channels <= 32 else 64 if channels <= 64 else 128
+    tiles, largest = -(-channels // wide), -(-rows // count)
+    # As many programs as keep a GPU busy; without chunks there is nothing to add up afterwards.
+    chunks = 1 if count * tiles >= BUSY // 8 else min(-(-largest // 16), -(-BUSY // (count * tiles)))
+    return (
+        (count, max(chunks, 1), tiles),
+        -(-largest // max(chunks, 1)),
+        (rows, count),
+        (channels, x.stride(0), 8, wide),
+    )
+
+
+@triton.jit
+def _quantile(u):  # type: ignore[no-untyped-def]
+    """Of a standard Cauchy: tan(pi (u - 1/2))."""
+    angle = 3.141592653589793 * tl.maximum(u, 2.3e-10)
+    return -tl.cos(angle) / tl.maximum(tl.sin(angle), 1e-30)
+
+
+@triton.jit
+def _noise(key, row, quad, salt, FAMILY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Standard numbers for a tile: rows by four times as many columns as there are quads."""
+    zero = (row[:, None] + quad[None, :]) * 0
+    a, b, c, d = tl.philox(key, zero + quad[None, :], zero + row[:, None], zero + salt, zero, 7)  # rounds
+    a, b = tl.uint_to_uniform_float(a), tl.uint_to_uniform_float(b)
+    c, d = tl.uint_to_uniform_float(c), tl.uint_to_uniform_float(d)
+    if FAMILY == 2:
+        a, b, c, d = _quantile(a), _quantile(b), _quantile(c), _quantile(d)
+    else:
+        a, b = tl.pair_uniform_to_normal(a, b)
+        c, d = tl.pair_uniform_to_normal(c, d)
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (row.shape[0], 4 * quad.shape[0]))
+
+
+@triton.jit
+def _drawn(loc, scale, noise, clip, FAMILY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Factors, and their derivatives by loc and by scale."""
+    value = loc + scale * noise
+    by_loc = value * 0.0 + 1.0
+    if FAMILY == 3:
+        value = tl.exp(value)
+        by_loc = value
+    inside = (value >= -clip) & (value <= clip)
+    by_loc = tl.where(inside, by_loc, 0.0)
+    return tl.minimum(tl.maximum(value, -clip), clip), by_loc, tl.where(inside, by_loc * noise, 0.0)
+
+
+_NUMBERS = ["salt", "first_row", "clip", "rows", "M", "B", "loc_step", "scale_step", "bias_step", "chunks"]
+_LINES = ["loc", "scale", "bias", "seed"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS[:-1], do_not_specialize_on_alignment=_LINES)
+def _forward(  # type: ignore[no-untyped-def]
+    x, loc, scale, bias, seed, y, salt, first_row, clip, rows, M, B, loc_step, scale_step, bias_step,
+    C: tl.constexpr, X_STEP: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, FAMILY: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    start = (block * M + B - 1) // B + tl.program_id(1) * rows
+    stop = tl.minimum(((block + 1) * M + B - 1) // B, start + rows)
+    column = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
+    quad = tl.program_id(2) * (WIDE // 4) + tl.arange(0, WIDE // 4)
+    there = column < C
+    middle = tl.load(loc + block * loc_step + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    if FAMILY != 0:
+        key = tl.load(seed)
+        width = tl.load(scale + block * scale_step + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    if BIASED:
+        shift = tl.load(bias + block * bias_step + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    for top in range(start, stop, TALL):
+        row = top + tl.arange(0, TALL)
+        mask = (row < stop)[:, None] & there[None, :]
+        factor = middle
+        if FAMILY != 0:
+            factor, _by_loc, _by_scale = _drawn(
+                middle, width, _noise(key, row + first_row, quad, salt, FAMILY), clip, FAMILY
+            )
+        at = row.to(tl.int64)[:, None]
+        value = tl.load(x + at * X_STEP + column[None, :], mask=mask, other=0.0).to(tl.float32) * factor
+        if BIASED:
+            value += shift
+        tl.store(y + at * C + column[None, :], value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_LINES)
+def _backward(  # type: ignore[no-untyped-def]
+    g, x, loc, scale, seed, dx, parts, salt, first_row, clip, rows, M, B, loc_step, scale_step, bias_step, chunks,
+    C: tl.constexpr, X_STEP: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, FAMILY: tl.constexpr,
+    DX: tl.constexpr, LOC: tl.constexpr, SCALE: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    start = (block * M + B - 1) // B + tl.program_id(1) * rows
+    stop = tl.minimum(((block + 1) * M + B - 1) // B, start + rows)
+    column = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
+    quad = tl.program_id(2) * (WIDE // 4) + tl.arange(0, WIDE // 4)
+    there = column < C
+    middle = tl.load(loc + block * loc_step + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    if FAMILY != 0:
+        key = tl.load(seed)
+        width = tl.load(scale + block * scale_step + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    sum_loc = tl.zeros((TALL, WIDE), tl.float32)
+    sum_scale = tl.zeros((TALL, WIDE), tl.float32)
+    sum_bias = tl.zeros((TALL, WIDE), tl.float32)
+    for top in range(start, stop, TALL):
+        row = top + tl.arange(0, TALL)
+        mask = (row < stop)[:, None] & there[None, :]
+        at = row.to(tl.int64)[:, None]
+        gradient = tl.load(g + at * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        factor = middle
+        if FAMILY != 0:
+            factor, by_loc, by_scale = _drawn(
+                middle, width, _noise(key, row + first_row, quad, salt, FAMILY), clip, FAMILY
+            )
+        if DX:
+            tl.store(dx + at * C + column[None, :], (gradient * factor).to(dx.dtype.element_ty), mask=mask)
+        if LOC or SCALE:
+            product = gradient * tl.load(x + at * X_STEP + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            if FAMILY == 0:
+                sum_loc += product
+            else:
+                sum_loc += product * by_loc
+                sum_scale += product * by_scale
+        if BIASED:
+            sum_bias += gradient
+    to = (block * chunks + tl.program_id(1)) * C + column
+    apart = B * chunks * C
+    if LOC:
+        tl.store(parts + to, tl.sum(sum_loc, 0), mask=there)
+        to += apart
+    if SCALE:
+        tl.store(parts + to, tl.sum(sum_scale, 0), mask=there)
+        to += apart
+    if BIASED:
+        tl.store(parts + to, tl.sum(sum_bias, 0), mask=there)
