@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slimbayes.kernels.launch import aligned, launch
 from slimbayes.kernels.recurrent_torch import Cell, sum_lines, weight_gradient
 
 UNITS = tl.constexpr(32)  # of a program
@@ -48,10 +49,11 @@ def _place(R, u, span, tiles, ROWS: tl.constexpr):  # type: ignore[no-untyped-de
     return block, block * span + row, unit, row < span
 
 
-@triton.jit(do_not_specialize=["t"])
+@triton.jit(do_not_specialize=["t", "T", "R", "share", "span", "tiles"])
 def _forward_step(  # type: ignore[no-untyped-def]
-    gates, weight, s, r, r_in, bias, before, lengths, states, cells, z, hs, t, T, R, u, share, span, tiles,
-    REVERSE: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    gates, weight, s, r, r_in, bias, before, lengths, states, cells, z, hs, t, T, R, share, span, tiles,
+    u: tl.constexpr, REVERSE: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Step t. `before` is h or, after the first step, the states; a line serves `share` rows, a weight `span`."""
     block, row, unit, there = _place(R, u, span, tiles, ROWS)
@@ -108,10 +110,11 @@ def _forward_step(  # type: ignore[no-untyped-def]
     tl.store(hs + (following if KEEP else (t + 1) % 2) * size + own, h, mask=there & (unit < edge))
 
 
-@triton.jit(do_not_specialize=["t", "depth"])
+@triton.jit(do_not_specialize=["t", "depth", "R", "share", "span", "tiles"])
 def _backward_step(  # type: ignore[no-untyped-def]
-    dh, carry, rest, ds, gates, weight, s, r, r_in, bias, lengths, states, cells, z, dgates, dz, t, depth, R, u, share,
-    span, tiles, REVERSE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    dh, carry, rest, ds, gates, weight, s, r, r_in, bias, lengths, states, cells, z, dgates, dz, t, depth, R, share,
+    span, tiles, u: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Step t. carry holds dc, rest what goes past a row that rests; `depth` is 4u, and 0 where no step comes after."""
     block, row, unit, there = _place(R, u, span, tiles, ROWS)
@@ -206,19 +209,21 @@ def _sum_steps(dgates, gates, z, r_in, dr, dr_in, dbias, T, C, size, share, BLOC
 # Launches -------------------------------------------------------------------------------------------------------------
 
 
-def _plan(gates: Tensor, cell: Cell) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and what every launch of a pass is told."""
+def _plan(gates: Tensor, cell: Cell) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[Any, ...]]:
+    """The grid; R, rows of a line, rows of a weight, tiles of these; and PRECISION, ROWS, DEPTH."""
     R, blocks, u = gates.shape[1], cell.weight.shape[0], cell.weight.shape[2]
     span, columns = R // blocks, triton.cdiv(u, UNITS.value)
     rows = next(n for n in (64, 32, 16) if n == 16 or blocks * triton.cdiv(span, n) * columns >= BUSY)
     tiles = triton.cdiv(span, rows)
     lines = next((line.shape[0] for line in cell[1:] if line is not None), 1)
-    exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
-    options = {
-        "R": R, "u": u, "share": R // lines, "span": span, "tiles": tiles, "ROWS": rows, "num_warps": 4,
-        "PRECISION": "ieee" if exact else "tf32", "DEPTH": 32 if gates.dtype == torch.float32 else 64, "num_stages": 3,
-    }  # fmt: skip
-    return (blocks * tiles, columns), options
+    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    depth = 32 if gates.dtype == torch.float32 else 64
+    return (blocks * tiles, columns, 1), (R, R // lines, span, tiles), (precision, rows, depth)
+
+
+def _key(gates: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """What variants of a kernel differ in: the type, which tensors there are, and how they lie."""
+    return gates.dtype, *(None if t is None else aligned(t) for t in (gates, *tensors))
 
 
 def _order(count: int, reverse: bool) -> Iterable[int]:
@@ -230,18 +235,18 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """As `recurrent_torch.forward`."""
     T, R, u = *gates.shape[:2], h.shape[1]
-    grid, options = _plan(gates, cell)
+    grid, sizes, constants = _plan(gates, cell)
     states = gates.new_empty(T, R, u)
     cells = gates.new_empty(T + 1 if keep else 2, R, u, dtype=torch.float32)
     z, hs = gates.new_empty(T if keep else 0, R, 4 * u), gates.new_empty(T if keep else 2, R, u)
     start, slots = (T - 1, T) if reverse else (0, 0)
     cells[slots % len(cells)] = c
-    hs[start % len(hs)] = h if cell.s is None else h * cell.s.repeat_interleave(options["share"], 0)
-    launch, before = _forward_step[grid], h
+    hs[start % len(hs)] = h if cell.s is None else h * cell.s.repeat_interleave(sizes[1], 0)
+    constants = (u, int(reverse), keep, *constants)
+    before, key = h, _key(gates, *cell, h, lengths, states)
     for t in _order(T, reverse):
-        launch(
-            gates, *cell, before, lengths, states, cells, z, hs, t, T, REVERSE=int(reverse), KEEP=keep, **options
-        )  # fmt: skip
+        args = (gates, *cell, before, lengths, states, cells, z, hs, t, T, *sizes)
+        launch(_forward_step, grid, args, constants, key)
         before = states
     last = cells[(0 if reverse else T) % len(cells)].to(gates.dtype, copy=True)
     return states, last, *((cells, z, hs) if keep else (gates.new_empty(0) for _ in range(3)))
@@ -253,23 +258,24 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As `recurrent_torch.backward`."""
     T, _, u = states.shape
-    grid, options = _plan(gates, cell)
-    carry, rest, ds = dc.float().clone(), torch.zeros_like(cells[0]), torch.zeros_like(cells[0])
+    grid, sizes, constants = _plan(gates, cell)
+    dc = dc.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    flows = dh, dc, torch.zeros_like(cells[0]), torch.zeros_like(cells[0])
+    _, carry, rest, ds = flows
     dgates = torch.empty_like(gates)
     dz = dgates if cell.r is None else torch.empty_like(gates)
-    launch, depth = _backward_step[grid], 0
+    constants, depth = (u, int(reverse), *constants), 0
+    key = _key(gates, *cell, dh, lengths, states, cells, z)
     for t in reversed(list(_order(T, reverse))):
-        launch(
-            dh, carry, rest, ds, gates, *cell, lengths, states, cells, z, dgates, dz, t, depth, REVERSE=int(reverse),
-            **options,
-        )  # fmt: skip
+        args = (*flows, gates, *cell, lengths, states, cells, z, dgates, dz, t, depth, *sizes)
+        launch(_backward_step, grid, args, constants, key)
         depth = 4 * u
     back = torch.bmm(dz[T - 1 if reverse else 0].unflatten(0, (len(cell.weight), -1)), cell.weight).flatten(0, 1)
     dweight = weight_gradient(dz, hs, cell.weight) if weighs else None
-    dr, dr_in, dbias = _line_gradients(dgates, gates, z, cell, options["share"])
+    dr, dr_in, dbias = _line_gradients(dgates, gates, z, cell, sizes[1])
     if cell.s is not None:
         ds = ds + back * h
-        back = back * cell.s.repeat_interleave(options["share"], 0)
+        back = back * cell.s.repeat_interleave(sizes[1], 0)
     found = (dgates, dweight, None if cell.s is None else sum_lines(cell.s, ds), dr, dr_in, dbias)
     return *(gates.new_empty(0) if g is None else g for g in found), (back + rest).to(h.dtype), carry.to(c.dtype)
 

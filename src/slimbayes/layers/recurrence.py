@@ -118,7 +118,8 @@ def _lstm(gates: Any, weight: Any, s: Any, r: Any, r_in: Any, bias: Any, h: Any,
     if _kernel(gates):
         from slimbayes.kernels import recurrent
 
-        return recurrent.forward(gates, cell, h, c, *options)
+        with torch.cuda.device_of(gates):
+            return recurrent.forward(gates, cell, h, c, *options)
     return recurrent_torch.forward(gates, cell, h, c, *options)
 
 
@@ -143,7 +144,8 @@ def _lstm_backward(dh: Any, dc: Any, gates: Any, weight: Any, s: Any, r: Any, r_
     if _kernel(gates):
         from slimbayes.kernels import recurrent
 
-        return recurrent.backward(dh, dc, gates, cell, *rest)
+        with torch.cuda.device_of(gates):
+            return recurrent.backward(dh, dc, gates, cell, *rest)
     return recurrent_torch.backward(dh, dc, gates, cell, *rest)
 
 

@@ -256,7 +256,7 @@ class Rank1Posterior(WeightPosterior):
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         r, s, bias = self.values()
-        return None if self.additive or r.shape[1] > 1 else (s.squeeze(1), r.squeeze(1), bias)
+        return None if self.additive or r.dim() > 2 or self.noise.seed is not None else (s, r, bias)
 
     def kl(self, linear: MapOf) -> Tensor:
         return sum(self.kl_together([self], [linear]), self.r.loc.new_zeros(()))
