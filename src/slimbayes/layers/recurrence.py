@@ -88,7 +88,7 @@ def lstm(
     """
     inputs: tuple[Any, ...] = (gates, *cell, h, c)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    lengths = None if lengths is None else lengths.to(gates.device)
+    lengths = None if lengths is None else lengths.to(gates.device, torch.int64)
     states, last, *_ = _lstm(*(t if t is None else t.contiguous() for t in inputs), lengths, reverse, keep)
     return states, last
 
