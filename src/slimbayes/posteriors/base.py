@@ -116,10 +116,12 @@ class Posterior(Keyed, ABC):
         """Which of a few functions each draw of this pass is, as integers (n,); None where draws are not countable."""
         return None
 
+    def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Lines s (n, in), r (n, out), bias (n, out) or None of this pass, if they make (W (x o s)) o r + b + bias."""
+        return None
+
     def log_ratio(self, linear: LinearMap) -> Tensor | None:
-        """log p - log q of each held draw under prior and posterior, (n,) in float64; None where no density is
-        known.
-        """
+        """log p - log q of each held draw, prior and posterior, (n,) in float64; None where no density is known."""
         return None
 
     @property
@@ -181,8 +183,7 @@ class Posterior(Keyed, ABC):
     def drawn_late(self, make: Callable[[list[int]], Tensor], shape: Sequence[int], dim: int | None) -> Tensor:
         """Numbers drawn while the layer runs, make(shape) with rows along `dim`.
 
-        Of draws that run one by one each takes its part of what all would have drawn in one forward: the same either
-        way.
+        Of draws that run one by one each takes its part of what all would have drawn in one forward.
         """
         current, sizes = self.current, list(shape)
         if current.index is None or dim is None:

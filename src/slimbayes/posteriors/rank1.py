@@ -100,6 +100,10 @@ class Rank1Posterior(WeightPosterior):
         for alike in grouped(posteriors, kind):
             current.values.update(zip([p.key for p in alike], draw_alike(alike, current), strict=True))
 
+    def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        r, s, bias = self.values()
+        return None if self.additive or r.dim() > 2 or self.noise.seed is not None else (s, r, bias)
+
     def kl(self, linear: MapOf) -> Tensor:
         return sum(self.kl_together([self], [linear]), self.r.loc.new_zeros(()))
 
