@@ -46,7 +46,7 @@ def _wrapped(name: str, value: Any, run: Callable[[Any, str, Any, Any], Any]) ->
 
 
 def _scoped(module: Any, name: str, args: Any, kwargs: Any) -> Any:
-    own = getattr(module.plain, name).__get__(module)
+    own = functools.partial(getattr(module.plain, name), module)
     return calls.scoped(module, own, args, kwargs, whole=name == "generate")
 
 
