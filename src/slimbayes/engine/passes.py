@@ -56,11 +56,12 @@ class Pass:
         self.first = first
         self.rowwise = rowwise and not held  # whether single rows may have noise of their own
         self.held = held  # open for many calls, each of which is a view of it
-        self.keeps = held  # whether what layers draw by themselves (dropout masks) is kept for later calls
         self.layout: Layout | None = None
         self.noise: dict[str, Noise] = {}  # by key of a posterior
         self.values: dict[str, Any] = {}  # draws made from it
-        self.masks: dict[str, list[Tensor]] = {}  # of dropout, for the views of a held pass
+        self.keys: dict[str, Tensor] = {}  # numbers (S,) from which a posterior draws while its layer runs
+        self.stream: Any = None  # where random numbers come from if not from torch's own generators
+        self.masks: dict[str, list[Tensor]] = {}  # drawn for all draws while the first of them ran
         self.index: int | None = None  # which draw of a larger pass this view shows
         self.calls: dict[str, int] = {}  # how often each posterior was asked in this call
         self.substitutes: dict[
@@ -95,6 +96,7 @@ class Pass:
         new.draws, new.first, new.index, new.values = 1, self.first + index, index, {}
         rows = slice(index * new.rows, (index + 1) * new.rows)
         new.noise = {key: Noise(n.block[index : index + 1], n.row[rows]) for key, n in self.noise.items()}
+        new.keys = {key: numbers[index : index + 1] for key, numbers in self.keys.items()}
         return new
 
     def take(self, index: Tensor) -> Pass:
@@ -107,6 +109,7 @@ class Pass:
             k: Noise(n.block[index], n.row.unflatten(0, (self.total, -1))[index].flatten(0, 1) if len(n.row) else n.row)
             for k, n in self.noise.items()
         }
+        new.keys = {key: numbers[index] for key, numbers in self.keys.items()}
         assert rows or not new.rowwise
         return new
 
