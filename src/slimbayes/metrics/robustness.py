@@ -20,7 +20,7 @@ from slimbayes.metrics.corruption import CorruptionErrors, Rates, corruption_err
 from slimbayes.metrics.probabilities import Classes, class_probabilities, labelled, need_tensor
 from slimbayes.metrics.streaming import Streaming
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.train.likelihoods import check_labels
+from slimbayes.train.targets import check_labels
 
 Score = Literal["entropy", "confidence", "mutual_information"]
 

@@ -30,7 +30,7 @@ def batches_of(
         if not arrays:
             what = type(batch[0][0]).__name__ if batch[0] else "nothing"
             raise ValueError(f"predict found no tensor in {what}: give it tensors, arrays or batches.")
-        if any(isinstance(leaf, Tensor) and not leaf.numel() for leaf in arrays):
+        if rows_of(model, batch) == 0:
             continue
         if not allow_nonfinite:
             check_inputs(model, batch, rows)

@@ -4,7 +4,6 @@ A look costs one sum per batch; places are searched for only where something is 
 """
 
 import inspect
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from slimbayes.engine import calls
 from slimbayes.engine.tree import arrays_of
+from slimbayes.engine.trial import undisturbed
 from slimbayes.prediction.accumulate import Accumulator
 
 _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
@@ -78,7 +78,7 @@ def explained(model: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
     """Turn torch's error about inputs that do not fit a layer into a sentence that names both."""
     try:
         yield
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, ValueError) as error:
         why = None if isinstance(error, torch.OutOfMemoryError) else _misfit(model, args, kwargs)
         if why is None:
             raise
@@ -93,13 +93,12 @@ def _misfit(model: nn.Module, args: Any, kwargs: Any) -> str | None:
         first = inputs[0] if inputs else None
         why = _unfit(module, first) if isinstance(first, Tensor) and not found else None
         if why is not None:
-            name = next(n for n, m in model.named_modules() if m is module) or type(model).__name__
-            found.append(f"The model's layer {name!r} {why}")
+            name = next(n for n, m in model.named_modules() if m is module)
+            found.append(f"The model's layer {name!r} {why}" if name else f"The model {why}")
 
     handles = [module.register_forward_pre_hook(look) for module in model.modules()]
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with undisturbed(model, (args, kwargs)):
             model(*args, **kwargs)
     except Exception:
         return found[0] if found else None

@@ -19,7 +19,8 @@ from torch import Tensor
 from slimbayes.engine.noise import Seed, seed_of
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.averages import for_a_row, log_at, log_mean, quantile, with_noise
-from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName, check_labels
+from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
+from slimbayes.train.targets import check_labels
 
 
 @dataclass

@@ -20,6 +20,7 @@ from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Pass, Unproven
 from slimbayes.engine.tree import arrays_of
 from slimbayes.layers.base import BayesLayer, Converted
+from slimbayes.prediction.checks import explained
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -93,7 +94,10 @@ def sample(
     held = None if isinstance(held, calls.Scope) else held
     total = calls.total_draws(posteriors, draws) if held is None else held.total
     number = None if seed is None else free_seed("sample", seed, held)
-    return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
+    if torch.compiler.is_compiling():
+        return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
+    with explained(model, args, kwargs):
+        return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
 
 
 def free_seed(what: str, seed: Seed, held: Pass | None) -> int:
