@@ -142,11 +142,9 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("call", ["predict", "sample"])
 def test_inputs_that_do_not_fit_are_told_by_layer(case: str, call: str) -> None:
     model, x, match = MISFITS[case]
+    run, given = (sb.predict, x) if call == "predict" else (sb.sample, torch.as_tensor(x))
     with pytest.raises(ValueError, match=match):
-        if call == "predict":
-            sb.predict(model, x, draws=2)
-        else:
-            sb.sample(model, torch.as_tensor(x), draws=2)
+        run(model, given, draws=2)
 
 
 def test_inputs_that_did_not_fit_say_nothing_about_others() -> None:

@@ -24,19 +24,19 @@ def batches_of(
     """Inputs of the forwards: the loader's batches, or slices of one batch that fit the chunk with one draw of each
     member. NaN and infinity are refused, unless allowed, and so is a whole without rows.
     """
-    rows = 0
+    done = 0
     for batch in _whole_batches(model, x, inputs):
         arrays = arrays_of(batch)
         if not arrays:
             what = type(batch[0][0]).__name__ if batch[0] else "nothing"
             raise ValueError(f"predict found no tensor in {what}: give it tensors, arrays or batches.")
-        if rows_of(model, batch) == 0:
-            continue
-        if not allow_nonfinite:
-            check_inputs(model, batch, rows)
-        yield from _slices(model, batch, chunk)
-        rows += rows_of(model, batch)
-    if not rows:
+        rows = rows_of(model, arrays)
+        if rows and not allow_nonfinite:
+            check_inputs(model, batch, done)
+        if rows:
+            yield from _slices(model, batch, rows, chunk)
+        done += rows
+    if not done:
         raise ValueError("predict was given no rows: x, or every batch of it, is empty.")
 
 
@@ -95,10 +95,10 @@ def call_batch(model: nn.Module, batch: Any, inputs: int | None = None) -> tuple
     return (_tensor(model, batch),), {}
 
 
-def rows_of(model: nn.Module, inputs: Any) -> int:
-    """The largest number of rows that a tensor of these inputs can have."""
+def rows_of(model: nn.Module, arrays: list[Any]) -> int:
+    """The largest number of rows that one of these tensors can have."""
     dim = calls.batch_dim_of(model) or 0
-    return max((leaf.shape[dim] for leaf in map(padded, arrays_of(inputs)) if leaf.dim() > dim), default=1)
+    return max((leaf.shape[dim] for leaf in map(padded, arrays) if leaf.dim() > dim), default=1)
 
 
 def _first(model: nn.Module, leaf: Any, rows: int, few: int) -> Any:
@@ -107,10 +107,9 @@ def _first(model: nn.Module, leaf: Any, rows: int, few: int) -> Any:
     return leaf.narrow(dim, 0, few) if alike else leaf
 
 
-def _slices(model: nn.Module, inputs: tuple[Any, Any], chunk: int | None) -> Iterator[tuple[Any, Any]]:
+def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | None) -> Iterator[tuple[Any, Any]]:
     """Rows cut so that a forward has no more than the chunk, or by default no more than MOST_ROWS."""
     most = max(1, (MOST_ROWS if chunk is None else chunk) // members(model))
-    many = rows_of(model, inputs)
     if not posteriors_in(model) or (chunk is None and many <= most):
         yield inputs
         return

@@ -3,7 +3,6 @@
 loss = nll + kl_weight * KL / num_data          nll: mean over the batch;  KL: sum over layers, members and elements
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -92,6 +91,7 @@ def kl(model: nn.Module) -> Tensor:
     return sum((term.to(whole[0].device) for term in whole[1:]), whole[0])
 
 
+@torch.no_grad()
 def check_finite(model: nn.Module) -> None:
     """Raise if a weight, a posterior's parameter or a buffer is NaN or infinite, naming which.
 
@@ -107,15 +107,17 @@ def check_finite(model: nn.Module) -> None:
         Traceback (most recent call last):
         FloatingPointError: 0: 1 of 1 values of its own bias, not of a posterior, are NaN or infinite. Training ...
     """
-    flags: dict[tuple[torch.device, bool], list[Tensor]] = {}
-    for _, tensor, masks in _numbers(model):
-        # A sum is the cheapest look; it may overflow by itself, so it only raises the question.
-        sound = ~tensor.isnan().any() if masks else tensor.sum().isfinite()
-        flags.setdefault((tensor.device, hasattr(sound, "full_tensor")), []).append(sound)
-    # One number is read for each device, not one for each parameter.
-    if all(bool(_whole(torch.stack(same).all())) for same in flags.values()):
+    numbers = _numbers(model)
+    alike: dict[tuple[torch.device, bool], list[Tensor]] = {}
+    for _, tensor, masks in numbers:
+        # infinite where a mask has a NaN
+        looked_at = (~tensor.isnan().any()).float().reciprocal() if masks else tensor
+        alike.setdefault((tensor.device, hasattr(tensor, "full_tensor")), []).append(looked_at)
+    # One number is read for each device, not one for each parameter. A norm may overflow by itself: it only raises the
+    # question.
+    if all(bool(_whole(torch.stack(torch._foreach_norm(same)).isfinite().all())) for same in alike.values()):
         return
-    for name, tensor, masks in _numbers(model):
+    for name, tensor, masks in numbers:
         bad = int(_whole((tensor.isnan() if masks else ~tensor.isfinite()).sum()))
         if bad:
             owner, own = _owner(model, name)
@@ -125,13 +127,11 @@ def check_finite(model: nn.Module) -> None:
             )
 
 
-def _numbers(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+def _numbers(model: nn.Module) -> list[tuple[str, Tensor, bool]]:
     """All parameters and buffers of floating type, by name, and whether infinities may stand in them."""
     every: list[tuple[str, Tensor, bool]] = [(name, p, False) for name, p in model.named_parameters()]
     every += [(name, b, not name.rpartition(".")[2].startswith("running_")) for name, b in model.named_buffers()]
-    for name, tensor, masks in every:
-        if tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
-            yield name, tensor.detach(), masks
+    return [(n, t, masks) for n, t, masks in every if t.is_floating_point() and not t.is_meta and t.numel()]
 
 
 def _owner(model: nn.Module, name: str) -> tuple[str, str]:
