@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -216,6 +217,21 @@ def test_windows_of_a_row_drop_apart_and_alike_in_any_batch() -> None:
     close(sb.predict(model, x, draws=3, seed=1, likelihood="gaussian", chunk=5).samples, whole)
     steps = whole.unflatten(-1, (4, 3))
     assert len(steps[0, 0].unique(dim=0)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["rank1", "own-dropout", "flipout"])
+def test_compiled_models_have_the_same_draws(method: str) -> None:
+    """Masks of dropout are made inside the graph, from numbers that enter it: a new seed compiles nothing anew."""
+    model, x = net(method), rows()
+    expected = [sb.predict(model, x, draws=3, seed=seed).samples for seed in range(4)]
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(model, backend=counter)
+    for seed, samples in enumerate(expected):
+        close(sb.predict(fast, x, draws=3, seed=seed).samples, samples)
+        assert seed == 0 or counter.frame_count == frames
+        frames = counter.frame_count
 
 
 # Processes ------------------------------------------------------------------------------------------------------------

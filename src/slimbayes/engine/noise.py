@@ -103,7 +103,8 @@ def own_noise(seed: int | None, device: torch.device) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with _OWN, torch.random.fork_rng([device] if device.type == "cuda" else []):
+    every = range(torch.cuda.device_count()) if device.type == "cuda" else []  # a seed is set on all of them
+    with _OWN, torch.random.fork_rng(every):
         torch.manual_seed(key(seed, "model"))
         yield
 
@@ -245,6 +246,7 @@ def random_member(device: torch.device | None = None) -> Any:
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         first = torch.randint(720720, (), device=device)
-        return first if torch.compiler.is_compiling() else (first + _FORKS.line()) % 720720
+        line = 0 if torch.compiler.is_compiling() else _FORKS.line()
+        return (first + line) % 720720 if line else first
     # Inside vmap every number would be one of many: count on from the seed instead.
     return (torch.initial_seed() * 6364136223846793005 + next(_CALLS) * 1442695040888963407 >> 33) % 720720
