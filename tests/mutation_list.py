@@ -36,7 +36,6 @@ MUTATIONS = [
         "generator.manual_seed((first + j * _ODD) % 2**63)",
         "generator.manual_seed(first)",
         "test_seeds.py -k function_of_model",
-        "test_engine.py -k differ",
     ),
     Mutation(
         "draws-numbered-from-zero",
