@@ -220,6 +220,16 @@ def test_windows_of_a_row_drop_apart_and_alike_in_any_batch() -> None:
     assert len(steps[0, 0].unique(dim=0)) > 1
 
 
+def test_many_rows_are_cut_and_located_on_a_few() -> None:
+    """Memory does not grow with the rows of one tensor, neither in the proof nor in the forwards."""
+    model, seen = net("rank1"), []
+    model.a.register_forward_pre_hook(lambda layer, inputs: seen.append(len(inputs[0])))
+    x = torch.randn(50_000, 5, dtype=torch.float64)
+    whole = sb.predict(model, x, seed=1, keep_samples=False).mean
+    assert max(seen) <= 2**15 and whole.shape == (50_000, 3)
+    close(whole[-7:], sb.predict(model, x[-7:], seed=1).mean)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["rank1", "own-dropout", "flipout"])
 def test_compiled_models_have_the_same_draws(method: str) -> None:

@@ -172,8 +172,9 @@ class DropoutPosterior(Posterior):
         # One function for all rows and calls: a mask for each draw. A row may have become several, say windows.
         each = 1 if dim is None or same(x.shape[dim], current.rows) else x.shape[dim] // current.rows
         mask = kept_units(keys, self.place_in_forward(), [each if d == dim else n for d, n in enumerate(shape)], rate)
-        if dim is None or (len(keys) == 1 and same(each, 1)):
+        if len(keys) == 1 and (dim is None or same(each, 1)):
             return mask[0]
+        assert dim is not None  # several draws share a forward only where rows are known
         seen = torch.arange(x.shape[dim], device=x.device)
         line = block_of_row(current.rows, len(keys), x.device)[seen // each] * each + seen % each
         return mask.movedim(0, dim).flatten(dim, dim + 1).index_select(dim, line)

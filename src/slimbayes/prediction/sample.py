@@ -125,13 +125,11 @@ def sampled(
     new, layout, folds = calls.draw_all(model, args, kwargs, total, fold, held, split, seed=seed)
     share = share and folds and total > 1 and not layout.random  # what a random module gives differs between draws
     new.shared = layout.ahead if share else new.shared
-    posteriors = posteriors_in(model)
-    # Late draws in compiled code come from torch's generators; those of numbered draws do not.
-    quiet = layout.tree != 0 and not layout.random and (held is not None or not any(p.late for p in posteriors))
     try:
-        if seed is None or quiet:
+        if seed is None or (held is not None and layout.tree and not layout.random):
             return calls.run_draws(model, args, kwargs, new, layout, folds, tile=not split)
-        with noise.own_noise(seed, posteriors[0].device):
+        # What is drawn late in compiled code comes from torch's generators, too, unless draws are numbered.
+        with noise.own_noise(seed, device_of(model)):
             return calls.run_draws(model, args, kwargs, new, layout, folds, tile=not split)
     except Unproven as error:
         calls.unfold(layout, error, fold)
