@@ -32,6 +32,31 @@ MUTATIONS = [
         "test_engine.py -k held_masks",
     ),
     Mutation(
+        "noise-of-all-draws-alike",
+        "generator.manual_seed((first + j * _ODD) % 2**63)",
+        "generator.manual_seed(first)",
+        "test_seeds.py -k function_of_model",
+    ),
+    Mutation(
+        "draws-numbered-from-zero",
+        "numbers = range(start, start + new.draws)",
+        "numbers = range(new.draws)",
+        "test_seeds.py -k function_of_model",
+    ),
+    Mutation(
+        "masks-alike-at-all-places",
+        "number = _mixed(keys + _signed(place * _ODD))",
+        "number = _mixed(keys)",
+        "test_dropout.py -k held_draws_drop",
+    ),
+    Mutation(
+        "forks-not-told-apart",
+        "key(self.own, self.children), 0, torch.initial_seed()",
+        "0, 0, torch.initial_seed()",
+        "test_seeds.py -k forked",
+    ),
+    Mutation("nan-outputs-pass", "return not bool(total.isnan())", "return True", "test_inputs.py -k outputs_that"),
+    Mutation(
         "block-edges",
         "edges = [-(-j * rows // blocks) for",
         "edges = [(j * rows // blocks) for",

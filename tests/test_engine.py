@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 from slimbayes.engine import passes, proof
+from slimbayes.engine.blocks import block_of_row
 from slimbayes.engine.layout import Layout
 from slimbayes.engine.quiet import Quiet
 
@@ -1047,7 +1048,7 @@ def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(method: str, r
         close(held, expected)
         close(sb.sample(model, values, fold=False), expected)
         close(sb.predict(model, values, likelihood="gaussian").samples, expected)
-        blocks = passes.block_of_row(rows, len(held))
+        blocks = block_of_row(rows, len(held))
         close(model(values), expected[blocks, torch.arange(rows)])
         twice = torch.randn(len(held) * rows, 4)
         found = sb.sample(model, twice, rows="split")

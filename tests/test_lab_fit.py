@@ -159,7 +159,7 @@ def test_nan_in_a_layer_stops_and_names_the_layer_and_keeps_the_last_good_checkp
         real(self, batch, step, *rest)
 
     monkeypatch.setattr(TrainingStep, "__call__", poison)
-    with pytest.raises(Diverged, match=r"step 5 is not finite. The parameter conv2.weight holds NaN or infinity"):
+    with pytest.raises(Diverged, match=r"step 5 is not finite. conv2: 1 of \d+ values of its own weight, not of a"):
         fit(experiment(method=METHODS["plain"]), tmp_path / "run", EVERY_STEP)
     found = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert (

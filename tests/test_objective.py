@@ -424,7 +424,7 @@ def test_intervals_cover_a_known_gaussian(level: float) -> None:
     """Draws N(0, .6^2) with noise .8: the predictive is N(0, 1), so coverage and width are known."""
     generator = torch.Generator().manual_seed(0)
     output = 0.6 * torch.randn(100, 1500, dtype=torch.float64, generator=generator)
-    low, high = sb.Prediction.from_outputs(output, "gaussian", scale=0.8).interval(level, generator=generator)
+    low, high = sb.Prediction.from_outputs(output, "gaussian", scale=0.8).interval(level, seed=generator)
     z = stats.norm.ppf((1 + level) / 2)
     covered = stats.norm.cdf(high.numpy()) - stats.norm.cdf(low.numpy())
     assert covered.mean() == pytest.approx(level, abs=0.01)
@@ -519,12 +519,11 @@ def test_real_predictions_stream_over_chunks() -> None:
 
 
 def test_predict_averages_the_probabilities_of_sample() -> None:
-    """Same seed, same draws: predict is sample, softmax and a mean; never a mean of logits."""
+    """Same seed, same draws: predict is sample of held draws, softmax and a mean; never a mean of logits."""
     net, x = guarded(sb.Rank1(members=2, scale_init=0.5)).eval(), torch.randn(6, 3)
-    torch.manual_seed(2)
-    pred = sb.predict(net, x, draws=3)
-    torch.manual_seed(2)
-    probs = sb.sample(net, x, draws=3).softmax(-1).detach()
+    pred = sb.predict(net, x, draws=3, seed=2)
+    with sb.frozen(net, draws=3, seed=2):
+        probs = sb.sample(net, x).softmax(-1).detach()
     torch.testing.assert_close(pred.samples, probs, rtol=0, atol=1e-6)
     torch.testing.assert_close(pred.probs, probs.mean(0), rtol=0, atol=1e-6)
     torch.testing.assert_close(

@@ -575,6 +575,18 @@ def test_random_modules_of_the_user_are_never_shared_between_draws(place: str) -
 
 
 @torch.no_grad()
+def test_what_follows_a_random_module_is_not_shared_between_draws() -> None:
+    model = nn.Sequential(Noisy(), nn.Linear(4, 4), nn.Linear(4, 3))
+    sb.bayesianize(model, sb.BatchEnsemble(members=1), include="2").eval()
+    with quietly():
+        samples = sb.predict(model, torch.zeros(5, 4), draws=8, share=True, likelihood="gaussian").samples
+        wide = sb.bayesianize(nn.Sequential(Noisy(), nn.Linear(4, 4), nn.Linear(4, 3)), {"2": sb.MeanField()})
+        drawn = sb.predict(wide, torch.zeros(5, 4), draws=8, likelihood="gaussian").samples
+    for found in (samples, drawn):
+        assert min(spread(found[[0, j]]) for j in range(1, 8)) > 1e-1
+
+
+@torch.no_grad()
 def test_random_modules_are_not_shared_between_the_picks_of_a_mixture() -> None:
     model = nn.Sequential(Noisy(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     sb.bayesianize(model, sb.ModelPatch(components=2, jitter=0.0)).eval()

@@ -215,6 +215,7 @@ def draw_all(
     held: Pass | None = None,
     split: bool = False,
     at_once: int | None = None,
+    seed: int | None = None,
 ) -> tuple[Pass, Layout, bool]:
     """The pass of S draws of a call, its layout, and whether the draws share a forward, so many at once."""
     posteriors = passes.posteriors_of(model)
@@ -238,6 +239,7 @@ def draw_all(
     if held is not None:
         return held.view(total * rows, layout), layout, folds
     new = Pass(total, total * rows, rowwise=layout.apart and rows > 0)
+    new.stream = None if seed is None else noise.Stream(seed)
     return noise.draw(posteriors, new), layout, folds
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slimbayes.engine.passes import Noise, same
+from slimbayes.engine.blocks import same
+from slimbayes.engine.passes import Noise
 from slimbayes.kernels import ready
 
 LARGE = 2**18  # below so many activations launching a kernel costs more than it saves

@@ -1,11 +1,20 @@
 """The noise of a pass: standard normals for every posterior, drawn at once, each process its own.
 
+Draws of a held pass and of a prediction are numbered, and draw j is a function of (seed, j) alone: however many are
+drawn together, for however many rows, in whatever order, it is the same function. What a layer draws while it runs
+(dropout) follows from a number that each draw has, by hashing; so it works in compiled code, too.
+
 Sizes: S draws, R rows of the batch, B rows per draw, K members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import operator
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -14,9 +23,145 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimbayes.engine import passes
+from slimbayes.engine.blocks import same
 from slimbayes.engine.passes import Noise, Pass
 
+Seed = int | torch.Generator | None
+
 _CALLS = count()
+_ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of an odd number differ in their low bits, too
+_OWN = threading.RLock()
+
+
+def key(seed: int, *place: object) -> int:
+    """A 63-bit seed for one place of a run; equal places give equal seeds, different ones independent ones.
+
+    Example:
+        >>> key(0, "step", 7) == key(0, "step", 7), key(0, "step", 7) == key(0, "step", 8)
+        (True, False)
+    """
+    digest = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_of(seed: Seed) -> int:
+    """The number behind a seed: itself, the next of a generator's, or the next of torch's own, of which ranks and
+    forked processes that have it in common make different ones.
+
+    Example:
+        >>> seed_of(7), seed_of(torch.Generator().manual_seed(0)) == seed_of(torch.Generator().manual_seed(0))
+        (7, True)
+    """
+    if seed is None:
+        return key(int(torch.randint(2**62, ())), processes()[0], _FORKS.line())
+    if isinstance(seed, torch.Generator):
+        return int(torch.randint(2**62, (), generator=seed, device=seed.device))
+    if isinstance(seed, bool) or not hasattr(type(seed), "__index__"):
+        raise TypeError(f"seed must be a whole number, a torch.Generator or None, got {type(seed).__name__}.")
+    return operator.index(seed)
+
+
+class _Forks:
+    """Which fork of which process this is: children counted by their parents, so that equal runs count alike."""
+
+    def __init__(self) -> None:
+        self.children, self.own, self.seed = 0, 0, 0
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=self._count, after_in_child=self._begin)
+
+    def _count(self) -> None:
+        self.children += 1
+
+    def _begin(self) -> None:
+        self.own, self.children, self.seed = key(self.own, self.children), 0, torch.initial_seed()
+
+    def line(self) -> int:
+        """A number of this process's own as long as torch's generator goes on where the parent's was; else 0."""
+        return self.own if self.own and torch.initial_seed() == self.seed else 0
+
+
+_FORKS = _Forks()
+
+
+class Stream:
+    """Random numbers that follow from a seed alone, on whatever device they are asked for."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def on(self, device: torch.device) -> torch.Generator:
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device).manual_seed(key(self.seed, "pass"))
+        return self.generators[device]
+
+
+@contextmanager
+def own_noise(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Let what a model draws by itself, from torch's generators, follow from a seed; they go on afterwards as if
+    nothing had been drawn.
+    """
+    if seed is None:
+        yield
+        return
+    every = range(torch.cuda.device_count()) if device.type == "cuda" else []  # a seed is set on all of them
+    with _OWN, torch.random.fork_rng(every):
+        torch.manual_seed(key(seed, "model"))
+        yield
+
+
+def draw_numbered(posteriors: Sequence[Any], new: Pass, seed: int, start: int = 0) -> Pass:
+    """Draw the noise of a pass whose rows share draws: draw j follows from (seed, start + j) alone."""
+    assert new.draws is not None and not new.rowwise
+    kinds = [(p.device, p.dtype) for p in posteriors]
+    numbers = range(start, start + new.draws)
+    for which, (device, dtype) in enumerate(dict.fromkeys(kinds)):
+        same = [p for p, kind in zip(posteriors, kinds, strict=True) if kind == (device, dtype)]
+        widths = [p.widths(False)[0] for p in same]
+        flat = torch.empty(new.draws, sum(widths), device=device, dtype=dtype)
+        generator, first = torch.Generator(device), key(seed, "noise", which)
+        for line, j in zip(flat if sum(widths) else [], numbers, strict=False):
+            line.normal_(generator=generator.manual_seed((first + j * _ODD) % 2**63))
+        for posterior, block in zip(same, flat.split(widths, dim=1), strict=True):
+            new.noise[posterior.key] = Noise(block, flat.new_empty(0, 0))
+    for place, posterior in enumerate(posteriors):
+        if posterior.late:
+            first = key(seed, "late", place)
+            keys = [(first + j * _ODD) % 2**63 for j in numbers]
+            new.keys[posterior.key] = torch.tensor(keys, device=posterior.device)
+    return new
+
+
+def kept_units(keys: Tensor, place: int, shape: Sequence[int], rate: float) -> Tensor:
+    """Which units stay when each is dropped with probability `rate`, as a function of a draw's key and of the unit.
+
+    Units keep their fate when there are more of them: of a longer sequence, say.
+
+    Shape: keys (S,) int64; returns (S, *shape), boolean.
+
+    Example:
+        >>> few, more = (kept_units(torch.tensor([7]), 0, [n, 3], 0.5) for n in (2, 5))
+        >>> torch.equal(few, more[:, :2])
+        True
+    """
+    number = _mixed(keys + _signed(place * _ODD))
+    for size in shape:
+        number = number.unsqueeze(-1)
+        if not same(size, 1):
+            number = _mixed(number + torch.arange(size, device=keys.device) * _signed(_ODD))
+    return ((number >> 11) & (2**53 - 1)) >= int(rate * 2**53)
+
+
+def _signed(number: int) -> int:
+    """A whole number modulo 2^64, as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _mixed(number: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele et al. 2014): int64 in, int64 out, products modulo 2^64."""
+    number = (number ^ ((number >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
+    number = (number ^ ((number >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
+    return number ^ ((number >> 31) & (2**33 - 1))
 
 
 def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
@@ -54,20 +199,20 @@ def _noise(posteriors: Sequence[Any], new: Pass) -> list[Noise]:
         ]
         counts = [new.blocks(posteriors[i]) for i in index]
         sizes = [count * width for count, (width, _) in zip(counts, widths, strict=True)]
-        flat = standard_normal((sum(sizes),), device, dtype)
+        flat = _random(torch.randn, (sum(sizes),), device, dtype, new)
         blocks = [part.view(n, size // n) for part, n, size in zip(flat.split(sizes), counts, sizes, strict=True)]
         per_row = [width for _, width in widths]
         rows = new.rows if any(per_row) or any(seeded) else 0
-        lines = standard_normal((rows, sum(per_row)), device, dtype).split(per_row, dim=1)
-        seed = _seed(device) if any(seeded) else None
+        lines = _random(torch.randn, (rows, sum(per_row)), device, dtype, new).split(per_row, dim=1)
+        seed = _seed(device, new) if any(seeded) else None
         for i, block, row, late in zip(index, blocks, lines, seeded, strict=True):
             out[i] = Noise(block, row, seed if late else None, 2 * i)
     return [noise for noise in out if noise is not None]
 
 
-def _seed(device: torch.device) -> Tensor:
+def _seed(device: torch.device, new: Pass) -> Tensor:
     """A whole number of 48 bits on a device, for kernels that make numbers from it."""
-    low, high = (uniform((2,), device) * 2**24).long().unbind()
+    low, high = (_random(torch.rand, (2,), device, torch.float32, new) * 2**24).long().unbind()
     return low + high * 2**24
 
 
@@ -79,24 +224,32 @@ def processes() -> tuple[int, int]:
 
 def standard_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Standard normals of this process; ranks with equal seeds get different ones."""
-    return _random(torch.randn, shape, device, dtype)
+    return _random(torch.randn, shape, device, dtype, passes.current())
 
 
 def uniform(shape: Sequence[int], device: torch.device) -> Tensor:
     """Uniform numbers of this process; ranks with equal seeds get different ones."""
-    return _random(torch.rand, shape, device, torch.float32)
+    return _random(torch.rand, shape, device, torch.float32, passes.current())
 
 
-def _random(function: Any, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+def _random(
+    function: Any, shape: Sequence[int], device: torch.device, dtype: torch.dtype, current: Pass | None
+) -> Tensor:
     rank, world = processes()
-    if world == 1:
-        return function(shape, device=device, dtype=dtype)
     if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         # A graph takes torch's own generator alone: each rank draws the numbers of all ranks and takes its share.
-        return function((world, *shape), device=device, dtype=dtype)[rank]
-    # A seed from the generator that ranks may have in common, and a stream of this rank's own from it.
+        every = function((world, *shape) if world > 1 else shape, device=device, dtype=dtype)
+        return every[rank] if world > 1 else every
+    while current is not None and current.stream is None:
+        current = current.outer
+    if current is not None:
+        return function(shape, device=device, dtype=dtype, generator=current.stream.on(device))
+    line = _FORKS.line()
+    if world == 1 and not line:
+        return function(shape, device=device, dtype=dtype)
+    # A seed from the generator that ranks and forked processes may have in common, and a stream of one's own from it.
     seed = int(torch.randint(2**48, ()))
-    own = torch.Generator(device).manual_seed((seed * 1_000_003 + rank * 7_919 + 1) % 2**63)
+    own = torch.Generator(device).manual_seed((seed * 1_000_003 + rank * 7_919 + 1 + line) % 2**63)
     return function(shape, device=device, dtype=dtype, generator=own)
 
 
@@ -105,6 +258,8 @@ def random_member(device: torch.device | None = None) -> Any:
     counts.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
-        return torch.randint(720720, (), device=device)
+        first = torch.randint(720720, (), device=device)
+        line = 0 if torch.compiler.is_compiling() else _FORKS.line()
+        return (first + line) % 720720 if line else first
     # Inside vmap every number would be one of many: count on from the seed instead.
     return (torch.initial_seed() * 6364136223846793005 + next(_CALLS) * 1442695040888963407 >> 33) % 720720

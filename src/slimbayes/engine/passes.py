@@ -19,12 +19,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import count, pairwise
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from slimbayes.engine.blocks import block_of_row, same
 from slimbayes.engine.tree import arrays_of
 
 if TYPE_CHECKING:
@@ -66,11 +67,12 @@ class Pass:
         self.first = first
         self.rowwise = rowwise and not held  # whether single rows may have noise of their own
         self.held = held  # open for many calls, each of which is a view of it
-        self.keeps = held  # whether what layers draw by themselves (dropout masks) is kept for later calls
         self.layout: Layout | None = None
         self.noise: dict[str, Noise] = {}  # by key of a posterior
         self.values: dict[str, Any] = {}  # draws made from it
-        self.masks: dict[str, list[Tensor]] = {}  # of dropout, for the views of a held pass
+        self.keys: dict[str, Tensor] = {}  # numbers (S,) from which a posterior draws while its layer runs
+        self.stream: Any = None  # where random numbers come from if not from torch's own generators
+        self.masks: dict[str, list[Tensor]] = {}  # drawn for all draws while the first of them ran
         self.index: int | None = None  # which draw of a larger pass this view shows
         self.calls: dict[str, int] = {}  # how often each posterior was asked in this call
         self.substitutes: dict[
@@ -105,6 +107,7 @@ class Pass:
         new.draws, new.first, new.index, new.values = 1, self.first + index, index, {}
         rows = slice(index * new.rows, (index + 1) * new.rows)
         new.noise = {key: noise.part(slice(index, index + 1), rows) for key, noise in self.noise.items()}
+        new.keys = {key: numbers[index : index + 1] for key, numbers in self.keys.items()}
         return new
 
     def take(self, index: Tensor) -> Pass:
@@ -117,6 +120,7 @@ class Pass:
             k: Noise(n.block[index], n.row.unflatten(0, (self.total, -1))[index].flatten(0, 1) if len(n.row) else n.row)
             for k, n in self.noise.items()
         }
+        new.keys = {key: numbers[index] for key, numbers in self.keys.items()}
         assert rows or not new.rowwise
         return new
 
@@ -149,34 +153,6 @@ class Pass:
                 raise Unproven("a layer met a single row where it had many when its rows were located")
             return -1
         return found
-
-
-def same(a: int, b: int) -> bool:
-    """Whether two sizes are equal; while a compiler traces, whether they always are."""
-    if not torch.compiler.is_compiling():
-        return a == b
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
-
-    return statically_known_true(a == b)
-
-
-def block_of_row(rows: int, blocks: int, device: torch.device | None = None) -> Tensor:
-    """Block index of each row: consecutive, as equal in size as the numbers allow.
-
-    >>> block_of_row(5, 2)
-    tensor([0, 0, 0, 1, 1])
-    """
-    return torch.arange(rows, device=device) * blocks // max(rows, 1)
-
-
-def block_sizes(rows: int, blocks: int) -> list[int]:
-    """Number of rows in each block of `block_of_row`.
-
-    >>> block_sizes(5, 2)
-    [3, 2]
-    """
-    edges = [-(-j * rows // blocks) for j in range(blocks + 1)]  # the first row of block j is ceil(j * rows / blocks)
-    return [stop - start for start, stop in pairwise(edges)]
 
 
 # The pass under way.

@@ -75,8 +75,18 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                     return layout  # a posterior refuses what it met: the call itself will say so
             if tried > 20:
                 break
+        fails = _fails(model, inputs, posteriors)
     lead = next((h.lead for h in hypotheses(inputs, batch_dim)), None)
-    return Layout(why=first or "no input has a dimension that could hold rows", lead=lead)
+    # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
+    return Layout(why=first or "no input has a dimension that could hold rows", lead=lead, told=fails)
+
+
+def _fails(model: nn.Module, inputs: Any, posteriors: Sequence[Any]) -> bool:
+    try:
+        probed(model, posteriors, inputs, 1)
+    except Exception as error:
+        return not isinstance(error, Mixed)
+    return False
 
 
 def without_cache(leaf: Any) -> Any:

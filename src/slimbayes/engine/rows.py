@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimbayes.engine.blocks import block_of_row, block_sizes, same
 from slimbayes.engine.fused import Seeded, fused
-from slimbayes.engine.passes import Pass, Unproven, block_of_row, block_sizes, same
+from slimbayes.engine.passes import Pass, Unproven
 
 
 def spread(x: Tensor, rows: int, dim: int) -> tuple[Tensor, int]:

@@ -38,7 +38,7 @@ from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import load_run
 from slimbayes.lab.paper_table import Numbers, calibration_errors
-from slimbayes.lab.seeds import seed_everything
+from slimbayes.lab.seeds import key, seed_everything
 from slimbayes.lab.task import Task, batches
 from slimbayes.models import keras_count
 from slimbayes.report.record import Evaluation, Record, read
@@ -206,12 +206,10 @@ def density(case: Case) -> Found:
     experiment, network, task, _ = case.loaded
     assert task.y_mean is not None and task.y_std is not None
     noise = float(case.options["precision"]) ** -0.5
-    squares, densities = [], []
-    for index, (x, y) in enumerate(batches(case.rows, experiment.evaluate.batch, task.y_mean.device)):
-        seed_everything(experiment.seed, "density", index)
-        p = sb.predict(
-            network, task.scaling(x), draws=case.draws, chunk=2**16, likelihood="gaussian", scale=noise / task.y_std
-        )
+    squares, densities, seed = [], [], key(experiment.seed, "density")
+    for x, y in batches(case.rows, experiment.evaluate.batch, task.y_mean.device):
+        options = {"chunk": 2**16, "scale": noise / task.y_std, "seed": seed}
+        p = sb.predict(network, task.scaling(x), draws=case.draws, likelihood="gaussian", **options)
         p = p.rescaled(task.y_mean, task.y_std)
         squares.append((p.mean - y).square().double())
         densities.append(p.log_prob(y).double())

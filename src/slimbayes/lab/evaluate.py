@@ -1,6 +1,7 @@
 """What a trained network is judged on: test rows, corrupted ones, shifted ones and unfamiliar ones.
 
-Corruptions are functions of their name, severity and rows, noise is one of set and batch: equal weights, equal scores.
+Corruptions are functions of their name, severity and rows, draws of the run's seed and the set: equal weights, equal
+scores.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Predictor(NamedTuple):
     def predictions(
         self, rows: Rows, place: str, draws: Sequence[int], workers: int = 0
     ) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
-        """Predictions by number of draws, and targets, batch by batch; `place` seeds their noise."""
+        """Predictions by number of draws, and targets, batch by batch; the run's seed and `place` seed their draws."""
+        done, seed = 0, key(self.experiment.seed, "evaluate", place)
         precision = torch.autocast(self.device.type, torch.bfloat16, enabled=self.experiment.train.precision == "bf16")
         for index, (x, y) in enumerate(batches(rows, self.experiment.evaluate.batch, self.device, workers)):
             seed_everything(self.experiment.seed, "evaluate", place, index)
@@ -63,12 +65,8 @@ class Predictor(NamedTuple):
             if self.device.type == "cuda" and x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             with precision:
-                found = predict_prefixes(self.network, x, draws, self.likelihood, self.noise)
-            if not bool(found[max(found)].mean.isfinite().all()):
-                raise FloatingPointError(
-                    f"The network's outputs for {place} are NaN or infinite: training has diverged, lower the learning "
-                    f"rate or clip gradients."
-                )
+                found = predict_prefixes(self.network, x, draws, self.likelihood, self.noise, seed, done)
+            done += len(x)
             if self.task.y_mean is not None and self.task.y_std is not None:
                 found = {n: p.rescaled(self.task.y_mean, self.task.y_std) for n, p in found.items()}
             yield found, y

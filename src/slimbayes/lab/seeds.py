@@ -3,20 +3,9 @@
 seed_everything(seed, "step", 1200)      before step 1200, and every draw of that step follows
 """
 
-import hashlib
-
 import torch
 
-
-def key(seed: int, *place: object) -> int:
-    """A 63-bit seed for one place of a run; equal places give equal seeds, different ones independent ones.
-
-    Example:
-        >>> key(0, "step", 7) == key(0, "step", 7), key(0, "step", 7) == key(0, "step", 8)
-        (True, False)
-    """
-    digest = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+from slimbayes.engine.noise import key as key
 
 
 def seed_everything(seed: int, *place: object) -> None:

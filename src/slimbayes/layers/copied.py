@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from slimbayes.engine import noise, passes
+from slimbayes.engine.blocks import block_of_row, same
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
 from slimbayes.layers.base import Converted
@@ -221,7 +222,7 @@ def _deal(
     rows: int, blocks: int, first: int | Tensor, members: int, device: torch.device
 ) -> tuple[list[Tensor], Tensor]:
     """Row numbers of each member, and where among the outputs of all members each row's lies, (R,)."""
-    member = (passes.block_of_row(rows, blocks, device) + first) % members
+    member = (block_of_row(rows, blocks, device) + first) % members
     order = torch.argsort(member, stable=True)
     back = torch.empty_like(order).scatter(0, order, torch.arange(rows, device=device))
     if not torch.compiler.is_compiling():
@@ -256,7 +257,7 @@ def _take(inputs: Any, line: Tensor, rows: int, dims: Any) -> Any:
 
 def _select(x: Tensor, dim: int, rows: int, line: Tensor) -> Tensor:
     """Rows of x by number, where each may own several entries along `dim`."""
-    if passes.same(x.shape[dim], rows):
+    if same(x.shape[dim], rows):
         return x.index_select(dim, line)
     each = x.shape[dim] // rows
     if x.shape[dim] != rows * each:

@@ -117,6 +117,8 @@ class _BayesRecurrent(_Gated):
             batched = input.dim() == 3
             x = input if batched else input.unsqueeze(1)
             x = x.transpose(0, 1) if self.batch_first and batched else x
+        if x.shape[-1] != self.input_size:  # torch's kernels do not look
+            raise ValueError(f"inputs of width {self.input_size} (input_size) are needed, got {tuple(input.shape)}")
         state = self._initial(x, hx, batched)
         run = self._over_time if self._together(x) else self._fused
         y: Any

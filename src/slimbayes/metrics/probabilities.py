@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.train.likelihoods import check_labels
+from slimbayes.train.targets import check_labels
 
 Classes = Prediction | Tensor  # a Prediction of classes, probabilities (N, ..., C), or those of class one (N,)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from slimbayes.metrics.probabilities import Classes, class_probabilities, need_tensor
 from slimbayes.metrics.streaming import Streaming
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.train.likelihoods import check_labels
+from slimbayes.train.targets import check_labels
 
 Score = Literal["entropy", "confidence", "mutual_information"]
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Distribution, Point, rho_from_scale, scale_from_rho, wide
+from slimbayes.engine.blocks import same
 from slimbayes.engine.fused import Seeded
-from slimbayes.engine.passes import Pass, same
+from slimbayes.engine.passes import Pass
 from slimbayes.posteriors.configs.factors import FAMILY
 
 

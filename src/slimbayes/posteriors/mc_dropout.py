@@ -17,9 +17,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.noise import uniform
+from slimbayes.engine.blocks import block_of_row, same
+from slimbayes.engine.noise import kept_units, uniform
 from slimbayes.engine.passes import Noise
-from slimbayes.engine.rows import line_of_row, spread
+from slimbayes.engine.rows import spread
 from slimbayes.layers import LAYERS, class_for
 from slimbayes.layers.dropout import DropMap
 from slimbayes.layers.functional_dropout import functional_dropout
@@ -104,24 +105,15 @@ class DropoutPosterior(Posterior):
         if unit == "channel":
             kept = (0 if dim is None else dim, linear.channel_dim % x.dim())
             shape = [size if d in kept else 1 for d, size in enumerate(shape)]
-        if not current.keeps:
+        keys = current.keys.get(self.key)
+        if keys is None:
             return self.drawn_late(lambda sizes: uniform(sizes, x.device), shape, dim) >= rate
-        # A function stays the same over calls: one mask for each draw, whatever the rows.
-        mask = self._held([size if d != dim else 1 for d, size in enumerate(shape)], x, rate)
-        if current.index is not None or current.total == 1:
-            return mask[current.index or 0]
-        assert dim is not None
-        lines = mask.squeeze(dim + 1).movedim(0, dim)
-        return lines.index_select(dim, line_of_row(len(mask), x.shape[dim], current, x.device))
-
-    def _held(self, shape: list[int], x: Tensor, rate: float) -> Tensor:
-        """The masks (S, ...) that this place of the forward had in the first call of a held pass."""
-        current = self.current
-        masks, place = current.masks.setdefault(self.key, []), self.place_in_forward()
-        while len(masks) <= place:
-            masks.append(uniform([current.total, *shape], x.device) >= rate)
-        if list(masks[place].shape[1:]) != shape:
-            held = list(masks[place].shape[1:])
-            differ = f"held draws drop units of inputs {held}, but this call needs {shape}"
-            raise ValueError(f"{self.name}: {differ}; use unit='channel'.")
-        return masks[place]
+        # One function for all rows and calls: a mask for each draw. A row may have become several, say windows.
+        each = 1 if dim is None or same(x.shape[dim], current.rows) else x.shape[dim] // current.rows
+        mask = kept_units(keys, self.place_in_forward(), [each if d == dim else n for d, n in enumerate(shape)], rate)
+        if len(keys) == 1 and (dim is None or same(each, 1)):
+            return mask[0]
+        assert dim is not None  # several draws share a forward only where rows are known
+        seen = torch.arange(x.shape[dim], device=x.device)
+        line = block_of_row(current.rows, len(keys), x.device)[seen // each] * each + seen % each
+        return mask.movedim(0, dim).flatten(dim, dim + 1).index_select(dim, line)

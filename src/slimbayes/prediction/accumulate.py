@@ -80,6 +80,16 @@ class Accumulator:
         factors = (self.members * self.weights).to(values).repeat(len(values) // self.members)
         return values * along_draws(factors, values)
 
+    def sound(self) -> bool:
+        """Whether the draws so far make a prediction: class probabilities that are numbers, or finite means. One number
+        is read from the device.
+        """
+        total = self.member_sum.sum()
+        if self.of.discrete:
+            return not bool(total.isnan())  # a probability of zero has the log -inf
+        finite = bool((total + self.noise_sum.sum()).isfinite())  # large numbers may add up to infinity
+        return finite or bool(self.member_sum.isfinite().all() & self.noise_sum.isfinite().all())
+
     def fields(self) -> dict[str, Any]:
         """The fields of a Prediction."""
         each, aleatoric = self.count // self.members, self.noise_sum / self.count  # draws of a member

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from slimbayes.engine.noise import key
+
 
 def along_draws(factors: Tensor, values: Tensor) -> Tensor:
     """Factors (S,) shaped to meet values (S, N, ...)."""
@@ -50,12 +52,12 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     return (inside / inside.sum(0) * ordered).sum(0).to(values.dtype)
 
 
-def with_noise(values: Tensor, scale: Tensor, times: int, generator: torch.Generator | None) -> Tensor:
+def with_noise(values: Tensor, scale: Tensor, times: int, seed: int) -> Tensor:
     """Every value (S, N, ...) so many times with normal noise of its scale: (times * S, N, ...)."""
-    wide = values.unsqueeze(0).expand(times, *values.shape)
-    device = generator.device if generator else values.device
-    noise = torch.randn(wide.shape, generator=generator, device=device, dtype=values.dtype)
-    return (wide + noise.to(values.device) * scale).flatten(0, 1)
+    generator = torch.Generator(values.device).manual_seed(key(seed, "interval"))
+    shape = (times, *values.shape)
+    noise = torch.randn(shape, generator=generator, device=values.device, dtype=values.dtype)
+    return noise.mul_(scale).add_(values).flatten(0, 1)
 
 
 def for_a_row(name: str, value: float | Tensor, like: Tensor) -> Tensor:

@@ -10,23 +10,46 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import calls
-from slimbayes.engine.tree import arrays_of
+from slimbayes.engine.tree import arrays_of, map_arrays, padded
+from slimbayes.prediction.checks import check_inputs
+from slimbayes.prediction.draws import MOST_ROWS
 from slimbayes.prediction.sample import members, posteriors_in
 
+_FEW = 64
 
-def batches_of(model: nn.Module, x: Any, chunk: int | None, inputs: int | None) -> Iterator[tuple[Any, Any]]:
+
+def batches_of(
+    model: nn.Module, x: Any, chunk: int | None, inputs: int | None, allow_nonfinite: bool = False
+) -> Iterator[tuple[Any, Any]]:
     """Inputs of the forwards: the loader's batches, or slices of one batch that fit the chunk with one draw of each
-    member.
+    member. NaN and infinity are refused, unless allowed, and so is a whole without rows.
     """
+    done = 0
+    for batch in _whole_batches(model, x, inputs):
+        arrays = arrays_of(batch)
+        if not arrays:
+            what = type(batch[0][0]).__name__ if batch[0] else "nothing"
+            raise ValueError(f"predict found no tensor in {what}: give it tensors, arrays or batches.")
+        rows = rows_of(model, arrays)
+        if rows and not allow_nonfinite:
+            check_inputs(model, batch, done)
+        if rows:
+            yield from _slices(model, batch, rows, chunk)
+        done += rows
+    if not done:
+        raise ValueError("predict was given no rows: x, or every batch of it, is empty.")
+
+
+def _whole_batches(model: nn.Module, x: Any, inputs: int | None) -> Iterator[tuple[Any, Any]]:
     if isinstance(x, torch.utils.data.Dataset) and not isinstance(x, torch.utils.data.IterableDataset):
         x = torch.utils.data.DataLoader(x, batch_size=256)
     if isinstance(x, Iterable) and not isinstance(x, (Tensor, Mapping, tuple, list, PackedSequence)) and not _array(x):
         for batch in x:
-            yield from _slices(model, call_batch(model, batch, inputs), chunk)
+            yield call_batch(model, batch, inputs)
     elif isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
-        yield from _slices(model, (tuple(_tensor(model, part) for part in x), {}), chunk)
+        yield tuple(_tensor(model, part) for part in x), {}
     else:
-        yield from _slices(model, call_batch(model, x, inputs), chunk)
+        yield call_batch(model, x, inputs)
 
 
 def _array(x: Any) -> bool:
@@ -37,7 +60,13 @@ def _tensor(model: nn.Module, x: Any) -> Any:
     """A numpy array as a tensor of the model's type and device; anything else as it is."""
     if not _array(x):
         return x
-    values = torch.as_tensor(np.ascontiguousarray(x))
+    array = np.ascontiguousarray(x)
+    if array.dtype.kind not in "biufc":
+        raise TypeError(
+            f"predict needs numbers, got an array of dtype {array.dtype}: encode text and categories first, or convert "
+            f"columns with astype('float32')."
+        )
+    values = torch.as_tensor(array)
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if first is None:
         return values
@@ -66,19 +95,30 @@ def call_batch(model: nn.Module, batch: Any, inputs: int | None = None) -> tuple
     return (_tensor(model, batch),), {}
 
 
-def _slices(model: nn.Module, inputs: tuple[Any, Any], chunk: int | None) -> Iterator[tuple[Any, Any]]:
-    if not arrays_of(inputs):
-        raise ValueError(
-            f"predict found no tensor in {type(inputs[0][0]).__name__ if inputs[0] else 'nothing'}: give it tensors, "
-            "arrays or batches."
-        )
-    if chunk is None or not posteriors_in(model):
+def rows_of(model: nn.Module, arrays: list[Any]) -> int:
+    """The largest number of rows that one of these tensors can have."""
+    dim = calls.batch_dim_of(model) or 0
+    return max((leaf.shape[dim] for leaf in map(padded, arrays) if leaf.dim() > dim), default=1)
+
+
+def _first(model: nn.Module, leaf: Any, rows: int, few: int) -> Any:
+    dim = calls.batch_dim_of(model) or 0
+    alike = isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == rows
+    return leaf.narrow(dim, 0, few) if alike else leaf
+
+
+def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | None) -> Iterator[tuple[Any, Any]]:
+    """Rows cut so that a forward has no more than the chunk, or by default no more than MOST_ROWS."""
+    most = max(1, (MOST_ROWS if chunk is None else chunk) // members(model))
+    if not posteriors_in(model) or (chunk is None and many <= most):
         yield inputs
         return
-    layout = calls.layout_of(model, *inputs, posteriors_in(model))
-    rows, size = layout.rows(inputs), max(1, chunk // members(model))
-    if rows <= size or not layout.apart:  # rows that cannot be told apart stay together
+    # Rows are located on a few: a proof with all of them would take the memory that cutting is to save.
+    few = map_arrays(lambda i, leaf: _first(model, leaf, many, _FEW), inputs) if many > MOST_ROWS else inputs
+    layout = calls.layout_of(model, few[0], few[1], posteriors_in(model))
+    rows = layout.rows(inputs)
+    if rows <= most or not layout.apart:  # rows that cannot be told apart stay together
         yield inputs
         return
-    for start in range(0, rows, size):
-        yield layout.narrow(inputs, start, min(size, rows - start))
+    for start in range(0, rows, most):
+        yield layout.narrow(inputs, start, min(most, rows - start))

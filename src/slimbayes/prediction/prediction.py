@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimbayes.engine.noise import Seed, seed_of
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.averages import for_a_row, log_at, log_mean, quantile, with_noise
-from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName, check_labels
+from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
+from slimbayes.train.targets import check_labels
 
 
 @dataclass
@@ -162,8 +164,9 @@ class Prediction:
 
     @property
     def label(self) -> Tensor:
-        """Most probable class (N,)."""
-        return self.log_probs.argmax(-1)
+        """Most probable class (N,); -1 where the probabilities are NaN (`predict(..., allow_nonfinite=True)`)."""
+        logs = self.log_probs
+        return logs.argmax(-1).masked_fill(logs.amax(-1).isnan(), -1)
 
     @property
     def confidence(self) -> Tensor:
@@ -244,10 +247,11 @@ class Prediction:
             noise=None if self.noise is None else square * self.noise,
         )
 
-    def interval(self, level: float = 0.9, generator: Any = None, per_draw: int = 32) -> tuple[Tensor, Tensor]:
+    def interval(self, level: float = 0.9, seed: Seed = None, per_draw: int = 32) -> tuple[Tensor, Tensor]:
         """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
 
-        For real targets the observation noise is included: `per_draw` noise values are drawn for every sample.
+        For real targets the observation noise is included: `per_draw` noise values are drawn for every sample, from
+        `seed` as in `predict`.
 
         Shape: two tensors of the shape of `mean`.
         """
@@ -255,19 +259,13 @@ class Prediction:
             raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")
         values = self.samples
         if self.noise is not None and bool((self.noise > 0).any()):
-            values = with_noise(values, self.noise.sqrt(), per_draw, generator)
+            values = with_noise(values, self.noise.sqrt(), per_draw, seed_of(seed))
         return quantile(values, self.weights, (1 - level) / 2), quantile(values, self.weights, (1 + level) / 2)
 
     def to_numpy(self) -> dict[str, Any]:
         """Every summary as numpy arrays: mean, member_mean, total, aleatoric, epistemic and, if kept, samples."""
-        names = [
-            "mean",
-            "member_mean",
-            "total",
-            "aleatoric",
-            "epistemic",
-            *(["samples"] if self.by_draw is not None else []),
-        ]
+        names = ["mean", "member_mean", "total", "aleatoric", "epistemic"]
+        names += [] if self.by_draw is None else ["samples"]
         arrays = {name: getattr(self, name).detach().cpu() for name in names}
         return {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in arrays.items()}
 

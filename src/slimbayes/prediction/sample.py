@@ -16,9 +16,11 @@ from torch import nn
 from slimbayes.convert.convert import conversions_of, debayesianize
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
+from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Pass, Unproven
 from slimbayes.engine.tree import arrays_of
 from slimbayes.layers.base import BayesLayer, Converted
+from slimbayes.prediction.checks import explained
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -41,12 +43,18 @@ def posteriors_in(model: nn.Module) -> list[Any]:
     return found
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's first parameter is."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def sample(
     model: nn.Module,
     *args: Any,
     draws: int = 1,
     rows: Literal["tile", "split"] = "tile",
     fold: Fold = "auto",
+    seed: Seed = None,
     **kwargs: Any,
 ) -> Any:
     """Run the model under S = members x draws draws from its posterior.
@@ -59,6 +67,8 @@ def sample(
         rows: "tile" lets every draw see every row; "split" hands the rows out, the first S-th of them to draw 0.
         fold: True runs all draws as one large batch, False one after another: the same draws, so the same outputs.
             "auto" folds where that was proven to be right for this kind of input, and says so once where it is not.
+        seed: a whole number or a torch.Generator from which everything random in the call follows; by default torch's
+            own generators.
 
     Shape: every tensor of the output gets a leading axis S; what follows is what the plain model returns.
     Draw j belongs to member j mod K.
@@ -75,14 +85,26 @@ def sample(
     if not arrays_of((args, kwargs)):
         raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
     if not posteriors:
-        return calls.stack_draws([model(*args, **kwargs) for _ in range(draws)])
+        with noise.own_noise(None if seed is None else noise.seed_of(seed), device_of(model)):
+            return calls.stack_draws([model(*args, **kwargs) for _ in range(draws)])
     held = passes.of(posteriors[0].key)
     held = None if held is not None and passes.recomputing(held) else held
     if held is not None and not held.held:
         raise ValueError("sample was called inside a forward pass of the same model; call it from outside.")
     held = None if isinstance(held, calls.Scope) else held
     total = calls.total_draws(posteriors, draws) if held is None else held.total
-    return sampled(model, args, kwargs, total, fold, held, rows == "split")
+    number = None if seed is None else free_seed("sample", seed, held)
+    if torch.compiler.is_compiling():
+        return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
+    with explained(model, args, kwargs):
+        return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
+
+
+def free_seed(what: str, seed: Seed, held: Pass | None) -> int:
+    """The number behind a seed; refused where draws are held, which it could not change."""
+    if held is not None and seed is not None:
+        raise ValueError(f"{what}(..., seed=) inside `frozen` would change nothing: give the seed to frozen.")
+    return noise.seed_of(seed)
 
 
 def sampled(
@@ -94,23 +116,33 @@ def sampled(
     held: Pass | None = None,
     split: bool = False,
     share: bool = False,
+    seed: int | None = None,
 ) -> Any:
-    """Outputs (S, B, ...) of one call under so many draws; `share` runs what comes before any draw once for all."""
-    new, layout, folds = calls.draw_all(model, args, kwargs, total, fold, held, split)
-    new.shared = layout.ahead if share and folds and total > 1 else new.shared
+    """Outputs (S, B, ...) of one call under so many draws; `share` runs what comes before any draw once for all.
+
+    `seed` also rules what the model draws by itself.
+    """
+    new, layout, folds = calls.draw_all(model, args, kwargs, total, fold, held, split, seed=seed)
+    share = share and folds and total > 1 and not layout.random  # what a random module gives differs between draws
+    new.shared = layout.ahead if share else new.shared
     try:
-        return calls.run_draws(model, args, kwargs, new, layout, folds, tile=not split)
+        if seed is None or (held is not None and layout.tree and not layout.random):
+            return calls.run_draws(model, args, kwargs, new, layout, folds, tile=not split)
+        # What is drawn late in compiled code comes from torch's generators, too, unless draws are numbered.
+        with noise.own_noise(seed, device_of(model)):
+            return calls.run_draws(model, args, kwargs, new, layout, folds, tile=not split)
     except Unproven as error:
         calls.unfold(layout, error, fold)
-        return sampled(model, args, kwargs, total, fold, held, split, share)
+        return sampled(model, args, kwargs, total, fold, held, split, share, seed)
 
 
 @contextmanager
-def frozen(model: nn.Module, draws: int = 1) -> Iterator[nn.Module]:
+def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.Module]:
     """Hold S = members x draws draws over every call inside the block: the same functions on every batch.
 
     Inside, `sample(model, x)` returns (S, B, ...) of the held draws, and a bare `model(x)` shares its rows out among
-    them. Methods that draw afresh for every row hold one draw for all rows here.
+    them. Methods that draw afresh for every row hold one draw for all rows here. Equal seeds hold equal functions, the
+    same that `predict` uses with that seed; by default the seed is the next number of torch's own generator.
 
     Example:
         >>> import slimbayes as sb
@@ -129,7 +161,8 @@ def frozen(model: nn.Module, draws: int = 1) -> Iterator[nn.Module]:
         return
     if passes.of(posteriors[0].key) is not None:
         raise ValueError("frozen cannot be nested: draws are already held.")
-    new = noise.draw(posteriors, Pass(calls.total_draws(posteriors, draws), 1, held=True))
+    new = Pass(calls.total_draws(posteriors, draws), 1, held=True)
+    noise.draw_numbered(posteriors, new, noise.seed_of(seed))
     with passes.holding(new):
         yield model
 

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.mixture import MixturePosterior
-from slimbayes.prediction.predict import choices_of, predict
+from slimbayes.prediction.draws import choices_of
+from slimbayes.prediction.predict import predict
 from slimbayes.prediction.sample import frozen
 from slimbayes.train.likelihoods import LikelihoodName
 
@@ -34,6 +36,7 @@ def stack(
     likelihood: LikelihoodName = "categorical",
     scale: float | Tensor = 0.0,
     class_dim: int | None = None,
+    seed: Seed = None,
 ) -> dict[str, Tensor]:
     """Set the mixing weights of a trained model so that held-out rows become most probable, and return them by layer
     name.
@@ -46,7 +49,7 @@ def stack(
         x, target: held-out inputs and what was observed, not the training data.
         draws: networks to draw, for EMP; every component of every layer must be among them.
         prior: pseudo-count that pulls each layer towards equal probabilities, for EMP.
-        likelihood, scale, class_dim: as in `predict`.
+        likelihood, scale, class_dim, seed: as in `predict`.
 
     Example:
         >>> import slimbayes as sb
@@ -67,7 +70,15 @@ def stack(
             f"stack is for an Ensemble or for layers that pick one component each (ModelPatch without cross, "
             f"draws='forward'); got {', '.join(kinds) or 'no posterior'}."
         )
-    return _stack_layers(model, posteriors, x, target, draws, prior, likelihood, scale, class_dim)
+    for posterior in posteriors:
+        posterior.set_probabilities(torch.full((posterior.components,), 1 / posterior.components))
+    with frozen(model, draws, seed):
+        scores = predict(model, x, likelihood=likelihood, scale=scale, class_dim=class_dim).draw_log_prob(target)
+        choices = torch.stack(choices_of(posteriors), 1)
+    found = factored_weights(scores.flatten(1), choices, [p.components for p in posteriors], prior)
+    for posterior, probs in zip(posteriors, found, strict=True):
+        posterior.set_probabilities(probs)
+    return {p.name: probs.float() for p, probs in zip(posteriors, found, strict=True)}
 
 
 def _stack_members(
@@ -101,28 +112,6 @@ def _stack_members(
     for posterior in posteriors:
         posterior.weights.copy_(weights)
     return {p.name: weights.float() for p in posteriors}
-
-
-def _stack_layers(
-    model: nn.Module,
-    posteriors: Sequence[Any],
-    x: Any,
-    target: Tensor,
-    draws: int,
-    prior: float,
-    likelihood: LikelihoodName,
-    scale: Any,
-    class_dim: Any,
-) -> dict[str, Tensor]:
-    for posterior in posteriors:
-        posterior.set_probabilities(torch.full((posterior.components,), 1 / posterior.components))
-    with frozen(model, draws=draws):
-        scores = predict(model, x, likelihood=likelihood, scale=scale, class_dim=class_dim).draw_log_prob(target)
-        choices = torch.stack(choices_of(posteriors), 1)
-    found = factored_weights(scores.flatten(1), choices, [p.components for p in posteriors], prior)
-    for posterior, probs in zip(posteriors, found, strict=True):
-        posterior.set_probabilities(probs)
-    return {p.name: probs.float() for p, probs in zip(posteriors, found, strict=True)}
 
 
 @torch.no_grad()

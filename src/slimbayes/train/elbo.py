@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.passes import modules_of, posteriors_of
+from slimbayes.engine.passes import Keyed, modules_of
 from slimbayes.layers.base import BayesLayer
 
 
@@ -91,27 +91,56 @@ def kl(model: nn.Module) -> Tensor:
     return sum((term.to(whole[0].device) for term in whole[1:]), whole[0])
 
 
+@torch.no_grad()
 def check_finite(model: nn.Module) -> None:
-    """Raise if a posterior parameter is NaN or infinite, naming the layer.
+    """Raise if a weight, a posterior's parameter or a buffer is NaN or infinite, naming which.
+
+    Buffers other than running statistics may hold infinities, as masks do.
 
     `predict`, `save` and (on CPU) `elbo` call this by themselves.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 1))
+        >>> net[0].bias.data.fill_(torch.nan)
+        tensor([nan])
+        >>> check_finite(net)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        FloatingPointError: 0: 1 of 1 values of its own bias, not of a posterior, are NaN or infinite. Training ...
     """
-    found = [p.detach() for posterior in posteriors_of(model) for p in posterior.parameters()]
-    flags: dict[torch.device, list[Tensor]] = {}
-    for parameter in found:
-        flags.setdefault(parameter.device, []).append(parameter.isfinite().all())
-    # One number is read for each device, not one for each parameter.
-    if all(bool(_whole(torch.stack(same).all())) for same in flags.values()):
+    numbers = _numbers(model)
+    alike: dict[tuple[torch.device, bool], list[Tensor]] = {}
+    for _, tensor, masks in numbers:
+        # infinite where a mask has a NaN
+        looked_at = (~tensor.isnan().any()).float().reciprocal() if masks else tensor
+        alike.setdefault((tensor.device, hasattr(tensor, "full_tensor")), []).append(looked_at)
+    # One number is read for each device, not one for each parameter. A norm may overflow by itself: it only raises the
+    # question.
+    if all(bool(_whole(torch.stack(torch._foreach_norm(same)).isfinite().all())) for same in alike.values()):
         return
-    for posterior in posteriors_of(model):
-        for name, parameter in posterior.named_parameters():
-            bad = int((~parameter.detach().isfinite()).sum())
-            if bad:
-                raise FloatingPointError(
-                    f"{posterior.name}: {bad} of {parameter.numel()} values of its posterior's {name} are NaN or "
-                    f"infinite. Training has diverged: lower the learning rate, clip gradients, or go back to an "
-                    f"earlier checkpoint."
-                )
+    for name, tensor, masks in numbers:
+        bad = int(_whole((tensor.isnan() if masks else ~tensor.isfinite()).sum()))
+        if bad:
+            owner, own = _owner(model, name)
+            raise FloatingPointError(
+                f"{owner}: {bad} of {tensor.numel()} values of {own} are NaN or infinite. Training has diverged: lower "
+                f"the learning rate, clip gradients, or go back to an earlier checkpoint."
+            )
+
+
+def _numbers(model: nn.Module) -> list[tuple[str, Tensor, bool]]:
+    """All parameters and buffers of floating type, by name, and whether infinities may stand in them."""
+    every: list[tuple[str, Tensor, bool]] = [(name, p, False) for name, p in model.named_parameters()]
+    every += [(name, b, not name.rpartition(".")[2].startswith("running_")) for name, b in model.named_buffers()]
+    return [(n, t, masks) for n, t, masks in every if t.is_floating_point() and not t.is_meta and t.numel()]
+
+
+def _owner(model: nn.Module, name: str) -> tuple[str, str]:
+    """The layer that a parameter or buffer belongs to, and what it is there."""
+    for path, module in model.named_modules():
+        if isinstance(module, Keyed) and name.startswith(f"{path}."):
+            return str(module.name), f"its posterior's {name.removeprefix(f'{path}.')}"
+    layer, _, last = name.rpartition(".")
+    return layer or "the model", f"its own {last}, not of a posterior,"
 
 
 def _whole(flag: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from slimbayes.errors import did_you_mean
 from slimbayes.train import Form as Form
+from slimbayes.train.targets import check_classes_of, check_real, check_shares, check_some, readable
 
 LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
 _FORMS = ("average", "mixture", "probs", "logits")
@@ -35,7 +36,8 @@ def categorical(
     """Mean negative log-likelihood of class labels under S draws of logits.
 
     Shape: logits (S, B, ..., C), classes along `class_dim`; target (B, ...) class indices, or (B, ..., C) probabilities
-    (soft labels); returns a scalar, the mean over all targets that are not `ignore_index`.
+    (soft labels); returns a scalar, the mean over all targets that are not `ignore_index`. Labels that are none are
+    refused on a CPU; on a GPU that would stall every step: `check_targets` looks at a whole set once.
 
     Example:
         >>> categorical(torch.zeros(2, 3, 4), torch.tensor([0, 1, 2])).round(decimals=4)  # log 4
@@ -44,7 +46,9 @@ def categorical(
     check_classes(logits, class_dim)
     logits = logits.movedim(class_dim, -1)
     soft = target.is_floating_point()
-    _check(logits, target, logits.shape[1:] if soft else logits.shape[1:-1], form)
+    _check(logits, target, logits.shape[1:] if soft and target.dim() > 1 else logits.shape[1:-1], form)
+    if readable(target) or (soft and target.dim() == 1):
+        check_classes_of(target, logits.shape[-1], ignore_index)
     if form == "logits":
         logits, form = logits.mean(0, keepdim=True), "average"
     if form == "probs":
@@ -55,9 +59,8 @@ def categorical(
             return -(target * _log_mean(logp)).sum(-1).mean()
         return -(target * logp).sum(-1).mean()
     kept = target != ignore_index
-    picked = logp.gather(
-        -1, target.where(kept, torch.zeros_like(target)).expand(logp.shape[:-1]).unsqueeze(-1)
-    ).squeeze(-1)
+    labels = target.long().where(kept, 0)
+    picked = logp.gather(-1, labels.expand(logp.shape[:-1]).unsqueeze(-1)).squeeze(-1)
     return (_combine(picked, form) * kept).sum() / kept.sum()
 
 
@@ -71,13 +74,13 @@ def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
         tensor(0.6931)
     """
     _check(logits, target, logits.shape[1:], form)
+    if readable(target):
+        check_shares(target)
     if form == "logits":
         logits, form = logits.mean(0, keepdim=True), "average"
-    if form == "probs":
-        form = "mixture"  # Eq. 12 is Eq. 14, as for classes
     yes, no = F.logsigmoid(logits), F.logsigmoid(-logits)
-    if form == "mixture" and bool(((target != 0) & (target != 1)).any()):
-        return -(target * _log_mean(yes) + (1 - target) * _log_mean(no)).mean()
+    if form in ("probs", "mixture"):  # Eq. 12 is Eq. 14, as for classes; the expected log of the mixture
+        yes, no, form = _log_mean(yes)[None], _log_mean(no)[None], "average"
     target = target.to(logits.dtype)
     return _combine(
         torch.where(target == 1, yes, torch.where(target == 0, no, target * yes + (1 - target) * no)), form
@@ -147,23 +150,21 @@ def check_two_outputs(outputs: Tensor) -> None:
 
 
 def _check(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) -> None:
-    """Refuse a target that would broadcast, as (B,) against (S, B, 1) does, and a form that is none."""
+    """Refuse a target that would broadcast, as (B,) against (S, B, 1) does, no targets, and a form that is none."""
     if target.shape != needed:
         raise ValueError(
             f"A target of shape {tuple(needed)} is needed for outputs of shape {tuple(outputs.shape)}, got "
             f"{tuple(target.shape)}."
         )
+    check_some(target)
     if form not in _FORMS:
         raise ValueError(f"Unknown form {form!r}{did_you_mean(form, _FORMS)}")
 
 
 def _gaussian(mean: Tensor, target: Tensor, scale: Tensor, form: str) -> Tensor:
-    if mean.shape[1:] != target.shape:
-        # Broadcasting (S, B, 1) against (B,) would silently compare every row with every target.
-        raise ValueError(
-            f"A target of shape {tuple(mean.shape[1:])} is needed for outputs of shape {tuple(mean.shape)}, got "
-            f"{tuple(target.shape)}."
-        )
+    _check(mean, target, mean.shape[1:], form)
+    if readable(target):
+        check_real(target)
     logp = -0.5 * ((target - mean) / scale) ** 2 - scale.log() - 0.5 * math.log(2 * math.pi)
     return _combine(logp.flatten(2).sum(-1) if logp.dim() > 2 else logp, form).mean()
 
@@ -179,16 +180,6 @@ def _combine(logp: Tensor, form: str) -> Tensor:
 
 def _log_mean(logp: Tensor) -> Tensor:
     return torch.logsumexp(logp, 0) - math.log(logp.shape[0])
-
-
-def check_labels(target: Tensor, classes: int | None) -> None:
-    """Refuse targets that are not class indices below `classes`, or with None not 0 or 1, of whatever type."""
-    if classes is not None and target.is_floating_point():
-        raise ValueError(f"Targets must be class indices from 0 to {classes - 1}, got dtype {target.dtype}.")
-    bad = (target != 0) & (target != 1) if classes is None else (target < 0) | (target >= classes)
-    if bool(bad.any()):
-        needed = "0 or 1" if classes is None else f"class indices from 0 to {classes - 1}"
-        raise ValueError(f"Targets must be {needed}, got {target[bad][0].item()!r}.")
 
 
 def entropy(logs: Tensor) -> Tensor:

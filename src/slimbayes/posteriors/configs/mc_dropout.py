@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MCDropout(SiteConfig):
-    """Dropout that is part of the posterior: active in eval mode, drawn afresh for every row, held by `frozen`.
+    """Dropout that is part of the posterior: active in eval mode, drawn afresh for every row by `sample`, one mask for
+    all rows under each draw of `predict` and `frozen`.
 
     Args:
         rate: probability of dropping a unit; by default a dropout layer's own, and 0.005 (the paper's) elsewhere.

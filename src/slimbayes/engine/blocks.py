@@ -1,0 +1,34 @@
+"""How rows are cut into blocks, one for each draw."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def same(a: int, b: int) -> bool:
+    """Whether two sizes are equal; while a compiler traces, whether they always are."""
+    if not torch.compiler.is_compiling():
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(a == b)
+
+
+def block_of_row(rows: int, blocks: int, device: torch.device | None = None) -> Tensor:
+    """Block index of each row: consecutive, as equal in size as the numbers allow.
+
+    >>> block_of_row(5, 2)
+    tensor([0, 0, 0, 1, 1])
+    """
+    return torch.arange(rows, device=device) * blocks // max(rows, 1)
+
+
+def block_sizes(rows: int, blocks: int) -> list[int]:
+    """Number of rows in each block of `block_of_row`.
+
+    >>> block_sizes(5, 2)
+    [3, 2]
+    """
+    edges = [-(-j * rows // blocks) for j in range(blocks + 1)]  # the first row of block j is ceil(j * rows / blocks)
+    return [stop - start for start, stop in pairwise(edges)]

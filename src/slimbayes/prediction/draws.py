@@ -1,0 +1,122 @@
+"""The draws of one prediction: numbered functions of its seed, so many at a time as fit, the same for every batch.
+
+Sizes: S draws, K members, N rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.engine import calls, noise, passes
+from slimbayes.engine.calls import Fold
+from slimbayes.engine.layout import Layout
+from slimbayes.engine.noise import Seed
+from slimbayes.engine.passes import Pass
+from slimbayes.engine.tree import arrays_of, padded, tree_map
+from slimbayes.prediction.sample import device_of, free_seed, members, posteriors_in, sampled
+
+MOST_ROWS = 2**15  # draws x inputs in one forward, by default
+_MOST_NUMBERS = 2**23  # of the inputs of one forward, by default
+_MOST_NOISE = 2**24  # numbers of noise, some 64 MiB: for posteriors that draw whole weights
+
+
+class Draws:
+    """Runs calls of a model under draws that follow from a seed: draw j is one function for all rows of all calls.
+
+    Args:
+        chunk, share, fold, seed: as in `predict`.
+    """
+
+    def __init__(self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed) -> None:
+        self.model, self.chunk, self.share, self.fold = model, chunk, share, fold
+        self.posteriors, self.members = posteriors_in(model), members(model)
+        held = passes.of(self.posteriors[0].key) if self.posteriors else None
+        if held is not None and not held.held:
+            raise ValueError("predict was called inside a forward pass of the same model; call it from outside.")
+        self.held = None if isinstance(held, calls.Scope) else held  # inside frozen: the held draws are all there are
+        drawn = self.posteriors and self.held is None  # else torch's generator is left alone
+        self.seed = free_seed("predict", seed, self.held) if drawn or seed is not None else 0
+        self.own = None if seed is None else self.seed  # for what the model draws by itself
+        self.latest: tuple[int, Pass] | None = None
+
+    def outputs(self, args: Any, kwargs: Any, draws: int, start: int = 0) -> Iterator[Any]:
+        """Outputs (S', N, ...) of the draws of each member from `start` on, so many at a time as fit."""
+        if not self.posteriors:
+            for j in range(start, start + draws):
+                with noise.own_noise(self._own(j), device_of(self.model)):
+                    yield calls.stack_draws([self.model(*args, **kwargs)])
+            return
+        if self.held is not None:
+            yield sampled(self.model, args, kwargs, self.held.total, self.fold, self.held)
+            return
+        at_once = min(draws, self._at_once((args, kwargs)))
+        if self.share and draws > 1 and self.members == 1 and all(p.countable for p in self.posteriors):
+            yield from self._distinct(args, kwargs, start, draws, at_once)
+            return
+        for first in range(start, start + draws, at_once):
+            yield self._some(args, kwargs, first, min(at_once, start + draws - first))
+
+    def _own(self, first: int) -> int | None:
+        return None if self.own is None else noise.key(self.own, "call", first)
+
+    def _some(self, args: Any, kwargs: Any, first: int, draws: int) -> Any:
+        new = self._numbered(first, draws)
+        return sampled(self.model, args, kwargs, new.total, self.fold, new, share=self.share, seed=self._own(first))
+
+    def _numbered(self, first: int, draws: int) -> Pass:
+        """The pass of so many draws of each member; the latest is kept for the next batch."""
+        at, total = first * self.members, draws * self.members
+        if self.latest is None or self.latest[0] != at or self.latest[1].total != total:
+            self.latest = None  # never two of them at once
+            self.latest = at, noise.draw_numbered(self.posteriors, Pass(total, 1, rowwise=False), self.seed, at)
+        return self.latest[1]
+
+    def _at_once(self, inputs: Any) -> int:
+        """How many draws of each member one forward takes."""
+        arrays = [padded(leaf) for leaf in arrays_of(inputs)]
+        rows = max((a.shape[0] for a in arrays if a.dim()), default=1) or 1
+        numbers = max((a.numel() for a in arrays), default=1)
+        wanted = min(_MOST_NUMBERS * rows // max(numbers, 1), MOST_ROWS) if self.chunk is None else self.chunk
+        floats = sum(p.widths(False)[0] for p in self.posteriors) * self.members
+        return max(1, min(wanted // (rows * self.members), _MOST_NOISE // max(floats, 1)))
+
+    def _distinct(self, args: Any, kwargs: Any, start: int, draws: int, at_once: int) -> Iterator[Any]:
+        """Outputs of draws that pick from finitely many networks: each network that was picked runs once."""
+        held = self._numbered(start, draws)
+        new, layout, folds = calls.draw_all(self.model, args, kwargs, draws, self.fold, held, at_once=1)
+        if layout.random:  # the user's own noise differs between draws that picked alike
+            for first in range(start, start + draws, at_once):
+                yield self._some(args, kwargs, first, min(at_once, start + draws - first))
+            return
+        device = self.posteriors[0].device
+        picked = torch.stack([choice.to(device) for choice in passes.run(new, choices_of, self.posteriors)])
+        unique, which = torch.unique(picked, dim=1, return_inverse=True)
+        first_of = torch.empty(unique.shape[1], dtype=torch.long, device=device).scatter_(
+            0, which, torch.arange(draws, device=device)
+        )
+        try:
+            copies = min(at_once, len(first_of)) if folds else 1
+            calls.check_size(self.model, (args, kwargs), self.posteriors, layout, copies)
+            if folds and not layout.folds:
+                raise passes.Unproven(layout.why)
+            parts = [self._networks(args, kwargs, new.take(i), layout, folds) for i in first_of.split(at_once)]
+        except passes.Unproven as error:
+            calls.unfold(layout, error, self.fold)
+            yield from self._distinct(args, kwargs, start, draws, at_once)
+            return
+        networks = tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+        for index in which.split(max(at_once, 64)):
+            yield tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)
+
+    def _networks(self, args: Any, kwargs: Any, new: Pass, layout: Layout, folds: bool) -> Any:
+        new.shared = layout.ahead if folds and new.total > 1 else None
+        return calls.run_draws(self.model, args, kwargs, new, layout, folds)
+
+
+def choices_of(posteriors: Sequence[Any]) -> list[Tensor]:
+    """Which function each draw of this pass picked at each posterior: L tensors (S,)."""
+    found = [p.choices() for p in posteriors]
+    assert all(c is not None for c in found)
+    return found  # type: ignore[return-value]

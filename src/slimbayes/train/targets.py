@@ -1,0 +1,111 @@
+"""Targets that are none: refused by row and value.
+
+Likelihoods look at shapes and types always, at values only on a CPU: on a GPU that would stall every training step.
+`check_targets` looks at a whole set of them, once, wherever they are.
+
+Sizes: N rows, C classes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimbayes.errors import did_you_mean
+
+_KINDS = ("categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian")
+
+
+def check_targets(
+    target: Any, likelihood: str = "categorical", classes: int | None = None, ignore_index: int | None = None
+) -> None:
+    """Refuse targets of a training set that a likelihood cannot take; call it once, before training.
+
+    Args:
+        target: class indices (N, ...) or probabilities (N, ..., C), zeros and ones (or what lies between), or real
+            numbers; a tensor or an array.
+        likelihood: as in `predict`.
+        classes: C, where it is known.
+        ignore_index: a label that `categorical` is told to leave out.
+
+    Example:
+        >>> check_targets(torch.tensor([0, 2, 3]), classes=3)
+        Traceback (most recent call last):
+        ValueError: Targets must be class indices from 0 to 2, got 3 in row 2.
+    """
+    if likelihood not in _KINDS:
+        raise ValueError(f"Unknown likelihood {likelihood!r}{did_you_mean(likelihood, _KINDS)}")
+    values = torch.as_tensor(target)
+    check_some(values)
+    if likelihood == "categorical":
+        check_classes_of(values, classes if classes is not None else 2**62, ignore_index)
+        values = values.argmax(-1) if values.is_floating_point() else values
+    elif likelihood == "bernoulli":
+        check_shares(values)
+    else:
+        check_real(values)
+        return
+    if bool((values == values.flatten()[0]).all()):
+        raise ValueError(
+            f"All {len(values)} targets are {values.flatten()[0].item()!r}: of one class there is nothing to learn."
+        )
+
+
+def readable(target: Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device or breaking a graph."""
+    if torch.compiler.is_compiling() or target.device.type != "cpu":
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def check_some(target: Tensor) -> None:
+    """Refuse no rows at all, whose mean is no number."""
+    if target.numel() == 0:
+        raise ValueError(f"At least one target is needed, got shape {tuple(target.shape)}: the batch is empty.")
+
+
+def check_classes_of(target: Tensor, classes: int, ignore_index: int | None) -> None:
+    """Refuse what is neither class indices, of which `ignore_index` counts as one, nor class probabilities."""
+    if target.is_floating_point() and target.dim() > 1:
+        _refuse((target < 0) | ~target.isfinite(), target, "probabilities of classes, or class indices (whole numbers)")
+        return
+    check_labels(target, classes, ignore_index)
+    if ignore_index is not None and bool((target == ignore_index).all()):
+        raise ValueError(
+            f"All {target.numel()} targets are ignore_index={ignore_index}: nothing is left to learn from."
+        )
+
+
+def check_labels(target: Tensor, classes: int | None, ignore_index: int | None = None) -> None:
+    """Refuse targets that are not class indices below `classes`, or with None not 0 or 1, of whatever type."""
+    if classes is None:
+        _refuse((target != 0) & (target != 1), target, "0 or 1")
+        return
+    needed = f"class indices from 0 to {classes - 1}" if classes < 2**62 else "class indices from 0 on"
+    if target.is_floating_point():
+        raise ValueError(f"Targets must be {needed}, got dtype {target.dtype}: convert them with target.long().")
+    bad = (target < 0) | (target >= classes)
+    _refuse(bad if ignore_index is None else bad & (target != ignore_index), target, needed)
+
+
+def check_shares(target: Tensor) -> None:
+    """Refuse targets outside [0, 1]."""
+    _refuse(~((target >= 0) & (target <= 1)), target, "0, 1 or a probability between them")
+
+
+def check_real(target: Tensor) -> None:
+    """Refuse targets that are NaN or infinite."""
+    if target.is_floating_point():
+        _refuse(~target.isfinite(), target, "finite")
+
+
+def _refuse(bad: Tensor, target: Tensor, needed: str) -> None:
+    if not bool(bad.any()):
+        return
+    row, *rest = bad.nonzero()[0].tolist() if bad.dim() else (0,)
+    value = target[bad][0].item()
+    at = f", at {tuple(rest)}" if rest else ""
+    hint = (
+        " Rows without a label must be left out, or given to categorical(..., ignore_index=)." if value == -100 else ""
+    )
+    raise ValueError(f"Targets must be {needed}, got {value!r} in row {row}{at}.{hint}")
