@@ -28,7 +28,7 @@ from torch import Tensor
 
 from slimbayes.data.archives import map_npy, require
 from slimbayes.data.dataset import Dataset, Found, Split
-from slimbayes.files import sync_folder, write_json
+from slimbayes.files import sync, write_json
 
 try:
     import fcntl
@@ -110,11 +110,11 @@ def write(folder: Path, name: str, found: Found, files: Sequence[Path], root: Pa
         sources = [_entry(file, shown(file, root)) for file in files]
         splits = _write_splits(arrays, found, progress)
         _compare(sources, files, root)
-        sync_folder(arrays)
+        sync(arrays)
         manifest = {"format": FORMAT, "name": name, "folder": arrays.name, "splits": splits, "sources": sources}
         words = {"classes": list(found.classes), "vocabulary": list(found.vocabulary())}
         write_json(folder / MANIFEST, manifest | words)
-        sync_folder(folder)
+        sync(folder)
 
 
 def _write_splits(folder: Path, found: Found, progress: Progress) -> dict[str, Any]:

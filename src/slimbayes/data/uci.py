@@ -132,6 +132,13 @@ def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(order[:cut]), torch.from_numpy(order[cut:])
 
 
+def check_index(data: Dataset, index: int) -> None:
+    """Refuse a standard split that a set does not have."""
+    limit = UCI.get(data.name.removeprefix("uci/"), (0, 0, 20))[2]
+    if not 0 <= index < limit:
+        raise ValueError(f"{data.name} has the standard splits 0..{limit - 1}, got {index}.")
+
+
 def standard_split(data: Dataset, index: int) -> Regression:
     """Standard split `index` of a UCI set, standardised. Features that are constant in the training rows become zero.
 
@@ -144,9 +151,7 @@ def standard_split(data: Dataset, index: int) -> Regression:
     rows = data.splits.get("all")
     if not isinstance(rows, Split):
         raise ValueError(f'{data.name} is no table: standard splits are for sets such as load("uci/yacht").')
-    limit = UCI.get(data.name.removeprefix("uci/"), (0, 0, 20))[2]
-    if not 0 <= index < limit:
-        raise ValueError(f"{data.name} has the standard splits 0..{limit - 1}, got {index}.")
+    check_index(data, index)
     train, test = split_rows(len(rows), index)
     x, y = rows.x.double(), rows.y.double()
     x_mean, x_std = _moments(x[train])
