@@ -13,8 +13,14 @@ from lab_configs import BASE, CPU, ONCE, call, experiment, mine
 from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import merged
 from slimbayes.lab.fit import fit
-from slimbayes.lab.predict_file import fitted, read_rows
+from slimbayes.lab.predict_file import fitted
+from slimbayes.lab.predict_input import row_blocks
 from slimbayes.lab.task import open_task
+
+
+def read_rows(file: Path, columns: tuple[str, ...] = ()) -> torch.Tensor:
+    return torch.cat(list(row_blocks(file, columns)))
+
 
 NAMES = ("length", "beam", "draught")
 
