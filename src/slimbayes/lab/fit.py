@@ -22,6 +22,7 @@ from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import merged, parse_override, validate
 from slimbayes.lab.evaluate import Predictor, check, evaluate
 from slimbayes.lab.execution import Execution, Nobody, Watcher, leave_together
+from slimbayes.lab.fit_check import diagnose_fit
 from slimbayes.lab.intake import data_digest, open_data
 from slimbayes.lab.network import likelihood_of, plain_network
 from slimbayes.lab.predict_file import write_inputs
@@ -177,6 +178,7 @@ def write_record(folder: Path, predictor: Predictor, execution: Execution, watch
         environment=environment(),
         cost=_cost(folder / "cost.json", seconds),
         data_sha256=predictor.task.sha256,
+        diagnostics=diagnose_fit(predictor, folder, curve),
     )
     write(folder / "record.json", record)
     return record

@@ -20,7 +20,7 @@ from slimbayes.lab.seeds import generator
 _WHOLE = 256 << 20  # bytes of a tensor that are all read
 _BLOCK, _BLOCKS = 64 << 10, 1024  # bytes of a block, and how many are read of larger ones
 _FILES = 4096  # pictures of a folder whose sizes are read
-_AT_ONCE = 1 << 22  # numbers that are looked at together
+_AT_ONCE = 1 << 20  # numbers that are looked at together
 
 
 def open_data(

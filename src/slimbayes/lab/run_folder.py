@@ -194,6 +194,15 @@ def read_curve(folder: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(handle)]
 
 
+def read_losses(folder: Path) -> list[float]:
+    """The loss of each step, from steps.csv."""
+    file = folder / "steps.csv"
+    if not file.exists():
+        return []
+    with open(file, newline="") as handle:
+        return [float(row["loss"]) for row in csv.DictReader(handle)]
+
+
 def tensorboard(folder: Path, row: dict[str, float]) -> None:
     """Add an epoch's line to the curves for TensorBoard."""
     from torch.utils.tensorboard import SummaryWriter

@@ -60,6 +60,15 @@ class Factor(nn.Module):
         """q of each member, (K, p, channels), in float32 at least."""
         return joint([self], lambda parameter: parameter.view(self.loc.shape))
 
+    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
+        """How far locations are from the prior's, in its scales, and scales over the prior's; none of a point."""
+        prior: Any = self.prior
+        alike = isinstance(prior, Normal | Cauchy) or type(prior) is self.family
+        if self.family is Point or not alike:
+            return []
+        q = self.distribution()
+        return [((q.loc.detach() - prior.loc) / prior.scale, q.scale.detach() / prior.scale)]
+
 
 def factor_of(config: Any, channels: int, random: bool) -> Factor:
     """r or s of a resolved config: parameters (K, p, channels)."""

@@ -115,6 +115,8 @@ class Diagnostics(_Frozen):
 
     nll: Number
     kl: Number
+    kl_weight: Number = 1.0  # what the KL was multiplied with in the end
+    elements: int = 0  # of the posterior that have a prior each
     at_prior: Number = math.nan  # share of elements that did not leave the prior
     collapsed: Number = math.nan  # share of elements whose scale is next to nothing
     label_changes: Number = math.nan  # share of rows that some draw labels otherwise than most do

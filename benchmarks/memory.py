@@ -1,0 +1,115 @@
+"""Peak memory of work on many rows.
+
+    python benchmarks/memory.py --what cli [--rows 1000000] [--train-rows 5000000] [--out FILE]
+
+"cli": a run is trained on a small table; then `slimbayes predict` reads a csv of that many rows and writes a csv, a
+JSON file and an archive, and a table of `train-rows` rows is read as for training. Each measurement runs in a process
+of its own. Peaks are the process's (VmHWM), in MiB; "above" is what is left without the peak of the same process on a
+hundred rows: interpreter, torch, lab and model.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FEATURES, CLASSES, COLUMNS = 8, 10, 4
+PEAK = "import re; print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
+FIT = """
+import sys, torch
+from pathlib import Path
+from slimbayes.data import Dataset, Split
+from slimbayes.lab.config_files import validate
+from slimbayes.lab.execution import Execution
+from slimbayes.lab.fit import fit
+x, y = torch.randn(400, {features}), torch.arange(400) % {classes}
+data = Dataset("mine", {{"train": Split(x[:300], y[:300]), "test": Split(x[300:], y[300:])}})
+tree = {{"name": "memory", "data": {{"name": "mine"}}, "model": {{"kind": "mlp", "hidden": [32]}},
+        "method": {{"kind": "Rank1", "members": 2}}, "train": {{"epochs": 1, "batch": 100,
+        "optimizer": {{"kind": "AdamW", "lr": 0.01}}}}, "evaluate": {{"examples": 0}}}}
+fit(validate(tree), Path(sys.argv[1]), Execution(accelerator="cpu", workers=0), dataset=data)
+"""
+PREDICT = """
+import sys
+from pathlib import Path
+from slimbayes.lab.predict_file import predict_file
+predict_file(*map(Path, sys.argv[1:4]), draws=2, accelerator="cpu")
+"""
+READ = """
+import sys
+from slimbayes.data import load
+load("uci/year", sys.argv[1])
+"""
+TRAIN = """
+import sys
+from slimbayes.lab.config import Data
+from slimbayes.lab.task import open_task
+open_task(Data(name="uci/year"), sys.argv[1])
+"""
+
+
+def measured(code: str, *words: object) -> dict[str, float]:
+    """Seconds and peak memory of a program."""
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code + PEAK, *map(str, words)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return {"seconds": round(time.perf_counter() - start, 1), "peak": round(int(done.stdout.split()[-1]) / 1024, 1)}
+
+
+def write_rows(file: Path, rows: int, columns: int, names: bool) -> Path:
+    source = np.random.default_rng(0)
+    with open(file, "w") as stream:
+        stream.write(",".join(f"c{i}" for i in range(columns)) + "\n" if names else "")
+        for start in range(0, rows, 10_000):
+            block = source.normal(size=(min(10_000, rows - start), columns))
+            stream.writelines(",".join(f"{v:.6g}" for v in line) + "\n" for line in block.tolist())
+    return file
+
+
+def cli(rows: int, train_rows: int) -> dict[str, Any]:
+    """Rows through the command line's own functions."""
+    found: dict[str, Any] = {"rows": rows, "train_rows": train_rows, "torch": measured("import torch\n")}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        measured(FIT.format(features=FEATURES, classes=CLASSES), folder / "run")
+        small, large = (write_rows(folder / f"{n}.csv", n, FEATURES, False) for n in (100, rows))
+        for kind in ("csv", "json", "npz"):
+            least = measured(PREDICT, folder / "run", small, folder / f"p.{kind}")
+            most = measured(PREDICT, folder / "run", large, folder / f"p.{kind}")
+            above = {"above": round(most["peak"] - least["peak"], 1)}
+            found[f"predict to {kind}"] = {"least": least["peak"], **most, **above}
+        for count in (1000, train_rows):
+            (folder / str(count) / "uci").mkdir(parents=True)
+            write_rows(folder / str(count) / "uci" / "year.csv", count, COLUMNS, True)
+        for name, code in (("read a table", READ), ("read and split it for training", TRAIN)):
+            least, most = (measured(code, folder / str(count)) for count in (1000, train_rows))
+            found[name] = {"least": least["peak"], **most, "above": round(most["peak"] - least["peak"], 1)}
+    return found
+
+
+WHAT: dict[str, Callable[[int, int], dict[str, Any]]] = {"cli": cli}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=list(WHAT), required=True)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--train-rows", type=int, default=5_000_000)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    text = json.dumps({chosen.what: WHAT[chosen.what](chosen.rows, chosen.train_rows)}, indent=1)
+    print(text)
+    if chosen.out:
+        chosen.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
