@@ -54,11 +54,11 @@ class Predictor(NamedTuple):
         return self.experiment.train.noise if own is None else own / (1.0 if units is None else units)
 
     def predictions(
-        self, rows: Rows, place: str, draws: Sequence[int], workers: int = 0
+        self, rows: Rows, place: str, draws: Sequence[int], workers: int = 0, name: str = ""
     ) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
         """Predictions by number of draws, and targets, batch by batch; `place` seeds their noise."""
         found = batches(rows, self.experiment.evaluate.batch, self.device, workers)
-        return self.predict_batches(found, place, place, draws)
+        return self.predict_batches(found, name or place, place, draws)
 
     def predict_batches(
         self, found: Iterable[tuple[Tensor, Tensor]], name: str, place: str, draws: Sequence[int]
@@ -110,7 +110,8 @@ class Predictor(NamedTuple):
         about = dict(about or {})
         scores = {count: self._scores() for count in draws}
         notes: dict[int, list[Tensor]] = {count: [] for count in draws}
-        for found, y in self.predictions(rows, f"{data} {role} {about}", draws, workers):
+        name = " ".join([data, role, *map(str, about.values())])
+        for found, y in self.predictions(rows, f"{data} {role} {about}", draws, workers, name):
             for count, prediction in found.items():
                 scores[count].update(prediction, y)
                 if self.likelihood != "gaussian":
