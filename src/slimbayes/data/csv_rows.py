@@ -152,7 +152,7 @@ def _open_table(file: Path) -> IO[str]:
 
 def _numbered(file: Path, stream: IO[str]) -> Iterator[tuple[int, list[str]]]:
     """Lines with their numbers."""
-    lines = csv.reader(stream)
+    lines = csv.reader(stream, strict=True)
     try:
         for line in lines:
             yield lines.line_num, line
