@@ -11,7 +11,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.diagnostics import check
-from slimbayes.lab.bars import print_scores
+from slimbayes.lab.bars import Bars, print_scores
 from slimbayes.lab.fit import fit
 from slimbayes.report import record
 from slimbayes.report.groups import load
@@ -136,6 +136,19 @@ def test_a_fit_shows_and_keeps_its_diagnostics(
     shown = capsys.readouterr().out
     assert all(len(line) <= 80 for line in shown.splitlines() if "record:" not in line)
     assert "KL" in shown and "k-hat" in shown and "per datum" in shown
+
+
+def test_a_fit_is_kept_where_diagnostics_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such operation")
+
+    monkeypatch.setattr("slimbayes.lab.fit.diagnose_fit", fail)
+    with Bars() as bars:
+        run = fit(experiment(**MINE, train={"batch": 20}), tmp_path / "run", CPU, False, bars, dense(3), mine(X, Y))
+    assert record.read(run).diagnostics is None and "no diagnostics of this fit: no such" in capsys.readouterr().err
+    print_scores(run)
 
 
 def test_warnings_are_on_the_page(tmp_path: Path) -> None:

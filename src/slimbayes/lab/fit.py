@@ -42,7 +42,7 @@ from slimbayes.lab.task import Task, open_task
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
 from slimbayes.lab.training import Training
-from slimbayes.report.record import Cost, Parameters, Record, RecordError, read, write
+from slimbayes.report.record import Cost, Diagnostics, Parameters, Record, RecordError, read, write
 
 
 def fit(
@@ -76,8 +76,9 @@ def fit(
     try:
         plain = copy.deepcopy(network)
         training = Training(experiment, folder, execution, fabric, watcher, network, dataset)
+        _check_data(folder, training.task, watcher)
         if first:
-            _check_data(folder, training.task, watcher)
+            write_data(folder, training.task.name, training.task.sha256)
         if judge:
             check(experiment.evaluate, training.task, execution)
         training.run(resume)
@@ -111,11 +112,10 @@ def _check_finished(
 
 
 def _check_data(folder: Path, task: Task, watcher: Watcher) -> None:
-    """Refuse to go on with a run on other data than it began with, and write down those it begins with."""
+    """Refuse to go on with a run on other data than it began with."""
     begun = (folder / "data.json").exists() or any((folder / "checkpoints").glob("step-*"))
     if begun and (note := check_data_of(folder, task.name, task.sha256)):
         watcher.say(note)
-    write_data(folder, task.name, task.sha256)
 
 
 def load_run(
@@ -178,10 +178,21 @@ def write_record(folder: Path, predictor: Predictor, execution: Execution, watch
         environment=environment(),
         cost=_cost(folder / "cost.json", seconds),
         data_sha256=predictor.task.sha256,
-        diagnostics=diagnose_fit(predictor, folder, curve),
+        diagnostics=_diagnostics(predictor, folder, curve, watcher),
     )
     write(folder / "record.json", record)
     return record
+
+
+def _diagnostics(
+    predictor: Predictor, folder: Path, curve: Sequence[dict[str, float]], watcher: Watcher
+) -> Diagnostics | None:
+    """Diagnostics of a fit; whatever a network cannot do for them must not cost the record of its training."""
+    try:
+        return diagnose_fit(predictor, folder, curve)
+    except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        watcher.say(f"There are no diagnostics of this fit: {error}")
+        return None
 
 
 def _cost(file: Path, evaluate_seconds: float) -> Cost:

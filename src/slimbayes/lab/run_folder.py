@@ -168,11 +168,13 @@ def write_data(folder: Path, name: str, sha256: str) -> None:
 
 def append_steps(file: Path, first: int, losses: Tensor) -> None:
     """Add the loss, nll and KL of steps from `first` on, (steps, 3), to steps.csv."""
+    lines = [f"{step},{loss!r},{nll!r},{kl!r}\n" for step, (loss, nll, kl) in enumerate(losses.tolist(), first)]
     new = not file.exists()
-    with open(file, "a", encoding="utf8") as handle:
-        handle.write(_STEPS if new else "")
-        for step, (loss, nll, kl) in enumerate(losses.tolist(), first):
-            handle.write(f"{step},{loss!r},{nll!r},{kl!r}\n")
+    try:
+        with open(file, "a", encoding="utf8") as handle:
+            handle.write("".join([_STEPS if new else "", *lines]))
+    except OSError as error:  # a full disk names no file itself
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def forget_steps(file: Path, first: int) -> None:
