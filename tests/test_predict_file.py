@@ -104,9 +104,10 @@ def test_a_line_that_is_neither_row_nor_names_is_refused(tmp_path: Path) -> None
         read_rows(tmp_path / "x.csv")
 
 
-def test_a_blank_last_line_is_no_row(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("a,b\n1,2\n\n")
-    assert read_rows(tmp_path / "x.csv").tolist() == [[1.0, 2.0]]
+def test_a_blank_line_is_no_row(tmp_path: Path) -> None:
+    for text in ("a,b\n1,2\n\n", "\n\na,b\n1,2\n", "\n1,2"):
+        (tmp_path / "x.csv").write_text(text)
+        assert read_rows(tmp_path / "x.csv").tolist() == [[1.0, 2.0]]
 
 
 @pytest.fixture(scope="module")

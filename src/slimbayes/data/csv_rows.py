@@ -65,10 +65,9 @@ def _cells(lines: Iterator[list[str]], columns: Sequence[str]) -> Iterator[tuple
 
 
 def first_cells(file: Path) -> list[str]:
-    """The cells of the first line of a csv, without blanks around them: names of columns, or the first row."""
+    """The cells of the first line of a csv that is not empty, without blanks around them: names, or the first row."""
     with _open_table(file) as stream:
-        _, line = next(_numbered(file, stream), (0, []))
-        return [cell.strip() for cell in line]
+        return [cell.strip() for cell in next((line for _, line in _numbered(file, stream) if line), [])]
 
 
 def number_blocks(
