@@ -1,94 +1,137 @@
-"""How much memory predict takes above the model, the inputs and the result.
+"""Peak memory of work on many rows.
 
-    python benchmarks/memory.py [--what library] [--rows 1000000] [--features 8] [--out FILE]
+    python benchmarks/memory.py --what library|cli [--rows 1000000] [--train-rows 5000000] [--out FILE]
 
-library   a small dense network, rows from one tensor and from a DataLoader, without keeping samples
-
-Each case runs in a process of its own; peaks are of resident memory (ru_maxrss) above what was there before predict.
+"library": `predict` without samples on that many rows, in one tensor and in batches made on the way.
+"cli": a run is trained on a small table; then `slimbayes predict` reads a csv of that many rows and writes a csv, a
+JSON file and an archive, and a table of `train-rows` rows is read as for training. Each measurement runs in a process
+of its own. Peaks are the process's (VmHWM), in MiB; "above" is what is left without the peak of the same process on a
+hundred rows: interpreter, torch, lab and model.
 """
 
 import argparse
 import json
-import multiprocessing
-import resource
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+import numpy as np
 
-import slimbayes as sb
-
-MIB = 2**20
-Case = Callable[[argparse.Namespace], dict[str, Any]]
-
-
-def peak() -> float:
-    """The most memory this process has had, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def network(features: int) -> nn.Module:
-    """Dense layers of 64 units and ten classes, with four members."""
-    torch.manual_seed(0)
-    layers = (nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    return sb.bayesianize(nn.Sequential(*layers), sb.Rank1(members=4))
-
-
-def loaded(rows: int, features: int, batch: int = 1024) -> Iterator[Tensor]:
-    """Batches that exist only while they are used."""
-    source = torch.Generator().manual_seed(0)
-    for start in range(0, rows, batch):
-        yield torch.randn(min(batch, rows - start), features, generator=source)
-
-
-def library(form: str, chosen: argparse.Namespace) -> dict[str, Any]:
-    """predict(keep_samples=False) on rows from a tensor or from batches."""
-    model = network(chosen.features)
-    sb.predict(model, torch.randn(64, chosen.features), seed=0)  # what torch loads on first use
-    x: Any = loaded(chosen.rows, chosen.features)
-    if form == "tensor":
-        x = torch.randn(chosen.rows, chosen.features)
-    before, start = peak(), time.perf_counter()
-    pred = sb.predict(model, x, draws=chosen.draws, keep_samples=False, seed=0)
-    seconds = time.perf_counter() - start
-    tensors = (pred.by_member, pred.aleatoric, pred.epistemic)
-    result = sum(t.numel() * t.element_size() for t in tensors) / MIB
-    return {"above_start_mib": peak() - before, "result_mib": result, "seconds": seconds}
-
-
-# What can be measured, and in which forms; each gives above_start_mib, result_mib and seconds.
-WHAT: dict[str, dict[str, Case]] = {
-    "library": {"tensor": partial(library, "tensor"), "batches": partial(library, "batches")}
-}
+FEATURES, CLASSES, COLUMNS = 8, 10, 4
+PEAK = "import re; print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
+FIT = """
+import sys, torch
+from pathlib import Path
+from slimbayes.data import Dataset, Split
+from slimbayes.lab.config_files import validate
+from slimbayes.lab.execution import Execution
+from slimbayes.lab.fit import fit
+x, y = torch.randn(400, {features}), torch.arange(400) % {classes}
+data = Dataset("mine", {{"train": Split(x[:300], y[:300]), "test": Split(x[300:], y[300:])}})
+tree = {{"name": "memory", "data": {{"name": "mine"}}, "model": {{"kind": "mlp", "hidden": [32]}},
+        "method": {{"kind": "Rank1", "members": 2}}, "train": {{"epochs": 1, "batch": 100,
+        "optimizer": {{"kind": "AdamW", "lr": 0.01}}}}, "evaluate": {{"examples": 0}}}}
+fit(validate(tree), Path(sys.argv[1]), Execution(accelerator="cpu", workers=0), dataset=data)
+"""
+LIBRARY = """
+import sys, torch, slimbayes as sb
+from torch import nn
+rows, whole = int(sys.argv[1]), sys.argv[2] == "tensor"
+layers = (nn.Linear({features}, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, {classes}))
+model = sb.bayesianize(nn.Sequential(*layers), sb.Rank1(members=4))
+pieces = (torch.randn(min(1024, rows - start), {features}) for start in range(0, rows, 1024))
+pred = sb.predict(model, torch.randn(rows, {features}) if whole else pieces, keep_samples=False, seed=0)
+print(sum(t.numel() * t.element_size() for t in (pred.by_member, pred.aleatoric, pred.epistemic)))
+"""
+PREDICT = """
+import sys
+from pathlib import Path
+from slimbayes.lab.predict_file import predict_file
+predict_file(*map(Path, sys.argv[1:4]), draws=2, accelerator="cpu")
+"""
+READ = """
+import sys
+from slimbayes.data import load
+load("uci/year", sys.argv[1])
+"""
+TRAIN = """
+import sys
+from slimbayes.lab.config import Data
+from slimbayes.lab.task import open_task
+open_task(Data(name="uci/year"), sys.argv[1])
+"""
 
 
-def measured(form: str, chosen: argparse.Namespace, out: Any) -> None:
-    torch.set_num_threads(1)
-    out.put(WHAT[chosen.what][form](chosen))
+def measured(code: str, *words: object) -> dict[str, float]:
+    """Seconds and peak memory of a program."""
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code + PEAK, *map(str, words)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    *printed, peak = map(int, done.stdout.split())
+    spent = {"seconds": round(time.perf_counter() - start, 1), "peak": round(peak / 1024, 1)}
+    return spent | ({"printed": printed[0]} if printed else {})
+
+
+def write_rows(file: Path, rows: int, columns: int, names: bool) -> Path:
+    source = np.random.default_rng(0)
+    with open(file, "w") as stream:
+        stream.write(",".join(f"c{i}" for i in range(columns)) + "\n" if names else "")
+        for start in range(0, rows, 10_000):
+            block = source.normal(size=(min(10_000, rows - start), columns))
+            stream.writelines(",".join(f"{v:.6g}" for v in line) + "\n" for line in block.tolist())
+    return file
+
+
+def library(rows: int, train_rows: int) -> dict[str, Any]:
+    """Rows through `predict`; "above" is also without the inputs and the result."""
+    found: dict[str, Any] = {"rows": rows, "torch": measured("import torch\n")}
+    for form in ("tensor", "batches"):
+        code = LIBRARY.format(features=FEATURES, classes=CLASSES)
+        least, most = measured(code, 100, form), measured(code, rows, form)
+        inputs = 4 * rows * FEATURES / 2**20 if form == "tensor" else 0.0
+        held = inputs + most.pop("printed", 0.0) / 2**20
+        above = round(most["peak"] - least["peak"] - held, 1)
+        found[form] = {"least": least["peak"], **most, "inputs and result": round(held, 1), "above": above}
+    return found
+
+
+def cli(rows: int, train_rows: int) -> dict[str, Any]:
+    """Rows through the command line's own functions."""
+    found: dict[str, Any] = {"rows": rows, "train_rows": train_rows, "torch": measured("import torch\n")}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        measured(FIT.format(features=FEATURES, classes=CLASSES), folder / "run")
+        small, large = (write_rows(folder / f"{n}.csv", n, FEATURES, False) for n in (100, rows))
+        for kind in ("csv", "json", "npz"):
+            least = measured(PREDICT, folder / "run", small, folder / f"p.{kind}")
+            most = measured(PREDICT, folder / "run", large, folder / f"p.{kind}")
+            above = {"above": round(most["peak"] - least["peak"], 1)}
+            found[f"predict to {kind}"] = {"least": least["peak"], **most, **above}
+        for count in (1000, train_rows):
+            (folder / str(count) / "uci").mkdir(parents=True)
+            write_rows(folder / str(count) / "uci" / "year.csv", count, COLUMNS, True)
+        for name, code in (("read a table", READ), ("read and split it for training", TRAIN)):
+            least, most = (measured(code, folder / str(count)) for count in (1000, train_rows))
+            found[name] = {"least": least["peak"], **most, "above": round(most["peak"] - least["peak"], 1)}
+    return found
+
+
+WHAT: dict[str, Callable[[int, int], dict[str, Any]]] = {"library": library, "cli": cli}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=sorted(WHAT), default="library")
+    parser.add_argument("--what", choices=list(WHAT), required=True)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--features", type=int, default=8)
-    parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--train-rows", type=int, default=5_000_000)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
-    found, context = {}, multiprocessing.get_context("spawn")
-    for form in WHAT[chosen.what]:
-        queue = context.Queue()
-        process = context.Process(target=measured, args=(form, chosen, queue))
-        process.start()
-        numbers = queue.get()
-        process.join()
-        above = numbers["above_start_mib"] - numbers["result_mib"]
-        found[form] = {name: round(value, 2) for name, value in (numbers | {"above_result_mib": above}).items()}
-    text = json.dumps({"what": chosen.what, "rows": chosen.rows, "features": chosen.features, **found}, indent=2)
+    text = json.dumps({chosen.what: WHAT[chosen.what](chosen.rows, chosen.train_rows)}, indent=1)
     print(text)
     if chosen.out:
         chosen.out.write_text(text + "\n")

@@ -1,20 +1,24 @@
 """Rows, their scaling and their crops."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from lab_configs import BASE, CPU, experiment
+from lab_configs import BASE, CPU, MINE, X, dense, experiment, mine
+from torch import nn
 
 from slimbayes.data import Dataset, Split, load, prepare
 from slimbayes.data.augment import picture_crop
+from slimbayes.lab import task as task_module
 from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.execution import Nobody
-from slimbayes.lab.fit import Training
+from slimbayes.lab.fit import Training, fit
 from slimbayes.lab.task import Scaling, open_task
+from slimbayes.report import record
 
 
 def test_scaling_and_limits() -> None:
@@ -103,3 +107,97 @@ def test_a_crop_of_all_is_the_picture_shrunk(tmp_path: Path) -> None:
     assert torch.equal(same, picture) and mirrored == {tuple(p.flatten().tolist()) for p in (picture, picture.flip(2))}
     with pytest.raises(ValueError, match="scale"):
         picture_crop(picture, 8, scale=(0.0, 1.0))
+
+
+# --- the door for data ---
+
+
+def faulty(fault: str) -> Dataset:
+    """Data for three classes with one fault in them."""
+    x, y = X.clone(), torch.arange(60) % 3
+    nan, classes = float("nan"), ("a", "b", "c")
+    if fault.startswith("nan"):
+        x[{"nan train": 17, "nan test": 45}[fault], 2] = nan
+    if fault == "infinite":
+        x[3, 0] = float("inf")
+    if fault.startswith("label"):
+        y[50 if "test" in fault else 5] = int(fault.split()[1])
+    if fault == "one class":
+        y = torch.full_like(y, 2)
+    data = mine(x, y, *() if "bare" in fault else classes)
+    if fault == "no rows":
+        return Dataset("mine", dict(data.splits) | {"test": Split(x[:0], y[:0])}, classes)
+    if fault == "width":
+        return Dataset("mine", dict(data.splits) | {"test": Split(x[40:, :3], y[40:])}, classes)
+    if fault == "no columns":
+        return mine(x[:, :0], y, *classes)
+    if fault == "list":
+        return Dataset("mine", {"train": Split(x.tolist(), y), "test": data.test}, classes)  # type: ignore[arg-type]
+    if fault == "complex":
+        return mine(x.to(torch.complex64), y, *classes)
+    if fault == "target":
+        return mine(x, torch.linspace(0, 1, 60).where(torch.arange(60) != 44, nan)[:, None])
+    return data
+
+
+@pytest.mark.parametrize(("fault", "told"), [
+    ("nan train", r"mine, train row 17, column 2: the input is nan.*data\.allow_nonfinite"),
+    ("nan test", "mine, test row 5, column 2: the input is nan"),
+    ("infinite", "mine, train row 3, column 0: the input is inf"),
+    ("label 3", r"mine, train row 5: the label 3 is not one of 0\.\.2"),
+    ("label -100 test", r"mine, test row 10: the label -100 is not one of 0\.\.2"),
+    ("label -1 bare", "mine, train row 5: the label -1 is not 0 or more"),
+    ("one class", "mine, train: all 40 labels are 2"),
+    ("no rows", "mine: the test split has no rows"),
+    ("width", r"train rows of shape \(4,\) and test rows of shape \(3,\)"),
+    ("no columns", "rows have no columns"),
+    ("list", "inputs must be a tensor of real numbers, got list"),
+    ("complex", "got torch.complex64"),
+    ("target", "mine, test row 4, column 0: the target is nan"),
+])  # fmt: skip
+@pytest.mark.parametrize("scaling", ["standard", "unit"])
+def test_rows_that_cannot_be_used_are_refused_before_training(
+    fault: str, told: str, scaling: str, tmp_path: Path
+) -> None:
+    """By split, row and column: scaling must not spread a NaN over all rows before anyone looks."""
+    chosen = experiment(**MINE)
+    chosen = chosen.model_copy(update={"data": chosen.data.model_copy(update={"scaling": scaling})})
+    with pytest.raises((ValueError, TypeError), match=told):
+        fit(chosen, tmp_path / "run", CPU, network=dense(3), dataset=faulty(fault))
+    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "steps.csv").exists()
+
+
+class Known(nn.Module):
+    """A network that knows what NaN means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = dense(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(x.nan_to_num(0.0, 0.0, 0.0))
+
+
+def test_inputs_that_are_not_finite_are_taken_from_those_who_mean_it(tmp_path: Path) -> None:
+    changes = merged(MINE, {"data": {"allow_nonfinite": True}, "train": {"epochs": 1, "batch": 20}})
+    run = fit(experiment(**changes), tmp_path / "run", CPU, network=Known(), dataset=faulty("nan train"))
+    assert all(math.isfinite(value) for value in record.read(run).evaluations[0].metrics.values())
+
+
+def test_a_test_row_that_is_nan_is_not_called_divergence(tmp_path: Path) -> None:
+    changes = merged(MINE, {"data": {"allow_nonfinite": True}, "train": {"epochs": 1, "batch": 20}})
+    with pytest.raises(ValueError, match=r"outputs for mine test, row 5, are NaN or infinite, as is that row's input"):
+        fit(experiment(**changes), tmp_path / "run", CPU, network=dense(3), dataset=faulty("nan test"))
+
+
+def test_a_table_too_small_to_split_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "yacht.csv").write_text("a,y\n1,2\n3,4\n")
+    with pytest.raises(ValueError, match="no rows are left in the test split"):
+        open_task(Data(name="uci/yacht"), tmp_path)
+
+
+def test_moments_of_many_numbers_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = task_module._moments(X)
+    monkeypatch.setattr(task_module, "_MANY", 10)
+    for ours, theirs in zip(task_module._moments(X), whole, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -1,6 +1,10 @@
 """Rows of one's own, in files of all sorts, to predictions or to words that say what is wrong."""
 
 import csv
+import json
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,19 @@ import torch
 import yaml
 from lab_configs import BASE, CPU, ONCE, call, experiment, mine
 
+from slimbayes.data import csv_rows
+from slimbayes.lab import predict_input
 from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import merged
 from slimbayes.lab.fit import fit
-from slimbayes.lab.predict_file import fitted, read_rows
+from slimbayes.lab.predict_file import fitted, predict_file
+from slimbayes.lab.predict_input import row_blocks
 from slimbayes.lab.task import open_task
+
+
+def read_rows(file: Path, columns: tuple[str, ...] = ()) -> torch.Tensor:
+    return torch.cat(list(row_blocks(file, columns)))
+
 
 NAMES = ("length", "beam", "draught")
 
@@ -92,9 +104,10 @@ def test_a_line_that_is_neither_row_nor_names_is_refused(tmp_path: Path) -> None
         read_rows(tmp_path / "x.csv")
 
 
-def test_a_blank_last_line_is_no_row(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("a,b\n1,2\n\n")
-    assert read_rows(tmp_path / "x.csv").tolist() == [[1.0, 2.0]]
+def test_a_blank_line_is_no_row(tmp_path: Path) -> None:
+    for text in ("a,b\n1,2\n\n", "\n\na,b\n1,2\n", "\n1,2"):
+        (tmp_path / "x.csv").write_text(text)
+        assert read_rows(tmp_path / "x.csv").tolist() == [[1.0, 2.0]]
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +153,120 @@ def test_words_that_are_none_are_refused(word: str) -> None:
     assert not fitted(torch.tensor([[1.0, 2.0]]), task, "x.csv").is_floating_point()
     with pytest.raises(ValueError, match="row 0"):
         fitted(torch.tensor([[1.0, float(word)]]), task, "x.csv")
+
+
+# --- in pieces, and whole or not at all ---
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "npz"])
+def test_pieces_give_what_the_whole_gives(
+    kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of three cells and of many give the same file; a .npy the same as a csv."""
+    rows = np.random.default_rng(0).normal(size=(1203, 3)).astype("float32")
+    np.savetxt(tmp_path / "x.csv", rows, delimiter=",", fmt="%.9g")
+    np.save(tmp_path / "x.npy", np.asfortranarray(rows))
+    np.savez_compressed(tmp_path / "x.npz", x=rows)
+    made = []
+    for index, (source, cells) in enumerate([("x.csv", 3), ("x.csv", 1 << 16), ("x.npy", 0), ("x.npz", 0)]):
+        monkeypatch.setattr(csv_rows, "_CELLS", cells)
+        monkeypatch.setattr(predict_input, "_BYTES", 100)
+        out = tmp_path / f"p{index}.{kind}"
+        assert predict_file(run, tmp_path / source, out, 2, "cpu") == 1203
+        made.append(out)
+    if kind == "npz":
+        arrays = [dict(np.load(file)) for file in made]
+        assert all(len(values) == 1203 for values in arrays[0].values())
+        for one in arrays[1:]:
+            assert list(one) == list(arrays[0])
+            for name, values in one.items():
+                np.testing.assert_array_equal(values, arrays[0][name])
+    else:
+        assert len({file.read_bytes() for file in made}) == 1
+    if kind == "json":
+        assert len(json.loads(made[0].read_text())) == 1203
+
+
+def test_classes_go_into_archives_by_name(images_run: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((5, 1, 8, 8), "uint8"))
+    predict_file(images_run, tmp_path / "x.npy", tmp_path / "p.npz", 2, "cpu")
+    predict_file(images_run, tmp_path / "x.npy", tmp_path / "p.csv", 2, "cpu")
+    with open(tmp_path / "p.csv") as handle:
+        lines = list(csv.DictReader(handle))
+    found = np.load(tmp_path / "p.npz", allow_pickle=False)
+    assert found["label"].tolist() == [line["label"] for line in lines]
+    assert found["p(3)"].tolist() == [float(line["p(3)"]) for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "npz"])
+def test_a_full_disk_names_the_file_and_leaves_what_was_there(kind: str, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("1,2,3\n" * 3000)
+    out = tmp_path / f"p.{kind}"
+    out.write_text("before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        done = call("predict", run, tmp_path / "x.csv", "-o", out, "--accelerator", "cpu")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert done.exit_code == 1 and str(out) in done.output.replace("\n", "") and "File too large" in done.output
+    assert out.read_text() == "before" and sorted(p.name for p in tmp_path.iterdir()) == [f"p.{kind}", "x.csv"]
+
+
+def test_a_wrong_last_row_leaves_what_was_there(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.csv"
+    out.write_text("before")
+    told = predicted(run, tmp_path, "1,2,3\n" * 2000 + "1,x,3\n")
+    assert "line 2001, cell 2: 'x' is not a finite number" in told and out.read_text() == "before"
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    (b"length,beam,draught\n1,2,1e39\n", "line 2, column 'draught': '1e39' is too large for float32"),
+    (b"1,2,3\n1,nan,3\n", "line 2, cell 2: 'nan' is not a finite number"),
+    (b"1,2,3\n1,2,-inf\n", "line 2, cell 3: '-inf' is not a finite number"),
+    (b"1,2,3\n1,\xff2,3\n", "line 2, cell 2: '\\\\udcff2' is not a finite number"),
+    (b"1,2,3\n1,2,3,4\n", "line 2: 4 cells, but there are 3"),
+    (b"1,2,3\n4,5," + b"6" * 200_000 + b"\n", "line 2: field larger than field limit"),
+    (b"1,2,3\n4,5,\"6\n", "line 2"),
+    (b"", "has no rows"),
+])  # fmt: skip
+def test_cells_that_are_no_numbers_are_told_by_line(text: bytes, told: str, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_bytes(text)
+    done = call("predict", run, tmp_path / "x.csv", "-o", tmp_path / "p.csv", "--accelerator", "cpu")
+    assert done.exit_code == 1 and told in " ".join(done.output.split()), done.output
+    assert not (tmp_path / "p.csv").exists()
+
+
+def test_rows_of_arrays_are_counted_from_the_first(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict_input, "_BYTES", 120)
+    rows = np.zeros((1000, 3), "float32")
+    rows[777, 1] = np.nan
+    np.save(tmp_path / "x.npy", rows)
+    with pytest.raises(ValueError, match="row 777 holds NaN"):
+        predict_file(run, tmp_path / "x.npy", tmp_path / "p.csv", 2, "cpu")
+
+
+@pytest.mark.parametrize("cut", [10, 130, 600])
+def test_arrays_that_are_cut_short_are_refused(cut: int, run: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((100, 3), "float32"))
+    data = (tmp_path / "x.npy").read_bytes()
+    for bad in (data[:cut], data + b"more"):
+        (tmp_path / "x.npy").write_bytes(bad)
+        with pytest.raises(ValueError, match="x.npy cannot be read"):
+            predict_file(run, tmp_path / "x.npy", tmp_path / "p.csv", 2, "cpu")
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_rows(run: Path, tmp_path: Path) -> None:
+    """Twelve times the rows in at most 40 MiB more, where all at once would take hundreds."""
+    code = (
+        "import re, sys; from pathlib import Path; from slimbayes.lab.predict_file import predict_file\n"
+        "predict_file(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), 1, 'cpu')\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"
+    )
+    peaks = []
+    for rows in (5_000, 60_000):
+        (tmp_path / "x.csv").write_text("0.125,0.25,0.5\n" * rows)
+        words = [sys.executable, "-c", code, run, tmp_path / "x.csv", tmp_path / "p.npz"]
+        peaks.append(int(subprocess.run(words, check=True, capture_output=True, text=True).stdout) / 1024)
+    assert peaks[1] - peaks[0] < 40, peaks

@@ -1,18 +1,26 @@
 """Files that are whole or not there: written aside, synced and renamed, so that a crash leaves the old or the new one.
 
-write_text, write_json, write_csv, write_bytes      one file
+write_text, write_json, write_csv, write_bytes      one file, at once
+replacing                                           one file, written piece by piece
 write_folder, read_folder                           a folder with the sha256 of each file in its manifest.json
+sweep                                               removes what killed writers left
 """
 
 import csv
+import errno
 import hashlib
 import io
 import json
 import math
 import os
+import platform
+import re
+import secrets
 import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +28,9 @@ from slimbayes.errors import brief, cut
 from slimbayes.untrusted import parse_json, read_file
 
 FORMAT = 1
+_FOREIGN = 12 * 3600.0  # seconds after which a draft of another machine counts as left behind
+# .<name>.draft-<machine>-<process>-<token>; checkpoints of steps were once drafted without an owner.
+_DRAFT = re.compile(r"\..*\.draft-([0-9a-f]{8})-(\d+)-[0-9a-f]{8}|\.step-\d{8}\.[a-z0-9_]{8}", re.DOTALL)
 
 
 class CheckpointError(ValueError):
@@ -30,6 +41,32 @@ def as_json(data: Any) -> bytes:
     return (json.dumps(data, indent=1) + "\n").encode()
 
 
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Replace a file at once by what the block writes to the path it gets; an error leaves what was there.
+
+    An OSError, such as a full disk, comes out with the file's name.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with replacing(Path(folder, "note")) as draft:
+        ...         _ = draft.write_text("done")
+        ...     Path(folder, "note").read_text(), [p.name for p in Path(folder).iterdir()]
+        ('done', ['note'])
+    """
+    sweep(file.parent)
+    draft = _draft(file)
+    try:
+        yield draft
+        sync(draft)
+        draft.replace(file)
+    except OSError as error:
+        raise _named(error, draft, file) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def write_bytes(file: Path, data: bytes) -> None:
     """Replace a file at once: whoever reads it sees the old one or the new one.
 
@@ -37,16 +74,11 @@ def write_bytes(file: Path, data: bytes) -> None:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_text(Path(folder, "note"), "done")
-        ...     Path(folder, "note").read_text(), [p.name for p in Path(folder).iterdir()]
-        ('done', ['note'])
+        ...     Path(folder, "note").read_text()
+        'done'
     """
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
+    with replacing(file) as draft:
         _write_synced(draft, data)
-        draft.replace(file)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def write_text(file: Path, text: str) -> None:
@@ -74,17 +106,21 @@ def write_folder(path: Path, files: Mapping[str, bytes]) -> Path:
     The former one steps aside as "<name>.previous" for the moment between two renames.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent)
     if path.exists() and not (path / "manifest.json").exists() and any(path.iterdir()):
         raise CheckpointError(f"{path} exists and is not a slimbayes checkpoint; refusing to replace it.")
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     manifest = as_json({"format": FORMAT, "sha256": hashes})
-    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    draft = _draft(path)
     try:
+        draft.mkdir()
         for name, data in {**files, "manifest.json": manifest}.items():
             _write_synced(draft / name, data)
-        sync_folder(draft)
+        sync(draft)
         os.chmod(draft, 0o755)
         _replace_folder(draft, path)
+    except OSError as error:
+        raise _named(error, draft, path) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return path
@@ -105,9 +141,9 @@ def read_folder(folder: Path, needed: set[str]) -> dict[str, bytes]:
     return files
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file's contents, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -136,7 +172,7 @@ def _replace_folder(draft: Path, path: Path) -> None:
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(path, previous)
     os.rename(draft, path)
-    sync_folder(path.parent)
+    sync(path.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 
@@ -145,3 +181,65 @@ def _write_synced(file: Path, data: bytes) -> None:
         handle.write(data)
         handle.flush()
         os.fsync(handle.fileno())
+
+
+def _named(error: OSError, draft: Path, path: Path) -> OSError:
+    """The error with the name of what could not be written, not that of its draft; a full disk names nothing itself."""
+    about_it = error.filename is None or str(error.filename).startswith(str(draft))
+    return OSError(error.errno, error.strerror or str(error), str(path)) if about_it else error
+
+
+# --- drafts, and what is left of them ---
+
+
+def sweep(folder: Path) -> None:
+    """Remove the drafts of processes that were killed: those of this machine whose process is gone, and others that
+    nobody has touched for twelve hours. Drafts of processes that are alive stay.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Path(folder, f".note.draft-{_machine()}-99999999-00000000").touch()
+        ...     sweep(Path(folder))
+        ...     list(Path(folder).iterdir())
+        []
+    """
+    with suppress(OSError), os.scandir(folder) as entries:
+        left = [Path(e.path) for e in entries if e.name[0] == "." and _is_left(e)]
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _is_left(entry: "os.DirEntry[str]") -> bool:
+    found = _DRAFT.fullmatch(entry.name)
+    if found is None or entry.is_symlink():
+        return False
+    machine, process = found.groups()
+    if machine == _machine():
+        return not _alive(int(process))
+    return time.time() - entry.stat().st_mtime > _FOREIGN
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return error.errno == errno.EPERM  # it is another user's
+    except OverflowError:
+        return False  # no process has such a number
+    return True
+
+
+def _draft(path: Path) -> Path:
+    """Where a file or folder is written before it gets its name; the draft's own name says whose it is."""
+    return path.with_name(f".{path.name[:40]}.draft-{_machine()}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+@cache
+def _machine() -> str:
+    """Eight characters for this host and its space of process numbers, which a container has to itself."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return hashlib.sha256(f"{platform.node()} {space}".encode()).hexdigest()[:8]

@@ -1,4 +1,8 @@
-"""Lines of a .csv or .csv.gz file one by one, whatever its size; every error names the file and the line."""
+"""Lines of a .csv or .csv.gz file one by one, or tables of numbers block by block, whatever their size; every error
+names the file and the line.
+
+Sizes: n rows of a block, P columns.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,18 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import IO
 
+import numpy as np
+
 LINE = 1 << 20  # characters: the longest honest line has a few thousand
+_CELLS = 1 << 16  # of a block
+_MOST = float(np.finfo(np.float32).max)
 
 
 @contextmanager
@@ -49,6 +59,104 @@ def _cells(lines: Iterator[list[str]], columns: Sequence[str]) -> Iterator[tuple
         if len(line) != width:
             raise ValueError(f"{len(line)} cells, but there are {width} column names.")
         yield pick(line)
+
+
+# --- tables of numbers ---
+
+
+def first_cells(file: Path) -> list[str]:
+    """The cells of the first line of a csv that is not empty, without blanks around them: names, or the first row."""
+    with _open_table(file) as stream:
+        return [cell.strip() for cell in next((line for _, line in _numbered(file, stream) if line), [])]
+
+
+def number_blocks(
+    file: Path, first: Sequence[str], named: bool, order: Sequence[int] | None = None, finite: bool = True
+) -> Iterator[np.ndarray]:
+    """The rows of a table of numbers, float32 (n, P), some at a time: never all of a large file.
+
+    Args:
+        first: the cells of its first line, which are no row if `named`.
+        order: which columns to take, in this order; all by default.
+        finite: refuse cells that are NaN or infinite.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        ...     _ = file.write("a,b\\n1,2\\n3,4\\n"), file.flush()
+        ...     names = first_cells(Path(file.name))
+        ...     next(number_blocks(Path(file.name), names, named=True, order=[1, 0])).tolist()
+        [[2.0, 1.0], [4.0, 3.0]]
+    """
+    table = _Table(file, first, named, range(len(first)) if order is None else order, finite)
+    with _open_table(file) as stream:
+        lines = ((number, line) for number, line in _numbered(file, stream) if line)
+        if named:
+            next(lines, None)
+        while block := list(islice(lines, max(1, _CELLS // max(1, len(first))))):
+            yield table.numbers(block)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What the lines of a table must be like."""
+
+    file: Path
+    first: Sequence[str]
+    named: bool
+    order: Sequence[int]
+    finite: bool
+
+    def numbers(self, block: list[tuple[int, list[str]]]) -> np.ndarray:
+        width, order = len(self.first), self.order
+        try:
+            cells = chain.from_iterable([line[i] for i in order] for _, line in block if len(line) == width)
+            values = np.fromiter(map(float, cells), np.float64, len(block) * len(order))
+            odd = ~(np.abs(values) <= _MOST)
+            if odd.any() and (self.finite or (np.isfinite(values) & odd).any()):
+                raise ValueError
+        except ValueError:
+            for number, line in block:
+                self._check(number, line)
+            raise  # not one of its lines is wrong
+        return values.astype(np.float32).reshape(len(block), len(order))
+
+    def _check(self, number: int, line: list[str]) -> None:
+        """Refuse a line that does not fit, and say which cell it is."""
+        place = f"{self.file}, line {number}"
+        if len(line) != len(self.first):
+            wanted = f"{len(self.first)} {'column names' if self.named else 'in the first row'}"
+            raise ValueError(f"{place}: {len(line)} cells, but there are {wanted}.")
+        for i in self.order:
+            column = f"column {self.first[i]!r}" if self.named else f"cell {i + 1}"
+            if fault := self._fault(line[i]):
+                shown = line[i].encode("utf8", "backslashreplace").decode()[:40]
+                raise ValueError(f"{place}, {column}: {shown!r} {fault}.")
+
+    def _fault(self, cell: str) -> str:
+        no_number = "is not a finite number" if self.finite else "is not a number"
+        try:
+            value = float(cell)
+        except ValueError:
+            return no_number
+        if math.isfinite(value):
+            return "" if abs(value) <= _MOST else f"is too large for float32, which ends at {_MOST:.2g}"
+        return no_number if self.finite else ""
+
+
+def _open_table(file: Path) -> IO[str]:
+    # Bytes that are no UTF-8 get through as what no number has in it, so that their line can be told.
+    return file.open(newline="", encoding="utf-8-sig", errors="surrogateescape")
+
+
+def _numbered(file: Path, stream: IO[str]) -> Iterator[tuple[int, list[str]]]:
+    """Lines with their numbers."""
+    lines = csv.reader(stream, strict=True)
+    try:
+        for line in lines:
+            yield lines.line_num, line
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {lines.line_num}: {error}.") from error
 
 
 def find_table(folder: Path, table: str) -> Path | None:

@@ -8,8 +8,6 @@ Sizes: n rows of a whole set, N training rows, M test rows, P features, T target
 
 from __future__ import annotations
 
-import csv
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.archives import read_npz, require
+from slimbayes.data.csv_rows import first_cells, number_blocks
 from slimbayes.data.dataset import Dataset, Found, Split
 
 # rows and features as published, and the number of standard splits
@@ -55,7 +54,7 @@ def uci(folder: Path, name: str) -> Found | None:
     if arrays.is_file():
         return _found(arrays, partial(_read_npz, arrays))
     if table.is_file():
-        return _found(table, lambda: _read_csv(table)[1], lambda: _read_csv(table)[0])
+        return _found(table, partial(_read_csv, table), lambda: tuple(first_cells(table)[:-1]))
     return None
 
 
@@ -86,30 +85,16 @@ def _finite(values: Any, what: str, file: Path) -> Tensor:
     return tensor
 
 
-def _read_csv(file: Path) -> tuple[tuple[str, ...], Split]:
-    """The names of the inputs' columns, and the rows."""
-    with file.open(newline="", encoding="utf8") as stream:
-        lines = csv.reader(stream)
-        names = [name.strip() for name in next(lines, [])]
-        rows = [_cells(line, names, f"{file}, line {lines.line_num}") for line in lines if line]
-    if len(names) < 2 or not rows:
+def _read_csv(file: Path) -> Split:
+    """The rows below the names of the columns; memory is that of the numbers, however many lines there are."""
+    names, values = first_cells(file), bytearray()
+    if len(names) >= 2:
+        for block in number_blocks(file, names, named=True):
+            values += block.tobytes()
+    if not values:
         raise ValueError(f"{file} must have a line of two or more column names, then numbers, the target last.")
-    values = torch.tensor(rows, dtype=torch.float64, device="cpu").float()
-    return tuple(names[:-1]), Split(values[:, :-1], values[:, -1:])
-
-
-def _cells(line: list[str], names: list[str], place: str) -> list[float]:
-    if len(line) != len(names):
-        raise ValueError(f"{place}: {len(line)} cells, but there are {len(names)} column names.")
-    cells = []
-    for name, cell in zip(names, line):
-        try:
-            cells.append(float(cell))
-        except ValueError:
-            cells.append(math.nan)
-        if not math.isfinite(cells[-1]):
-            raise ValueError(f"{place}, column {name!r}: {cell!r} is not a finite number.")
-    return cells
+    rows = torch.frombuffer(values, dtype=torch.float32).view(-1, len(names))
+    return Split(rows[:, :-1], rows[:, -1:])
 
 
 def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
@@ -132,6 +117,13 @@ def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(order[:cut]), torch.from_numpy(order[cut:])
 
 
+def check_index(data: Dataset, index: int) -> None:
+    """Refuse a standard split that a set does not have."""
+    limit = UCI.get(data.name.removeprefix("uci/"), (0, 0, 20))[2]
+    if not 0 <= index < limit:
+        raise ValueError(f"{data.name} has the standard splits 0..{limit - 1}, got {index}.")
+
+
 def standard_split(data: Dataset, index: int) -> Regression:
     """Standard split `index` of a UCI set, standardised. Features that are constant in the training rows become zero.
 
@@ -144,9 +136,7 @@ def standard_split(data: Dataset, index: int) -> Regression:
     rows = data.splits.get("all")
     if not isinstance(rows, Split):
         raise ValueError(f'{data.name} is no table: standard splits are for sets such as load("uci/yacht").')
-    limit = UCI.get(data.name.removeprefix("uci/"), (0, 0, 20))[2]
-    if not 0 <= index < limit:
-        raise ValueError(f"{data.name} has the standard splits 0..{limit - 1}, got {index}.")
+    check_index(data, index)
     train, test = split_rows(len(rows), index)
     x, y = rows.x.double(), rows.y.double()
     x_mean, x_std = _moments(x[train])

@@ -3,6 +3,8 @@
 Everything here reads a converted model from outside; nothing in the core depends on it. Plots need matplotlib.
 """
 
+from slimbayes.diagnostics.check import Check as Check
+from slimbayes.diagnostics.check import check as check
 from slimbayes.diagnostics.gradient_snr import GradientSNR as GradientSNR
 from slimbayes.diagnostics.plots import plot_scales as plot_scales
 from slimbayes.diagnostics.plots import plot_spectrum as plot_spectrum

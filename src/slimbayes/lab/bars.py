@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from slimbayes.report.record import read
+from slimbayes.report.record import Record, read
 
 _SHOWN = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "auroc", "fpr95")
 _PAUSE = 0.1  # seconds between two looks: a step may take a millisecond
@@ -86,5 +86,21 @@ def print_scores(folder: Path) -> None:
     for e in rows:
         cells = [f"{e.metrics[n]:.4f}" if n in e.metrics else "" for n in names]
         table.add_row(Text(f"{e.data} ({e.role})"), str(e.draws), *cells)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    print_diagnostics(record, console)
     print(f"record: {folder / 'record.json'}")
+
+
+def print_diagnostics(record: Record, console: Console) -> None:
+    """Print what a record says about its posterior, and what to do about it."""
+    from slimbayes.diagnostics.check import lines
+
+    if record.diagnostics is None:
+        return
+    for line in lines(dict(record.diagnostics)):
+        console.print(line, highlight=False, markup=False)
+    if record.diagnostics.nonfinite_steps:
+        console.print(f"steps that were not finite: {record.diagnostics.nonfinite_steps}", highlight=False)
+    for warning in record.diagnostics.warnings:
+        console.print(f"! {warning}", style="yellow", highlight=False, markup=False)

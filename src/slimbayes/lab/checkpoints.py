@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,26 +45,67 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], facts: 
         shutil.rmtree(old, ignore_errors=True)
 
 
-def latest_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Tensors and facts of the latest good checkpoint; a damaged one is named in a warning and skipped."""
+def latest_checkpoint(
+    folder: Path, facts: Mapping[str, str] | None = None, network: nn.Module | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Tensors and facts of the latest good checkpoint; one that is damaged or another run's is named and skipped.
+
+    Args:
+        facts: what a run's own checkpoints say, such as the config's hash; a fact that one does not state is let pass.
+        network: what its tensors must fit, by name and shape.
+    """
     for path in _latest_first(folder):
         try:
-            files = read_folder(path, {_TENSORS, _STATE})
-            facts = parse_json(files[_STATE])
-            if not isinstance(facts, dict) or not {"step", "curve", "hash"} <= facts.keys():
-                raise CheckpointError(f"{path / _STATE} lacks the step, the curve or the config's hash.")
-            return load_tensors(files[_TENSORS]), facts
+            tensors, found = _read(path)
+            if stranger := _strangeness(tensors, found, facts or {}, network):
+                warnings.warn(f"Skipping a checkpoint of another run: {path} {stranger}.", stacklevel=2)
+                continue
+            return tensors, found
         except (CheckpointError, SafetensorError, ValueError) as error:
             warnings.warn(f"Skipping a damaged checkpoint: {error}", stacklevel=2)
     return None
+
+
+def own_checkpoint(
+    folder: Path, facts: Mapping[str, str], network: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The latest good checkpoint of a run; None where there are none at all, an error where none can be used."""
+    found = latest_checkpoint(folder, facts, network)
+    if found is None and _latest_first(folder):
+        raise CheckpointError(
+            f"None of the checkpoints in {folder} can be used: they are of another config, of other data, or damaged. "
+            f"Remove them to start from the beginning, or choose another directory with --out."
+        )
+    return found
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    files = read_folder(path, {_TENSORS, _STATE})
+    facts = parse_json(files[_STATE])
+    if not isinstance(facts, dict) or not {"step", "curve", "hash"} <= facts.keys():
+        raise CheckpointError(f"{path / _STATE} lacks the step, the curve or the config's hash.")
+    return load_tensors(files[_TENSORS]), facts
+
+
+def _strangeness(
+    tensors: dict[str, Tensor], found: dict[str, Any], facts: Mapping[str, str], network: nn.Module | None
+) -> str:
+    """What tells a checkpoint from those of a run; nothing if it is one of them."""
+    for name, value in facts.items():
+        if found.get(name, value) != value:
+            return f"has the {name} {str(found[name])[:16]!r}, and this run {value[:16]!r}"
+    if network is None:
+        return ""
+    own = {n.removeprefix("network/"): tuple(t.shape) for n, t in tensors.items() if n.startswith("network/")}
+    here = {n: tuple(t.shape) for n, t in network.state_dict().items()}
+    odd = sorted(n for n in own.keys() | here.keys() if own.get(n) != here.get(n))
+    return f"is of another network: {', '.join(odd[:5])} differ" if odd else ""
 
 
 def restore(tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Put a checkpoint's tensors into a network and its optimizer; returns the extra ones."""
     own = {n.removeprefix("network/"): t for n, t in tensors.items() if n.startswith("network/")}
     here = network.state_dict()
-    if odd := sorted(own.keys() ^ here.keys()):
-        raise CheckpointError(f"The checkpoint is of another network: only one of the two has {', '.join(odd[:5])}.")
     # In one order for all processes: safetensors has none, and sharding a tensor is work they do together.
     network.load_state_dict({n: sharded_like(own[n], t) for n, t in here.items()})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

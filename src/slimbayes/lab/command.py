@@ -237,10 +237,11 @@ def config_schema(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File; the terminal by default.")] = None,
 ) -> None:
     """The JSON Schema of configs, for completion and checks in editors."""
+    from slimbayes.files import write_text
     from slimbayes.lab.config import Experiment
 
     text = json.dumps(Experiment.model_json_schema(), indent=1)
-    output.write_text(text + "\n") if output else typer.echo(text)
+    write_text(output, text + "\n") if output else typer.echo(text)
 
 
 def _run_folders(paths: list[Path]) -> list[Path]:

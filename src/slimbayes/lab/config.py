@@ -62,6 +62,7 @@ class Data(Options):
         image_size: what image folders (ImageNet) are cut to: the shorter side becomes 8/7 of it, the centre is taken.
             With the augmentation resized_crop, training pictures are cropped at random from the full picture instead.
         seed: of these draws; the run's own seed leaves the rows alone.
+        allow_nonfinite: take inputs that are NaN or infinite, which are refused otherwise; the network must know them.
     """
 
     name: Name
@@ -72,6 +73,7 @@ class Data(Options):
     scaling: Literal["standard", "unit", "signed"] = "standard"
     image_size: Annotated[int, Field(ge=1, le=10_000)] = 224
     seed: Seed = 0
+    allow_nonfinite: bool = False
 
 
 class ByName(Options):

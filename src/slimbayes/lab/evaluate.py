@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from slimbayes.engine.passes import posteriors_of
 from slimbayes.lab.config import Evaluate, Experiment
 from slimbayes.lab.evaluation_scores import Scores, class_scores, ood_scores, regression_scores
 from slimbayes.lab.execution import Execution, Nobody, Watcher
+from slimbayes.lab.intake import check_split
 from slimbayes.lab.seeds import generator, key, seed_everything
 from slimbayes.lab.task import Rows, Task, batches, limited
 from slimbayes.prediction.predict import predict_prefixes
@@ -54,22 +55,49 @@ class Predictor(NamedTuple):
         return self.experiment.train.noise if own is None else own / (1.0 if units is None else units)
 
     def predictions(
-        self, rows: Rows, place: str, draws: Sequence[int], workers: int = 0
+        self, rows: Rows, place: str, draws: Sequence[int], workers: int = 0, name: str = ""
     ) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
         """Predictions by number of draws, and targets, batch by batch; the run's seed and `place` seed their draws."""
-        done, seed = 0, key(self.experiment.seed, "evaluate", place)
+        found = batches(rows, self.experiment.evaluate.batch, self.device, workers)
+        return self.predict_batches(found, name or place, place, draws)
+
+    def predict_batches(
+        self, found: Iterable[tuple[Tensor, Tensor]], name: str, place: str, draws: Sequence[int]
+    ) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
+        """The same of batches of inputs and targets, as they come; errors call them `name`."""
+        seed = key(self.experiment.seed, "evaluate", place)
         precision = torch.autocast(self.device.type, torch.bfloat16, enabled=self.experiment.train.precision == "bf16")
-        for index, (x, y) in enumerate(batches(rows, self.experiment.evaluate.batch, self.device, workers)):
+        first = 0
+        for index, (raw, y) in enumerate(found):
             seed_everything(self.experiment.seed, "evaluate", place, index)
-            x = self.task.scaling(x)
+            x = self.task.scaling(raw.to(self.device))
             if self.device.type == "cuda" and x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             with precision:
-                found = predict_prefixes(self.network, x, draws, self.likelihood, self.noise, seed, done)
-            done += len(x)
+                made = predict_prefixes(self.network, x, draws, self.likelihood, self.noise, seed, first, True)
+            self._check_finite(raw, made[max(made)].mean, name, first)
             if self.task.y_mean is not None and self.task.y_std is not None:
-                found = {n: p.rescaled(self.task.y_mean, self.task.y_std) for n, p in found.items()}
-            yield found, y
+                made = {n: p.rescaled(self.task.y_mean, self.task.y_std) for n, p in made.items()}
+            first += len(y)
+            yield made, y
+
+    def _check_finite(self, inputs: Tensor, outputs: Tensor, name: str, first: int) -> None:
+        """Refuse outputs that are not finite, and say whose fault it is: the inputs', the weights' or their size's."""
+        bad = (~outputs.isfinite()).flatten(1).any(1) if outputs.dim() > 1 else ~outputs.isfinite()
+        if not bool(bad.any()):
+            return
+        row = int(bad.nonzero()[0])
+        told = f"The network's outputs for {name}, row {first + row}, are NaN or infinite"
+        if not bool(inputs[row].isfinite().all()):
+            raise ValueError(f"{told}, as is that row's input. Fill it in or drop the row.")
+        if not all(bool(t.isfinite().all()) for t in self.network.state_dict().values()):
+            raise FloatingPointError(
+                f"{told}: its weights are, for training has diverged. Lower the learning rate or clip gradients."
+            )
+        raise FloatingPointError(
+            f"{told}: they overflow, although inputs and weights are finite. Training has diverged, or the row is far "
+            f"from those of training: lower the learning rate, clip gradients, or look at that row."
+        )
 
     def score(
         self,
@@ -84,7 +112,8 @@ class Predictor(NamedTuple):
         about = dict(about or {})
         scores = {count: self._scores() for count in draws}
         notes: dict[int, list[Tensor]] = {count: [] for count in draws}
-        for found, y in self.predictions(rows, f"{data} {role} {about}", draws, workers):
+        name = " ".join([data, role, *map(str, about.values())])
+        for found, y in self.predictions(rows, f"{data} {role} {about}", draws, workers, name):
             for count, prediction in found.items():
                 scores[count].update(prediction, y)
                 if self.likelihood != "gaussian":
@@ -215,6 +244,7 @@ def _fitting(name: str, task: Task, execution: Execution) -> Split:
     if isinstance(task.test, Split) and rows.x.shape[1:] != task.test.x.shape[1:]:
         shape, needed = tuple(rows.x.shape[1:]), tuple(task.test.x.shape[1:])
         raise ValueError(f"{name} has inputs of shape {shape}, but {task.name} has {needed}.")
+    check_split(rows, f"{name}, test")
     return rows
 
 

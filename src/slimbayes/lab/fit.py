@@ -16,20 +16,33 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Dataset
-from slimbayes.files import write_json, write_text
+from slimbayes.files import write_json
 from slimbayes.lab.bars import Bars
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import merged, parse_override, validate
 from slimbayes.lab.evaluate import Predictor, check, evaluate
 from slimbayes.lab.execution import Execution, Nobody, Watcher, leave_together
+from slimbayes.lab.fit_check import diagnose_fit
+from slimbayes.lab.intake import data_digest, open_data
 from slimbayes.lab.network import likelihood_of, plain_network
 from slimbayes.lab.predict_file import write_inputs
-from slimbayes.lab.run_folder import command, environment, open_run, read_curve, stored_experiment
-from slimbayes.lab.task import open_task
+from slimbayes.lab.run_folder import (
+    check_data_of,
+    check_seal,
+    command,
+    environment,
+    open_run,
+    read_curve,
+    seal,
+    stored_experiment,
+    unseal,
+    write_data,
+)
+from slimbayes.lab.task import Task, open_task
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
 from slimbayes.lab.training import Training
-from slimbayes.report.record import Cost, Parameters, Record, RecordError, read
+from slimbayes.report.record import Cost, Diagnostics, Parameters, Record, RecordError, read, write
 
 
 def fit(
@@ -53,6 +66,7 @@ def fit(
     Returns: the run directory.
     """
     if (folder / "record.json").exists() and read(folder).config_hash == experiment.hash:
+        _check_finished(experiment, folder, execution, watcher or Nobody(), dataset)
         return folder
     fabric = execution.fabric(experiment.train.precision)
     fabric.launch()
@@ -62,6 +76,9 @@ def fit(
     try:
         plain = copy.deepcopy(network)
         training = Training(experiment, folder, execution, fabric, watcher, network, dataset)
+        _check_data(folder, training.task, watcher)
+        if first:
+            write_data(folder, training.task.name, training.task.sha256)
         if judge:
             check(experiment.evaluate, training.task, execution)
         training.run(resume)
@@ -73,18 +90,45 @@ def fit(
             alone = fabric.world_size == 1
             predictor = training.predictor if alone else load_run(folder, execution, plain, dataset)
             write_record(folder, predictor, execution, watcher)
+        if first:
+            seal(folder)
     finally:
         if lock is not None:
             lock.close()
     return folder
 
 
+def _check_finished(
+    experiment: Experiment, folder: Path, execution: Execution, watcher: Watcher, dataset: Dataset | None
+) -> None:
+    """Refuse to pass off a finished run as one on the data that are here."""
+    try:
+        data, splits = open_data(experiment.data, execution.data_dir, dataset)
+    except FileNotFoundError:
+        watcher.say(f"{folder} is left as it is. Its data are not here, so they were not compared.")
+        return
+    if note := check_data_of(folder, data.name, data_digest(data, splits)):
+        watcher.say(note)
+
+
+def _check_data(folder: Path, task: Task, watcher: Watcher) -> None:
+    """Refuse to go on with a run on other data than it began with."""
+    begun = (folder / "data.json").exists() or any((folder / "checkpoints").glob("step-*"))
+    if begun and (note := check_data_of(folder, task.name, task.sha256)):
+        watcher.say(note)
+
+
 def load_run(
     folder: Path, execution: Execution, network: nn.Module | None = None, dataset: Dataset | None = None
 ) -> Predictor:
-    """A trained run's network on its device, and its task; `network` and `dataset` as they were given to `fit`."""
+    """A trained run's network on its device, and its task; `network` and `dataset` as they were given to `fit`.
+
+    Data other than those it was trained on are refused.
+    """
     experiment = stored_experiment(folder)
+    check_seal(folder, ["data.json", "model/manifest.json"])
     task = open_task(experiment.data, execution.data_dir, dataset).to(execution.device)
+    check_data_of(folder, task.name, task.sha256)
     plain = network or plain_network(experiment, task.fills(), task.name)
     loaded = sb.load(plain, folder / "model").to(execution.device)
     return Predictor(experiment, loaded, task, likelihood_of(task, loaded))
@@ -101,10 +145,14 @@ def evaluate_run(
         if not override.strip().startswith("evaluate."):
             raise ValueError(f"Only evaluate.* can be changed after training, got {override!r}.")
         tree = merged(tree, parse_override(override))
+    check_seal(run, ["metrics.csv", "cost.json"])
+    unseal(run)
     write_inputs(run, predictor.task, predictor.likelihood)
     predictor = predictor._replace(experiment=validate(tree, str(run)))
     with Bars(predictor.experiment.name) as bars:
-        return write_record(run, predictor, execution, bars)
+        record = write_record(run, predictor, execution, bars)
+    seal(run)
+    return record
 
 
 def write_record(folder: Path, predictor: Predictor, execution: Execution, watcher: Watcher) -> Record:
@@ -129,9 +177,22 @@ def write_record(folder: Path, predictor: Predictor, execution: Execution, watch
         examples=examples,
         environment=environment(),
         cost=_cost(folder / "cost.json", seconds),
+        data_sha256=predictor.task.sha256,
+        diagnostics=_diagnostics(predictor, folder, curve, watcher),
     )
-    write_text(folder / "record.json", record.model_dump_json() + "\n")
+    write(folder / "record.json", record)
     return record
+
+
+def _diagnostics(
+    predictor: Predictor, folder: Path, curve: Sequence[dict[str, float]], watcher: Watcher
+) -> Diagnostics | None:
+    """Diagnostics of a fit; whatever a network cannot do for them must not cost the record of its training."""
+    try:
+        return diagnose_fit(predictor, folder, curve)
+    except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        watcher.say(f"There are no diagnostics of this fit: {error}")
+        return None
 
 
 def _cost(file: Path, evaluate_seconds: float) -> Cost:

@@ -6,77 +6,51 @@ inputs.json    shape, type and column names of a row, scaling, classes, vocabula
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import zipfile
-import zlib
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import slimbayes as sb
 from slimbayes.data import Split
-from slimbayes.data.folders import decode
 from slimbayes.errors import brief
-from slimbayes.files import write_csv, write_json
+from slimbayes.files import write_json
 from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.network import plain_network
-from slimbayes.lab.run_folder import RunError, stored_experiment
+from slimbayes.lab.predict_input import regrouped, row_blocks
+from slimbayes.lab.predict_output import as_columns, write_columns
+from slimbayes.lab.run_folder import RunError, check_seal, stored_experiment
 from slimbayes.lab.task import Scaling, Task
-from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import LikelihoodName
 from slimbayes.untrusted import parse_json, read_file
 
-_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _TYPES = {str(t)[len("torch.") :]: t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)}
 
 
 def predict_file(run: Path, inputs: Path, output: Path, draws: int = 16, accelerator: Any = "auto") -> int:
-    """Predict the rows of a file and write predictions; returns how many rows there were.
+    """Predict the rows of a file and write predictions, both in pieces; returns how many rows there were.
 
     Rows that hold NaN or infinity are refused by number: a prediction for them would be a guess.
     """
     if output.suffix not in (".csv", ".json", ".npz"):
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
     predictor = read_predictor(run, Execution(accelerator=accelerator).device)
-    x = fitted(read_rows(inputs, predictor.task.columns), predictor.task, str(inputs))
-    found = predictor.predictions(Split(x, torch.zeros(len(x))), "predict", [draws])
-    columns = as_columns([predictions[draws] for predictions, _ in found], predictor.task.classes)
-    lines = [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
-    if output.suffix == ".npz":
-        arrays: dict[str, Any] = {name: np.asarray(values) for name, values in columns.items()}
-        np.savez_compressed(output, **arrays)
-    elif output.suffix == ".json":
-        write_json(output, lines)
-    else:
-        write_csv(output, lines)
-    return len(x)
+    task, allowed = predictor.task, predictor.experiment.data.allow_nonfinite
+    rows = _fitted_blocks(row_blocks(inputs, task.columns, allowed), task, str(inputs), allowed)
+    batches = ((x, x.new_zeros(len(x))) for x in regrouped(rows, predictor.experiment.evaluate.batch))
+    found = predictor.predict_batches(batches, f"the rows of {inputs}", "predict", [draws])
+    blocks = (as_columns(predictions[draws], task.classes) for predictions, _ in found)
+    return write_columns(output, blocks, task.classes)
 
 
-def as_columns(parts: Sequence[Prediction], classes: Sequence[str]) -> dict[str, list[Any]]:
-    """Predictions as columns: label, probabilities and uncertainties, or mean and deviations of real targets."""
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(p, name).double() for p in parts]).cpu()
-
-    if parts[0].likelihood == "gaussian":
-        found = {"mean": joined("mean"), "std": joined("std"), "epistemic_std": joined("epistemic").sqrt()}
-        targets = range(found["mean"].shape[1])
-        ends = [f"_{target}" if len(targets) > 1 else "" for target in targets]
-        return {f"{name}{ends[i]}": values[:, i].tolist() for i in targets for name, values in found.items()}
-    probs = joined("probs")
-    probs = torch.stack([1 - probs, probs], 1) if probs.dim() == 1 else probs
-    names = classes or tuple(map(str, range(probs.shape[1])))
-    confidence, label = probs.max(1)
-    columns: dict[str, list[Any]] = {"label": [names[i] for i in label.tolist()], "confidence": confidence.tolist()}
-    columns |= {name: joined(name).tolist() for name in ("entropy", "aleatoric", "epistemic")}
-    return columns | {f"p({name})": probs[:, i].tolist() for i, name in enumerate(names)}
+def _fitted_blocks(blocks: Iterator[Tensor], task: Task, source: str, allow_nonfinite: bool) -> Iterator[Tensor]:
+    first = 0
+    for block in blocks:
+        yield fitted(block, task, source, first, allow_nonfinite)
+        first += len(block)
 
 
 # --- what a network takes ---
@@ -99,6 +73,7 @@ def write_inputs(folder: Path, task: Task, likelihood: LikelihoodName) -> None:
 def read_predictor(folder: Path, device: torch.device) -> Predictor:
     """A run's network, with a task that holds no rows but knows everything about them."""
     experiment, file = stored_experiment(folder), Path(folder) / "inputs.json"
+    check_seal(Path(folder), ["inputs.json", "model/manifest.json"])
     try:
         facts = parse_json(read_file(file))
         x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
@@ -120,8 +95,11 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
     return Predictor(experiment, network, task.to(device), facts["likelihood"])
 
 
-def fitted(x: Tensor, task: Task, source: str) -> Tensor:
-    """Rows in the shape and type that the network was trained on, or an error that says what does not fit."""
+def fitted(x: Tensor, task: Task, source: str, first: int = 0, allow_nonfinite: bool = False) -> Tensor:
+    """Rows in the shape and type that the network was trained on, or an error that says what does not fit.
+
+    `first` is the number of the first row in its file.
+    """
     assert isinstance(task.test, Split)
     like = task.test.x
     if not x.numel() or x.is_complex():
@@ -134,7 +112,8 @@ def fitted(x: Tensor, task: Task, source: str) -> Tensor:
         raise ValueError(
             f"{source}: each row must have shape {tuple(like.shape[1:])}, as in training, got {tuple(x.shape[1:])}."
         )
-    _refuse(~x.isfinite(), f"{source}: row {{}} holds NaN or infinity, so nothing can be said about it.")
+    if not allow_nonfinite:
+        _refuse(~x.isfinite(), first, f"{source}: row {{}} holds NaN or infinity, so nothing can be said about it.")
     if task.images and x.is_floating_point():
         low, high = float(x.min()), float(x.max())
         if low < 0 or high > 1:
@@ -143,7 +122,7 @@ def fitted(x: Tensor, task: Task, source: str) -> Tensor:
     if not like.is_floating_point():  # bytes and words
         most, wide = 255 if like.dtype == torch.uint8 else task.vocabulary - 1, x.double()
         outside = (wide != wide.round()) | (wide < 0) | (wide > most)
-        _refuse(outside, f"{source}: row {{}} holds other numbers than the whole ones from 0 to {most}.")
+        _refuse(outside, first, f"{source}: row {{}} holds other numbers than the whole ones from 0 to {most}.")
     return x.to(like.dtype)
 
 
@@ -156,97 +135,7 @@ def _as_images(x: Tensor, shape: torch.Size) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 3 and shape[0] == 1 else x
 
 
-def _refuse(bad: Tensor, message: str) -> None:
+def _refuse(bad: Tensor, first: int, message: str) -> None:
     found = bad.flatten(1).any(1).nonzero()
     if len(found):
-        raise ValueError(message.format(int(found[0])))
-
-
-# --- reading files ---
-
-
-def read_rows(file: Path, columns: Sequence[str] = ()) -> Tensor:
-    """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or images.
-
-    `columns` are the training data's names, if they had any: a csv with names must have these, and gets their order.
-    """
-    if not file.exists():
-        raise FileNotFoundError(f"{file} is not there.")
-    if file.is_dir() or file.suffix.lower() in _IMAGES:
-        return _read_images(file)
-    if file.suffix == ".csv":
-        return _read_csv(file, columns)
-    if file.suffix not in (".npy", ".npz"):
-        raise ValueError(f"{file}: rows come as .npy, .npz, .csv, an image or a folder of images.")
-    try:
-        with open(file, "rb") as handle:  # numpy leaves a damaged file open
-            found = np.load(handle, allow_pickle=False)
-            if file.suffix == ".npz":
-                names = list(found)
-                if "x" not in names and len(names) != 1:
-                    raise ValueError(f"it has the arrays {', '.join(names) or 'none'}, and needs one named x")
-                found = found["x" if "x" in names else names[0]]
-        return torch.from_numpy(np.ascontiguousarray(found, found.dtype.newbyteorder("=")))
-    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{file} cannot be read: {error}.") from error
-
-
-def _read_images(path: Path) -> Tensor:
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES)
-    if not files:
-        raise ValueError(f"{path} holds no image that ends in {', '.join(_IMAGES)}.")
-    images = [decode(file) for file in files]
-    shapes = {tuple(image.shape) for image in images}
-    if len(shapes) > 1:
-        raise ValueError(f"{path}: images must have one size, got {sorted(shapes)[:4]}.")
-    return torch.stack(images)
-
-
-def _read_csv(file: Path, columns: Sequence[str]) -> Tensor:
-    """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
-    rows = []
-    with open(file, newline="", encoding="utf-8-sig") as handle:
-        lines = csv.reader(handle)
-        first = [cell.strip() for cell in next(lines, [])]
-        names = [] if _is_row(first, columns, file) else first
-        order = _order(names, columns, file) if names and columns else range(len(first))
-        for line in filter(None, lines if names else chain([first], lines)):
-            try:
-                if len(line) != len(first):
-                    wanted = f"{len(first)} {'column names' if names else 'in the first row'}"
-                    raise ValueError(f"{len(line)} cells, but there are {wanted}")
-                rows.append([float(line[i]) for i in order])
-            except ValueError as error:
-                raise ValueError(f"{file}, line {lines.line_num}: {error}.") from error
-    if not rows:
-        raise ValueError(f"{file} has no rows{' below its line of column names' if names else ''}.")
-    return torch.tensor(rows)
-
-
-def _is_row(first: Sequence[str], columns: Sequence[str], file: Path) -> bool:
-    """Whether the first line holds numbers. Where no names are known, one of numbers and words is neither."""
-    numbers = []
-    for cell in first:
-        with contextlib.suppress(ValueError):
-            float(cell)
-            numbers.append(cell)
-    if 0 < len(numbers) < len(first) and not columns:
-        raise ValueError(
-            f"{file}, line 1 holds numbers ({numbers[0]!r}) and other cells, so it is neither a row nor column names. "
-            f"Fill in its missing cells, or give every column a name that is no number."
-        )
-    return bool(first) and len(numbers) == len(first) and set(first) != set(columns)
-
-
-def _order(names: Sequence[str], columns: Sequence[str], file: Path) -> list[int]:
-    """Where the training data's columns are among a file's names: all of them must be there, once, and no others."""
-    faults = {
-        "missing": [c for c in columns if c not in names],
-        "not known to the run": [n for n in names if n not in columns],
-        "there twice": sorted({n for n in names if names.count(n) > 1}),
-    }
-    if message := "; ".join(f"{what}: {', '.join(map(repr, found))}" for what, found in faults.items() if found):
-        raise ValueError(
-            f"{file}, line 1: columns {message}. The run was trained on {', '.join(columns)}: name these, in any order."
-        )
-    return [names.index(column) for column in columns]
+        raise ValueError(message.format(first + int(found[0])))

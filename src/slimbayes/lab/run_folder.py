@@ -5,30 +5,41 @@ metrics.csv     a line for each epoch                    steps.csv          loss
 checkpoints/    state between steps, the latest two      cost.json          seconds and memory that training took
 posterior/      what was learned, alone                  model/             with the network's own weights
 record.json     the Record of a finished run             inputs.json        what the network takes and gives
+data.json       name and sha256 of the rows it read      SHA256SUMS         of the files of a finished run
 """
 
 from __future__ import annotations
 
 import csv
 import fcntl
+import hashlib
+import logging
 import platform
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from slimbayes.files import write_json, write_text
+from slimbayes.files import sweep, write_json, write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import ConfigError, read_tree, validate
 from slimbayes.lab.yaml_text import dump
+from slimbayes.untrusted import parse_json, read_file
 
 _STEPS = "step,loss,nll,kl\n"
+_SUMS = "SHA256SUMS"  # as sha256sum writes it: `sha256sum -c SHA256SUMS` looks too
+_SEALED = (
+    "config.yaml", "environment.json", "data.json", "metrics.csv", "steps.csv", "cost.json", "inputs.json",
+    "record.json", "posterior/manifest.json", "model/manifest.json",
+)  # fmt: skip
 
 
 class RunError(RuntimeError):
@@ -70,6 +81,9 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) 
         raise RunError(
             f"{folder} holds an unfinished run. Continue it with --resume, or choose another directory with --out."
         )
+    for place in (folder, folder / "checkpoints"):
+        sweep(place)
+    unseal(folder)
     write_text(file, dump(experiment.resolved))
     write_json(folder / "environment.json", environment())
 
@@ -79,10 +93,74 @@ def stored_experiment(folder: Path) -> Experiment:
     file = Path(folder) / "config.yaml"
     if not file.exists():
         raise RunError(f"{folder} is not a run directory: it has no config.yaml.")
+    check_seal(folder, ["config.yaml"])
     try:
         return validate(read_tree(file), str(file))
     except ConfigError as error:
         raise RunError(str(error)) from error
+
+
+# --- that it is whole, and of which data ---
+
+
+def seal(folder: Path) -> None:
+    """Write down the sha256 of every file of a run that has come to its end."""
+    lines = []
+    for name in _SEALED:
+        if (folder / name).is_file():
+            with open(folder / name, "rb") as file:
+                lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
+    write_text(folder / _SUMS, "".join(lines))
+
+
+def unseal(folder: Path) -> None:
+    """Drop what `seal` wrote: files are about to change, and a run that is killed meanwhile is none that ended."""
+    (folder / _SUMS).unlink(missing_ok=True)
+
+
+def check_seal(folder: Path, names: Sequence[str]) -> None:
+    """Refuse files that changed since the run ended; runs that have not ended, and older ones, have no such sums."""
+    if not (folder / _SUMS).exists():
+        if (folder / "record.json").exists():
+            _note_unsealed()
+        return
+    lines = (folder / _SUMS).read_text(errors="replace").splitlines()
+    known = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    for name in names:
+        file = folder / name
+        if not file.exists() and name not in known:
+            continue
+        if not file.exists() or known.get(name) != hashlib.sha256(file.read_bytes()).hexdigest():
+            raise RunError(
+                f"{file} is damaged, or was changed after the run: it does not fit {folder / _SUMS}. Restore it from a "
+                f"copy, or remove {_SUMS} if the change is meant."
+            )
+
+
+@cache
+def _note_unsealed() -> None:  # once: an old folder has hundreds
+    logging.getLogger("slimbayes").warning("Runs without SHA256SUMS, of an older slimbayes, are read unchecked.")
+
+
+def check_data_of(folder: Path, name: str, sha256: str) -> str:
+    """Refuse data other than those a run has read; returns what to say about a run that did not write them down."""
+    try:
+        known: Any = parse_json(read_file(folder / "data.json"))["sha256"]
+    except FileNotFoundError:
+        return f"{folder} does not say which data it has read, so it was not compared with those of {name} here."
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder / 'data.json'} is damaged: {error!r}. Restore it from a copy.") from error
+    if known != sha256:
+        raise RunError(
+            f"{folder} is a run on other data: its rows have the sha256 {str(known)[:16]}..., those of {name} here "
+            f"{sha256[:16]}.... Give the --data-dir it was trained with, or choose another directory with --out."
+        )
+    return ""
+
+
+def write_data(folder: Path, name: str, sha256: str) -> None:
+    """Write down which data a run reads."""
+    write_json(folder / "data.json", {"name": name, "sha256": sha256})
 
 
 # --- what is written down while it trains ---
@@ -90,11 +168,13 @@ def stored_experiment(folder: Path) -> Experiment:
 
 def append_steps(file: Path, first: int, losses: Tensor) -> None:
     """Add the loss, nll and KL of steps from `first` on, (steps, 3), to steps.csv."""
+    lines = [f"{step},{loss!r},{nll!r},{kl!r}\n" for step, (loss, nll, kl) in enumerate(losses.tolist(), first)]
     new = not file.exists()
-    with open(file, "a", encoding="utf8") as handle:
-        handle.write(_STEPS if new else "")
-        for step, (loss, nll, kl) in enumerate(losses.tolist(), first):
-            handle.write(f"{step},{loss!r},{nll!r},{kl!r}\n")
+    try:
+        with open(file, "a", encoding="utf8") as handle:
+            handle.write("".join([_STEPS if new else "", *lines]))
+    except OSError as error:  # a full disk names no file itself
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def forget_steps(file: Path, first: int) -> None:
@@ -114,6 +194,15 @@ def read_curve(folder: Path) -> list[dict[str, float]]:
         return []
     with open(file, newline="") as handle:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(handle)]
+
+
+def read_losses(folder: Path) -> list[float]:
+    """The loss of each step, from steps.csv."""
+    file = folder / "steps.csv"
+    if not file.exists():
+        return []
+    with open(file, newline="") as handle:
+        return [float(row["loss"]) for row in csv.DictReader(handle)]
 
 
 def tensorboard(folder: Path, row: dict[str, float]) -> None:

@@ -5,7 +5,7 @@ Sizes: N rows, C channels, T targets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimbayes.data import Dataset, Split, load, standard_split
+from slimbayes.data import Dataset, Split
 from slimbayes.data.augment import picture_crop
 from slimbayes.data.folders import ImageFolder, decode
-from slimbayes.data.uci import split_rows
+from slimbayes.data.uci import check_index, split_rows
 from slimbayes.lab import config
+from slimbayes.lab.intake import check_data, data_digest, open_data
 from slimbayes.lab.seeds import generator
 
 Rows = Split | ImageFolder
+_MANY = 1 << 23  # numbers of which no copy in float64 is made
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Task:
     y_mean: Tensor | None = None
     y_std: Tensor | None = None
     columns: tuple[str, ...] = ()  # names of a table's inputs, where the data say them
+    sha256: str = ""  # of the rows as they were read (intake.py)
 
     @property
     def images(self) -> bool:
@@ -100,11 +103,18 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Dataset | None = None) -> Task:
-    """The task of a config's data; `dataset` stands in for the named one."""
-    if dataset is None and chosen.name.startswith("uci/"):
-        return _table(chosen, root)
-    data = dataset or (digits() if chosen.name == "digits" else load(chosen.name, root))
-    train, test = _split(data, "train"), _split(data, "test" if "test" in data.splits else "val")
+    """The task of a config's data; `dataset` stands in for the named one. Rows that cannot be used are refused."""
+    data, splits = open_data(chosen, root, dataset)
+    check_data(data, splits, chosen.allow_nonfinite)
+    task = _table(data, chosen) if splits == ("all",) else _from_splits(data, splits, chosen)
+    for name, rows in (("train", task.train), ("validation", task.validation), ("test", task.test)):
+        if rows is not None and not len(rows):
+            raise ValueError(f"{data.name}: no rows are left in the {name} split; it has too few.")
+    return replace(task, sha256=data_digest(data, splits))
+
+
+def _from_splits(data: Dataset, splits: Sequence[str], chosen: config.Data) -> Task:
+    train, test = (data.splits[name] for name in splits)
     if isinstance(train, ImageFolder) or isinstance(test, ImageFolder):
         return _folders(data, train, test, chosen)
     train, test = limited(train, chosen.train_limit, chosen.seed), limited(test, chosen.test_limit, chosen.seed)
@@ -152,21 +162,6 @@ def centre(x: Tensor, size: int) -> Tensor:
 
 
 IMAGENET = (torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
-
-
-def digits() -> Dataset:
-    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, 1,000 to train on and 797 to test."""
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError as error:
-        raise ImportError('The digits come with scikit-learn: pip install "slimbayes[lab]"') from error
-    found = load_digits()
-    x = torch.tensor(found.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
-    y = torch.tensor(found.target, dtype=torch.int64)
-    order = torch.randperm(len(y), generator=generator(0, "digits"))
-    x, y = x[order], y[order]
-    splits = {"train": Split(x[:1000], y[:1000]), "test": Split(x[1000:], y[1000:])}
-    return Dataset("digits", splits, tuple(map(str, range(10))))
 
 
 def limited(rows: Split, limit: int | None, seed: int = 0) -> Split:
@@ -224,19 +219,11 @@ def pictures(rows: ImageFolder, experiment: config.Experiment, epoch: int) -> Im
     return RandomCrops(rows, crop, experiment.seed, epoch)
 
 
-def _split(data: Dataset, name: str) -> Rows:
-    if name not in data.splits:
-        has = ", ".join(data.splits)
-        raise ValueError(f"{data.name} has no split {name!r}, so it cannot be trained and tested on; it has: {has}.")
-    return data.splits[name]
-
-
-def _table(chosen: config.Data, root: Path | str | None) -> Task:
+def _table(data: Dataset, chosen: config.Data) -> Task:
     """A standard split of a UCI set, scaled by the training rows: inputs by the scaling, training targets here."""
-    data = load(chosen.name, root)
     rows = data.splits["all"]
     assert isinstance(rows, Split)
-    standard_split(data, chosen.split)  # refuses a split that is none
+    check_index(data, chosen.split)
     index, other = split_rows(len(rows), chosen.split)
     kept, held = _hold_out(limited(Split(rows.x[index], rows.y[index]), chosen.train_limit, chosen.seed), chosen)
     test = limited(Split(rows.x[other], rows.y[other]), chosen.test_limit, chosen.seed)
@@ -247,8 +234,18 @@ def _table(chosen: config.Data, root: Path | str | None) -> Task:
 
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each column; one that does not vary is divided by one."""
+    """Mean and deviation of each column; one that does not vary is divided by one. A few columns at a time where there
+    are millions of rows, and without numbers that are not finite, where these are allowed."""
+    if values.numel() > _MANY and values.shape[1] > 1:
+        means, stds = zip(*(_moments(column) for column in values.split(1, dim=1)), strict=True)
+        return torch.cat(means), torch.cat(stds)
     wide = values.double()
+    if not bool(wide.sum(0).isfinite().all()):  # no sum of float32 numbers leaves float64's range
+        wide = wide.where(wide.isfinite(), torch.nan)
+        mean = wide.nanmean(0)
+        return mean.nan_to_num(0).float(), (wide - mean).square().nanmean(0).sqrt().nan_to_num(0).float().clamp_min(
+            1e-6
+        )
     return wide.mean(0).float(), wide.std(0, correction=0).where(wide.amax(0) > wide.amin(0), 1.0).float()
 
 

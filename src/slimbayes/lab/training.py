@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
-from slimbayes.files import CheckpointError, write_csv
-from slimbayes.lab.checkpoints import latest_checkpoint, restore, save_checkpoint, sharded_like, state_of
+from slimbayes.files import write_csv
+from slimbayes.lab.checkpoints import own_checkpoint, restore, save_checkpoint, sharded_like, state_of
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution, Watcher, leave_together, noting_signals
@@ -230,7 +230,7 @@ class Training:
             raise self._diverged(self.step - 1)
         self._check_weights()
         extra = {"history": self.stepper.history} | {f"average/{n}": t for n, t in self.stepper.averages.items()}
-        facts: dict[str, Any] = {"curve": self.curve, "hash": self.experiment.hash, "seconds": self.seconds}
+        facts: dict[str, Any] = {"curve": self.curve, "seconds": self.seconds, **self._facts()}
         if self.best:
             extra |= {f"best/{n}": t for n, t in self.best["weights"].items()}
             facts["best"] = {"nll": self.best["nll"], "epoch": self.best["epoch"]}
@@ -245,13 +245,15 @@ class Training:
             ) from error
         self.saved_at, self.saved_step = time.monotonic(), self.step
 
+    def _facts(self) -> dict[str, str]:
+        """What tells this run's checkpoints from those of others."""
+        return {"hash": self.experiment.hash, "data": self.task.sha256}
+
     def _resume(self) -> None:
-        found = latest_checkpoint(self.folder / "checkpoints")
+        found = own_checkpoint(self.folder / "checkpoints", self._facts(), self.network)
         if found is None:
             return
         tensors, facts = found
-        if facts.get("hash") != self.experiment.hash:
-            raise CheckpointError(f"The checkpoints in {self.folder} are of another config.")
         extra = restore(tensors, self.network, self.stepper.optimizer)
         self.step = self.saved_step = facts["step"]
         self.curve, self.seconds = facts["curve"], facts.get("seconds", [])

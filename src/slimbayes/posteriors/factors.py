@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Distribution, Point, rho_from_scale, scale_from_rho, wide
+from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point, rho_from_scale, scale_from_rho, wide
 from slimbayes.engine.blocks import same
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass
@@ -43,6 +43,15 @@ class Factor(nn.Module):
     def distribution(self) -> Any:
         """q of each member, (K, p, channels), in float32 at least."""
         return joint([self], lambda parameter: parameter.view(self.loc.shape))
+
+    def against_prior(self) -> list[tuple[Tensor, Tensor]]:
+        """How far locations are from the prior's, in its scales, and scales over the prior's; none of a point."""
+        prior: Any = self.prior
+        alike = isinstance(prior, Normal | Cauchy) or type(prior) is self.family
+        if self.family is Point or not alike:
+            return []
+        q = self.distribution()
+        return [((q.loc.detach() - prior.loc) / prior.scale, q.scale.detach() / prior.scale)]
 
 
 def factor_of(config: Any, channels: int, random: bool) -> Factor:

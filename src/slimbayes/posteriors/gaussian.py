@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import wide
+from slimbayes.distributions.families import Normal, wide
 from slimbayes.distributions.priors import TiedMean, gaussian_kl, gaussian_log_ratio, prior_of_biases
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
@@ -189,6 +189,15 @@ class GaussianPosterior(WeightPosterior):
             log_scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
             total = total + gaussian_log_ratio(drawn.bias, linear.bias, log_scale, prior, fan_in)
         return total
+
+    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+        """How far means are from the prior's, in its scales, and scales over the prior's; none of a mixture."""
+        mean, log_scale = wide(linear.weight.detach()), self.log_scale().detach()
+        if linear.mask is not None:
+            free = linear.mask.expand_as(mean) != 0
+            mean, log_scale = mean[free], log_scale[free]
+        prior = self.prior.of_weights(mean, log_scale, self.site.matrix[0])
+        return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Perturbation = self.values()

@@ -60,6 +60,12 @@ class RadialPosterior(WeightPosterior):
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         return linear.weight + self.values().weight[index].to(linear.weight.dtype), linear.bias
 
+    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+        """How far means are from the prior's, in its scales, and standard deviations over the prior's."""
+        deviation = self.scale().detach() / math.sqrt(math.prod(self.site.shape))
+        offset = (wide(linear.weight.detach()) - self.prior.loc) / self.prior.scale
+        return [(offset, deviation / self.prior.scale)]
+
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
         mean, log_scale = wide(mapped.weight), wide(self.weight_log_scale)

@@ -124,6 +124,9 @@ class Rank1Posterior(WeightPosterior):
                 total = total + (factor.prior.log_prob(x) - q.log_prob(x)).sum(1)
         return total
 
+    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+        return self.r.against_prior() + self.s.against_prior()
+
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         current = self.current
         drawn: Drawn = current.values.get(self.key) or self.values()

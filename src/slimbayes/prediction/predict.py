@@ -115,9 +115,11 @@ def predict_prefixes(
     scale: float | Tensor = 0.0,
     seed: Seed = None,
     before: int = 0,
+    allow_nonfinite: bool = False,
 ) -> dict[int, Prediction]:
     """Predictions of one batch for several numbers of draws at the price of the largest: each is made of the first so
-    many draws, the same that `predict` uses with that seed. Errors count rows on from `before`.
+    many draws, the same that `predict` uses with that seed. Errors count rows on from `before`; `allow_nonfinite` lets
+    inputs and outputs pass that are not finite.
 
     Example:
         >>> import slimbayes as sb
@@ -128,7 +130,8 @@ def predict_prefixes(
     if not draws or min(draws) < 1:
         raise ValueError(f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}.")
     check_finite(model)
-    check_inputs(model, ((x,), {}), before)
+    if not allow_nonfinite:
+        check_inputs(model, ((x,), {}), before)
     out, done, source = {}, 0, Draws(model, None, True, "auto", seed)
     with evaluating(model), explained(model, (x,), {}):
         sums = Accumulator(likelihood, source.members, scale, True, None, member_weights(model))
@@ -136,7 +139,7 @@ def predict_prefixes(
             for outputs in source.outputs((x,), {}, count - done, done):
                 sums.add(_select(outputs, None))
             out[count], done = Prediction(**sums.fields()), count
-        if not sums.sound():
+        if not allow_nonfinite and not sums.sound():
             refuse_outputs(sums, map(partial(_select, output=None), source.outputs((x,), {}, done)), before)
     return out
 

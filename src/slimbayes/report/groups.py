@@ -125,6 +125,8 @@ def _notes(groups: Sequence[Group]) -> Iterator[str]:
             )
         if early := [str(record.seed) for record in group.records if record.status != "finished"]:
             yield f"{group.name!r} on {group.data!r} stopped early with seed {', '.join(early)}."
+        for warning in dict.fromkeys(w for r in group.records if r.diagnostics for w in r.diagnostics.warnings):
+            yield f"{group.name!r} on {group.data!r}: {warning}"
 
 
 def _differences(configs: Sequence[dict[str, Any]]) -> list[str]:

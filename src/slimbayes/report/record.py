@@ -1,23 +1,29 @@
 """The Record of a run: all that a report, a table or a comparison needs, as one JSON file. It needs no torch.
 
 A run directory holds `record.json`. `environment` and `cost` are measurements of a machine; the rest is a function of
-the config alone, bit for bit on a CPU, and `Record.digest` names it.
+the config and the data alone, bit for bit on a CPU, and `Record.digest` names it. The file's last field is the sha256
+of all bytes before it, so that `read` notices any change.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
+import re
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationError
 
 from slimbayes.errors import brief, cut
+from slimbayes.files import write_bytes
 from slimbayes.untrusted import parse_json, read_file
 
 FORMAT = 1
+_SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
 
 
 def _as_text(value: float) -> float | str:
@@ -104,6 +110,25 @@ class Cost(_Frozen):
     peak_memory: Whole | None = None
 
 
+class Diagnostics(_Frozen):
+    """What to know before a posterior is trusted; None and nan where a method has no such thing. Numbers are per datum.
+
+    `warnings` has a sentence with a remedy for each thing that looks wrong.
+    """
+
+    nll: Number
+    kl: Number
+    kl_weight: Number = 1.0  # what the KL was multiplied with in the end
+    elements: int = 0  # of the posterior that have a prior each
+    at_prior: Number = math.nan  # share of elements that did not leave the prior
+    collapsed: Number = math.nan  # share of elements whose scale is next to nothing
+    label_changes: Number = math.nan  # share of rows that some draw labels otherwise than most do
+    k_hat: Number | None = None
+    k_hat_note: str = ""  # its verdict, or why there is none
+    nonfinite_steps: int = 0
+    warnings: list[str] = []
+
+
 class Record(_Frozen):
     """One run. `curve` has a row for each epoch: epoch, step, loss, nll, kl, kl_weight, lr, and validation scores."""
 
@@ -123,11 +148,15 @@ class Record(_Frozen):
     examples: list[Example] = []
     environment: dict[str, str] = {}  # commit, versions, hardware
     cost: Cost
+    data_sha256: str = ""  # of the rows it was trained and tested on; none in records of before it was noted
+    diagnostics: Diagnostics | None = None
 
     @property
     def digest(self) -> str:
-        """sha256 of everything but `environment`, `cost` and `commands`: equal for equal configs on one kind of CPU."""
-        data = self.model_dump(mode="json", exclude={"environment", "cost", "commands"})
+        """sha256 of everything but `environment`, `cost`, `commands` and what older records have not: equal for equal
+        configs on one kind of CPU.
+        """
+        data = self.model_dump(mode="json", exclude={"environment", "cost", "commands", "data_sha256", "diagnostics"})
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -135,8 +164,18 @@ class RecordError(ValueError):
     """A record that is missing, damaged or of a newer format; the message names the file."""
 
 
+def write(file: Path, record: Record) -> None:
+    """Write a record and the sha256 that seals it, at once.
+
+    Example:
+        >>> write(Path("runs/try/record.json"), record)  # doctest: +SKIP
+    """
+    said = record.model_dump_json().encode().removesuffix(b"}")
+    write_bytes(file, said + f',"sha256":"{hashlib.sha256(said).hexdigest()}"}}\n'.encode())
+
+
 def read(run: Path | str) -> Record:
-    """The record of a run directory, or of a JSON file.
+    """The record of a run directory, or of a JSON file; one that was changed since it was written is refused.
 
     Example:
         >>> read("/nowhere")
@@ -147,7 +186,8 @@ def read(run: Path | str) -> Record:
     path = Path(run)
     file = path if path.suffix == ".json" else path / "record.json"
     try:
-        data = parse_json(read_file(file))
+        raw = read_file(file)
+        data = parse_json(raw)
     except OSError as error:
         raise RecordError(f"{file} cannot be read: {error.strerror}.") from error
     except ValueError as error:
@@ -156,9 +196,26 @@ def read(run: Path | str) -> Record:
         raise RecordError(
             f"{file} has format {brief(data['format'])}, made by a newer slimbayes; this one reads up to {FORMAT}."
         )
+    if isinstance(data, dict):
+        _check_seal(data.pop("sha256", None), raw, file)
     try:
         return Record.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         raise RecordError(f"{file} is damaged: {cut(where)}: {cut(first['msg'])}.") from None
+
+
+def _check_seal(seal: Any, raw: bytes, file: Path) -> None:
+    if seal is None:
+        _note_unsealed()
+    elif not (end := _SEAL.search(raw, len(raw) - 80)) or hashlib.sha256(raw[: end.start()]).hexdigest() != seal:
+        raise RecordError(
+            f"{file} is damaged, or was edited: it does not fit its sha256. Restore it from a copy, or run `slimbayes "
+            f"evaluate {file.parent}`."
+        )
+
+
+@cache
+def _note_unsealed() -> None:  # once: an old folder has hundreds
+    logging.getLogger("slimbayes").warning("Records without a sha256, of an older slimbayes, are read unchecked.")

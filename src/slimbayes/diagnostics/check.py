@@ -1,0 +1,223 @@
+"""What to know about a fit before it is trusted: does the prior or the data decide, has the posterior moved, do its
+draws differ, and how far is it from the true one?
+
+    KL against NLL      both per datum, as they stand in the loss
+    at the prior        elements whose location and scale are both within a tenth of the prior's scale of the prior's
+    collapsed           elements whose scale is below a thousandth of the prior's
+    label changes       rows that one draw labels otherwise than another
+    k-hat               psis.py, from a few rows, whose log-likelihood stands for that of all data
+
+Sizes: S draws of each of K members, B rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.diagnostics.psis import KHat, k_hat
+from slimbayes.engine.passes import posteriors_of
+from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.site import LinearMap
+from slimbayes.prediction.sample import members, sample
+from slimbayes.train.elbo import kl
+from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
+
+_NEAR, _NOTHING = 0.1, 1e-3  # of the prior's scale
+_DRAWS, _TAIL_DRAWS = 8, 50
+_ROWS = 512  # that a forward has at most, if one draw of each member has no more
+_FEW = 300  # elements beyond which a large k-hat is the rule
+
+
+@runtime_checkable
+class _Scaled(Protocol):
+    """A posterior whose elements have locations and scales, and whose prior has them too."""
+
+    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `check` found. `str()` gives a few lines, `to_dict()` plain data; nan where there is no such thing.
+
+    Attributes:
+        nll, kl: per datum; kl_weight: what the KL was multiplied with in training.
+        at_prior, collapsed: shares of the posterior's `elements`.
+        label_changes: share of rows whose label is not the same under all draws.
+        k_hat: None where it cannot be had; `k_hat_note` says why.
+    """
+
+    nll: float
+    kl: float
+    kl_weight: float = 1.0
+    elements: int = 0
+    at_prior: float = math.nan
+    collapsed: float = math.nan
+    label_changes: float = math.nan
+    k_hat: KHat | None = None
+    k_hat_note: str = ""
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence with a remedy for each thing that looks wrong."""
+        return list(self._looks_wrong())
+
+    def _looks_wrong(self) -> Iterator[str]:
+        weighed = self.kl_weight * self.kl
+        if self.nll > 0.05 and weighed > 5 * self.nll:
+            yield (
+                f"The KL is {weighed / self.nll:.0f} times the NLL: the prior decides, not the data. Widen the prior, "
+                f"lower the KL's weight, or use fewer members."
+            )
+        if self.at_prior > 0.5:
+            yield (
+                f"{self.at_prior:.0%} of the posterior is still at its prior: it has learned nothing there. Lower the "
+                f"KL's weight, start from smaller scales, or train longer."
+            )
+        if self.collapsed > 0.5:
+            yield (
+                f"{self.collapsed:.0%} of the posterior's scales have collapsed: its draws hardly differ. Raise the "
+                f"KL's weight or scale_init."
+            )
+        if self.label_changes > 0.5:
+            yield (
+                f"Draws disagree on the label of {self.label_changes:.0%} of the rows: one draw says little. Train "
+                f"longer, or predict with more draws."
+            )
+        if self.k_hat is not None and self.elements <= _FEW and self.k_hat.k > 0.7:
+            yield (
+                f"k-hat is {self.k_hat.k:.2f}: the posterior misses mass of the true one. Try a richer family, or more "
+                f"members."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with the warnings."""
+        shape = None if self.k_hat is None else self.k_hat.k
+        names = ("nll", "kl", "kl_weight", "elements", "at_prior", "collapsed", "label_changes", "k_hat_note")
+        return {name: getattr(self, name) for name in names} | {"k_hat": shape, "warnings": self.warnings}
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self.to_dict()))
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """A check's plain data in lines of less than 80 characters, warnings aside.
+
+    Example:
+        >>> lines({"nll": 0.5, "kl": 0.25, "at_prior": 0.1, "collapsed": 0.0, "label_changes": math.nan})
+        ['NLL 0.5000, KL 0.2500 per datum', 'posterior 10% at its prior, 0% collapsed']
+    """
+    out = [f"NLL {found['nll']:.4f}, KL {found['kl']:.4f} per datum"]
+    if not math.isnan(found["at_prior"]):
+        out.append(f"posterior {found['at_prior']:.0%} at its prior, {found['collapsed']:.0%} collapsed")
+    if not math.isnan(found["label_changes"]):
+        out.append(f"draws change the label of {found['label_changes']:.1%} of the rows")
+    shape, note = found.get("k_hat"), found.get("k_hat_note", "")
+    if shape is not None or note:
+        out.append(f"k-hat {'none' if shape is None else f'{shape:.2f}'}: {note}")
+    return out
+
+
+@torch.no_grad()
+def check(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    likelihood: LikelihoodName = "categorical",
+    noise: float | Tensor = 1.0,
+    num_data: int | None = None,
+    kl_weight: float = 1.0,
+    unseen: Tensor | None = None,
+) -> Check:
+    """Look at a trained model, with some hundred rows: KL, NLL, shares of the posterior, label changes and k-hat.
+
+    Its noise comes from torch's default generators. It costs about 60 forwards of `x` for each member.
+
+    Args:
+        model: a converted model; it is run in eval mode.
+        x, y: training rows; as many as shall stand for all, 128 say.
+        likelihood, noise: as in `predict`.
+        num_data: how many training rows there are; as many as in `x` by default.
+        kl_weight: what the KL was multiplied with at the end of training.
+        unseen: inputs whose labels are compared between draws; `x` by default.
+
+    Shape: x (B, ...), y (B,) or (B, T).
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.MeanField(scale_init=1e-5, scale_jitter=0.0))
+        >>> found = check(net, torch.randn(20, 4), torch.arange(20) % 3)
+        >>> found.elements, found.collapsed, len(found.warnings) > 0
+        (12, 1.0, True)
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        total, judge = num_data or len(x), likelihood_named(likelihood)
+        nll = float(judge.nll(_outputs(model, x).float(), y, "average", noise))
+        shares = _shares(model)
+        shape, note = _k_hat(model, x, y, likelihood, noise, total, shares[0])
+        changes = _label_changes(model, x if unseen is None else unseen, likelihood)
+        return Check(nll, float(kl(model)) / total, kl_weight, *shares, changes, shape, note)
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _shares(model: nn.Module) -> tuple[int, float, float]:
+    """How many elements of the posterior have a prior of their own, and which share is at it or collapsed."""
+    count, near, nothing = 0, 0.0, 0.0
+    seen: set[int] = set()
+    for layer in (module for module in model.modules() if isinstance(module, BayesLayer)):
+        for site, posterior in layer.posterior.items():
+            if id(posterior) in seen or not isinstance(posterior, _Scaled):
+                continue
+            seen.add(id(posterior))
+            for offset, ratio in posterior.against_prior(layer.linear_map(site)):
+                count += ratio.numel()
+                near += float(((offset.abs() < _NEAR) & ((ratio - 1).abs() < _NEAR)).sum())
+                nothing += float((ratio < _NOTHING).sum())
+    return (count, near / count, nothing / count) if count else (0, math.nan, math.nan)
+
+
+def _outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """Outputs of some draws of every member, (S K, B, ...), a few at a time."""
+    return torch.cat([sample(model, x) for _ in range(_DRAWS)])
+
+
+def _label_changes(model: nn.Module, x: Tensor, likelihood: LikelihoodName) -> float:
+    judge = likelihood_named(likelihood)
+    if not judge.discrete or not posteriors_of(model):
+        return math.nan
+    outputs = _outputs(model, x)
+    labels = outputs.argmax(-1) if likelihood == "categorical" else outputs > 0
+    return float((labels != labels[:1]).any(0).float().mean())
+
+
+def _k_hat(
+    model: nn.Module, x: Tensor, y: Tensor, likelihood: LikelihoodName, noise: float | Tensor, total: int, elements: int
+) -> tuple[KHat | None, str]:
+    judge = likelihood_named(likelihood)
+
+    def log_likelihood(held: nn.Module) -> Tensor:
+        outputs = sample(held, x).float()
+        return -total * torch.stack([judge.nll(one[None], y, "average", noise) for one in outputs]).double()
+
+    if not posteriors_of(model):
+        return None, "there is no posterior"
+    if not elements:
+        return None, "the density of its draws is not known"
+    try:
+        chunk = max(1, _ROWS // (len(x) * members(model)))
+        found = k_hat(model, log_likelihood, draws=_TAIL_DRAWS, chunk=chunk)
+    except TypeError:
+        return None, "the density of some of its draws is not known"
+    except ValueError as error:
+        return None, str(error)
+    usual = found.verdict != "reliable" and elements > _FEW
+    return found, f"{found.verdict}, as is usual with {elements:,} elements" if usual else found.verdict

@@ -1,0 +1,167 @@
+"""Rows of a file, block by block: an array of .npy or .npz, numbers of a .csv, or images. Never all of a large file.
+
+Sizes: n rows of a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimbayes.data.csv_rows import first_cells, number_blocks
+from slimbayes.data.folders import decode
+
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_BYTES = 1 << 22  # of a block of an array
+_TOGETHER = 64  # images of a block
+_DAMAGE = (ValueError, TypeError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
+
+
+def row_blocks(file: Path, columns: Sequence[str] = (), allow_nonfinite: bool = False) -> Iterator[Tensor]:
+    """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or images.
+
+    Args:
+        columns: the training data's names, if they had any: a csv with names must have these, and gets their order.
+        allow_nonfinite: take cells of a csv that are NaN or infinite.
+
+    Shape: blocks of (n, ...), at least one.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        ...     _ = file.write("a,b\\n1,2\\n"), file.flush()
+        ...     [block.tolist() for block in row_blocks(Path(file.name))]
+        [[[1.0, 2.0]]]
+    """
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is not there.")
+    if file.is_dir() or file.suffix.lower() in _IMAGES:
+        return _image_blocks(file)
+    if file.suffix == ".csv":
+        return _csv_blocks(file, columns, not allow_nonfinite)
+    if file.suffix not in (".npy", ".npz"):
+        raise ValueError(f"{file}: rows come as .npy, .npz, .csv, an image or a folder of images.")
+    return _array_blocks(file)
+
+
+def regrouped(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
+    """The same rows, `size` at a time."""
+    kept: list[Tensor] = []
+    for block in blocks:
+        kept.append(block)
+        if sum(map(len, kept)) >= size:
+            *whole, rest = torch.cat(kept).split(size)
+            whole, rest = ([*whole, rest], rest[:0]) if len(rest) == size else (whole, rest)
+            yield from whole
+            kept = [rest] if len(rest) else []
+    if kept:
+        yield torch.cat(kept)
+
+
+# --- arrays ---
+
+
+def _array_blocks(file: Path) -> Iterator[Tensor]:
+    with contextlib.ExitStack() as stack:
+        try:
+            stream: IO[bytes] = stack.enter_context(open(file, "rb"))
+            if file.suffix == ".npz":
+                archive = stack.enter_context(zipfile.ZipFile(stream))
+                names = [name.removesuffix(".npy") for name in archive.namelist()]
+                if "x" not in names and len(names) != 1:
+                    raise ValueError(f"it has the arrays {', '.join(names) or 'none'}, and needs one named x")
+                stream = stack.enter_context(archive.open(f"{'x' if 'x' in names else names[0]}.npy"))
+            yield from _blocks_of(stream)
+        except _DAMAGE as error:
+            raise ValueError(f"{file} cannot be read: {error}.") from error
+
+
+def _blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
+    """The array of a .npy stream in blocks of rows."""
+    version = np.lib.format.read_magic(stream)
+    reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if reader is None:
+        raise ValueError(f"its format {version} is not known")
+    shape, fortran, dtype = reader(stream)
+    if dtype.hasobject or not shape or min(shape) < 0:
+        raise ValueError("an array of rows of numbers is needed")
+    rows, row = shape[0], dtype.itemsize * math.prod(shape[1:])
+    size = rows if fortran else max(1, _BYTES // max(1, row))  # whose columns come first is read at once
+    for start in range(0, max(1, rows), max(1, size)):
+        count = min(size, rows - start)
+        data = stream.read(count * row)
+        if len(data) != count * row:
+            raise ValueError(f"it ends before its last row, of {rows:,}")
+        block = np.frombuffer(data, dtype).reshape((count, *shape[1:]), order="F" if fortran else "C")
+        yield torch.from_numpy(np.array(block, dtype.newbyteorder("="), order="C"))
+    if stream.read(1):  # of an archive, this looks at the checksum too
+        raise ValueError("it goes on after its last row")
+
+
+# --- images ---
+
+
+def _image_blocks(path: Path) -> Iterator[Tensor]:
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES)
+    if not files:
+        raise ValueError(f"{path} holds no image that ends in {', '.join(_IMAGES)}.")
+    first = decode(files[0]).shape
+    for start in range(0, len(files), _TOGETHER):
+        images = [decode(file) for file in files[start : start + _TOGETHER]]
+        shapes = {tuple(image.shape) for image in images} | {tuple(first)}
+        if len(shapes) > 1:
+            raise ValueError(f"{path}: images must have one size, got {sorted(shapes)[:4]}.")
+        yield torch.stack(images)
+
+
+# --- tables ---
+
+
+def _csv_blocks(file: Path, columns: Sequence[str], finite: bool) -> Iterator[Tensor]:
+    """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
+    first, rows = first_cells(file), 0
+    named = not _is_row(first, columns, file)
+    order = _order(first, columns, file) if named and first and columns else None
+    for block in number_blocks(file, first, named, order, finite):
+        rows += len(block)
+        yield torch.from_numpy(block)
+    if not rows:
+        raise ValueError(f"{file} has no rows{' below its line of column names' if first else ''}.")
+
+
+def _is_row(first: Sequence[str], columns: Sequence[str], file: Path) -> bool:
+    """Whether the first line holds numbers. Where no names are known, one of numbers and words is neither."""
+    numbers = []
+    for cell in first:
+        with contextlib.suppress(ValueError):
+            float(cell)
+            numbers.append(cell)
+    if 0 < len(numbers) < len(first) and not columns:
+        raise ValueError(
+            f"{file}, line 1 holds numbers ({numbers[0]!r}) and other cells, so it is neither a row nor column names. "
+            f"Fill in its missing cells, or give every column a name that is no number."
+        )
+    return bool(first) and len(numbers) == len(first) and set(first) != set(columns)
+
+
+def _order(names: Sequence[str], columns: Sequence[str], file: Path) -> list[int]:
+    """Where the training data's columns are among a file's names: all of them must be there, once, and no others."""
+    faults = {
+        "missing": [c for c in columns if c not in names],
+        "not known to the run": [n for n in names if n not in columns],
+        "there twice": sorted({n for n in names if names.count(n) > 1}),
+    }
+    if message := "; ".join(f"{what}: {', '.join(map(repr, found))}" for what, found in faults.items() if found):
+        raise ValueError(
+            f"{file}, line 1: columns {message}. The run was trained on {', '.join(columns)}: name these, in any order."
+        )
+    return [names.index(column) for column in columns]
