@@ -24,6 +24,7 @@ from slimbayes.lab.evaluate import Predictor, check, evaluate
 from slimbayes.lab.execution import Execution, Nobody, Watcher, leave_together
 from slimbayes.lab.network import likelihood_of, plain_network
 from slimbayes.lab.predict_file import write_inputs
+from slimbayes.lab.ranks import Ranks
 from slimbayes.lab.run_folder import command, environment, open_run, read_curve, stored_experiment
 from slimbayes.lab.task import open_task
 from slimbayes.lab.training import Diverged as Diverged
@@ -61,11 +62,12 @@ def fit(
     lock = open_run(folder, experiment, resume) if first else None
     try:
         plain = copy.deepcopy(network)
-        training = Training(experiment, folder, execution, fabric, watcher, network, dataset)
-        if judge:
-            check(experiment.evaluate, training.task, execution)
-        training.run(resume)
-        leave_together(fabric)
+        with Ranks.of(fabric, folder, watcher) as ranks:
+            training = Training(experiment, folder, execution, fabric, ranks, network, dataset)
+            if judge:
+                check(experiment.evaluate, training.task, execution)
+            training.run(resume)
+            leave_together(fabric)
         if first:
             write_json(folder / "cost.json", training.cost())
             write_inputs(folder, training.task, training.predictor.likelihood)
