@@ -91,7 +91,7 @@ def test_writes_fail_on_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_refusal_must_say_why_and_be_short() -> None:
     count = Count()
-    refused(count, "told", lambda: float("not finite"))
+    refused(count, "told", lambda: float("a nan?"))
     refused(count, "silent", lambda: None)
     refused(count, "raw", lambda: [][0])
     assert (count.injected, count.survived) == (3, 1)
