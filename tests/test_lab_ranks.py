@@ -67,6 +67,22 @@ def test_a_stopped_process_is_named_and_killed(
     assert other.wait(5) == -signal.SIGKILL
 
 
+def test_one_that_is_stopped_in_the_middle_of_a_line_is_found(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
+    watching = rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7"))
+    assert watching._missing() is None
+    (tmp_path / ".ranks" / "1").write_text("[4, ")
+    other.send_signal(signal.SIGSTOP)
+    assert found(watching) == (1, "stopped")
+
+
+def test_one_that_left_in_order_is_not_missed(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
+    watching = rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7"))
+    assert watching._missing() is None
+    (tmp_path / ".ranks" / "1").unlink()
+    other.kill()
+    assert found(watching) is None
+
+
 def test_one_that_writes_again_was_not_missing(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     watching = rank_0(tmp_path, Line(3, "now", other.pid, HOST, "step 7"))
     other.send_signal(signal.SIGSTOP)

@@ -132,8 +132,10 @@ class Ranks(Watcher):
     def _read(self, rank: int) -> Line | None:
         try:
             line = Line(*json.loads((self.place / str(rank)).read_text()))
-        except (OSError, ValueError, TypeError):
-            return None  # not there yet, no longer, or just being written
+        except OSError:
+            return None  # not there yet, or no longer
+        except (ValueError, TypeError):
+            return self.heard.get(rank)  # just being written, perhaps for ever
         return line if line.job == self.own.job else None
 
     def _end(self, rank: int, state: str) -> None:
