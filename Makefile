@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE =
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: demo digits test quick mutations lint bench bench-gpu bench-lab figure3 zoo
+.PHONY: demo digits test quick mutations faults lint bench bench-gpu bench-lab figure3 zoo
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -29,6 +29,10 @@ quick: .venv/ready
 # Planted bugs: does the suite see them? Some twenty minutes.
 mutations: .venv/ready
 	$(RUN) tests/mutations.py
+
+# Kills, full disks, damaged and hostile files: what is lost? Some eight minutes; writes docs/reliability.md.
+faults: .venv/ready
+	$(RUN) tests/faults.py
 
 lint: .venv/ready
 	$(RUN) -m ruff format --check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ class Execution:
             raise ValueError("There is no GPU that torch can use here: leave --accelerator at auto, or say cpu.")
         if self.devices < 1:
             raise ValueError(f"--devices must be at least 1, got {self.devices}.")
+        if self.devices * self.nodes > 1:
+            self._meet()
         for name in ("lightning_fabric", "lightning.fabric"):
             logging.getLogger(name).setLevel(logging.ERROR)  # its hints are about what a run decides for itself
         return Fabric(
@@ -71,6 +75,22 @@ class Execution:
             strategy=self._strategy(),
             precision="bf16-mixed" if precision == "bf16" else "32-true",
         )
+
+    def _meet(self) -> None:
+        """Form the process group, if torchrun gives every start of this machine's job the same store.
+
+        Without names of its own, a start would find addresses of the processes of the one before.
+        """
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or self.nodes > 1 or dist.is_initialized():
+            return
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=PATIENCE
+        )
+        dist.init_process_group(
+            "gloo" if self.device.type == "cpu" else "nccl",
+            store=dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store),
+            rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), timeout=PATIENCE,
+        )  # fmt: skip
 
     def _strategy(self) -> Any:
         from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy

@@ -26,6 +26,7 @@ from slimbayes.lab.fit_check import diagnose_fit
 from slimbayes.lab.intake import data_digest, open_data
 from slimbayes.lab.network import likelihood_of, plain_network
 from slimbayes.lab.predict_file import write_inputs
+from slimbayes.lab.ranks import Ranks
 from slimbayes.lab.run_folder import (
     check_data_of,
     check_seal,
@@ -75,14 +76,15 @@ def fit(
     lock = open_run(folder, experiment, resume) if first else None
     try:
         plain = copy.deepcopy(network)
-        training = Training(experiment, folder, execution, fabric, watcher, network, dataset)
-        _check_data(folder, training.task, watcher)
-        if first:
-            write_data(folder, training.task.name, training.task.sha256)
-        if judge:
-            check(experiment.evaluate, training.task, execution)
-        training.run(resume)
-        leave_together(fabric)
+        with Ranks.of(fabric, folder, watcher) as ranks:
+            training = Training(experiment, folder, execution, fabric, ranks, network, dataset)
+            _check_data(folder, training.task, watcher)
+            if first:
+                write_data(folder, training.task.name, training.task.sha256)
+            if judge:
+                check(experiment.evaluate, training.task, execution)
+            training.run(resume)
+            leave_together(fabric)
         if first:
             write_json(folder / "cost.json", training.cost())
             write_inputs(folder, training.task, training.predictor.likelihood)
