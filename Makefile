@@ -13,7 +13,7 @@ RUN = .venv/bin/python
 # Which build of torch is right, and so its hash, depends on the machine: it is the one package that is not locked.
 TORCH = torch==2.13.0
 
-.PHONY: demo digits test quick mutations lint supply build lock audit bench bench-lab bench-ktied bench-ensembles figure3 zoo
+.PHONY: demo digits test suite quick mutations lint supply build lock audit bench bench-lab bench-ktied bench-ensembles figure3 zoo
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -21,7 +21,11 @@ demo: .venv/ready
 digits: .venv/ready
 	$(RUN) examples/digits.py
 
-test: .venv/ready lint supply
+# Side by side: checking the types takes one core a minute.
+test: .venv/ready
+	@$(MAKE) --no-print-directory --jobs 3 lint supply suite
+
+suite: .venv/ready
 	$(RUN) -m pytest -n 2 --dist worksteal
 
 # The inner loop: what takes more than half a second stays out.
