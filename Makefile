@@ -10,8 +10,10 @@ export PYTHONDONTWRITEBYTECODE =
 
 PYTHON ?= python3
 RUN = .venv/bin/python
+# Which build of torch is right, and so its hash, depends on the machine: it is the one package that is not locked.
+TORCH = torch==2.13.0
 
-.PHONY: demo digits test quick mutations faults lint bench bench-gpu bench-lab figure3 zoo
+.PHONY: demo digits test suite quick mutations faults lint supply build lock audit bench bench-gpu bench-lab figure3 zoo
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -19,7 +21,11 @@ demo: .venv/ready
 digits: .venv/ready
 	$(RUN) examples/digits.py
 
-test: .venv/ready lint
+# Side by side: checking the types takes one core a minute.
+test: .venv/ready
+	@$(MAKE) --no-print-directory --jobs 3 lint supply suite
+
+suite: .venv/ready
 	$(RUN) -m pytest -n 2 --dist worksteal
 
 # The inner loop: what takes more than half a second stays out.
@@ -38,6 +44,27 @@ lint: .venv/ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+
+# The lock against pyproject.toml and what is installed; licences; releases known as malware.
+supply: .venv/ready
+	$(RUN) tools/supply_chain.py check $(TORCH)
+
+# The wheel, the source distribution and the bill of materials.
+build: .venv/ready
+	rm -rf dist
+	$(RUN) -m hatchling build
+	$(RUN) tools/supply_chain.py sbom dist/*.whl
+
+# The two that need the network. Versions stay as they are where they can: UPGRADE=--upgrade takes the newest.
+# Resolved as for a Mac, where torch brings no CUDA libraries; the hashes are those of all platforms.
+lock: .tools/ready
+	echo $(TORCH) | MACOSX_DEPLOYMENT_TARGET=14.0 .tools/bin/uv pip compile --quiet pyproject.toml --extra dev \
+	  --constraint - --no-emit-package torch --generate-hashes --no-annotate --no-header $(UPGRADE) \
+	  --python-version 3.11 --python-platform aarch64-apple-darwin --output-file requirements.lock
+
+audit: .tools/ready
+	.tools/bin/pip-audit --require-hashes --disable-pip --requirement requirements.lock
+	echo $(TORCH) | .tools/bin/pip-audit --no-deps --disable-pip --requirement /dev/stdin
 
 # What a CPU can do of it, in a few minutes.
 bench: .venv/ready
@@ -58,8 +85,15 @@ zoo: .venv/ready
 figure3: .venv/ready
 	$(RUN) -m slimbayes.diagnostics.prior_functions --out docs/figure3.png
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv
-	$(RUN) -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(RUN) -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(RUN) -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements.lock
+	$(RUN) -m pip install --quiet $(TORCH)
+	$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(RUN) -m pip check
+	touch $@
+
+.tools/ready:
+	$(PYTHON) -m venv .tools
+	.tools/bin/pip install --quiet uv==0.13.7 pip-audit==2.10.1
 	touch $@

@@ -1,5 +1,6 @@
 """Settings every test shares. The environment must be set before torch starts its threads."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-contract", action="store_true", help="every method x layer x property, not a covering array"
     )
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported by now stays: no collection need look at it again
 
 
 @pytest.fixture(autouse=True)

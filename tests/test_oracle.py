@@ -89,10 +89,10 @@ def fit_regression(correlated: bool, draws: str, kl_weight: float = 1.0, members
     net = oracle_net(weight, members=members, prior=sb.Normal(1.0, 0.5), draws=draws)
 
     def loss() -> Tensor:
-        mean = sb.sample(net, x, draws=2 if draws == "example" else 8)[..., 0]
+        mean = sb.sample(net, x, draws=8 if draws == "example" else 24)[..., 0]
         return sb.elbo(sb.gaussian(mean, y, noise), net, num_data=len(y), kl_weight=kl_weight).loss
 
-    loc, scale = fit(net, loss, 800)
+    loc, scale = fit(net, loss, 300)
     best_loc, best_scale = gaussian_optimum(x, y, weight, noise, members)
     return float((scale / best_scale).mean()), float((np.abs(loc - best_loc) / best_scale).mean())
 
@@ -169,9 +169,9 @@ def test_other_posteriors_reach_their_numeric_optimum(family: str, prior: Any, d
     net = oracle_net(weight, posterior=family, prior=prior, mean_init=sb.Point(start))
 
     def loss() -> Tensor:
-        return sb.elbo(sb.gaussian(sb.sample(net, x, draws=4)[..., 0], y, noise), net, num_data=len(y)).loss
+        return sb.elbo(sb.gaussian(sb.sample(net, x, draws=16)[..., 0], y, noise), net, num_data=len(y)).loss
 
-    loc, scale = fit(net, loss, 800)
+    loc, scale = fit(net, loss, 300)
     ratios, distances = [], []
     for j, w in enumerate(weight.numpy()):
         rows = index == j
@@ -206,11 +206,11 @@ def test_cauchy_posteriors_reach_their_analytic_objective_under_cauchy_noise() -
     net = oracle_net(weight, prior=prior, mean_init=sb.Point(1.0))
 
     def loss() -> Tensor:
-        mean = sb.sample(net, x, draws=8)[..., 0]
+        mean = sb.sample(net, x, draws=32)[..., 0]
         nll = torch.log1p(((y - mean) / width) ** 2).mean()
         return sb.elbo(nll, net, num_data=len(y)).loss
 
-    loc, scale = fit(net, loss, 800)
+    loc, scale = fit(net, loss, 300)
     ratios, distances = [], []
     for j, w in enumerate(weight.numpy()):
         rows = index == j
@@ -237,9 +237,9 @@ def test_clipped_cauchy_posteriors_reach_their_numeric_optimum_on_labels() -> No
     net = oracle_net(weight, prior=sb.Cauchy(1.0, 0.5), mean_init=sb.Point(1.0), scale_init=0.3, clip=clip)
 
     def loss() -> Tensor:
-        return sb.elbo(sb.bernoulli(sb.sample(net, x, draws=8)[..., 0], y), net, num_data=len(y)).loss
+        return sb.elbo(sb.bernoulli(sb.sample(net, x, draws=24)[..., 0], y), net, num_data=len(y)).loss
 
-    loc, scale = fit(net, loss, 800)
+    loc, scale = fit(net, loss, 300)
     tangent = np.tan(np.pi * ((np.arange(2000) + 0.5) / 2000 - 0.5))
     ratios, distances = [], []
     for j, w in enumerate(weight.numpy()):

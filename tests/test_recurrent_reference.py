@@ -433,22 +433,26 @@ OPTIONS = [
 ]
 
 
+ASKED = [{"need_weights": False}, {"average_attn_weights": False}, {}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("mask", "options", "draws"), pairwise(MASKS, OPTIONS, ["example", "member"]))
-def test_attention_equals_torch_on_materialised_weights(mask: str, options: dict[str, Any], draws: str) -> None:
+@pytest.mark.parametrize(("mask", "options", "draws", "asked"), pairwise(MASKS, OPTIONS, ["example", "member"], ASKED))
+def test_attention_equals_torch_on_materialised_weights(
+    mask: str, options: dict[str, Any], draws: str, asked: dict[str, Any]
+) -> None:
     """F1 for the four projections, with every mask torch takes, row by row."""
     layer = convert(
         nn.MultiheadAttention(E, HEADS, **options), draws, batch_dim=0 if options.get("batch_first") else 1
     ).eval()
     qkv = inputs(layer, R)
     given = qkv if layer.batch_first else tuple(t.transpose(0, 1) for t in qkv)
-    for extra in ({"need_weights": False}, {"average_attn_weights": False}, {}):
-        y, weights = layer(*given, **MASKS[mask], **extra)
-        told = MASKS[mask] | extra
-        if layer.bias_k is not None or layer.add_zero_attn:
-            # With the hint torch's fused path rebuilds the mask and hides the appended keys; its other path shows them.
-            told = told | {"is_causal": False}
-        check_attention(layer, qkv, told, y if layer.batch_first else y.transpose(0, 1), weights)
+    y, weights = layer(*given, **MASKS[mask], **asked)
+    told = MASKS[mask] | asked
+    if layer.bias_k is not None or layer.add_zero_attn:
+        # With the hint torch's fused path rebuilds the mask and hides the appended keys; its other path shows them.
+        told = told | {"is_causal": False}
+    check_attention(layer, qkv, told, y if layer.batch_first else y.transpose(0, 1), weights)
 
 
 @pytest.mark.parametrize("draws", ["example", "member"])

@@ -91,7 +91,7 @@ class Visit:
 
 @pytest.fixture(scope="module")
 def shared(browser, pages):
-    """One visit for the tests that leave the page as they found it."""
+    """One visit for the tests that leave the page as they found it: a load takes two seconds."""
     with Visit(browser, pages["good"]) as visit:
         yield visit.page
 
@@ -124,31 +124,25 @@ def test_the_policy_stops_scripts_and_eval(browser, pages):
     visit.context.close()
 
 
-def test_tables_sort_by_mouse(browser, pages):
-    with Visit(browser, pages["good"]) as visit:
-        head = visit.page.locator("#table-1 thead tr:last-child th").nth(2)  # NLL
-        head.locator("button").click()
-        up = [float(value) for value in column(visit.page, 3)]
-        assert up == sorted(up) and head.get_attribute("aria-sort") == "ascending"
-        head.locator("button").click()
-        assert [float(value) for value in column(visit.page, 3)] == up[::-1] and head.get_attribute(
-            "aria-sort"
-        ) == "descending"
-        assert visit.page.locator("#table-1 th[aria-sort=ascending], #table-1 th[aria-sort=descending]").count() == 1
+def test_tables_sort_by_mouse(shared):
+    head = shared.locator("#table-1 thead tr:last-child th").nth(2)  # NLL
+    head.locator("button").click()
+    up = [float(value) for value in column(shared, 3)]
+    assert up == sorted(up) and head.get_attribute("aria-sort") == "ascending"
+    head.locator("button").click()
+    assert [float(value) for value in column(shared, 3)] == up[::-1] and head.get_attribute("aria-sort") == "descending"
+    assert shared.locator("#table-1 th[aria-sort=ascending], #table-1 th[aria-sort=descending]").count() == 1
 
 
-def test_tables_sort_by_keyboard(browser, pages):
-    with Visit(browser, pages["good"]) as visit:
-        visit.page.locator("#table-1 thead button").first.focus()
-        visit.page.keyboard.press("Enter")
-        assert column(visit.page, 1) == sorted(METHODS)
-        visit.page.keyboard.press("Space")
-        assert column(visit.page, 1) == sorted(METHODS, reverse=True)
-        visit.page.keyboard.press("Tab")
-        visit.page.keyboard.press("Enter")
-        assert [float(value) for value in column(visit.page, 2)] == sorted(
-            float(value) for value in column(visit.page, 2)
-        )
+def test_tables_sort_by_keyboard(shared):
+    shared.locator("#table-1 thead button").first.focus()
+    shared.keyboard.press("Enter")
+    assert column(shared, 1) == sorted(METHODS)
+    shared.keyboard.press("Space")
+    assert column(shared, 1) == sorted(METHODS, reverse=True)
+    shared.keyboard.press("Tab")
+    shared.keyboard.press("Enter")
+    assert [float(value) for value in column(shared, 2)] == sorted(float(value) for value in column(shared, 2))
 
 
 def test_the_skip_link_comes_first_and_focus_is_seen(browser, pages):
@@ -162,22 +156,21 @@ def test_the_skip_link_comes_first_and_focus_is_seen(browser, pages):
         assert visit.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
 
 
-def test_tooltips_appear_on_hover(browser, pages):
-    with Visit(browser, pages["good"]) as visit:
-        mark = visit.page.locator("#figure-2 .mark-symbol path").nth(2)
-        mark.scroll_into_view_if_needed()
-        visit.page.wait_for_timeout(300)  # a scroll hides the tip
-        box = mark.bounding_box()
-        visit.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=4)
-        tip = visit.page.locator("#tip")
-        tip.wait_for(state="visible", timeout=5000)
-        assert (
-            "Name" in tip.inner_text()
-            and "Severity" in tip.inner_text()
-            and any(name in tip.inner_text() for name in METHODS)
-        )
-        visit.page.mouse.move(2, 2)
-        tip.wait_for(state="hidden")
+def test_tooltips_appear_on_hover(shared):
+    mark = shared.locator("#figure-2 .mark-symbol path").nth(2)
+    mark.scroll_into_view_if_needed()
+    shared.wait_for_timeout(300)  # a scroll hides the tip
+    box = mark.bounding_box()
+    shared.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=4)
+    tip = shared.locator("#tip")
+    tip.wait_for(state="visible", timeout=5000)
+    assert (
+        "Name" in tip.inner_text()
+        and "Severity" in tip.inner_text()
+        and any(name in tip.inner_text() for name in METHODS)
+    )
+    shared.mouse.move(2, 2)
+    tip.wait_for(state="hidden")
 
 
 def test_the_menu_changes_the_metric_by_mouse_and_keyboard(browser, pages):
@@ -192,40 +185,37 @@ def test_the_menu_changes_the_metric_by_mouse_and_keyboard(browser, pages):
         assert "ECE" in "".join(figure.locator(".role-axis-title").all_text_contents())
 
 
-def test_a_name_can_be_brought_forward_everywhere(browser, pages):
-    with Visit(browser, pages["good"]) as visit:
-        faint = "document.querySelectorAll('#figure-1 .mark-symbol path[opacity=\"0.125\"]').length"
-        assert visit.page.evaluate(faint) == 0
-        visit.page.locator("#figure-2 .key button", has_text="rank1-cauchy").click()
-        visit.page.wait_for_function(faint + " > 0")
-        assert visit.page.locator(".key button[aria-pressed=true]", has_text="rank1-cauchy").count() > 3
-        visit.page.locator("#figure-2 .key button", has_text="rank1-cauchy").click()
-        visit.page.wait_for_function(faint + " === 0")
+def test_a_name_can_be_brought_forward_everywhere(shared):
+    faint = "document.querySelectorAll('#figure-1 .mark-symbol path[opacity=\"0.125\"]').length"
+    assert shared.evaluate(faint) == 0
+    shared.locator("#figure-2 .key button", has_text="rank1-cauchy").click()
+    shared.wait_for_function(faint + " > 0")
+    assert shared.locator(".key button[aria-pressed=true]", has_text="rank1-cauchy").count() > 3
+    shared.locator("#figure-2 .key button", has_text="rank1-cauchy").click()
+    shared.wait_for_function(faint + " === 0")
 
 
-def test_numbers_can_be_read_as_a_table(browser, pages):
-    with Visit(browser, pages["good"]) as visit:
-        visit.page.locator("#figure-2 .numbers summary").click()
-        table = visit.page.locator("#figure-2 .numbers table")
-        table.wait_for()
-        assert (
-            table.locator("th").all_inner_texts()[:3] == ["Name", "Severity", "Accuracy ↑"]
-            and table.locator("tbody tr").count() == len(METHODS) * 6
-        )
+def test_numbers_can_be_read_as_a_table(shared):
+    shared.locator("#figure-2 .numbers summary").click()
+    table = shared.locator("#figure-2 .numbers table")
+    table.wait_for()
+    assert (
+        table.locator("th").all_inner_texts()[:3] == ["Name", "Severity", "Accuracy ↑"]
+        and table.locator("tbody tr").count() == len(METHODS) * 6
+    )
 
 
-def test_a_chart_can_be_saved(browser, pages, tmp_path):
-    with Visit(browser, pages["good"]) as visit:
-        with visit.page.expect_download() as caught:
-            visit.page.locator("#figure-2 .save").click()
-        caught.value.save_as(tmp_path / "chart.svg")
-        text = (tmp_path / "chart.svg").read_text()
-        assert (
-            caught.value.suggested_filename == "figure-2.svg"
-            and text.startswith("<svg")
-            and "rank1-cauchy" in text
-            and "Severity" in text
-        )
+def test_a_chart_can_be_saved(shared, tmp_path):
+    with shared.expect_download() as caught:
+        shared.locator("#figure-2 .save").click()
+    caught.value.save_as(tmp_path / "chart.svg")
+    text = (tmp_path / "chart.svg").read_text()
+    assert (
+        caught.value.suggested_filename == "figure-2.svg"
+        and text.startswith("<svg")
+        and "rank1-cauchy" in text
+        and "Severity" in text
+    )
 
 
 def colours(page):
@@ -235,32 +225,35 @@ def colours(page):
 
 
 def test_dark_and_light_follow_the_system_and_the_button(browser, pages):
-    with Visit(browser, pages["good"]) as visit, Visit(browser, pages["good"], scheme="dark") as night:
-        light, dark = colours(visit.page), colours(night.page)
+    with Visit(browser, pages["good"]) as visit:
+        light, button = colours(visit.page), visit.page.locator("#theme")
+        assert button.get_attribute("aria-pressed") == "false"
+        visit.page.emulate_media(color_scheme="dark")
+        dark = colours(visit.page)
         assert (
             light != dark and light[0] == "rgb(255, 254, 251)" and dark[0] == "rgb(21, 23, 28)" and light[1] != dark[1]
         )
-        button = visit.page.locator("#theme")
-        assert button.get_attribute("aria-pressed") == "false"
+        button.click()
+        assert colours(visit.page) == light
+        visit.page.emulate_media(color_scheme="light")
         button.click()
         assert colours(visit.page) == dark and button.get_attribute("aria-pressed") == "true"
         visit.page.emulate_media(media="print")
         assert colours(visit.page)[1] == light[1]  # paper is white
-        night.page.locator("#theme").click()
-        assert colours(night.page) == light
 
 
-@pytest.mark.parametrize("width", [320, 380, 768])
 @pytest.mark.parametrize("name", ["good", "bad"])
-def test_narrow_screens_do_not_scroll_sideways(browser, pages, name, width):
-    with Visit(browser, pages[name], width=width) as visit:
+def test_narrow_screens_do_not_scroll_sideways(browser, pages, name):
+    with Visit(browser, pages[name], width=320) as visit:
         for details in visit.page.locator("main details").all():
             details.evaluate("element => { element.open = true }")
-        assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
-        wide = visit.page.evaluate(
-            "[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth + 1).length"
-        )
-        assert wide > 0 or width > 400  # tables scroll in their own box
+        for width in (320, 380, 768):  # of a phone, turned to a tablet's
+            visit.page.set_viewport_size({"width": width, "height": 900})
+            assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+            wide = visit.page.evaluate(
+                "[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth + 1).length"
+            )
+            assert wide > 0 or width > 400  # tables scroll in their own box
 
 
 def test_charts_follow_the_window(browser, pages):

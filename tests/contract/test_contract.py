@@ -46,19 +46,11 @@ ALIKE = (
     "k-tied-",
     "ecmp-learned",
 )  # the graph of another
-# Layers with the graph of another too: other axes or options of one operation.
+# Layers with the graph of another too: other axes, options or gates of one operation.
 ALIKE_LAYERS = (
-    "Linear-no-bias",
-    "Linear-4d",
-    "Conv1d",
-    "Conv3d",
-    "Conv2d-groups",
-    "Conv2d-reflect",
-    "ConvTranspose1d",
-    "ConvTranspose3d",
-    "LSTM",
-    "MultiheadAttention-batch-first",
-)
+    "Linear-no-bias", "Linear-4d", "Conv1d", "Conv3d", "Conv2d-groups", "Conv2d-reflect", "ConvTranspose1d",
+    "ConvTranspose3d", "LSTM", "RNN", "GRU", "RNNCell", "GRUCell", "MultiheadAttention-batch-first",
+)  # fmt: skip
 COMPILED = [
     p
     for p in PAIRS
@@ -507,7 +499,8 @@ def test_compiles_as_one_graph(method: str, layer: str, monkeypatch: pytest.Monk
     expected = main_output(sb.sample(model, x))
     torch.manual_seed(0)
     torch.testing.assert_close(main_output(sb.sample(compiled, x)), expected, rtol=1e-4, atol=1e-5)
-    assert main_output(compiled(x)).shape == main_output(model(x)).shape
+    if layer in COMPILED_LAYERS:  # how a bare call shares rows out is up to the method
+        assert main_output(compiled(x)).shape == main_output(model(x)).shape
 
 
 @holds_for(PAIRS)

@@ -33,7 +33,8 @@ class Command(typer.core.TyperGroup):
             code = _CODES.get(type(error).__name__, usual)
             if code is None:
                 raise
-            typer.secho(str(error), fg=typer.colors.RED, err=True)
+            advice = '; pip install "slimbayes[lab,report]"' if isinstance(error, ModuleNotFoundError) else ""
+            typer.secho(f"{error}{advice}", fg=typer.colors.RED, err=True)
             raise typer.Exit(code) from None
 
 

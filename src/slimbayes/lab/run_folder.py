@@ -254,6 +254,7 @@ def _git(*words: str) -> str:
 def command() -> str:
     """The command line, as one would type it."""
     program = Path(sys.argv[0])
-    # python -m slimbayes.lab.command is the same as slimbayes.
-    name = "slimbayes" if program.parts[-2:] == ("lab", "command.py") else program.name
+    # python -m slimbayes and python -m slimbayes.lab.command are the same as slimbayes.
+    same = program.parts[-2:] in {("slimbayes", "__main__.py"), ("lab", "command.py")}
+    name = "slimbayes" if same else program.name
     return shlex.join([name, *sys.argv[1:]])
