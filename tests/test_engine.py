@@ -1390,7 +1390,7 @@ def test_a_layer_that_folds_wrongly_is_found_out_by_real_draws(monkeypatch: pyte
     from slimbayes.layers import site
 
     right = site.apply_rows
-    monkeypatch.setattr(site, "apply_rows", lambda combine, x, factor, *at: right(combine, x, factor.flip(0), *at))
+    monkeypatch.setattr(site, "apply_rows", lambda c, x, factor, *at, **how: right(c, x, factor.flip(0), *at, **how))
     model, inputs = converted(mlp()), torch.randn(6, 4)
     with torch.no_grad(), pytest.warns(UserWarning, match="differs from that of single ones"):
         folded = sb.sample(model, inputs)

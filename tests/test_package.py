@@ -98,10 +98,11 @@ def test_the_module_is_the_command() -> None:
     assert done.returncode == 0 and "reproduce" in done.stdout
 
 
-def test_a_command_that_lacks_a_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    done = call("config", "show", "none.yaml")
-    assert done.exit_code == 3 and "yaml" in done.output and 'pip install "slimbayes[lab,report]"' in done.output
+def test_a_command_that_lacks_a_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    monkeypatch.delitem(sys.modules, "slimbayes.report.page", raising=False)
+    done = call("report", str(tmp_path))
+    assert done.exit_code == 3 and "vl_convert" in done.output and 'pip install "slimbayes[lab,report]"' in done.output
 
 
 @pytest.mark.parametrize("program", ["bin/slimbayes", "slimbayes/__main__.py", "slimbayes/lab/command.py"])

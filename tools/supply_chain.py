@@ -159,7 +159,9 @@ def installed(project: dict[str, Any], lock: dict[str, Pin]) -> list[str]:
 
 def sbom(project: dict[str, Any], lock: dict[str, Pin], wheel: Path) -> dict[str, Any]:
     """CycloneDX 1.6: the wheel, what it needs, and what its extras add, at the versions it was tested with."""
-    extras = [extra for extra in project["project"]["optional-dependencies"] if extra not in ("dev", "ray")]
+    extras = [
+        extra for extra in project["project"]["optional-dependencies"] if extra not in ("dev", "ray", "benchmarks")
+    ]
     name, version = wheel.name.split("-")[:2]
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     direct, core = asked_for(project, *extras), closure(asked_for(project))
