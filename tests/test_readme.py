@@ -1,7 +1,9 @@
 """Every Python block of the README and the docs runs, in order, as a reader would type it."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,9 +18,10 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     if page.name == "README.md":
         assert blocks, "the README must show code"
     monkeypatch.chdir(tmp_path)
-    names: dict = {"__name__": "readme"}
+    module = ModuleType("readme")
+    monkeypatch.setitem(sys.modules, "readme", module)  # where dataclasses look their annotations up
     for block in blocks:
-        exec(compile(block, str(page), "exec"), names)
+        exec(compile(block, str(page), "exec"), vars(module))
 
 
 def test_links_between_pages_lead_somewhere() -> None:
