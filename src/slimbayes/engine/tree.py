@@ -62,13 +62,27 @@ def replaced(tree: Any, leaves: list[Any]) -> Any:
     return tree_map(lambda leaf: next(rest), tree)
 
 
+def _plain_call(tree: Any) -> bool:
+    """Whether a tree is (tensors, {}), as of most calls: there is a shorter way through it."""
+    plain = type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict and not tree[1]
+    return plain and all(type(array) is Tensor for array in tree[0])
+
+
 def arrays_of(tree: Any) -> list[Any]:
     """The leaves that may hold rows: tensors and packed sequences."""
+    if type(tree) is Tensor:
+        return [tree]
+    if _plain_call(tree):
+        return list(tree[0])
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, (Tensor, PackedSequence))]
 
 
 def map_arrays(function: Callable[[int, Any], Any], tree: Any) -> Any:
     """Apply function(i, array) to the i-th leaf that is a tensor or a packed sequence; other leaves stay."""
+    if type(tree) is Tensor:
+        return function(0, tree)
+    if _plain_call(tree):
+        return tuple(function(i, array) for i, array in enumerate(tree[0])), {}
     count = iter(range(10**9))
     return tree_map(
         lambda leaf: function(next(count), leaf) if isinstance(leaf, (Tensor, PackedSequence)) else leaf, tree

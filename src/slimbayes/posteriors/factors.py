@@ -138,8 +138,7 @@ def _seeded_values(factors: Sequence[Factor], alike: Sequence[Any], current: Pas
 def _joint_values(factors: Sequence[Factor], noise: list[Tensor], current: Pass, lead: Any) -> Tensor:
     """Values (n, sum of p * channels) of factors of one family, not clipped."""
     blocks, count = current.blocks(lead), lead.drawn
-    # The rows of a block meet the numbers of its member by broadcasting, which copies nothing.
-    nested = not same(count, blocks) and same(count % blocks, 0)
+    nested = _nested(count, blocks)
     q = joint(factors, lambda parameter: current.pick(lead, parameter, blocks if nested else count))
     if factors[0].family is Point:
         return q.loc.repeat_interleave(count // blocks, 0) if nested else q.loc
@@ -150,10 +149,19 @@ def _joint_values(factors: Sequence[Factor], noise: list[Tensor], current: Pass,
     return q.rsample(lines.unflatten(0, (blocks, count // blocks))).flatten(0, 1)
 
 
+def _nested(count: int, blocks: int) -> bool:
+    """Whether n draws lie evenly in blocks of rows: the numbers of a member then meet its rows by broadcasting, whose
+    gradient is a sum; that of a lookup is a scatter.
+    """
+    return not same(count, blocks) and same(count % blocks, 0)
+
+
 def _biases(offsets: list[Tensor], current: Pass, lead: Any, count: int) -> Iterator[Tensor]:
     """Bias offsets (n, out) of each posterior, laid out by member; that of the first member is zero."""
     if not offsets:
         return iter(())
-    others = offsets[0] if len(offsets) == 1 else torch.cat(offsets, 1)
-    lines = current.pick(lead, F.pad(others, (0, 0, 1, 0)), count)
+    others, blocks = offsets[0] if len(offsets) == 1 else torch.cat(offsets, 1), current.blocks(lead)
+    nested = _nested(count, blocks)
+    lines = current.pick(lead, F.pad(others, (0, 0, 1, 0)), blocks if nested else count)
+    lines = lines.repeat_interleave(count // blocks, 0) if nested else lines
     return iter(lines.split([o.shape[1] for o in offsets], dim=1))
