@@ -60,7 +60,7 @@ MUTATIONS = [
         "block-edges",
         "edges = [-(-j * rows // blocks) for",
         "edges = [(j * rows // blocks) for",
-        "contract/test_contract.py -k any_number_of_rows",
+        "test_engine.py -k held",
         "test_sharing.py -k windows",
     ),
     Mutation(
@@ -156,10 +156,9 @@ MUTATIONS = [
     ),
     Mutation(
         "rows-uneven",
-        "    if rows % factor.shape[0]:\n        factor = factor[block_of_row(rows, factor.shape[0], factor.device)]"
-        "\n    count",
-        "    count",
-        "contract/test_contract.py -k any_number_of_rows",
+        "lines, count = _looked_up(lines, block_of_row(rows, count, factor.device)), rows",
+        "lines, count = _looked_up(lines, torch.arange(rows, device=factor.device) % count), rows",
+        "test_engine.py -k held",
     ),
     Mutation(
         "tile-draws",
@@ -176,8 +175,8 @@ MUTATIONS = [
     ),
     Mutation(
         "rank-mean",
-        "return y / s.shape[1] if s.shape[1] > 1 else y",
-        "return y",
+        "y = sum(parts[1:], parts[0]) / len(parts)",
+        "y = sum(parts[1:], parts[0])",
         'contract/test_contract.py -k "plain and rank1"',
     ),
     Mutation(
@@ -269,11 +268,30 @@ MUTATIONS = [
         "for f in (p.r,) if f.family is not Point]\n        groups",
         "contract/test_contract.py -k kl_is",
     ),
+    Mutation("member-biases", "F.pad(others, (0, 0, 1, 0))", "F.pad(others, (0, 0, 0, 1))", "test_rank1_paper.py"),
     Mutation(
-        "member-biases",
-        "torch.cat([torch.zeros_like(self.bias[:1]), self.bias])",
-        "torch.cat([self.bias, torch.zeros_like(self.bias[:1])])",
+        "nested-rows",
+        "q.rsample(lines.unflatten(0, (blocks, count // blocks))).flatten(0, 1)",
+        "q.rsample(lines.unflatten(0, (blocks, count // blocks))).transpose(0, 1).flatten(0, 1)",
         "test_rank1_paper.py",
+    ),
+    Mutation(
+        "rows-bias",
+        "return torch.addcmul(bias, x, factor) if combine is operator.mul else",
+        "return torch.addcmul(bias * 2, x, factor) if combine is operator.mul else",
+        "test_rank1_paper.py",
+    ),
+    Mutation(
+        "numbered-draws",
+        "generator=generator.manual_seed((first + j * _ODD) % 2**63)",
+        "generator=generator.manual_seed((first + (j - start) * _ODD) % 2**63)",
+        "test_seeds.py",
+    ),
+    Mutation(
+        "numbered-masks",
+        "keys = [(first + j * _ODD) % 2**63 for j in numbers]",
+        "keys = [first for j in numbers]",
+        "test_seeds.py",
     ),
     Mutation(
         "clip", "values.clamp(-lead.clip, lead.clip)", "values", "test_rank1_paper.py -k clip", "test_rank1_paper.py"

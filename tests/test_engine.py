@@ -1396,3 +1396,11 @@ def test_a_layer_that_folds_wrongly_is_found_out_by_real_draws(monkeypatch: pyte
         folded = sb.sample(model, inputs)
     with torch.no_grad():
         close(folded, sb.sample(model, inputs, fold=False))
+
+
+def test_rows_that_held_draws_cannot_share_evenly_lie_in_blocks() -> None:
+    """Of five rows the first three belong to the first of two draws, and the others to the second."""
+    net, x = sb.bayesianize(mlp(), sb.Rank1(members=2, scale_init=0.5)), torch.randn(5, 4)
+    with torch.no_grad(), sb.frozen(net):
+        alone = [sb.write_out(net, j)(x) for j in range(2)]
+        close(net(x), torch.cat([alone[0][:3], alone[1][3:]]))
