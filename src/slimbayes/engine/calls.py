@@ -141,11 +141,8 @@ def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, firs
 def _finish(new: Pass, posteriors: Sequence[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
     noise.realise(posteriors, new)
-    new.compiled = isinstance(function, nn.Module) and any(
-        "_orig_mod" in m._modules for m in passes.modules_of(function)
-    )
     out = passes.run(new, function, *args, **kwargs)
-    notice(posteriors, new)
+    notice(posteriors, new, function)
     passes.remember(out, new)
     return out
 
@@ -173,12 +170,14 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
     return _finish(new, posteriors, function, args, kwargs)
 
 
-def notice(posteriors: Sequence[Any], done: Pass) -> None:
+def notice(posteriors: Sequence[Any], done: Pass, function: Any = None) -> None:
     """After the first pass, say which layers were converted but never ran: their posteriors have no part in any
     prediction.
     """
-    if torch.compiler.is_compiling() or posteriors[0].noticed or done.compiled:
+    if torch.compiler.is_compiling() or posteriors[0].noticed:
         return
+    if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in passes.modules_of(function)):
+        return  # compiled code leaves no trace in `met`
     posteriors[0].noticed = True
     silent = [p for p in posteriors if p.layer is not None and p.layer.bayes_key not in done.met]
     for posterior in silent:

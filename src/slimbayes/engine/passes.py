@@ -79,7 +79,6 @@ class Pass:
             tuple[str, str], Tensor | None
         ] = {}  # weights that a layer's own forward reads instead of its own
         self.met: dict[str, None] = {}  # keys of layers that have run, in any call
-        self.compiled = False  # whether compiled code runs in it, which leaves no trace in `met`
         self.drawn_yet = False  # whether a layer has used its draw in this call
         self.shared: dict[int, tuple[Any, Any]] | None = (
             None  # modules that run once for all draws while none has been used
