@@ -5,8 +5,9 @@
     python benchmarks/gpu.py --sizes cpu       cases that a CPU can do (make bench); --sizes tiny for a look at all
 
 A job is a case in one mode. Jobs that compile run in several processes at once, since compiling keeps one core busy and
-no GPU; only one of all processes times at a time. Eager jobs, which other processes' work would slow, follow. The
-record is written after every job, so that a run that is cut short keeps what it has, and --resume goes on from it.
+no GPU; they time one after another, once all have compiled, for whatever else runs slows what is timed. Eager jobs
+follow. The record is written after every job, so that a run that is cut short keeps what it has, and --resume goes on
+from it.
 timing.py says how it is timed, gpu_cases.py what.
 """
 
@@ -85,11 +86,17 @@ class Job:
             plain = self.rows["plain"].get("peak_mib")
             for row in self.rows.values():
                 row["peak_ratio"] = row["peak_mib"] / plain if plain and row.get("peak_mib") else None
+            ready = {
+                kind: {name: work for name, trial in trials.items() if (work := self.warm(name, trial, kind))}
+                for kind in case.kinds
+            }
+            self.built()
             for kind in case.kinds:
-                self.measure(trials, kind, device)
+                for trial in trials.values():
+                    trial.mode(kind)
+                self.measure(ready[kind], kind, device)
 
-    def measure(self, trials: Mapping[str, Trial], kind: str, device: torch.device) -> None:
-        ready = {name: work for name, trial in trials.items() if (work := self.warm(name, trial, kind))}
+    def measure(self, ready: Mapping[str, Callable[[], Any]], kind: str, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         with self.turn():
@@ -132,6 +139,7 @@ class Job:
         small, large = lab.images(256), lab.images(256 if tiny else 50_000)
         for name in () if tiny else LAB:
             lab.run(name, mode, small, 1, network)
+        self.built()
         for name in LAB:
             with self.turn():
                 found = lab.run(name, mode, large, 1 if tiny else 3, network)
@@ -140,12 +148,19 @@ class Job:
             self.rows[name] = {"seconds": seconds, "ratio": ratio, "messages": messages}
             self.save()
 
+    def built(self) -> None:
+        """Say that nothing is left to compile."""
+        if self.lock:
+            building(self.lock.parent, f"{self.case}:{self.mode}").unlink(missing_ok=True)
+
     @contextmanager
     def turn(self) -> Iterator[None]:
         """The right to keep the GPU busy, which one process has at a time."""
         if self.lock is None or self.has_turn:
             yield
             return
+        while any(self.lock.parent.glob("building-*")):
+            time.sleep(0.2)
         with self.lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             self.has_turn = True
@@ -155,6 +170,11 @@ class Job:
     def results(self) -> list[dict[str, Any]]:
         setting = {"case": self.case, "mode": self.mode, "sizes": self.text}
         return [setting | {"method": name} | row for name, row in self.rows.items()]
+
+
+def building(folder: Path, name: str) -> Path:
+    """The file that is there while a job compiles."""
+    return folder / f"building-{name.replace(':', '-')}"
 
 
 def run_job(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -228,6 +248,8 @@ def run_apart(name: str, args: argparse.Namespace, folder: Path, deadline: float
         return []
     command = [sys.executable, __file__, "--job", name, "--part", part, "--lock", folder / "lock"]
     command += ["--sizes", args.sizes, "--device", args.device, "--rounds", args.rounds]
+    if not name.endswith(":eager"):
+        building(folder, name).touch()
     # Several processes compile at once; each starts as many helpers as this.
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
     with (args.out.with_suffix(".log") if args.out else folder / "log").open("a") as log:
@@ -241,6 +263,7 @@ def run_apart(name: str, args: argparse.Namespace, folder: Path, deadline: float
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             why = "no time was left"
+    building(folder, name).unlink(missing_ok=True)
     rows = json.loads(part.read_text()) if part.exists() else []
     if why:
         case, mode = name.split(":")
