@@ -233,8 +233,8 @@ MUTATIONS = [
     # Posteriors.
     Mutation(
         "flipout-signs",
-        "signs = 1 - 2 * torch.signbit(noise.row).to(noise.row.dtype)",
-        "signs = torch.ones_like(noise.row)",
+        "(1 - 2 * digits).to(normals.dtype)",
+        "(1 - 0 * digits).to(normals.dtype)",
         "test_mean_field.py -k flipout",
         "test_mean_field.py",
     ),
@@ -280,8 +280,8 @@ MUTATIONS = [
     ),
     Mutation(
         "tied-products",
-        "double = torch.where(first == second, 1.0, 2.0)",
-        "double = torch.where(first == second, 1.0, 1.0)",
+        "(u[:, :, None] * u[:, None]).flatten(1), ",
+        "(u[:, :, None] * u[:, :, None]).expand(-1, -1, u.shape[1]).flatten(1), ",
         "test_mean_field.py -k local",
         "test_mean_field.py",
     ),

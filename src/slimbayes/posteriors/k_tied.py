@@ -6,11 +6,14 @@
 U and V are kept as logs, and log sigma is their logsumexp. Convolutions count as (inputs x kernel) x outputs, an LSTM's
 matrices as one (inputs x 4 units) each. With k = 1 this is the matrix normal with diagonal covariances.
 
-The local estimator never forms sigma: sigma o sigma has rank q = k (k + 1) / 2, so the outputs' variance is two thin
+The local estimator never forms sigma: sigma o sigma has rank q = k^2 at most, so the outputs' variance is two thin
 products,
 
-    x^2 (sigma o sigma) = [x^2 P] Q^T,    P_i,ab = u_ia u_ib,   Q_j,ab = c_ab v_ja v_jb,   a <= b,  c = 1 on the
-    diagonal, else 2
+    x^2 (sigma o sigma) = [x^2 P] Q^T,    P_i,ab = u_ia u_ib,   Q_j,ab = v_ja v_jb
+
+and neither does the KL, but for one logarithm of each weight where k > 1:
+
+    sum sigma^2 = sum (U^T U) o (V^T V)
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
+from slimbayes.distributions.priors import Sums, by_sums, kl_of_sums
+from slimbayes.distributions.sums import exact, outer, sum_log_outer
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.configs.k_tied import KTied as KTied
 from slimbayes.posteriors.configs.k_tied import MatrixNormal as MatrixNormal
@@ -59,12 +64,30 @@ class KTiedPosterior(GaussianPosterior):
         return self._product(wide(self.log_u).exp(), wide(self.log_v).exp())
 
     def _product(self, u: Tensor, v: Tensor) -> Tensor:
-        """U V^T in the shape and memory order of the stored weight; elementwise, never in reduced precision."""
-        rows, columns = (v, u) if self.site.out_dim == 0 else (u, v)
-        total = rows[:, None, 0] * columns[None, :, 0]
-        for k in range(1, u.shape[1]):
-            total = torch.addcmul(total, rows[:, None, k], columns[None, :, k])
-        return total.view(self.site.shape) if self.site.out_dim == 0 else self.site.from_matrix(total)
+        """U V^T in the shape and memory order of the stored weight."""
+        return outer(v, u).view(self.site.shape) if self.site.out_dim == 0 else self.site.from_matrix(outer(u, v))
+
+    def kl_of_weights(self, mean: Tensor) -> Tensor:
+        if self.log_cap is not None or not by_sums(self.prior):
+            return super().kl_of_weights(mean)
+        return kl_of_sums(mean, self.sums(), self.prior, self.site.matrix[0])
+
+    def sums(self) -> Sums:
+        """Sums of log sigma and sigma^2: of thin factors alone, but for sum log sigma where k > 1."""
+        (m, n), digits = self.site.matrix, exact(self.log_u)
+        log_u, log_v = self.log_u.to(digits), self.log_v.to(digits)
+        u, v = log_u.exp(), log_v.exp()
+        variance = ((u.T @ u) * (v.T @ v)).sum()
+        if self.rank == 1:
+            return Sums(m * n, n * log_u.sum() + m * log_v.sum(), variance)
+        # Each row less its maximum, so that products neither overflow nor vanish; less log k, so that they are near 1.
+        shift_u, shift_v = (
+            log_u.detach().amax(1, keepdim=True),
+            log_v.detach().amax(1, keepdim=True) + math.log(self.rank),
+        )
+        narrow = wide(self.log_u).dtype
+        factors = (log_v - shift_v).exp().to(narrow), (log_u - shift_u).exp().to(narrow)
+        return Sums(m * n, n * shift_u.sum() + m * shift_v.sum() + sum_log_outer(*factors), variance)
 
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
         stored = self.site.shape
@@ -79,6 +102,4 @@ class KTiedPosterior(GaussianPosterior):
     def variance_factors(self) -> tuple[Tensor, Tensor]:
         """P (m, q) and Q (n, q) with sigma o sigma = P Q^T."""
         u, v = wide(self.log_u).exp(), wide(self.log_v).exp()
-        first, second = torch.triu_indices(u.shape[1], u.shape[1], device=u.device)
-        double = torch.where(first == second, 1.0, 2.0).to(v.dtype)
-        return u[:, first] * u[:, second], double * v[:, first] * v[:, second]
+        return (u[:, :, None] * u[:, None]).flatten(1), (v[:, :, None] * v[:, None]).flatten(1)
