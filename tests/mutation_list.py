@@ -253,8 +253,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kl-bias-twice",
-        "total = total + gaussian_kl(wide(mapped.bias)",
-        "total = total + 2 * gaussian_kl(wide(mapped.bias)",
+        "return [gaussian_kl(wide(linear.bias)",
+        "return [2 * gaussian_kl(wide(linear.bias)",
         "contract/test_contract.py -k kl_is",
     ),
     Mutation(

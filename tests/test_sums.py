@@ -28,7 +28,11 @@ def squares(u: Tensor, v: Tensor) -> Tensor:
     return sums.squared_norm(u) + 2 * sums.squared_norm(v[0])
 
 
-EVERY: list[Callable[[Tensor, Tensor], Tensor]] = [sums.outer, sums.sum_log_outer, excess, squares]
+def shifted(u: Tensor, v: Tensor) -> Tensor:
+    return sums.shifted(u, u.square(), torch.linspace(-1, 2, u.numel(), dtype=u.dtype).view_as(u)) * v[0]
+
+
+EVERY: list[Callable[[Tensor, Tensor], Tensor]] = [sums.outer, sums.sum_log_outer, excess, squares, shifted]
 
 
 @pytest.mark.parametrize("function", EVERY)

@@ -1,8 +1,10 @@
-"""Sums over all weights of a matrix in few passes over it: backward computes anew what autograd would have kept.
+"""Products and sums over all weights of a matrix in few passes: backward computes anew what autograd would have kept.
 
     outer(u, v)          u v^T
     sum_log_outer(u, v)  sum log(u v^T)
     excess(l, c)         sum (e^t - 1 - t) / 2,   t = 2 (l - c)
+    squared_norm(x)      sum x^2
+    shifted(m, s, e)     m + s o e
 
 Each has a twin in plain operations, for compilers, torch.func and sharded tensors.
 
@@ -27,21 +29,22 @@ def outer(u: Tensor, v: Tensor) -> Tensor:
     """
     if not _by_hand(u):
         return _Outer.apply(u, v)
-    total = u[:, None, 0] * v[None, :, 0]
-    for k in range(1, u.shape[1]):
-        total = torch.addcmul(total, u[:, None, k], v[None, :, k])
+    first, *others = zip(u.unsqueeze(1).unbind(2), v.unbind(1), strict=True)
+    total = first[0] * first[1]
+    for a, b in others:
+        total = torch.addcmul(total, a, b)
     return total
 
 
 def sum_log_outer(u: Tensor, v: Tensor) -> Tensor:
-    """Sum of log(u v^T) over all elements, for positive factors; what is too small for a float counts as `floor(u)`.
+    """Sum of log(u v^T) over all elements, which must be positive.
 
     Shape: u (m, k), v (n, k); returns a scalar of type `exact(u)`.
 
     >>> sum_log_outer(torch.ones(3, 2), torch.ones(4, 2))  # 12 log 2
     tensor(8.3178, dtype=torch.float64)
     """
-    return _rows_summed((outer(u, v) + floor(u)).log()) if _by_hand(u) else _SumLogOuter.apply(u, v)
+    return _rows_summed(outer(u, v).log()) if _by_hand(u) else _SumLogOuter.apply(u, v)
 
 
 def excess(log_scale: Tensor, log_prior: float) -> Tensor:
@@ -56,16 +59,24 @@ def excess(log_scale: Tensor, log_prior: float) -> Tensor:
     return 0.5 * (t.expm1() - t).sum()
 
 
+def shifted(mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
+    """mean + scale * noise, of one shape and type; autograd's own addcmul takes a pass more in backward.
+
+    >>> shifted(torch.ones(2), torch.full((2,), 0.5), torch.tensor([-1.0, 2.0]))
+    tensor([0.5000, 2.0000])
+    """
+    if _by_hand(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
+        return mean + scale * noise
+    return _Shifted.apply(mean, scale, noise)
+
+
 def squared_norm(x: Tensor) -> Tensor:
     """Sum of squares: a scalar.
 
     >>> squared_norm(torch.tensor([3.0, 4.0]))
     tensor(25.)
     """
-    if x.dim() < 2:
-        return x.square().sum()
-    # The norm of each line in one pass; one norm of all would add up millions of float32 in a row.
-    return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim()))).square().sum()
+    return x.square().sum() if _by_hand(x) or x.dim() < 2 else _SquaredNorm.apply(x)
 
 
 def exact(x: Tensor) -> torch.dtype:
@@ -74,7 +85,7 @@ def exact(x: Tensor) -> torch.dtype:
 
 
 def floor(x: Tensor) -> float:
-    """A number that is lost beside any that matters, and whose reciprocals can still be added up."""
+    """A number that is lost beside any that matters, and whose reciprocals can still be added up in their millions."""
     return float(torch.finfo(x.dtype).tiny ** 0.8)
 
 
@@ -89,9 +100,10 @@ def _rows_summed(matrix: Tensor) -> Tensor:
 
 
 def _product(u: Tensor, v: Tensor) -> Tensor:
-    total = u[:, None, 0] * v[None, :, 0]
-    for k in range(1, u.shape[1]):
-        total.addcmul_(u[:, None, k], v[None, :, k])
+    first, *others = zip(u.unsqueeze(1).unbind(2), v.unbind(1), strict=True)
+    total = first[0] * first[1]
+    for a, b in others:
+        total.addcmul_(a, b)
     return total
 
 
@@ -116,12 +128,12 @@ class _SumLogOuter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(u, v)
-        return _rows_summed(_product(u, v).add_(floor(u)).log_())
+        return _rows_summed(_product(u, v).log_())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         u, v = ctx.saved_tensors
-        of_u, of_v = _to_factors(_product(u, v).add_(floor(u)).reciprocal_(), u, v)
+        of_u, of_v = _to_factors(_product(u, v).reciprocal_(), u, v)
         gradient = gradients[0].to(u.dtype)
         return gradient * of_u, gradient * of_v
 
@@ -138,3 +150,28 @@ class _Excess(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (log_scale,) = ctx.saved_tensors
         return log_scale.sub(ctx.log_prior).mul_(2).expm1_() * gradients[0], None
+
+
+class _SquaredNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        # The norm of each line in one pass; one norm of all would add up millions of float32 in a row.
+        return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim()))).square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x * (2 * gradients[0])
+
+
+class _Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
+        ctx.save_for_backward(noise)
+        return torch.addcmul(mean, scale, noise)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (noise,) = ctx.saved_tensors
+        return gradients[0], gradients[0] * noise if ctx.needs_input_grad[1] else None, None

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Normal, wide
 from slimbayes.distributions.priors import TiedMean, gaussian_kl, gaussian_log_ratio, prior_of_biases
+from slimbayes.distributions.sums import shifted
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
@@ -62,7 +63,7 @@ class Perturbation(NamedTuple):
         if linear.mask is not None or linear.weight.dtype != self.scale.dtype:
             return linear.weight + linear.masked(self.weight).to(linear.weight.dtype)
         if self.noise.shape[0] == 1:
-            return torch.addcmul(linear.weight, self.scale, self.noise.squeeze(0)).unsqueeze(0)
+            return shifted(linear.weight, self.scale, self.noise.squeeze(0)).unsqueeze(0)
         return torch.addcmul(linear.weight, self.scale, self.noise)
 
 
@@ -163,7 +164,7 @@ class GaussianPosterior(WeightPosterior):
         noise = self.drawn_late(lambda shape: standard_normal(shape, mean.device, mean.dtype), mean.shape, dim)
         # Clamped: the root of an exact zero (a row of zeros) has no gradient. A normal float16 would be too large.
         root = variance.clamp_min(min(torch.finfo(variance.dtype).tiny * 1e4, 1e-7)).sqrt()
-        return torch.addcmul(mean, root, noise) if root.dtype == mean.dtype else mean + root * noise
+        return shifted(mean, root, noise)
 
     @property
     def by_row(self) -> bool:
@@ -193,10 +194,14 @@ class GaussianPosterior(WeightPosterior):
         else:  # what stays as it is has no distribution
             free = mapped.mask.expand_as(weight) != 0
             total = gaussian_kl(weight[free], self.log_scale()[free], self.prior, fan_in)
-        if self.bias_log_scale is not None and mapped.bias is not None:
-            scale = self._capped(self.bias_log_scale)
-            total = total + gaussian_kl(wide(mapped.bias), scale, prior_of_biases(self.prior), fan_in)
-        return total
+        return sum(self.kl_of_bias(mapped), total)
+
+    def kl_of_bias(self, linear: LinearMap) -> list[Tensor]:
+        """KL of the biases to their prior, where they have posteriors: one scalar or none."""
+        if self.bias_log_scale is None or linear.bias is None:
+            return []
+        scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
+        return [gaussian_kl(wide(linear.bias), scale, prior, self.site.matrix[0])]
 
     def kl_of_weights(self, mean: Tensor) -> Tensor:
         """KL of all weights, none of which must stay as it is, to the prior: a scalar."""

@@ -19,14 +19,17 @@ and neither does the KL, but for one logarithm of each weight where k > 1:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
 from slimbayes.distributions.priors import Sums, by_sums, kl_of_sums
-from slimbayes.distributions.sums import exact, outer, sum_log_outer
+from slimbayes.distributions.sums import exact, floor, outer, sum_log_outer
 from slimbayes.layers.site import LinearMap, Site
+from slimbayes.posteriors.base import MapOf
 from slimbayes.posteriors.configs.k_tied import KTied as KTied
 from slimbayes.posteriors.configs.k_tied import MatrixNormal as MatrixNormal
 from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior
@@ -68,26 +71,49 @@ class KTiedPosterior(GaussianPosterior):
         return outer(v, u).view(self.site.shape) if self.site.out_dim == 0 else self.site.from_matrix(outer(u, v))
 
     def kl_of_weights(self, mean: Tensor) -> Tensor:
-        if self.log_cap is not None or not by_sums(self.prior):
+        if not self._by_sums():
             return super().kl_of_weights(mean)
-        return kl_of_sums(mean, self.sums(), self.prior, self.site.matrix[0])
+        return kl_of_sums(mean, self.sums_together([self])[0], self.prior, self.site.matrix[0])
 
-    def sums(self) -> Sums:
-        """Sums of log sigma and sigma^2: of thin factors alone, but for sum log sigma where k > 1."""
-        (m, n), digits = self.site.matrix, exact(self.log_u)
-        log_u, log_v = self.log_u.to(digits), self.log_v.to(digits)
-        u, v = log_u.exp(), log_v.exp()
-        variance = ((u.T @ u) * (v.T @ v)).sum()
-        if self.rank == 1:
-            return Sums(m * n, n * log_u.sum() + m * log_v.sum(), variance)
+    def _by_sums(self) -> bool:
+        return self.log_cap is None and by_sums(self.prior) and not self.sharded
+
+    @classmethod
+    def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
+        maps = [linear() for linear in linears]
+        alike: dict[Any, list[int]] = {}
+        for i, (p, linear) in enumerate(zip(posteriors, maps, strict=True)):
+            joint = linear.mask is None and p._by_sums()
+            alike.setdefault((p.rank, p.log_u.dtype, p.device) if joint else None, []).append(i)
+        terms = [posteriors[i].kl(linears[i]) for i in alike.pop(None, [])]
+        for same in alike.values():
+            every = cls.sums_together([posteriors[i] for i in same])
+            for i, sums in zip(same, every, strict=True):
+                p, linear = posteriors[i], maps[i]
+                terms.append(kl_of_sums(wide(linear.weight), sums, p.prior, p.site.matrix[0]))
+                terms += p.kl_of_bias(linear)
+        return terms
+
+    @staticmethod
+    def sums_together(posteriors: Sequence[KTiedPosterior]) -> list[Sums]:
+        """Sums of log sigma and sigma^2 of posteriors of one rank: of thin factors alone, which are joined, but for
+        sum log sigma where k > 1.
+        """
+        lines: list[Tensor] = [factor for p in posteriors for factor in (p.log_u, p.log_v)]
+        joined, sizes = torch.cat(lines), [len(factor) for factor in lines]
+        logs = joined.to(exact(joined))
         # Each row less its maximum, so that products neither overflow nor vanish; less log k, so that they are near 1.
-        shift_u, shift_v = (
-            log_u.detach().amax(1, keepdim=True),
-            log_v.detach().amax(1, keepdim=True) + math.log(self.rank),
-        )
-        narrow = wide(self.log_u).dtype
-        factors = (log_v - shift_v).exp().to(narrow), (log_u - shift_u).exp().to(narrow)
-        return Sums(m * n, n * shift_u.sum() + m * shift_v.sum() + sum_log_outer(*factors), variance)
+        shift = logs.detach().amax(1, keepdim=True) + 0.5 * math.log(posteriors[0].rank)
+        near = (logs - shift).exp().clamp_min(floor(wide(joined))).to(wide(joined).dtype).split(sizes)
+        factors, shifts = logs.exp().split(sizes), (shift if posteriors[0].rank > 1 else logs).split(sizes)
+        out = []
+        for j, p in enumerate(posteriors):
+            (m, n), (u, v), (a, b) = p.site.matrix, factors[2 * j : 2 * j + 2], shifts[2 * j : 2 * j + 2]
+            log_scale = n * a.sum() + m * b.sum()
+            if p.rank > 1:
+                log_scale = log_scale + sum_log_outer(near[2 * j + 1], near[2 * j])
+            out.append(Sums(m * n, log_scale, ((u.T @ u) * (v.T @ v)).sum()))
+        return out
 
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
         stored = self.site.shape
