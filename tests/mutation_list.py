@@ -240,8 +240,8 @@ MUTATIONS = [
     ),
     Mutation(
         "flipout-output",
-        "x, drawn.sign_in, drawn.sign_out, self.current",
-        "x, drawn.sign_in, drawn.sign_out.abs(), self.current",
+        "linear.rows(onto, z, drawn.sign_out, self.current)",
+        "linear.rows(onto, z, drawn.sign_out.abs(), self.current)",
         'contract/test_contract.py -k "row and flipout"',
     ),
     Mutation(

@@ -136,13 +136,18 @@ class GaussianPosterior(WeightPosterior):
         drawn: Perturbation = self.values()
         if drawn.noise is None:
             return self._local(x, linear)
-        if drawn.sign_in is None:
+        if drawn.sign_in is None or drawn.sign_out is None:
             return linear.blocks(x, drawn.weights(linear), self._biases(drawn, linear), self.current)
         deviation = linear.masked(drawn.weight).to(linear.weight.dtype)
-        y = linear.modulated(operator.mul, x, drawn.sign_in, drawn.sign_out, self.current, weights=deviation)
+        y = linear.op(x, linear.weight, linear.bias)
         if drawn.bias is not None:
             y = linear.rows(operator.add, y, drawn.bias, self.current)
-        return y + linear.op(x, linear.weight, linear.bias)
+
+        def onto(z: Tensor, sign: Tensor) -> Tensor:  # z may come cut into blocks of rows, y be one row for all
+            return shifted(y.reshape(z.shape) if y.numel() == z.numel() else y.expand(z.shape), z, sign)
+
+        z = linear.modulated(operator.mul, x, drawn.sign_in, None, self.current, weights=deviation)
+        return linear.rows(onto, z, drawn.sign_out, self.current)
 
     def _biases(self, drawn: Perturbation, linear: LinearMap) -> Tensor | None:
         assert drawn.noise is not None
