@@ -278,6 +278,8 @@ MUTATIONS = [
     Mutation(
         "clip", "values.clamp(-lead.clip, lead.clip)", "values", "test_rank1_paper.py -k clip", "test_rank1_paper.py"
     ),
+    Mutation("tied-sums", "n * a.sum() + m * b.sum()", "m * a.sum() + n * b.sum()", "test_sums.py"),
+    Mutation("excess-gradient", "log_scale.sub(ctx.log_prior).mul_(2).expm1_()", "log_scale.expm1()", "test_sums.py"),
     Mutation(
         "tied-products",
         "(u[:, :, None] * u[:, None]).flatten(1), ",
