@@ -232,15 +232,15 @@ MUTATIONS = [
     # Posteriors.
     Mutation(
         "flipout-signs",
-        "signs = 1 - 2 * torch.signbit(noise.row).to(noise.row.dtype)",
-        "signs = torch.ones_like(noise.row)",
+        "(1 - 2 * digits).to(normals.dtype)",
+        "(1 - 0 * digits).to(normals.dtype)",
         "test_mean_field.py -k flipout",
         "test_mean_field.py",
     ),
     Mutation(
         "flipout-output",
-        "x, drawn.sign_in, drawn.sign_out, self.current",
-        "x, drawn.sign_in, drawn.sign_out.abs(), self.current",
+        "linear.rows(onto, z, drawn.sign_out, self.current)",
+        "linear.rows(onto, z, drawn.sign_out.abs(), self.current)",
         'contract/test_contract.py -k "row and flipout"',
     ),
     Mutation(
@@ -252,8 +252,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kl-bias-twice",
-        "total = total + gaussian_kl(wide(mapped.bias)",
-        "total = total + 2 * gaussian_kl(wide(mapped.bias)",
+        "return [gaussian_kl(wide(linear.bias)",
+        "return [2 * gaussian_kl(wide(linear.bias)",
         "contract/test_contract.py -k kl_is",
     ),
     Mutation(
@@ -296,10 +296,12 @@ MUTATIONS = [
     Mutation(
         "clip", "values.clamp(-lead.clip, lead.clip)", "values", "test_rank1_paper.py -k clip", "test_rank1_paper.py"
     ),
+    Mutation("tied-sums", "n * a.sum() + m * b.sum()", "m * a.sum() + n * b.sum()", "test_sums.py"),
+    Mutation("excess-gradient", "log_scale.sub(ctx.log_prior).mul_(2).expm1_()", "log_scale.expm1()", "test_sums.py"),
     Mutation(
         "tied-products",
-        "double = torch.where(first == second, 1.0, 2.0)",
-        "double = torch.where(first == second, 1.0, 1.0)",
+        "(u[:, :, None] * u[:, None]).flatten(1), ",
+        "(u[:, :, None] * u[:, :, None]).expand(-1, -1, u.shape[1]).flatten(1), ",
         "test_mean_field.py -k local",
         "test_mean_field.py",
     ),

@@ -92,7 +92,8 @@ def test_flipout_draws_biases_once_for_all_rows() -> None:
 def test_flipout_signs_are_rademacher() -> None:
     """F21: values +1 and -1 in equal shares, second moment exactly 1; the U{-1, 3} slip would give 7/3."""
     net, _, _ = flipout()
-    for sign, width in zip(net.posterior["weight"].values()[2:], (3, 2), strict=True):
+    drawn = net.posterior["weight"].values()
+    for sign, width in ((drawn.sign_in, 3), (drawn.sign_out, 2)):
         assert sign.shape == (80_000, width)
         assert (sign.square() == 1).all()
         assert (sign.mean(0).abs() < 4.5 / math.sqrt(80_000)).all()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from slimbayes.distributions.families import Distribution, Normal, check_scale
 
@@ -33,9 +33,49 @@ def gaussian_kl(mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Ten
 
 
 def _normal(mean: Tensor, log_scale: Tensor, loc: Any, scale: Any) -> Tensor:
-    # With t = 2 log(s / s0): (e^t - 1 - t) / 2 per weight, which is exact at t = 0 and never negative.
-    t = 2 * (log_scale - math.log(scale))
-    return 0.5 * (t.expm1() - t).sum() + 0.5 * ((mean - loc) / scale).square().sum()
+    from slimbayes.distributions.sums import excess
+
+    return excess(log_scale, math.log(scale)) + _distance(mean, loc, scale)
+
+
+def _distance(mean: Tensor, loc: Any, scale: Any) -> Tensor:
+    """|mean - loc|^2 / (2 scale^2)."""
+    from slimbayes.distributions.sums import squared_norm
+
+    return squared_norm(mean - loc if loc else mean) * (0.5 / scale**2)
+
+
+class Sums(NamedTuple):
+    """What most priors need to know of the scales of n weights: sum log sigma and sum sigma^2, scalars."""
+
+    size: int  # n
+    log_scale: Tensor
+    variance: Tensor
+
+    def excess(self, scale: float) -> Tensor:
+        """KL of the weights about the means of a prior with this scale."""
+        return 0.5 * (self.variance / scale**2 - self.size) - (self.log_scale - self.size * math.log(scale))
+
+
+def kl_of_sums(mean: Tensor, sums: Sums, prior: Any, fan_in: int) -> Tensor:
+    """`gaussian_kl` of weights whose scales are known by their sums, for a prior with `by_sums`.
+
+    >>> import torch
+    >>> kl_of_sums(torch.zeros(3), Sums(3, torch.tensor(0.0), torch.tensor(3.0)), Normal(0.0, 1.0), fan_in=1)
+    tensor(0.)
+    """
+    if isinstance(prior, Normal):
+        return _normal_of_sums(mean, sums, prior.loc, prior.scale)
+    return prior.kl_of_sums(mean, sums, fan_in)
+
+
+def by_sums(prior: Any) -> bool:
+    """Whether `kl_of_sums` knows the KL to a prior."""
+    return isinstance(prior, Normal) or hasattr(prior, "kl_of_sums")
+
+
+def _normal_of_sums(mean: Tensor, sums: Sums, loc: Any, scale: Any) -> Tensor:
+    return sums.excess(scale).to(mean.dtype) + _distance(mean, loc, scale)
 
 
 def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
@@ -76,6 +116,9 @@ class HeNormal(Distribution):
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         return _normal(mean, log_scale, 0.0, math.sqrt(self.gain / fan_in))
 
+    def kl_of_sums(self, mean: Tensor, sums: Sums, fan_in: int) -> Tensor:
+        return _normal_of_sums(mean, sums, 0.0, math.sqrt(self.gain / fan_in))
+
     def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
         return Normal(0.0, math.sqrt(self.gain / fan_in))
 
@@ -95,9 +138,12 @@ class TiedMean(Distribution):
         check_scale(self, self.scale)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
-        import torch
+        from slimbayes.distributions.sums import excess
 
-        return _normal(torch.zeros_like(mean), log_scale, 0.0, self.scale)
+        return excess(log_scale, math.log(self.scale))
+
+    def kl_of_sums(self, mean: Tensor, sums: Sums, fan_in: int) -> Tensor:
+        return sums.excess(self.scale).to(mean.dtype)
 
     def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
         return Normal(mean, self.scale)
@@ -124,18 +170,27 @@ class EmpiricalBayes(Distribution):
         check_scale(self, self.rate)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
-        a, b, n = self.concentration, self.rate, mean.numel()
-        moment, variance = self._moment_and_variance(mean, log_scale)
-        divergence = 0.5 * (moment / variance + n * variance.log() - n) - log_scale.sum()
+        return self.kl_of_sums(mean, _sums(log_scale), fan_in)
+
+    def kl_of_sums(self, mean: Tensor, sums: Sums, fan_in: int) -> Tensor:
+        a, b, n = self.concentration, self.rate, sums.size
+        moment, variance = self._moment_and_variance(mean, sums)
+        divergence = 0.5 * (moment / variance + n * variance.log() - n) - sums.log_scale
         hyperprior = a * math.log(b) - math.lgamma(a) - (a + 1) * variance.log() - b / variance
-        return divergence - hyperprior
+        return (divergence - hyperprior).to(mean.dtype)
 
     def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
-        return Normal(0.0, self._moment_and_variance(mean, log_scale)[1].sqrt())
+        return Normal(0.0, self._moment_and_variance(mean, _sums(log_scale))[1].sqrt())
 
-    def _moment_and_variance(self, mean: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
-        moment = (2 * log_scale).exp().sum() + mean.square().sum()
-        return moment, (moment + 2 * self.rate) / (mean.numel() + 2 * self.concentration + 2)
+    def _moment_and_variance(self, mean: Tensor, sums: Sums) -> tuple[Tensor, Tensor]:
+        from slimbayes.distributions.sums import squared_norm
+
+        moment = sums.variance + squared_norm(mean)
+        return moment, (moment + 2 * self.rate) / (sums.size + 2 * self.concentration + 2)
+
+
+def _sums(log_scale: Tensor) -> Sums:
+    return Sums(log_scale.numel(), log_scale.sum(), (2 * log_scale).exp().sum())
 
 
 @dataclass(frozen=True)

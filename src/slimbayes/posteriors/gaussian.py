@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Normal, wide
 from slimbayes.distributions.priors import TiedMean, gaussian_kl, gaussian_log_ratio, prior_of_biases
+from slimbayes.distributions.sums import shifted
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
@@ -38,12 +39,32 @@ _INDEPENDENT = "Set independent_positions=True to accept independent noise at ea
 
 
 class Perturbation(NamedTuple):
-    """Deviations from the mean in one pass: weights (n, *shape), biases (n, out), and signs (R, in) and (R, out)."""
+    """Deviations from the mean in one pass: of weights, as scales (*shape) and noise (n, *shape), of biases (n, out);
+    and signs (R, in) and (R, out).
+    """
 
-    weight: Tensor | None
+    scale: Tensor | None
+    noise: Tensor | None
     bias: Tensor | None
     sign_in: Tensor | None = None
     sign_out: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """Deviations of the weights, (n, *shape)."""
+        assert self.scale is not None and self.noise is not None
+        if self.noise.shape[0] == 1:  # without a dimension over which backward would have to sum
+            return (self.scale * self.noise.squeeze(0)).unsqueeze(0)
+        return self.scale * self.noise
+
+    def weights(self, linear: LinearMap) -> Tensor:
+        """The drawn weights, (n, *shape)."""
+        assert self.scale is not None and self.noise is not None
+        if linear.mask is not None or linear.weight.dtype != self.scale.dtype:
+            return linear.weight + linear.masked(self.weight).to(linear.weight.dtype)
+        if self.noise.shape[0] == 1:
+            return shifted(linear.weight, self.scale, self.noise.squeeze(0)).unsqueeze(0)
+        return torch.addcmul(linear.weight, self.scale, self.noise)
 
 
 class GaussianPosterior(WeightPosterior):
@@ -92,7 +113,7 @@ class GaussianPosterior(WeightPosterior):
         weights = math.prod(self.site.shape) + (0 if self.bias_log_scale is None else self.site.n_out)
         if not rowwise or self.estimator == "reparam":
             return weights, 0
-        return (weights, self.site.n_in + self.site.n_out) if self.estimator == "flipout" else (0, 0)
+        return (weights, -(-(self.site.n_in + self.site.n_out) // 8)) if self.estimator == "flipout" else (0, 0)
 
     @property
     def has_weights(self) -> bool:
@@ -100,34 +121,40 @@ class GaussianPosterior(WeightPosterior):
 
     def realise(self, noise: Noise, pick: Pick) -> Perturbation:
         if not noise.block.shape[1]:
-            return Perturbation(None, None)
+            return Perturbation(None, None, None)
         size, bias = math.prod(self.site.shape), None
-        weight = self.scale() * noise.block[:, :size].reshape(-1, *self.site.shape)
+        scale, normal = self.scale(), noise.block[:, :size].reshape(-1, *self.site.shape)
         if self.bias_log_scale is not None:
             bias = self._capped(self.bias_log_scale).exp() * noise.block[:, size:]
         if not self.per_row:
-            return Perturbation(weight, bias)
-        signs = 1 - 2 * torch.signbit(noise.row).to(noise.row.dtype)  # true Rademacher signs
-        return Perturbation(weight, bias, *signs.split([self.site.n_in, self.site.n_out], dim=1))
+            return Perturbation(scale, normal, bias)
+        signs = rademacher(noise.row)
+        spare = signs.shape[1] - self.site.n_in - self.site.n_out
+        return Perturbation(scale, normal, bias, *signs.split([self.site.n_in, self.site.n_out, spare], 1)[:2])
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         drawn: Perturbation = self.values()
-        if drawn.weight is None:
+        if drawn.noise is None:
             return self._local(x, linear)
-        weight = linear.masked(drawn.weight).to(linear.weight.dtype)
-        if drawn.sign_in is None:
-            return linear.blocks(x, linear.weight + weight, self._biases(drawn, linear), self.current)
-        y = linear.modulated(operator.mul, x, drawn.sign_in, drawn.sign_out, self.current, weights=weight)
+        if drawn.sign_in is None or drawn.sign_out is None:
+            return linear.blocks(x, drawn.weights(linear), self._biases(drawn, linear), self.current)
+        deviation = linear.masked(drawn.weight).to(linear.weight.dtype)
+        y = linear.op(x, linear.weight, linear.bias)
         if drawn.bias is not None:
             y = linear.rows(operator.add, y, drawn.bias, self.current)
-        return y + linear.op(x, linear.weight, linear.bias)
+
+        def onto(z: Tensor, sign: Tensor) -> Tensor:  # z may come cut into blocks of rows, y be one row for all
+            return shifted(y.reshape(z.shape) if y.numel() == z.numel() else y.expand(z.shape), z, sign)
+
+        z = linear.modulated(operator.mul, x, drawn.sign_in, None, self.current, weights=deviation)
+        return linear.rows(onto, z, drawn.sign_out, self.current)
 
     def _biases(self, drawn: Perturbation, linear: LinearMap) -> Tensor | None:
-        assert drawn.weight is not None
+        assert drawn.noise is not None
         if linear.bias is None:
             return None
         if drawn.bias is None:
-            return linear.bias.expand(drawn.weight.shape[0], -1)
+            return linear.bias.expand(drawn.noise.shape[0], -1)
         return linear.bias + drawn.bias.to(linear.bias.dtype)
 
     def _local(self, x: Tensor, linear: LinearMap) -> Tensor:
@@ -138,10 +165,11 @@ class GaussianPosterior(WeightPosterior):
         if self.bias_log_scale is not None:
             of_bias = (2 * self._capped(self.bias_log_scale)).exp().to(variance.dtype)
             variance = variance + linear.along_channels(of_bias, variance.dim())
-        # Clamped, because the root of an exact zero (a row of zeros) has no gradient.
         dim = None if self.current.layout is None or linear.batch_dim < 0 else linear.batch_dim
         noise = self.drawn_late(lambda shape: standard_normal(shape, mean.device, mean.dtype), mean.shape, dim)
-        return mean + variance.clamp_min(torch.finfo(variance.dtype).tiny * 1e4).sqrt() * noise
+        # Clamped: the root of an exact zero (a row of zeros) has no gradient. A normal float16 would be too large.
+        root = variance.clamp_min(min(torch.finfo(variance.dtype).tiny * 1e4, 1e-7)).sqrt()
+        return shifted(mean, root, noise)
 
     @property
     def by_row(self) -> bool:
@@ -165,20 +193,27 @@ class GaussianPosterior(WeightPosterior):
 
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
-        fan_in = self.site.matrix[0]
-        weight, log_scale = wide(mapped.weight), self.log_scale()
-        if mapped.mask is not None:  # what stays as it is has no distribution
+        fan_in, weight = self.site.matrix[0], wide(mapped.weight)
+        if mapped.mask is None:
+            total = self.kl_of_weights(weight)
+        else:  # what stays as it is has no distribution
             free = mapped.mask.expand_as(weight) != 0
-            weight, log_scale = weight[free], log_scale[free]
-        total = gaussian_kl(weight, log_scale, self.prior, fan_in)
-        if self.bias_log_scale is not None and mapped.bias is not None:
-            scale = self._capped(self.bias_log_scale)
-            total = total + gaussian_kl(wide(mapped.bias), scale, prior_of_biases(self.prior), fan_in)
-        return total
+            total = gaussian_kl(weight[free], self.log_scale()[free], self.prior, fan_in)
+        return sum(self.kl_of_bias(mapped), total)
+
+    def kl_of_bias(self, linear: LinearMap) -> list[Tensor]:
+        """KL of the biases to their prior, where they have posteriors: one scalar or none."""
+        if self.bias_log_scale is None or linear.bias is None:
+            return []
+        scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
+        return [gaussian_kl(wide(linear.bias), scale, prior, self.site.matrix[0])]
+
+    def kl_of_weights(self, mean: Tensor) -> Tensor:
+        """KL of all weights, none of which must stay as it is, to the prior: a scalar."""
+        return gaussian_kl(mean, self.log_scale(), self.prior, self.site.matrix[0])
 
     def log_ratio(self, linear: LinearMap) -> Tensor:
         drawn: Perturbation = self.values()
-        assert drawn.weight is not None  # held draws are draws of weights
         fan_in = self.site.matrix[0]
         deviation, weight, log_scale = drawn.weight, linear.weight, self.log_scale()
         if linear.mask is not None:  # what stays as it is has no distribution
@@ -201,9 +236,9 @@ class GaussianPosterior(WeightPosterior):
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Perturbation = self.values()
-        assert drawn.weight is not None
+        assert drawn.noise is not None
         biases = self._biases(drawn, linear)
-        weight = linear.weight + linear.masked(drawn.weight[index]).to(linear.weight.dtype)
+        weight = drawn._replace(noise=drawn.noise[index : index + 1]).weights(linear).squeeze(0)
         return weight, None if biases is None else biases[index]
 
 
@@ -220,6 +255,19 @@ class _Cap(torch.autograd.Function):
         (gradient,) = gradients
         (above,) = ctx.saved_tensors
         return gradient.masked_fill(above & (gradient < 0), 0.0), None
+
+
+def rademacher(normals: Tensor) -> Tensor:
+    """Eight fair signs from each standard normal: the first eight binary digits of its quantile, as -1 or 1.
+
+    Shape: normals (R, w); returns (R, 8 w).
+
+    >>> rademacher(torch.tensor([[0.0]]))  # 0.1 in binary
+    tensor([[-1.,  1.,  1.,  1.,  1.,  1.,  1.,  1.]])
+    """
+    byte = (torch.special.ndtr(normals) * 256).long().clamp_max(255)
+    digits = torch.arange(256, device=normals.device)[:, None] >> torch.arange(7, -1, -1, device=normals.device) & 1
+    return nn.functional.embedding(byte, (1 - 2 * digits).to(normals.dtype)).flatten(1)
 
 
 def initial_log_scale(config: GaussianConfig, shape: tuple[int, ...]) -> Tensor:

@@ -6,22 +6,30 @@
 U and V are kept as logs, and log sigma is their logsumexp. Convolutions count as (inputs x kernel) x outputs, an LSTM's
 matrices as one (inputs x 4 units) each. With k = 1 this is the matrix normal with diagonal covariances.
 
-The local estimator never forms sigma: sigma o sigma has rank q = k (k + 1) / 2, so the outputs' variance is two thin
+The local estimator never forms sigma: sigma o sigma has rank q = k^2 at most, so the outputs' variance is two thin
 products,
 
-    x^2 (sigma o sigma) = [x^2 P] Q^T,    P_i,ab = u_ia u_ib,   Q_j,ab = c_ab v_ja v_jb,   a <= b,  c = 1 on the
-    diagonal, else 2
+    x^2 (sigma o sigma) = [x^2 P] Q^T,    P_i,ab = u_ia u_ib,   Q_j,ab = v_ja v_jb
+
+and neither does the KL, but for one logarithm of each weight where k > 1:
+
+    sum sigma^2 = sum (U^T U) o (V^T V)
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
+from slimbayes.distributions.priors import Sums, by_sums, kl_of_sums
+from slimbayes.distributions.sums import exact, floor, outer, sum_log_outer
 from slimbayes.layers.site import LinearMap, Site
+from slimbayes.posteriors.base import MapOf
 from slimbayes.posteriors.configs.k_tied import KTied as KTied
 from slimbayes.posteriors.configs.k_tied import MatrixNormal as MatrixNormal
 from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior
@@ -59,12 +67,53 @@ class KTiedPosterior(GaussianPosterior):
         return self._product(wide(self.log_u).exp(), wide(self.log_v).exp())
 
     def _product(self, u: Tensor, v: Tensor) -> Tensor:
-        """U V^T in the shape and memory order of the stored weight; elementwise, never in reduced precision."""
-        rows, columns = (v, u) if self.site.out_dim == 0 else (u, v)
-        total = rows[:, None, 0] * columns[None, :, 0]
-        for k in range(1, u.shape[1]):
-            total = torch.addcmul(total, rows[:, None, k], columns[None, :, k])
-        return total.view(self.site.shape) if self.site.out_dim == 0 else self.site.from_matrix(total)
+        """U V^T in the shape and memory order of the stored weight."""
+        return outer(v, u).view(self.site.shape) if self.site.out_dim == 0 else self.site.from_matrix(outer(u, v))
+
+    def kl_of_weights(self, mean: Tensor) -> Tensor:
+        if not self._by_sums():
+            return super().kl_of_weights(mean)
+        return kl_of_sums(mean, self.sums_together([self])[0], self.prior, self.site.matrix[0])
+
+    def _by_sums(self) -> bool:
+        return self.log_cap is None and by_sums(self.prior) and not self.sharded
+
+    @classmethod
+    def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
+        maps = [linear() for linear in linears]
+        alike: dict[Any, list[int]] = {}
+        for i, (p, linear) in enumerate(zip(posteriors, maps, strict=True)):
+            joint = linear.mask is None and p._by_sums()
+            alike.setdefault((p.rank, p.log_u.dtype, p.device) if joint else None, []).append(i)
+        terms = [posteriors[i].kl(linears[i]) for i in alike.pop(None, [])]
+        for same in alike.values():
+            every = cls.sums_together([posteriors[i] for i in same])
+            for i, sums in zip(same, every, strict=True):
+                p, linear = posteriors[i], maps[i]
+                terms.append(kl_of_sums(wide(linear.weight), sums, p.prior, p.site.matrix[0]))
+                terms += p.kl_of_bias(linear)
+        return terms
+
+    @staticmethod
+    def sums_together(posteriors: Sequence[KTiedPosterior]) -> list[Sums]:
+        """Sums of log sigma and sigma^2 of posteriors of one rank: of thin factors alone, which are joined, but for
+        sum log sigma where k > 1.
+        """
+        lines: list[Tensor] = [factor for p in posteriors for factor in (p.log_u, p.log_v)]
+        joined, sizes = torch.cat(lines), [len(factor) for factor in lines]
+        logs = joined.to(exact(joined))
+        # Each row less its maximum, so that products neither overflow nor vanish; less log k, so that they are near 1.
+        shift = logs.detach().amax(1, keepdim=True) + 0.5 * math.log(posteriors[0].rank)
+        near = (logs - shift).exp().clamp_min(floor(wide(joined))).to(wide(joined).dtype).split(sizes)
+        factors, shifts = logs.exp().split(sizes), (shift if posteriors[0].rank > 1 else logs).split(sizes)
+        out = []
+        for j, p in enumerate(posteriors):
+            (m, n), (u, v), (a, b) = p.site.matrix, factors[2 * j : 2 * j + 2], shifts[2 * j : 2 * j + 2]
+            log_scale = n * a.sum() + m * b.sum()
+            if p.rank > 1:
+                log_scale = log_scale + sum_log_outer(near[2 * j + 1], near[2 * j])
+            out.append(Sums(m * n, log_scale, ((u.T @ u) * (v.T @ v)).sum()))
+        return out
 
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
         stored = self.site.shape
@@ -79,6 +128,4 @@ class KTiedPosterior(GaussianPosterior):
     def variance_factors(self) -> tuple[Tensor, Tensor]:
         """P (m, q) and Q (n, q) with sigma o sigma = P Q^T."""
         u, v = wide(self.log_u).exp(), wide(self.log_v).exp()
-        first, second = torch.triu_indices(u.shape[1], u.shape[1], device=u.device)
-        double = torch.where(first == second, 1.0, 2.0).to(v.dtype)
-        return u[:, first] * u[:, second], double * v[:, first] * v[:, second]
+        return (u[:, :, None] * u[:, None]).flatten(1), (v[:, :, None] * v[:, None]).flatten(1)

@@ -46,7 +46,7 @@ class RadialPosterior(WeightPosterior):
         direction = noise.block[:, :-1].reshape(-1, *self.site.shape)
         direction = self.layer.linear_map(self.site.name).masked(direction)  # padding and pruned weights do not move
         length = noise.block[:, -1] / direction.flatten(1).norm(dim=1)
-        return Perturbation(self.scale() * direction * length.view(-1, *[1] * len(self.site.shape)), None)
+        return Perturbation(self.scale(), direction * length.view(-1, *[1] * len(self.site.shape)), None)
 
     def scale(self) -> Tensor:
         """sigma in the shape of the stored weight; a weight's standard deviation is sigma / sqrt(D)."""

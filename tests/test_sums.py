@@ -1,0 +1,133 @@
+"""Sums over the weights of a matrix: their values, derivatives and plain twins."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slimbayes as sb
+from slimbayes.distributions import sums
+
+FACTORS = [(5, 4, 1), (5, 4, 2), (1, 7, 3)]
+
+
+def factors(m: int, n: int, k: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    u, v = torch.rand(m, k, dtype=dtype) + 0.1, torch.rand(n, k, dtype=dtype) + 0.1
+    return u.requires_grad_(), v.requires_grad_()
+
+
+def excess(u: Tensor, v: Tensor) -> Tensor:
+    return sums.excess(u, 0.3) + sums.excess(v, -0.2)
+
+
+def squares(u: Tensor, v: Tensor) -> Tensor:
+    return sums.squared_norm(u) + 2 * sums.squared_norm(v[0])
+
+
+def shifted(u: Tensor, v: Tensor) -> Tensor:
+    return sums.shifted(u, u.square(), torch.linspace(-1, 2, u.numel(), dtype=u.dtype).view_as(u)) * v[0]
+
+
+EVERY: list[Callable[[Tensor, Tensor], Tensor]] = [sums.outer, sums.sum_log_outer, excess, squares, shifted]
+
+
+@pytest.mark.parametrize("function", EVERY)
+@pytest.mark.parametrize("size", FACTORS)
+def test_first_and_second_derivatives_are_right(function: Any, size: tuple[int, int, int]) -> None:
+    assert torch.autograd.gradcheck(function, factors(*size))
+    assert torch.autograd.gradgradcheck(function, factors(*size))
+
+
+@pytest.mark.parametrize("function", EVERY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_twins_agree(function: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def results() -> list[Tensor]:
+        u, v = factors(30, 20, 3, dtype)
+        y = function(u, v)
+        y.square().sum().backward()
+        assert u.grad is not None and v.grad is not None
+        return [y.detach(), u.grad, v.grad]
+
+    mine = results()
+    monkeypatch.setattr(sums, "_by_hand", lambda x: True)
+    for one, other in zip(mine, results(), strict=True):
+        assert one.dtype == other.dtype
+        # The twin of `excess` in float32 adds up gradients that nearly cancel.
+        torch.testing.assert_close(one, other, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-4)
+
+
+def test_sums_run_inside_transforms_and_autocast() -> None:
+    u, v = factors(4, 3, 2, torch.float32)
+    expected = torch.autograd.grad(sums.sum_log_outer(u, v), u)[0]
+    torch.testing.assert_close(torch.func.grad(lambda u: sums.sum_log_outer(u, v))(u.detach()), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = sums.outer(u, v)
+        assert y.dtype == torch.float32
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), u)[0], v.sum(0).expand(4, 2))
+
+
+def test_squares_of_many_float32_keep_their_digits() -> None:
+    x = torch.full((4096, 1024), 0.1)
+    assert sums.squared_norm(x).item() == pytest.approx(4096 * 1024 * 0.1**2, rel=1e-5)
+    x = torch.zeros(3, 4, requires_grad=True)
+    sums.squared_norm(x).backward()
+    assert torch.equal(x.grad, torch.zeros(3, 4))  # type: ignore[arg-type]
+
+
+PRIORS: list[Any] = [sb.Normal(0.1, 0.3), sb.HeNormal(), sb.TiedMean(0.2), sb.EmpiricalBayes(), sb.ScaleMixture()]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("start", [0.05, 1e-30])
+def test_k_tied_kl_and_gradients_equal_those_of_its_log_scales(rank: int, prior: Any, start: float) -> None:
+    from slimbayes.distributions.priors import gaussian_kl
+
+    layer = nn.Conv2d(4, 5, 3, dtype=torch.float64)
+    net: Any = sb.bayesianize(layer, sb.KTied(rank=rank, prior=prior, scale_init=start, scale_jitter=0.7))
+    posterior = net.posterior["weight"]
+    parameters = [net.weight, posterior.log_u, posterior.log_v]
+    expected = gaussian_kl(net.weight, posterior.log_scale(), prior, 36)
+    torch.testing.assert_close(sb.kl(net), expected)
+    gradients = [torch.autograd.grad(y, parameters, allow_unused=True) for y in (sb.kl(net), expected)]
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("gap", [60.0, 200.0])
+def test_k_tied_kl_of_extreme_factors_is_right(gap: float) -> None:
+    """log u high, log v low: their products are ordinary, though neither factor is a float32."""
+    net: Any = sb.bayesianize(nn.Linear(3, 4, bias=False), sb.KTied(rank=2, scale_jitter=0.0, scale_init=0.1))
+    expected = sb.kl(net).item()
+    posterior = net.posterior["weight"]
+    with torch.no_grad():
+        posterior.log_u += gap
+        posterior.log_v -= gap
+    assert sb.kl(net).item() == pytest.approx(expected, rel=1e-5)
+    sb.kl(net).backward()
+    assert posterior.log_u.grad.isfinite().all() and posterior.log_v.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_k_tied_kl_at_the_prior_is_zero_in_float32(rank: int) -> None:
+    net: Any = sb.bayesianize(
+        nn.Linear(600, 500, bias=False),
+        sb.KTied(rank=rank, prior=sb.Normal(0.0, 0.3), scale_init=0.3, scale_jitter=0.0),
+    )
+    nn.init.zeros_(net.weight)
+    assert abs(sb.kl(net).item()) < 0.02  # of 300,000 terms
+
+
+def test_local_noise_in_float16_has_the_scale_of_the_weights() -> None:
+    """Scales of 0.01 on one input of 1 give outputs of standard deviation 0.01, and not the root of a floor."""
+    net = sb.bayesianize(nn.Linear(1, 1, bias=False), sb.MeanField(estimator="local", scale_jitter=0.0)).half()
+    nn.init.zeros_(net.weight)
+    y = net(torch.ones(4000, 1, dtype=torch.float16)).detach().float()
+    assert y.std().item() == pytest.approx(0.01, rel=0.1)
+    assert math.isfinite(y.sum().item())
