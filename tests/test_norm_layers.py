@@ -80,8 +80,13 @@ def picked(layer: Any, draw: int) -> tuple[Tensor, Tensor | None]:
         stacked, flat = torch.cat([own[None], others]).flatten(1), picks[draw].expand(own.shape).flatten()
         return torch.stack([stacked[k, i] for i, k in enumerate(flat.tolist())]).view(own.shape)
 
-    weight = choose(layer.weight, posterior.weight, z.weight)
-    return weight, None if posterior.bias is None else choose(layer.bias, posterior.bias, z.bias)
+    of_weight, of_bias = z.weight, z.bias
+    if z.mixed is not None and z.weight.dim() > 1:  # one pick for each element, scales first
+        of_weight, of_bias = (
+            part.view(-1, *layer.weight.shape) for part in z.weight.tensor_split([layer.weight.numel()], 1)
+        )
+    weight = choose(layer.weight, posterior.weight, of_weight)
+    return weight, None if posterior.bias is None else choose(layer.bias, posterior.bias, of_bias)
 
 
 def with_values(plain: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
