@@ -4,9 +4,11 @@ Statistics are those of the plain layer, computed over all rows of a folded batc
 the scale and the bias differ. Sizes: n draws of the pass, C channels (all elements of a LayerNorm's normalized_shape).
 """
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -50,6 +52,12 @@ class NormMap(LinearMap):
         return y.unflatten(-1, shape[-tail:]) if tail > 1 else y
 
 
+@lru_cache(maxsize=256)
+def _site(shape: tuple[int, ...], bias: bool) -> Site:
+    size = math.prod(shape)
+    return Site("weight", size, size, bias, "weight", shape, positions="many", kind="norm")
+
+
 class BayesNorm(BayesLayer):
     """What norm layers share. `statistics` says what they are taken over: a batch, one row, or a channel of it."""
 
@@ -59,10 +67,8 @@ class BayesNorm(BayesLayer):
 
     def sites(self) -> list[Site]:
         if not has(self, "weight"):  # nothing to draw, but dropout can act on its input
-            return [Site("weight", 0, 0, False, "weight", (0,), positions="many", kind="norm")]
-        shape = tuple(own_value(self, "weight").shape)
-        size, bias = own_value(self, "weight").numel(), has(self, "bias")
-        return [Site("weight", size, size, bias, "weight", shape, positions="many", kind="norm")]
+            return [_site((0,), False)]
+        return [_site(tuple(own_value(self, "weight").shape), has(self, "bias"))]
 
     @classmethod
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
