@@ -736,3 +736,25 @@ def test_folded_statistics_still_refuse_other_channels() -> None:
     layer = sb.bayesianize(nn.BatchNorm1d(C), sb.Mixture(components=3)).eval()
     with pytest.raises(RuntimeError), sb.frozen(layer, draws=2):
         sb.sample(layer, torch.randn(LARGE, 1))
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.parametrize("cross", [False, True])
+def test_norm_layers_of_several_widths_are_mixed_by_their_own_picks(draws: int, cross: bool) -> None:
+    parts = [nn.LayerNorm(6), nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 10), nn.Unflatten(1, (2, 5))]
+    net = nn.Sequential(*parts, nn.LayerNorm((2, 5)), nn.RMSNorm(5), nn.GroupNorm(2, 2))
+    net = sb.bayesianize(net, sb.ModelPatch(components=4, cross=cross, patch="norm", jitter=0.5))
+    x = torch.randn(4, 6)
+    different = set()
+    for _ in range(5):
+        sb.sample(net, x, draws=draws)
+        for layer in (layer for layer in net if isinstance(layer, BayesLayer)):
+            z = layer.posterior["weight"].values()
+            weight, bias = (None if part is None else part.detach() for part in z.mixed)
+            for j in range(draws):
+                expected = picked(layer, j)
+                torch.testing.assert_close(weight if draws == 1 else weight[j], expected[0].detach(), rtol=0, atol=0)
+                if bias is not None:
+                    torch.testing.assert_close(bias if draws == 1 else bias[j], expected[1].detach(), rtol=0, atol=0)
+            different.add(tuple(z.weight.flatten().tolist()))
+    assert len(different) > 1
