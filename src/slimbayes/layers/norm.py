@@ -105,8 +105,9 @@ class _BatchNorm(BayesNorm):
         self._check_input_dim(x)
         training, momentum = self.training, self.momentum
         kept = not training or self.track_running_stats
-        mean, variance = (self.running_mean, self.running_var) if kept else (None, None)
-        seen = self.num_batches_tracked if training and kept else None
+        own = self._buffers  # quicker than attributes of a module are
+        mean, variance = (own["running_mean"], own["running_var"]) if kept else (None, None)
+        seen = own["num_batches_tracked"] if training and kept else None
         if seen is not None:
             seen.add_(1)
         if momentum is None:  # a cumulative average

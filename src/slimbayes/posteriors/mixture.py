@@ -76,7 +76,8 @@ class MixturePosterior(WeightPosterior):
 
     @property
     def anchor(self) -> Tensor:
-        weight = self.others()[0]
+        weight = self._parameters.get("weight")  # asked several times in every pass
+        weight = self.weight if weight is None else weight
         return self.probs if weight is None else weight
 
     def join(self, layer: Any) -> None:
