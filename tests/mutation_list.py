@@ -307,9 +307,16 @@ MUTATIONS = [
     ),
     Mutation(
         "patch-half",
-        "factors.append(precision / 2 * p.probabilities())",
-        "factors.append(precision * p.probabilities())",
+        "precision / 2 * _expected_squares(alike)",
+        "precision * _expected_squares(alike)",
         "contract/test_contract.py -k eq_8",
+    ),
+    Mutation("folded-mean", "biases - shift", "biases + shift", "test_norm_layers.py -k folded"),
+    Mutation(
+        "mixed-owner",
+        "tuple(counts), picked[0].device",
+        "tuple(counts[::-1]), picked[0].device",
+        "test_norm_layers.py -k widths",
     ),
     Mutation(
         "kept-share",

@@ -5,17 +5,20 @@ K components.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import LAYERS, BayesLayer
+from slimbayes.layers.norm import LARGE
 
 # torch says so of every sequence-first nn.TransformerEncoder.
 pytestmark = [
@@ -80,8 +83,13 @@ def picked(layer: Any, draw: int) -> tuple[Tensor, Tensor | None]:
         stacked, flat = torch.cat([own[None], others]).flatten(1), picks[draw].expand(own.shape).flatten()
         return torch.stack([stacked[k, i] for i, k in enumerate(flat.tolist())]).view(own.shape)
 
-    weight = choose(layer.weight, posterior.weight, z.weight)
-    return weight, None if posterior.bias is None else choose(layer.bias, posterior.bias, z.bias)
+    of_weight, of_bias = z.weight, z.bias
+    if z.mixed is not None and z.weight.dim() > 1:  # one pick for each element, scales first
+        of_weight, of_bias = (
+            part.view(-1, *layer.weight.shape) for part in z.weight.tensor_split([layer.weight.numel()], 1)
+        )
+    weight = choose(layer.weight, posterior.weight, of_weight)
+    return weight, None if posterior.bias is None else choose(layer.bias, posterior.bias, of_bias)
 
 
 def with_values(plain: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
@@ -652,3 +660,101 @@ def test_group_norms_with_an_activation_are_norms(channels: int, groups: int) ->
     model = nn.Sequential(nn.Conv2d(3, channels, 3), GroupNormAct(groups, channels), nn.Conv2d(channels, 2, 3))
     sb.bayesianize(model, sb.ModelPatch(components=3))
     assert {row.name for row in sb.summary(model).rows if row.status == "converted"} == {"1"}
+
+
+# What a converted norm layer costs ------------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """Counts what reaches the dispatcher, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(function: Callable[[], Any]) -> Counter[str]:
+    with Operations() as mode:
+        function()
+    return mode.counts
+
+
+def norms(count: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(*[shaken(nn.BatchNorm2d(C)) for _ in range(count)]).to(dtype)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_with_one_draw_a_norm_layer_runs_what_the_plain_layer_runs(cross: bool) -> None:
+    x, config, more = torch.randn(4, C, 3, 3), sb.ModelPatch(components=3, cross=cross), []
+    for converted in (False, True):
+        nets = [sb.bayesianize(norms(n), config) if converted else norms(n) for n in (2, 6)]
+        for net in nets:
+            net(x)
+        few, many = (operations(lambda net=net: net(x)) for net in nets)
+        more.append(many - few)
+    plain, ours = more
+    ours.pop("view", None)  # of the noise
+    assert plain and ours == plain
+
+
+def test_blocks_of_rows_cost_a_norm_layer_one_operation_on_activations() -> None:
+    net, x = sb.bayesianize(norms(5), sb.ModelPatch(components=3)), torch.randn(4, C, 3, 3)
+    sb.sample(net, x, draws=2)
+    counts = operations(lambda: sb.sample(net, x, draws=2))
+    assert counts["addcmul"] == 5 and counts["native_batch_norm"] == 5
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_running_statistics_are_folded_into_the_scales_of_blocks(bias: bool) -> None:
+    plain = shaken(nn.BatchNorm1d(C)).eval()
+    if not bias:
+        plain.bias = None
+    plain.running_mean += 3.0
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=3, jitter=0.5)).eval()
+    x = 2 * torch.randn(LARGE // C, C) + 3
+    sb.sample(layer, x, draws=2)
+    assert not [name for name in operations(lambda: sb.sample(layer, x, draws=2)) if "batch_norm" in name]
+    with sb.frozen(layer, draws=3):
+        y = sb.sample(layer, x)
+        for j in range(3):
+            torch.testing.assert_close(y[j], sb.write_out(layer, j).eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_large_mean_is_not_folded_in_half_precision() -> None:
+    plain = nn.BatchNorm1d(C).eval()
+    plain.running_mean += 100.0
+    layer = sb.bayesianize(copy.deepcopy(plain), sb.Mixture(components=2, jitter=0.0)).eval().to(torch.bfloat16)
+    x = (100 + torch.randn(LARGE // C + 1, C)).to(torch.bfloat16)
+    torch.testing.assert_close(sb.sample(layer, x, draws=2)[0], plain.to(torch.bfloat16)(x), rtol=2e-2, atol=2e-2)
+
+
+def test_folded_statistics_still_refuse_other_channels() -> None:
+    layer = sb.bayesianize(nn.BatchNorm1d(C), sb.Mixture(components=3)).eval()
+    with pytest.raises(RuntimeError), sb.frozen(layer, draws=2):
+        sb.sample(layer, torch.randn(LARGE, 1))
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.parametrize("cross", [False, True])
+def test_norm_layers_of_several_widths_are_mixed_by_their_own_picks(draws: int, cross: bool) -> None:
+    parts = [nn.LayerNorm(6), nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 10), nn.Unflatten(1, (2, 5))]
+    net = nn.Sequential(*parts, nn.LayerNorm((2, 5)), nn.RMSNorm(5), nn.GroupNorm(2, 2))
+    net = sb.bayesianize(net, sb.ModelPatch(components=4, cross=cross, patch="norm", jitter=0.5))
+    x = torch.randn(4, 6)
+    different = set()
+    for _ in range(5):
+        sb.sample(net, x, draws=draws)
+        for layer in (layer for layer in net if isinstance(layer, BayesLayer)):
+            z = layer.posterior["weight"].values()
+            weight, bias = (None if part is None else part.detach() for part in z.mixed)
+            for j in range(draws):
+                expected = picked(layer, j)
+                torch.testing.assert_close(weight if draws == 1 else weight[j], expected[0].detach(), rtol=0, atol=0)
+                if bias is not None:
+                    torch.testing.assert_close(bias if draws == 1 else bias[j], expected[1].detach(), rtol=0, atol=0)
+            different.add(tuple(z.weight.flatten().tolist()))
+    assert len(different) > 1

@@ -4,33 +4,58 @@ Statistics are those of the plain layer, computed over all rows of a folded batc
 the scale and the bias differ. Sizes: n draws of the pass, C channels (all elements of a LayerNorm's normalized_shape).
 """
 
+import math
 import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import Pass
+from slimbayes.engine.rows import apply_rows
 from slimbayes.layers.base import BayesLayer, bayes_form, register_layer
 from slimbayes.layers.parameters import has, own_value
 from slimbayes.layers.site import LinearMap, Site, diagonal_outer
 
+LARGE = 2**16  # from so many activations on, a pass over them costs more than a few operations on their channels
 
+
+@dataclass
 class NormMap(LinearMap):
-    """y = normalised(x) * weight + bias: only the last two steps depend on the draw."""
+    """y = normalised(x) * weight + bias: only the last two steps depend on the draw.
+
+    `known(x)` has the mean and one over the standard deviation of each channel (C,), where they are known beforehand.
+    """
+
+    known: Callable[[Tensor], tuple[Tensor, Tensor] | None] = lambda x: None
 
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         if weights.shape[0] == 1:
             return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))
         plain: Any = self.op
-        y = plain(x, None, None)
+        known = self.known(x) if x.numel() >= LARGE and x.dtype == weights.dtype else None
+        if known is None:
+            y = plain(x, None, None)
+        else:
+            y, weights = x, weights * known[1]
+            shift = weights * known[0]
+            biases = -shift if biases is None else biases - shift
         shape, tail = y.shape, weights.dim() - 1
         if tail > 1:  # a LayerNorm over several dimensions: its elements are the channels
             y, weights = y.flatten(-tail), weights.flatten(1)
             biases = None if biases is None else biases.flatten(1)
-        y = self.rows(operator.mul, y, weights, current)
-        y = y if biases is None else self.rows(operator.add, y, biases, current)
+        y = apply_rows(operator.mul, y, weights, current, self.batch_dim, self.channel_dim, biases)
         return y.unflatten(-1, shape[-tail:]) if tail > 1 else y
+
+
+@lru_cache(maxsize=256)
+def _site(shape: tuple[int, ...], bias: bool) -> Site:
+    size = math.prod(shape)
+    return Site("weight", size, size, bias, "weight", shape, positions="many", kind="norm")
 
 
 class BayesNorm(BayesLayer):
@@ -42,19 +67,35 @@ class BayesNorm(BayesLayer):
 
     def sites(self) -> list[Site]:
         if not has(self, "weight"):  # nothing to draw, but dropout can act on its input
-            return [Site("weight", 0, 0, False, "weight", (0,), positions="many", kind="norm")]
-        shape = tuple(own_value(self, "weight").shape)
-        size, bias = own_value(self, "weight").numel(), has(self, "bias")
-        return [Site("weight", size, size, bias, "weight", shape, positions="many", kind="norm")]
+            return [_site((0,), False)]
+        return [_site(tuple(own_value(self, "weight").shape), has(self, "bias"))]
 
     @classmethod
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
         return ndim > 1 and dim != cls.bayes_channel_dim % ndim
 
+    def own_affine(self) -> tuple[Any, Any]:
+        """The layer's own scale and its bias or None, whatever the pass under way."""
+        own = self._parameters
+        weight = own["weight"] if "weight" in own else self.own_value("weight")
+        return weight, own["bias"] if "bias" in own else self.own_value("bias") if has(self, "bias") else None
+
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        bias = self.own_value("bias") if has(self, "bias") else None
-        dims = (batch_dim, self.bayes_channel_dim)
-        return NormMap(self.own_value("weight"), bias, self.bayes_op, diagonal_outer, *dims)
+        weight, bias = self.own_affine()
+        return NormMap(
+            weight, bias, self.bayes_op, diagonal_outer, batch_dim, self.bayes_channel_dim, known=self.bayes_known
+        )
+
+    def bayes_known(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Mean and one over the standard deviation of each channel (C,), where they do not depend on the input."""
+        return None
+
+    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None, unbatched: int | None = None) -> Tensor:
+        posterior: Any = self._modules["posterior"]._modules[site]  # type: ignore[union-attr]
+        served = None if x.dim() == unbatched else posterior.served()
+        if served is None:
+            return super().project_draw(site, x, batch_dim, unbatched)
+        return self.bayes_op(x, *served)  # wherever rows lie: torch's own kernel takes the drawn scale and bias
 
 
 class _BatchNorm(BayesNorm):
@@ -62,15 +103,23 @@ class _BatchNorm(BayesNorm):
 
     def bayes_op(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         self._check_input_dim(x)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:  # a cumulative average
-                momentum = 1.0 / float(self.num_batches_tracked)
-        batch = self.training or (self.running_mean is None and self.running_var is None)
-        kept = not self.training or self.track_running_stats
-        mean, variance = (self.running_mean, self.running_var) if kept else (None, None)
-        return F.batch_norm(x, mean, variance, weight, bias, batch, momentum, self.eps)
+        training, momentum = self.training, self.momentum
+        kept = not training or self.track_running_stats
+        own = self._buffers  # quicker than attributes of a module are
+        mean, variance = (own["running_mean"], own["running_var"]) if kept else (None, None)
+        seen = own["num_batches_tracked"] if training and kept else None
+        if seen is not None:
+            seen.add_(1)
+        if momentum is None:  # a cumulative average
+            momentum = 0.0 if seen is None else 1.0 / float(seen)
+        return F.batch_norm(x, mean, variance, weight, bias, training or mean is None, momentum, self.eps)
+
+    def bayes_known(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        self._check_input_dim(x)
+        mean, exact = self.running_mean, x.dtype in (torch.float32, torch.float64)
+        if self.training or mean is None or mean.dtype != x.dtype or x.shape[1:2] != mean.shape or not exact:
+            return None  # in half precision a large mean would take the place of what is left without it
+        return mean, (self.running_var + self.eps).rsqrt()
 
     def reset_running_stats(self) -> None:
         super().reset_running_stats()  # type: ignore[misc]

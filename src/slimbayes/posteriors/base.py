@@ -120,6 +120,10 @@ class Posterior(Keyed, ABC):
         """Lines s (n, in), r (n, out), bias (n, out) or None of this pass, if they make (W (x o s)) o r + b + bias."""
         return None
 
+    def served(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of the one draw that serves all rows of this pass, if there is but one and it is formed."""
+        return None
+
     def log_ratio(self, linear: LinearMap) -> Tensor | None:
         """log p - log q of each held draw, prior and posterior, (n,) in float64; None where no density is known."""
         return None

@@ -59,6 +59,12 @@ class MixturePosterior(WeightPosterior):
         self.rho = config.tau if config.rho is None else config.rho
         self.regularises_mean = config.tau is not None
         self.regularises_bias = site.bias and self.rho is not None
+        self.picks = self._count_picks()  # how many independent values of Z one draw has
+        plain = self.picks > 0 and not (config.learn_probs or config.sigma or config.zero)
+        # Whether picks are drawn for many layers at once.
+        self.joins = plain and (
+            config.assignment == "layer" or (config.assignment == "element" and site.kind == "norm")
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # to_empty materialises what was on the meta device: the values are those of the config
@@ -70,7 +76,9 @@ class MixturePosterior(WeightPosterior):
 
     @property
     def anchor(self) -> Tensor:
-        return self.probs if self.weight is None else self.weight
+        weight = self._parameters.get("weight")  # asked several times in every pass
+        weight = self.weight if weight is None else weight
+        return self.probs if weight is None else weight
 
     def join(self, layer: Any) -> None:
         super().join(layer)
@@ -85,9 +93,7 @@ class MixturePosterior(WeightPosterior):
     def role(self, name: str) -> Role:
         return "logit" if name == "logits" else "component"
 
-    @property
-    def picks(self) -> int:
-        """How many independent values of Z one draw has."""
+    def _count_picks(self) -> int:
         elements = math.prod(self.site.shape) + (self.site.n_out if self.bias is not None else 0)
         counts = {"model": 0, "layer": 1, "element": elements, "input": self.site.n_in}
         return 0 if self.components == 1 else counts[self.config.assignment]
@@ -116,7 +122,7 @@ class MixturePosterior(WeightPosterior):
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         picks.realise_alike(posteriors)
-        super().realise_together(posteriors)
+        super().realise_together([p for p in posteriors if not p.joins])
 
     def realise(self, noise: Noise, pick: Pick) -> Assigned:
         count = self.picks * (1 if self.logits is None else self.components)
@@ -140,6 +146,13 @@ class MixturePosterior(WeightPosterior):
     def choices(self) -> Tensor | None:
         z = self.values().weight if self.countable else None
         return z.argmax(1) if z is not None and z.is_floating_point() else z
+
+    def others(self) -> tuple[Any, Any]:
+        """The further components of the weight and of the bias, as they stand in the module; each may be None."""
+        own = self._parameters
+        if "weight" in own and "bias" in own:  # quicker than attributes of a module are
+            return own["weight"], own["bias"]
+        return self.weight, self.bias
 
     def _kept(self) -> Tensor | None:
         """Probability of not being zero, where there is a component at zero."""
@@ -181,6 +194,8 @@ class MixturePosterior(WeightPosterior):
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         drawn: Assigned = self.values()
         if drawn.mixed is not None:
+            if drawn.weight.shape[0] == 1:
+                return linear.op(x, *drawn.mixed)
             return linear.blocks(x, *drawn.mixed, self.current)
         if self.components == 1 and drawn.noise is None:
             return linear.op(x, linear.weight, linear.bias)
@@ -195,7 +210,16 @@ class MixturePosterior(WeightPosterior):
             return linear.chosen(x, weights, biases, picked, self.current)
         return linear.blocks(x, *self._mixed(linear), self.current)
 
+    def served(self) -> tuple[Tensor, Tensor | None] | None:
+        drawn: Assigned = self.values()
+        return drawn.mixed if drawn.weight.shape[0] == 1 else None
+
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
+        drawn: Assigned = self.values()
+        if drawn.mixed is not None:
+            weight, bias = drawn.mixed
+            one = drawn.weight.shape[0] == 1
+            return (weight, bias) if one else (weight[index], None if bias is None else bias[index])
         weights, biases = self._mixed(linear, slice(index, index + 1))
         return weights[0], None if biases is None else biases[0]
 

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from slimbayes.distributions.families import wide
-from slimbayes.layers.site import Site
+from slimbayes.engine.passes import Pass
+from slimbayes.layers.site import LinearMap, Site
 
 
 class Assigned(NamedTuple):
     """Picks of one pass for weights and biases: integers, or one-hot numbers with a gradient; and the noise of Eq. 1.
 
     Integers are (n,), (n, *shape) or (n, in); one-hot numbers have an axis K after n. `mixed` are weights (n, ...) and
-    biases, where they were formed along with the picks.
+    biases, where they were formed along with the picks, which then lie flat; without the axis n where that is one.
     """
 
     weight: Tensor
@@ -53,16 +54,20 @@ def bias_shape(site: Site) -> tuple[int, ...]:
     return site.shape if site.kind == "norm" else (site.n_out,)
 
 
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Whole numbers as a tensor, sent to a GPU once: a recorded CUDA graph may not wait for the host."""
-    if device.type != "cuda" or torch.compiler.is_compiling():
-        return torch.tensor(numbers, device=device)
-    return _sent(numbers, device)
+def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Whose each of many elements is that lie side by side, so many of each owner: counts (2, 3) give 0 0 1 1 1.
+
+    Sent to a GPU once: a recorded CUDA graph may not wait for the host.
+    """
+    if torch.compiler.is_compiling():
+        repeats = torch.tensor(counts, device=device)
+        return torch.arange(len(counts), device=device).repeat_interleave(repeats, output_size=sum(counts))
+    return _sent_owners(counts, device)
 
 
 @lru_cache(maxsize=64)
-def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, device=device)
+def _sent_owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.arange(len(counts), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu")).to(device)
 
 
 def uniform(lines: Tensor) -> Tensor:
@@ -85,78 +90,109 @@ def straight_through(lines: Tensor, logits: Tensor) -> Tensor:
     return hard + (soft - soft.detach())  # exactly one-hot
 
 
+class Norm(NamedTuple):
+    """A norm layer whose scale and bias are mixed: its own, the further components (K - 1, ...), picks of all elements.
+
+    Picks are (n,), or (n, elements) with those of the scale first. Without `biases` the bias is not mixed.
+    """
+
+    posterior: Any
+    weight: Tensor
+    bias: Tensor | None
+    weights: Tensor
+    biases: Tensor | None
+    picked: Tensor
+
+
 def realise_alike(posteriors: Sequence[Any]) -> None:
     """Draw the picks of layers in a handful of operations for all that are alike, and mix the scales of norms."""
+    current: Pass = posteriors[0].current
     alike: dict[Any, list[Any]] = {}
     for p in posteriors:
-        norm, assignment = p.site.kind == "norm", p.config.assignment
-        plain = p.picks > 0 and p.logits is None and not (p.config.sigma or p.config.zero)
-        if not plain or not (assignment == "layer" or (assignment == "element" and norm)):
-            continue
-        own = p.layer.own_value(p.site.parameter).dtype if norm else None
-        alike.setdefault((norm, assignment, p.components, p.per_row, p.device, p.dtype, own), []).append(p)
-    for (norm, assignment, *_), same in alike.items():
-        picked = _pick_together(same)
-        if norm:
-            _mix_together(same, picked, assignment == "layer")
-            continue
-        for p, z in zip(same, picked.unbind(1), strict=True):
-            p.keep(Assigned(z, z, None))
+        if p.joins:
+            anchor, by_row = p.anchor, current.noise[p.key].row.shape[1] > 0
+            kind = (p.config.assignment, p.components, by_row, anchor.device, anchor.dtype)
+            alike.setdefault(kind, []).append(p)
+    for (assignment, _, by_row, *_), same in alike.items():
+        picked = _pick_together(
+            same, [noise.row if by_row else noise.block for noise in (current.noise[p.key] for p in same)]
+        )
+        parts = picked.unbind(1) if assignment == "layer" else picked.split([p.picks for p in same], 1)
+        norms: dict[torch.dtype, list[Norm]] = {}
+        for p, z in zip(same, parts, strict=True):
+            if p.site.kind == "norm":
+                (weight, bias), (weights, biases) = p.layer.own_affine(), p.others()
+                norms.setdefault(weight.dtype, []).append(Norm(p, weight, bias, weights, biases, z))
+            else:
+                current.values[p.key] = Assigned(z, z, None)
+        for some in norms.values():
+            _mix_together(some, current)
 
 
-def _pick_together(same: Sequence[Any]) -> Tensor:
+def _pick_together(same: Sequence[Any], lines: list[Tensor]) -> Tensor:
     """Picks of posteriors with equally many components side by side: (n, total number of picks)."""
-    lines = torch.cat([p.lines for p in same], 1)
-    edges = torch.stack([p.probs for p in same]).cumsum(1)[:, :-1]
-    if lines.shape[1] > len(same):
-        counts = _on_device(tuple(p.picks for p in same), edges.device)
-        edges = edges.repeat_interleave(counts, 0, output_size=lines.shape[1])
-    return (uniform(lines).unsqueeze(-1) >= edges).sum(-1)
+    counts = tuple([p.picks for p in same])
+    edges = torch.stack([p._buffers["probs"] for p in same]).cumsum(1)[:, :-1]
+    if sum(counts) > len(same):
+        edges = edges.index_select(0, owners(counts, edges.device))
+    return (uniform(torch.cat(lines, 1)).unsqueeze(-1) >= edges).sum(-1)
 
 
-def _mix_together(same: Sequence[Any], picked: Tensor, by_layer: bool) -> None:
-    """Scales and biases of many norm layers in few large operations."""
-    maps = [p.layer.linear_map(p.site.name) for p in same]
-    pairs = [(m.weight, m.bias if p.bias is not None else None) for m, p in zip(maps, same, strict=True)]
-    own = [t.flatten() for pair in pairs for t in pair if t is not None]
-    others = [t.flatten(1) for p in same for t in (p.weight, p.bias) if t is not None]
+def _mix_together(norms: Sequence[Norm], current: Pass) -> None:
+    """Scales and biases of many norm layers, by the picks of each, in few large operations."""
+    own: list[Any] = []
+    others: list[Any] = []
+    counts: list[int] = []
+    for _, weight, bias, weights, biases, _ in norms:
+        own += [weight] if biases is None else [weight, bias]
+        others += [weights] if biases is None else [weights, biases]
+        counts.append(weight.numel() if biases is None else 2 * weight.numel())
+    own, others = [_flat(t, 0) for t in own], [_flat(t, 1) for t in others]
     components = torch.cat([torch.cat(own).unsqueeze(0), torch.cat(others, 1).to(own[0].dtype)])
-    sizes = [t.numel() for t in own]
-    index = picked
-    if by_layer:
-        counts = _on_device(tuple(p.site.n_out * (1 if p.bias is None else 2) for p in same), picked.device)
-        index = picked.repeat_interleave(counts, 1, output_size=sum(sizes))
-    parts = iter(components.gather(0, index).split(sizes, 1))
-    picks = iter(picked.unbind(1) if by_layer else picked.split(sizes, 1))
-    for p, m in zip(same, maps, strict=True):
-        shape, z = p.site.shape, next(picks)
-        weight = next(parts).unflatten(1, shape) if len(shape) > 1 else next(parts)
-        if p.bias is not None:
-            bias = next(parts).view(-1, *m.bias.shape)
-        else:
-            bias = None if m.bias is None else m.bias.expand(len(weight), *m.bias.shape)
-        z_bias = z if by_layer or p.bias is None else next(picks)
-        if not by_layer:
-            z, z_bias = z.unflatten(1, shape), z_bias.view(len(z), *bias_shape(p.site))
-        p.keep(Assigned(z, z_bias, None, (weight, bias)))
+    picked = [norm.picked for norm in norms]
+    if picked[0].dim() == 1:  # one pick for each layer
+        index = torch.stack(picked, 1).index_select(1, owners(tuple(counts), picked[0].device))
+    else:
+        index = torch.cat(picked, 1)
+    mixed = components.gather(0, index)
+    one = index.shape[0] == 1  # what serves all rows needs no axis of draws
+    parts = iter((mixed.squeeze(0) if one else mixed).split([t.shape[0] for t in own], -1))
+    for p, own_weight, bias, _, biases, z in norms:
+        weight = next(parts)
+        if biases is not None:
+            bias = next(parts)
+        elif bias is not None and not one:
+            bias = bias.expand(len(weight), *bias.shape)
+        if own_weight.dim() > 1:
+            shape = weight.shape[:-1] + own_weight.shape
+            weight, bias = weight.view(shape), bias if biases is None or bias is None else bias.view(shape)
+        current.values[p.key] = Assigned(z, z, None, (weight, bias))
 
 
-def expected_squares(same: Sequence[tuple[Any, Any]]) -> Tensor:
+def _flat(tensor: Tensor, first: int) -> Tensor:
+    """A tensor whose dimensions from `first` on are one."""
+    return tensor if tensor.dim() == first + 1 else tensor.flatten(first)
+
+
+def expected_squares(same: Sequence[tuple[Any, LinearMap]]) -> Tensor:
     """sum_k p_k (tau/2 |M_k|^2 + rho/2 |m_k|^2) of posteriors with equally many components and their linear maps."""
-    own: list[Tensor] = []
-    others: list[Tensor] = []
-    factors: list[Tensor] = []
+    terms: dict[float, list[tuple[Tensor, Tensor | None, Tensor]]] = {}
     for p, linear in same:
-        pairs = [(linear.weight, p.weight, p.config.tau)]
-        if p.site.bias:
-            pairs.append((linear.bias, p.bias, p.rho))
-        for first, rest, precision in pairs:
-            own.append(wide(first).flatten())
-            others += [] if rest is None else [wide(rest).flatten(1)]
-            factors.append(precision / 2 * p.probabilities())
+        probs = p.probabilities()
+        terms.setdefault(p.config.tau, []).append((linear.weight, p.weight, probs))
+        if p.site.bias and linear.bias is not None:
+            terms.setdefault(p.rho, []).append((linear.bias, p.bias, probs))
+    sums = [precision / 2 * _expected_squares(alike) for precision, alike in terms.items()]
+    return sum(sums[1:], sums[0])
+
+
+def _expected_squares(alike: Sequence[tuple[Tensor, Tensor | None, Tensor]]) -> Tensor:
+    """sum_k p_k |M_k|^2 over tensors M_1, further components and probabilities."""
+    own = [_flat(wide(first), 0) for first, _, _ in alike]
+    others = [_flat(wide(rest), 1) for _, rest, _ in alike if rest is not None]
     rows = [torch.cat(own).unsqueeze(0)] + ([torch.cat(others, 1)] if others else [])
-    sizes = _on_device(tuple(tensor.numel() for tensor in own), rows[0].device)
-    spread = torch.stack(factors, 1).repeat_interleave(sizes, 1, output_size=rows[0].shape[1])  # (K, elements)
+    index = owners(tuple([tensor.numel() for tensor in own]), rows[0].device)
+    spread = torch.stack([probs for _, _, probs in alike], 1).index_select(1, index)  # (K, elements)
     return (spread * torch.cat(rows).square()).sum()
 
 

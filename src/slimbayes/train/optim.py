@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
-from slimbayes.engine.passes import posteriors_of
+from slimbayes.engine.passes import modules_of
 from slimbayes.layers import kind_of
 from slimbayes.layers.base import BayesLayer
-from slimbayes.posteriors.base import Role
+from slimbayes.posteriors.base import Posterior, Role
 
 
 class Described(NamedTuple):
@@ -30,12 +30,16 @@ class Described(NamedTuple):
 def described(model: nn.Module) -> list[Described]:
     """What every parameter of a model is, in the model's order."""
     known: dict[int, Described] = {}
-    for posterior in posteriors_of(model):
-        for name, p in posterior.named_parameters():
+    modules = modules_of(model)
+    for posterior in (m for m in modules if isinstance(m, Posterior)):
+        # What holds no modules names its parameters itself, several times as fast: penalties ask in every step.
+        for name, p in posterior.named_parameters() if posterior._modules else posterior._parameters.items():
+            if p is None:
+                continue
             role, in_kl = posterior.role(name), posterior.regularises_mean
             weight = name == "weight" if role == "component" else _is_weight(name, p)
             known[id(p)] = Described(name, p, True, role, in_kl, weight)
-    for layer in (m for m in model.modules() if isinstance(m, BayesLayer)):
+    for layer in (m for m in modules if isinstance(m, BayesLayer)):
         for site in layer.sites():
             q: Any = layer.posterior[site.name]
             own = [(site.parameter, q.regularises_mean, True)]
@@ -45,8 +49,11 @@ def described(model: nn.Module) -> list[Described]:
                     weight = weight if q.own_role == "component" else _is_weight(name, p)
                     in_kl = in_kl or (id(p) in known and known[id(p)].in_kl)  # projections of attention share a bias
                     known[id(p)] = Described(name, p, False, q.own_role, in_kl, weight)
-    plain = [(n, p, Described(n, p, False, "weight", False, _is_weight(n, p))) for n, p in model.named_parameters()]
-    return [known.get(id(p), own)._replace(name=name) for name, p, own in plain]
+    every: list[Described] = []
+    for name, p in model.named_parameters():
+        found = known.get(id(p)) or Described(name, p, False, "weight", False, _is_weight(name, p))
+        every.append(found if found.name == name else found._replace(name=name))
+    return every
 
 
 def _is_weight(name: str, parameter: Tensor) -> bool:
@@ -56,7 +63,7 @@ def _is_weight(name: str, parameter: Tensor) -> bool:
 def _behind(layer: nn.Module, name: str) -> list[nn.Parameter]:
     """The parameter of this name; none where torch.nn.utils computes it from others, which keep their own decay."""
     owner, _, last = name.rpartition(".")
-    found = layer.get_submodule(owner)._parameters.get(last)
+    found = (layer.get_submodule(owner) if owner else layer)._parameters.get(last)
     return [] if found is None else [found]
 
 
