@@ -234,10 +234,12 @@ def _pick_by_hand(
 ) -> None:
     """Overwrite weight and bias with the picked components, element by element."""
 
-    def picked(z: Tensor, place: tuple[int, ...]) -> int:
+    def picked(z: Tensor, place: tuple[int, ...], flat: int) -> int:
         z = z[line]
         if z.is_floating_point():  # one-hot along the first axis
             z = z.argmax(0)
+        if drawn.mixed is not None and z.dim():  # of scales and biases of a norm, side by side
+            return int(z[flat])
         return int(z if z.dim() == 0 else z[place])
 
     zero, kept = posterior.config.zero, float(1 - posterior.probs[-1]) if posterior.config.zero else 1.0
@@ -256,7 +258,7 @@ def _pick_by_hand(
         for flat, place in enumerate(
             torch.cartesian_prod(*(torch.arange(n) for n in target.shape)).view(-1, target.dim()).tolist()
         ):
-            place, k = tuple(place), picked(z, tuple(place)) if others is not None or zero else 0
+            place, k = tuple(place), picked(z, tuple(place), start + flat) if others is not None or zero else 0
             if zero:
                 target[place] = own[place] / kept if k == 0 else 0.0
             elif k:

@@ -121,8 +121,8 @@ def realise_alike(posteriors: Sequence[Any]) -> None:
         norms: dict[torch.dtype, list[Norm]] = {}
         for p, z in zip(same, parts, strict=True):
             if p.site.kind == "norm":
-                (weight, bias), (weights, biases) = p.layer.own_affine(), p.others()
-                norms.setdefault(weight.dtype, []).append(Norm(p, weight, bias, weights, biases, z))
+                own = p.layer.linear_map(p.site.name)
+                norms.setdefault(own.weight.dtype, []).append(Norm(p, own.weight, own.bias, *p.others(), z))
             else:
                 current.values[p.key] = Assigned(z, z, None)
         for some in norms.values():
