@@ -121,8 +121,8 @@ def realise_alike(posteriors: Sequence[Any]) -> None:
         norms: dict[torch.dtype, list[Norm]] = {}
         for p, z in zip(same, parts, strict=True):
             if p.site.kind == "norm":
-                own = p.layer.linear_map(p.site.name)
-                norms.setdefault(own.weight.dtype, []).append(Norm(p, own.weight, own.bias, *p.others(), z))
+                own, (weights, biases) = p.layer.linear_map(p.site.name), p.others()
+                norms.setdefault(own.weight.dtype, []).append(Norm(p, own.weight, own.bias, weights, biases, z))
             else:
                 current.values[p.key] = Assigned(z, z, None)
         for some in norms.values():
