@@ -13,6 +13,14 @@ CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def test_kernels_are_a_public_name() -> None:
+    import slimbayes as sb
+
+    assert "kernels" in sb.__all__
+    with sb.kernels.disable():
+        assert not sb.kernels.ready(torch.zeros(1))
+
+
 def test_under_the_interpreter() -> None:
     """Triton reads TRITON_INTERPRET when it is imported: the other tests run in a process that has it set."""
     pytest.importorskip("triton", reason="the kernels' tests need Triton")

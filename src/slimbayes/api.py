@@ -4,6 +4,7 @@ asked for.
 
 from slimbayes import data as data
 from slimbayes import diagnostics as diagnostics
+from slimbayes import kernels as kernels
 from slimbayes import metrics as metrics
 from slimbayes import models as models
 from slimbayes.convert.checkpoint import load as load

@@ -123,11 +123,15 @@ class BayesLayer(Converted):
         """Output factors r (n_out,) and input factors s (n_in,) as a tensor that broadcasts against the weight."""
         return matrix_outer(r, s)
 
+    def own_affine(self) -> tuple[Any, Any]:
+        """The layer's own weight and its bias or None, whatever the pass under way."""
+        own = self._parameters
+        weight = own["weight"] if "weight" in own else self.own_value("weight")
+        return weight, own["bias"] if "bias" in own else self.own_value("bias") if has(self, "bias") else None
+
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         """The map of one site, with its present weight and bias, for inputs with rows along `batch_dim`."""
-        own: dict[str, Any] = self._parameters
-        bias = own["bias"] if "bias" in own else self.own_value("bias") if has(self, "bias") else None
-        weight, mask = own["weight"] if "weight" in own else self.own_value("weight"), mask_of(self)
+        (weight, bias), mask = self.own_affine(), mask_of(self)
         return LinearMap(weight, bias, self.bayes_op, self.bayes_outer, batch_dim, self.bayes_channel_dim, mask=mask)
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:

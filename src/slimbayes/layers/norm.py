@@ -74,12 +74,6 @@ class BayesNorm(BayesLayer):
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
         return ndim > 1 and dim != cls.bayes_channel_dim % ndim
 
-    def own_affine(self) -> tuple[Any, Any]:
-        """The layer's own scale and its bias or None, whatever the pass under way."""
-        own = self._parameters
-        weight = own["weight"] if "weight" in own else self.own_value("weight")
-        return weight, own["bias"] if "bias" in own else self.own_value("bias") if has(self, "bias") else None
-
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias = self.own_affine()
         return NormMap(
