@@ -18,6 +18,7 @@ from slimbayes.lab.paper_table import (
     relative_errors,
 )
 from slimbayes.lab.papers import find
+from slimbayes.metrics import ALEXNET
 from slimbayes.report.record import Cost, Evaluation, Parameters, Record, Reliability
 
 
@@ -72,10 +73,22 @@ def test_corruption_errors_relative_to_another_row() -> None:
     found = relative_errors(other, [plain, other])
     assert found["error_fog"] == pytest.approx(80.0) and found["error_snow"] == pytest.approx(50.0)
     assert found["corruption_error"] == pytest.approx(65.0)
+    # What corruption adds to a clean error of 0.2: (0.1 + 0.3) / (0.2 + 0.4) in fog and 0.05 / 0.3 in snow.
+    assert found["relative_corruption_error"] == pytest.approx(100 * (0.4 / 0.6 + 0.05 / 0.3) / 2)
     assert relative_errors(other, [other]) == {}
     table = Reproduction("emp/table5", "small", [rows["emp"], rows["vanilla"]], [plain, other]).summary()
     assert table["rows"][1]["ours"]["corruption_error"]["mean"] == pytest.approx(100.0)
     assert "97.8" in markdown(table)
+
+
+def test_imagenet_is_compared_with_alexnet() -> None:
+    mean = {name: rates[0] for name, rates in ALEXNET.items()}
+    half = record(1 - 0.3, {(name, s): 1 - rate / 2 for name, rate in mean.items() for s in range(1, 6)})
+    found = measured(half.model_copy(update={"data": "imagenet"}), 4)
+    assert found["corruption_error"] == pytest.approx(50.0)
+    relative = [(rate / 2 - 0.3) / (rate - 0.435) for rate in mean.values()]
+    assert found["relative_corruption_error"] == pytest.approx(100 * sum(relative) / 15)
+    assert "corruption_error" not in measured(half, 4), "AlexNet knows ImageNet alone"
 
 
 def test_calibration_errors_leave_out_small_bins() -> None:

@@ -14,7 +14,7 @@ from slimbayes.data import CORRUPTIONS
 from slimbayes.files import write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.papers import UNITS, PaperRow, Scale
-from slimbayes.metrics.corruption import ALEXNET, corruption_errors
+from slimbayes.metrics.corruption import ALEXNET, ALEXNET_CLEAN, corruption_errors
 from slimbayes.report.record import Evaluation, Record
 
 Numbers = dict[str, float]
@@ -53,18 +53,29 @@ def measured(record: Record, draws: int) -> Numbers:
         out[f"corrupted_{name}"] = fmean(e.metrics[name] for e in corrupted)
     rates = error_rates(record, draws)
     if record.data.startswith("imagenet") and all(len(rates.get(c, ())) == 5 for c in CORRUPTIONS):
-        out["corruption_error"] = corruption_errors({c: rates[c] for c in CORRUPTIONS}, ALEXNET).mce
+        out |= _against({c: rates[c] for c in ("clean", *CORRUPTIONS)}, {**ALEXNET, "clean": ALEXNET_CLEAN})
     size = record.parameters
     return out | {"parameters": float(size.total), "overhead": size.total / size.plain - 1}
 
 
-def error_rates(record: Record, draws: int) -> dict[str, list[float]]:
-    """Top-1 errors by corruption, severity by severity."""
+def error_rates(record: Record, draws: int) -> dict[str, Any]:
+    """Top-1 errors: "clean", of test rows, and by corruption, severity by severity."""
+    clean = [1 - e.metrics["accuracy"] for e in record.evaluations if e.role == "test" and e.draws == draws]
+    out: dict[str, Any] = {"clean": clean[0]} if clean else {}
     found = [e for e in record.evaluations if e.role == "corruption" and e.draws == draws]
-    out: dict[str, list[float]] = {}
     for e in sorted(found, key=lambda e: e.severity):
         out.setdefault(e.corruption or "", []).append(1 - e.metrics["accuracy"])
     return out
+
+
+def _against(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Numbers:
+    """Mean corruption error (mCE), that of each corruption, and the relative one (rmCE) where it has a meaning."""
+    absolute = corruption_errors(ours, {name: rates for name, rates in theirs.items() if name != "clean"})
+    out = {"corruption_error": absolute.mce}
+    out |= {f"error_{name}": value for name, value in absolute.by_corruption.items()}
+    # A reference that corruption does not harm has nothing to be relative to.
+    harmed = all(sum(rates) > len(rates) * theirs["clean"] + 1e-9 for name, rates in theirs.items() if name != "clean")
+    return out | ({"relative_corruption_error": corruption_errors(ours, theirs).rmce} if harmed else {})
 
 
 def relative_errors(result: RowResult, results: Iterable[RowResult]) -> Numbers:
@@ -78,10 +89,8 @@ def relative_errors(result: RowResult, results: Iterable[RowResult]) -> Numbers:
         return {}
     ours = error_rates(result.record, draws_of(result.record, result.row.paper.draws))
     theirs = error_rates(against.record, draws_of(against.record, against.row.paper.draws))
-    if not ours or any(not sum(rates) for rates in theirs.values()):
-        return {}
-    found = corruption_errors(ours, theirs)
-    return {"corruption_error": found.mce} | {f"error_{name}": value for name, value in found.by_corruption.items()}
+    corrupted = [rates for name, rates in theirs.items() if name != "clean"]
+    return _against(ours, theirs) if len(ours) > 1 and all(map(sum, corrupted)) else {}
 
 
 def calibration_errors(evaluation: Evaluation) -> Numbers:
