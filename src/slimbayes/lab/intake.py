@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -42,9 +43,12 @@ def open_data(
     return data, splits
 
 
+_bags = lru_cache(maxsize=2)(load_bags)  # tables look at the data of many runs, and bags take seconds to fill
+
+
 def _opened(chosen: config.Data, root: Path | str | None) -> Dataset:
     if chosen.bags is not None:
-        return load_bags(chosen.name, root, **chosen.bags.model_dump())
+        return _bags(chosen.name, root, **chosen.bags.model_dump())
     return digits() if chosen.name == "digits" else load(chosen.name, root)
 
 
