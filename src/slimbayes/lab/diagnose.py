@@ -125,7 +125,7 @@ def _scores(case: Case, network: nn.Module) -> Numbers:
 def _mean_nll(case: Case, network: nn.Module) -> float:
     """Negative log-likelihood of a row in its own units, averaged over single draws: the ELBO's first term."""
     experiment, _, task, likelihood = case.loaded
-    noise = experiment.train.noise if task.y_std is None else experiment.train.noise * task.y_std
+    noise = experiment.train.noise_scale if task.y_std is None else experiment.train.noise_scale * task.y_std
     device = next(network.parameters()).device
     network.eval()
     total = 0.0
@@ -193,7 +193,9 @@ def snr(case: Case) -> Found:
         picked = torch.randperm(len(task.train))[: experiment.train.batch].to(task.train.x.device)
         network.zero_grad()
         outputs = sb.sample(network, task.scaling(task.train.x[picked]), draws=experiment.train.draws)
-        nll = LIKELIHOODS[likelihood].nll(outputs, task.train.y[picked], experiment.train.form, experiment.train.noise)
+        nll = LIKELIHOODS[likelihood].nll(
+            outputs, task.train.y[picked], experiment.train.form, experiment.train.noise_scale
+        )
         (nll + sb.kl(network) / len(task.train)).backward()
         tracker.update()
     network.zero_grad()

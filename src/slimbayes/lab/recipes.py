@@ -203,7 +203,8 @@ class Train(Options):
         clip: largest norm of the gradient.
         accumulate: cut each batch into so many pieces and add their gradients.
         norm_statistics: "member" lets each member keep batch-norm statistics of its own; "shared" is the papers'.
-        noise: standard deviation of the targets' noise, for real targets (standardised).
+        noise: standard deviation of the targets' noise, for real targets (standardised); "learned": the network gives
+            one for each row and target (a heteroscedastic likelihood).
         ema: decay of a running average of the weights, which is what is evaluated and saved.
     """
 
@@ -221,7 +222,7 @@ class Train(Options):
     clip: Positive | None = None
     accumulate: Count = 1
     norm_statistics: Literal["shared", "member"] = "shared"
-    noise: Positive = 1.0
+    noise: Positive | Literal["learned"] = 1.0
     precision: Literal["32", "bf16"] = "32"
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     early_stop: EarlyStop | None = None
@@ -232,6 +233,11 @@ class Train(Options):
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate must divide the batch of {self.batch}, got {self.accumulate}.")
         return self
+
+    @property
+    def noise_scale(self) -> float:
+        """The noise where it is a number; of no effect where it is learned."""
+        return 1.0 if self.noise == "learned" else self.noise
 
     def rate(self, step: int, per_epoch: int) -> float:
         """Learning rate of a step as a multiple of the base rate.
