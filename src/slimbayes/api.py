@@ -19,6 +19,7 @@ from slimbayes.convert.summary import summary as summary
 from slimbayes.distributions.families import Cauchy as Cauchy
 from slimbayes.distributions.families import HalfCauchy as HalfCauchy
 from slimbayes.distributions.families import LogNormal as LogNormal
+from slimbayes.distributions.families import LogUniform as LogUniform
 from slimbayes.distributions.families import Normal as Normal
 from slimbayes.distributions.families import Point as Point
 from slimbayes.distributions.families import Signs as Signs
