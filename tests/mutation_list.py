@@ -453,4 +453,48 @@ MUTATIONS = [
         'if check == "never" and _fingerprint',
         "test_checkpoint.py",
     ),
+    # Mixtures of members, members of an ensemble, correlated weights.
+    Mutation(
+        "mixture-of-layers",
+        "terms += [-information(mixed)] if mixed else []",
+        "terms += [-information([q]) for q in mixed]",
+        "test_rank1_paper.py -k different_members",
+    ),
+    Mutation(
+        "mixture-density",
+        "(density.diagonal() - density.logsumexp(0)).mean()",
+        "(density.diagonal() - density.logsumexp(1)).mean()",
+        "test_rank1_paper.py -k three_kls",
+    ),
+    Mutation("log-uniform-pole", "(0.5 if isinstance(p, LogUniform) else 1.0)", "1.0", "test_rank1_paper.py -k dawson"),
+    Mutation(
+        "members-share-the-rate",
+        "found.loss * (len(self.networks) / train.accumulate)",
+        "found.loss / train.accumulate",
+        "test_lab_fit.py -k networks_would_apart",
+    ),
+    Mutation(
+        "members-clipped-together",
+        "for parameters in self.networks:",
+        "for parameters in [self.network.parameters()]:",
+        "test_lab_fit.py -k networks_would_apart",
+    ),
+    Mutation(
+        "members-start-by-guess",
+        "method = method.of_networks_from(afresh)",
+        "pass",
+        "test_lab_fit.py -k own_initialiser",
+    ),
+    Mutation(
+        "correlated-diagonal",
+        "+ self.log_diagonal())\n",
+        "+ 2 * self.log_diagonal())\n",
+        "test_correlated.py -k torchs",
+    ),
+    Mutation(
+        "correlated-pruned",
+        "self.spread(self._normal(noise.block) * free)",
+        "self.spread(self._normal(noise.block))",
+        "test_correlated.py -k pruned",
+    ),
 ]

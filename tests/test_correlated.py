@@ -84,13 +84,16 @@ def test_pruned_weights_stay_and_the_kl_is_that_of_the_others(kind: str) -> None
     net = correlated(kind, layer)
     posterior, mask = net.posterior["weight"], net.weight_mask.T != 0
     with torch.no_grad():
-        drawn = sb.sample(net, torch.eye(3).double(), draws=4)
+        drawn = sb.sample(net, torch.eye(3).double(), draws=10_000)
     assert (drawn[:, ~mask] == 0).all() and (drawn[:, mask] != net.weight.T[mask]).all()
 
     def draw(noise: Tensor) -> Tensor:
         return posterior.spread(noise * mask)[0][mask]
 
     jacobian = torch.autograd.functional.jacobian(draw, torch.zeros(1, 3, 3).double()).flatten(1)
+    centred = drawn[:, mask] - net.weight.detach().T[mask]
+    products = centred[:, :, None] * centred[:, None]
+    assert ((products.mean(0) - jacobian @ jacobian.T).abs() < 5 * products.std(0) / 100).all()
     q = torch.distributions.MultivariateNormal(net.weight.detach().T[mask], jacobian @ jacobian.T)
     p = torch.distributions.MultivariateNormal(torch.zeros(6).double(), torch.eye(6).double())
     torch.testing.assert_close(sb.kl(net), torch.distributions.kl_divergence(q, p))

@@ -17,6 +17,7 @@ from slimbayes.distributions.families import Normal
 from slimbayes.distributions.kl import kl
 from slimbayes.models import resnet50, wrn
 from slimbayes.posteriors.mixture_kl import information
+from slimbayes.posteriors.rank1 import Rank1Posterior
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 
@@ -615,16 +616,26 @@ def test_the_mixture_is_one_of_whole_networks() -> None:
     assert truth - apart > 0.1  # what the layers tell about each other's member
 
 
-def test_layers_with_different_members_mix_over_all_their_pairs() -> None:
-    """Two and three members far apart are six networks: the mixture lies log 6 below the mean."""
+@pytest.mark.parametrize(("members", "networks"), [((2, 3), 6), ((2, 4), 4)])
+def test_layers_with_different_members_mix_over_their_pairs(members: tuple[int, int], networks: int) -> None:
+    """Draw j is member j mod K of each layer. Members far apart: the mixture lies below the mean by the log of how many
+    networks there are."""
     config = {"mixture_kl": "exact", "mean_init": sb.Point(1.0), "scale_init": 0.1}
-    net = sb.bayesianize(mlp(), {"0": sb.Rank1(members=2, **config), "2": sb.Rank1(members=3, **config)})
+    net = sb.bayesianize(mlp(), {n: sb.Rank1(members=k, **config) for n, k in zip("02", members, strict=True)})
     with torch.no_grad():
         for layer in (net[0], net[2]):
             layer.posterior["weight"].r.loc += torch.arange(len(layer.posterior["weight"].r.loc))[:, None, None] * 50.0
     means = sum(kl(f.distribution(), f.prior).sum() / len(f.loc) for f in (net[0].posterior["weight"].r,
                 net[0].posterior["weight"].s, net[2].posterior["weight"].r, net[2].posterior["weight"].s))  # fmt: skip
-    assert sb.kl(net).item() == pytest.approx(means.item() - math.log(6), rel=1e-12)
+    assert sb.kl(net).item() == pytest.approx(means.item() - math.log(networks), rel=1e-12)
+
+
+def test_the_mixtures_kl_needs_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard does not know the other layers' factors: the sum of layers' mixtures would be another number."""
+    net = sb.bayesianize(mlp(), sb.Rank1(members=2, mixture_kl="exact"))
+    monkeypatch.setattr(Rank1Posterior, "sharded", True)
+    with pytest.raises(ValueError, match="needs whole parameters"):
+        sb.kl(net)
 
 
 # The log-uniform prior of section 3.2 ---------------------------------------------------------------------------------

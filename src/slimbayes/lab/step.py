@@ -43,7 +43,7 @@ class TrainingStep:
         history: loss, nll and KL of each step of the epoch, (steps, 3), on the device.
         failed: zero, and one from the first loss on that is not finite; updates stop with it.
         averages: running averages of the parameters by name, if asked for.
-        networks: how many there are that share nothing, whose losses are summed; the loss that is noted is their mean.
+        networks: parameters of each of those that share nothing; their losses are summed, and their mean is noted.
     """
 
     predictor: Predictor
@@ -63,7 +63,7 @@ class TrainingStep:
         train = self.experiment.train
         # The likelihood of a mixture has no parts that could be summed.
         summed = train.ensemble_loss == "sum" and train.form == "average"
-        self.networks = len(apart(self.network)) if summed else 1
+        self.networks = apart(self.network) if summed else [list(self.network.parameters())]
         self.averages: dict[str, Tensor] = {}
         if self.experiment.train.ema:
             self.averages = {n: p.detach().clone() for n, p in self.network.named_parameters() if p.requires_grad}
@@ -94,11 +94,11 @@ class TrainingStep:
         ):
             with self.fabric.no_backward_sync(self.call, enabled=several and index < train.accumulate - 1):
                 found = self._elbo(inputs, targets)
-                self.fabric.backward(found.loss * (self.networks / train.accumulate))
+                self.fabric.backward(found.loss * (len(self.networks) / train.accumulate))
             terms += torch.stack([term.detach() for term in found]) / train.accumulate
         if train.clip:
-            for one in apart(self.network) if self.networks > 1 else [self.network.parameters()]:
-                torch.nn.utils.clip_grad_norm_(one, train.clip)
+            for parameters in self.networks:
+                torch.nn.utils.clip_grad_norm_(parameters, train.clip)
         if several:
             dist.all_reduce(terms)
             terms /= self.fabric.world_size
@@ -132,9 +132,9 @@ class TrainingStep:
         if train.rows == "split":
             outputs = outputs.flatten(0, 1)[None]  # each row was seen by one draw
         nll = LIKELIHOODS[self.likelihood].nll(outputs.float(), y, train.form, train.noise)
-        found = elbo(nll, self.network, len(self.task.train), self.kl_weight / self.networks)
+        found = elbo(nll, self.network, len(self.task.train), self.kl_weight)
         if train.l2:
-            found = found._replace(loss=found.loss + l2(self.network, **train.l2.model_dump()) / self.networks)
+            found = found._replace(loss=found.loss + l2(self.network, **train.l2.model_dump()) / len(self.networks))
         return found
 
     @torch.no_grad()
