@@ -258,8 +258,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kl-one-prior",
-        "lambda f: (f.family, f.prior, f.loc",
-        "lambda f: (f.family, f.loc",
+        "return f.family, f.prior, f.loc",
+        "return f.family, f.loc",
         "test_engine.py -k priors_of",
     ),
     Mutation(
@@ -368,7 +368,7 @@ MUTATIONS = [
         "return gaussian - q.loc if isinstance",
         "test_distributions.py",
     ),
-    Mutation("kl-excess", "- _entropy(q) - _excess(a, b)", "- _entropy(q)", "test_distributions.py"),
+    Mutation("kl-excess", "- _entropy(q) - excess", "- _entropy(q)", "test_distributions.py"),
     Mutation("log-density", "log_prob(x.log()) - x.log()", "log_prob(x.log())", "test_distributions.py"),
     Mutation(
         "cauchy-draw", "torch.sign(noise) / torch.tan(", "torch.sign(noise) * torch.tan(", "test_distributions.py"
