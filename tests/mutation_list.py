@@ -258,8 +258,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kl-one-prior",
-        "lambda f: (f.family, f.prior, f.loc",
-        "lambda f: (f.family, f.loc",
+        "return f.family, f.prior, f.loc",
+        "return f.family, f.loc",
         "test_engine.py -k priors_of",
     ),
     Mutation(
@@ -368,7 +368,7 @@ MUTATIONS = [
         "return gaussian - q.loc if isinstance",
         "test_distributions.py",
     ),
-    Mutation("kl-excess", "- _entropy(q) - _excess(a, b)", "- _entropy(q)", "test_distributions.py"),
+    Mutation("kl-excess", "- _entropy(q) - excess", "- _entropy(q)", "test_distributions.py"),
     Mutation("log-density", "log_prob(x.log()) - x.log()", "log_prob(x.log())", "test_distributions.py"),
     Mutation(
         "cauchy-draw", "torch.sign(noise) / torch.tan(", "torch.sign(noise) * torch.tan(", "test_distributions.py"
@@ -452,5 +452,49 @@ MUTATIONS = [
         'if check == "weights" and _fingerprint',
         'if check == "never" and _fingerprint',
         "test_checkpoint.py",
+    ),
+    # Mixtures of members, members of an ensemble, correlated weights.
+    Mutation(
+        "mixture-of-layers",
+        "terms += [-information(mixed)] if mixed else []",
+        "terms += [-information([q]) for q in mixed]",
+        "test_rank1_paper.py -k different_members",
+    ),
+    Mutation(
+        "mixture-density",
+        "(density.diagonal() - density.logsumexp(0)).mean()",
+        "(density.diagonal() - density.logsumexp(1)).mean()",
+        "test_rank1_paper.py -k three_kls",
+    ),
+    Mutation("log-uniform-pole", "(0.5 if isinstance(p, LogUniform) else 1.0)", "1.0", "test_rank1_paper.py -k dawson"),
+    Mutation(
+        "members-share-the-rate",
+        "found.loss * (len(self.networks) / train.accumulate)",
+        "found.loss / train.accumulate",
+        "test_lab_fit.py -k networks_would_apart",
+    ),
+    Mutation(
+        "members-clipped-together",
+        "for parameters in self.networks:",
+        "for parameters in [self.network.parameters()]:",
+        "test_lab_fit.py -k networks_would_apart",
+    ),
+    Mutation(
+        "members-start-by-guess",
+        "method = method.of_networks_from(afresh)",
+        "pass",
+        "test_lab_fit.py -k own_initialiser",
+    ),
+    Mutation(
+        "correlated-diagonal",
+        "+ self.log_diagonal())\n",
+        "+ 2 * self.log_diagonal())\n",
+        "test_correlated.py -k torchs",
+    ),
+    Mutation(
+        "correlated-pruned",
+        "self.spread(self._normal(noise.block) * free)",
+        "self.spread(self._normal(noise.block))",
+        "test_correlated.py -k pruned",
     ),
 ]

@@ -19,6 +19,7 @@ from slimbayes.convert.summary import summary as summary
 from slimbayes.distributions.families import Cauchy as Cauchy
 from slimbayes.distributions.families import HalfCauchy as HalfCauchy
 from slimbayes.distributions.families import LogNormal as LogNormal
+from slimbayes.distributions.families import LogUniform as LogUniform
 from slimbayes.distributions.families import Normal as Normal
 from slimbayes.distributions.families import Point as Point
 from slimbayes.distributions.families import Signs as Signs
@@ -35,6 +36,7 @@ from slimbayes.posteriors.configs.batch_ensemble import BatchEnsemble as BatchEn
 from slimbayes.posteriors.configs.deterministic import Deterministic as Deterministic
 from slimbayes.posteriors.configs.drop_connect import DropConnect as DropConnect
 from slimbayes.posteriors.ensemble import Ensemble as Ensemble
+from slimbayes.posteriors.full_matrix_normal import FullMatrixNormal as FullMatrixNormal
 from slimbayes.posteriors.k_tied import KTied as KTied
 from slimbayes.posteriors.k_tied import MatrixNormal as MatrixNormal
 from slimbayes.posteriors.mc_dropout import MCDropout as MCDropout
@@ -42,6 +44,7 @@ from slimbayes.posteriors.mean_field import MeanField as MeanField
 from slimbayes.posteriors.member_norm import MemberNorm as MemberNorm
 from slimbayes.posteriors.mixture import Mixture as Mixture
 from slimbayes.posteriors.model_patch import ModelPatch as ModelPatch
+from slimbayes.posteriors.multivariate_normal import MultivariateNormal as MultivariateNormal
 from slimbayes.posteriors.radial import Radial as Radial
 from slimbayes.posteriors.rank1 import Rank1 as Rank1
 from slimbayes.prediction.predict import predict as predict

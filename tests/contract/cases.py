@@ -25,6 +25,8 @@ METHODS: dict[str, sb.Config] = {
     "mean-field-flipout": sb.MeanField(estimator="flipout", scale_init=0.1),
     "mean-field-local": sb.MeanField(estimator="local", scale_init=0.1, bias="gaussian", independent_positions=True),
     "radial": sb.Radial(scale_init=0.5),
+    "multivariate-normal": sb.MultivariateNormal(scale_init=0.1),
+    "full-matrix-normal": sb.FullMatrixNormal(scale_init=0.1),
     "k-tied": sb.KTied(rank=2, scale_init=0.1),
     "k-tied-flipout": sb.KTied(rank=2, estimator="flipout", scale_init=0.1, bias="gaussian"),
     "k-tied-local": sb.KTied(rank=2, estimator="local", scale_init=0.1, independent_positions=True),

@@ -19,6 +19,7 @@ from slimbayes.distributions.families import rho_from_scale
 from slimbayes.engine import calls, passes
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer, Converted
+from slimbayes.posteriors.correlated import CorrelatedPosterior
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
 from slimbayes.posteriors.mc_dropout import DropoutPosterior
@@ -215,6 +216,9 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
                     if block % 2:
                         layers[name].load_state_dict({n: t[0] for n, t in posterior.state_dict().items()})
                     offset = None
+                elif isinstance(posterior, CorrelatedPosterior):
+                    weight.add_(drawn[block])
+                    offset = None
                 else:  # W + dW, with signs in Flipout
                     signed = drawn.sign_in is not None
                     signs = (
@@ -363,6 +367,9 @@ def posterior_and_prior(model: nn.Module) -> list[tuple[Any, Any, Any]]:
             if isinstance(posterior, RadialPosterior):
                 out.append((RadialDensity(linear.weight[free], posterior.scale()[free]), posterior.prior, lambda: None))
                 continue
+            if isinstance(posterior, CorrelatedPosterior):
+                out.append((CorrelatedDensity(posterior, linear.weight, free), posterior.prior, lambda: None))
+                continue
             q = sb.Normal(linear.weight[free], posterior.log_scale().exp()[free])
             out.append((q, posterior.prior, partial(_to_prior_weights, linear, posterior)))
             if posterior.bias_log_scale is not None:
@@ -386,6 +393,30 @@ class RadialDensity:
         half_normal = math.log(2) + sb.Normal(0.0, 1.0).log_prob(length)
         joint = half_normal - sphere - (size - 1) * length.log() - self.scale.log().sum()
         return joint.expand_as(x) / size
+
+
+class CorrelatedDensity:
+    """torch's own multivariate normal over the free weights (D,), with the covariance of the draws' Jacobian."""
+
+    def __init__(self, posterior: CorrelatedPosterior, weight: Tensor, free: Tensor) -> None:
+        for name, parameter in posterior.named_parameters():
+            if name.endswith("below"):
+                nn.init.normal_(parameter, std=0.5 / (2 * parameter.numel()) ** 0.25)
+        kept = posterior.site.to_matrix(free.to(weight.dtype))
+
+        def draw(noise: Tensor) -> Tensor:
+            return posterior.site.from_matrix(posterior.spread(noise * kept))[0][free]
+
+        jacobian = torch.autograd.functional.jacobian(draw, torch.zeros(1, *posterior.site.matrix)).flatten(1).double()
+        self.loc, self.scale = weight[free], torch.ones_like(weight[free])
+        self.q = torch.distributions.MultivariateNormal(self.loc.double(), jacobian @ jacobian.T)
+
+    def rsample(self, noise: Tensor) -> Tensor:
+        return self.q.rsample((len(noise),))
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """log q(x) in equal shares for each weight, (n, D)."""
+        return self.q.log_prob(x).unsqueeze(1).expand_as(x) / x.shape[1]
 
 
 def _to_prior(factor: Any) -> None:
@@ -535,6 +566,10 @@ def _extra(method: str, config: Any, site: tuple[int, int, bool], matrix: tuple[
         return (config.components - 1) * (m * n + n_out * bias) + config.components * ("learned" in method)
     if method == "radial":
         return m * n
+    if method == "multivariate-normal":
+        return m * n * (m * n + 1) // 2
+    if method == "full-matrix-normal":
+        return (m * (m + 1) + n * (n + 1)) // 2
     if method.startswith("mean-field"):
         return m * n + n_out * (bias and config.bias == "gaussian")
     if method.startswith(("k-tied", "matrix-normal")):

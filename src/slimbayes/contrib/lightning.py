@@ -31,7 +31,7 @@ from slimbayes.prediction.sample import sample
 from slimbayes.train import schedules
 from slimbayes.train.elbo import ELBO, elbo
 from slimbayes.train.likelihoods import Form, LikelihoodName, likelihood_named
-from slimbayes.train.optim import param_groups
+from slimbayes.train.optim import apart, param_groups
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -128,7 +128,8 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         terms = self.terms(x, y, self.kl_schedule(self.global_step))
         for name in ("loss", "nll", "kl"):
             self.log(name, getattr(terms, name).detach(), prog_bar=name == "loss", batch_size=len(y))
-        return terms.loss
+        # Members of a deep ensemble each train as they would alone: their losses are summed.
+        return terms.loss * len(apart(self.model)) if self.form == "average" else terms.loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._judge("val", batch)

@@ -71,6 +71,23 @@ def bayesianize(
         >>> type(net[0]).__name__, type(net[2]).__name__
         ('BayesLinear', 'Linear')
     """
+    convert(model, config, include, exclude, batch_dim, strict)
+    for posterior in passes.posteriors_of(model):
+        if isinstance(posterior, EnsemblePosterior) and posterior.note:
+            whose = posterior.name or "the model"
+            warnings.warn(f"Ensemble of {whose}: {posterior.note}. Give factory= to start them alike.", stacklevel=2)
+    return model
+
+
+def convert(
+    model: nn.Module,
+    config: Config | Mapping[str, Config],
+    include: Selection = None,
+    exclude: Selection = None,
+    batch_dim: int | None = None,
+    strict: bool = False,
+) -> None:
+    """`bayesianize` without a word on how members start, which does not matter where they are about to be loaded."""
     decisions = plan(model, config, include, exclude, strict)
     _report_functional_dropout(model, decisions)
     layers = dict(model.named_modules())
@@ -100,7 +117,6 @@ def bayesianize(
         raise
     _attach(model, Conversion(decisions, batch_dim, turn_off_fast_paths(model)))
     open_passes(model)
-    return model
 
 
 def ensemble(models: Sequence[Model]) -> Model:
@@ -193,7 +209,7 @@ def _report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> N
         warnings.warn(
             f"{name or 'the model itself'} {what}: MCDropout turns on dropout layers, but this stays off in eval "
             f"mode. Make it an nn.Dropout layer if it is meant to be part of the posterior.",
-            stacklevel=3,
+            stacklevel=4,
         )
         known = next((d for d in decisions if d.name == name and d.config is None), None)
         if known is None:

@@ -8,6 +8,7 @@ noise can be an input of an exported graph.
     Cauchy      x = loc + scale * tan(pi/2 * erf(e / sqrt 2))      inverse CDF of the normal's CDF
     LogNormal   x = exp(loc + scale * e)                           loc and scale live in log space
     HalfCauchy  prior only, on positive factors
+    LogUniform  prior only: every order of magnitude is as likely as any other
     Point       x = loc, no noise, no KL
     Signs       initialiser only: +1 with probability `positive`, else -1
 
@@ -208,6 +209,24 @@ class HalfCauchy(Distribution):
 
 
 @dataclass(frozen=True)
+class LogUniform(Distribution):
+    """Density proportional to 1 / |x|: scale-free, and improper (Kingma et al. 2015).
+
+    Its KL is known up to a constant, which is chosen such that that of a Normal tends to zero as its mean does. Then
+    that of a Cauchy tends to -0.477: only differences have a meaning.
+
+    >>> import torch
+    >>> LogUniform().log_prob(torch.tensor([1.0, 10.0])).diff()  # a tenth as dense
+    tensor([-2.3026])
+    """
+
+    constant: ClassVar[float] = 0.5 * math.log(2 * math.pi * math.e) + 0.5 * (0.5772156649015329 + math.log(2))
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return -x.abs().log() - self.constant
+
+
+@dataclass(frozen=True)
 class Point(Distribution):
     """All mass on `loc`: a trainable point estimate (a BatchEnsemble factor), or a constant initialiser.
 
@@ -263,7 +282,7 @@ def check_pair(q: type[Distribution], p: type[Distribution]) -> None:
     """Refuse a posterior and prior whose KL is infinite or undefined."""
     if p in (Point, Signs):
         raise ValueError(f"{p.__name__} cannot serve as a prior: it has no density.")
-    if q in (HalfCauchy, Signs):
+    if q in (HalfCauchy, LogUniform, Signs):
         raise ValueError(f"{q.__name__} cannot serve as a posterior: choose Normal, Cauchy, LogNormal or Point.")
     if q is Point:
         return
@@ -271,6 +290,10 @@ def check_pair(q: type[Distribution], p: type[Distribution]) -> None:
         raise ValueError(
             f"A {q.__name__} posterior puts mass on negative values where a {p.__name__} prior has none, "
             f"so their KL is infinite. Use a LogNormal posterior, or a Normal or Cauchy prior."
+        )
+    if q is LogNormal and p is LogUniform:
+        raise ValueError(
+            "KL(LogNormal || LogUniform) falls without end as the scale grows. Use a Normal or Cauchy posterior."
         )
     if q is Cauchy and p is Normal:
         raise ValueError(

@@ -156,6 +156,9 @@ class Experiment(Options):
         """Names the run: the sha256, shortened, of what differs from the defaults: a later option changes no name."""
         tree = self.model_dump(mode="json", exclude={"method"}, exclude_defaults=True)
         tree["method"] = _written(self.method, defaults=False)
+        tree["train"].pop("ensemble_loss", None)
+        if tree["method"]["kind"] == "Ensemble" and self.train.ensemble_loss == "sum":
+            tree["train"]["ensemble_loss"] = "sum"  # the first records are of the mean, and keep their names
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
     @property

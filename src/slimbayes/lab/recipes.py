@@ -190,6 +190,8 @@ class Train(Options):
         clip: largest norm of the gradient.
         accumulate: cut each batch into so many pieces and add their gradients.
         norm_statistics: "member" lets each member keep batch-norm statistics of its own; "shared" is the papers'.
+        ensemble_loss: of a deep ensemble; "sum" trains each member as it would train alone, "mean" with a part of the
+            rate.
         noise: standard deviation of the targets' noise, for real targets (standardised).
         ema: decay of a running average of the weights, which is what is evaluated and saved.
     """
@@ -208,6 +210,7 @@ class Train(Options):
     clip: Positive | None = None
     accumulate: Count = 1
     norm_statistics: Literal["shared", "member"] = "shared"
+    ensemble_loss: Literal["sum", "mean"] = "sum"
     noise: Positive = 1.0
     precision: Literal["32", "bf16"] = "32"
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -2,6 +2,7 @@
 
     Eq. 1   W' = W o r s^T          y = (W (x o s)) o r + b
     Eq. 2   K members, each with its own q(r_k) q(s_k); KL summed over members, the same prior for all
+            (`mixture_kl` has the KL of the mixture of members, too: posteriors/mixture_kl.py)
 
 r scales outputs, s scales inputs (the paper's text; its code calls them gamma and alpha). W stays a point estimate.
 `rank=p` averages p such products, W' = W o (1/p) sum_j r_j s_j^T, the paper's future work: factors of one give W.
@@ -30,7 +31,8 @@ from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1 as Rank1
-from slimbayes.posteriors.factors import Drawn, draw_alike, factor_of, grouped, joint
+from slimbayes.posteriors.factors import Drawn, Factor, draw_alike, factor_of, grouped, joint
+from slimbayes.posteriors.mixture_kl import information
 
 
 class Rank1Posterior(WeightPosterior):
@@ -45,7 +47,7 @@ class Rank1Posterior(WeightPosterior):
         # Member 0 has the layer's own bias. K - 1 offsets then give K independent biases, the paper's count.
         offsets = config.members - 1 if site.bias and config.member_bias else 0
         self.bias = nn.Parameter(torch.zeros(offsets, site.n_out)) if offsets else None
-        self.members = config.members
+        self.members, self.mixture_kl = config.members, config.mixture_kl
         self.rowwise = config.draws == "example" and config.posterior != "point"
         self.clip = config.clip
         # Elsewhere many activations share a factor, and noise is small beside them.
@@ -105,13 +107,23 @@ class Rank1Posterior(WeightPosterior):
         return None if self.additive or r.dim() > 2 or self.noise.seed is not None else (s, r, bias)
 
     def kl(self, linear: MapOf) -> Tensor:
+        if self.sharded and self.mixture_kl == "exact":
+            raise ValueError('Rank1: mixture_kl="exact" needs whole parameters; use "mean" with sharded ones.')
         return sum(self.kl_together([self], [linear]), self.r.loc.new_zeros(()))
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
-        factors = [f for p in posteriors for f in (p.r, p.s) if f.family is not Point]
-        groups = grouped(factors, lambda f: (f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype))
-        return [kl(joint(same), same[0].prior).sum() for same in groups] or [posteriors[0].r.loc.new_zeros(())]
+        factors = [(p.mixture_kl, f) for p in posteriors for f in (p.r, p.s) if f.family is not Point]
+        groups = grouped(factors, lambda pair: (pair[0], *_alike(pair[1])))
+        terms: list[Tensor] = []
+        mixed: list[Any] = []
+        for same in groups:
+            how, q = same[0][0], joint([f for _, f in same])
+            total = kl(q, same[0][1].prior).sum()
+            terms.append(total if how == "sum" else total / len(q.loc))
+            mixed += [q] if how == "exact" else []
+        terms += [-information(mixed)] if mixed else []
+        return terms or [posteriors[0].r.loc.new_zeros(())]
 
     def log_ratio(self, linear: LinearMap) -> Tensor:
         """Of the factors as they are drawn, before they are clipped."""
@@ -155,3 +167,8 @@ class Rank1Posterior(WeightPosterior):
         masks = [linear.outer(r[j], s[j]) for j in range(r.shape[0])]
         mask = masks[0] if len(masks) == 1 else torch.stack(masks).mean(0)
         return weight * mask.to(weight.dtype), bias
+
+
+def _alike(f: Factor) -> tuple[Any, ...]:
+    """What factors have in common whose KLs are computed together."""
+    return f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype

@@ -13,6 +13,7 @@ from slimbayes.distributions.families import wide
 from slimbayes.engine.passes import modules_of
 from slimbayes.layers import kind_of
 from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.copied import Copied
 from slimbayes.posteriors.base import Posterior, Role
 
 
@@ -110,6 +111,26 @@ def param_groups(
         rate = {} if lr is None else {"lr": lr * (posterior_lr_multiplier if at[1] else 1.0)}
         out.append({"params": groups[at], "weight_decay": at[3], **rate})
     return out
+
+
+def apart(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Parameters of each network in a model: of the members of a deep ensemble, which share none, else all in one.
+
+    A loss that is summed over networks trains each as it would train alone: `len(apart(model)) * nll`, where the
+    likelihoods here give their average.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Ensemble(members=5))
+        >>> len(apart(net)), [len(parameters) for parameters in apart(net)]
+        (5, [2, 2, 2, 2, 2])
+    """
+    if not isinstance(model, Copied):
+        return [list(model.parameters())]
+    others: Any = model.posterior["members"].others
+    theirs = [list(other.parameters()) for other in others]
+    known = {id(p) for parameters in theirs for p in parameters}
+    return [[p for p in model.parameters() if id(p) not in known], *theirs]
 
 
 def _rates(model: nn.Module, weight_decay: float | Mapping[str, float]) -> Callable[[str], float]:

@@ -10,6 +10,7 @@ from slimbayes.distributions.families import (
     Distribution,
     HalfCauchy,
     LogNormal,
+    LogUniform,
     Normal,
     Signs,
     check_pair,
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from slimbayes.posteriors.base import Posterior
 
 Family = Literal["normal", "cauchy", "lognormal", "point"]
-_FAMILY_OF_PRIOR = {Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal"}
+_FAMILY_OF_PRIOR = {
+    Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal", LogUniform: "normal"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +54,9 @@ class Rank1(FactorConfig):
         member_bias: whether members get their own biases.
         rank: p, the number of averaged rank-1 products.
         draws: "example" draws fresh factors for every row (the paper); "member" once per member and pass.
+        mixture_kl: "sum" adds up the members' KLs, as the paper's code does: K networks, each with a prior. "mean" and
+            "exact" take the members for one mixture: "exact" is its KL, of which the part that has no closed form is
+            drawn once for each member and call; "mean" is at most log K above it (posteriors/mixture_kl.py).
 
     Example:
         >>> import slimbayes as sb, torch
@@ -72,6 +78,7 @@ class Rank1(FactorConfig):
     member_bias: bool = True
     rank: int = 1
     draws: Literal["example", "member"] = "example"
+    mixture_kl: Literal["sum", "mean", "exact"] = "sum"
 
     def __post_init__(self) -> None:
         check_count(self, "members", self.members)
@@ -79,6 +86,7 @@ class Rank1(FactorConfig):
         check_choice(self, "random", self.random, ("both", "r", "s"))
         check_choice(self, "perturbation", self.perturbation, ("multiplicative", "additive"))
         check_choice(self, "draws", self.draws, ("example", "member"))
+        check_choice(self, "mixture_kl", self.mixture_kl, ("sum", "mean", "exact"))
         for field in ("prior", "mean_init"):
             check_distribution(self, field, getattr(self, field))
         for field in ("clip", "scale_init", "scale_jitter"):
