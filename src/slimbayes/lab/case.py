@@ -31,7 +31,7 @@ class Case:
     """A finished run (or none), how to reach it, and what to do with it; `picture` is where a plot may be written."""
 
     folder: Path | None
-    picture: Path
+    picture: Path | None
     draws: int = 1
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -58,7 +58,9 @@ class Case:
         return Split(found.x, _in_own_units(found.y, task)) if held_out else found
 
     def draw(self, make: Callable[[], Any]) -> None:
-        """Write a plot, where matplotlib is installed."""
+        """Write a plot, where one is asked for and matplotlib is installed."""
+        if self.picture is None:
+            return
         try:
             figure = make()
         except ImportError:

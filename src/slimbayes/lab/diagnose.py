@@ -107,7 +107,7 @@ def snr(case: Case) -> Found:
     """Ratios of gradients over ten batches at the trained parameters, which stand still meanwhile."""
     experiment, network, task, likelihood = case.loaded
     assert isinstance(task.train, Split)
-    tracker, layer = GradientSNR(network, window=10), case.options["layer"]
+    tracker, layer = GradientSNR(network, window=10), case.options.get("layer")
     network.train()
     for index in range(10):
         seed_everything(experiment.seed, "snr", index)
@@ -119,7 +119,7 @@ def snr(case: Case) -> Found:
         tracker.update()
     network.zero_grad()
     found = {average: tracker.result(average) for average in ("mean", "median")}
-    return {"snr": found["mean"][layer], "snr_median": found["median"][layer]}, found
+    return {} if layer is None else {"snr": found["mean"][layer], "snr_median": found["median"][layer]}, found
 
 
 @torch.no_grad()
