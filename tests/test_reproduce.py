@@ -227,6 +227,20 @@ def test_a_row_without_a_paper_is_no_row_of_a_table(folder: Path) -> None:
     assert "toy/other" not in listings([folder])
 
 
+def test_seeds_beyond_the_splits_of_a_set_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def note(row: Any, seed: int, *rest: Any) -> Any:
+        asked.append((row.stem, seed))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(module, "_run", note)
+    for table in ("emp/table12/protein-emp", "emp/table12/yacht-emp"):
+        with pytest.raises(Incomplete):
+            reproduce(table, tmp_path / "out", seeds=[0, 4, 5, 19])
+    assert asked == [("protein-emp", 0), ("protein-emp", 4), *(("yacht-emp", seed) for seed in (0, 4, 5, 19))]
+
+
 def test_seeds_can_be_standard_splits() -> None:
     (row,) = find("emp/table12/yacht-emp")
     experiment = row.experiment("full", 3)

@@ -120,6 +120,22 @@ def evaluate(
 
 
 @app.command()
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    draws: Annotated[int, typer.Option(help="Draws of each member, for scores.", min=1)] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    data_dir: DataDir = None,
+    accelerator: Accelerator = "auto",
+) -> None:
+    """Look at a run's posterior: ELBO, calibration, k-hat; of Gaussian ones spectrum, truncation, gradient noise."""
+    from slimbayes.lab.diagnose_run import diagnose_run, lines
+    from slimbayes.lab.execution import Execution
+
+    found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
+    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines(found)))
+
+
+@app.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     inputs: Annotated[Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, or images.")],

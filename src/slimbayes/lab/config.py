@@ -55,6 +55,7 @@ class Data(Options):
         name: a set that `slimbayes data list` knows, or "digits", 1,797 small images that come with scikit-learn.
         split: of the standard splits of a UCI set.
         validation: share of the training rows that is held out, drawn with `seed`.
+        held_out: "drawn" takes them at random, "last" the last ones as they are stored (the k-tied paper).
         train_limit, test_limit: only so many rows, drawn with `seed`.
         scaling: "standard" takes the training rows' mean from images and tables and divides by their deviation, by
             channel or feature; "unit" leaves images in [0, 1], "signed" stretches them to [-1, 1], and both leave other
@@ -68,6 +69,7 @@ class Data(Options):
     name: Name
     split: Annotated[int, Field(ge=0, lt=2**31)] = 0
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    held_out: Literal["drawn", "last"] = "drawn"
     train_limit: Count | None = None
     test_limit: Count | None = None
     scaling: Literal["standard", "unit", "signed"] = "standard"

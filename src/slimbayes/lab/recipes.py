@@ -194,6 +194,8 @@ class Train(Options):
             rate.
         noise: standard deviation of the targets' noise, for real targets (standardised).
         ema: decay of a running average of the weights, which is what is evaluated and saved.
+        track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
+            (see tracking.py).
     """
 
     epochs: Count
@@ -215,6 +217,7 @@ class Train(Options):
     precision: Literal["32", "bf16"] = "32"
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     early_stop: EarlyStop | None = None
+    track: tuple[Literal["scales", "snr"], ...] = ()
 
     @model_validator(mode="after")
     def _pieces(self) -> Train:

@@ -13,11 +13,13 @@ fails is named in the table and does not stop the others.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slimbayes.data.uci import standard_splits
 from slimbayes.files import write_text
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution, Nobody, Watcher
@@ -49,7 +51,7 @@ def reproduce(
         name: "<paper>/<table or figure>", or that and "/<row>" for a single row.
         out: folder of the table; runs/<name> by default.
         scale: "small" lays each row's `small` values over its config.
-        seeds: a run for each; of regressions on standard splits, seed s is split s.
+        seeds: a run for each; of regressions on standard splits, seed s is split s, as far as a set has them.
         runs: folder of the run directories, if tables are to share them; by default `out`.
         folders: where experiments are looked for, as in `find`.
 
@@ -66,7 +68,7 @@ def reproduce(
     out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
     out.mkdir(parents=True, exist_ok=True)
     table.write(out)
-    asked = [(row, seed) for row in table.rows for seed in dict.fromkeys(seeds)]
+    asked = [(row, seed) for row in table.rows for seed in dict.fromkeys(seeds) if seed < _splits(row, scale)]
     for row, seed in asked:
         watcher.say(f"{row.name}, seed {seed}")
         try:
@@ -83,6 +85,13 @@ def reproduce(
         told = " ".join(failed(table.failures))
         raise Incomplete(f"{len(table.failures)} of {len(asked)} runs failed: {told}")
     return out
+
+
+def _splits(row: PaperRow, scale: Scale) -> float:
+    """How many standard splits a row's data have; seeds beyond them are passed over."""
+    if not row.trains or row.paper.repeat != "data.split":
+        return math.inf
+    return standard_splits(row.experiment(scale).data.name)
 
 
 def _run(

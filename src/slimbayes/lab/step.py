@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
 from slimbayes.data import Split
@@ -194,7 +195,15 @@ class TrainingStep:
     def _moments(self) -> list[Tensor]:
         return [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
 
-    # --- a loss that is not finite ---
+    # --- numbers that are not finite ---
+
+    def broken_parameter(self) -> str | None:
+        """The name of a parameter that is NaN or infinite, the same in all processes."""
+        local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in self.network.named_parameters()}
+        bad = torch.stack([~p.detach().isfinite().all() for p in local.values()])
+        if self.fabric.world_size > 1:  # a shard is looked at by one process, and all must agree
+            bad = self.fabric.all_reduce(bad.float(), reduce_op="sum") > 0
+        return list(local)[int(bad.nonzero()[0])] if bool(bad.any()) else None
 
     def explain(self, batch: Batch) -> str:
         """A sentence on where numbers stop being finite: inputs, targets, parameters, or the first such layer."""

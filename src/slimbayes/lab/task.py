@@ -257,6 +257,8 @@ def _hold_out(rows: Split, chosen: config.Data) -> tuple[Split, Split | None]:
         fault = "leaves nothing to train on" if held else "holds none out"
         raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows {fault}.")
     order = torch.randperm(len(rows), generator=generator(chosen.seed, "validation"))
+    if chosen.held_out == "last":
+        order = torch.arange(len(rows) - 1, -1, -1)
     return _picked(rows, order[held:]), _picked(rows, order[:held])
 
 

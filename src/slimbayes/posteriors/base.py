@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,18 @@ MapOf = Callable[[], LinearMap]  # builds the linear map of a posterior's site
 # What a parameter is to an optimizer. Weights of the network or of a member of it, and components that a layer picks
 # from, train at the network's pace; scales, factors and logits are variational, with a pace of their own and no decay.
 Role = Literal["weight", "component", "scale", "factor", "logit"]
+
+
+class Support(NamedTuple):
+    """What a posterior of finitely many functions can be: `picks` independent variables of W values each.
+
+    Shape: lines (W, width) are standard normals that lead to each value of a pick; probs (W,). The noise of a draw
+    holds the first number of every pick, then the second.
+    """
+
+    picks: int
+    lines: Tensor
+    probs: Tensor
 
 
 class Posterior(Keyed, ABC):
@@ -132,6 +144,11 @@ class Posterior(Keyed, ABC):
     def log_size(self) -> float:
         """Natural logarithm of how many different functions a draw of one member can be."""
         return math.inf
+
+    def support(self) -> Support | None:
+        """The values that draws of one member can take; None where they cannot be listed."""
+        one = self.log_size == 0.0 and not self.late  # what is drawn late has a size that only its input tells
+        return Support(0, torch.zeros(1, 0), torch.ones(1)) if one else None
 
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:

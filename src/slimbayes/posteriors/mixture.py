@@ -33,7 +33,7 @@ from slimbayes.distributions.families import wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors import picks
-from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
+from slimbayes.posteriors.base import MapOf, Pick, Role, Support, WeightPosterior
 from slimbayes.posteriors.components import resets, start_components
 from slimbayes.posteriors.configs.mixture import Mixture as Mixture
 from slimbayes.posteriors.picks import Assigned, bias_shape, select
@@ -101,6 +101,11 @@ class MixturePosterior(WeightPosterior):
     @property
     def log_size(self) -> float:
         return math.inf if self.config.sigma else self.picks * math.log(self.components)
+
+    def support(self) -> Support | None:
+        if self.config.sigma or not self.picks:
+            return super().support()
+        return picks.support(self.picks, self.probabilities().detach(), learned=self.logits is not None)
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         width = self.picks * (1 if self.logits is None else self.components)

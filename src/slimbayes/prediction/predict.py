@@ -5,7 +5,7 @@ Sizes: S draws, K members, N rows.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.batches import batches_of
 from slimbayes.prediction.checks import check_inputs, explained, refuse_outputs
 from slimbayes.prediction.draws import Draws
+from slimbayes.prediction.exact import Networks
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members
 from slimbayes.train.elbo import check_finite
@@ -30,7 +31,7 @@ from slimbayes.train.likelihoods import LikelihoodName
 def predict(
     model: nn.Module,
     x: Any,
-    draws: int = 1,
+    draws: int | Literal["exact"] = 1,
     chunk: int | None = None,
     likelihood: LikelihoodName = "categorical",
     scale: float | Tensor = 0.0,
@@ -55,7 +56,10 @@ def predict(
             predict with it.
         x: a tensor or numpy array, a dict or tuple the model takes, a Dataset, or an iterable of batches (a
             DataLoader). Of batches (input, target) the targets are ignored.
-        draws: draws from every member.
+        draws: draws from every member. "exact" runs every network that a model can be instead, once, and weighs each by
+            its probability, as if there were infinitely many draws: for picks of few components (EMP with one to five
+            layers of five); each network is then a member of the Prediction, with a weight. More than 4,096 networks,
+            or draws that cannot be counted, are refused.
         chunk: at most so many rows (draws x inputs) in one forward; by default 2^15, or as many as have 2^23 input
             numbers.
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
@@ -84,26 +88,39 @@ def predict(
         >>> pred.probs.shape, pred.samples.shape
         (torch.Size([7, 3]), torch.Size([16, 7, 3]))
     """
-    if draws < 1 or (chunk is not None and chunk < 1):
-        raise ValueError(f"predict needs draws >= 1 and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.")
+    if (draws != "exact" and not (isinstance(draws, int) and draws >= 1)) or (chunk is not None and chunk < 1):
+        raise ValueError(f'predict needs draws >= 1, or "exact", and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.')
     if chunk is not None and chunk < members(model):
         raise ValueError(
             f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}."
         )
     if not allow_nonfinite:
         check_finite(model)
-    source, parts = Draws(model, chunk, share, fold, seed), []
+    source, count, weights = _source(model, draws, chunk, share, fold, seed)
+    number, parts = 1 if draws == "exact" else draws, []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
-            sums = Accumulator(likelihood, source.members, scale, keep_samples, class_dim, member_weights(model))
+            sums = Accumulator(likelihood, count, scale, keep_samples, class_dim, weights)
             with explained(model, args, kwargs):
-                for outputs in source.outputs(args, kwargs, draws):
+                for outputs in source.outputs(args, kwargs, number):
                     sums.add(_checked(_select(outputs, output), likelihood))
             parts.append(Prediction(**sums.fields()))
             if not (allow_nonfinite or sums.sound()):
                 before = sum(len(part.aleatoric) for part in parts[:-1])
-                refuse_outputs(sums, (_select(o, output) for o in source.outputs(args, kwargs, draws)), before)
+                refuse_outputs(sums, (_select(o, output) for o in source.outputs(args, kwargs, number)), before)
     return Prediction.joined(parts)
+
+
+def _source(
+    model: nn.Module, draws: int | Literal["exact"], chunk: int | None, share: bool, fold: Fold, seed: Seed
+) -> tuple[Draws, int, Tensor | None]:
+    """Where outputs come from, how many members they are of, and the weights of these."""
+    weights = member_weights(model)
+    if draws == "exact":
+        networks = Networks(model, chunk, share, fold, seed, weights)
+        return networks, networks.count, networks.weights
+    source = Draws(model, chunk, share, fold, seed)
+    return source, source.members, weights
 
 
 @torch.no_grad()
