@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import Point
 from slimbayes.distributions.kl import kl
 from slimbayes.engine.fused import seeded
+from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1 as Rank1
-from slimbayes.posteriors.factors import Drawn, draw_alike, factor_of, grouped, joint
+from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, grouped, joint
 
 
 class Rank1Posterior(WeightPosterior):
@@ -92,13 +93,19 @@ class Rank1Posterior(WeightPosterior):
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
         current = posteriors[0].current
+        lines = [current.noise[p.key] for p in posteriors]
+        kinds = tuple(
+            [(n.row.shape[1] > 0, n.seed is None, a.device, a.dtype) for n, a in zip(lines, anchors_of(posteriors))]
+        )
 
-        def kind(p: Self) -> tuple[Any, ...]:
-            noise, anchor = current.noise[p.key], p.anchor
-            return p.members, noise.row.shape[1] > 0, noise.seed is None, p.clip, anchor.device, anchor.dtype
+        def alike() -> list[Alike]:
+            pairs = grouped(
+                list(zip(posteriors, kinds, strict=True)), lambda pair: (pair[0].members, pair[0].clip, pair[1])
+            )
+            return [Alike([p for p, _ in same]) for same in pairs]
 
-        for alike in grouped(posteriors, kind):
-            current.values.update(zip([p.key for p in alike], draw_alike(alike, current), strict=True))
+        for same in planned(posteriors, ("alike", kinds), alike):
+            same.draw(current)
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         r, s, bias = self.values()
@@ -109,9 +116,18 @@ class Rank1Posterior(WeightPosterior):
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
-        factors = [f for p in posteriors for f in (p.r, p.s) if f.family is not Point]
-        groups = grouped(factors, lambda f: (f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype))
-        return [kl(joint(same), same[0].prior).sum() for same in groups] or [posteriors[0].r.loc.new_zeros(())]
+        kinds = tuple([(anchor.device, anchor.dtype) for anchor in anchors_of(posteriors)])
+
+        def alike() -> list[list[Factor]]:
+            pairs = [(f, kind) for p, kind in zip(posteriors, kinds, strict=True) for f in (p.r, p.s)]
+            pairs = [(f, kind) for f, kind in pairs if f.family is not Point]
+            groups = grouped(pairs, lambda pair: (pair[0].family, pair[0].prior, pair[0].loc.shape[0], pair[1]))
+            return [[f for f, _ in same] for same in groups]
+
+        groups = planned(posteriors, ("kl", kinds), alike)
+        priors: list[Any] = [same[0].prior for same in groups]
+        terms = [kl(joint(same), prior).sum() for same, prior in zip(groups, priors, strict=True)]
+        return terms or [posteriors[0].r.loc.new_zeros(())]
 
     def log_ratio(self, linear: LinearMap) -> Tensor:
         """Of the factors as they are drawn, before they are clipped."""
@@ -133,12 +149,18 @@ class Rank1Posterior(WeightPosterior):
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
-        bias = None if linear.bias is None else linear.bias.unsqueeze(0)
-        if bias is not None and drawn.bias is not None:
-            bias = bias + drawn.bias.to(bias.dtype)
         # Eq. 1: y = (W (x o s)) o r + b, averaged over the p products
         apply = linear.modulated if drawn.s.dim() == 2 else linear.averaged
-        return apply(combine, x, drawn.s, drawn.r, current, bias=bias)
+        return apply(combine, x, drawn.s, drawn.r, current, bias=self._biases(drawn, linear.bias))
+
+    def _biases(self, drawn: Drawn, own: Tensor | None) -> Tensor | None:
+        """Biases (n, out) or (1, out) of a layer with this bias of its own."""
+        known = self.current.biases.get(self.key)
+        if known is not None and known[0] is own:  # layers that share a weight may have a bias each
+            return known[1]
+        if own is None or drawn.bias is None:
+            return None if own is None else own.unsqueeze(0)
+        return own.unsqueeze(0) + drawn.bias.to(own.dtype)
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()
