@@ -31,7 +31,7 @@ from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1 as Rank1
-from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, grouped, joint
+from slimbayes.posteriors.factors import Alike, Drawn, factor_of, grouped, joint
 
 
 class Rank1Posterior(WeightPosterior):
@@ -93,16 +93,12 @@ class Rank1Posterior(WeightPosterior):
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
         current = posteriors[0].current
-        lines = [current.noise[p.key] for p in posteriors]
-        kinds = tuple(
-            [(n.row.shape[1] > 0, n.seed is None, a.device, a.dtype) for n, a in zip(lines, anchors_of(posteriors))]
-        )
+        pairs = zip([current.noise[p.key] for p in posteriors], anchors_of(posteriors), strict=True)
+        kinds = tuple([(noise.row.shape[1] > 0, noise.seed is None, a.device, a.dtype) for noise, a in pairs])
 
         def alike() -> list[Alike]:
-            pairs = grouped(
-                list(zip(posteriors, kinds, strict=True)), lambda pair: (pair[0].members, pair[0].clip, pair[1])
-            )
-            return [Alike([p for p, _ in same]) for same in pairs]
+            kind = dict(zip([p.key for p in posteriors], kinds, strict=True))
+            return [Alike(same) for same in grouped(posteriors, lambda p: (p.members, p.clip, kind[p.key]))]
 
         for same in planned(posteriors, ("alike", kinds), alike):
             same.draw(current)
@@ -118,16 +114,12 @@ class Rank1Posterior(WeightPosterior):
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
         kinds = tuple([(anchor.device, anchor.dtype) for anchor in anchors_of(posteriors)])
 
-        def alike() -> list[list[Factor]]:
-            pairs = [(f, kind) for p, kind in zip(posteriors, kinds, strict=True) for f in (p.r, p.s)]
-            pairs = [(f, kind) for f, kind in pairs if f.family is not Point]
-            groups = grouped(pairs, lambda pair: (pair[0].family, pair[0].prior, pair[0].loc.shape[0], pair[1]))
-            return [[f for f, _ in same] for same in groups]
+        def alike() -> list[list[Any]]:
+            every = [f for p in posteriors for f in (p.r, p.s) if f.family is not Point]
+            return grouped(every, lambda f: (f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype))
 
         groups = planned(posteriors, ("kl", kinds), alike)
-        priors: list[Any] = [same[0].prior for same in groups]
-        terms = [kl(joint(same), prior).sum() for same, prior in zip(groups, priors, strict=True)]
-        return terms or [posteriors[0].r.loc.new_zeros(())]
+        return [kl(joint(same), same[0].prior).sum() for same in groups] or [posteriors[0].r.loc.new_zeros(())]
 
     def log_ratio(self, linear: LinearMap) -> Tensor:
         """Of the factors as they are drawn, before they are clipped."""
