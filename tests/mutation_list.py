@@ -264,8 +264,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kl-outputs-only",
-        "for f in (p.r, p.s) if f.family is not Point]\n        groups",
-        "for f in (p.r,) if f.family is not Point]\n        groups",
+        "for f in (p.r, p.s) if f.family is not Point]",
+        "for f in (p.r,) if f.family is not Point]",
         "contract/test_contract.py -k kl_is",
     ),
     Mutation("member-biases", "F.pad(others, (0, 0, 1, 0))", "F.pad(others, (0, 0, 0, 1))", "test_rank1_paper.py"),
@@ -277,8 +277,8 @@ MUTATIONS = [
     ),
     Mutation(
         "rows-bias",
-        "return torch.addcmul(bias, x, factor) if combine is operator.mul else",
-        "return torch.addcmul(bias * 2, x, factor) if combine is operator.mul else",
+        "    return combine(x, factor) + bias",
+        "    return combine(x, factor) + bias * 2",
         "test_rank1_paper.py",
     ),
     Mutation(
@@ -293,9 +293,7 @@ MUTATIONS = [
         "keys = [first for j in numbers]",
         "test_seeds.py",
     ),
-    Mutation(
-        "clip", "values.clamp(-lead.clip, lead.clip)", "values", "test_rank1_paper.py -k clip", "test_rank1_paper.py"
-    ),
+    Mutation("clip", "values.clamp(-clip, clip)", "values", "test_rank1_paper.py -k clip", "test_rank1_paper.py"),
     Mutation("tied-sums", "n * a.sum() + m * b.sum()", "m * a.sum() + n * b.sum()", "test_sums.py"),
     Mutation("excess-gradient", "log_scale.sub(ctx.log_prior).mul_(2).expm1_()", "log_scale.expm1()", "test_sums.py"),
     Mutation(
@@ -377,8 +375,8 @@ MUTATIONS = [
     Mutation("kl-shares", "kl(model) / (num_data * micro_batches)", "kl(model) / num_data", "test_numbers.py -k micro"),
     Mutation(
         "kl-tied-twice",
-        "list({id(pair[0]): pair for pair in reversed(every)}.values())[",
-        "every[::-1][",
+        "list({id(pair[0]): pair for pair in reversed(pairs)}.values())[",
+        "pairs[::-1][",
         "test_engine.py -k tied",
     ),
     Mutation("mixture-count", "- math.log(logp.shape[0])", "", "test_objective.py"),

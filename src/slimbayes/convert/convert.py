@@ -172,8 +172,8 @@ def debayesianize(model: Model) -> Model:
             _restore(layer, layer.posterior)
         elif isinstance(layer, Opens):
             layer.__class__ = layer.plain  # type: ignore[assignment]
-        layer.__dict__.pop("_slimbayes_rows", None)
-        layer.__dict__.pop("_slimbayes_latest", None)
+        for kept in ("_slimbayes_rows", "_slimbayes_latest", "_slimbayes_tree"):
+            layer.__dict__.pop(kept, None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
         for name, attribute, former in [] if conversion is None else conversion.patched:
             module = _submodule(layer, name)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimbayes.engine.fused import lowered
 from slimbayes.engine.passes import Pass
-from slimbayes.engine.rows import apply_rows, sizes_of_blocks, spread
+from slimbayes.engine.rows import apply_rows, dense_rows, sizes_of_blocks, spread
 
 # What a layer is: it multiplies by a matrix, looks up rows of one, scales normalised channels, or drops units.
 Kind = Literal["matrix", "table", "norm", "dropout"]
@@ -91,6 +91,7 @@ class LinearMap:
     batch_dim: int
     channel_dim: int
     foldable: bool = True  # one draw for all rows may be multiplied into the weight (a lookup touches few rows of it)
+    out_dim: int | None = None  # of the weight, where op is one matrix along the last dimension, whatever comes before
     mask: Tensor | None = None  # broadcasts against weight: zero where it must stay as it is (padding, pruned)
 
     def modulated(
@@ -108,6 +109,10 @@ class LinearMap:
 
         With `weights` (blocks, ...) each block of rows has a weight of its own.
         """
+        if self.out_dim is not None and combine is operator.mul and weights is None and r is not None:
+            y = dense_rows(self, x, s, r, bias, current)
+            if y is not None:
+                return y
         x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, dtype=lowered(x))
         y = self.apply(x, weights, current)
         return y if r is None else apply_rows(combine, y, r, current, self.batch_dim, self.channel_dim, bias)

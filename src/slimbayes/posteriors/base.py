@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.engine import passes
+from slimbayes.engine.groups import noise_type
 from slimbayes.engine.passes import Keyed, Noise, Pass
 from slimbayes.layers.site import LinearMap
 from slimbayes.posteriors.configs.base import Config as Config
@@ -111,8 +112,7 @@ class Posterior(Keyed, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the noise: that of the parameters, float32 at least."""
-        own = self.anchor.dtype
-        return torch.float32 if own in (torch.float16, torch.bfloat16) else own
+        return noise_type(self.anchor)
 
     @property
     def sharded(self) -> bool:

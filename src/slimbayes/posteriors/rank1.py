@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import Point
 from slimbayes.distributions.kl import kl
 from slimbayes.engine.fused import seeded
+from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1 as Rank1
-from slimbayes.posteriors.factors import Drawn, Factor, draw_alike, factor_of, grouped, joint
+from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, grouped, joint
 from slimbayes.posteriors.mixture_kl import information
 
 
@@ -94,13 +95,15 @@ class Rank1Posterior(WeightPosterior):
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
         current = posteriors[0].current
+        pairs = zip([current.noise[p.key] for p in posteriors], anchors_of(posteriors), strict=True)
+        kinds = tuple([(noise.row.shape[1] > 0, noise.seed is None, a.device, a.dtype) for noise, a in pairs])
 
-        def kind(p: Self) -> tuple[Any, ...]:
-            noise, anchor = current.noise[p.key], p.anchor
-            return p.members, noise.row.shape[1] > 0, noise.seed is None, p.clip, anchor.device, anchor.dtype
+        def alike() -> list[Alike]:
+            kind = dict(zip([p.key for p in posteriors], kinds, strict=True))
+            return [Alike(same) for same in grouped(posteriors, lambda p: (p.members, p.clip, kind[p.key]))]
 
-        for alike in grouped(posteriors, kind):
-            current.values.update(zip([p.key for p in alike], draw_alike(alike, current), strict=True))
+        for same in planned(posteriors, ("alike", kinds), alike):
+            same.draw(current)
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         r, s, bias = self.values()
@@ -113,11 +116,15 @@ class Rank1Posterior(WeightPosterior):
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
-        factors = [(p.mixture_kl, f) for p in posteriors for f in (p.r, p.s) if f.family is not Point]
-        groups = grouped(factors, lambda pair: (pair[0], *_alike(pair[1])))
+        kinds = tuple([(anchor.device, anchor.dtype) for anchor in anchors_of(posteriors)])
+
+        def alike() -> list[list[Any]]:
+            every = [(p.mixture_kl, f) for p in posteriors for f in (p.r, p.s) if f.family is not Point]
+            return grouped(every, lambda pair: (pair[0], *_alike(pair[1])))
+
         terms: list[Tensor] = []
         mixed: list[Any] = []
-        for same in groups:
+        for same in planned(posteriors, ("kl", kinds), alike):
             how, q = same[0][0], joint([f for _, f in same])
             total = kl(q, same[0][1].prior).sum()
             terms.append(total if how == "sum" else total / len(q.loc))
@@ -145,12 +152,18 @@ class Rank1Posterior(WeightPosterior):
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
-        bias = None if linear.bias is None else linear.bias.unsqueeze(0)
-        if bias is not None and drawn.bias is not None:
-            bias = bias + drawn.bias.to(bias.dtype)
         # Eq. 1: y = (W (x o s)) o r + b, averaged over the p products
         apply = linear.modulated if drawn.s.dim() == 2 else linear.averaged
-        return apply(combine, x, drawn.s, drawn.r, current, bias=bias)
+        return apply(combine, x, drawn.s, drawn.r, current, bias=self._biases(drawn, linear.bias))
+
+    def _biases(self, drawn: Drawn, own: Tensor | None) -> Tensor | None:
+        """Biases (n, out) or (1, out) of a layer with this bias of its own."""
+        known = self.current.biases.get(self.key)
+        if known is not None and known[0] is own:  # layers that share a weight may have a bias each
+            return known[1]
+        if own is None or drawn.bias is None:
+            return None if own is None else own.unsqueeze(0)
+        return own.unsqueeze(0) + drawn.bias.to(own.dtype)
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.passes import Keyed, modules_of
+from slimbayes.engine.modules import Keyed, anchors_of, modules_of, planned, posteriors_of
 from slimbayes.layers.base import BayesLayer
 
 
@@ -67,19 +67,12 @@ def kl(model: nn.Module) -> Tensor:
         >>> bool(kl(sb.bayesianize(nn.Linear(4, 3), sb.Rank1())) > 0)
         True
     """
-    layers = [m for m in modules_of(model) if isinstance(m, BayesLayer)]
-    every: list[tuple[Any, Any]] = [
-        (p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()
-    ]
-    # Layers with one weight share a posterior: it counts once.
-    found = list({id(pair[0]): pair for pair in reversed(every)}.values())[::-1]
     terms: list[Tensor] = []
-    for kind in dict.fromkeys((type(p), p.sharded) for p, _ in found):
-        same = [pair for pair in found if (type(pair[0]), pair[0].sharded) == kind]
-        if kind[1]:
-            terms += [p.kl(linear) for p, linear in same]
+    for kind, apart, posteriors, linears in _regularised(model):
+        if apart:
+            terms += [p.kl(linear) for p, linear in zip(posteriors, linears, strict=True)]
         else:
-            terms += kind[0].kl_together([p for p, _ in same], [linear for _, linear in same])
+            terms += kind.kl_together(posteriors, linears)
     if not terms:
         first = next(model.parameters(), torch.zeros(()))
         return torch.zeros((), device=first.device)
@@ -89,6 +82,25 @@ def kl(model: nn.Module) -> Tensor:
     if sharded:
         whole.append(sum(sharded[1:], sharded[0]).full_tensor())
     return sum((term.to(whole[0].device) for term in whole[1:]), whole[0])
+
+
+def _regularised(model: nn.Module) -> list[tuple[Any, bool, Any, list[Any]]]:
+    """Posteriors of each class, whether their parameters are sharded, and what builds the linear map of each."""
+    every: Any = posteriors_of(model)
+    sharded = {id(p): hasattr(a, "full_tensor") for p, a in zip(every, anchors_of(every), strict=True)}
+
+    def make() -> list[tuple[Any, bool, Any, list[Any]]]:
+        layers = [m for m in modules_of(model) if isinstance(m, BayesLayer)]
+        pairs = [(p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()]
+        # Layers with one weight share a posterior: it counts once.
+        found = list({id(pair[0]): pair for pair in reversed(pairs)}.values())[::-1]
+        kinds: dict[tuple[Any, bool], list[Any]] = {}
+        for pair in found:
+            kinds.setdefault((type(pair[0]), sharded[id(pair[0])]), []).append(pair)
+        some: Any = type(every)
+        return [(*kind, some([p for p, _ in same]), [linear for _, linear in same]) for kind, same in kinds.items()]
+
+    return planned(every, ("kl", tuple(sharded.values())), make)
 
 
 @torch.no_grad()

@@ -53,6 +53,9 @@ def categorical(
         logits, form = logits.mean(0, keepdim=True), "average"
     if form == "probs":
         form = "mixture"  # the parameters are the probabilities themselves: Eq. 12 is Eq. 14
+    if form == "average" and not soft:
+        every = target.long().expand(logits.shape[:-1]).flatten()
+        return F.cross_entropy(logits.flatten(0, -2), every, ignore_index=ignore_index)
     logp = F.log_softmax(logits, -1)
     if soft:
         if form == "mixture":  # the expected log of the mixture, label by label
