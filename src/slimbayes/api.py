@@ -44,9 +44,12 @@ from slimbayes.posteriors.mixture import Mixture as Mixture
 from slimbayes.posteriors.model_patch import ModelPatch as ModelPatch
 from slimbayes.posteriors.radial import Radial as Radial
 from slimbayes.posteriors.rank1 import Rank1 as Rank1
+from slimbayes.prediction.far import Far as Far
+from slimbayes.prediction.far import far as far
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction
 from slimbayes.prediction.sample import frozen as frozen
+from slimbayes.prediction.sample import mean as mean
 from slimbayes.prediction.sample import members as members
 from slimbayes.prediction.sample import sample as sample
 from slimbayes.prediction.sample import write_out as write_out

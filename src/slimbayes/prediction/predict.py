@@ -20,6 +20,8 @@ from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.batches import batches_of
 from slimbayes.prediction.checks import check_inputs, explained, refuse_outputs
 from slimbayes.prediction.draws import Draws
+from slimbayes.prediction.far import Far
+from slimbayes.prediction.features import features_of
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members
 from slimbayes.train.elbo import check_finite
@@ -42,6 +44,7 @@ def predict(
     inputs: int | None = None,
     seed: Seed = None,
     allow_nonfinite: bool = False,
+    far: Far | None = None,
 ) -> Prediction:
     """Predict with uncertainty from S = members x draws draws, in eval mode and without gradients.
 
@@ -75,6 +78,8 @@ def predict(
         seed: a whole number or a torch.Generator; by default the next number of torch's own generator.
         allow_nonfinite: predict although inputs, weights or outputs are NaN or infinite, which is an error otherwise.
             Rows whose prediction is NaN then have the label -1.
+        far: what `slimbayes.far` learned of the training rows. Predictions then know less about rows that are far from
+            them, and have their `distance`.
 
     Members of an `Ensemble` are averaged with its stacking weights, if `stack` has set them.
 
@@ -100,7 +105,8 @@ def predict(
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, draws):
                     sums.add(_checked(_select(outputs, output), likelihood))
-            parts.append(Prediction(**sums.fields()))
+            part = Prediction(**sums.fields())
+            parts.append(part if far is None else far.widen(part, far(features_of(model, args, kwargs, far.at))))
             if not (allow_nonfinite or sums.sound()):
                 before = sum(len(part.aleatoric) for part in parts[:-1])
                 refuse_outputs(sums, (_select(o, output) for o in source.outputs(args, kwargs, draws)), before)
