@@ -3,6 +3,7 @@ asked for.
 """
 
 from slimbayes import data as data
+from slimbayes import decisions as decisions
 from slimbayes import diagnostics as diagnostics
 from slimbayes import kernels as kernels
 from slimbayes import metrics as metrics

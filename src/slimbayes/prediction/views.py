@@ -51,10 +51,10 @@ class Views:
         index = torch.arange(size)[rows if isinstance(rows, slice) else torch.as_tensor(rows).cpu()]
         return self._each(lambda t, dim: t.index_select(dim, index.to(t.device)))
 
-    def to(self, device: torch.device | str) -> Self:
-        """The same on another device."""
-        moved = self._each(lambda t, dim: t.to(device))
-        return moved if moved.weights is None else replace(moved, weights=moved.weights.to(device))  # type: ignore[type-var]
+    def to(self, target: torch.device | str | torch.dtype) -> Self:
+        """The same on another device, or in another precision."""
+        moved = self._each(lambda t, dim: t.to(target))
+        return moved if moved.weights is None else replace(moved, weights=moved.weights.to(target))  # type: ignore[type-var]
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
