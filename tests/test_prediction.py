@@ -50,7 +50,7 @@ def loop_log_probs(likelihood: str, outputs: np.ndarray, target: np.ndarray) -> 
             elif likelihood == "gaussian":
                 logp[s][at] = stats.norm.logpdf(y, z, 0.7)
             else:
-                logp[s][at] = stats.norm.logpdf(y, z[0], float(noise_scale(torch.tensor(z[1]))))
+                logp[s][at] = stats.norm.logpdf(y, z[0], float(noise_scale(torch.tensor(z[1]), 0.7)))
     return logp
 
 

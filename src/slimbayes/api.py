@@ -3,6 +3,7 @@ asked for.
 """
 
 from slimbayes import data as data
+from slimbayes import decisions as decisions
 from slimbayes import diagnostics as diagnostics
 from slimbayes import kernels as kernels
 from slimbayes import metrics as metrics
@@ -47,9 +48,12 @@ from slimbayes.posteriors.model_patch import ModelPatch as ModelPatch
 from slimbayes.posteriors.multivariate_normal import MultivariateNormal as MultivariateNormal
 from slimbayes.posteriors.radial import Radial as Radial
 from slimbayes.posteriors.rank1 import Rank1 as Rank1
+from slimbayes.prediction.far import Far as Far
+from slimbayes.prediction.far import far as far
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction
 from slimbayes.prediction.sample import frozen as frozen
+from slimbayes.prediction.sample import mean as mean
 from slimbayes.prediction.sample import members as members
 from slimbayes.prediction.sample import sample as sample
 from slimbayes.prediction.sample import write_out as write_out

@@ -66,7 +66,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         weight_decay: of the network's own parameters.
         kl_schedule: the KL's weight after so many optimizer steps, from `slimbayes.train.schedules`.
         form: how draws join in the likelihood.
-        noise: standard deviation of the targets' noise, of "gaussian".
+        noise: standard deviation of the targets' noise, of "gaussian"; of the targets, of "heteroscedastic_gaussian".
         seed: makes the random numbers of each training step a function of it and of the step.
 
     Example:
@@ -152,7 +152,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         return self._predict(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
 
     def _predict(self, x: Any) -> Prediction:
-        scale = self.noise if self.likelihood == "gaussian" else 0.0
+        scale = 0.0 if self.means.discrete else self.noise
         inputs = tuple(x) if isinstance(x, list) else x
         return predict(self.model, inputs, draws=self.predict_draws, likelihood=self.likelihood, scale=scale)
 

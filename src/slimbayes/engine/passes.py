@@ -69,6 +69,7 @@ class Pass:
         self.rows = rows  # of the call under way
         self.first = first
         self.rowwise = rowwise and not held  # whether single rows may have noise of their own
+        self.centred = False  # whether draws are the posterior's centre: nothing is random
         self.held = held  # open for many calls, each of which is a view of it
         self.layout: Layout | None = None
         self.noise: dict[str, Noise] = {}  # by key of a posterior

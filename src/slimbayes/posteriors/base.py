@@ -75,6 +75,10 @@ class Posterior(Keyed, ABC):
     def realise(self, noise: Noise, pick: Pick) -> Any:
         """Turn noise into draws; `pick(parameter, n)` lays a parameter (K, ...) out by member of each block or row."""
 
+    def centre(self, block: Tensor) -> Tensor:
+        """The noise behind the posterior's mean, or median, in the shape of some noise (n, width)."""
+        return torch.zeros_like(block)
+
     @abstractmethod
     def kl(self, linear: MapOf) -> Tensor:
         """KL to the prior, summed over elements and members: a scalar. `linear()` has the layer's weight and bias."""

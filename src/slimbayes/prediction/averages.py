@@ -12,12 +12,12 @@ from slimbayes.engine.noise import key
 
 
 def along_draws(factors: Tensor, values: Tensor) -> Tensor:
-    """Factors (S,) shaped to meet values (S, N, ...)."""
-    return factors.reshape(-1, *[1] * (values.dim() - 1))
+    """Factors (S,), or (S, N), shaped to meet values (S, N, ...)."""
+    return factors.reshape(*factors.shape, *[1] * (values.dim() - factors.dim()))
 
 
 def log_mean(logs: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Log of the mean over the first axis of what has these logs (K, ...), weighted by (K,) or equally.
+    """Log of the mean over the first axis of what has these logs (K, ...), weighted by (K,), by (K, N) or equally.
 
     Example:
         >>> log_mean(torch.tensor([1.0, 3.0]).log()).exp()
@@ -29,7 +29,9 @@ def log_mean(logs: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
-    """Quantile over the first axis of values (M, ...), of which every member, in turn, has equally many; weights (K,).
+    """Quantile over the first axis of values (M, ...), of which every member, in turn, has equally many.
+
+    Weights are (K,), or (K, N) where they differ between rows.
 
     It interpolates as torch.quantile does for equal weights. That is the mean of the inverse distribution function over
     a window of one observation's width; for unequal ones the width comes from Kish's effective number of observations
@@ -42,10 +44,10 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     if weights is None:
         return torch.quantile(values, level, dim=0)
     each = len(values) // len(weights)
-    shares = weights.to(values.device).repeat(each) / each
+    shares = along_draws(weights.to(values.device).repeat(each, *[1] * (weights.dim() - 1)) / each, values)
     ordered, order = values.sort(0)
-    share = shares[order]
-    width = shares.square().sum()
+    share = shares.expand_as(values).gather(0, order)
+    width = shares.square().sum(0)
     start = level * (1 - width)
     upper = share.cumsum(0)
     inside = upper.clamp(start, start + width) - (upper - share).clamp(start, start + width)

@@ -21,6 +21,8 @@ from slimbayes.prediction.batches import batches_of
 from slimbayes.prediction.checks import check_inputs, explained, refuse_outputs
 from slimbayes.prediction.draws import Draws
 from slimbayes.prediction.exact import Networks
+from slimbayes.prediction.far import Far
+from slimbayes.prediction.features import features_of
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members
 from slimbayes.train.elbo import check_finite
@@ -43,6 +45,7 @@ def predict(
     inputs: int | None = None,
     seed: Seed = None,
     allow_nonfinite: bool = False,
+    far: Far | None = None,
 ) -> Prediction:
     """Predict with uncertainty from S = members x draws draws, in eval mode and without gradients.
 
@@ -64,7 +67,8 @@ def predict(
             numbers.
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
             "heteroscedastic_gaussian" means and raw scales.
-        scale: standard deviation of the observation noise, for "gaussian"; a tensor for several targets.
+        scale: standard deviation of the observation noise, for "gaussian"; for "heteroscedastic_gaussian" that of the
+            targets, as in training (1 if nothing is given); a tensor for several targets.
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or
             the first tensor.
@@ -78,6 +82,8 @@ def predict(
         seed: a whole number or a torch.Generator; by default the next number of torch's own generator.
         allow_nonfinite: predict although inputs, weights or outputs are NaN or infinite, which is an error otherwise.
             Rows whose prediction is NaN then have the label -1.
+        far: what `slimbayes.far` learned of the training rows. Predictions then know less about rows that are far from
+            them, and have their `distance`.
 
     Members of an `Ensemble` are averaged with its stacking weights, if `stack` has set them.
 
@@ -104,7 +110,8 @@ def predict(
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
                     sums.add(_checked(_select(outputs, output), likelihood))
-            parts.append(Prediction(**sums.fields()))
+            part = Prediction(**sums.fields())
+            parts.append(part if far is None else far.widen(part, far(features_of(model, args, kwargs, far.at))))
             if not (allow_nonfinite or sums.sound()):
                 before = sum(len(part.aleatoric) for part in parts[:-1])
                 refuse_outputs(sums, (_select(o, output) for o in source.outputs(args, kwargs, number)), before)

@@ -1,4 +1,5 @@
-"""sample, frozen and write_out: run a model under S draws, hold draws over many calls, or write one into a plain model.
+"""sample, frozen, mean and write_out: run a model under S draws, hold draws or means over many calls, or write one draw
+into a plain model.
 
 Sizes: S draws, B rows of the caller's batch, K members. Folded batches are draw-major: rows [j*B:(j+1)*B] belong to
 draw j, and draw j to member j mod K.
@@ -17,7 +18,7 @@ from slimbayes.convert.convert import conversions_of, debayesianize
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.noise import Seed
-from slimbayes.engine.passes import Pass, Unproven
+from slimbayes.engine.passes import Noise, Pass, Unproven
 from slimbayes.engine.tree import arrays_of
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.prediction.checks import explained
@@ -163,6 +164,35 @@ def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.M
         raise ValueError("frozen cannot be nested: draws are already held.")
     new = Pass(calls.total_draws(posteriors, draws), 1, held=True)
     noise.draw_numbered(posteriors, new, noise.seed_of(seed))
+    with passes.holding(new):
+        yield model
+
+
+@contextmanager
+def mean(model: Model) -> Iterator[Model]:
+    """Run the posterior mean over every call inside the block: each member's centre, without any noise.
+
+    A Cauchy or log-normal factor has its median, dropout is off. Members stay apart: inside, `sample(model, x)` and
+    `predict(model, x)` give one draw for each, and a bare `model(x)` shares its rows out among them.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net, x = sb.bayesianize(nn.Linear(4, 3), sb.MeanField()), torch.randn(5, 4)
+        >>> with mean(net):
+        ...     torch.equal(net(x), nn.functional.linear(x, net.weight, net.bias))
+        True
+    """
+    posteriors = posteriors_in(model)
+    if any(passes.of(p.key) is not None for p in posteriors):
+        raise ValueError("mean cannot run inside frozen, another mean or a call of the model: draws are already held.")
+    new = Pass(calls.total_draws(posteriors, 1), 1, held=True) if posteriors else None
+    if new is None:
+        yield model
+        return
+    new.centred = True
+    noise.draw_numbered(posteriors, new, 0)
+    for posterior in posteriors:
+        new.noise[posterior.key] = Noise(posterior.centre(new.noise[posterior.key].block), new.noise[posterior.key].row)
     with passes.holding(new):
         yield model
 
