@@ -27,6 +27,7 @@ from slimbayes.distributions.priors import EmpiricalBayes as EmpiricalBayes
 from slimbayes.distributions.priors import HeNormal as HeNormal
 from slimbayes.distributions.priors import ScaleMixture as ScaleMixture
 from slimbayes.distributions.priors import TiedMean as TiedMean
+from slimbayes.errors import SlimbayesWarning as SlimbayesWarning
 from slimbayes.files import CheckpointError as CheckpointError
 from slimbayes.layers import register_layer as register_layer
 from slimbayes.posteriors import config_from_dict as config_from_dict
