@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import platform
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -167,6 +168,7 @@ def done(file: Path) -> dict[Cell, dict[str, Any]]:
 def run_all(waiting: Sequence[Cell], data: Path, out: Path, workers: int, deadline: float) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as trained, out.open("a") as file:
+        file.write(json.dumps({"run": _made_by()}) + "\n")
         for count, row in enumerate(_results(waiting, data, Path(trained), workers, deadline), 1):
             file.write(json.dumps(row) + "\n")
             file.flush()
@@ -194,6 +196,13 @@ def _in_time(cell: Cell, data: Path, trained: Path, deadline: float) -> dict[str
     return run_cell(cell, data, trained) if time.time() < deadline else None
 
 
+def _made_by() -> dict[str, str]:
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = git.stdout.strip() or os.environ.get("COMMIT", "unknown")
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "slimbayes": sb.__version__}
+    return {"commit": commit, **versions, "processor": platform.machine(), "date": time.strftime("%Y-%m-%d")}
+
+
 def _set_up() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -216,8 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.out:
         finished = done(args.out)
         waiting = [cell for cell in cells(args.seeds, args.only) if cell not in finished]
-        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-        print(f"{len(waiting)} cells to run, {len(finished)} done; {versions}", file=sys.stderr)
+        print(f"{len(waiting)} cells to run, {len(finished)} done", file=sys.stderr)
         run_all(waiting, args.data, args.out, args.workers, deadline)
 
 
