@@ -31,13 +31,15 @@ from typing import Any, NamedTuple
 
 import torch
 from defaults_candidates import CANDIDATES
+from defaults_page import STARTS, compact, page, write_record
 from defaults_tasks import TASKS, Rows, Task, load, pack
 from torch import nn
 
 import slimbayes as sb
 from slimbayes.train.likelihoods import LIKELIHOODS
 
-STARTS = ("scratch", "trained")
+RECORD = Path(__file__).parents[1] / "results" / "defaults" / "cells.json"
+PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 DRAWS = 16  # of a prediction, over all members
 DECAY = 0.01
 
@@ -217,11 +219,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit-seconds", type=float, default=math.inf)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--page", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--only", default="", help="regular expression for task/start/candidate/seed")
     args = parser.parse_args(arguments)
     deadline = time.time() + args.limit_seconds
     if args.pack:
         pack(args.pack, args.root)
+    if args.page:
+        record = compact(args.page, CANDIDATES)
+        write_record(record, RECORD)
+        PAGE.write_text(page(record))
     if args.out:
         finished = done(args.out)
         waiting = [cell for cell in cells(args.seeds, args.only) if cell not in finished]

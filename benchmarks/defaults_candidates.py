@@ -6,7 +6,7 @@ Every method has about as many: the same effort for each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -28,6 +28,19 @@ class Candidate:
 
     def config(self, net: nn.Module, start: str) -> sb.Config:
         return self.make(net, start)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data: what a record says of it, as for a network with norms."""
+        config = self.make(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "scratch")
+        found = {"method": self.method, "written": _written(config), "temperature": self.temperature}
+        return found | {"config": config.to_dict()}
+
+
+def _written(config: sb.Config) -> str:
+    """A config with what differs from the method's defaults."""
+    usual, kind = type(config)(), type(config).__name__
+    given = [f.name for f in fields(config) if getattr(config, f.name) != getattr(usual, f.name)]  # type: ignore[arg-type]
+    return f"{kind}({', '.join(f'{name}={getattr(config, name)!r}' for name in given)})"
 
 
 def _fixed(method: str, config: sb.Config, temperature: float = 1.0, starts: tuple[str, ...] = BOTH) -> Candidate:

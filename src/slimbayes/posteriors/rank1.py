@@ -47,7 +47,7 @@ class Rank1Posterior(WeightPosterior):
         self.bias = nn.Parameter(torch.zeros(offsets, site.n_out)) if offsets else None
         self.members = config.members
         self.rowwise = config.draws == "example" and config.posterior != "point"
-        self.clip = config.clip
+        self.clip = None if config.clip == "auto" else config.clip  # a resolved config has a number or None
         # Elsewhere many activations share a factor, and noise is small beside them.
         self.dense = site.positions == "one" and not site.whole and config.rank == 1
         self.dense &= config.perturbation == "multiplicative"
