@@ -41,7 +41,6 @@ from slimbayes.train.likelihoods import LIKELIHOODS
 RECORD = Path(__file__).parents[1] / "results" / "defaults" / "cells.json"
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 DRAWS = 16  # of a prediction, over all members
-DECAY = 0.01
 
 
 class Cell(NamedTuple):
@@ -67,7 +66,7 @@ def cells(seeds: int, only: str) -> list[Cell]:
 
 
 def _weight(task: Task) -> float:
-    slow = {"imdb": 2.0, "physionet": 2.0, "cifar2k": 6.0, "digits": 3.0}
+    slow = {"imdb": 2.0, "physionet": 2.0, "cifar2k": 6.0, "digits": 3.0, "demo": 6.0}
     return task.epochs * task.rows[0] / task.batch * slow.get(task.name, 1.0)
 
 
@@ -118,7 +117,7 @@ def trained_net(task: Task, rows: Rows, seed: int, folder: Path) -> nn.Module:
 def train(net: nn.Module, task: Task, rows: Rows, epochs: int, temperature: float, seed: int) -> tuple[float, float]:
     """AdamW, a cosine, the KL annealed over half of training; returns KL and NLL per datum of the last epoch."""
     steps = len(rows.x) // task.batch
-    optimizer = torch.optim.AdamW(sb.param_groups(net, DECAY, task.lr), lr=task.lr)
+    optimizer = torch.optim.AdamW(sb.param_groups(net, task.decay, task.lr), lr=task.lr)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
     anneal, nll_of = sb.schedules.linear(max(1, epochs * steps // 2)), LIKELIHOODS[task.likelihood].nll
     generator, step, last = torch.Generator().manual_seed(seed), 0, []

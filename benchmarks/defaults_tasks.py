@@ -32,6 +32,8 @@ class Task:
     epochs: int
     batch: int = 64
     lr: float = 5e-3
+    decay: float = 0.01  # AdamW multiplies it with the rate
+    file: str = ""  # of the pack, if it is another task's
 
 
 class Reader(nn.Module):
@@ -72,6 +74,9 @@ TASKS = {
         _table("yacht", 6, (216, 46, 46), 100),
         Task("cancer", "categorical", lambda: mlp(30, 2, norm=True), (370, 100, 99), 50),
         Task("digits", "categorical", lambda: sb.models.small_cnn(10, 1, 8), (1000, 300, 497), 25, 50),
+        Task(
+            "demo", "categorical", lambda: sb.models.small_cnn(10, 1, 16), (1137, 300, 360), 30, 50, 0.01, 0.5, "digits"
+        ),
         Task("mnist2k", "categorical", lambda: mlp(784, 10, norm=False, width=64), (2000, 500, 1500), 15),
         Task("cifar2k", "categorical", lambda: sb.models.small_cnn(10, 3, 8), (2000, 500, 1000), 8),
         Task("physionet", "bernoulli", lambda: Reader(41, 24), (1500, 500, 1000), 10),
@@ -91,7 +96,7 @@ class Rows:
 
 def load(task: Task, folder: Path, seed: int) -> dict[str, Rows]:
     """Training, validation and test rows of a seed; tables and targets that are real are standardised by training."""
-    with np.load(folder / f"{task.name}.npz") as arrays:
+    with np.load(folder / f"{task.file or task.name}.npz") as arrays:
         x, y, shifted = (torch.from_numpy(arrays[name]) for name in ("x", "y", "shifted"))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: sum(task.rows)]
     parts = dict(zip(("train", "validation", "test"), order.split(list(task.rows)), strict=True))
