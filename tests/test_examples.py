@@ -121,7 +121,9 @@ def test_the_lab_s_demo_writes_a_report(
     tree["evaluate"] |= {"corruptions": ["fog", "pixelate"], "severities": [5]}
     (tmp_path / "digits.yaml").write_text(yaml.safe_dump(tree))
     monkeypatch.setattr(demo, "CONFIGS", tmp_path / "digits.yaml")
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path), "--epochs", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["demo.py", "--out", str(tmp_path), "--epochs", "1", "--seeds", "1", "--jobs", "1"]
+    )
     demo.main()
     assert "report.html" in capsys.readouterr().out.replace("\n", "")
     page = (tmp_path / "report.html").read_text()

@@ -21,7 +21,8 @@ from slimbayes.lab.execution import Execution, Nobody
 from slimbayes.lab.fit import Diverged, Training, fit, load_run
 from slimbayes.lab.intake import digits
 from slimbayes.lab.network import build_network
-from slimbayes.lab.run_folder import RunError, default_folder, open_run, stored_experiment
+from slimbayes.lab.recipes import Train
+from slimbayes.lab.run_folder import RunError, default_folder, open_run, read_curve, stored_experiment
 from slimbayes.lab.seeds import key
 from slimbayes.lab.step import TrainingStep
 from slimbayes.lab.task import limited, open_task
@@ -363,3 +364,23 @@ def test_the_rule_of_an_ensembles_loss_is_in_its_hash() -> None:
     assert summed.hash == experiment(method=method).hash != mean.hash
     assert mean.hash == "628c2730ca4d"  # as records of the mean were named before there was a choice
     assert experiment(train={"ensemble_loss": "mean"}).hash == experiment().hash
+def test_every_schedule_of_the_kl_ends_at_its_weight() -> None:
+    for kl in ({"kind": "Linear", "share": 0.5}, {"kind": "Staircase", "slope": 0.5, "every": 1}, {"kind": "Constant"}):
+        train = Train.model_validate({"epochs": 4, "optimizer": {"kind": "SGD"}, "kl": kl | {"weight": 0.01}})
+        assert train.kl_weight(39, per_epoch=10) == pytest.approx(0.01)
+        assert train.kl_weight(0, per_epoch=10) <= 0.01
+
+
+def test_the_kl_is_shown_per_datum_and_told_if_it_dwarfs_the_likelihood(tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    class Notes(Nobody):
+        def move(self, done: int, note: str = "") -> None:
+            notes.extend([note] if note else [])
+
+    prior = {"kind": "Normal", "loc": 0.0, "scale": 1.0}
+    wide = experiment(method={"kind": "MeanField", "prior": prior}, train={"epochs": 1})
+    with pytest.warns(sb.SlimbayesWarning, match="nats for each datum"):
+        fit(wide, tmp_path / "run", CPU, watcher=Notes(), judge=False)
+    row = read_curve(tmp_path / "run")[0]
+    assert f"nll {row['nll']:.4f}, kl {row['kl']:.4f} x 1 per datum" in notes

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -316,6 +317,33 @@ def test_unknown_forms_are_refused_by_name(
 
 
 # The ELBO and schedules -----------------------------------------------------------------------------------------------
+
+
+def test_temperature_tempers_the_kl_beside_its_annealing_and_is_checked() -> None:
+    net, nll = sb.bayesianize(nn.Linear(4, 3), sb.MeanField()), torch.tensor(0.7)
+    terms = sb.elbo(nll, net, num_data=50, kl_weight=0.5, temperature=0.1)
+    torch.testing.assert_close(terms.loss, 0.7 + 0.05 * sb.kl(net) / 50)
+    torch.testing.assert_close(terms.kl, sb.kl(net) / 50)
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="temperature must be positive"):
+            sb.elbo(nll, net, num_data=50, temperature=wrong)
+
+
+def test_a_kl_that_dwarfs_the_likelihood_is_told_once_for_a_model() -> None:
+    """And not where it is small, tempered, or only looks large because micro-batches share it."""
+    net, nll = sb.bayesianize(nn.Linear(40, 30), sb.MeanField()), torch.tensor(0.7)
+    per_datum = sb.kl(net).item() / 20
+    with warnings.catch_warnings(action="error", category=sb.SlimbayesWarning):
+        sb.elbo(nll, net, num_data=20, temperature=3 / per_datum)
+        sb.elbo(nll / 4, net, num_data=20, micro_batches=4, temperature=3 / per_datum)
+        sb.elbo(torch.tensor(-2.0), net, num_data=20, temperature=0.9 / per_datum)
+    with pytest.warns(sb.SlimbayesWarning, match=f"{per_datum:.3g} nats for each datum, {per_datum / 0.7:.0f} times"):
+        sb.elbo(nll, net, num_data=20)
+    with warnings.catch_warnings(action="error", category=sb.SlimbayesWarning):
+        sb.elbo(nll, net, num_data=20)
+    other = sb.bayesianize(nn.Linear(40, 30), sb.MeanField())
+    with pytest.warns(sb.SlimbayesWarning, match="nats for each datum, "):
+        sb.elbo(nll / 4, other, num_data=20, micro_batches=4)
 
 
 def test_elbo_is_per_datum_and_weighs_the_kl_in_the_loss_only() -> None:

@@ -486,12 +486,22 @@ def test_used_factors_lie_within_the_clip(kind: str) -> None:
         "conv": (nn.Conv2d(8, 8, 1), torch.randn(50, 8, 1, 1)),
         "lstm": (nn.LSTM(8, 8, batch_first=True), torch.randn(50, 2, 8)),
     }[kind]
-    net = sb.bayesianize(layer, sb.Rank1(members=2, posterior="cauchy", scale_init=5.0))
+    net = sb.bayesianize(layer, sb.Rank1(members=2, posterior="cauchy", scale_init=5.0, clip=10.0))
     sb.sample(net, x)
     for posterior in net.posterior.values():
         for drawn in (posterior.values().r, posterior.values().s):
             assert drawn.abs().max() == 10.0
             assert (drawn.abs() == 10.0).double().mean() > 0.1
+
+
+def test_cauchy_factors_are_clipped_at_two_by_default_and_others_at_ten() -> None:
+    """Tails up to 10 drown what was learned (docs/recipes.md); files hold the number, so that they never change."""
+    heavy, light = sb.Rank1(prior=sb.Cauchy(1.0, 0.1)), sb.Rank1()
+    assert (heavy.resolved().clip, light.resolved().clip, sb.Rank1(clip=None).resolved().clip) == (2.0, 10.0, None)
+    assert heavy == sb.Rank1(prior=sb.Cauchy(1.0, 0.1), clip=2.0) and heavy.to_dict()["clip"] == 2.0
+    net = sb.bayesianize(nn.Linear(50, 1), sb.Rank1(members=1, prior=sb.Cauchy(1.0, 5.0), scale_init=5.0))
+    with sb.frozen(net, draws=20):
+        assert net.posterior["weight"].values().s.abs().max() == 2.0
 
 
 def test_clipped_factors_get_no_gradient_and_leave_the_kl_alone() -> None:
@@ -504,7 +514,7 @@ def test_clipped_factors_get_no_gradient_and_leave_the_kl_alone() -> None:
         "mean_init": sb.Point(1.0),
         "draws": "member",
     }
-    clipped = sb.bayesianize(nn.Linear(200, 1, bias=False), sb.Rank1(**config))
+    clipped = sb.bayesianize(nn.Linear(200, 1, bias=False), sb.Rank1(**config, clip=10.0))
     free = sb.bayesianize(nn.Linear(200, 1, bias=False), sb.Rank1(**config, clip=None))
     free.load_state_dict(clipped.state_dict())
     assert torch.equal(sb.kl(clipped), sb.kl(free))

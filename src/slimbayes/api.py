@@ -29,6 +29,7 @@ from slimbayes.distributions.priors import EmpiricalBayes as EmpiricalBayes
 from slimbayes.distributions.priors import HeNormal as HeNormal
 from slimbayes.distributions.priors import ScaleMixture as ScaleMixture
 from slimbayes.distributions.priors import TiedMean as TiedMean
+from slimbayes.errors import SlimbayesWarning as SlimbayesWarning
 from slimbayes.files import CheckpointError as CheckpointError
 from slimbayes.layers import register_layer as register_layer
 from slimbayes.posteriors import config_from_dict as config_from_dict
@@ -50,6 +51,7 @@ from slimbayes.posteriors.radial import Radial as Radial
 from slimbayes.posteriors.rank1 import Rank1 as Rank1
 from slimbayes.prediction.far import Far as Far
 from slimbayes.prediction.far import far as far
+from slimbayes.prediction.norms import refresh_norms as refresh_norms
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction
 from slimbayes.prediction.sample import frozen as frozen

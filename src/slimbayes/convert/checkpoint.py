@@ -26,11 +26,11 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import Model, conversions_of, convert, debayesianize
+from slimbayes.convert.convert import Model, bayesianize, conversions_of, debayesianize
 from slimbayes.convert.plan import Selection
 from slimbayes.convert.saved_config import read_config
 from slimbayes.convert.summary import estimate_cost
-from slimbayes.errors import cut
+from slimbayes.errors import SlimbayesWarning, cut
 from slimbayes.files import FORMAT, CheckpointError, as_json, read_folder, write_folder
 from slimbayes.layers.base import Converted
 from slimbayes.posteriors import config_from_dict
@@ -174,7 +174,8 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
                 wanted = set(group["layers"])
                 include = (lambda name, layer, wanted=wanted: name in wanted) if wanted else None
                 room = _room_after(room, module, config, include, folder)
-                convert(module, config, include=include, batch_dim=record["batch_dim"])
+                with warnings.catch_warnings(action="ignore", category=SlimbayesWarning):  # starts do not matter
+                    bayesianize(module, config, include=include, batch_dim=record["batch_dim"])
         _check_tensors(model, posterior, folder)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         debayesianize(model)

@@ -15,7 +15,9 @@ from torch import nn
 
 from slimbayes.convert.opening import open_passes, turn_off_fast_paths
 from slimbayes.convert.plan import Decision, Selection, plan, refuse
+from slimbayes.distributions.families import Signs
 from slimbayes.engine import passes
+from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
@@ -71,25 +73,9 @@ def bayesianize(
         >>> type(net[0]).__name__, type(net[2]).__name__
         ('BayesLinear', 'Linear')
     """
-    convert(model, config, include, exclude, batch_dim, strict)
-    for posterior in passes.posteriors_of(model):
-        if isinstance(posterior, EnsemblePosterior) and posterior.note:
-            whose = posterior.name or "the model"
-            warnings.warn(f"Ensemble of {whose}: {posterior.note}. Give factory= to start them alike.", stacklevel=2)
-    return model
-
-
-def convert(
-    model: nn.Module,
-    config: Config | Mapping[str, Config],
-    include: Selection = None,
-    exclude: Selection = None,
-    batch_dim: int | None = None,
-    strict: bool = False,
-) -> None:
-    """`bayesianize` without a word on how members start, which does not matter where they are about to be loaded."""
     decisions = plan(model, config, include, exclude, strict)
     _report_functional_dropout(model, decisions)
+    _report_signs(model, decisions)
     layers = dict(model.named_modules())
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     built = [
@@ -117,6 +103,17 @@ def convert(
         raise
     _attach(model, Conversion(decisions, batch_dim, turn_off_fast_paths(model)))
     open_passes(model)
+    _report_members(model)
+    return model
+
+
+def _report_members(model: nn.Module) -> None:
+    """Say where members of an ensemble do not start as the network did."""
+    for posterior in passes.posteriors_of(model):
+        if isinstance(posterior, EnsemblePosterior) and posterior.note:
+            whose = posterior.name or "the model"
+            told = f"Ensemble of {whose}: {posterior.note}. Give factory= to start them alike."
+            warnings.warn(told, SlimbayesWarning, stacklevel=3)
 
 
 def ensemble(models: Sequence[Model]) -> Model:
@@ -218,6 +215,19 @@ def _report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> N
             )
         else:
             known.reason += f"; functional dropout: {what}"
+
+
+def _report_signs(model: nn.Module, decisions: list[Decision]) -> None:
+    """Random signs undo what a network has learned; that it has is known where batch norm has counted batches."""
+    signed = next((d for d in decisions if isinstance(getattr(d.config, "mean_init", None), Signs)), None)
+    counters = (b for name, b in model.named_buffers() if name.endswith("num_batches_tracked") and not b.is_meta)
+    if signed is not None and any(int(counter) for counter in counters):
+        warnings.warn(
+            f"{signed.name}: factors that start at random signs ({signed.config!r}) undo what this network has been "
+            f"trained for. Use mean_init=Normal(1.0, 0.05) to keep it, or signs before training.",
+            SlimbayesWarning,
+            stacklevel=3,
+        )
 
 
 def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> tuple[type[Converted], nn.ModuleDict]:

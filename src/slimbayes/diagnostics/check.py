@@ -25,7 +25,7 @@ from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
 from slimbayes.layers.site import LinearMap
 from slimbayes.prediction.sample import members, sample
-from slimbayes.train.elbo import kl
+from slimbayes.train.elbo import dwarfed, kl
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 _NEAR, _NOTHING = 0.1, 1e-3  # of the prior's scale
@@ -68,12 +68,8 @@ class Check:
         return list(self._looks_wrong())
 
     def _looks_wrong(self) -> Iterator[str]:
-        weighed = self.kl_weight * self.kl
-        if self.nll > 0.05 and weighed > 5 * self.nll:
-            yield (
-                f"The KL is {weighed / self.nll:.0f} times the NLL: the prior decides, not the data. Widen the prior, "
-                f"lower the KL's weight, or use fewer members."
-            )
+        if said := dwarfed(self.nll, self.kl_weight * self.kl):
+            yield said
         if self.at_prior > 0.5:
             yield (
                 f"{self.at_prior:.0%} of the posterior is still at its prior: it has learned nothing there. Lower the "

@@ -114,7 +114,7 @@ def _half_cosine(start: float, stop: float, done: float) -> float:
     return stop + (start - stop) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-# --- weights of the KL ---
+# --- weights of the KL: each ends at `weight`, the temperature of the posterior, which is one for Bayes' rule ---
 
 
 class ConstantKL(Options):
@@ -126,10 +126,7 @@ class ConstantKL(Options):
 
 
 class LinearKL(Options):
-    """Rises to `weight` over a share of training: 0.8 on CIFAR and two thirds on ImageNet in the rank-1 paper, to one.
-
-    A weight below one is a tempered posterior.
-    """
+    """Rises to `weight` over a share of training: 0.8 on CIFAR and two thirds on ImageNet in the rank-1 paper."""
 
     kind: Literal["Linear"]
     share: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -140,14 +137,15 @@ class LinearKL(Options):
 
 
 class StaircaseKL(Options):
-    """Rises by slope * every at each multiple of `every` steps (k-tied Normal, Appendix D.4)."""
+    """Rises by weight * slope * every at each multiple of `every` steps (k-tied Normal, Appendix D.4), to `weight`."""
 
     kind: Literal["Staircase"]
     slope: Positive
     every: Count = 100
+    weight: NotNegative = 1.0
 
     def at(self, step: int, total: int) -> float:
-        return schedules.staircase(self.slope, self.every)(step)
+        return self.weight * schedules.staircase(self.slope, self.every)(step)
 
 
 # --- the rest ---
@@ -183,6 +181,7 @@ class Train(Options):
         batch: rows of a step, over all processes. The rows of an epoch that do not fill a batch are left to another.
         rows: "tile" shows every row to every draw; "split" hands the rows of a batch out among the draws.
         draws: of each member, in a step.
+        kl: the weight of the KL: how it rises, and where it ends, below one for a tempered posterior.
         form: how draws join in the likelihood, as in `slimbayes.categorical`.
         posterior_lr: learning rate of the posterior's parameters relative to the others' (the fast-weight multiplier).
         weight_decay: for the network's own parameters, or for kernels, biases and norms apart. Never for factors.

@@ -65,6 +65,15 @@ class Site:
         n = self.shape[self.out_dim]
         return math.prod(self.shape) // n, n
 
+    @property
+    def fan_in(self) -> int:
+        """How many inputs feed one output, for priors that scale with it: a lookup has one, the row that is looked up.
+
+        >>> Site("weight", 5000, 16, False, "weight", (5000, 16), out_dim=1, kind="table").fan_in
+        1
+        """
+        return 1 if self.kind == "table" else self.matrix[0]
+
     def to_matrix(self, weight: Tensor) -> Tensor:
         """A stored weight as a matrix (m, n)."""
         return weight.movedim(self.out_dim, -1).reshape(self.matrix)

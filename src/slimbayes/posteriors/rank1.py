@@ -50,7 +50,7 @@ class Rank1Posterior(WeightPosterior):
         self.bias = nn.Parameter(torch.zeros(offsets, site.n_out)) if offsets else None
         self.members, self.mixture_kl = config.members, config.mixture_kl
         self.rowwise = config.draws == "example" and config.posterior != "point"
-        self.clip = config.clip
+        self.clip = None if config.clip == "auto" else config.clip  # a resolved config has a number or None
         # Elsewhere many activations share a factor, and noise is small beside them.
         self.dense = site.positions == "one" and not site.whole and config.rank == 1
         self.dense &= config.perturbation == "multiplicative"

@@ -50,7 +50,8 @@ class Rank1(FactorConfig):
         scale_init: where posterior scales start. `dropout_scale(p)` turns a dropout rate into one; by default rate 1e-3
             (cauchy: 1e-6), the paper's "deterministic" initialisation.
         scale_jitter: standard deviation of the jitter around `scale_init`, in softplus space (cauchy: none).
-        clip: factors are clipped to [-clip, clip] after drawing; None turns it off.
+        clip: factors are clipped to [-clip, clip] after drawing; None turns it off. By default at 10, as in the paper's
+            code, but Cauchy factors at 2: their tails drown what was learned (docs/recipes.md).
         member_bias: whether members get their own biases.
         rank: p, the number of averaged rank-1 products.
         draws: "example" draws fresh factors for every row (the paper); "member" once per member and pass.
@@ -74,7 +75,7 @@ class Rank1(FactorConfig):
     mean_init: Distribution | None = None
     scale_init: float | None = None
     scale_jitter: float | None = None
-    clip: float | None = 10.0
+    clip: float | Literal["auto"] | None = "auto"
     member_bias: bool = True
     rank: int = 1
     draws: Literal["example", "member"] = "example"
@@ -90,7 +91,8 @@ class Rank1(FactorConfig):
         for field in ("prior", "mean_init"):
             check_distribution(self, field, getattr(self, field))
         for field in ("clip", "scale_init", "scale_jitter"):
-            check_number(self, field, getattr(self, field))
+            if getattr(self, field) != "auto":
+                check_number(self, field, getattr(self, field))
         check_choice(self, "posterior", self.family, tuple(FAMILY))
         self._check_family()
         self._check_scales()
@@ -114,7 +116,7 @@ class Rank1(FactorConfig):
             )
 
     def _check_scales(self) -> None:
-        if not (self.clip is None or self.clip > 0):
+        if not (self.clip is None or self.clip == "auto" or self.clip > 0):
             raise ValueError(f"Rank1: clip must be positive or None, got {self.clip!r}.")
         check_not_negative(self, "scale_jitter", self.scale_jitter)
         if self.scale_init == 0 and self.family != "point":
@@ -147,7 +149,9 @@ class Rank1(FactorConfig):
             "scale_init": dropout_scale(1e-6 if family == "cauchy" else 1e-3),
             "scale_jitter": 0.0 if family == "cauchy" else 0.1,
         }
-        return replace(self, **{name: value for name, value in open_ones.items() if getattr(self, name) is None})
+        filled = {name: value for name, value in open_ones.items() if getattr(self, name) is None}
+        clip = (2.0 if family == "cauchy" else 10.0) if self.clip == "auto" else self.clip
+        return replace(self, **filled, clip=clip)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form of the resolved config."""
