@@ -364,6 +364,8 @@ def test_the_rule_of_an_ensembles_loss_is_in_its_hash() -> None:
     assert summed.hash == experiment(method=method).hash != mean.hash
     assert mean.hash == "628c2730ca4d"  # as records of the mean were named before there was a choice
     assert experiment(train={"ensemble_loss": "mean"}).hash == experiment().hash
+
+
 def test_every_schedule_of_the_kl_ends_at_its_weight() -> None:
     for kl in ({"kind": "Linear", "share": 0.5}, {"kind": "Staircase", "slope": 0.5, "every": 1}, {"kind": "Constant"}):
         train = Train.model_validate({"epochs": 4, "optimizer": {"kind": "SGD"}, "kl": kl | {"weight": 0.01}})
