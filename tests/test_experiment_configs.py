@@ -92,7 +92,7 @@ def test_files_say_what_they_are_for() -> None:
 # Hashes of configs: records are found by them. Rows that were never run before their settings changed have new ones.
 HASHES = {
     "rank1/table1.yaml#rank1-cauchy": ("2b00ccc6ca53", "350e52468f6c"),
-    "rank1/table3.yaml#deep-ensemble-5": ("009598e2dd15", "7a2026754683"),
+    "rank1/table3.yaml#deep-ensemble-5": ("f0dba1f9da5e", "51c3bd17bdf0"),
     "rank1/table4.yaml#rank1-gaussian": ("5aa25f204308", "a27b1ddbe0e7"),
     "rank1/figure3.yaml#members-16": ("ac70bdaf0b6e", "d69ae3aef133"),
     "rank1/figure9.yaml#positive": ("04b197095497", "68afdf4c4d1a"),
@@ -116,6 +116,9 @@ def test_configs_keep_their_hashes(place: str) -> None:
     assert tuple(load(FOLDER / place, (), scale).hash for scale in ("full", "small")) == HASHES[place]
 
 
+_MEAN = {"ensemble_loss": "mean"}  # of deep ensembles, before it could be chosen; rank1/table2-small has such a record
+
+
 @pytest.mark.slow
 def test_kept_records_are_those_of_their_tables() -> None:
     """results/<paper>/<table>-small holds runs of that table's rows; 89 records are older than the present hash."""
@@ -128,7 +131,9 @@ def test_kept_records_are_those_of_their_tables() -> None:
         seeds = {seed for row in table["rows"] for seed in row["seeds"]}
         known = {row.experiment("small", seed).hash for row in rows for seed in seeds}
         for file in folder.glob("*/record.json"):
-            assert validate(json.loads(file.read_text())["config"]).hash in known, f"{file} is no row of the table"
+            config = json.loads(file.read_text())["config"]
+            found = [validate(config | {"train": config["train"] | rule}).hash for rule in ({}, _MEAN)]
+            assert known & set(found), f"{file} is no row of the table"
             runs += 1
     assert runs == 96
 
