@@ -194,7 +194,8 @@ class _SquaredNorms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found = torch._foreach_mul(ctx.saved_tensors, 2 * gradients[0])
+        found, twice = ctx.saved_tensors, 2 * gradients[0]
+        found = [x * twice for x in found] if torch.is_grad_enabled() else torch._foreach_mul(found, twice)
         return tuple(g if need else None for g, need in zip(found, ctx.needs_input_grad, strict=True))
 
 
