@@ -131,3 +131,20 @@ def test_local_noise_in_float16_has_the_scale_of_the_weights() -> None:
     y = net(torch.ones(4000, 1, dtype=torch.float16)).detach().float()
     assert y.std().item() == pytest.approx(0.01, rel=0.1)
     assert math.isfinite(y.sum().item())
+
+
+def test_squared_norms_of_many_tensors() -> None:
+    """Value and gradients as in plain operations, of several types, some without gradients, and twice."""
+    torch.manual_seed(0)
+    some = [torch.randn(3, 4), torch.randn(5).double(), torch.randn(()), torch.randn(2, 0), torch.randn(4).bfloat16()]
+    leaves = [t.requires_grad_(i != 2) for i, t in enumerate(some)]
+    total = sums.squared_norms(leaves)
+    wanted = sum(t.double().square().sum() for t in leaves)
+    assert total.dtype == torch.float64
+    torch.testing.assert_close(total, wanted, rtol=1e-6, atol=0)
+    got = torch.autograd.grad(total.sin(), [leaves[0], leaves[1]], create_graph=True)
+    for g, leaf in zip(got, (leaves[0], leaves[1]), strict=True):
+        torch.testing.assert_close(g, (wanted.cos() * 2 * leaf).to(leaf.dtype), rtol=1e-5, atol=1e-6)
+    (second,) = torch.autograd.grad(got[1].sum(), leaves[1])
+    direct = 2 * wanted.cos() - 4 * wanted.sin() * leaves[1] * leaves[1].sum()
+    torch.testing.assert_close(second, direct.detach(), rtol=1e-5, atol=1e-6)

@@ -4,6 +4,7 @@
     sum_log_outer(u, v)  sum log(u v^T)
     excess(l, c)         sum (e^t - 1 - t) / 2,   t = 2 (l - c)
     squared_norm(x)      sum x^2
+    squared_norms(xs)    the same over many tensors
     shifted(m, s, e)     m + s o e
 
 Each has a twin in plain operations, for compilers, torch.func and sharded tensors.
@@ -13,10 +14,13 @@ Sizes: m x n the matrix, k columns of its factors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from slimbayes.distributions.families import wide
 
 
 def outer(u: Tensor, v: Tensor) -> Tensor:
@@ -77,6 +81,18 @@ def squared_norm(x: Tensor) -> Tensor:
     tensor(25.)
     """
     return x.square().sum() if _by_hand(x) or x.dim() < 2 else _SquaredNorm.apply(x)
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of squares over all elements of tensors on one device, in float32 at least: a scalar.
+
+    >>> squared_norms([torch.tensor([3.0]), torch.ones(4, 4)])
+    tensor(25.)
+    """
+    plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
+    if plain and not _by_hand(tensors[0]):
+        return _SquaredNorms.apply(*tensors)
+    return wide(torch.cat([x.flatten() for x in tensors])).square().sum()
 
 
 def exact(x: Tensor) -> torch.dtype:
@@ -163,6 +179,24 @@ class _SquaredNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return x * (2 * gradients[0])
+
+
+class _SquaredNorms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        widest = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+        # On a CPU norms of lines: one norm of all would add up millions of float32 in a row.
+        if tensors[0].is_cuda:
+            return torch.stack(torch._foreach_norm(tensors, 2, widest)).square().sum()
+        lines = [x.flatten(1) if x.dim() > 1 else x.reshape(1, -1) for x in tensors]
+        return torch.stack([torch.linalg.vector_norm(x, dim=1, dtype=widest).square().sum() for x in lines]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found, twice = ctx.saved_tensors, 2 * gradients[0]
+        found = [x * twice for x in found] if torch.is_grad_enabled() else torch._foreach_mul(found, twice)
+        return tuple(g if need else None for g, need in zip(found, ctx.needs_input_grad, strict=True))
 
 
 class _Shifted(torch.autograd.Function):

@@ -138,6 +138,8 @@ class Pass:
             if not same(count, blocks):
                 block = block_of_row(count, blocks, posterior.device)
             return parameter[(block + self.first) % members]
+        if count == blocks == members:
+            return parameter
         # The regular layout as plain expansion: its backward is a sum, not a scatter.
         tail = parameter.shape[1:]
         rows = 1 if count == blocks else count // blocks

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import wide
+from slimbayes.distributions.sums import squared_norms
 from slimbayes.engine.passes import modules_of
 from slimbayes.layers import kind_of
 from slimbayes.layers.base import BayesLayer
@@ -183,7 +183,7 @@ def l2(
     groups: dict[float, list[Tensor]] = {}
     for p in described(model):
         factor = factors.get((p.role, p.is_weight), 0.0)
-        groups.setdefault(factor, []).append(p.parameter.flatten())
+        groups.setdefault(factor, []).append(p.parameter)
     # One sum for each factor: a network has hundreds of small parameters.
-    terms = [factor * wide(torch.cat(same)).square().sum() for factor, same in groups.items() if factor]
+    terms = [factor * squared_norms(same) for factor, same in groups.items() if factor]
     return sum(terms, torch.zeros((), device=next(model.parameters()).device))
