@@ -190,6 +190,8 @@ def floor_table(cells: list[dict[str, Any]]) -> str:
     for name in sets:
         pairs = [[mean(cells, part, set=name, floor=f) for part in ("validation", "far")] for f in floors]
         lines.append(f"| {name} | " + " | ".join(" / ".join(map(shown, pair)) for pair in pairs) + " |")
+    every = [shown(mean(cells, "validation", floor=f)) for f in floors]
+    lines.append("| mean, validation | " + " | ".join(every) + " |")
     return "\n".join(lines)
 
 

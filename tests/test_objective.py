@@ -482,7 +482,7 @@ def test_intervals_cover_a_known_gaussian(level: float) -> None:
     """Draws N(0, .6^2) with noise .8: the predictive is N(0, 1), so coverage and width are known."""
     generator = torch.Generator().manual_seed(0)
     output = 0.6 * torch.randn(100, 1500, dtype=torch.float64, generator=generator)
-    low, high = sb.Prediction.from_outputs(output, "gaussian", scale=0.8).interval(level, seed=generator)
+    low, high = sb.Prediction.from_outputs(output, "gaussian", scale=0.8).interval(level)
     z = stats.norm.ppf((1 + level) / 2)
     covered = stats.norm.cdf(high.numpy()) - stats.norm.cdf(low.numpy())
     assert covered.mean() == pytest.approx(level, abs=0.01)

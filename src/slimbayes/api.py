@@ -8,6 +8,7 @@ from slimbayes import diagnostics as diagnostics
 from slimbayes import kernels as kernels
 from slimbayes import metrics as metrics
 from slimbayes import models as models
+from slimbayes import plot as plot
 from slimbayes.convert.checkpoint import load as load
 from slimbayes.convert.checkpoint import save as save
 from slimbayes.convert.convert import bayesianize as bayesianize

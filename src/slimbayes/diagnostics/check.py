@@ -35,7 +35,7 @@ _FEW = 300  # elements beyond which a large k-hat is the rule
 
 
 @runtime_checkable
-class _Scaled(Protocol):
+class Scaled(Protocol):
     """A posterior whose elements have locations and scales, and whose prior has them too."""
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]: ...
@@ -171,7 +171,7 @@ def _shares(model: nn.Module) -> tuple[int, float, float]:
     seen: set[int] = set()
     for layer in (module for module in model.modules() if isinstance(module, BayesLayer)):
         for site, posterior in layer.posterior.items():
-            if id(posterior) in seen or not isinstance(posterior, _Scaled):
+            if id(posterior) in seen or not isinstance(posterior, Scaled):
                 continue
             seen.add(id(posterior))
             for offset, ratio in posterior.against_prior(layer.linear_map(site)):

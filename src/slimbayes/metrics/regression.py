@@ -87,7 +87,7 @@ class IntervalCoverage(Mean):
     """Share of targets in the central interval of the predictive distribution, which should be `level`.
 
     With noise, y is inside if (1 - level) / 2 <= F(y) <= (1 + level) / 2 with F the mixture's distribution function:
-    exact, where `Prediction.interval` draws noise. Without noise the interval is that of the samples' quantiles.
+    as `Prediction.interval`. Without noise the interval is that of the samples' quantiles.
 
     Args:
         level: the interval's probability.

@@ -8,8 +8,6 @@ import math
 import torch
 from torch import Tensor
 
-from slimbayes.engine.noise import key
-
 
 def along_draws(factors: Tensor, values: Tensor) -> Tensor:
     """Factors (S,), or (S, N), shaped to meet values (S, N, ...)."""
@@ -54,12 +52,26 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     return (inside / inside.sum(0) * ordered).sum(0).to(values.dtype)
 
 
-def with_noise(values: Tensor, scale: Tensor, times: int, seed: int) -> Tensor:
-    """Every value (S, N, ...) so many times with normal noise of its scale: (times * S, N, ...)."""
-    generator = torch.Generator(values.device).manual_seed(key(seed, "interval"))
-    shape = (times, *values.shape)
-    noise = torch.randn(shape, generator=generator, device=values.device, dtype=values.dtype)
-    return noise.mul_(scale).add_(values).flatten(0, 1)
+def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level: float) -> Tensor:
+    """Quantile of the mixture of normals with these means and variances (M, ...), members and weights as in `quantile`.
+
+    Bisection, between the lowest and the highest of the normals' own quantiles.
+
+    Example:
+        >>> mixture_quantile(torch.tensor([-1.0, 3.0]), torch.ones(2), None, 0.5)
+        tensor(1.)
+    """
+    wide, scale = means.double(), noise.double().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    each = len(wide) if weights is None else len(wide) // len(weights)
+    shares = wide.new_ones(1) if weights is None else weights.to(wide)
+    shares = along_draws(shares.repeat(each, *[1] * (shares.dim() - 1)) / each, wide)
+    own = wide + scale * torch.special.ndtri(wide.new_tensor(level))
+    low, high = own.amin(0), own.amax(0)
+    for _ in range(50):
+        middle = (low + high) / 2
+        short = (shares * torch.special.ndtr((middle - wide) / scale)).sum(0) < level
+        low, high = torch.where(short, middle, low), torch.where(short, high, middle)
+    return ((low + high) / 2).to(means.dtype)
 
 
 def for_a_row(name: str, value: float | Tensor, like: Tensor) -> Tensor:

@@ -4,17 +4,23 @@ A Gaussian process with unit variance and a squared-exponential kernel, conditio
 
     v(x) = 1 - k(x, Z) (k(Z, Z) + noise I)^-1 k(Z, x)                     0 on the data, 1 far away from them
 
-of its variance: the distance. It needs no targets and no training. What a model says of x is then mixed with what is
-known without looking at x, the distribution of the training targets:
+of its variance: the distance. It needs no targets and no training. From it follows a weight
 
-    p(y | x) = (1 - w) p_model(y | x) + w p(y)            w = (v(x) - m) / (1 - m), at least 0
-                                                          m: median over Z of v at a row that is left out (closed form)
+    w(x) = (v(x) - m) / (1 - m), at least 0       m: median over Z of v at a row that is left out (closed form)
 
-so half of all familiar rows are predicted as before. The part that comes from distance counts as epistemic.
+zero for half of all familiar rows and one far away. Real targets: what the model says of x is mixed with what is known
+without looking at x, the distribution of the training targets,
+
+    p(y | x) = (1 - w) p_model(y | x) + w N(y; mean, variance of the training targets)
+
+Classes: the logits of each draw get a further variance, w times their own mean square, averaged over as MacKay (1992)
+does: z / sqrt(1 + pi/8 w mean(z^2)), z centred. Either way the NLL is bounded far away, and what distance adds to the
+uncertainty counts as epistemic.
 
 Sizes: N rows, M kept rows, P features, K members, S draws, C classes.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -40,7 +46,7 @@ class Far(nn.Module):
 
     Args:
         rows: features of training rows (M, P), M >= 2.
-        marginal: the distribution of the targets: counts of classes (C,), or means and variances (2, ...).
+        marginal: means and variances of real targets (2, ...); of classes nothing is needed, (0,).
         at: where the features come from, as in `far`.
     """
 
@@ -75,50 +81,53 @@ class Far(nn.Module):
         return 1 - (_kernel(z, self.rows) @ self.root.T).square().sum(-1).clamp(0, 1)
 
     def widen(self, prediction: Prediction, distance: Tensor) -> Prediction:
-        """A prediction mixed with the distribution of the training targets, the more the farther its rows are.
-
-        The latter joins as one more member, whose weight differs between rows.
+        """A prediction that knows less the farther its rows are; the samples must have been kept.
 
         Shape: distance (N,).
         """
-        likelihood = likelihood_named(prediction.likelihood)
+        if prediction.by_draw is None:
+            raise ValueError("Distance changes every draw; call predict(..., keep_samples=True).")
         w = ((distance - self.typical) / (1 - self.typical)).clamp(0, 1).to(prediction.by_member)
-        known, noise = self._known(prediction, likelihood.discrete)
-        by_member = torch.cat([prediction.by_member, known.expand(1, *prediction.by_member.shape[1:])])
-        shares = prediction.weights
-        k = len(prediction.by_member)
-        shares = torch.full((k,), 1 / k, dtype=w.dtype, device=w.device) if shares is None else shares.to(w)
-        weights = torch.cat([shares[:, None] * (1 - w), w[None]])
-        aleatoric = along_draws(1 - w, prediction.aleatoric) * prediction.aleatoric
-        if likelihood.discrete:
-            total = entropy(log_mean(by_member, weights))
-        else:
-            row = along_draws(w, prediction.aleatoric)
-            total = (1 - row) * prediction.total + row * noise + row * (1 - row) * (prediction.mean - known).square()
+        wider = self._classes if likelihood_named(prediction.likelihood).discrete else self._targets
+        return replace(wider(prediction, prediction.by_draw, w), distance=distance.to(w))
+
+    def _classes(self, prediction: Prediction, logs: Tensor, w: Tensor) -> Prediction:
+        z = logs.clamp_min(torch.finfo(logs.dtype).min / logs.shape[-1])
+        z = z - z.mean(-1, keepdim=True)
+        # Of huge logits squares overflow: sqrt(1 + a q^2) = hypot(1, sqrt(a) q).
+        largest = z.abs().amax(-1, keepdim=True).clamp_min(1.0)
+        rms = largest * (z / largest).square().mean(-1, keepdim=True).sqrt()
+        further = along_draws((math.pi / 8 * w).sqrt(), prediction.aleatoric)[None, ..., None] * rms
+        logs = torch.where(further > 0, (z / torch.hypot(torch.ones_like(further), further)).log_softmax(-1), logs)
+        by_member = log_mean(logs.unflatten(0, (-1, len(prediction.by_member))))
+        total = entropy(log_mean(by_member, prediction.weights))
+        return replace(
+            prediction, by_draw=logs, by_member=by_member, epistemic=(total - prediction.aleatoric).clamp_min(0)
+        )
+
+    def _targets(self, prediction: Prediction, values: Tensor, w: Tensor) -> Prediction:
+        """With the distribution of the training targets as one more member, whose weight differs between rows."""
+        if self.marginal.shape[1:] != values.shape[2:]:
+            raise ValueError(
+                f"far was fitted to targets of shape {tuple(self.marginal.shape[1:])} for each row, the prediction has "
+                f"{tuple(values.shape[2:])}: give far the targets and the likelihood that predict is given."
+            )
+        mean, variance = self.marginal.to(values)
+        k, row = len(prediction.by_member), along_draws(w, prediction.aleatoric)
+        shares = torch.full((k,), 1 / k).to(w) if prediction.weights is None else prediction.weights.to(w)
+        total = (1 - row) * prediction.total + row * variance + row * (1 - row) * (prediction.mean - mean).square()
+        aleatoric = (1 - row) * prediction.aleatoric
+        assert prediction.noise is not None  # kept with the samples
         return replace(
             prediction,
             count=prediction.count // k * (k + 1),
-            by_member=by_member,
+            by_member=torch.cat([prediction.by_member, mean.expand(1, *prediction.by_member.shape[1:])]),
             aleatoric=aleatoric,
             epistemic=(total - aleatoric).clamp_min(0),
-            by_draw=_with_member(prediction.by_draw, known, k),
-            noise=_with_member(prediction.noise, noise, k),
-            weights=weights,
-            distance=distance.to(w),
+            by_draw=_with_member(values, mean, k),
+            noise=_with_member(prediction.noise, variance, k),
+            weights=torch.cat([shares[:, None] * (1 - w), w[None]]),
         )
-
-    def _known(self, prediction: Prediction, discrete: bool) -> tuple[Tensor, Tensor]:
-        """Logs of the classes' shares, or the targets' mean and variance; each one row."""
-        like = prediction.by_member
-        if discrete:
-            counts = nn.functional.pad(self.marginal, (0, like.shape[-1] - len(self.marginal))) + 1
-            return (counts / counts.sum()).log().to(like), like.new_zeros(())
-        if self.marginal.shape[1:] != like.shape[2:]:
-            raise ValueError(
-                f"far was fitted to targets of shape {tuple(self.marginal.shape[1:])} for each row, the prediction has "
-                f"{tuple(like.shape[2:])}: give far the targets and the likelihood that predict is given."
-            )
-        return self.marginal[0].to(like), self.marginal[1].to(like)
 
 
 def far(
@@ -134,7 +143,7 @@ def far(
 
     Args:
         model: a converted model, trained.
-        loader: batches (input, target) of the training set; of one tensor each, `[(x, y)]`.
+        loader: batches (input, target) of the training set, such as `[(x, y)]`; of classes the targets do not matter.
         likelihood: as in `predict`.
         at: name of a layer, whose inputs are the features. By default the model's own inputs if they are a table
             (N, P); otherwise the inputs of the last linear layer.
@@ -155,16 +164,18 @@ def far(
         raise ValueError(f"far needs rows >= 2, got {rows!r}.")
     discrete = likelihood_named(likelihood).discrete
     generator = torch.Generator().manual_seed(seed)
-    kept, order, targets = [], torch.empty(0), []
+    kept: list[Tensor] = []
+    sums: list[Tensor] = []
+    order = torch.empty(0)
     with torch.no_grad(), evaluating(model):
         for batch in loader:
-            if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-                raise TypeError(f"far needs batches (input, target), got {type(batch).__name__}.")
+            if not (discrete or (isinstance(batch, (tuple, list)) and len(batch) > 1)):
+                raise TypeError(f"far of real targets needs batches (input, target), got {type(batch).__name__}.")
             args, kwargs = call_batch(model, batch, inputs)
             if at is None and not is_table(args, kwargs):
                 at = last_linear(model, args, kwargs)
             kept.append(features_of(model, args, kwargs, at))
-            targets.append(_targets(torch.as_tensor(batch[-1]), discrete))
+            sums += [] if discrete else [_sums(torch.as_tensor(batch[-1]))]
             order = torch.cat([order, torch.rand(len(kept[-1]), generator=generator)])
             if len(order) > 2 * rows:
                 kept, order = _fewest(kept, order, rows)
@@ -173,7 +184,7 @@ def far(
     kept, _ = _fewest(kept, order, rows)
     if not bool(kept[0].isfinite().all()):
         raise ValueError("far was given features that are NaN or infinite: clean the inputs first.")
-    return Far(kept[0], _marginal(targets, discrete), at).to(kept[0].device)
+    return Far(kept[0], _moments(sums) if sums else torch.empty(0), at).to(kept[0].device)
 
 
 def _fewest(kept: list[Tensor], order: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:
@@ -182,29 +193,21 @@ def _fewest(kept: list[Tensor], order: Tensor, rows: int) -> tuple[list[Tensor],
     return [torch.cat(kept)[chosen.to(kept[0].device)]], order[chosen]
 
 
-def _targets(target: Tensor, discrete: bool) -> Tensor:
-    """Sums over a batch: of each class, or of ones, targets and squares (3, ...)."""
-    if not discrete:
-        y = target.double()
-        return torch.stack([torch.full_like(y[0], len(y)), y.sum(0), y.square().sum(0)])
-    if target.is_floating_point() and target.dim() > 1 and target.shape[-1] > 1:
-        return target.double().flatten(0, -2).sum(0)
-    return torch.bincount(target.flatten()[target.flatten() >= 0].long()).double()
+def _sums(target: Tensor) -> Tensor:
+    """Ones, targets and their squares, summed over a batch: (3, ...)."""
+    y = target.double()
+    return torch.stack([torch.full_like(y[0], len(y)), y.sum(0), y.square().sum(0)])
 
 
-def _marginal(sums: list[Tensor], discrete: bool) -> Tensor:
-    if discrete:
-        most = max(len(s) for s in sums)
-        return torch.stack([nn.functional.pad(s, (0, most - len(s))) for s in sums]).sum(0)
+def _moments(sums: list[Tensor]) -> Tensor:
+    """Mean and variance (2, ...) of all targets."""
     count, total, squares = torch.stack(sums).sum(0)
     center = total / count
     return torch.stack([center, (squares / count - center.square()).clamp_min(torch.finfo(torch.float32).tiny)])
 
 
-def _with_member(values: Tensor | None, known: Tensor, members: int) -> Tensor | None:
+def _with_member(values: Tensor, known: Tensor, members: int) -> Tensor:
     """Draws (S, N, ...), draw j of member j mod K, with one more member that always says the same."""
-    if values is None:
-        return None
     each = values.unflatten(0, (-1, members))
     return torch.cat([each, known.expand(len(each), 1, *each.shape[2:])], 1).flatten(0, 1)
 

@@ -4,6 +4,7 @@ Sizes: S draws, K members, N rows.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -106,12 +107,15 @@ def predict(
     number, parts = 1 if draws == "exact" else draws, []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
-            sums = Accumulator(likelihood, count, scale, keep_samples, class_dim, weights)
+            keep = keep_samples or far is not None
+            sums = Accumulator(likelihood, count, scale, keep, class_dim, weights)
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
                     sums.add(_checked(_select(outputs, output), likelihood))
             part = Prediction(**sums.fields())
-            parts.append(part if far is None else far.widen(part, far(features_of(model, args, kwargs, far.at))))
+            if far is not None:
+                part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
+            parts.append(part if keep_samples else replace(part, by_draw=None, noise=None))
             if not (allow_nonfinite or sums.sound()):
                 before = sum(len(part.aleatoric) for part in parts[:-1])
                 refuse_outputs(sums, (_select(o, output) for o in source.outputs(args, kwargs, number)), before)

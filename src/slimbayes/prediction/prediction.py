@@ -11,15 +11,20 @@ Sizes: S draws, K members, N rows, C classes.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
-from slimbayes.engine.noise import Seed, seed_of
+from slimbayes.prediction import figures
 from slimbayes.prediction.accumulate import Accumulator
-from slimbayes.prediction.averages import along_draws, for_a_row, log_at, log_mean, quantile, with_noise
+from slimbayes.prediction.averages import along_draws, for_a_row, log_at, log_mean, mixture_quantile, quantile
 from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 from slimbayes.train.targets import check_labels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(repr=False)
@@ -230,20 +235,32 @@ class Prediction(Views):
             noise=None if self.noise is None else square * self.noise,
         )
 
-    def interval(self, level: float = 0.9, seed: Seed = None, per_draw: int = 32) -> tuple[Tensor, Tensor]:
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
 
-        For real targets the observation noise is included: `per_draw` noise values are drawn for every sample, from
-        `seed` as in `predict`.
+        For real targets it is exact for the mixture of the draws with their observation noise.
 
         Shape: two tensors of the shape of `mean`.
+
+        Example:
+            >>> Prediction.from_outputs(torch.zeros(3, 1), "gaussian", scale=1.0).interval(0.9)
+            (tensor([-1.6449]), tensor([1.6449]))
         """
         if not 0 < level < 1:
             raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")
-        values = self.samples
-        if self.noise is not None and bool((self.noise > 0).any()):
-            values = with_noise(values, self.noise.sqrt(), per_draw, seed_of(seed))
-        return quantile(values, self.weights, (1 - level) / 2), quantile(values, self.weights, (1 + level) / 2)
+        values, noise, ends = self.samples, self.noise, ((1 - level) / 2, (1 + level) / 2)
+        if noise is not None and bool((noise > 0).any()):
+            low, high = (mixture_quantile(values, noise, self.weights, end) for end in ends)
+        else:
+            low, high = (quantile(values, self.weights, end) for end in ends)
+        return low, high
+
+    def plot(self, target: Tensor | None = None, x: Tensor | None = None) -> "Figure":
+        """A picture: of real targets `slimbayes.plot.bands` over x, of classes the entropies of right and wrong rows.
+
+        Shape: target as in `log_prob`; x (N,). Returns a matplotlib Figure.
+        """
+        return figures.uncertainties(self, target) if self._classes else figures.bands(self, x, target)
 
     def _need(self, *kinds: str) -> None:
         if self.likelihood not in kinds:

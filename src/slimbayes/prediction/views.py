@@ -124,8 +124,10 @@ class Views:
         else:
             found = {"label": me.label, "confidence": me.confidence, "entropy": me.total}
             found |= {"aleatoric": me.aleatoric, "epistemic": me.epistemic}
+        found |= {} if self.distance is None else {"distance": self.distance}
+        if "gaussian" not in self.likelihood:
             found |= {f"p_{c}": p for c, p in enumerate(me.log_probs.exp().unbind(-1))}
-        return found if self.distance is None else {**found, "distance": self.distance}
+        return found
 
     def __repr__(self) -> str:
         """One line: what is predicted, from what, and how uncertain it is on average."""
