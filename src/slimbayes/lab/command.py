@@ -49,8 +49,6 @@ app = typer.Typer(
 config_app = typer.Typer(help="Check configs, print them resolved, and write their JSON Schema.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
-app.command()(diagnose)
-app.command()(stack)
 
 Overrides = Annotated[
     list[str],
@@ -118,6 +116,10 @@ def evaluate(
     wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
     evaluate_run(run, wanted, accelerator, data_dir)
     print_scores(run)
+
+
+app.command()(diagnose)
+app.command()(stack)
 
 
 @app.command()
