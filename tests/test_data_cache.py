@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from slimbayes.data import load, prepare
+from slimbayes.data.cache import FORMAT
 from slimbayes.data.dataset import Dataset
 
 REAL = Path(os.environ.get("SLIMBAYES_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -172,7 +173,7 @@ def damage(folder: Path, kind: str) -> None:
     elif kind == "header":
         file.write_bytes(whole[:9] + b"!" + whole[10:])
     elif kind == "format":
-        file.write_bytes(whole.replace(b'"format":"2"', b'"format":"9"'))
+        file.write_bytes(whole.replace(f'"format":"{FORMAT}"'.encode(), b'"format":"9"'))
     elif kind == "other set":
         file.write_bytes(whole.replace(b'"name":"mnist"', b'"name":"kmnis"'))
     elif kind == "sources":

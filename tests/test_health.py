@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import slimbayes as sb
-from slimbayes.data.events import Buckets, Events, Stays, bag, mortality
+from slimbayes.data.events import Buckets, Events, bag
 from slimbayes.data.physionet import FEATURES, bags, physionet2012
+from slimbayes.data.stays import Stays, mortality
 from slimbayes.models import keras_count
 from slimbayes.models.health import VARIANTS, mortality_lstm
 
@@ -449,6 +450,31 @@ def test_the_table_is_drawn_once_for_a_batch() -> None:
 def test_other_methods_by_name(config: sb.Config) -> None:
     net = sb.bayesianize(mortality_lstm(30, embedding=4, units=6, hidden=5), {"hidden|output": config})
     assert sb.sample(net, torch.randint(0, 30, (8, 5, 3)), draws=3).shape == (3, 8)
+
+
+def crowded() -> Stays:
+    """Two stays to train on and one each to validate and test, with 1, 2, 3 and 5 events."""
+    who = torch.repeat_interleave(torch.arange(4), torch.tensor([1, 2, 3, 5]))
+    hours = torch.linspace(1, 40, 11, dtype=torch.float64)
+    events = Events(who, hours, torch.zeros(11).long(), torch.arange(11.0), 4, ("HR",))
+    splits = {"train": torch.tensor([0, 1]), "validation": torch.tensor([2]), "test": torch.tensor([3])}
+    return Stays("toy", events, torch.tensor([0, 1, 0, 1]), torch.arange(4), splits, hours=40.0)
+
+
+def test_all_splits_are_as_wide_as_the_fullest_bag() -> None:
+    """Else a network's inputs would differ between training and test, and the lab refuses them."""
+    stays = crowded()
+    data = mortality(stays, precision=20.0)
+    assert {name: tuple(rows.x.shape[1:]) for name, rows in data.splits.items()} == dict.fromkeys(stays.splits, (2, 5))
+    alone = bag(
+        stays.events.of(torch.tensor([2])), Buckets.fit(stays.events.of(torch.tensor([0, 1])), 40.0), 40.0, 20.0
+    )
+    assert torch.equal(data.splits["validation"].x[..., : alone.shape[2]], alone)
+    assert not data.splits["validation"].x[..., alone.shape[2] :].any()
+
+
+def test_stays_know_when_they_are_asked() -> None:
+    assert mortality(crowded(), precision=10.0).train.x.shape[1] == 4, "40 hours, not 48"
 
 
 @real

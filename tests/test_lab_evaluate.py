@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,13 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.lab import diagnose as diagnosing
-from slimbayes.lab import evaluate as evaluating
+from slimbayes.lab import other_sets
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import fit, load_run
+from slimbayes.lab.paper_table import error_rates
 from slimbayes.lab.task import Scaling, Task
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.report import record
@@ -73,7 +75,7 @@ def test_validation_rows_and_noise_in_the_targets_own_units(tmp_path: Path) -> N
 
 def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told(tmp_path: Path) -> None:
 
-    from slimbayes.lab.evaluate import _published
+    from slimbayes.lab.other_sets import _published
 
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()
@@ -81,16 +83,16 @@ def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told
     np.save(folder / "labels.npy", np.arange(10) % 10)
     np.save(folder / "fog.npy", images)
     where = Execution(accelerator="cpu", data_dir=tmp_path)
-    found = _published("cifar10", "fog", 2, where)
+    found = _published("cifar10", "fog", 2, where, 224)
     assert (
-        found is not None
+        isinstance(found, Split)
         and torch.equal(found.x, torch.from_numpy(images[2:4]).permute(0, 3, 1, 2))
         and found.y.tolist() == [2, 3]
     )
-    assert _published("cifar10", "snow", 2, where) is None and _published("digits", "fog", 2, where) is None
+    assert _published("cifar10", "snow", 2, where, 224) is None and _published("digits", "fog", 2, where, 224) is None
     (folder / "fog.npy").write_bytes((folder / "fog.npy").read_bytes()[:5000])
     with pytest.raises(ValueError, match="fog.npy"):
-        _published("cifar10", "fog", 2, where)
+        _published("cifar10", "fog", 2, where, 224)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_validation_counts_every_target_as_the_test_does(tmp_path: Path) -> None
 @pytest.mark.parametrize("asked", ["ood", "shift"])
 def test_sets_that_do_not_fit_are_told(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        evaluating,
+        other_sets,
         "load",
         lambda *_: SimpleNamespace(
             splits={"test": Split(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))}
@@ -267,3 +269,72 @@ def test_early_stopping_judges_the_best_epoch_with_its_norms(ema: float | None, 
     )
     judged = next(e for e in found.evaluations if e.role == "validation")
     assert judged.metrics["nll"] == pytest.approx(min(row["validation_nll"] for row in found.curve), rel=1e-6)
+
+
+# --- ImageNet-C ---
+
+
+def write_trees(root: Path, kinds: tuple[str, ...] = ("fog", "snow")) -> None:
+    """Dark and light pictures, and corrupted ones: fog makes the dark ones light, snow changes nothing."""
+    from PIL import Image
+
+    def write(folder: Path, count: int, value: int) -> None:
+        folder.mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (40 + i, 40), (value, value, value)).save(folder / f"{i}.png")
+
+    for label, name in enumerate(("dark", "light")):
+        write(root / "imagenet" / "train" / name, 4, 220 * label)
+        write(root / "imagenet" / "val" / name, 2, 220 * label)
+        for kind in kinds:
+            for severity in (1, 2):
+                value = 220 if kind == "fog" else 220 * label
+                write(root / "ImageNet-C" / "weather" / kind / str(severity) / name, 2, value)
+
+
+def folders(**changes: Any) -> dict[str, Any]:
+    return merged(BASE, merged({
+        "data": {"name": "imagenet", "image_size": 28, "train_limit": None, "test_limit": None},
+        "method": {"kind": "Deterministic"}, "augment": {"kind": "resized_crop", "size": 28},
+        "train": {"epochs": 12, "batch": 8, "optimizer": {"kind": "AdamW", "lr": 0.05}},
+        "evaluate": {"batch": 4, "corruptions": ["fog", "snow"], "severities": [1, 2], "examples": 0},
+    }, changes))  # fmt: skip
+
+
+def test_imagenet_c_is_scored_from_its_folders(tmp_path: Path) -> None:
+    write_trees(tmp_path)
+    run = fit(validate(folders()), tmp_path / "run", replace(CPU, data_dir=tmp_path))
+    found = {(e.corruption, e.severity): e for e in record.read(run).evaluations}
+    assert set(found) == {(None, 0), ("fog", 1), ("fog", 2), ("snow", 1), ("snow", 2)}
+    assert found[None, 0].metrics["accuracy"] == 1 and found["snow", 2].metrics["accuracy"] == 1
+    assert found["fog", 1].metrics["accuracy"] == 0.5, "every picture is light in the fog"
+    assert found["fog", 1].data == "imagenet-c" and found["fog", 1].rows == 4
+    rates = error_rates(record.read(run), 1)
+    assert rates == {"clean": 0.0, "fog": [0.5, 0.5], "snow": [0.0, 0.0]}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda root: (root / "ImageNet-C").rename(root / "elsewhere"), "No imagenet-c: looked in"),
+        (
+            lambda root: (root / "ImageNet-C/weather/snow").rename(root / "snow"),
+            "asks for snow/1 and 1 more that image",
+        ),
+        (lambda root: (root / "imagenet/val/light").rename(root / "imagenet/val/pale"), "class folders and 2 were exp"),
+    ],
+)
+def test_corruptions_that_are_not_there_are_refused_before_training(tmp_path: Path, spoil: Any, message: str) -> None:
+    write_trees(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        fit(validate(folders()), tmp_path / "run", replace(CPU, data_dir=tmp_path))
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+def test_corrupted_pictures_of_other_classes_are_refused(tmp_path: Path) -> None:
+    write_trees(tmp_path)
+    for folder in (tmp_path / "ImageNet-C/weather").glob("*/*/light"):
+        folder.rename(folder.with_name("pale"))
+    with pytest.raises(ValueError, match="2 classes and imagenet 2, which differ in light, pale"):
+        fit(validate(folders()), tmp_path / "run", replace(CPU, data_dir=tmp_path))

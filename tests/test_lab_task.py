@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from lab_configs import BASE, CPU, MINE, X, dense, experiment, mine
+from test_health import write_text
 from torch import nn
 
 from slimbayes.data import Dataset, Split, load, prepare
-from slimbayes.data.augment import picture_crop
+from slimbayes.data.folders import ImageFolder, read_crop, read_square
 from slimbayes.lab import task as task_module
 from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import merged, validate
@@ -100,13 +101,69 @@ def test_a_crop_does_not_depend_on_who_decodes_it(tmp_path: Path) -> None:
     assert torch.equal(alone, helped)
 
 
-def test_a_crop_of_all_is_the_picture_shrunk(tmp_path: Path) -> None:
-    picture = torch.randint(0, 256, (3, 40, 40), dtype=torch.uint8)
-    same = picture_crop(picture, 40, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=False)
-    mirrored = {tuple(picture_crop(picture, 40, (1.0, 1.0), (1.0, 1.0)).flatten().tolist()) for _ in range(20)}
+def test_a_crop_of_all_is_the_picture_itself(tmp_path: Path) -> None:
+    from PIL import Image
+
+    file, pixels = tmp_path / "a.png", np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file)
+    picture = torch.from_numpy(pixels).permute(2, 0, 1)
+    same = read_crop(file, 40, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=False)
+    mirrored = {tuple(read_crop(file, 40, (1.0, 1.0), (1.0, 1.0)).flatten().tolist()) for _ in range(20)}
     assert torch.equal(same, picture) and mirrored == {tuple(p.flatten().tolist()) for p in (picture, picture.flip(2))}
     with pytest.raises(ValueError, match="scale"):
-        picture_crop(picture, 8, scale=(0.0, 1.0))
+        read_crop(file, 8, scale=(0.0, 1.0))
+
+
+def test_a_square_is_torchs_resize_and_the_middle_of_it(tmp_path: Path) -> None:
+    """Against torch's own: the shorter side to 256 of 224 parts, then the middle."""
+    from PIL import Image
+
+    small = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    Image.fromarray(small).resize((144, 96), Image.Resampling.BICUBIC).save(file := tmp_path / "a.png")
+    whole = torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1)[None].float()
+    scaled = torch.nn.functional.interpolate(whole, (64, 96), mode="bilinear", antialias=True)[0, :, 4:60, 20:76]
+    difference = (read_square(file, 56, 7 / 8).float() - scaled).abs()
+    assert difference.max() <= 1, "Pillow rounds after each direction"
+
+
+def test_folders_have_limits_and_validation_rows(tmp_path: Path) -> None:
+    write_wide_pictures(tmp_path)
+    task = open_task(Data(name="imagenet", image_size=28, train_limit=12, validation=0.25), tmp_path)
+    assert (len(task.train), len(task.validation or ()), len(task.test)) == (9, 3, 2)
+    whole = load("imagenet", tmp_path).splits["train"]
+    assert isinstance(task.train, ImageFolder) and isinstance(task.validation, ImageFolder)
+    assert isinstance(whole, ImageFolder)
+    used = [*task.train.paths, *task.validation.paths]
+    assert len(set(used)) == 12 and set(used) <= set(whole.paths)
+    labels = dict(zip(whole.paths, whole.y.tolist()))
+    assert task.train.y.tolist() == [labels[path] for path in task.train.paths]
+    assert task.validation[0][0].shape == (3, 28, 28)
+
+
+def test_a_split_of_the_set_can_be_the_validation_rows() -> None:
+    rows = {name: Split(X[i : i + 10], torch.arange(10) % 2) for i, name in enumerate(("train", "test", "b"))}
+    data = Dataset("mine", rows, ("n", "y"))
+    task = open_task(Data(name="mine", validation="b"), None, data)
+    assert isinstance(task.validation, Split) and torch.equal(task.validation.x, X[2:12]) and len(task.train) == 10
+    with_b, without = (open_task(Data(name="mine", validation=v), None, data).sha256 for v in ("b", 0.0))
+    assert with_b != without, "a run knows which rows chose its weights"
+    with pytest.raises(ValueError, match="no split 'c'"):
+        open_task(Data(name="mine", validation="c"), None, data)
+
+
+def test_bags_are_a_choice_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "physionet2012").mkdir()
+    outcomes = write_text(tmp_path / "physionet2012") / "Outcomes-a.txt"
+    outcomes.write_text(outcomes.read_text().replace("-1,1\n", "-1,0\n", 1))  # else all who are trained on died
+    hourly, daily = (
+        open_task(Data.model_validate({"name": "physionet2012", "validation": "validation"} | more), tmp_path)
+        for more in ({}, {"bags": {"precision": 24.0, "aggregate_older_than": 36.0, "tokens_per_bag": 3}})
+    )
+    assert isinstance(hourly.train, Split) and isinstance(daily.train, Split)
+    assert hourly.train.x.shape[1] == 48 and daily.train.x.shape[1:] == (3, 3)
+    assert isinstance(daily.validation, Split) and daily.validation.x.shape[1:] == (3, 3)
+    with pytest.raises(ValueError, match="digits"):
+        open_task(Data.model_validate({"name": "digits", "bags": {}}), tmp_path)
 
 
 # --- the door for data ---

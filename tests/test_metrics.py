@@ -31,6 +31,7 @@ import slimbayes as sb
 from slimbayes import metrics as sm
 from slimbayes.metrics import (
     ALEXNET,
+    ALEXNET_CLEAN,
     calibration,
     corruption_errors,
     crps_gaussian,
@@ -934,6 +935,14 @@ def test_alexnet_gives_the_absolute_error_alone() -> None:
     assert result.mce == pytest.approx(sum(by_mean.values()) / 15)
     assert math.isnan(result.rmce)
     assert result.relative_by_corruption == {}
+
+
+def test_alexnets_clean_error_gives_the_printed_relative_error() -> None:
+    """ResNet-50 of Hendrycks & Dietterich 2019, Table 1: mCE 76.7 and relative mCE 105.0, from its rounded columns."""
+    printed = (80, 82, 83, 75, 89, 78, 80, 78, 75, 66, 57, 71, 85, 77, 77)
+    ours = {name: [ce / 100 * rates[0]] * 5 for ce, (name, rates) in zip(printed, ALEXNET.items(), strict=True)}
+    result = corruption_errors({**ours, "clean": 0.239}, {**ALEXNET, "clean": ALEXNET_CLEAN})
+    assert result.mce == pytest.approx(76.7, abs=0.5) and result.rmce == pytest.approx(105.0, abs=0.5)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ import torch
 from test_health import REAL, join
 
 from slimbayes.data import load
-from slimbayes.data.events import Buckets, Events, Stays, bag, mortality
+from slimbayes.data.events import Buckets, Events, bag
 from slimbayes.data.mimic import mimic3, mimic4
+from slimbayes.data.stays import Stays, mortality
 
 
 def write(folder: Path, tables: dict[str, str], packed: bool = False) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from slimbayes.lab.claims import Claim
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.paper_table import (
     Reproduction,
@@ -17,7 +18,8 @@ from slimbayes.lab.paper_table import (
     measured,
     relative_errors,
 )
-from slimbayes.lab.papers import find
+from slimbayes.lab.papers import find, listings
+from slimbayes.metrics import ALEXNET
 from slimbayes.report.record import Cost, Evaluation, Parameters, Record, Reliability
 
 
@@ -72,10 +74,73 @@ def test_corruption_errors_relative_to_another_row() -> None:
     found = relative_errors(other, [plain, other])
     assert found["error_fog"] == pytest.approx(80.0) and found["error_snow"] == pytest.approx(50.0)
     assert found["corruption_error"] == pytest.approx(65.0)
+    # What corruption adds to a clean error of 0.2: (0.1 + 0.3) / (0.2 + 0.4) in fog and 0.05 / 0.3 in snow.
+    assert found["relative_corruption_error"] == pytest.approx(100 * (0.4 / 0.6 + 0.05 / 0.3) / 2)
     assert relative_errors(other, [other]) == {}
     table = Reproduction("emp/table5", "small", [rows["emp"], rows["vanilla"]], [plain, other]).summary()
     assert table["rows"][1]["ours"]["corruption_error"]["mean"] == pytest.approx(100.0)
     assert "97.8" in markdown(table)
+
+
+def test_imagenet_is_compared_with_alexnet() -> None:
+    mean = {name: rates[0] for name, rates in ALEXNET.items()}
+    half = record(1 - 0.3, {(name, s): 1 - rate / 2 for name, rate in mean.items() for s in range(1, 6)})
+    found = measured(half.model_copy(update={"data": "imagenet"}), 4)
+    assert found["corruption_error"] == pytest.approx(50.0)
+    relative = [(rate / 2 - 0.3) / (rate - 0.435) for rate in mean.values()]
+    assert found["relative_corruption_error"] == pytest.approx(100 * sum(relative) / 15)
+    assert "corruption_error" not in measured(half, 4), "AlexNet knows ImageNet alone"
+
+
+def test_validation_rows_have_columns_of_their_own() -> None:
+    made = record(0.8, {})
+    held = Evaluation(data="d", role="validation", draws=4, rows=5, metrics={"nll": 0.7, "aucpr": 0.3})
+    found = measured(made.model_copy(update={"evaluations": [*made.evaluations, held]}), 4)
+    assert found["validation_nll"] == 0.7 and found["validation_aucpr"] == 0.3 and found["nll"] == 0.25
+    assert not any(name.startswith("validation_") for name in measured(made, 4))
+
+
+def test_claims_are_judged_by_paired_differences() -> None:
+    """Seeds differ by far more than rows do: only pairs show it."""
+    base = {seed: {"nll": 0.1 * seed, "accuracy": 0.5} for seed in range(8)}
+    low = {seed: {"nll": 0.1 * seed - 0.01, "accuracy": 0.5 + 0.01 * (-1) ** seed} for seed in range(8)}
+    rows = {"base": base, "low": low}
+    judge = lambda better, than, score: Claim(better=better, than=than, score=score).judged(rows)  # noqa: E731
+    assert judge("low", "base", "nll")["verdict"] == "holds"
+    assert judge("low", "base", "nll")["difference"] == pytest.approx(-0.01)
+    assert judge("base", "low", "nll")["verdict"] == "does not hold: it is the other way round"
+    assert judge("low", "base", "accuracy")["verdict"] == "undecided"
+    assert judge("low", "base", "ece")["verdict"] == "not run"
+    one = Claim(better="low", than="base", score="nll").judged({"base": {0: base[0]}, "low": {0: low[0]}})
+    assert one["verdict"] == "one seed, which agrees" and one["interval"] is None
+    odd = {0: {"nll": float("nan")}, 1: {"nll": 0.0}}
+    assert "not finite" in Claim(better="a", than="b", score="nll").judged({"a": odd, "b": base})["verdict"]
+    with pytest.raises(ValueError, match="kl_weight"):
+        _ = Claim(better="a", than="b", score="kl_weight").sign
+
+
+def test_a_table_has_intervals_and_what_became_of_the_claims() -> None:
+    rows = {row.stem: row for row in find("rank1/table4")}
+    results = [
+        RowResult(rows[name], seed, {"nll": level + 0.004 * seed})
+        for name, level in (("deterministic", 0.33), ("rank1-gaussian", 0.31))
+        for seed in range(4)
+    ]
+    table = Reproduction("rank1/table4", "full", list(rows.values()), results).summary()
+    shown = markdown(table)
+    assert "| 0.336 [0.332, 0.340] |" in shown and "*0.213*" in shown and "*0.446*" in shown
+    better = "- Rank-1 BNN, Gaussian better than Deterministic in nll: **holds**, -0.02 [-0.02, -0.02] over 4 seeds"
+    assert better in shown and "Deterministic better than Fully-Bayesian in nll: **not run**" in shown
+
+
+@pytest.mark.parametrize("name", listings())
+def test_claims_name_rows_and_scores_that_are_there(name: str) -> None:
+    rows = {row.stem: row for row in find(name)}
+    for claim in next(iter(rows.values())).paper.claims:
+        assert {claim.better, claim.than} <= rows.keys() and claim.sign in (-1, 1)
+        assert claim.score in rows[claim.better].paper.numbers
+        printed = [rows[row].paper.numbers[claim.score] for row in (claim.better, claim.than)]
+        assert claim.sign * (printed[0] - printed[1]) > 0, "the paper prints otherwise"
 
 
 def test_calibration_errors_leave_out_small_bins() -> None:

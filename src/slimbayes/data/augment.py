@@ -63,11 +63,11 @@ def resized_crop(
     _check(images)
     if not images.is_floating_point():
         raise TypeError(f"resized_crop needs floating-point images, got {images.dtype}; divide by 255.")
-    _check_boxes(scale, ratio)
+    check_boxes(scale, ratio)
     batch, _, height, width = images.shape
     device = generator.device if generator else images.device
     u = torch.rand((5, batch), generator=generator, device=device).to(images.device)
-    top, left, tall, wide = _boxes(u, height, width, scale, ratio)
+    top, left, tall, wide = crop_boxes(u, height, width, scale, ratio)
     rows, columns = _centres(top, tall, size, height), _centres(left, wide, size, width)
     if flip:
         columns = torch.where(u[4].unsqueeze(1) < 0.5, columns.flip(1), columns)
@@ -75,37 +75,13 @@ def resized_crop(
     return F.grid_sample(images, grid.to(images.dtype), mode="bilinear", padding_mode="border", align_corners=False)
 
 
-def picture_crop(
-    picture: Tensor,
-    size: int,
-    scale: tuple[float, float] = (0.08, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
-    flip: bool = True,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """`resized_crop` of one picture as it was decoded, for pictures of many sizes; smoothed before it shrinks.
-
-    Shape: uint8 (C, H, W) -> uint8 (C, size, size).
-
-    Example:
-        >>> picture_crop(torch.zeros(3, 300, 900, dtype=torch.uint8), size=32).shape
-        torch.Size([3, 32, 32])
-    """
-    _check_boxes(scale, ratio)
-    u = torch.rand((5, 1), generator=generator, device="cpu")  # where pictures are decoded
-    top, left, tall, wide = (int(side) for side in _boxes(u, picture.shape[1], picture.shape[2], scale, ratio))
-    cut = picture[None, :, top : top + tall, left : left + wide].float()
-    out = F.interpolate(cut, (size, size), mode="bilinear", antialias=True, align_corners=False)[0]
-    out = out.flip(2) if flip and float(u[4]) < 0.5 else out
-    return out.round().clamp(0, 255).to(torch.uint8)
-
-
-def _check_boxes(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
+def check_boxes(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
+    """Refuse shares of the area, or ratios of width to height, that no crop has."""
     if not 0 < scale[0] <= scale[1] <= 1 or not 0 < ratio[0] <= ratio[1]:
         raise ValueError(f"scale must lie in (0, 1] and ratio above 0, least first; got scale={scale}, ratio={ratio}.")
 
 
-def _boxes(
+def crop_boxes(
     u: Tensor, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Tensor, ...]:
     """Top, left, height and width of crops, each (B,), from numbers u (4 or more, B) in [0, 1)."""

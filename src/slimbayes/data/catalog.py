@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
 from slimbayes.data import cache as caches
 from slimbayes.data import cifar, images, imdb, mimic, physionet, uci
 from slimbayes.data.dataset import Dataset, Found
+from slimbayes.data.stays import mortality
 
 _Reader = Callable[[Path], Found | None]
 
@@ -190,6 +191,29 @@ def load(
             warnings.warn(f"The cache {kept} is not used: {error}. {advice}", stacklevel=2)
     read_now = {split: found.splits[split]() for split in names}
     return Dataset(name, read_now, found.classes, found.vocabulary(), found.columns())
+
+
+def load_bags(
+    name: str,
+    root: Path | str | None = None,
+    precision: float = 1.0,
+    aggregate_older_than: float | None = None,
+    count: int = 5,
+    tokens_per_bag: int | None = None,
+) -> Dataset:
+    """A set of health records with bags of another width than `load` gives them; arguments as in `mortality`.
+
+    Example:
+        >>> load_bags("physionet2012", root="/nowhere", precision=24.0)
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: No physionet2012: looked in /nowhere/physionet2012 for ...
+    """
+    found = find(source_of(name), root_folder(root))
+    if found.stays is None:
+        raise ValueError(f"{name} is no set of health records: there is nothing in it to put into bags.")
+    data = mortality(found.stays(), None, precision, aggregate_older_than, count, tokens_per_bag)
+    return replace(data, name=name)
 
 
 def prepare(

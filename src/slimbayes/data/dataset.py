@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from slimbayes.data.folders import ImageFolder
+
+if TYPE_CHECKING:
+    from slimbayes.data.stays import Stays
 
 _INPUTS, _TARGETS = ("image", "img", "x", "pixel_values", "input_ids"), ("label", "labels", "y", "target", "fine_label")
 
@@ -40,6 +43,10 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def pick(self, index: Tensor) -> Self:
+        """The same with some of its rows, in that order."""
+        return replace(self, x=self.x[index], y=self.y[index])
 
     def to(self, device: torch.device | str) -> Split:
         return Split(self.x.to(device), self.y.to(device))
@@ -73,7 +80,7 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same set with its tensors on `device`; image folders stay where they are."""
-        return replace(self, splits={k: v.to(device) if isinstance(v, Split) else v for k, v in self.splits.items()})
+        return replace(self, splits={name: rows.to(device) for name, rows in self.splits.items()})
 
     def _tensors(self, name: str) -> Split:
         split = self.splits.get(name)
@@ -94,6 +101,7 @@ class Found:
     vocabulary: Callable[[], tuple[str, ...]] = tuple
     files: Callable[[], Sequence[Path]] = tuple
     columns: Callable[[], tuple[str, ...]] = tuple
+    stays: Callable[[], Stays] | None = None  # of health records, before they are bags
 
 
 def labels(values: Any, classes: int, file: Path, first: int = 0) -> Tensor:

@@ -16,18 +16,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slimbayes.data.dataset import Dataset, Found, Split
-
-CLASSES = ("survived", "died")
 _AT_A_TIME = 500_000  # events that are sorted into bags together: sorting takes ten times the memory of what is sorted
 
 
@@ -241,60 +235,3 @@ def _fill(out: Tensor, tokens: Tensor, place: Tensor, hours: Tensor, sizes: Tens
     column = torch.arange(len(tokens), device=tokens.device) - starts[place]
     kept = column >= 0
     out[place[kept], column[kept]] = tokens[kept].int()
-
-
-@dataclass(frozen=True)
-class Stays:
-    """Hospital stays with an outcome, and which of them belong to which split.
-
-    Shape: labels (N,) int64, 1 for a death in hospital; records (N,) int64, the set's own numbers; splits (n,) int64.
-    """
-
-    name: str
-    events: Events
-    labels: Tensor
-    records: Tensor
-    splits: Mapping[str, Tensor]
-
-    def __post_init__(self) -> None:
-        sizes = self.events.patients, len(self.labels), len(self.records)
-        if len(set(sizes)) > 1:
-            raise ValueError(f"{self.name}: {sizes[0]} stays, {sizes[1]} labels, {sizes[2]} record numbers.")
-
-
-def mortality(
-    stays: Stays,
-    hours: float = 48.0,
-    precision: float = 1.0,
-    aggregate_older_than: float | None = None,
-    count: int = 5,
-    tokens_per_bag: int | None = None,
-) -> Dataset:
-    """Tokens and labels of every split, with `count` buckets from the split "train". Other arguments as in `bag`.
-
-    Shape: x (N, T, L) int32, y (N,) int64.
-
-    Example:
-        >>> beats = EventList()
-        >>> beats.append(0, 0.0, 0, 60.0), beats.append(1, 0.0, 0, 90.0)
-        (None, None)
-        >>> splits = {"train": torch.tensor([0]), "test": torch.tensor([1])}
-        >>> stays = Stays("toy", beats.events(2, ("HR",)), torch.tensor([0, 1]), torch.tensor([7, 8]), splits)
-        >>> data = mortality(stays, hours=24.0, precision=6.0)
-        >>> data.train.x.shape, data.test.y.tolist(), len(data.vocabulary)
-        (torch.Size([1, 4, 1]), [1], 7)
-    """
-    if "train" not in stays.splits:
-        raise ValueError(f"{stays.name} has no split 'train' to fit buckets on, it has: {', '.join(stays.splits)}.")
-    buckets = Buckets.fit(stays.events.of(stays.splits["train"]), hours, count)
-    splits = {}
-    for name, rows in stays.splits.items():
-        tokens = bag(stays.events.of(rows), buckets, hours, precision, aggregate_older_than, tokens_per_bag)
-        splits[name] = Split(tokens, stays.labels[rows])
-    return Dataset(stays.name, splits, CLASSES, buckets.names())
-
-
-def outcomes(data: Callable[[], Dataset], splits: Sequence[str], files: Callable[[], Sequence[Path]]) -> Found:
-    """For `load`: the splits of a set that `mortality` makes from files."""
-    read = {split: partial(lambda name: data().splits[name], split) for split in splits}
-    return Found(read, CLASSES, lambda: data().vocabulary, files)

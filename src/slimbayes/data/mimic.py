@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.csv_rows import find_table, number_of, open_rows, time_of
-from slimbayes.data.dataset import Dataset, Found
-from slimbayes.data.events import EventList, Stays, mortality, outcomes
+from slimbayes.data.dataset import Found
+from slimbayes.data.events import EventList
+from slimbayes.data.stays import Stays, mortality, outcomes
 
 SPLITS = ("train", "validation", "test")
 _OLDEST = 90.0  # years: the dates of birth of older patients are shifted by centuries, or their age is given as 91
@@ -63,7 +64,7 @@ MIMIC4 = Release(
 
 
 def mimic3(folder: Path | str, hours: float = 24.0, seed: int = 0) -> Stays:
-    """Admissions that last `hours` at least, and what was known by then. Give `mortality` the same hours.
+    """Admissions that last `hours` at least, and what was known by then: `mortality` asks at that time.
 
     MIMIC has no official split: a seeded tenth of the patients is "validation", another "test", with all admissions.
 
@@ -93,12 +94,8 @@ def first_day(folder: Path, release: Release) -> Found | None:
     files = {name: file for name, table in release.tables.items() if (file := find_table(folder, table)) is not None}
     if not files.keys() >= set(_NEEDED):
         return None
-
-    @cache
-    def data() -> Dataset:
-        return mortality(_Reading(release, folder, 24.0).stays(0), 24.0, aggregate_older_than=24.0, tokens_per_bag=128)
-
-    return outcomes(data, SPLITS, lambda: [*files.values()])
+    by_hour = partial(mortality, aggregate_older_than=24.0, tokens_per_bag=128)
+    return outcomes(lambda: _Reading(release, folder, 24.0).stays(0), by_hour, SPLITS, lambda: [*files.values()])
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,9 @@ class _Reading:
         self.read_measurements("chartevents", "d_items", "chart")
         numbers = partial(torch.tensor, dtype=torch.int64, device="cpu")
         events = self.events.events(len(self.labels), tuple(self.features))
-        return Stays(self.release.name, events, numbers(self.labels), numbers(self.records), self.split(seed))
+        return Stays(
+            self.release.name, events, numbers(self.labels), numbers(self.records), self.split(seed), self.hours
+        )
 
     def split(self, seed: int) -> dict[str, Tensor]:
         """Rows by split; all stays of a patient in one."""

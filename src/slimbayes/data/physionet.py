@@ -23,7 +23,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ import torch
 
 from slimbayes.data.archives import read_npz, read_xz
 from slimbayes.data.csv_rows import number_of, open_rows
-from slimbayes.data.dataset import Dataset, Found
-from slimbayes.data.events import EventList, Events, Stays, mortality, outcomes
+from slimbayes.data.dataset import Found
+from slimbayes.data.events import EventList, Events
+from slimbayes.data.stays import Stays, mortality, outcomes
 
 SETS = {"a": "train", "b": "validation", "c": "test"}
 PACKED = "challenge2012.npz.xz"
@@ -73,16 +74,13 @@ def bags(folder: Path) -> Found | None:
     """For `load`: the set as `mortality` makes it by default: all 48 hours, one bag an hour, buckets from set a."""
     packed = (folder / PACKED).is_file()
 
-    @cache
-    def data() -> Dataset:
-        return mortality(physionet2012(folder))
-
     def files() -> list[Path]:
         texts = ((folder / f"Outcomes-{k}.txt", *sorted((folder / f"set-{k}").glob("*.txt"))) for k in _letters(folder))
         return [folder / PACKED] if packed else [file for group in texts for file in group]
 
     letters = list(SETS) if packed else _letters(folder)
-    return outcomes(data, [SETS[letter] for letter in letters], files) if letters else None
+    splits = [SETS[letter] for letter in letters]
+    return outcomes(partial(physionet2012, folder), mortality, splits, files) if letters else None
 
 
 def _letters(folder: Path) -> list[str]:

@@ -183,11 +183,12 @@ def sweep(
     scale: Scale = "full",
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
+    compile: Annotated[bool | None, typer.Option(help="torch.compile the networks; by default on a GPU.")] = None,
 ) -> None:
     """Run seeds x methods x data sets; finished runs are skipped, others continued."""
     from slimbayes.lab.sweep import sweep as run_sweep
 
-    failed = run_sweep(config, out, over, jobs, dry, overrides, scale, data_dir, accelerator)
+    failed = run_sweep(config, out, over, jobs, dry, overrides, scale, data_dir, accelerator, compile)
     if failed:
         raise typer.Exit(1)
 

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field, model_validator
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab.choices import Choice, OneOf, Options
 from slimbayes.lab.networks import Augmentation, Network
-from slimbayes.lab.recipes import Count, Train
+from slimbayes.lab.recipes import Count, Positive, Train
 from slimbayes.posteriors import METHODS
 from slimbayes.posteriors.configs.base import Config
 
@@ -48,32 +48,51 @@ Pattern = Annotated[str, Field(max_length=1000), AfterValidator(_compiles)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+class Bags(Options):
+    """How health records become bags of tokens, as in `slimbayes.data.mortality`.
+
+    Attributes:
+        precision: hours in a bag (24 in the rank-1 paper).
+        aggregate_older_than: what is older than so many hours shares one bag; None: there is no such bag.
+        count: buckets of each feature's values.
+        tokens_per_bag: only so many, the latest; None keeps all.
+    """
+
+    precision: Positive = 1.0
+    aggregate_older_than: Positive | None = None
+    count: Annotated[int, Field(ge=1, le=1000)] = 5
+    tokens_per_bag: Count | None = None
+
+
 class Data(Options):
     """Which rows are trained and tested on.
 
     Attributes:
         name: a set that `slimbayes data list` knows, or "digits", 1,797 small images that come with scikit-learn.
         split: of the standard splits of a UCI set.
-        validation: share of the training rows that is held out, drawn with `seed`.
-        held_out: "drawn" takes them at random, "last" the last ones as they are stored (the k-tied paper).
+        validation: share of the training rows that is held out, drawn with `seed`; or the name of one of the set's own
+            splits (PhysioNet 2012 has "validation", its set b), which leaves all training rows to train on.
+        held_out: "drawn" takes a share at random, "last" the last rows as they are stored (the k-tied paper).
         train_limit, test_limit: only so many rows, drawn with `seed`.
         scaling: "standard" takes the training rows' mean from images and tables and divides by their deviation, by
             channel or feature; "unit" leaves images in [0, 1], "signed" stretches them to [-1, 1], and both leave other
             numbers as they are.
         image_size: what image folders (ImageNet) are cut to: the shorter side becomes 8/7 of it, the centre is taken.
             With the augmentation resized_crop, training pictures are cropped at random from the full picture instead.
+        bags: of health records; as `slimbayes.data.load` has them where it is left out.
         seed: of these draws; the run's own seed leaves the rows alone.
         allow_nonfinite: take inputs that are NaN or infinite, which are refused otherwise; the network must know them.
     """
 
     name: Name
     split: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    validation: Annotated[float, Field(ge=0, lt=1)] | Name = 0.0
     held_out: Literal["drawn", "last"] = "drawn"
     train_limit: Count | None = None
     test_limit: Count | None = None
     scaling: Literal["standard", "unit", "signed"] = "standard"
     image_size: Annotated[int, Field(ge=1, le=10_000)] = 224
+    bags: Bags | None = None
     seed: Seed = 0
     allow_nonfinite: bool = False
 

@@ -1,7 +1,6 @@
 """What a trained network is judged on: test rows, corrupted ones, shifted ones and unfamiliar ones.
 
-Corruptions are functions of their name, severity and rows, draws of the run's seed and the set: equal weights, equal
-scores.
+Draws are functions of the run's seed and the set: equal weights, equal scores.
 """
 
 from __future__ import annotations
@@ -16,21 +15,19 @@ import torch
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.data import Split, corrupt, load
+from slimbayes.data import Split
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.lab.config import Evaluate, Experiment
+from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluation_scores import Scores, class_scores, ood_scores, regression_scores
 from slimbayes.lab.execution import Execution, Nobody, Watcher
-from slimbayes.lab.intake import check_split
-from slimbayes.lab.seeds import generator, key, seed_everything
+from slimbayes.lab.other_sets import check, corrupted, fitting, unfamiliar
+from slimbayes.lab.seeds import key, seed_everything
 from slimbayes.lab.task import Rows, Task, batches, limited
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.report.record import Evaluation, Example
 from slimbayes.train.likelihoods import LikelihoodName
 
-_CHUNK = 1000  # images that are corrupted together: their random numbers depend on it
-UNFAMILIAR = ("inverted", "shuffled")  # test images that are none any more
 _ENTROPY = 3  # column of what is noted about a row
 
 
@@ -129,13 +126,13 @@ class Predictor(NamedTuple):
         binary, members = self.likelihood == "bernoulli", sb.members(self.network)
         return class_scores(classes, chosen.bins, members, binary, self.device, chosen.drop)
 
-    def validation_scores(self) -> dict[str, float]:
+    def validation_scores(self, workers: int = 0) -> dict[str, float]:
         """NLL, and accuracy or RMSE, of the validation rows in the units of training, with one draw of each member."""
         assert self.task.validation is not None
         chosen = self.experiment.evaluate.model_copy(update={"noise": None})
         experiment = self.experiment.model_copy(update={"evaluate": chosen})
         standardised = self._replace(task=replace(self.task, y_mean=None, y_std=None), experiment=experiment)
-        (made,), _ = standardised.score(self.task.validation, [1], self.task.name, "validation")
+        (made,), _ = standardised.score(self.task.validation, [1], self.task.name, "validation", workers=workers)
         if self.likelihood == "gaussian":
             return {"validation_nll": -made.metrics["lpd"], "validation_rmse": made.metrics["rmse"]}
         return {f"validation_{name}": made.metrics[name] for name in ("nll", "accuracy")}
@@ -156,110 +153,21 @@ def evaluate(
     draws = sorted(set(chosen.draws)) if posteriors_of(predictor.network) else [1]
     made, familiar = predictor.score(task.test, draws, task.name, "test", workers=workers)
     if task.validation is not None:
-        made += predictor.score(task.in_own_units(task.validation), draws, task.name, "validation")[0]
-    for source, about, rows in _corrupted(predictor, execution, watcher or Nobody()):
-        made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about)[0]
+        rows = task.in_own_units(task.validation)
+        made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
+    for source, about, rows in corrupted(predictor.experiment, task, execution, watcher or Nobody()):
+        made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, workers)[0]
     for name in chosen.shift:
-        rows = limited(_fitting(name, task, execution), chosen.limit)
-        made += predictor.score(rows.to(predictor.device), draws, name, "shift")[0]
+        shifted = limited(fitting(name, task, execution), chosen.limit)
+        made += predictor.score(shifted.to(predictor.device), draws, name, "shift")[0]
     for name in chosen.ood:
-        rows = _unfamiliar(name, predictor, execution).to(predictor.device)
-        predictions = predictor.predictions(rows, f"ood {name}", draws)
+        strange = unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
+        predictions = predictor.predictions(strange, f"ood {name}", draws)
         entropies = [{n: p.entropy.double() for n, p in found.items()} for found, _ in predictions]
         for n in draws:
             scores = ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
-            made.append(Evaluation(data=name, role="ood", draws=n, rows=len(rows), metrics=scores))
+            made.append(Evaluation(data=name, role="ood", draws=n, rows=len(strange), metrics=scores))
     return made, _examples(task, familiar[draws[-1]], chosen.examples) if chosen.examples and familiar else []
-
-
-def check(chosen: Evaluate, task: Task, execution: Execution) -> None:
-    """Refuse sets that are not there or do not fit, before anything is trained."""
-    if chosen.ood and task.real:
-        raise ValueError(f"evaluate.ood asks for {chosen.ood[0]}, but {task.name} has real targets: it is for classes.")
-    for name in (*chosen.shift, *chosen.ood):
-        if name not in UNFAMILIAR:
-            _fitting(name, task, execution)
-    in_memory = task.images and isinstance(task.test, Split)
-    if chosen.corruption_names and not in_memory:
-        raise ValueError(f"evaluate.corruptions are for sets of images in memory; {task.name} is not one.")
-    if set(chosen.ood) & set(UNFAMILIAR) and not in_memory:
-        names = " and ".join(UNFAMILIAR)
-        raise ValueError(f"evaluate.ood: {names} are made of images in memory; {task.name} has none.")
-
-
-def _corrupted(
-    predictor: Predictor, execution: Execution, watcher: Watcher
-) -> Iterator[tuple[str, dict[str, Any], Split]]:
-    """Test images under each corruption and severity: the published ones where they are at hand, else made here."""
-    chosen, task, said = predictor.experiment.evaluate, predictor.task, set()
-    pairs = [(name, severity) for name in chosen.corruption_names for severity in chosen.severities]
-    if not pairs:
-        return
-    assert isinstance(task.test, Split)
-    test = limited(task.test, chosen.limit)
-    watcher.begin("corruptions", len(pairs))
-    for done, (name, severity) in enumerate(pairs, 1):
-        watcher.move(done)
-        about = {"corruption": name, "severity": severity}
-        if published := _published(task.name, name, severity, execution):
-            yield f"{task.name}-c", about, limited(published, chosen.limit)
-            continue
-        try:
-            yield task.name, about, _corrupt(test, name, severity, execution)
-        except (ValueError, FileNotFoundError) as error:
-            if name not in said:
-                watcher.say(f"{name} is left out: {error}")
-            said.add(name)
-
-
-def _published(data: str, name: str, severity: int, execution: Execution) -> Split | None:
-    if data not in ("cifar10", "cifar100"):
-        return None
-    try:
-        rows = load(f"{data}-c", execution.data_dir, [f"{name}/{severity}"]).splits[f"{name}/{severity}"]
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        if "has no split" in str(error):
-            return None
-        raise  # a damaged file is no reason to judge by other images
-    assert isinstance(rows, Split)
-    return rows
-
-
-def _corrupt(test: Split, name: str, severity: int, execution: Execution) -> Split:
-    folder = None if execution.data_dir is None else execution.data_dir / "frost"
-    parts = []
-    for index, images in enumerate(test.x.split(_CHUNK)):
-        source = torch.Generator(images.device).manual_seed(key(0, "corrupt", name, severity, index))
-        parts.append((corrupt(images.float() / 255, name, severity, source, frost_folder=folder) * 255).round().byte())
-    return Split(torch.cat(parts), test.y)
-
-
-def _fitting(name: str, task: Task, execution: Execution) -> Split:
-    """Test rows of another set, of the same shape as the task's."""
-    rows = load(name, execution.data_dir, ["test"]).splits["test"]
-    if not isinstance(rows, Split):
-        raise ValueError(f"{name} is decoded image by image; only sets in memory can be asked for here.")
-    if isinstance(task.test, Split) and rows.x.shape[1:] != task.test.x.shape[1:]:
-        shape, needed = tuple(rows.x.shape[1:]), tuple(task.test.x.shape[1:])
-        raise ValueError(f"{name} has inputs of shape {shape}, but {task.name} has {needed}.")
-    check_split(rows, f"{name}, test")
-    return rows
-
-
-def _unfamiliar(name: str, predictor: Predictor, execution: Execution) -> Split:
-    """Rows of a set the network never saw, or test images with their colours inverted or their pixels shuffled."""
-    limit, test = predictor.experiment.evaluate.limit, predictor.task.test
-    if name not in UNFAMILIAR:
-        return limited(_fitting(name, predictor.task, execution), limit)
-    assert isinstance(test, Split)
-    rows = limited(test, limit)
-    if name == "inverted":
-        return Split(255 - rows.x, rows.y)
-    flat = rows.x.flatten(2)
-    order = torch.rand(len(flat), 1, flat.shape[2], generator=generator(0, "shuffled")).argsort(2)
-    return Split(flat.gather(2, order.expand_as(flat).to(flat.device)).view_as(rows.x), rows.y)
 
 
 def _examples(task: Task, notes: Tensor, wanted: int) -> list[Example]:

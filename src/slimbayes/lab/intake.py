@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from slimbayes.data import Dataset, Split, load
+from slimbayes.data import Dataset, Split, load, load_bags
 from slimbayes.data.folders import ImageFolder
 from slimbayes.lab import config
 from slimbayes.lab.seeds import generator
@@ -26,11 +27,13 @@ _AT_ONCE = 1 << 20  # numbers that are looked at together
 def open_data(
     chosen: config.Data, root: Path | str | None = None, dataset: Dataset | None = None
 ) -> tuple[Dataset, tuple[str, ...]]:
-    """The data set of a config, and the names of the splits that are trained and tested on: one for both in tables."""
+    """The data set of a config, and the names of the splits that are trained, tested and validated on, if one is named:
+    one for all in tables."""
     if dataset is None and chosen.name.startswith("uci/"):
         return load(chosen.name, root), ("all",)
-    data = dataset or (digits() if chosen.name == "digits" else load(chosen.name, root))
-    splits = ("train", "test" if "test" in data.splits else "val")
+    data = dataset or _opened(chosen, root)
+    named = (chosen.validation,) if isinstance(chosen.validation, str) else ()
+    splits = ("train", "test" if "test" in data.splits else "val", *named)
     for name in splits:
         if name not in data.splits:
             has = ", ".join(data.splits)
@@ -38,6 +41,15 @@ def open_data(
                 f"{data.name} has no split {name!r}, so it cannot be trained and tested on; it has: {has}."
             )
     return data, splits
+
+
+_bags = lru_cache(maxsize=2)(load_bags)  # tables look at the data of many runs, and bags take seconds to fill
+
+
+def _opened(chosen: config.Data, root: Path | str | None) -> Dataset:
+    if chosen.bags is not None:
+        return _bags(chosen.name, root, **chosen.bags.model_dump())
+    return digits() if chosen.name == "digits" else load(chosen.name, root)
 
 
 def digits() -> Dataset:

@@ -12,10 +12,12 @@ from typing import Any
 
 from slimbayes.data import CORRUPTIONS
 from slimbayes.files import write_text
+from slimbayes.lab.claims import told
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.papers import UNITS, PaperRow, Scale
-from slimbayes.metrics.corruption import ALEXNET, corruption_errors
+from slimbayes.metrics.corruption import ALEXNET, ALEXNET_CLEAN, corruption_errors
 from slimbayes.report.record import Evaluation, Record
+from slimbayes.report.statistics import bootstrap_interval
 
 Numbers = dict[str, float]
 _DROP = 5  # bins of at most so many rows are outliers (Chang et al. 2019, D.2)
@@ -43,28 +45,42 @@ def draws_of(record: Record, asked: int | None) -> int:
 
 
 def measured(record: Record, draws: int) -> Numbers:
-    """Scores of test rows, means over corruptions (`corrupted_`) and members (`member_`), diversity, parameters."""
+    """Scores of test rows and of validation rows (`validation_`), means over corruptions (`corrupted_`) and members
+    (`member_`), diversity, parameters."""
     out: Numbers = {}
     for e in (e for e in record.evaluations if e.role == "test" and e.draws == draws):
         out |= e.metrics | e.diversity
         out |= {f"member_{name}": fmean(one[name] for one in e.members) for name in (e.members[0] if e.members else ())}
+    for e in (e for e in record.evaluations if e.role == "validation" and e.draws == draws):
+        out |= {f"validation_{name}": value for name, value in e.metrics.items()}
     corrupted = [e for e in record.evaluations if e.role == "corruption" and e.draws == draws]
     for name in ("nll", "accuracy", "ece") if corrupted else ():
         out[f"corrupted_{name}"] = fmean(e.metrics[name] for e in corrupted)
     rates = error_rates(record, draws)
     if record.data.startswith("imagenet") and all(len(rates.get(c, ())) == 5 for c in CORRUPTIONS):
-        out["corruption_error"] = corruption_errors({c: rates[c] for c in CORRUPTIONS}, ALEXNET).mce
+        out |= _against({c: rates[c] for c in ("clean", *CORRUPTIONS)}, {**ALEXNET, "clean": ALEXNET_CLEAN})
     size = record.parameters
     return out | {"parameters": float(size.total), "overhead": size.total / size.plain - 1}
 
 
-def error_rates(record: Record, draws: int) -> dict[str, list[float]]:
-    """Top-1 errors by corruption, severity by severity."""
+def error_rates(record: Record, draws: int) -> dict[str, Any]:
+    """Top-1 errors: "clean", of test rows, and by corruption, severity by severity."""
+    clean = [1 - e.metrics["accuracy"] for e in record.evaluations if e.role == "test" and e.draws == draws]
+    out: dict[str, Any] = {"clean": clean[0]} if clean else {}
     found = [e for e in record.evaluations if e.role == "corruption" and e.draws == draws]
-    out: dict[str, list[float]] = {}
     for e in sorted(found, key=lambda e: e.severity):
         out.setdefault(e.corruption or "", []).append(1 - e.metrics["accuracy"])
     return out
+
+
+def _against(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Numbers:
+    """Mean corruption error (mCE), that of each corruption, and the relative one (rmCE) where it has a meaning."""
+    absolute = corruption_errors(ours, {name: rates for name, rates in theirs.items() if name != "clean"})
+    out = {"corruption_error": absolute.mce}
+    out |= {f"error_{name}": value for name, value in absolute.by_corruption.items()}
+    # A reference that corruption does not harm has nothing to be relative to.
+    harmed = all(sum(rates) > len(rates) * theirs["clean"] + 1e-9 for name, rates in theirs.items() if name != "clean")
+    return out | ({"relative_corruption_error": corruption_errors(ours, theirs).rmce} if harmed else {})
 
 
 def relative_errors(result: RowResult, results: Iterable[RowResult]) -> Numbers:
@@ -78,10 +94,8 @@ def relative_errors(result: RowResult, results: Iterable[RowResult]) -> Numbers:
         return {}
     ours = error_rates(result.record, draws_of(result.record, result.row.paper.draws))
     theirs = error_rates(against.record, draws_of(against.record, against.row.paper.draws))
-    if not ours or any(not sum(rates) for rates in theirs.values()):
-        return {}
-    found = corruption_errors(ours, theirs)
-    return {"corruption_error": found.mce} | {f"error_{name}": value for name, value in found.by_corruption.items()}
+    corrupted = [rates for name, rates in theirs.items() if name != "clean"]
+    return _against(ours, theirs) if len(ours) > 1 and all(map(sum, corrupted)) else {}
 
 
 def calibration_errors(evaluation: Evaluation) -> Numbers:
@@ -116,13 +130,23 @@ class Reproduction:
 
     def summary(self) -> dict[str, Any]:
         """Everything as JSON holds it: for each row ours (mean, standard error, number of seeds) and the paper's."""
-        rows = [self._entry(row) for row in self.rows]
-        place = self.rows[0].paper.place
-        return {"name": self.name, "place": place, "scale": self.scale, "rows": rows, "failures": self.failures}
+        rows, paper = [self._entry(row) for row in self.rows], self.rows[0].paper
+        scores = {row.stem: {r.seed: self._numbers(r) for r in self._of(row)} for row in self.rows}
+        return {
+            "name": self.name, "place": paper.place, "scale": self.scale, "rows": rows,
+            "claims": [claim.judged(scores) for claim in paper.claims if {claim.better, claim.than} <= scores.keys()],
+            "failures": self.failures,
+        }  # fmt: skip
+
+    def _of(self, row: PaperRow) -> list[RowResult]:
+        return [r for r in self.results if r.row.name == row.name]
+
+    def _numbers(self, result: RowResult) -> Numbers:
+        return result.numbers | relative_errors(result, self.results)
 
     def _entry(self, row: PaperRow) -> dict[str, Any]:
-        mine = [r for r in self.results if r.row.name == row.name]
-        numbers = [r.numbers | relative_errors(r, self.results) for r in mine]
+        mine = self._of(row)
+        numbers = [self._numbers(r) for r in mine]
         paper, record = row.paper, mine[0].record if mine else None
         entry: dict[str, Any] = {
             "row": row.stem, "label": paper.row, "note": paper.note, "seeds": [r.seed for r in mine],
@@ -143,7 +167,9 @@ class Reproduction:
 
 
 def averages(numbers: Sequence[Numbers], units: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Mean, standard error and number of seeds of each score; what is not finite stands in place of the mean.
+    """Mean, standard error, 95 % bootstrap interval and number of seeds of each score.
+
+    What is not finite stands in place of the mean.
 
     Example:
         >>> averages([{"accuracy": 0.5}, {"accuracy": 0.7}], {"accuracy": "%"})["accuracy"]["mean"]
@@ -155,7 +181,8 @@ def averages(numbers: Sequence[Numbers], units: Mapping[str, str]) -> dict[str, 
         odd = sorted({str(value) for value in values if not math.isfinite(value)})
         error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 and not odd else None
         # JSON has no word for NaN or infinity: they are written as text.
-        out[name] = {"mean": "/".join(odd) if odd else fmean(values), "error": error, "count": len(values)}
+        found = {"mean": "/".join(odd) if odd else fmean(values), "error": error, "count": len(values)}
+        out[name] = found | {"interval": bootstrap_interval(values)}
     return out
 
 
@@ -195,6 +222,8 @@ def markdown(found: Mapping[str, Any]) -> str:
                 for name in _SIZES
             ]
             lines.append(_line(["*paper*", *theirs, "", "", *size]))
+    if claims := told(found.get("claims", ()), {row["row"]: row["label"] for row in rows}):
+        lines += ["", "What the paper claims, and differences here over the same seeds:", "", *claims]
     return "\n".join(lines) + "\n"
 
 
@@ -211,7 +240,7 @@ def _remarks(found: Mapping[str, Any]) -> list[str]:
         data = dict.fromkeys(name for (name, _, other), _ in settings if other == rest)
         several = len({other for (_, _, other), _ in settings}) > 1
         out.append(f"- {found['scale']}: {', '.join(data)}; {rest}{f' ({_labels(labels)})' if several else ''}")
-    out.append("- Ours: mean ± standard error over seeds. In italics: what the paper prints.")
+    out.append("- Ours: mean and its 95 % bootstrap interval over seeds. In italics: what the paper prints.")
     for note, labels in _grouped((row["note"], row["label"]) for row in rows if row["note"]).items():
         out.append(f"- {_labels(labels) if len(labels) < len(rows) else 'All rows'}: {note}")
     return out + [f"- **{line}" for line in failed(found["failures"], "failed:** ")]
@@ -254,8 +283,9 @@ def _value(found: Mapping[str, Any] | None, decimals: int) -> str:
         return "-"
     if isinstance(found["mean"], str):  # nan or inf
         return found["mean"]
-    error = "" if found["error"] is None else f" ± {found['error']:,.{decimals}f}"
-    return f"{found['mean']:,.{decimals}f}{error}"
+    interval = found.get("interval")  # tables of before have none
+    spread = "" if interval is None else f" [{', '.join(f'{end:,.{decimals}f}' for end in interval)}]"
+    return f"{found['mean']:,.{decimals}f}{spread}"
 
 
 def _printed(row: Mapping[str, Any], name: str, decimals: int) -> str:

@@ -23,6 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 
 import slimbayes
 from slimbayes.errors import brief, cut, did_you_mean
+from slimbayes.lab.claims import Claim
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import ConfigError, load, read_tree
 from slimbayes.lab.config_rows import row_names
@@ -49,6 +50,7 @@ class Printed(BaseModel):
         repeat: what each of `--seeds` sets: the seed alone, or the standard split of the data too.
         relative_to: the row whose errors on corrupted rows count as 100.
         diagnostic, options: functions of `slimbayes.lab.diagnose` and their arguments.
+        claims: what the paper says of the table's rows, each judged over seeds (claims.py).
         note: how the row differs from the paper's.
     """
 
@@ -66,6 +68,7 @@ class Printed(BaseModel):
     relative_to: str | None = None
     diagnostic: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
     options: dict[str, Any] = {}
+    claims: tuple[Claim, ...] = ()
     note: str = ""
 
     @model_validator(mode="before")

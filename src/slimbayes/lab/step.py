@@ -23,9 +23,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from slimbayes.data import Split
 from slimbayes.data.folders import ImageFolder
 from slimbayes.lab.evaluate import Predictor
+from slimbayes.lab.pictures import crops_pictures
 from slimbayes.lab.recipes import set_rate
 from slimbayes.lab.seeds import seed_everything
-from slimbayes.lab.task import crops_pictures
 from slimbayes.prediction.sample import sample
 from slimbayes.train.elbo import ELBO, check_finite, elbo
 from slimbayes.train.likelihoods import LIKELIHOODS
@@ -113,7 +113,7 @@ class TrainingStep:
         if len(batch) == 1:
             assert isinstance(task.train, Split)  # folders of pictures arrive decoded
             batch = (task.train.x.index_select(0, batch[0]), task.train.y.index_select(0, batch[0]))
-        x, y = task.scaling(batch[0], whole=augment is not None), batch[1]
+        x, y = task.scaling(batch[0]), batch[1]
         cropped = isinstance(task.train, ImageFolder) and crops_pictures(self.experiment)
         if augment is not None and not cropped:
             x = augment.build(images=x)

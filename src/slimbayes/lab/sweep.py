@@ -42,6 +42,7 @@ _SHOWN = 20  # faults in one message
 def sweep(
     config: Path, out: Path, over: Sequence[str] = (), jobs: int = 1, dry: bool = False,
     overrides: Sequence[str] = (), scale: str = "full", data_dir: Path | None = None, accelerator: str = "auto",
+    compile: bool | None = None,
 ) -> int:  # fmt: skip
     """Run all combinations; returns how many failed. Runs that have finished are skipped.
 
@@ -53,6 +54,7 @@ def sweep(
         dry: list the runs and how far each is, and do nothing.
         overrides: "path=value" for every run.
         scale: "small" lays the file's `small` values over the others.
+        compile: whether networks are compiled, as in `slimbayes fit`.
 
     Example:
         >>> sweep(Path("rank1.yaml"), Path("runs"), ["seed=[0, 1, 2]"], jobs=4)  # doctest: +SKIP
@@ -65,6 +67,7 @@ def sweep(
         _show([(run, run.state, "") for run in runs])
         return 0
     words = ["--accelerator", accelerator, *(["--data-dir", str(data_dir)] if data_dir else [])]
+    words += [] if compile is None else ["--compile" if compile else "--no-compile"]
     gpus, slots = visible_gpus(accelerator), SimpleQueue[dict[str, str]]()
     for number in range(jobs):
         slots.put({"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {})

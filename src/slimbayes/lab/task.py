@@ -5,26 +5,37 @@ Sizes: N rows, C channels, T targets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split
-from slimbayes.data.augment import picture_crop
-from slimbayes.data.folders import ImageFolder, decode
+from slimbayes.data.folders import ImageFolder, read_square
 from slimbayes.data.uci import check_index, split_rows
 from slimbayes.lab import config
 from slimbayes.lab.intake import check_data, data_digest, open_data
 from slimbayes.lab.seeds import generator
 
 Rows = Split | ImageFolder
+IMAGENET = (torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
+SHARE = 7 / 8  # of the shorter side that tested pictures show: 224 of 256 pixels
 _MANY = 1 << 23  # numbers of which no copy in float64 is made
+
+
+class _Rows(Protocol):
+    """Either of `Rows`, where it must come out as what went in."""
+
+    def __len__(self) -> int: ...
+
+    def pick(self, index: Tensor) -> Self: ...
+
+
+R = TypeVar("R", bound=_Rows)
 
 
 @dataclass(frozen=True)
@@ -36,11 +47,8 @@ class Scaling:
 
     mean: Tensor | None = None
     std: Tensor | None = None
-    crop: int | None = None  # larger images lose their border, unless they are about to be cropped at random
 
-    def __call__(self, x: Tensor, whole: bool = False) -> Tensor:
-        if self.crop is not None and not whole and min(x.shape[-2:]) > self.crop:
-            x = centre(x, self.crop)
+    def __call__(self, x: Tensor) -> Tensor:
         if x.dtype == torch.uint8:
             x = x.float() / 255
         elif x.is_floating_point() or self.mean is not None:
@@ -61,7 +69,7 @@ class Task:
     name: str
     train: Rows
     test: Rows
-    validation: Split | None
+    validation: Rows | None
     scaling: Scaling
     classes: tuple[str, ...] = ()
     vocabulary: int = 0
@@ -93,13 +101,16 @@ class Task:
         names = ("train", "test", "validation", "scaling", "y_mean", "y_std")
         return replace(self, **{name: _moved(getattr(self, name), device) for name in names})
 
-    def in_own_units(self, rows: Split) -> Split:
+    def in_own_units(self, rows: Rows) -> Rows:
         """Rows with targets as they came: those of training and validation are standardised."""
-        return rows if self.y_mean is None or self.y_std is None else Split(rows.x, self.y_mean + self.y_std * rows.y)
+        if self.y_mean is None or self.y_std is None:
+            return rows
+        assert isinstance(rows, Split)
+        return Split(rows.x, self.y_mean + self.y_std * rows.y)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return value if value is None or isinstance(value, ImageFolder) else value.to(device)
+    return value if value is None else value.to(device)
 
 
 def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Dataset | None = None) -> Task:
@@ -114,66 +125,38 @@ def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Data
 
 
 def _from_splits(data: Dataset, splits: Sequence[str], chosen: config.Data) -> Task:
-    train, test = (data.splits[name] for name in splits)
-    if isinstance(train, ImageFolder) or isinstance(test, ImageFolder):
-        return _folders(data, train, test, chosen)
+    train, test, *named = (data.splits[name] for name in splits)
     train, test = limited(train, chosen.train_limit, chosen.seed), limited(test, chosen.test_limit, chosen.seed)
-    kept, held = _hold_out(train, chosen)
-    words = 0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else _highest(train.x, test.x)
+    kept, held = (train, named[0]) if named else _hold_out(train, chosen)
+    if isinstance(kept, Split) and isinstance(test, Split):
+        return _in_memory(data, kept, test, held, chosen)
+    for rows in (kept, held, test):
+        if isinstance(rows, ImageFolder):
+            rows.read = partial(read_square, size=chosen.image_size, share=SHARE)
+    return Task(data.name, kept, test, held, Scaling(*IMAGENET), data.classes)
+
+
+def _in_memory(data: Dataset, kept: Split, test: Split, held: Rows | None, chosen: config.Data) -> Task:
+    every = [kept, test, *([held] if isinstance(held, Split) else [])]
+    words = 0 if kept.x.is_floating_point() or kept.x.dtype == torch.uint8 else _highest(rows.x for rows in every)
     classes = data.classes
-    if not classes and not train.y.is_floating_point():
-        classes = tuple(map(str, range(_highest(train.y, test.y if test.y.dim() == 1 else train.y))))
+    if not classes and not kept.y.is_floating_point():
+        classes = tuple(map(str, range(_highest(rows.y for rows in every if rows.y.dim() == 1))))
     vocabulary = max(len(data.vocabulary), words)
     scaling = _scaling(kept.x, chosen.scaling)
     return Task(data.name, kept, test, held, scaling, classes, vocabulary, columns=data.columns)
 
 
-def _highest(train: Tensor, test: Tensor) -> int:
+def _highest(numbers: Iterable[Tensor]) -> int:
     """How many whole numbers from zero on there are."""
-    return int(max(train.max(), test.max())) + 1
+    return max(int(some.max()) for some in numbers) + 1
 
 
-def _folders(data: Dataset, train: Rows, test: Rows, chosen: config.Data) -> Task:
-    if chosen.validation or chosen.train_limit or chosen.test_limit:
-        raise ValueError(
-            f"{data.name} is decoded image by image: data.validation and limits are for sets that fit into memory."
-        )
-    scaling = Scaling(*IMAGENET, crop=chosen.image_size)
-    shrink = partial(_shrunk, size=round(chosen.image_size * 8 / 7))
-    for rows in (train, test):
-        if isinstance(rows, ImageFolder):
-            rows.transform = shrink
-    return Task(data.name, train, test, None, scaling, data.classes)
-
-
-def _shrunk(image: Tensor, size: int) -> Tensor:
-    """An image, uint8 (3, H, W), with its shorter side scaled to `size` and its centre cut out: (3, size, size)."""
-    _, height, width = image.shape
-    scale = size / min(height, width)
-    shape = (max(size, round(height * scale)), max(size, round(width * scale)))
-    scaled = F.interpolate(image[None].float(), shape, mode="bilinear", antialias=True, align_corners=False)
-    return centre(scaled, size)[0].round().clamp(0, 255).to(torch.uint8)
-
-
-def centre(x: Tensor, size: int) -> Tensor:
-    """The middle of images (N, C, H, W), `size` pixels high and wide."""
-    top, left = (x.shape[2] - size) // 2, (x.shape[3] - size) // 2
-    return x[:, :, top : top + size, left : left + size]
-
-
-IMAGENET = (torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
-
-
-def limited(rows: Split, limit: int | None, seed: int = 0) -> Split:
+def limited(rows: R, limit: int | None, seed: int = 0) -> R:
     """At most `limit` rows, drawn without replacement but kept in order."""
     if limit is None or limit >= len(rows):
         return rows
-    return _picked(rows, torch.randperm(len(rows), generator=generator(seed, "limit"))[:limit])
-
-
-def _picked(rows: Split, index: Tensor) -> Split:
-    index = index.sort().values
-    return Split(rows.x[index], rows.y[index])
+    return rows.pick(torch.randperm(len(rows), generator=generator(seed, "limit"))[:limit].sort().values)
 
 
 def batches(rows: Rows, size: int, device: torch.device, workers: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -184,39 +167,6 @@ def batches(rows: Rows, size: int, device: torch.device, workers: int = 0) -> It
     loader = torch.utils.data.DataLoader(rows, size, num_workers=workers, pin_memory=device.type == "cuda")
     for x, y in loader:
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-
-
-@dataclass(frozen=True)
-class RandomCrops(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """An image folder in one epoch, cropped from the full pictures, before they become a batch without their sides.
-
-    A row's crop depends on seed, epoch and row alone, not on who decodes it.
-    """
-
-    rows: ImageFolder
-    crop: Callable[..., Tensor]
-    seed: int
-    epoch: int
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        cut = self.crop(decode(self.rows.paths[index]), generator=generator(self.seed, "crop", self.epoch, index))
-        return cut, int(self.rows.y[index])
-
-
-def crops_pictures(experiment: config.Experiment) -> bool:
-    """Whether the augmentation crops full pictures of image folders; others act on batches of their centres."""
-    return experiment.augment is not None and experiment.augment.kind == "resized_crop"
-
-
-def pictures(rows: ImageFolder, experiment: config.Experiment, epoch: int) -> ImageFolder | RandomCrops:
-    """What an epoch's loader reads: pictures cropped at random, or as the folder's own transform leaves them."""
-    if experiment.augment is None or not crops_pictures(experiment):
-        return rows
-    crop = partial(picture_crop, **experiment.augment.model_dump(exclude={"kind"}))
-    return RandomCrops(rows, crop, experiment.seed, epoch)
 
 
 def _table(data: Dataset, chosen: config.Data) -> Task:
@@ -249,7 +199,9 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     return wide.mean(0).float(), wide.std(0, correction=0).where(wide.amax(0) > wide.amin(0), 1.0).float()
 
 
-def _hold_out(rows: Split, chosen: config.Data) -> tuple[Split, Split | None]:
+def _hold_out(rows: R, chosen: config.Data) -> tuple[R, R | None]:
+    if isinstance(chosen.validation, str):
+        raise ValueError(f"{chosen.name} is one table without a split {chosen.validation!r}: give a share to hold out.")
     held = round(len(rows) * chosen.validation)
     if not chosen.validation:
         return rows, None
@@ -259,7 +211,7 @@ def _hold_out(rows: Split, chosen: config.Data) -> tuple[Split, Split | None]:
     order = torch.randperm(len(rows), generator=generator(chosen.seed, "validation"))
     if chosen.held_out == "last":
         order = torch.arange(len(rows) - 1, -1, -1)
-    return _picked(rows, order[held:]), _picked(rows, order[:held])
+    return rows.pick(order[held:].sort().values), rows.pick(order[:held].sort().values)
 
 
 def _scaling(x: Tensor, kind: str) -> Scaling:

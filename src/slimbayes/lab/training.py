@@ -23,10 +23,11 @@ from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution, Watcher, leave_together, noting_signals
 from slimbayes.lab.network import build_network, likelihood_of
+from slimbayes.lab.pictures import pictures
 from slimbayes.lab.run_folder import RunError, append_steps, forget_steps, tensorboard
 from slimbayes.lab.seeds import generator, seed_everything
 from slimbayes.lab.step import Batch, TrainingStep
-from slimbayes.lab.task import open_task, pictures
+from slimbayes.lab.task import open_task
 from slimbayes.lab.tracking import Tracker
 
 MINUTE = 60.0
@@ -166,7 +167,7 @@ class Training:
         row |= self.tracker.columns()
         if self.task.validation is not None:
             with self.stepper.averaged():
-                scores = self.predictor.validation_scores()
+                scores = self.predictor.validation_scores(self.execution.workers)
             row |= self.fabric.broadcast(scores)  # each process drew its own noise, and all must agree when to stop
             if train.early_stop and row["validation_nll"] < self.best.get("nll", float("inf")):
                 with self.stepper.averaged():

@@ -18,6 +18,7 @@ from slimbayes.metrics.calibration import TemperatureScaling as TemperatureScali
 from slimbayes.metrics.calibration import calibration as calibration
 from slimbayes.metrics.calibration import temperature as temperature
 from slimbayes.metrics.corruption import ALEXNET as ALEXNET
+from slimbayes.metrics.corruption import ALEXNET_CLEAN as ALEXNET_CLEAN
 from slimbayes.metrics.corruption import CorruptionErrors as CorruptionErrors
 from slimbayes.metrics.corruption import corruption_errors as corruption_errors
 from slimbayes.metrics.crps import crps_gaussian as crps_gaussian

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 Rates = Mapping[str, float | Sequence[float]]
 
+ALEXNET_CLEAN = 0.435  # top-1 error without corruption (Hendrycks & Dietterich 2019, Table 1)
 # Published as means over the five severities, which is all that CE_c depends on, without the clean error.
 ALEXNET: dict[str, tuple[float, ...]] = {
     name: (mean,) * 5
@@ -49,7 +50,8 @@ def corruption_errors(errors: Rates, reference: Rates) -> CorruptionErrors:
 
     Args:
         errors: top-1 error rates, as fractions, of each corruption at every severity, and the "clean" one.
-        reference: the same of the network to compare with. Without "clean", as `ALEXNET`, there is no relative error.
+        reference: the same of the network to compare with. Without "clean", as `ALEXNET`, there is no relative error;
+            `{**ALEXNET, "clean": ALEXNET_CLEAN}` has one.
 
     Example:
         >>> plain = {"clean": 0.2, "fog": [0.3, 0.5], "snow": [0.4, 0.6]}
