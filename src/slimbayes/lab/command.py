@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.lab.data_command import app as data_app
+from slimbayes.lab.run_commands import Accelerator, DataDir, diagnose, stack
 
 _CODES = {
     "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4,
@@ -53,8 +54,6 @@ Overrides = Annotated[
     list[str],
     typer.Option("--set", help="Change a field: [bold]train.epochs=5[/]. May be given again.", metavar="PATH=VALUE"),
 ]
-DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; $SLIMBAYES_DATA by default.")]
-Accelerator = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 Runs = Annotated[list[Path], typer.Argument(help="Run directories, or folders of them.")]
 Scale = Annotated[Literal["full", "small"], typer.Option(help="'small' lays the file's small values over the others.")]
 
@@ -119,20 +118,8 @@ def evaluate(
     print_scores(run)
 
 
-@app.command()
-def diagnose(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
-    draws: Annotated[int, typer.Option(help="Draws of each member, for scores.", min=1)] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    data_dir: DataDir = None,
-    accelerator: Accelerator = "auto",
-) -> None:
-    """Look at a run's posterior: ELBO, calibration, k-hat; of Gaussian ones spectrum, truncation, gradient noise."""
-    from slimbayes.lab.diagnose_run import diagnose_run, lines
-    from slimbayes.lab.execution import Execution
-
-    found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
-    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines(found)))
+app.command()(diagnose)
+app.command()(stack)
 
 
 @app.command()

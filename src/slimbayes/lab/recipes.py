@@ -174,6 +174,12 @@ class EarlyStop(Options):
     patience: Count = 5
 
 
+class Alternate(Options):
+    """Coordinate descent between shared parameters and those of patches, so many steps each (EMP paper, C.2)."""
+
+    every: Count = 100
+
+
 class Train(Options):
     """How it is trained.
 
@@ -195,6 +201,7 @@ class Train(Options):
         ema: decay of a running average of the weights, which is what is evaluated and saved.
         track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
             (see tracking.py).
+        alternate: train shared parameters and those of patches in turn, instead of together.
     """
 
     epochs: Count
@@ -217,6 +224,7 @@ class Train(Options):
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     early_stop: EarlyStop | None = None
     track: tuple[Literal["scales", "snr"], ...] = ()
+    alternate: Alternate | None = None
 
     @model_validator(mode="after")
     def _pieces(self) -> Train:
@@ -239,6 +247,10 @@ class Train(Options):
         """Weight of the KL in a step."""
         return self.kl.at(step, self.epochs * per_epoch)
 
+    def trained_part(self, step: int) -> str | None:
+        """Which parameters a step trains, "shared" or "patch"; None: all of them."""
+        return None if self.alternate is None else schedules.alternating(self.alternate.every)(step)
+
     def build_optimizer(self, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
         """The optimizer of a converted model; with `graph` its rates are tensors that a CUDA graph rereads."""
         import torch
@@ -246,7 +258,7 @@ class Train(Options):
         from slimbayes.train.optim import param_groups
 
         decay = self.weight_decay.model_dump() if isinstance(self.weight_decay, Decay) else self.weight_decay
-        groups = param_groups(model, decay, self.optimizer.lr, self.posterior_lr)
+        groups = param_groups(model, decay, self.optimizer.lr, self.posterior_lr, apart=self.alternate is not None)
         for group in groups:
             group["base_lr"] = group["lr"]
             if graph:
@@ -254,10 +266,11 @@ class Train(Options):
         return self.optimizer.build(groups, True if next(model.parameters()).is_cuda else None, graph)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set every group's learning rate to its own base rate times a factor."""
+def set_rate(optimizer: torch.optim.Optimizer, factor: float, part: str | None = None) -> None:
+    """Set every group's learning rate to its own base rate times a factor, or to zero where it has another part."""
     for group in optimizer.param_groups:
+        rate = group["base_lr"] * factor if part in (None, group.get("part")) else 0.0
         if hasattr(group["lr"], "fill_"):  # a tensor, which a graph rereads
-            group["lr"].fill_(group["base_lr"] * factor)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = group["base_lr"] * factor
+            group["lr"] = rate
