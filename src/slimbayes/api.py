@@ -44,6 +44,7 @@ from slimbayes.posteriors.mixture import Mixture as Mixture
 from slimbayes.posteriors.model_patch import ModelPatch as ModelPatch
 from slimbayes.posteriors.radial import Radial as Radial
 from slimbayes.posteriors.rank1 import Rank1 as Rank1
+from slimbayes.prediction.export import export as export
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction
 from slimbayes.prediction.sample import frozen as frozen
