@@ -111,7 +111,7 @@ def boosting(split: Split, seed: int) -> Found:
 
 
 def process(split: Split, seed: int) -> Found:
-    """A Gaussian process with a length scale for each column, where there are at most 1,600 rows (200 of classes)."""
+    """A Gaussian process with a length scale for each column, where there are at most 1,600 rows (600 of classes)."""
     if len(split.x) > (1600 if split.real else 600):
         raise ValueError("too many rows")
     scaler = StandardScaler().fit(split.x)
