@@ -50,6 +50,7 @@ from slimbayes.posteriors.model_patch import ModelPatch as ModelPatch
 from slimbayes.posteriors.multivariate_normal import MultivariateNormal as MultivariateNormal
 from slimbayes.posteriors.radial import Radial as Radial
 from slimbayes.posteriors.rank1 import Rank1 as Rank1
+from slimbayes.prediction.export import export as export
 from slimbayes.prediction.far import Far as Far
 from slimbayes.prediction.far import far as far
 from slimbayes.prediction.norms import refresh_norms as refresh_norms

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from slimbayes.engine.blocks import same
 from slimbayes.engine.fused import lowered
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import apply_rows, dense_rows, sizes_of_blocks, spread
@@ -156,7 +157,7 @@ class LinearMap:
             return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))
         x, batch_dim = spread(x, current.rows, self.batch_dim)
         sizes = sizes_of_blocks(x.shape[batch_dim], weights.shape[0], current)
-        if len(set(sizes)) > 1:
+        if not all(same(size, sizes[0]) for size in sizes):
             parts = enumerate(x.split(sizes, batch_dim))
             done = [self.op(part, weights[k], None if biases is None else biases[k]) for k, part in parts]
             return torch.cat(done, batch_dim)
@@ -176,7 +177,8 @@ class LinearMap:
     def chosen(self, x: Tensor, weights: Tensor, biases: Tensor | None, index: Tensor, current: Pass) -> Tensor:
         """`blocks` with weights[index[j]] for block j: rows that share one of few weights (K, ...) meet it together."""
         x, batch_dim = spread(x, current.rows, self.batch_dim)
-        even = len(set(sizes_of_blocks(x.shape[batch_dim], index.shape[0], current))) == 1
+        sizes = sizes_of_blocks(x.shape[batch_dim], index.shape[0], current)
+        even = all(same(size, sizes[0]) for size in sizes)
         if torch.compiler.is_compiling() or not self.foldable or not even:
             biases = None if biases is None else biases.index_select(0, index)
             return self.blocks(x, weights.index_select(0, index), biases, current)

@@ -111,14 +111,14 @@ def predict(
             sums = Accumulator(likelihood, count, scale, keep, class_dim, weights)
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
-                    sums.add(_checked(_select(outputs, output), likelihood))
+                    sums.add(_checked(select(outputs, output), likelihood))
             part = Prediction(**sums.fields())
             if far is not None:
                 part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
             parts.append(part if keep_samples else replace(part, by_draw=None, noise=None))
             if not (allow_nonfinite or sums.sound()):
                 before = sum(len(part.aleatoric) for part in parts[:-1])
-                refuse_outputs(sums, (_select(o, output) for o in source.outputs(args, kwargs, number)), before)
+                refuse_outputs(sums, (select(o, output) for o in source.outputs(args, kwargs, number)), before)
     return Prediction.joined(parts)
 
 
@@ -165,10 +165,10 @@ def predict_prefixes(
         sums = Accumulator(likelihood, source.members, scale, True, None, member_weights(model))
         for count in sorted(set(draws)):
             for outputs in source.outputs((x,), {}, count - done, done):
-                sums.add(_select(outputs, None))
+                sums.add(select(outputs, None))
             out[count], done = Prediction(**sums.fields()), count
         if not allow_nonfinite and not sums.sound():
-            refuse_outputs(sums, map(partial(_select, output=None), source.outputs((x,), {}, done)), before)
+            refuse_outputs(sums, map(partial(select, output=None), source.outputs((x,), {}, done)), before)
     return out
 
 
@@ -189,7 +189,7 @@ def _checked(outputs: Tensor, likelihood: str) -> Tensor:
     return outputs
 
 
-def _select(outputs: Any, output: str | int | None) -> Tensor:
+def select(outputs: Any, output: str | int | None) -> Tensor:
     """The tensor of predictions in whatever a model returns."""
     if output is not None:
         return getattr(outputs, output) if isinstance(output, str) and hasattr(outputs, output) else outputs[output]

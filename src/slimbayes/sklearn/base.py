@@ -23,6 +23,10 @@ from sklearn.utils.validation import (
 from torch import nn
 
 from slimbayes.convert.convert import bayesianize
+from slimbayes.distributions.families import Normal, dropout_scale
+from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.ensemble import Ensemble
+from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.sklearn.columns import Missing, Scaling, Table, check_choice, is_frame, scaler
@@ -32,6 +36,16 @@ from slimbayes.train.likelihoods import LikelihoodName
 
 _WIDTHS = (128, 128)
 _FEWEST = 40  # rows from which some are held out: fewer say little about when to stop
+
+
+def default_method(own: bool, members: int = 8) -> Rank1 | dict[str, Config]:
+    """Rank-1 factors with wide starts and prior, and in our own networks a head of its own for each member.
+
+    Chosen by held-out likelihood on four small sets (benchmarks/tables.py --choose).
+    """
+    start, prior = Normal(1.0, 0.5), Normal(1.0, 0.3)
+    factors = Rank1(members=members, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
+    return {"dense.*": factors, "head": Ensemble(members=members)} if own else factors
 
 
 class Known(NamedTuple):
@@ -56,11 +70,11 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         epochs: Any = 200,
         batch_size: Any = None,
         lr: Any = 2e-3,
-        weight_decay: Any = 1e-4,
+        weight_decay: Any = 1e-2,
         kl_weight: Any = 1.0,
-        validation_fraction: Any = 0.1,
+        validation_fraction: Any = 0.2,
         patience: Any = 16,
-        draws: Any = 8,
+        draws: Any = 4,
         device: Any = "cpu",
         random_state: Any = None,
     ) -> None:
@@ -103,10 +117,6 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     @abstractmethod
     def _strata(self, y: np.ndarray, held: int) -> np.ndarray | None:
         """What `held` rows should have in the shares that all rows have."""
-
-    @abstractmethod
-    def _default_method(self) -> Any:
-        """The method where none is given."""
 
     # --- training ---
 
@@ -163,7 +173,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             count = len(self.table_.numbers)
             width = self.scaler_.transform(np.zeros((1, count))).shape[1] if count else 0
             network, part = self._network(width, self.table_.sizes)
-            bayesianize(part, self._default_method() if self.method is None else self.method)
+            bayesianize(part, default_method(self._own) if self.method is None else self.method)
             self.network_ = network.to(self.device)
         recipe = Recipe(
             self._likelihood, self.epochs, self.batch_size, self.lr, self.weight_decay, self.kl_weight, self.patience

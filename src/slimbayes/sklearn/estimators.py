@@ -14,8 +14,6 @@ from sklearn.utils.validation import check_array, column_or_1d
 from torch import nn
 
 from slimbayes.errors import brief
-from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.sklearn.base import TableEstimator
 from slimbayes.sklearn.network import Noise, Targets
@@ -28,7 +26,8 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         module: a torch.nn.Module of as many outputs as there are classes, which is copied; a function
             `(inputs, outputs) -> Module`; a tuple of hidden widths; or None for dense layers of 128 and 128 units.
             Categories reach the last two as embeddings, the others as columns of codes after the numbers.
-        method: any config, or mapping from layers' names to configs, that `bayesianize` takes.
+        method: any config, or mapping from layers' names to configs, that `bayesianize` takes; by default rank-1
+            factors of eight members, with a last layer for each in networks of ours.
         categorical_features: "auto" takes the columns of a DataFrame that hold texts, booleans or categories; or names
             or positions of columns.
         missing: "refuse" raises on missing values and on categories that training did not see; "impute" fills numbers
@@ -114,9 +113,6 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         counts = np.bincount(y, minlength=len(self.classes_))
         return y if counts[counts > 0].min() > 1 and held >= len(self.classes_) else None
 
-    def _default_method(self) -> Config:
-        return Rank1(members=8)
-
 
 class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     """A Bayesian neural net for real targets, with the noise it learnt and its doubt about the weights.
@@ -149,11 +145,11 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         epochs: Any = 200,
         batch_size: Any = None,
         lr: Any = 2e-3,
-        weight_decay: Any = 1e-4,
+        weight_decay: Any = 1e-2,
         kl_weight: Any = 1.0,
-        validation_fraction: Any = 0.1,
+        validation_fraction: Any = 0.2,
         patience: Any = 16,
-        draws: Any = 8,
+        draws: Any = 4,
         device: Any = "cpu",
         random_state: Any = None,
     ) -> None:
@@ -225,9 +221,6 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def _strata(self, y: np.ndarray, held: int) -> None:
         return None
-
-    def _default_method(self) -> Config:
-        return Rank1(members=8)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
