@@ -531,6 +531,18 @@ def test_clipped_factors_get_no_gradient_and_leave_the_kl_alone() -> None:
     torch.testing.assert_close(grads["clipped"][:, ~outside], grads["free"][:, ~outside], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("perturbation", "neutral"), [("multiplicative", 1.0), ("additive", 0.0)])
+def test_members_of_a_batch_ensemble_start_near_the_network(perturbation: str, neutral: float) -> None:
+    """A trained network survives its conversion; files and equality know the start that was left open."""
+    config = sb.BatchEnsemble(members=4, perturbation=perturbation)
+    net = sb.bayesianize(nn.Linear(3000, 2), config)
+    s = net.posterior["weight"].s.loc
+    assert s.mean().item() == pytest.approx(neutral, abs=0.01) and s.std().item() == pytest.approx(0.2, abs=0.01)
+    assert config.to_dict()["mean_init"] == {"kind": "Normal", "loc": neutral, "scale": 0.2}
+    assert sb.config_from_dict(config.to_dict()) == config != sb.BatchEnsemble(members=4, mean_init=sb.Signs(0.5))
+    assert len({config, sb.BatchEnsemble(members=4, perturbation=perturbation, mean_init=sb.Normal(neutral, 0.2))}) == 1
+
+
 # F10: mixtures --------------------------------------------------------------------------------------------------------
 
 

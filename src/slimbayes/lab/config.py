@@ -191,6 +191,10 @@ class Experiment(Options):
         return built.describe()
 
 
+# The hash leaves out what was a default when runs were first named by it: another default changes no name.
+_FORMER_DEFAULTS: dict[str, dict[str, Any]] = {"BatchEnsemble": {"mean_init": {"kind": "Signs", "positive": 0.5}}}
+
+
 def _written(method: Choice | ByName, defaults: bool = True) -> dict[str, Any]:
     if isinstance(method, ByName):
         layers = {pattern: _written(one, defaults) for pattern, one in method.layers.items()}
@@ -200,4 +204,5 @@ def _written(method: Choice | ByName, defaults: bool = True) -> dict[str, Any]:
     # As the method itself writes it: what its defaults depend on is settled there. JSON knows lists only.
     built = method.build()
     tree, usual = (json.loads(json.dumps(config.to_dict())) for config in (built, type(built)()))
+    usual |= _FORMER_DEFAULTS.get(tree["kind"], {})
     return tree if defaults else {name: value for name, value in tree.items() if name == "kind" or value != usual[name]}

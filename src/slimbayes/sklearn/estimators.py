@@ -179,7 +179,7 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper ends of central intervals that hold a new target with this probability."""
-        low, high = self.prediction(X).interval(level, seed=self.seed_)
+        low, high = self.prediction(X).interval(level)
         return self._shaped(low), self._shaped(high)
 
     def _shaped(self, values: torch.Tensor) -> np.ndarray:
