@@ -257,10 +257,7 @@ MUTATIONS = [
         "contract/test_contract.py -k kl_is",
     ),
     Mutation(
-        "kl-one-prior",
-        "return f.family, f.prior, f.loc",
-        "return f.family, f.loc",
-        "test_engine.py -k priors_of",
+        "kl-one-prior", "return f.family, f.prior, f.loc", "return f.family, f.loc", "test_engine.py -k priors_of"
     ),
     Mutation(
         "kl-outputs-only",
