@@ -25,11 +25,11 @@ from slimbayes.distributions.families import LogUniform as LogUniform
 from slimbayes.distributions.families import Normal as Normal
 from slimbayes.distributions.families import Point as Point
 from slimbayes.distributions.families import Signs as Signs
-from slimbayes.distributions.families import dropout_scale as dropout_scale
 from slimbayes.distributions.priors import EmpiricalBayes as EmpiricalBayes
 from slimbayes.distributions.priors import HeNormal as HeNormal
 from slimbayes.distributions.priors import ScaleMixture as ScaleMixture
 from slimbayes.distributions.priors import TiedMean as TiedMean
+from slimbayes.distributions.scales import dropout_scale as dropout_scale
 from slimbayes.errors import SlimbayesWarning as SlimbayesWarning
 from slimbayes.files import CheckpointError as CheckpointError
 from slimbayes.layers import register_layer as register_layer
