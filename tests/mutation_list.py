@@ -274,9 +274,19 @@ MUTATIONS = [
     ),
     Mutation(
         "rows-bias",
-        "    return combine(x, factor) + bias",
-        "    return combine(x, factor) + bias * 2",
+        "return torch.addcmul(bias, x, factor) if combine is operator.mul else",
+        "return torch.addcmul(bias * 2, x, factor) if combine is operator.mul else",
         "test_rank1_paper.py",
+    ),
+    Mutation("dense-bias", "y = y * lines[1] + lines[2]", "y = y * lines[1] + 2 * lines[2]", "test_rank1_paper.py"),
+    Mutation("joint-biases", "(lines + torch.cat(own))", "lines.clone()", "test_plans.py"),
+    Mutation("shared-bias", "if known is not None and known[0] is own:", "if known is not None:", "test_plans.py"),
+    Mutation("tree-stands", "len(found) == len(self.children) and all(", "True or all(", "test_plans.py"),
+    Mutation(
+        "product-orientation",
+        "(dz.t() @ scaled if out_dim == 0 else scaled.t() @ dz)",
+        "(scaled.t() @ dz)",
+        "test_kernels_dense.py",
     ),
     Mutation(
         "numbered-draws",
