@@ -108,7 +108,7 @@ class Views:
         try:
             from pandas import DataFrame  # type: ignore[import-untyped]
         except ImportError as error:
-            raise ImportError('to_pandas needs pandas: pip install "slimbayes[notebook]"') from error
+            raise ImportError("to_pandas needs pandas: pip install pandas.") from error
         return DataFrame({name: column.detach().cpu().numpy() for name, column in self._columns().items()})
 
     def _columns(self) -> dict[str, Tensor]:
