@@ -60,6 +60,7 @@ def test_the_distance_is_one_far_away_and_grows_on_the_way() -> None:
     assert bool((away[1:] >= away[:-1]).all())
     assert away[0] < 0.1
     assert away[3] == away[4] == 1
+    assert bool((near(1e30 * rows()) == 1).all())
 
 
 def test_constant_columns_and_equal_rows_do_no_harm() -> None:
@@ -221,6 +222,8 @@ def test_pictures_are_told_apart_by_what_reaches_the_last_layer(config: Any) -> 
     pred = sb.predict(net, torch.cat([x[:5], 20 * x[:5]]), draws=2, far=near)
     assert float(pred.distance[:5].max()) < 0.5 < 0.99 < float(pred.distance[5:].min())
     assert not net._forward_pre_hooks and not net[4]._forward_pre_hooks
+    with pytest.raises(ValueError, match="outside `frozen`"), sb.frozen(net):
+        sb.predict(net, x, far=near)
     named = sb.far(net, [(x, torch.arange(50) % C)], at="4")
     torch.testing.assert_close(named(torch.ones(1, 6)), near(torch.ones(1, 6)), rtol=1e-2, atol=1e-3)
 
