@@ -300,3 +300,16 @@ def test_names_are_no_markup(name: str, tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_missing_gpu_is_told(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(BASE))
     assert call("fit", tmp_path / "c.yaml", "--out", tmp_path / "run", "--accelerator", "cuda").exit_code in (1, 2)
+
+
+def test_snapshots_are_the_test_scores_of_their_epochs_and_change_nothing(tmp_path: Path) -> None:
+    """The last one is what a run with one draw of each member is judged by; weights are those without any."""
+    plain = fit(experiment(train={"epochs": 3}), tmp_path / "plain", CPU)
+    run = fit(experiment(train={"epochs": 3, "snapshots": {"every": 2}}), tmp_path / "run", CPU)
+    curve, judged = record.read(run).curve, record.read(run).evaluations[0]
+    assert ["test_nll" in row for row in curve] == [True, False, True]
+    assert {name: curve[-1][f"test_{name}"] for name in judged.metrics} == pytest.approx(judged.metrics)
+    assert curve[-1]["test_disagreement"] == pytest.approx(judged.diversity["disagreement"])
+    assert curve[-1]["member1_nll"] == pytest.approx(judged.members[1]["nll"])
+    assert weights(run) == weights(plain)
+    assert record.read(plain).config_hash != record.read(run).config_hash

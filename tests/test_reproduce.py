@@ -232,14 +232,14 @@ CORRUPTED = """extends: base.yaml
 paper: {table: Table 1, diagnostic: corruption, relative_to: plain, shows: [corruption_error, relative_error_contrast]}
 rows:
   plain: {name: plain, method: {kind: Deterministic}, paper: {row: Plain, options: &two
-    {corruptions: [gaussian_noise, contrast], severities: [1, 5]}}}
+    {corruptions: [defocus_blur, contrast], severities: [4, 5]}}}
   mean-field: {paper: {row: Mean-field, options: *two, draws: 3}}
 """
 
 
 def test_corrupted_rows_of_a_run_that_was_not_asked_for_them(folder: Path, tmp_path: Path) -> None:
     (folder / "toy" / "table1.yaml").write_text(CORRUPTED)
-    out = reproduce("toy/table1", tmp_path / "out", CPU, "small", folders=[folder])
+    out = reproduce("toy/table1", tmp_path / "out", CPU, folders=[folder])
     found = {row["row"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
     plain, ours = found["plain"], found["mean-field"]
     assert plain["ours"]["corruption_error"]["mean"] == pytest.approx(100)
@@ -248,13 +248,13 @@ def test_corrupted_rows_of_a_run_that_was_not_asked_for_them(folder: Path, tmp_p
         run = out / row["runs"][0]
         clean = next(e for e in read(run).evaluations if e.role == "test" and e.draws == draws)
         assert not [e for e in read(run).evaluations if e.role == "corruption"]
-        overrides = ["evaluate.corruptions=[gaussian_noise, contrast]", "evaluate.severities=[1, 5]"]
+        overrides = ["evaluate.corruptions=[defocus_blur, contrast]", "evaluate.severities=[4, 5]"]
         made = [
             e for e in evaluate_run(run, overrides, "cpu").evaluations if e.role == "corruption" and e.draws == draws
         ]
         rates[row["row"]] = {"clean": 1 - clean.metrics["accuracy"]} | {
             name: [1 - e.metrics["accuracy"] for e in made if e.corruption == name]
-            for name in ("gaussian_noise", "contrast")
+            for name in ("defocus_blur", "contrast")
         }
     expected = corruption_errors(rates["mean-field"], {k: v for k, v in rates["plain"].items() if k != "clean"})
     assert ours["ours"]["corruption_error"]["mean"] == pytest.approx(expected.mce)

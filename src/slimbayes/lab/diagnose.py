@@ -12,6 +12,7 @@ density          real targets                         log density of test target
 reliability      a record                             calibration errors without bins of at most five rows
 draws            a record                             calibration error by number of draws
 convergence      a record with validation rows        -ELBO of validation rows on the way
+induced_priors   nothing                              densities of weights under priors of rank-1 factors
 prior_functions  nothing                              steps of functions from the priors of dropout and EMP
 """
 
@@ -217,6 +218,19 @@ def prior_functions(case: Case) -> Found:
     return numbers, numbers
 
 
+def induced_priors(case: Case) -> Found:
+    """Priors over weights that those over factors induce: their densities near zero and in the tail."""
+    from slimbayes.diagnostics import induced as priors
+
+    points = torch.linspace(-4, 4, 800)
+    case.draw(lambda: priors.plot_induced_priors(points))
+    at = torch.tensor([0.1, 4.0])
+    found = {name: priors.induced_prior(at, prior).tolist() for name, prior in priors.FIGURE.items()}
+    names = dict(zip(found, ("fixed", "normal", "cauchy", "student"), strict=True))
+    numbers = {f"{names[n]}_{place}": v for n, both in found.items() for place, v in zip(("zero", "tail"), both)}
+    return numbers, found
+
+
 DIAGNOSTICS: dict[str, Callable[[Case], Found]] = {
     one.__name__: one
     for one in (
@@ -231,6 +245,7 @@ DIAGNOSTICS: dict[str, Callable[[Case], Found]] = {
         reliability,
         draws,
         convergence,
+        induced_priors,
         prior_functions,
     )
 }

@@ -46,8 +46,8 @@ def draws_of(record: Record, asked: int | None) -> int:
 
 
 def measured(record: Record, draws: int) -> Numbers:
-    """Scores of test rows and of validation rows (`validation_`), means over corruptions (`corrupted_`) and members
-    (`member_`), diversity, parameters."""
+    """Scores of test rows and of validation rows (`validation_`), means over corruptions (`corrupted_`), those of one
+    severity (`severity1_`) and members (`member_`), diversity, parameters."""
     out: Numbers = {}
     for e in (e for e in record.evaluations if e.role == "test" and e.draws == draws):
         out |= e.metrics | e.diversity
@@ -57,6 +57,9 @@ def measured(record: Record, draws: int) -> Numbers:
     corrupted = [e for e in record.evaluations if e.role == "corruption" and e.draws == draws]
     for name in ("nll", "accuracy", "ece") if corrupted else ():
         out[f"corrupted_{name}"] = fmean(e.metrics[name] for e in corrupted)
+    for severity in sorted({e.severity for e in corrupted}):
+        some = [e.metrics for e in corrupted if e.severity == severity]
+        out |= {f"severity{severity}_{name}": fmean(m[name] for m in some) for name in ("nll", "accuracy", "ece")}
     rates = error_rates(record, draws)
     if record.data.startswith("imagenet") and all(len(rates.get(c, ())) == 5 for c in CORRUPTIONS):
         out |= corruption_against({c: rates[c] for c in ("clean", *CORRUPTIONS)}, {**ALEXNET, "clean": ALEXNET_CLEAN})

@@ -5,6 +5,7 @@
     out/<name>-<hash>/             the run of a row and a seed (see runs.py); rows that share a config share a run
     out/diagnostics/               what diagnostics found, and their plots
     out/table.md, out/table.json   written anew after each run
+    out/page.html                  of a figure: the report of its runs, with curves and scores by severity
 
 Runs that have finished are skipped and others resumed, so it can be stopped at any time and called again. A row that
 fails is named in the table and does not stop the others.
@@ -81,6 +82,7 @@ def reproduce(
             )
             watcher.say(f"{row.name}, seed {seed}, failed: {reason}")
         table.write(out)
+    _draw(table, out, watcher)
     if table.failures:
         told = " ".join(failed(table.failures))
         raise Incomplete(f"{len(table.failures)} of {len(asked)} runs failed: {told}")
@@ -92,6 +94,19 @@ def _splits(row: PaperRow, scale: Scale) -> float:
     if not row.trains or row.paper.repeat != "data.split":
         return math.inf
     return standard_splits(row.experiment(scale).data.name)
+
+
+def _draw(table: Reproduction, out: Path, watcher: Watcher) -> None:
+    """Curves, scores by severity and their spread over corruption types of a figure's runs: a page beside its table."""
+    folders = list(dict.fromkeys(result.folder for result in table.results if result.folder is not None))
+    if not folders or table.rows[0].paper.figure is None:
+        return
+    try:
+        from slimbayes.report import write_page
+
+        write_page(folders, out / "page.html", f"{table.name}: {table.rows[0].paper.place}")
+    except ImportError as error:
+        watcher.say(f"The page with the figure's charts is left out: {error}")
 
 
 def _run(
