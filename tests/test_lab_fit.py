@@ -386,3 +386,16 @@ def test_the_kl_is_shown_per_datum_and_told_if_it_dwarfs_the_likelihood(tmp_path
         fit(wide, tmp_path / "run", CPU, watcher=Notes(), judge=False)
     row = read_curve(tmp_path / "run")[0]
     assert f"nll {row['nll']:.4f}, kl {row['kl']:.4f} x 1 per datum" in notes
+
+
+def test_snapshots_are_the_test_scores_of_their_epochs_and_change_nothing(tmp_path: Path) -> None:
+    """The last one is what a run with one draw of each member is judged by; weights are those without any."""
+    plain = fit(experiment(train={"epochs": 3}), tmp_path / "plain", CPU)
+    run = fit(experiment(train={"epochs": 3, "snapshots": {"every": 2}}), tmp_path / "run", CPU)
+    curve, judged = record.read(run).curve, record.read(run).evaluations[0]
+    assert ["test_nll" in row for row in curve] == [True, False, True]
+    assert {name: curve[-1][f"test_{name}"] for name in judged.metrics} == pytest.approx(judged.metrics)
+    assert curve[-1]["test_disagreement"] == pytest.approx(judged.diversity["disagreement"])
+    assert curve[-1]["member1_nll"] == pytest.approx(judged.members[1]["nll"])
+    assert weights(run) == weights(plain)
+    assert record.read(plain).config_hash != record.read(run).config_hash

@@ -126,8 +126,18 @@ class Predictor(NamedTuple):
         binary, members = self.likelihood == "bernoulli", sb.members(self.network)
         return class_scores(classes, chosen.bins, members, binary, self.device, chosen.drop)
 
-    def validation_scores(self, workers: int = 0) -> dict[str, float]:
-        """NLL, and accuracy or RMSE, of the validation rows in the units of training, with one draw of each member."""
+    def scores_after(self, epoch: int, workers: int = 0) -> dict[str, float]:
+        """What a curve has of an epoch beside its losses, with one draw of each member: scores of validation rows, and
+        of test rows where `train.snapshots` asks for them."""
+        train, scores = self.experiment.train, {} if self.task.validation is None else self._validation(workers)
+        if train.snapshots is None or not train.snapshots.due(epoch, train.epochs):
+            return scores
+        (made,), _ = self.score(self.task.test, [1], self.task.name, "test", workers=workers)
+        scores |= {f"test_{name}": value for name, value in (made.metrics | made.diversity).items()}
+        return scores | {f"member{k}_{name}": v for k, one in enumerate(made.members) for name, v in one.items()}
+
+    def _validation(self, workers: int) -> dict[str, float]:
+        """NLL, and accuracy or RMSE, of the validation rows in the units of training."""
         assert self.task.validation is not None
         chosen = self.experiment.evaluate.model_copy(update={"noise": None})
         experiment = self.experiment.model_copy(update={"evaluate": chosen})

@@ -180,6 +180,23 @@ class Alternate(Options):
     every: Count = 100
 
 
+class Snapshots(Options):
+    """Score test rows, too, after every so many epochs, of the last so many: columns `test_` and `member0_` of the
+    curve, to look at training with. Nothing is chosen by them."""
+
+    every: Count = 1
+    last: Count | None = None
+
+    def due(self, epoch: int, epochs: int) -> bool:
+        """Whether an epoch of so many, the first of which is 1, is scored; the last one is.
+
+        Example:
+            >>> [epoch for epoch in range(1, 11) if Snapshots(every=2, last=5).due(epoch, 10)]
+            [6, 8, 10]
+        """
+        return (epochs - epoch) % self.every == 0 and (self.last is None or epoch > epochs - self.last)
+
+
 class Train(Options):
     """How it is trained.
 
@@ -225,6 +242,7 @@ class Train(Options):
     early_stop: EarlyStop | None = None
     track: tuple[Literal["scales", "snr"], ...] = ()
     alternate: Alternate | None = None
+    snapshots: Snapshots | None = None
 
     @model_validator(mode="after")
     def _pieces(self) -> Train:

@@ -5,6 +5,7 @@
     out/<name>-<hash>/             the run of a row and a seed (see runs.py); rows that share a config share a run
     out/diagnostics/               what diagnostics found, and their plots
     out/table.md, out/table.json   written anew after each run
+    out/page.html                  of a figure: the report of its runs, with curves and scores by severity
 
 Runs that have finished are skipped and others resumed, so it can be stopped at any time and called again. A row that
 fails is named in the table and does not stop the others.
@@ -27,7 +28,7 @@ from slimbayes.lab.fit import Stopped, fit
 from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe_setting, draws_of, failed, measured
 from slimbayes.lab.papers import PaperRow, Scale, find, listings
 from slimbayes.lab.run_folder import default_folder
-from slimbayes.report.record import read
+from slimbayes.report.record import Evaluation, Record, read
 from slimbayes.untrusted import parse_json, read_file
 
 
@@ -81,6 +82,7 @@ def reproduce(
             )
             watcher.say(f"{row.name}, seed {seed}, failed: {reason}")
         table.write(out)
+    _draw(table, out, watcher)
     if table.failures:
         told = " ".join(failed(table.failures))
         raise Incomplete(f"{len(table.failures)} of {len(asked)} runs failed: {told}")
@@ -92,6 +94,19 @@ def _splits(row: PaperRow, scale: Scale) -> float:
     if not row.trains or row.paper.repeat != "data.split":
         return math.inf
     return standard_splits(row.experiment(scale).data.name)
+
+
+def _draw(table: Reproduction, out: Path, watcher: Watcher) -> None:
+    """Curves, scores by severity and their spread over corruption types of a figure's runs: a page beside its table."""
+    folders = list(dict.fromkeys(result.folder for result in table.results if result.folder is not None))
+    if not folders or table.rows[0].paper.figure is None:
+        return
+    try:
+        from slimbayes.report import write_page
+
+        write_page(folders, out / "page.html", f"{table.name}: {table.rows[0].paper.place}")
+    except ImportError as error:
+        watcher.say(f"The page with the figure's charts is left out: {error}")
 
 
 def _run(
@@ -107,8 +122,15 @@ def _run(
     draws = draws_of(record, row.paper.draws)
     case = Case(folder, out, draws, seed, row.paper.options, execution)
     numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
+    record = _with_evaluations(record, [out / name for name in files if name.endswith("-corruption.json")])
     setting = describe_setting(experiment, scale)
     return RowResult(row, seed, measured(record, draws) | numbers, record, folder, setting, files)
+
+
+def _with_evaluations(record: Record, files: Sequence[Path]) -> Record:
+    """A record with the evaluations that diagnostics have made beside its own."""
+    more = [Evaluation.model_validate(one) for file in files for one in parse_json(read_file(file))["details"]]
+    return record.model_copy(update={"evaluations": [*record.evaluations, *more]})
 
 
 def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[Numbers, tuple[str, ...]]:
