@@ -28,6 +28,9 @@ from slimbayes.distributions.priors import HeNormal as HeNormal
 from slimbayes.distributions.priors import ScaleMixture as ScaleMixture
 from slimbayes.distributions.priors import TiedMean as TiedMean
 from slimbayes.files import CheckpointError as CheckpointError
+from slimbayes.inference.laplace import Laplace as Laplace
+from slimbayes.inference.laplace import laplace as laplace
+from slimbayes.inference.linearised import predict_linearised as predict_linearised
 from slimbayes.layers import register_layer as register_layer
 from slimbayes.posteriors import config_from_dict as config_from_dict
 from slimbayes.posteriors.base import Config as Config
@@ -45,6 +48,7 @@ from slimbayes.posteriors.mixture import Mixture as Mixture
 from slimbayes.posteriors.model_patch import ModelPatch as ModelPatch
 from slimbayes.posteriors.radial import Radial as Radial
 from slimbayes.posteriors.rank1 import Rank1 as Rank1
+from slimbayes.prediction.merging import merge as merge
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction
 from slimbayes.prediction.sample import frozen as frozen

@@ -66,6 +66,10 @@ class Posterior(Keyed, ABC):
     def kl(self, linear: MapOf) -> Tensor:
         """KL to the prior, summed over elements and members: a scalar. `linear()` has the layer's weight and bias."""
 
+    def central(self) -> Tensor | None:
+        """The noise (w,) of a draw at its member's mean, or median; None where draws have no such centre."""
+        return None
+
     def role(self, name: str) -> Role:
         """What a parameter of this posterior is, by its name here: how it trains and decays follows from it."""
         return "scale"

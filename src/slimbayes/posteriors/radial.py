@@ -48,6 +48,9 @@ class RadialPosterior(WeightPosterior):
         length = noise.block[:, -1] / direction.flatten(1).norm(dim=1)
         return Perturbation(self.scale(), direction * length.view(-1, *[1] * len(self.site.shape)), None)
 
+    def central(self) -> Tensor | None:
+        return nn.functional.pad(torch.ones(math.prod(self.site.shape), device=self.device), (0, 1))
+
     def scale(self) -> Tensor:
         """sigma in the shape of the stored weight; a weight's standard deviation is sigma / sqrt(D)."""
         return wide(self.weight_log_scale).exp()

@@ -77,6 +77,9 @@ class Rank1Posterior(WeightPosterior):
         width = self.r.width + self.s.width
         return (0, width) if self.rowwise and rowwise else (width, 0)
 
+    def central(self) -> Tensor | None:
+        return torch.zeros(self.r.width + self.s.width, device=self.device)
+
     def seeded(self, rows: int) -> bool:
         return self.dense and self.rowwise and seeded(self.r.width + self.s.width, rows, self.anchor)
 
@@ -113,7 +116,7 @@ class Rank1Posterior(WeightPosterior):
         groups = grouped(factors, lambda f: (f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype))
         return [kl(joint(same), same[0].prior).sum() for same in groups] or [posteriors[0].r.loc.new_zeros(())]
 
-    def log_ratio(self, linear: LinearMap) -> Tensor:
+    def log_ratio(self, linear: LinearMap) -> Tensor | None:
         """Of the factors as they are drawn, before they are clipped."""
         lines = self.noise.block.double()
         total = lines.new_zeros(len(lines))

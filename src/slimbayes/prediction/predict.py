@@ -98,11 +98,11 @@ def predict(
             sums = Accumulator(likelihood, source.members, scale, keep_samples, class_dim, member_weights(model))
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, draws):
-                    sums.add(_checked(_select(outputs, output), likelihood))
+                    sums.add(_checked(select_output(outputs, output), likelihood))
             parts.append(Prediction(**sums.fields()))
             if not (allow_nonfinite or sums.sound()):
                 before = sum(len(part.aleatoric) for part in parts[:-1])
-                refuse_outputs(sums, (_select(o, output) for o in source.outputs(args, kwargs, draws)), before)
+                refuse_outputs(sums, (select_output(o, output) for o in source.outputs(args, kwargs, draws)), before)
     return Prediction.joined(parts)
 
 
@@ -137,10 +137,10 @@ def predict_prefixes(
         sums = Accumulator(likelihood, source.members, scale, True, None, member_weights(model))
         for count in sorted(set(draws)):
             for outputs in source.outputs((x,), {}, count - done, done):
-                sums.add(_select(outputs, None))
+                sums.add(select_output(outputs, None))
             out[count], done = Prediction(**sums.fields()), count
         if not allow_nonfinite and not sums.sound():
-            refuse_outputs(sums, map(partial(_select, output=None), source.outputs((x,), {}, done)), before)
+            refuse_outputs(sums, map(partial(select_output, output=None), source.outputs((x,), {}, done)), before)
     return out
 
 
@@ -161,7 +161,7 @@ def _checked(outputs: Tensor, likelihood: str) -> Tensor:
     return outputs
 
 
-def _select(outputs: Any, output: str | int | None) -> Tensor:
+def select_output(outputs: Any, output: str | int | None) -> Tensor:
     """The tensor of predictions in whatever a model returns."""
     if output is not None:
         return getattr(outputs, output) if isinstance(output, str) and hasattr(outputs, output) else outputs[output]
