@@ -12,10 +12,13 @@ from slimbayes.convert.checkpoint import save as save
 from slimbayes.convert.convert import bayesianize as bayesianize
 from slimbayes.convert.convert import debayesianize as debayesianize
 from slimbayes.convert.convert import ensemble as ensemble
+from slimbayes.convert.members import select as select
 from slimbayes.convert.summary import Cost as Cost
 from slimbayes.convert.summary import Summary as Summary
 from slimbayes.convert.summary import estimate_cost as estimate_cost
 from slimbayes.convert.summary import summary as summary
+from slimbayes.convert.training import Trainable as Trainable
+from slimbayes.convert.training import trainable as trainable
 from slimbayes.distributions.families import Cauchy as Cauchy
 from slimbayes.distributions.families import HalfCauchy as HalfCauchy
 from slimbayes.distributions.families import LogNormal as LogNormal

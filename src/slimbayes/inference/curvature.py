@@ -20,7 +20,7 @@ from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 MOST_ROOTS = 1000  # backward passes for each piece of a batch
-_IGNORED = -100
+IGNORED = -100  # a target that does not count
 
 
 @dataclass
@@ -82,7 +82,7 @@ def accumulate(
                 part = target[rows.start : rows.start + len(rows.outputs)]
                 _add(total, rows, part, member, likelihood, samples)
                 total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood) / members
-        total.targets += int((target != _IGNORED).sum())
+        total.targets += int((target != IGNORED).sum())
     if not total.targets:
         raise ValueError("laplace was given no targets: the loader is empty.")
     _check_finite(total, joints)
@@ -112,14 +112,14 @@ def _add(
 
 def _kept(outputs: Tensor, target: Tensor) -> Tensor:
     """Where targets are to count, shaped to meet the outputs."""
-    kept = target != _IGNORED if not target.is_floating_point() else torch.ones_like(target, dtype=torch.bool)
+    kept = target != IGNORED if not target.is_floating_point() else torch.ones_like(target, dtype=torch.bool)
     return kept.view(*kept.shape, *[1] * max(outputs.dim() - kept.dim(), 0))
 
 
 def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName) -> float:
     outputs = outputs.detach().double()
-    if likelihood_named(likelihood).discrete and bool((target == _IGNORED).any()):
-        kept = target != _IGNORED
+    if likelihood_named(likelihood).discrete and bool((target == IGNORED).any()):
+        kept = target != IGNORED
         outputs, target = outputs[kept], target[kept]
     if not target.numel():
         return 0.0

@@ -42,6 +42,7 @@ class Posterior(Keyed, ABC):
     regularises_bias: bool = False  # and on its bias
     late: bool = False  # it draws while its layer runs, when the shape of the input is known
     blockwise: bool = False  # one draw serves a whole block of rows, never a single one
+    selectable: bool = False  # whether `select` can keep some of several members
     size_is_bound: bool = False  # whether `log_size` is only known not to be too large
     note: str = ""  # what a summary should say about it
     noticed: bool = False  # whether a first pass has told which layers never ran
@@ -69,6 +70,10 @@ class Posterior(Keyed, ABC):
     def central(self) -> Tensor | None:
         """The noise (w,) of a draw at its member's mean, or median; None where draws have no such centre."""
         return None
+
+    def select(self, members: Sequence[int]) -> None:
+        """Keep these members, of which there are several, in this order."""
+        raise NotImplementedError
 
     def role(self, name: str) -> Role:
         """What a parameter of this posterior is, by its name here: how it trains and decays follows from it."""

@@ -53,6 +53,22 @@ class Rank1Posterior(WeightPosterior):
         self.dense &= config.perturbation == "multiplicative"
         self.additive = config.perturbation == "additive"
 
+    selectable = True
+
+    @torch.no_grad()
+    def select(self, members: Sequence[int]) -> None:
+        index, self.members = torch.tensor(members, device=self.device), len(members)
+        lines = nn.functional.pad(self.bias, (0, 0, 1, 0))[index] if self.bias is not None else None
+        self.bias = None
+        for owner in (self, self.r, self.s):
+            for name, p in owner.named_parameters(recurse=False):
+                setattr(owner, name, nn.Parameter(p[index], p.requires_grad))
+        if lines is not None:  # member 0 has the layer's own bias
+            site = next(site for site in self.layer.sites() if self.layer.posterior[site.name] is self)
+            linear = self.layer.linear_map(site.name)
+            self.layer.write_draw(self.layer, site, linear.weight, linear.bias + lines[0].to(linear.bias.dtype))
+            self.bias = nn.Parameter(lines[1:] - lines[0]) if len(members) > 1 else None
+
     def role(self, name: str) -> Role:
         return "factor"
 
