@@ -31,6 +31,8 @@ from slimbayes.distributions.priors import HeNormal as HeNormal
 from slimbayes.distributions.priors import ScaleMixture as ScaleMixture
 from slimbayes.distributions.priors import TiedMean as TiedMean
 from slimbayes.files import CheckpointError as CheckpointError
+from slimbayes.inference.chains import Chains as Chains
+from slimbayes.inference.chains import sample_posterior as sample_posterior
 from slimbayes.inference.laplace import Laplace as Laplace
 from slimbayes.inference.laplace import laplace as laplace
 from slimbayes.inference.linearised import predict_linearised as predict_linearised

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import bayesianize, debayesianize
 from slimbayes.convert.plan import Selection
-from slimbayes.distributions.families import Distribution, Normal
+from slimbayes.distributions.families import Distribution, Normal, Point
 from slimbayes.engine import passes
 from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.errors import did_you_mean
@@ -105,7 +105,7 @@ def sample_posterior(
         step_size: a learning rate for the mean loss; for "hmc" that of the first leapfrog step on the sum.
         friction: of "sghmc" and "cyclical".
         cycles: of "cyclical"; states are shared out among them.
-        leapfrog: steps of one path of "hmc".
+        leapfrog: most steps of one path of "hmc"; a third of it at least.
         prior: of every factor; by default that of the converted model, or Normal(1, 0.1).
         temperature: below 1 the posterior is sharpened.
         base_lr: learning rate of the network's own weights while chains burn in; they stay afterwards, since all states
@@ -128,12 +128,11 @@ def sample_posterior(
     _check(model, method, likelihood, chains, draws, burn_in, thin, step_size, cycles)
     plain = not passes.posteriors_of(model)
     means = {} if plain else member_factors(model)
-    prior = prior or next((f.prior for p in passes.posteriors_of(model) for f in [getattr(p, "r", None)] if f), None)
-    prior = prior or Normal(1.0, 0.1)
+    prior = prior or next((p.prior_of_factors for p in passes.posteriors_of(model)), None) or Normal(1.0, 0.1)
     work = copy.deepcopy(model) if not plain or base_lr else model
     generator = torch.Generator().manual_seed(key(seed_of(seed), "chains"))
     try:
-        _begin(work, means, chains, include, exclude)
+        _begin(work, means, chains, include, exclude, generator)
         density = Density(work, data, likelihood, noise, prior, temperature, output)
         if method == "hmc":
             sampler = hmc.HMC(density, step_size, leapfrog, generator)
@@ -192,14 +191,22 @@ def _check(
         raise ValueError("sample_posterior needs the network as it predicts: call model.eval() first.")
 
 
+@torch.no_grad()
 def _begin(
-    model: nn.Module, means: dict[str, dict[str, Drawn]], chains: int, include: Selection, exclude: Selection
+    model: nn.Module,
+    means: dict[str, dict[str, Drawn]],
+    chains: int,
+    include: Selection,
+    exclude: Selection,
+    generator: torch.Generator,
 ) -> None:
     """One member for each chain: at the means of a converted model's members by turns, else near one."""
     debayesianize(model)
-    config = Rank1(members=chains, posterior="point", mean_init=Normal(1.0, 0.02), clip=None, draws="member")
+    config = Rank1(members=chains, posterior="point", mean_init=Point(1.0), clip=None, draws="member")
     if not means:
         bayesianize(model, config, include=include, exclude=exclude)
+        for loc in (f.loc for p in passes.posteriors_of(model) for f in (p.r, p.s)):
+            loc.add_(0.02 * torch.randn(loc.shape, generator=generator, dtype=loc.dtype).to(loc.device))
         return
     bayesianize(model, config, include=lambda name, _: name in means)
 
@@ -210,7 +217,7 @@ def _begin(
         model,
         {
             name: {
-                site: Drawn(turns(d.r), turns(d.s), None if d.bias is None else turns(d.bias) - d.bias[0])
+                site: Drawn(turns(d.r), turns(d.s), None if d.bias is None else turns(d.bias))
                 for site, d in sites.items()
             }
             for name, sites in means.items()
@@ -235,18 +242,14 @@ def _judge(sampler: hmc.HMC, chains: int) -> None:
 
 def _states(model: nn.Module, kept: list[tuple[list[Tensor], Tensor]]) -> dict[str, dict[str, Drawn]]:
     """Factors (S K, ...) of every site, by layer, with the biases that its chains had."""
-    places: dict[int, int] = {}
     posteriors: list[Any] = passes.posteriors_of(model)
-    for i, p in enumerate(posteriors):
-        places[id(p)] = 2 * i
+    names = {id(layer): name for name, layer in model.named_modules()}
     out: dict[str, dict[str, Drawn]] = {}
-    for name, layer in model.named_modules():
-        for site, p in (
-            getattr(layer, "posterior", {}).items() if id(layer) in {id(q.layer) for q in posteriors} else ()
-        ):
-            r, s = (torch.cat([factors[places[id(p)] + j] for factors, _ in kept]) for j in (0, 1))
-            bias = None if p.bias is None else nn.functional.pad(p.bias.detach(), (0, 0, 1, 0)).repeat(len(kept), 1)
-            out.setdefault(name, {})[site] = Drawn(r, s, bias)
+    for i, p in enumerate(posteriors):
+        r, s = (torch.cat([factors[2 * i + j] for factors, _ in kept]) for j in (0, 1))
+        bias = None if p.bias is None else nn.functional.pad(p.bias.detach(), (0, 0, 1, 0)).repeat(len(kept), 1)
+        site = next(site for site, own in p.layer.posterior.items() if own is p)
+        out.setdefault(names[id(p.layer)], {})[site] = Drawn(r, s, bias)
     return out
 
 

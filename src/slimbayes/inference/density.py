@@ -56,10 +56,7 @@ class Density:
 
     def at(self, batch: Any) -> Tensor:
         """Log density of each chain (K,), estimated from one batch."""
-        if callable(self.data):
-            losses = self.data(self.model)
-        else:
-            losses = self._losses(batch) * self.size
+        losses = self.data(self.model) if callable(self.data) else self._losses(batch) * self.size
         return (self.log_prior() - losses) / self.temperature
 
     def whole(self) -> Tensor:
@@ -72,8 +69,6 @@ class Density:
     def _losses(self, batch: tuple[Any, Any, Tensor]) -> Tensor:
         """Mean negative log-likelihood of a batch under each chain, (K,)."""
         args, kwargs, target = batch
-        outputs, means = (
-            select_output(sample(self.model, *args, **kwargs), self.output),
-            likelihood_named(self.likelihood),
-        )
-        return torch.stack([means.nll(o, target, "average", self.noise) for o in outputs.unsqueeze(1)])
+        outputs = select_output(sample(self.model, *args, **kwargs), self.output)
+        nll = likelihood_named(self.likelihood).nll
+        return torch.vmap(lambda chain: nll(chain.unsqueeze(0), target, "average", self.noise))(outputs)

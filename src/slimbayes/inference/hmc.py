@@ -40,13 +40,15 @@ class HMC:
         before = [f.clone() for f in factors], self.value, self.slopes
         momenta = [self._normal(f) for f in factors]
         energy = self.value - _kinetic(momenta)
-        for _ in range(self.leapfrog):
+        # Paths of one length may swing back to where they began, where directions have one period.
+        step, least = self.step_size, -(-self.leapfrog // 3)
+        for _ in range(int(torch.randint(least, self.leapfrog + 1, (), generator=self.generator))):
             for f, m, slope in zip(factors, momenta, self.slopes, strict=True):
-                m += 0.5 * self.step_size * slope
-                f += self.step_size * m
+                m += 0.5 * step * slope
+                f += step * m
             self.value, self.slopes = self._value()
             for m, slope in zip(momenta, self.slopes, strict=True):
-                m += 0.5 * self.step_size * slope
+                m += 0.5 * step * slope
         gain = (self.value - _kinetic(momenta) - energy).nan_to_num(-math.inf, -math.inf, -math.inf)
         chance = gain.clamp_max(0).exp()
         stay = torch.rand(len(gain), generator=self.generator).to(chance) >= chance

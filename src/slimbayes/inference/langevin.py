@@ -21,7 +21,7 @@ from torch import Tensor
 from slimbayes.inference.density import Density
 
 Method = Literal["sgld", "sghmc", "cyclical"]
-EXPLORE = 0.8  # share of a cycle that is spent without noise
+PARTS = 5  # of a cycle; in the last of them there is noise, and states are kept
 
 
 def run(
@@ -59,7 +59,7 @@ def run(
             )
             for p, slope in zip(moving, slopes[len(momenta) :], strict=True):
                 if slope is not None:
-                    p += base_lr / (density.size * len(value)) * slope
+                    p.add_(slope, alpha=base_lr / (density.size * len(value)))
         if not bool(value.isfinite().all()):
             bad = [k for k in range(len(value)) if not bool(value[k].isfinite())]
             raise FloatingPointError(
@@ -99,7 +99,7 @@ def _even(step: float, burn_in: int, draws: int, thin: int) -> Iterator[tuple[fl
 def _cycles(step: float, draws: int, thin: int, cycles: int) -> Iterator[tuple[float, bool, bool]]:
     """Step, whether there is noise, and whether to keep the state, of every step of every cycle."""
     each = -(-draws // cycles)
-    length, kept = math.ceil(each * thin / (1 - EXPLORE)), 0
+    length, kept = PARTS * each * thin, 0
     for _ in range(cycles):
         for place in range(length):
             noisy = place >= length - each * thin

@@ -71,6 +71,11 @@ class Posterior(Keyed, ABC):
         """The noise (w,) of a draw at its member's mean, or median; None where draws have no such centre."""
         return None
 
+    @property
+    def prior_of_factors(self) -> Any:
+        """The prior of rank-1 factors, where there are any and they have one."""
+        return None
+
     def select(self, members: Sequence[int]) -> None:
         """Keep these members, of which there are several, in this order."""
         raise NotImplementedError

@@ -149,6 +149,10 @@ class JointFactors(Joint, Rank1Posterior):
         self.parts = [0 if config.over == "s" else site.n_out, 0 if config.over == "r" else site.n_in]
         self._begin(config, site, sum(self.parts))
 
+    @property
+    def prior_of_factors(self) -> Any:
+        return self.prior
+
     countable = False  # type: ignore[assignment]
     log_size = math.inf  # type: ignore[assignment]
 

@@ -55,6 +55,10 @@ class Rank1Posterior(WeightPosterior):
 
     selectable = True
 
+    @property
+    def prior_of_factors(self) -> Any:
+        return None if self.countable else self.r.prior
+
     @torch.no_grad()
     def select(self, members: Sequence[int]) -> None:
         index, self.members = torch.tensor(members, device=self.device), len(members)
