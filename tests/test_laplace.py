@@ -193,8 +193,17 @@ def test_the_evidence_is_largest_where_it_says() -> None:
     for change in (0.97, 1.03):
         assert evidence(precision * change, fit.noise) < best
         assert evidence(precision, fit.noise * change) < best
-    apart = sb.laplace(copy.deepcopy(net), batches, "gaussian")
+    apart = sb.laplace(copy.deepcopy(net), batches, "gaussian", prior="layer")
     assert apart.log_evidence > fit.log_evidence and len(set(apart.prior_precision.values())) == 2
+
+
+def test_priors_left_open_are_those_of_factors_or_of_weights() -> None:
+    net, batches = mlp(), data()
+    fit = sb.laplace(copy.deepcopy(net), batches)
+    assert fit.prior_precision == pytest.approx({"0": 25.0, "2": 25.0})
+    assert fit.model[0].posterior["weight"].prior.loc == 1.0
+    tuned = sb.laplace(copy.deepcopy(net), batches, over="weights")
+    assert tuned.log_evidence == sb.laplace(copy.deepcopy(net), batches, over="weights", prior="layer").log_evidence
 
 
 def test_the_root_of_an_inverse() -> None:
@@ -374,7 +383,12 @@ class Unfed(nn.Module):
         (mlp, data(), {"prior": sb.Normal(1.0, 0.1), "likelihood": "categoric"}, r"Unknown likelihood"),
         (mlp, data(), {"structure": "kron"}, r"unknown structure 'kron'"),
         (mlp, data(), {"prior": "wide"}, r'prior must be a Normal, "layer" or "shared", got \'wide\''),
-        (lambda: Unfed().double().eval(), data(), {}, r"of idle.weight runs away to zero.*singular.*Exclude"),
+        (
+            lambda: Unfed().double().eval(),
+            data(),
+            {"prior": "layer"},
+            r"of idle.weight runs away to zero.*singular.*Exclude",
+        ),
         (exact_net, EXACT, {"likelihood": "gaussian"}, r"do not tell the noise.*Give noise="),
         (lambda: mlp(2), data(classes=None), {"likelihood": "gaussian", "noise": -1.0}, r"noise is a standard dev"),
         (lambda: mlp(1200), data(classes=1200), {}, r"takes 1,200 backward passes.*Give samples="),

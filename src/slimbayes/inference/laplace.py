@@ -3,9 +3,12 @@
 
     q = Normal(means, (H + lambda)^-1)      H: the generalised Gauss-Newton matrix of each layer by itself
 
-The weights W stay. Factors are tiny beside them, so that H is exact within a layer where a Laplace approximation of W
-has to cut corners. Their prior has mean zero, as a weight's has: around one the evidence would always vote for no
-posterior at all, because a trained network lies there already.
+The weights W stay. Factors are few beside them, so that H is whole within a layer, where a Laplace approximation of W
+has to cut corners.
+
+Factors have the prior Normal(1, 0.2) unless another is asked for. A prior around one cannot be tuned by the marginal
+likelihood: a trained network lies there already, so that the evidence always votes for no posterior at all. Tuned
+priors have mean zero, as those of weights have, and come out wide: docs/fine_tuning.md has what that costs.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def laplace(
     exclude: Selection = None,
     layers: Literal["all", "last"] = "all",
     structure: Structure = "full",
-    prior: Normal | Literal["layer", "shared"] = "layer",
+    prior: Normal | Literal["layer", "shared"] | None = None,
     noise: float | None = None,
     full_up_to: int = 1024,
     rank: int = 2,
@@ -87,7 +90,7 @@ def laplace(
         structure: "full" covariances within each layer; "diagonal"; or "k-tied", a `KTied` posterior over the weights
             whose scales of low rank are fitted to the diagonal.
         prior: a Normal for every number; or one of mean zero whose precision maximises the marginal likelihood, for
-            each "layer" or "shared" by all.
+            each "layer" or "shared" by all. By default Normal(1, 0.2) for factors, "layer" for weights.
         noise: standard deviation of the targets' noise for "gaussian"; by default the one of most evidence.
         full_up_to: layers with more numbers than that get a diagonal.
         rank: k of "k-tied".
@@ -109,8 +112,10 @@ def laplace(
         (torch.Size([5, 3]), ['0', '2'])
     """
     _check(model, likelihood, layers, structure, prior, noise, samples, over)
+    weights = over == "weights" or structure == "k-tied"
+    prior = ("layer" if weights else Normal(1.0, 0.2)) if prior is None else prior
     start = prior if isinstance(prior, Normal) else Normal(0.0, 1.0)
-    numbers: Over = "weights" if structure == "k-tied" else over
+    numbers: Over = "weights" if weights else over
     work, means = _means_apart(model, numbers)
     if means and (include is not None or exclude is not None or layers != "all"):
         raise ValueError(
@@ -159,7 +164,7 @@ def _check(
     ):
         if value not in known:
             raise ValueError(f"laplace: unknown {name} {value!r}{did_you_mean(str(value), known)}")
-    if not isinstance(prior, Normal) and prior not in ("layer", "shared"):
+    if not isinstance(prior, Normal) and prior not in ("layer", "shared", None):
         raise ValueError(f'laplace: prior must be a Normal, "layer" or "shared", got {prior!r}.')
     if noise is not None and not 0 < noise < math.inf:
         raise ValueError(f"laplace: noise is a standard deviation and must be positive, got {noise!r}.")

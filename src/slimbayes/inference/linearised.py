@@ -39,7 +39,8 @@ def predict_linearised(
 
     Without draws it is a closed form: for real targets the Gaussian itself; for classes the probit approximation,
     softmax(f / sqrt(1 + pi / 8 variance)), whose aleatoric part is the entropy at the means, or the total if that is
-    less.
+    less. It shrinks each class by its own variance, which may change the most probable one: draws are better where they
+    can be afforded.
 
     Args:
         model, x, likelihood, scale, output, inputs: as in `predict`; batches of x must hold rows along one dimension.
