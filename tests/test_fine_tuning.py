@@ -207,6 +207,55 @@ def test_recomputed_blocks_of_a_frozen_model_give_the_same_gradients(dtype: torc
         torch.testing.assert_close(a, b)
 
 
+class Int8Linear(nn.Linear):
+    """Stores its weight as bitsandbytes' layers do: integers and a scale for each output."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((layer.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.bias = layer.bias
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight.dtype == torch.int8
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+def test_layers_of_integers_take_factors(tmp_path: Path) -> None:
+    plain = nn.Sequential(Int8Linear(nn.Linear(4, 8)), nn.Tanh(), Int8Linear(nn.Linear(8, 3, bias=False))).eval()
+    float_net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3, bias=False)).eval()
+    with torch.no_grad():
+        for i in (0, 2):
+            float_net[i].weight.copy_(plain[i].weight * plain[i].scale)
+        float_net[0].bias.copy_(plain[0].bias)
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    nets = []
+    for net in (copy.deepcopy(plain), float_net):
+        torch.manual_seed(3)
+        nets.append(sb.bayesianize(net, sb.Rank1(members=2, scale_init=0.1), train="posterior"))
+    for run in (
+        lambda net: sb.sample(net, x, draws=3, seed=1),
+        lambda net: sb.sample(net, x, seed=1, fold=False),
+        lambda net: sb.predict(net, x, draws=3, seed=1).probs,
+    ):
+        torch.testing.assert_close(run(nets[0]), run(nets[1]), rtol=1e-4, atol=1e-5)
+    net = nets[0]
+    sb.elbo(sb.categorical(sb.sample(net, x), y), net, num_data=100).loss.backward()
+    assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
+    again = sb.load(copy.deepcopy(plain), sb.save(net, tmp_path / "posterior"))
+    assert torch.equal(sb.predict(again, x, seed=1).probs, sb.predict(net, x, seed=1).probs)
+    copied = copy.deepcopy(net)
+    assert torch.equal(sb.predict(copied, x, seed=1).probs, sb.predict(net, x, seed=1).probs)
+    assert torch.equal(sb.debayesianize(copied)(x), plain(x))
+    with pytest.raises(ValueError, match="integers cannot take factors in"):
+        sb.merge(net)
+    fit = sb.laplace(copy.deepcopy(plain), [(x, y)])
+    assert fit.log_evidence < 0
+    with pytest.raises(ValueError, match="No layer would be converted"):
+        sb.bayesianize(copy.deepcopy(plain), sb.KTied())
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["lora-first", "posterior-first"])
 def test_lora_before_or_after(before: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")

@@ -166,6 +166,8 @@ class Rank1Posterior(WeightPosterior):
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()
         weight = linear.weight
+        if not weight.is_floating_point():
+            raise ValueError(f"{self.name}: integers cannot take factors in; convert the layer back to floats first.")
         r, s = drawn.r[index].view(-1, drawn.r.shape[-1]), drawn.s[index].view(-1, drawn.s.shape[-1])
         bias = linear.bias
         if bias is not None and drawn.bias is not None:

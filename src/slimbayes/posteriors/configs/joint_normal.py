@@ -12,7 +12,7 @@ from slimbayes.posteriors.checks import check_choice, check_count, check_distrib
 from slimbayes.posteriors.configs.factors import FactorConfig
 
 if TYPE_CHECKING:
-    from slimbayes.layers.site import Site
+    from slimbayes.layers.site import Kind, Site
     from slimbayes.posteriors.base import Posterior
 
 Over = Literal["both", "r", "s", "weights"]
@@ -59,6 +59,10 @@ class JointNormal(FactorConfig):
             raise ValueError(f"JointNormal: full_up_to must be a whole number, got {self.full_up_to!r}.")
         if self.over == "weights" and self.members > 1:
             raise ValueError(f"JointNormal: weights have one member, got members={self.members!r}; use over='both'.")
+
+    @property
+    def covers(self) -> tuple[Kind, ...]:
+        return ("matrix", "table") if self.over == "weights" else super().covers
 
     def extra_flops(self, site: Site) -> float:
         """Of factors, as `Rank1`; weights are drawn once a pass."""
