@@ -206,6 +206,13 @@ def test_priors_left_open_are_those_of_factors_or_of_weights() -> None:
     assert tuned.log_evidence == sb.laplace(copy.deepcopy(net), batches, over="weights", prior="layer").log_evidence
 
 
+def test_a_real_target_may_be_any_number() -> None:
+    net, (x, y) = mlp(2), tuple(map(torch.cat, zip(*data(classes=None), strict=True)))
+    y[0] = -100.0  # no mark of a missing one
+    sb.bayesianize(net, sb.JointNormal())
+    assert accumulate(net, [((x,), {}, y)], "gaussian").targets == y.numel()
+
+
 def test_the_root_of_an_inverse() -> None:
     matrix = torch.randn(6, 4).double()
     root = inverse_root(matrix @ matrix.T, 0.1)

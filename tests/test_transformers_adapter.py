@@ -137,6 +137,21 @@ def test_sizes_that_cannot_be_known_are_asked_for(tmp_path: Path) -> None:
         BayesTrainer(model, arguments(tmp_path), num_data=0)
 
 
+def test_one_pass_and_chains_take_batches_with_labels() -> None:
+    tokens = torch.stack([row["input_ids"] for row in ROWS])
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.tensor([0, 1] * 6)}
+    model, plain = bert(), bert()
+    fit = sb.laplace(model, [batch], include="query|value|classifier")
+    expected = -12 * plain(**batch).loss.item()
+    assert fit.log_likelihood == pytest.approx(expected, rel=1e-5) and len(fit.prior_precision) == 3
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    near = sb.predict_linearised(model, inputs).probs
+    torch.testing.assert_close(near, sb.predict(model, inputs, draws=200, seed=0).probs, atol=0.05, rtol=0)
+    walked = bert()
+    sb.sample_posterior(walked, [batch], "sgld", include="classifier", chains=2, draws=2, burn_in=2, thin=1)
+    assert sb.members(walked) == 4
+
+
 class Words:
     """A tokenizer of numbers."""
 

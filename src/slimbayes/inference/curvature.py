@@ -82,7 +82,7 @@ def accumulate(
                 part = target[rows.start : rows.start + len(rows.outputs)]
                 _add(total, rows, part, member, likelihood, samples)
                 total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood) / members
-        total.targets += int((target != IGNORED).sum())
+        total.targets += int(_kept(target, target).sum())
     if not total.targets:
         raise ValueError("laplace was given no targets: the loader is empty.")
     _check_finite(total, joints)

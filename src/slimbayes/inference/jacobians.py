@@ -59,11 +59,11 @@ def rows_at_means(model: nn.Module, args: Any, kwargs: Any, member: int, output:
     start, most = 0, max(1, MOST // sum(p.size for p in joints))
     while start < many:
         count = min(most, many - start) if layout.apart else 1
-        if count == 1:
-            part = map_arrays(partial(_row, model, start, many), (args, kwargs))
-        else:
+        if layout.apart:
             part = layout.narrow((args, kwargs), start, count)
             check_size(model, part, joints, layout)
+        else:
+            part = map_arrays(partial(_row, model, start, many), (args, kwargs))
         try:
             yield _run(model, joints, part, count, layout, member, output, start)
         except Unproven as error:

@@ -68,9 +68,8 @@ class Rank1Posterior(WeightPosterior):
             for name, p in owner.named_parameters(recurse=False):
                 setattr(owner, name, nn.Parameter(p[index], p.requires_grad))
         if lines is not None:  # member 0 has the layer's own bias
-            site = next(site for site in self.layer.sites() if self.layer.posterior[site.name] is self)
-            linear = self.layer.linear_map(site.name)
-            self.layer.write_draw(self.layer, site, linear.weight, linear.bias + lines[0].to(linear.bias.dtype))
+            site = next(site for site, own in self.layer.posterior.items() if own is self)
+            self.layer.linear_map(site).bias.add_(lines[0])
             self.bias = nn.Parameter(lines[1:] - lines[0]) if len(members) > 1 else None
 
     def role(self, name: str) -> Role:
