@@ -14,10 +14,13 @@ from slimbayes.convert.checkpoint import save as save
 from slimbayes.convert.convert import bayesianize as bayesianize
 from slimbayes.convert.convert import debayesianize as debayesianize
 from slimbayes.convert.convert import ensemble as ensemble
+from slimbayes.convert.members import select as select
 from slimbayes.convert.summary import Cost as Cost
 from slimbayes.convert.summary import Summary as Summary
 from slimbayes.convert.summary import estimate_cost as estimate_cost
 from slimbayes.convert.summary import summary as summary
+from slimbayes.convert.training import Trainable as Trainable
+from slimbayes.convert.training import trainable as trainable
 from slimbayes.distributions.families import Cauchy as Cauchy
 from slimbayes.distributions.families import HalfCauchy as HalfCauchy
 from slimbayes.distributions.families import LogNormal as LogNormal
@@ -32,6 +35,11 @@ from slimbayes.distributions.priors import TiedMean as TiedMean
 from slimbayes.distributions.scales import dropout_scale as dropout_scale
 from slimbayes.errors import SlimbayesWarning as SlimbayesWarning
 from slimbayes.files import CheckpointError as CheckpointError
+from slimbayes.inference.chains import Chains as Chains
+from slimbayes.inference.chains import sample_posterior as sample_posterior
+from slimbayes.inference.laplace import Laplace as Laplace
+from slimbayes.inference.laplace import laplace as laplace
+from slimbayes.inference.linearised import predict_linearised as predict_linearised
 from slimbayes.layers import register_layer as register_layer
 from slimbayes.posteriors import config_from_dict as config_from_dict
 from slimbayes.posteriors.base import Config as Config
@@ -40,6 +48,7 @@ from slimbayes.posteriors.configs.deterministic import Deterministic as Determin
 from slimbayes.posteriors.configs.drop_connect import DropConnect as DropConnect
 from slimbayes.posteriors.ensemble import Ensemble as Ensemble
 from slimbayes.posteriors.full_matrix_normal import FullMatrixNormal as FullMatrixNormal
+from slimbayes.posteriors.joint_normal import JointNormal as JointNormal
 from slimbayes.posteriors.k_tied import KTied as KTied
 from slimbayes.posteriors.k_tied import MatrixNormal as MatrixNormal
 from slimbayes.posteriors.mc_dropout import MCDropout as MCDropout
@@ -53,6 +62,7 @@ from slimbayes.posteriors.rank1 import Rank1 as Rank1
 from slimbayes.prediction.export import export as export
 from slimbayes.prediction.far import Far as Far
 from slimbayes.prediction.far import far as far
+from slimbayes.prediction.merging import merge as merge
 from slimbayes.prediction.norms import refresh_norms as refresh_norms
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction

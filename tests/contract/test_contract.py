@@ -22,6 +22,7 @@ from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.posteriors.correlated import CorrelatedPosterior
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
+from slimbayes.posteriors.joint_normal import Joint
 from slimbayes.posteriors.mc_dropout import DropoutPosterior
 from slimbayes.posteriors.member_norm import MemberNormPosterior
 from slimbayes.posteriors.mixture import MixturePosterior
@@ -356,6 +357,9 @@ def posterior_and_prior(model: nn.Module) -> list[tuple[Any, Any, Any]]:
     out = []
     for layer in model.modules():
         for site, posterior in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
+            if isinstance(posterior, Joint):
+                out.append((JointDensity(posterior, layer), posterior.prior, lambda: None))
+                continue
             if isinstance(posterior, Rank1Posterior):
                 factors = [f for f in (posterior.r, posterior.s) if f.family is not sb.Point]
                 out += [(f.distribution(), f.prior, partial(_to_prior, f)) for f in factors]
@@ -417,6 +421,25 @@ class CorrelatedDensity:
     def log_prob(self, x: Tensor) -> Tensor:
         """log q(x) in equal shares for each weight, (n, D)."""
         return self.q.log_prob(x).unsqueeze(1).expand_as(x) / x.shape[1]
+
+
+class JointDensity:
+    """Torch's own multivariate normal of each member, (K, D), of the numbers that are parameters."""
+
+    def __init__(self, posterior: Joint, layer: Any) -> None:
+        free = torch.ones(posterior.size, dtype=torch.bool)
+        if posterior.site.kind == "table" and posterior.regularises_mean and layer.padding_idx is not None:
+            free[: posterior.site.shape[1]] = layer.padding_idx != 0
+        self.loc = posterior.means(layer.linear_map(posterior.site.name)).detach()[:, free]
+        covariance = posterior.covariance().detach()[:, free][:, :, free]
+        self.q = torch.distributions.MultivariateNormal(self.loc, covariance)
+
+    def rsample(self, noise: Tensor) -> Tensor:
+        return self.q.sample((len(noise),))
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """log q(x) in equal shares for each number, (n, K, D)."""
+        return (self.q.log_prob(x) / x.shape[-1]).unsqueeze(-1).expand_as(x)
 
 
 def _to_prior(factor: Any) -> None:
@@ -574,6 +597,10 @@ def _extra(method: str, config: Any, site: tuple[int, int, bool], matrix: tuple[
         return m * n + n_out * (bias and config.bias == "gaussian")
     if method.startswith(("k-tied", "matrix-normal")):
         return getattr(config, "rank", 1) * (m + n) + n_out * (bias and config.bias == "gaussian")
+    if method.startswith("joint"):  # means beside the layer's own, standard deviations, and what lies below a diagonal
+        size = m * n + n_out * bias if config.over == "weights" else n_in + n_out
+        means = 0 if config.over == "weights" else config.members * (n_in + n_out) + (config.members - 1) * n_out * bias
+        return means + config.members * (size + size * (size - 1) // 2 * (size <= config.full_up_to))
     numbers = {"batch-ensemble": n_in + n_out, "rank1-r-only": n_in + 2 * n_out, "rank1-s-only": 2 * n_in + n_out}
     return config.members * config.rank * numbers.get(method, 2 * (n_in + n_out)) + (config.members - 1) * n_out * bias
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from slimbayes.convert.opening import open_passes, turn_off_fast_paths
 from slimbayes.convert.plan import Decision, Selection, plan, refuse
+from slimbayes.convert.training import Train, freeze, modules_to_save
 from slimbayes.distributions.families import Signs
 from slimbayes.engine import passes
 from slimbayes.errors import SlimbayesWarning
@@ -37,6 +38,8 @@ class Conversion:
     decisions: list[Decision]
     batch_dim: int | None
     patched: list[tuple[str, str, Any]] = field(default_factory=list)  # (module, attribute, former value)
+    saved: list[str] = field(default_factory=list)  # modules whose own state is saved with the posteriors
+    frozen: list[str] = field(default_factory=list)  # parameters that trained before
 
 
 def bayesianize(
@@ -46,6 +49,8 @@ def bayesianize(
     exclude: Selection = None,
     batch_dim: int | None = None,
     strict: bool = False,
+    train: Train = "all",
+    head: Selection = None,
 ) -> Model:
     """Turn a model into a Bayesian neural net, in place, and return it.
 
@@ -59,6 +64,10 @@ def bayesianize(
         batch_dim: where the model's inputs hold their rows, if you want to say it. Without, it is found out on the
             first call.
         strict: raise if a layer cannot be converted. Otherwise it stays as it is, with the reason in `summary`.
+        train: "all" leaves it to the model what trains; "posterior" freezes the model's own parameters;
+            "posterior+head" all but the modules that `head` names, which `save` then writes with the posterior, as it
+            does with batch norms.
+        head: as `include`, of modules of any kind; by default the last with parameters.
 
     Layers of types that are not known run through their own forward, once for each draw: right, and slower.
 
@@ -73,6 +82,7 @@ def bayesianize(
         >>> type(net[0]).__name__, type(net[2]).__name__
         ('BayesLinear', 'Linear')
     """
+    saved = modules_to_save(model, train, head)
     decisions = plan(model, config, include, exclude, strict)
     _report_functional_dropout(model, decisions)
     _report_signs(model, decisions)
@@ -101,7 +111,8 @@ def bayesianize(
         for _, layer, _, posteriors in built:
             _restore(layer, posteriors)
         raise
-    _attach(model, Conversion(decisions, batch_dim, turn_off_fast_paths(model)))
+    frozen = [] if train == "all" else freeze(model, saved)
+    _attach(model, Conversion(decisions, batch_dim, turn_off_fast_paths(model), saved, frozen))
     open_passes(model)
     _report_members(model)
     return model
@@ -176,6 +187,10 @@ def debayesianize(model: Model) -> Model:
             module = _submodule(layer, name)
             if module is not None:
                 setattr(module, attribute, former)
+        own = {} if conversion is None else dict(layer.named_parameters())
+        for name in [] if conversion is None else conversion.frozen:
+            if name in own:
+                own[name].requires_grad_(True)
     return model
 
 
@@ -305,4 +320,5 @@ def _attach(model: nn.Module, new: Conversion) -> None:
         merged = [kept.get(d.name, d) for d in new.decisions] + [d for d in kept.values() if d.name not in listed]
         new.decisions = sorted(merged, key=lambda d: order.get(d.name, len(order)))
         new.patched = former.patched + new.patched
+        new.saved, new.frozen = former.saved + new.saved, former.frozen + new.frozen
     model._slimbayes = new  # type: ignore[assignment]

@@ -136,6 +136,20 @@ class EnsemblePosterior(Posterior):
         wanted = execution == "batched" or (execution == "auto" and batches_well(module, self.members))
         self.batched = len(others) > 0 and wanted
 
+    selectable = True
+
+    @torch.no_grad()
+    def select(self, members: Sequence[int]) -> None:
+        own = {n: t for n, t in self.layer.state_dict().items() if not n.startswith("posterior.")}
+        every = [own, *(other.state_dict() for other in self.others)]
+        states = [{n: t.clone() for n, t in every[k].items()} for k in members]
+        self.layer.load_state_dict(states[0], strict=False)
+        self.others = self.others[: len(members) - 1]
+        for other, state in zip(self.others, states[1:], strict=True):
+            other.load_state_dict(state)
+        kept = self.weights[list(members)]
+        self.weights, self.members = kept / kept.sum(), len(members)
+
     @property
     def anchor(self) -> Tensor:
         return next(self.others.parameters(), self.weights)
@@ -150,6 +164,9 @@ class EnsemblePosterior(Posterior):
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
+
+    def central(self) -> Tensor | None:
+        return torch.zeros(0, device=self.device)
 
     def realise(self, noise: Noise, pick: Pick) -> Tensor:
         """The member of each block of rows, (n,)."""

@@ -56,6 +56,25 @@ class Rank1Posterior(WeightPosterior):
         self.dense &= config.perturbation == "multiplicative"
         self.additive = config.perturbation == "additive"
 
+    selectable = True
+
+    @property
+    def prior_of_factors(self) -> Any:
+        return None if self.countable else self.r.prior
+
+    @torch.no_grad()
+    def select(self, members: Sequence[int]) -> None:
+        index, self.members = torch.tensor(members, device=self.device), len(members)
+        lines = nn.functional.pad(self.bias, (0, 0, 1, 0))[index] if self.bias is not None else None
+        self.bias = None
+        for owner in (self, self.r, self.s):
+            for name, p in owner.named_parameters(recurse=False):
+                setattr(owner, name, nn.Parameter(p[index], p.requires_grad))
+        if lines is not None:  # member 0 has the layer's own bias
+            site = next(site for site, own in self.layer.posterior.items() if own is self)
+            self.layer.linear_map(site).bias.add_(lines[0])
+            self.bias = nn.Parameter(lines[1:] - lines[0]) if len(members) > 1 else None
+
     def role(self, name: str) -> Role:
         return "factor"
 
@@ -79,6 +98,9 @@ class Rank1Posterior(WeightPosterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         width = self.r.width + self.s.width
         return (0, width) if self.rowwise and rowwise else (width, 0)
+
+    def central(self) -> Tensor | None:
+        return torch.zeros(self.r.width + self.s.width, device=self.device)
 
     def seeded(self, rows: int) -> bool:
         return self.dense and self.rowwise and seeded(self.r.width + self.s.width, rows, self.anchor)
@@ -132,7 +154,7 @@ class Rank1Posterior(WeightPosterior):
         terms += [-information(mixed)] if mixed else []
         return terms or [posteriors[0].r.loc.new_zeros(())]
 
-    def log_ratio(self, linear: LinearMap) -> Tensor:
+    def log_ratio(self, linear: LinearMap) -> Tensor | None:
         """Of the factors as they are drawn, before they are clipped."""
         lines = self.noise.block.double()
         total = lines.new_zeros(len(lines))
@@ -168,6 +190,8 @@ class Rank1Posterior(WeightPosterior):
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()
         weight = linear.weight
+        if not weight.is_floating_point():
+            raise ValueError(f"{self.name}: integers cannot take factors in; convert the layer back to floats first.")
         r, s = drawn.r[index].view(-1, drawn.r.shape[-1]), drawn.s[index].view(-1, drawn.s.shape[-1])
         bias = linear.bias
         if bias is not None and drawn.bias is not None:

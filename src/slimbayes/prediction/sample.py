@@ -218,11 +218,12 @@ def write_out(model: Model, draw: int = 0) -> Model:
         )
     if not posteriors or held is None:
         return debayesianize(copy.deepcopy(model))
-    return passes.run(held.single(draw), _written, model)
+    return passes.run(held.single(draw), written, model)
 
 
 @torch.no_grad()
-def _written(model: Model) -> Model:
+def written(model: Model) -> Model:
+    """A plain copy with the weights of the one draw of the pass under way."""
     if isinstance(model, Converted) and not isinstance(model, BayesLayer):
         members: Any = model.posterior["members"]
         index = int(members.values()[0])
@@ -233,7 +234,7 @@ def _written(model: Model) -> Model:
             _fill(plain.get_submodule(name), layer)
         elif isinstance(layer, Converted):
             parent, _, last = name.rpartition(".")
-            setattr(plain.get_submodule(parent), last, _written(layer))
+            setattr(plain.get_submodule(parent), last, written(layer))
     return plain
 
 
