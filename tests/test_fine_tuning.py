@@ -136,7 +136,7 @@ def test_the_mean_of_members_has_their_mean_weights() -> None:
         layer = nn.Linear(4, 3)
         own = layer.weight.detach().clone()
         torch.testing.assert_close(sb.merge(sb.bayesianize(layer, config)).weight, own)
-    with pytest.raises(ValueError, match="has no mean among its draws"):
+    with pytest.raises(ValueError, match="has no mean that is one network"):
         sb.merge(sb.bayesianize(nn.Linear(4, 3), sb.Mixture(components=2)))
     with pytest.raises(ValueError, match=r'member must be "mean" or a number from 0 to 2, got 3'):
         sb.merge(net, 3)

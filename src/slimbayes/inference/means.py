@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slimbayes.engine import passes
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.posteriors.factors import Drawn
-from slimbayes.prediction.merging import central_pass
+from slimbayes.prediction.sample import central_pass
 
 
 @torch.no_grad()
@@ -20,7 +20,8 @@ def member_factors(model: nn.Module) -> dict[str, dict[str, Drawn]]:
 
     None of layers whose mean is their own weight; refused where a mean is neither.
     """
-    members = math.lcm(*(p.members for p in passes.posteriors_of(model)))
+    posteriors = passes.posteriors_of(model)
+    members = math.lcm(*(p.members for p in posteriors))
     found: dict[str, dict[str, Drawn]] = {}
     plain: list[str] = []
 
@@ -39,7 +40,7 @@ def member_factors(model: nn.Module) -> dict[str, dict[str, Drawn]]:
                 else:
                     plain.append(name)
 
-    passes.run(central_pass(model, members), look)
+    passes.run(central_pass(posteriors), look)
     if found and plain:
         raise ValueError(f"laplace: {plain[0]} has no factors, but {next(iter(found))} has. Call merge(model) first.")
     return found

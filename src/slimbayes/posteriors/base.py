@@ -84,10 +84,6 @@ class Posterior(Keyed, ABC):
     def kl(self, linear: MapOf) -> Tensor:
         """KL to the prior, summed over elements and members: a scalar. `linear()` has the layer's weight and bias."""
 
-    def central(self) -> Tensor | None:
-        """The noise (w,) of a draw at its member's mean, or median; None where draws have no such centre."""
-        return None
-
     @property
     def prior_of_factors(self) -> Any:
         """The prior of rank-1 factors, where there are any and they have one."""

@@ -165,9 +165,6 @@ class EnsemblePosterior(Posterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
 
-    def central(self) -> Tensor | None:
-        return torch.zeros(0, device=self.device)
-
     def realise(self, noise: Noise, pick: Pick) -> Tensor:
         """The member of each block of rows, (n,)."""
         return pick(torch.arange(self.members, device=self.device), len(noise.block))

@@ -115,9 +115,6 @@ class GaussianPosterior(WeightPosterior):
             return weights, 0
         return (weights, -(-(self.site.n_in + self.site.n_out) // 8)) if self.estimator == "flipout" else (0, 0)
 
-    def central(self) -> Tensor | None:
-        return torch.zeros(self.widths(False)[0], device=self.device)
-
     @property
     def has_weights(self) -> bool:
         return self.noise.block.shape[1] > 0 and not self.per_row

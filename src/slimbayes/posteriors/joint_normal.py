@@ -56,9 +56,6 @@ class Joint(WeightPosterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return self.size, 0
 
-    def central(self) -> Tensor | None:
-        return torch.zeros(self.size, device=self.device)
-
     def realise(self, noise: Noise, pick: Pick) -> Any:
         return self.at(self._deviation(noise.block, pick), pick)
 

@@ -52,9 +52,6 @@ class RadialPosterior(WeightPosterior):
         """Any direction, of length zero."""
         return torch.cat([torch.ones_like(block[:, :-1]), torch.zeros_like(block[:, -1:])], 1)
 
-    def central(self) -> Tensor | None:
-        return nn.functional.pad(torch.ones(math.prod(self.site.shape), device=self.device), (0, 1))
-
     def scale(self) -> Tensor:
         """sigma in the shape of the stored weight; a weight's standard deviation is sigma / sqrt(D)."""
         return wide(self.weight_log_scale).exp()

@@ -99,9 +99,6 @@ class Rank1Posterior(WeightPosterior):
         width = self.r.width + self.s.width
         return (0, width) if self.rowwise and rowwise else (width, 0)
 
-    def central(self) -> Tensor | None:
-        return torch.zeros(self.r.width + self.s.width, device=self.device)
-
     def seeded(self, rows: int) -> bool:
         return self.dense and self.rowwise and seeded(self.r.width + self.s.width, rows, self.anchor)
 

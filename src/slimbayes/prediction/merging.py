@@ -12,25 +12,9 @@ from torch import nn
 
 from slimbayes.convert.convert import debayesianize
 from slimbayes.engine import passes
-from slimbayes.engine.passes import Noise, Pass
-from slimbayes.prediction.sample import posteriors_in, written
+from slimbayes.prediction.sample import central_pass, posteriors_in, written
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-def central_pass(model: nn.Module, members: int) -> Pass:
-    """A pass with one draw for each member, at its mean; refused where draws have none."""
-    new = Pass(members, members, rowwise=False)
-    for p in passes.posteriors_of(model):
-        line = p.central()
-        if line is None:
-            raise ValueError(
-                f"{p.name or 'The model'} ({type(p).__name__}) has no mean among its draws: write one draw out with "
-                f"frozen and write_out, or give the weights alone back with debayesianize."
-            )
-        lines = line.to(p.dtype).expand(members, -1)
-        new.noise[p.key] = Noise(lines, lines[:, :0])
-    return new
 
 
 @torch.no_grad()
@@ -57,7 +41,7 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
     members = math.lcm(*(p.members for p in posteriors))
     if member != "mean" and not (isinstance(member, int) and 0 <= member < members):
         raise ValueError(f'merge: member must be "mean" or a number from 0 to {members - 1}, got {member!r}.')
-    new = central_pass(model, members)
+    new = central_pass(posteriors)
     if member != "mean":
         return passes.run(new.single(member), written, model)
     every = [passes.run(new.single(k), written, model) for k in range(members)]
