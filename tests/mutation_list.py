@@ -286,12 +286,6 @@ MUTATIONS = [
     Mutation("shared-bias", "if known is not None and known[0] is own:", "if known is not None:", "test_plans.py"),
     Mutation("tree-stands", "len(found) == len(self.children) and all(", "True or all(", "test_plans.py"),
     Mutation(
-        "product-orientation",
-        "(dz.t() @ scaled if out_dim == 0 else scaled.t() @ dz)",
-        "(scaled.t() @ dz)",
-        "test_kernels_dense.py",
-    ),
-    Mutation(
         "numbered-draws",
         "generator=generator.manual_seed((first + j * _ODD) % 2**63)",
         "generator=generator.manual_seed((first + (j - start) * _ODD) % 2**63)",

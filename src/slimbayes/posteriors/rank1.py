@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Point
-from slimbayes.distributions.kl import kl
+from slimbayes.distributions.kl import summed_kl
 from slimbayes.engine.fused import seeded
 from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Noise
@@ -119,7 +119,7 @@ class Rank1Posterior(WeightPosterior):
             return grouped(every, lambda f: (f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype))
 
         groups = planned(posteriors, ("kl", kinds), alike)
-        return [kl(joint(same), same[0].prior).sum() for same in groups] or [posteriors[0].r.loc.new_zeros(())]
+        return [summed_kl(joint(same), same[0].prior) for same in groups] or [posteriors[0].r.loc.new_zeros(())]
 
     def log_ratio(self, linear: LinearMap) -> Tensor:
         """Of the factors as they are drawn, before they are clipped."""
