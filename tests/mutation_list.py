@@ -360,6 +360,7 @@ MUTATIONS = [
         "+ 0.5 * ((q.loc - p.loc) / p.scale) ** 2",
         "+ ((q.loc - p.loc) / p.scale) ** 2",
         "contract/test_contract.py -k kl_is",
+        "test_sums.py",
     ),
     Mutation(
         "kl-cauchy", "/ (4 * q.scale * p.scale)", "/ (2 * q.scale * p.scale)", "contract/test_contract.py -k kl_is"
