@@ -10,6 +10,7 @@ from torch import nn
 
 from slimbayes.convert.convert import Model, conversions_of
 from slimbayes.engine import passes
+from slimbayes.engine.modules import changed
 from slimbayes.layers.base import Converted
 
 
@@ -44,6 +45,7 @@ def select(model: Model, members: Sequence[int]) -> Model:
     for p in posteriors:
         if p.members > 1:
             p.select([k % p.members for k in chosen])
+    changed()
     for root, conversion in conversions:
         for d in conversion.decisions:
             layer = _found(model, ".".join(part for part in (root, d.name) if part))

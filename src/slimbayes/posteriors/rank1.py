@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Point
-from slimbayes.distributions.kl import kl
+from slimbayes.distributions.kl import summed_kl
 from slimbayes.engine.fused import seeded
 from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Noise
@@ -145,7 +145,7 @@ class Rank1Posterior(WeightPosterior):
         mixed: list[Any] = []
         for same in planned(posteriors, ("kl", kinds), alike):
             how, q = same[0][0], joint([f for _, f in same])
-            total = kl(q, same[0][1].prior).sum()
+            total = summed_kl(q, same[0][1].prior)
             terms.append(total if how == "sum" else total / len(q.loc))
             mixed += [q] if how == "exact" else []
         terms += [-information(mixed)] if mixed else []
