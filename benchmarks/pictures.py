@@ -125,7 +125,8 @@ def main() -> None:
             write_pictures(folder, chosen.pictures)
         about = {
             "pictures": chosen.pictures, "each": chosen.each, "workers": chosen.workers,
-            "cores": len(os.sched_getaffinity(0)), "machine": platform.machine(), "torch": torch.__version__, "pillow": version("pillow"),
+            "cores": len(os.sched_getaffinity(0)), "machine": platform.machine(),
+            "torch": torch.__version__, "pillow": version("pillow"),
         }  # fmt: skip
         found = about | {"images_per_second": measure(folder, chosen.pictures, chosen.workers, chosen.each)}
     print(json.dumps(found, indent=1))

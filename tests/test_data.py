@@ -662,6 +662,27 @@ def test_uci_npz_and_csv(tmp_path: Path, rng: np.random.Generator) -> None:
         uci.standard_split(Dataset("toy", {}), 0)
 
 
+def test_uci_two_targets_and_year_in_its_own_file(tmp_path: Path, rng: np.random.Generator) -> None:
+    values = rng.normal(size=(12, 10)).round(3)
+    names = ",".join([*(f"x{i}" for i in range(8)), "heating", "cooling"])
+    np.savetxt(tmp_path / "energy.csv", values, delimiter=",", fmt="%.3f", header=names, comments="")
+    both = load("uci/energy", tmp_path)
+    assert both.columns == tuple(f"x{i}" for i in range(8))
+    np.testing.assert_allclose(both.splits["all"].x, values[:, :8], rtol=1e-6)
+    np.testing.assert_allclose(both.splits["all"].y, values[:, 8:], rtol=1e-6)
+    np.savetxt(tmp_path / "yacht.csv", values, delimiter=",", fmt="%.3f", header=names, comments="")
+    assert load("uci/yacht", tmp_path).splits["all"].y.shape == (12, 1)  # one target, however many columns
+
+    songs = np.concatenate([rng.integers(1922, 2011, (5, 1)), rng.normal(size=(5, 90)).round(3)], 1)
+    np.savetxt(tmp_path / "YearPredictionMSD.txt", songs, delimiter=",", fmt="%.5f")
+    year = load("uci/year", tmp_path).splits["all"]
+    np.testing.assert_allclose(year.y, songs[:, :1])
+    np.testing.assert_allclose(year.x, songs[:, 1:], rtol=1e-6)
+    (tmp_path / "YearPredictionMSD.txt").write_text("2001,1.0\n")
+    with pytest.raises(ValueError, match="must have 91 columns, the year and 90 features, got 2"):
+        load("uci/year", tmp_path)
+
+
 def test_uci_broken(tmp_path: Path) -> None:
     file = tmp_path / "yacht.npz"
     x, y = np.zeros((20, 2)), np.zeros(20)

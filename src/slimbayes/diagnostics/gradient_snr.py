@@ -54,7 +54,7 @@ class GradientSNR:
         for site in gaussian_sites(model):
             scales = {f"{site.name} {n}": p for n, p in site.posterior.named_parameters() if n != "bias_log_scale"}
             self.parameters.setdefault(site.layer_name, {}).update(scales)
-        self._history = {
+        self.history = {
             name: torch.zeros(window, p.numel(), dtype=torch.float64, device=p.device)
             for scales in self.parameters.values()
             for name, p in scales.items()
@@ -70,7 +70,7 @@ class GradientSNR:
             raise ValueError(f"{missing[0]} has no gradient. {advice}")
         for name, gradient in gradients.items():
             assert gradient is not None
-            self._history[name][self.steps % self.window].copy_(gradient.reshape(-1))
+            self.history[name][self.steps % self.window].copy_(gradient.reshape(-1))
         self.steps += 1
 
     def result(self, average: Literal["mean", "median"] = "mean") -> dict[str, float]:
@@ -81,7 +81,7 @@ class GradientSNR:
         if seen < 2:
             raise ValueError(f"A variance needs at least 2 steps, got {seen}. Call update() after each backward.")
         return {
-            layer: _average_snr(torch.cat([self._history[name][:seen] for name in scales], 1), average)
+            layer: _average_snr(torch.cat([self.history[name][:seen] for name in scales], 1), average)
             for layer, scales in self.parameters.items()
         }
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.lab.data_command import app as data_app
+from slimbayes.lab.run_commands import Accelerator, DataDir, diagnose, stack
 
 _CODES = {
     "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4,
@@ -53,8 +54,6 @@ Overrides = Annotated[
     list[str],
     typer.Option("--set", help="Change a field: [bold]train.epochs=5[/]. May be given again.", metavar="PATH=VALUE"),
 ]
-DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; $SLIMBAYES_DATA by default.")]
-Accelerator = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 Runs = Annotated[list[Path], typer.Argument(help="Run directories, or folders of them.")]
 Scale = Annotated[Literal["full", "small"], typer.Option(help="'small' lays the file's small values over the others.")]
 
@@ -117,6 +116,10 @@ def evaluate(
     wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
     evaluate_run(run, wanted, accelerator, data_dir)
     print_scores(run)
+
+
+app.command()(diagnose)
+app.command()(stack)
 
 
 @app.command()

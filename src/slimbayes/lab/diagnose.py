@@ -6,6 +6,8 @@ truncation       the same, of rank `rank`             as elbo, with scales cut t
 spectrum         a Gaussian posterior                 how much of means and scales the first singular values explain
 scales           a Gaussian posterior                 mean posterior scale; of `layer`, what ranks 1 and 2 explain
 snr              a Gaussian posterior                 signal-to-noise ratio of the gradients of `layer`'s scales
+tracked          a record with train.track            SNR, scales and explained variance on the way, parameters moving
+corruption       images                               errors on corrupted rows, for `relative_to`
 density          real targets                         log density of test targets, noise of `precision`, in their units
 reliability      a record                             calibration errors without bins of at most five rows
 draws            a record                             calibration error by number of draws
@@ -18,15 +20,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import slimbayes as sb
 from slimbayes.data import Split
@@ -35,63 +34,18 @@ from slimbayes.diagnostics import spectrum as spectrum_of
 from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import Of
 from slimbayes.errors import did_you_mean
-from slimbayes.lab.evaluate import Predictor
-from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import load_run
+from slimbayes.lab.case import Case as Case
+from slimbayes.lab.case import scores
+from slimbayes.lab.execution import Nobody
+from slimbayes.lab.other_sets import check, corrupted
 from slimbayes.lab.paper_table import Numbers, calibration_errors
 from slimbayes.lab.seeds import key, seed_everything
-from slimbayes.lab.task import Task, batches
-from slimbayes.models import keras_count
-from slimbayes.report.record import Evaluation, Record, read
+from slimbayes.lab.task import batches
+from slimbayes.report.record import Evaluation, Record
 from slimbayes.train.likelihoods import LIKELIHOODS
 
 Found = tuple[Numbers, Any]
-_AT_ONCE = 10  # draws of a forward
 _SHOWN = 10  # singular values of a layer
-
-
-@dataclass(frozen=True)
-class Case:
-    """A finished run (or none), how to reach it, and what to do with it; `picture` is where a plot may be written."""
-
-    folder: Path | None
-    picture: Path
-    draws: int = 1
-    seed: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    execution: Execution = Execution()  # noqa: RUF009 (frozen)
-
-    @cached_property
-    def loaded(self) -> Predictor:
-        assert self.folder is not None
-        return load_run(self.folder, self.execution)
-
-    @cached_property
-    def record(self) -> Record:
-        assert self.folder is not None
-        return read(self.folder)
-
-    @property
-    def rows(self) -> Split:
-        """Rows that scores are of, in their own units: the test rows, or with `rows: validation` those held out."""
-        task, held_out = self.loaded[2], self.options.get("rows") == "validation"
-        found = task.validation if held_out else task.test
-        if not isinstance(found, Split):
-            raise ValueError(f"{task.name} has no such rows in memory: set data.validation, or leave `rows` out.")
-        # A task standardises all real targets but the test rows'.
-        return Split(found.x, _in_own_units(found.y, task)) if held_out else found
-
-    def draw(self, make: Callable[[], Any]) -> None:
-        """Write a plot, where matplotlib is installed."""
-        try:
-            figure = make()
-        except ImportError:
-            return
-        figure.savefig(self.picture, dpi=100)
-
-
-def _in_own_units(y: Tensor, task: Task) -> Tensor:
-    return y if task.y_mean is None or task.y_std is None else y * task.y_std + task.y_mean
 
 
 def diagnose(name: str, case: Case) -> Found:
@@ -99,6 +53,7 @@ def diagnose(name: str, case: Case) -> Found:
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> numbers, _ = diagnose("prior_functions", Case(None, Path(tempfile.mktemp(suffix=".png"))))
         >>> numbers["steps_dropout"] < numbers["steps_emp"]
         True
@@ -108,39 +63,9 @@ def diagnose(name: str, case: Case) -> Found:
     return DIAGNOSTICS[name](case)
 
 
-def _scores(case: Case, network: nn.Module) -> Numbers:
-    """Scores of a network under the run's own evaluation, with the ELBO per row at full KL weight."""
-    task = case.loaded.task
-    (made,), _ = case.loaded._replace(network=network).score(case.rows, [case.draws], task.name, "validation")
-    alone = _mean_nll(case, network)
-    with torch.no_grad():
-        kl = float(sb.kl(network)) / len(task.train)
-    numbers = {**made.metrics, "neg_elbo": alone + kl, "draw_nll": alone, "kl": kl}
-    if "brier" in numbers:
-        numbers["brier_shifted"] = numbers["brier"] - 1  # TensorFlow Probability's Brier score
-    return numbers | {"parameters": float(keras_count(network) - case.options.get("uncounted", 0))}
-
-
-@torch.no_grad()
-def _mean_nll(case: Case, network: nn.Module) -> float:
-    """Negative log-likelihood of a row in its own units, averaged over single draws: the ELBO's first term."""
-    experiment, _, task, likelihood = case.loaded
-    noise = experiment.train.noise_scale if task.y_std is None else experiment.train.noise_scale * task.y_std
-    device = next(network.parameters()).device
-    network.eval()
-    total = 0.0
-    for index, (x, y) in enumerate(batches(case.rows, experiment.evaluate.batch, device)):
-        seed_everything(experiment.seed, "elbo", index)
-        for start in range(0, case.draws, _AT_ONCE):
-            count = min(_AT_ONCE, case.draws - start)
-            outputs = _in_own_units(sb.sample(network, task.scaling(x), draws=count).float(), task)
-            total += float(LIKELIHOODS[likelihood].nll(outputs, y, "average", noise)) * len(y) * count / case.draws
-    return total / len(case.rows)
-
-
 def elbo(case: Case) -> Found:
     """The run as it is."""
-    numbers = _scores(case, case.loaded[1])
+    numbers = scores(case, case.loaded[1])
     return numbers, numbers
 
 
@@ -150,7 +75,7 @@ def truncation(case: Case) -> Found:
     network = case.loaded[1]
     errors = truncation_errors(network, rank, include=layers)
     sizes = [site.posterior.site.matrix for site in gaussian_sites(network, layers)]
-    numbers = _scores(case, truncate(copy.deepcopy(network), rank, include=layers))
+    numbers = scores(case, truncate(copy.deepcopy(network), rank, include=layers))
     numbers["parameters"] += sum(rank * (m + n) - m * n for m, n in sizes)  # what k-tied factors would take
     return numbers, {"scores": numbers, "relative_errors": errors}
 
@@ -186,7 +111,7 @@ def snr(case: Case) -> Found:
     """Ratios of gradients over ten batches at the trained parameters, which stand still meanwhile."""
     experiment, network, task, likelihood = case.loaded
     assert isinstance(task.train, Split)
-    tracker, layer = GradientSNR(network, window=10), case.options["layer"]
+    tracker, layer = GradientSNR(network, window=10), case.options.get("layer")
     network.train()
     for index in range(10):
         seed_everything(experiment.seed, "snr", index)
@@ -200,7 +125,7 @@ def snr(case: Case) -> Found:
         tracker.update()
     network.zero_grad()
     found = {average: tracker.result(average) for average in ("mean", "median")}
-    return {"snr": found["mean"][layer], "snr_median": found["median"][layer]}, found
+    return {} if layer is None else {"snr": found["mean"][layer], "snr_median": found["median"][layer]}, found
 
 
 @torch.no_grad()
@@ -218,6 +143,19 @@ def density(case: Case) -> Found:
         densities.append(p.log_prob(y).double())
     numbers = {"rmse": float(torch.cat(squares).mean().sqrt()), "lpd": float(torch.cat(densities).mean())}
     return numbers, numbers | {"precision": case.options["precision"], "draws": case.draws}
+
+
+def corruption(case: Case) -> Found:
+    """Evaluations on corrupted rows that the run itself was not asked for; the table reads them as if it had been."""
+    chosen = case.loaded.experiment.evaluate.model_copy(update={"corruptions": "standard", **case.options})
+    experiment = case.loaded.experiment.model_copy(update={"evaluate": chosen})
+    task, execution = case.loaded.task, case.execution
+    check(chosen, task, execution)
+    made: list[Evaluation] = []
+    for source, about, rows in corrupted(experiment, task, execution, Nobody()):
+        rows = rows.to(case.loaded.device)
+        made += case.loaded.score(rows, [case.draws], source, "corruption", about, execution.workers)[0]
+    return {}, [one.model_dump(mode="json") for one in made]
 
 
 def _tests(record: Record) -> list[Evaluation]:
@@ -244,7 +182,30 @@ def convergence(case: Case) -> Found:
         raise ValueError(f"{case.record.name} has no validation rows to follow: set data.validation.")
     ends = {"quarter": math.ceil(len(curve) / 4), "half": math.ceil(len(curve) / 2), "end": len(curve)}
     numbers = {f"neg_elbo_{name}": curve[index - 1][1] for name, index in ends.items()}
+    numbers |= {name: value for name, value in case.record.curve[-1].items() if name.startswith("validation_")}
     return numbers, {"step": [s for s, _ in curve], "neg_elbo": [v for _, v in curve]}
+
+
+def tracked(case: Case) -> Found:
+    """What a run with `train.track` noted when a share `at` of its steps was done, of `layer` or as means over layers;
+    and -ELBO of validation rows.
+    """
+    curve, layer = case.record.curve, case.options.get("layer")
+    wanted = float(case.options.get("at", 1.0)) * curve[-1]["step"]
+    row = min(curve, key=lambda row: abs(row["step"] - wanted))
+    noted: dict[str, list[float]] = {}
+    for name, value in row.items():
+        what, _, of = name.partition(".")
+        if of and (layer is None or of in (layer, f"{layer}.weight")):
+            noted.setdefault(what, []).append(value)
+    if not noted:
+        of = "its posterior" if layer is None else repr(layer)
+        raise ValueError(f"{case.record.name} has noted nothing of {of}: set train.track, or name another layer.")
+    numbers = {"step": row["step"]} | {what: fmean(values) for what, values in noted.items()}
+    if "validation_nll" in row:
+        numbers["neg_elbo"] = row["validation_nll"] + row["kl"]
+    every = [{n: v for n, v in one.items() if n.partition(".")[2]} | {"step": one["step"]} for one in curve]
+    return numbers, every
 
 
 def prior_functions(case: Case) -> Found:
@@ -280,6 +241,8 @@ DIAGNOSTICS: dict[str, Callable[[Case], Found]] = {
         spectrum,
         scales,
         snr,
+        tracked,
+        corruption,
         density,
         reliability,
         draws,

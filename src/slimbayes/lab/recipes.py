@@ -114,7 +114,7 @@ def _half_cosine(start: float, stop: float, done: float) -> float:
     return stop + (start - stop) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-# --- weights of the KL ---
+# --- weights of the KL: each ends at `weight`, the temperature of the posterior, which is one for Bayes' rule ---
 
 
 class ConstantKL(Options):
@@ -126,10 +126,7 @@ class ConstantKL(Options):
 
 
 class LinearKL(Options):
-    """Rises to `weight` over a share of training: 0.8 on CIFAR and two thirds on ImageNet in the rank-1 paper, to one.
-
-    A weight below one is a tempered posterior.
-    """
+    """Rises to `weight` over a share of training: 0.8 on CIFAR and two thirds on ImageNet in the rank-1 paper."""
 
     kind: Literal["Linear"]
     share: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -140,14 +137,15 @@ class LinearKL(Options):
 
 
 class StaircaseKL(Options):
-    """Rises by slope * every at each multiple of `every` steps (k-tied Normal, Appendix D.4)."""
+    """Rises by weight * slope * every at each multiple of `every` steps (k-tied Normal, Appendix D.4), to `weight`."""
 
     kind: Literal["Staircase"]
     slope: Positive
     every: Count = 100
+    weight: NotNegative = 1.0
 
     def at(self, step: int, total: int) -> float:
-        return schedules.staircase(self.slope, self.every)(step)
+        return self.weight * schedules.staircase(self.slope, self.every)(step)
 
 
 # --- the rest ---
@@ -176,6 +174,12 @@ class EarlyStop(Options):
     patience: Count = 5
 
 
+class Alternate(Options):
+    """Coordinate descent between shared parameters and those of patches, so many steps each (EMP paper, C.2)."""
+
+    every: Count = 100
+
+
 class Snapshots(Options):
     """Score test rows, too, after every so many epochs, of the last so many: columns `test_` and `member0_` of the
     curve, to look at training with. Nothing is chosen by them."""
@@ -200,6 +204,7 @@ class Train(Options):
         batch: rows of a step, over all processes. The rows of an epoch that do not fill a batch are left to another.
         rows: "tile" shows every row to every draw; "split" hands the rows of a batch out among the draws.
         draws: of each member, in a step.
+        kl: the weight of the KL: how it rises, and where it ends, below one for a tempered posterior.
         form: how draws join in the likelihood, as in `slimbayes.categorical`.
         posterior_lr: learning rate of the posterior's parameters relative to the others' (the fast-weight multiplier).
         weight_decay: for the network's own parameters, or for kernels, biases and norms apart. Never for factors.
@@ -207,9 +212,14 @@ class Train(Options):
         clip: largest norm of the gradient.
         accumulate: cut each batch into so many pieces and add their gradients.
         norm_statistics: "member" lets each member keep batch-norm statistics of its own; "shared" is the papers'.
+        ensemble_loss: of a deep ensemble; "sum" trains each member as it would train alone, "mean" with a part of the
+            rate.
         noise: standard deviation of the targets' noise, for real targets (standardised); "learned": the network gives
             one for each row and target (a heteroscedastic likelihood).
         ema: decay of a running average of the weights, which is what is evaluated and saved.
+        track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
+            (see tracking.py).
+        alternate: train shared parameters and those of patches in turn, instead of together.
     """
 
     epochs: Count
@@ -226,10 +236,13 @@ class Train(Options):
     clip: Positive | None = None
     accumulate: Count = 1
     norm_statistics: Literal["shared", "member"] = "shared"
+    ensemble_loss: Literal["sum", "mean"] = "sum"
     noise: Positive | Literal["learned"] = 1.0
     precision: Literal["32", "bf16"] = "32"
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     early_stop: EarlyStop | None = None
+    track: tuple[Literal["scales", "snr"], ...] = ()
+    alternate: Alternate | None = None
     snapshots: Snapshots | None = None
 
     @model_validator(mode="after")
@@ -258,6 +271,10 @@ class Train(Options):
         """Weight of the KL in a step."""
         return self.kl.at(step, self.epochs * per_epoch)
 
+    def trained_part(self, step: int) -> str | None:
+        """Which parameters a step trains, "shared" or "patch"; None: all of them."""
+        return None if self.alternate is None else schedules.alternating(self.alternate.every)(step)
+
     def build_optimizer(self, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
         """The optimizer of a converted model; with `graph` its rates are tensors that a CUDA graph rereads."""
         import torch
@@ -265,7 +282,7 @@ class Train(Options):
         from slimbayes.train.optim import param_groups
 
         decay = self.weight_decay.model_dump() if isinstance(self.weight_decay, Decay) else self.weight_decay
-        groups = param_groups(model, decay, self.optimizer.lr, self.posterior_lr)
+        groups = param_groups(model, decay, self.optimizer.lr, self.posterior_lr, apart=self.alternate is not None)
         for group in groups:
             group["base_lr"] = group["lr"]
             if graph:
@@ -273,10 +290,11 @@ class Train(Options):
         return self.optimizer.build(groups, True if next(model.parameters()).is_cuda else None, graph)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set every group's learning rate to its own base rate times a factor."""
+def set_rate(optimizer: torch.optim.Optimizer, factor: float, part: str | None = None) -> None:
+    """Set every group's learning rate to its own base rate times a factor, or to zero where it has another part."""
     for group in optimizer.param_groups:
+        rate = group["base_lr"] * factor if part in (None, group.get("part")) else 0.0
         if hasattr(group["lr"], "fill_"):  # a tensor, which a graph rereads
-            group["lr"].fill_(group["base_lr"] * factor)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = group["base_lr"] * factor
+            group["lr"] = rate

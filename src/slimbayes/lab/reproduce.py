@@ -14,11 +14,13 @@ fails is named in the table and does not stop the others.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slimbayes.data.uci import standard_splits
 from slimbayes.files import write_text
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution, Nobody, Watcher
@@ -27,7 +29,7 @@ from slimbayes.lab.kept import by_hash
 from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe_setting, draws_of, failed, measured
 from slimbayes.lab.papers import PaperRow, Scale, find, listings
 from slimbayes.lab.run_folder import default_folder
-from slimbayes.report.record import read
+from slimbayes.report.record import Evaluation, Record, read
 from slimbayes.untrusted import parse_json, read_file
 
 
@@ -51,7 +53,7 @@ def reproduce(
         name: "<paper>/<table or figure>", or that and "/<row>" for a single row.
         out: folder of the table; runs/<name> by default.
         scale: "small" lays each row's `small` values over its config.
-        seeds: a run for each; of regressions on standard splits, seed s is split s.
+        seeds: a run for each; of regressions on standard splits, seed s is split s, as far as a set has them.
         runs: folder of the run directories, if tables are to share them; by default `out`.
         folders: where experiments are looked for, as in `find`.
 
@@ -69,7 +71,7 @@ def reproduce(
     out.mkdir(parents=True, exist_ok=True)
     table.write(out)
     known = by_hash(runs or out)
-    asked = [(row, seed) for row in table.rows for seed in dict.fromkeys(seeds)]
+    asked = [(row, seed) for row in table.rows for seed in dict.fromkeys(seeds) if seed < _splits(row, scale)]
     for row, seed in asked:
         watcher.say(f"{row.name}, seed {seed}")
         try:
@@ -87,6 +89,13 @@ def reproduce(
         told = " ".join(failed(table.failures))
         raise Incomplete(f"{len(table.failures)} of {len(asked)} runs failed: {told}")
     return out
+
+
+def _splits(row: PaperRow, scale: Scale) -> float:
+    """How many standard splits a row's data have; seeds beyond them are passed over."""
+    if not row.trains or row.paper.repeat != "data.split":
+        return math.inf
+    return standard_splits(row.experiment(scale).data.name)
 
 
 def _draw(table: Reproduction, out: Path, watcher: Watcher) -> None:
@@ -121,8 +130,15 @@ def _run(
     draws = draws_of(record, row.paper.draws)
     case = Case(folder, out, draws, seed, row.paper.options, execution)
     numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
+    record = _with_evaluations(record, [out / name for name in files if name.endswith("-corruption.json")])
     setting = describe_setting(experiment, scale)
     return RowResult(row, seed, measured(record, draws) | numbers, record, folder, setting, files)
+
+
+def _with_evaluations(record: Record, files: Sequence[Path]) -> Record:
+    """A record with the evaluations that diagnostics have made beside its own."""
+    more = [Evaluation.model_validate(one) for file in files for one in parse_json(read_file(file))["details"]]
+    return record.model_copy(update={"evaluations": [*record.evaluations, *more]})
 
 
 def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[Numbers, tuple[str, ...]]:

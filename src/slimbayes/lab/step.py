@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
 from slimbayes.data import Split
@@ -28,7 +29,7 @@ from slimbayes.lab.seeds import seed_everything
 from slimbayes.prediction.sample import sample
 from slimbayes.train.elbo import ELBO, check_finite, elbo
 from slimbayes.train.likelihoods import LIKELIHOODS
-from slimbayes.train.optim import l2
+from slimbayes.train.optim import apart, l2
 
 Batch = tuple[Tensor, ...]  # row numbers (B,) of a set that is on the device, or inputs and targets
 
@@ -43,6 +44,7 @@ class TrainingStep:
         history: loss, nll and KL of each step of the epoch, (steps, 3), on the device.
         failed: zero, and one from the first loss on that is not finite; updates stop with it.
         averages: running averages of the parameters by name, if asked for.
+        networks: parameters of each of those that share nothing; their losses are summed, and their mean is noted.
     """
 
     predictor: Predictor
@@ -59,6 +61,10 @@ class TrainingStep:
         self.kl_weight, self.failed = torch.ones((), device=device), torch.zeros((), device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.static: Batch = ()
+        train = self.experiment.train
+        # The likelihood of a mixture has no parts that could be summed.
+        summed = train.ensemble_loss == "sum" and train.form == "average"
+        self.networks = apart(self.network) if summed else [list(self.network.parameters())]
         self.averages: dict[str, Tensor] = {}
         if self.experiment.train.ema:
             self.averages = {n: p.detach().clone() for n, p in self.network.named_parameters() if p.requires_grad}
@@ -68,7 +74,7 @@ class TrainingStep:
     def __call__(self, batch: Batch, step: int, kl_weight: float, rate: float) -> None:
         """Train on a batch. On a CPU, FloatingPointError says that a loss is not finite."""
         seed_everything(self.experiment.seed, "step", step)
-        set_rate(self.optimizer, rate)
+        set_rate(self.optimizer, rate, self.experiment.train.trained_part(step))
         self.kl_weight.fill_(kl_weight)
         self.position.fill_(step % self.steps_per_epoch)
         if self.graph is None:
@@ -89,10 +95,11 @@ class TrainingStep:
         ):
             with self.fabric.no_backward_sync(self.call, enabled=several and index < train.accumulate - 1):
                 found = self._elbo(inputs, targets)
-                self.fabric.backward(found.loss / train.accumulate)
+                self.fabric.backward(found.loss * (len(self.networks) / train.accumulate))
             terms += torch.stack([term.detach() for term in found]) / train.accumulate
         if train.clip:
-            torch.nn.utils.clip_grad_norm_(self.network.parameters(), train.clip)
+            for parameters in self.networks:
+                torch.nn.utils.clip_grad_norm_(parameters, train.clip)
         if several:
             dist.all_reduce(terms)
             terms /= self.fabric.world_size
@@ -127,7 +134,9 @@ class TrainingStep:
             outputs = outputs.flatten(0, 1)[None]  # each row was seen by one draw
         nll = LIKELIHOODS[self.likelihood].nll(outputs.float(), y, train.form, train.noise_scale)
         found = elbo(nll, self.network, len(self.task.train), self.kl_weight)
-        return found._replace(loss=found.loss + l2(self.network, **train.l2.model_dump())) if train.l2 else found
+        if train.l2:
+            found = found._replace(loss=found.loss + l2(self.network, **train.l2.model_dump()) / len(self.networks))
+        return found
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -186,7 +195,15 @@ class TrainingStep:
     def _moments(self) -> list[Tensor]:
         return [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
 
-    # --- a loss that is not finite ---
+    # --- numbers that are not finite ---
+
+    def broken_parameter(self) -> str | None:
+        """The name of a parameter that is NaN or infinite, the same in all processes."""
+        local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in self.network.named_parameters()}
+        bad = torch.stack([~p.detach().isfinite().all() for p in local.values()])
+        if self.fabric.world_size > 1:  # a shard is looked at by one process, and all must agree
+            bad = self.fabric.all_reduce(bad.float(), reduce_op="sum") > 0
+        return list(local)[int(bad.nonzero()[0])] if bool(bad.any()) else None
 
     def explain(self, batch: Batch) -> str:
         """A sentence on where numbers stop being finite: inputs, targets, parameters, or the first such layer."""

@@ -209,6 +209,8 @@ def _hold_out(rows: R, chosen: config.Data) -> tuple[R, R | None]:
         fault = "leaves nothing to train on" if held else "holds none out"
         raise ValueError(f"data.validation={chosen.validation} of {len(rows)} rows {fault}.")
     order = torch.randperm(len(rows), generator=generator(chosen.seed, "validation"))
+    if chosen.held_out == "last":
+        order = torch.arange(len(rows) - 1, -1, -1)
     return rows.pick(order[held:].sort().values), rows.pick(order[:held].sort().values)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
@@ -29,6 +28,8 @@ from slimbayes.lab.run_folder import RunError, append_steps, forget_steps, tenso
 from slimbayes.lab.seeds import generator, seed_everything
 from slimbayes.lab.step import Batch, TrainingStep
 from slimbayes.lab.task import open_task
+from slimbayes.lab.tracking import Tracker
+from slimbayes.train.elbo import warn_of_dwarfed
 
 MINUTE = 60.0
 _ADVICE = "lower the learning rate or clip gradients."
@@ -79,6 +80,7 @@ class Training:
         self.signals: list[int] = []  # that asked to stop
         self.captures = execution.captures(fabric.device, fabric.world_size)
         self.stepper = self._stepper()
+        self.tracker = Tracker(experiment, self.network, self.steps_per_epoch)
         self.saved_at, self.written_at = time.monotonic(), 0.0
 
     def _stepper(self) -> TrainingStep:
@@ -122,6 +124,7 @@ class Training:
                 self.stepper(batch, self.step, kl_weight, rate)
             except FloatingPointError:
                 raise self._diverged(self.step) from None
+            self.tracker.after(self.step)
             self.step += 1
             self.watcher.move(self.step)
             if self.step % self.steps_per_epoch:
@@ -162,6 +165,7 @@ class Training:
         row |= dict(zip(("loss", "nll", "kl"), losses.mean(0).tolist(), strict=True))
         row["kl_weight"] = train.kl_weight(last, self.steps_per_epoch)
         row["lr"] = train.optimizer.lr * train.rate(last, self.steps_per_epoch)
+        row |= self.tracker.columns()
         with self.stepper.averaged():
             scores = self.predictor.scores_after(epoch + 1, self.execution.workers)
             row |= self.fabric.broadcast(scores)  # each process drew its own noise, and all must agree when to stop
@@ -169,7 +173,8 @@ class Training:
                 weights = {n: t.detach().clone() for n, t in self.network.state_dict().items()}
                 self.best = {"nll": row["validation_nll"], "epoch": epoch + 1, "weights": weights}
         self.curve.append(row)
-        self.watcher.move(self.step, f"loss {row['loss']:.4f}")
+        warn_of_dwarfed(self.network, row["nll"], row["kl_weight"] * row["kl"])  # steps on a GPU read nothing back
+        self.watcher.move(self.step, f"nll {row['nll']:.4f}, kl {row['kl']:.4f} x {row['kl_weight']:.3g} per datum")
         if self.fabric.global_rank == 0:
             if time.monotonic() - self.written_at > 0.5:  # rewritten whole: not for each of thousands of short epochs
                 write_csv(self.folder / "metrics.csv", self.curve)
@@ -229,6 +234,7 @@ class Training:
             raise self._diverged(self.step - 1)
         self._check_weights()
         extra = {"history": self.stepper.history} | {f"average/{n}": t for n, t in self.stepper.averages.items()}
+        extra |= self.tracker.state()
         facts: dict[str, Any] = {"curve": self.curve, "seconds": self.seconds, **self._facts()}
         if self.best:
             extra |= {f"best/{n}": t for n, t in self.best["weights"].items()}
@@ -257,6 +263,7 @@ class Training:
         self.step = self.saved_step = facts["step"]
         self.curve, self.seconds = facts["curve"], facts.get("seconds", [])
         self.stepper.history.copy_(extra["history"])
+        self.tracker.restore(extra)
         for name, average in self.stepper.averages.items():
             average.copy_(sharded_like(extra[f"average/{name}"], average))
         if "best" in facts:
@@ -271,12 +278,7 @@ class Training:
 
     def _check_weights(self) -> None:
         """Stop if the last update made weights NaN or infinite: its loss, computed before, need not have been."""
-        local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in self.network.named_parameters()}
-        bad = torch.stack([~p.detach().isfinite().all() for p in local.values()])
-        if self.fabric.world_size > 1:  # a shard is looked at by one process, and all must agree
-            bad = self.fabric.all_reduce(bad.float(), reduce_op="sum") > 0
-        if bool(bad.any()):
-            name = list(local)[int(bad.nonzero()[0])]
+        if name := self.stepper.broken_parameter():
             raise Diverged(
                 f"The update of step {self.step - 1} made the parameter {name} NaN or infinite. The last good "
                 f"checkpoint is kept in {self.folder}; {_ADVICE}"

@@ -29,11 +29,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from slimbayes.distributions import precision
 from slimbayes.distributions.families import wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors import picks
-from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
+from slimbayes.posteriors.base import MapOf, Pick, Role, Support, WeightPosterior
 from slimbayes.posteriors.components import resets, start_components
 from slimbayes.posteriors.configs.mixture import Mixture as Mixture
 from slimbayes.posteriors.picks import Assigned, bias_shape, select
@@ -74,6 +75,14 @@ class MixturePosterior(WeightPosterior):
             self.probs = exact.to(self.probs.device)  # a model cast to bfloat16 must not have its dropout rates rounded
         return self
 
+    def centre(self, block: Tensor) -> Tensor:
+        if self.config.assignment != "model" and self.components > 1:
+            raise ValueError(
+                f"{self.name}: a pick among {self.components} components has no mean that is one network; average "
+                f"draws with predict(model, x, draws=...)."
+            )
+        return super().centre(block)
+
     @property
     def anchor(self) -> Tensor:
         weight = self._parameters.get("weight")  # asked several times in every pass
@@ -101,6 +110,11 @@ class MixturePosterior(WeightPosterior):
     @property
     def log_size(self) -> float:
         return math.inf if self.config.sigma else self.picks * math.log(self.components)
+
+    def support(self) -> Support | None:
+        if self.config.sigma or not self.picks:
+            return super().support()
+        return picks.support(self.picks, self.probabilities().detach(), learned=self.logits is not None)
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         width = self.picks * (1 if self.logits is None else self.components)
@@ -229,7 +243,7 @@ class MixturePosterior(WeightPosterior):
         terms: list[Tensor] = []
         alike: dict[Any, list[tuple[Self, LinearMap]]] = {}
         for p, linear in zip(posteriors, linears, strict=True):
-            if p.config.tau is None or p.config.zero:
+            if p.config.tau is None or p.config.zero or p.config.precision_shape:
                 terms.append(p.kl(linear))
                 continue
             alike.setdefault((p.components, p.device), []).append((p, linear()))
@@ -248,9 +262,16 @@ class MixturePosterior(WeightPosterior):
         mapped = linear()
         # Eq. 8: sum_k p_k tau / 2 |M_k|^2
         of_weights = picks.expected_square(p, mapped.weight, self.weight)
-        total = total + self.config.tau / 2 * (of_weights if kept is None else of_weights / kept**2)
+        of_weights = of_weights if kept is None else of_weights / kept**2
+        total = total + self._penalty(of_weights, mapped.weight.numel(), self.config.tau)
         if mapped.bias is not None and self.bias is not None:
-            total = total + self.rho / 2 * picks.expected_square(p, mapped.bias, self.bias)
+            of_biases = picks.expected_square(p, mapped.bias, self.bias)
+            total = total + self._penalty(of_biases, mapped.bias.numel(), self.rho)
         elif mapped.bias is not None and self.site.bias:  # a bias that is not mixed has probability one
-            total = total + self.rho / 2 * picks.squares(mapped.bias, 0)
+            total = total + self._penalty(picks.squares(mapped.bias, 0), mapped.bias.numel(), self.rho)
         return total
+
+    def _penalty(self, square: Tensor, count: int, mean: float) -> Tensor:
+        """What an expected sum of squares costs under a precision that is fixed, or inferred."""
+        shape = self.config.precision_shape
+        return mean / 2 * square if shape is None else precision.collapsed(square, count, shape, mean)

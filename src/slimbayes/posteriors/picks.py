@@ -13,6 +13,7 @@ from torch import Tensor
 from slimbayes.distributions.families import wide
 from slimbayes.engine.passes import Pass
 from slimbayes.layers.site import LinearMap, Site
+from slimbayes.posteriors.base import Support
 
 
 class Assigned(NamedTuple):
@@ -59,6 +60,8 @@ def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
     Sent to a GPU once: a recorded CUDA graph may not wait for the host.
     """
+    if torch.compiler.is_exporting():  # ONNX has no repeat_interleave of a known size
+        return torch.tensor([owner for owner, count in enumerate(counts) for _ in range(count)], device=device)
     if torch.compiler.is_compiling():
         repeats = torch.tensor(counts, device=device)
         return torch.arange(len(counts), device=device).repeat_interleave(repeats, output_size=sum(counts))
@@ -88,6 +91,19 @@ def straight_through(lines: Tensor, logits: Tensor) -> Tensor:
     soft = torch.softmax(scores, 1)
     hard = torch.zeros_like(soft).scatter_(1, scores.argmax(1, keepdim=True), 1.0)
     return hard + (soft - soft.detach())  # exactly one-hot
+
+
+def support(count: int, probs: Tensor, learned: bool) -> Support:
+    """Standard normals from which `by_edges`, or where probabilities are learned `straight_through`, pick each
+    component of a probability that is not zero.
+    """
+    there = (probs > 0).nonzero().squeeze(1)
+    if learned:  # far enough out for any logits that differ by less than 17
+        lines = torch.full((len(probs), len(probs)), -5.0).fill_diagonal_(5.0)[there.cpu()]
+    else:
+        upper = probs.double().cumsum(0)
+        lines = torch.special.ndtri(upper - probs / 2)[there].unsqueeze(1)
+    return Support(count, lines, probs[there])
 
 
 class Norm(NamedTuple):

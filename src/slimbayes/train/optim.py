@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import wide
+from slimbayes.distributions.sums import squared_norms
 from slimbayes.engine.passes import modules_of
 from slimbayes.layers import kind_of
 from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.copied import Copied
 from slimbayes.posteriors.base import Posterior, Role
 
 
@@ -72,6 +73,7 @@ def param_groups(
     weight_decay: float | Mapping[str, float] = 0.0,
     lr: float | None = None,
     posterior_lr_multiplier: float = 1.0,
+    apart: bool = False,
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: decay on the network's own parameters and copies of them, on no other
     posterior.
@@ -87,6 +89,8 @@ def param_groups(
         lr: base learning rate; needed when posterior_lr_multiplier is not 1.
         posterior_lr_multiplier: learning rate of the posterior parameters relative to the rest (the papers'
             fast_weight_lr_multiplier); components and members are weights like any, and train at the base rate.
+        apart: never put shared parameters and those of patches (components, the first of which is the layer's own, and
+            variational ones) into one group; each then says which it has, group["part"], for coordinate descent.
 
     Example:
         >>> import slimbayes as sb
@@ -98,18 +102,39 @@ def param_groups(
     if posterior_lr_multiplier != 1.0 and lr is None:
         raise ValueError("param_groups needs lr= to apply a posterior_lr_multiplier.")
     rates = _rates(model, weight_decay)
-    groups: dict[tuple[bool, bool, bool, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool, bool, float, str], list[nn.Parameter]] = {}
     for p in described(model):
         variational = p.role not in ("weight", "component")
         undecayed = variational or p.in_kl  # a decay on top of the KL's would be a second prior
-        at = (p.of_posterior, variational, undecayed, 0.0 if undecayed else rates(p.name))
+        part = ("shared" if p.role == "weight" else "patch") if apart else ""
+        at = (p.of_posterior, variational, undecayed, 0.0 if undecayed else rates(p.name), part)
         if p.parameter.requires_grad:
             groups.setdefault(at, []).append(p.parameter)
     out = []
     for at in sorted(groups, key=lambda at: at[:3]):  # in a fixed order: a checkpoint of an optimizer counts on it
         rate = {} if lr is None else {"lr": lr * (posterior_lr_multiplier if at[1] else 1.0)}
-        out.append({"params": groups[at], "weight_decay": at[3], **rate})
+        out.append({"params": groups[at], "weight_decay": at[3], **rate, **({"part": at[4]} if apart else {})})
     return out
+
+
+def apart(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Parameters of each network in a model: of the members of a deep ensemble, which share none, else all in one.
+
+    A loss that is summed over networks trains each as it would train alone: `len(apart(model)) * nll`, where the
+    likelihoods here give their average.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Ensemble(members=5))
+        >>> len(apart(net)), [len(parameters) for parameters in apart(net)]
+        (5, [2, 2, 2, 2, 2])
+    """
+    if not isinstance(model, Copied):
+        return [list(model.parameters())]
+    others: Any = model.posterior["members"].others
+    theirs = [list(other.parameters()) for other in others]
+    known = {id(p) for parameters in theirs for p in parameters}
+    return [[p for p in model.parameters() if id(p) not in known], *theirs]
 
 
 def _rates(model: nn.Module, weight_decay: float | Mapping[str, float]) -> Callable[[str], float]:
@@ -162,7 +187,7 @@ def l2(
     groups: dict[float, list[Tensor]] = {}
     for p in described(model):
         factor = factors.get((p.role, p.is_weight), 0.0)
-        groups.setdefault(factor, []).append(p.parameter.flatten())
+        groups.setdefault(factor, []).append(p.parameter)
     # One sum for each factor: a network has hundreds of small parameters.
-    terms = [factor * wide(torch.cat(same)).square().sum() for factor, same in groups.items() if factor]
+    terms = [factor * squared_norms(same) for factor, same in groups.items() if factor]
     return sum(terms, torch.zeros((), device=next(model.parameters()).device))

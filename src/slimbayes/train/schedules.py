@@ -1,6 +1,7 @@
-"""KL annealing: each schedule is a function from the step (0, 1, ...) to the KL's weight."""
+"""Schedules, functions from the step (0, 1, ...): of the KL's weight, and of what is trained in coordinate descent."""
 
 from collections.abc import Callable
+from typing import Literal
 
 Schedule = Callable[[int], float]
 
@@ -36,3 +37,16 @@ def staircase(slope: float, every: int = 100) -> Schedule:
     if slope <= 0 or every < 1:
         raise ValueError(f"staircase needs a positive slope and every >= 1, got slope={slope!r}, every={every!r}.")
     return lambda step: min(1.0, slope * every * (step // every))
+
+
+def alternating(every: int) -> Callable[[int], Literal["shared", "patch"]]:
+    """Coordinate descent (Chang et al. 2019, C.2): shared parameters are trained for so many steps, then those of the
+    patches, in turn. `param_groups(..., apart=True)` tells them apart: give the groups of the other part a rate
+    of zero.
+
+    >>> [alternating(2)(step) for step in range(5)]
+    ['shared', 'shared', 'patch', 'patch', 'shared']
+    """
+    if every < 1:
+        raise ValueError(f"alternating needs phases of at least one step, got {every!r}.")
+    return lambda step: "patch" if step // every % 2 else "shared"

@@ -24,6 +24,7 @@ class ComponentConfig(SiteConfig):
     jitter: float = 0.05
     tau: float | None = 1.0
     rho: float | None = None
+    precision_shape: float | None = None
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -34,6 +35,9 @@ class ComponentConfig(SiteConfig):
         check_not_negative(self, "tau", self.tau, "is a precision and ")
         check_not_negative(self, "rho", self.rho, "is a precision and ")
         check_not_negative(self, "jitter", self.jitter)
+        if self.precision_shape is not None and not (self.tau and self.precision_shape > 0 and self.rho != 0):
+            given = f"got precision_shape={self.precision_shape!r}, tau={self.tau!r}, rho={self.rho!r}"
+            raise ValueError(f"{name}: a Gamma prior needs a positive shape and positive means tau and rho; {given}.")
         if self.tau is None and self.rho is not None:
             alone = "without tau would leave only the weights to weight decay; give both or neither"
             raise ValueError(f"{name}: rho={self.rho!r} {alone}.")

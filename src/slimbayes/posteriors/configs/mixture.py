@@ -32,6 +32,8 @@ class Mixture(ComponentConfig):
             scales also "ones", "uniform" in [0, 1] or a number, which set the layer's own scale too and biases to zero.
         jitter: standard deviation of the noise on copies, relative to the root mean square of what is copied.
         tau, rho: prior precisions of weights and biases (rho is tau by default). None leaves the prior to weight decay.
+        precision_shape: infers the precisions of each layer instead of fixing them, under Gamma priors of this shape
+            whose means are tau and rho; the best q(tau) is known, so nothing is trained for it. None fixes them.
 
     Example:
         >>> import slimbayes as sb, torch

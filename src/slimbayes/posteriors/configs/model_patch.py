@@ -29,8 +29,8 @@ class ModelPatch(ComponentConfig):
         patch: which layers: "norm", "output" and "input" (the first and the last dense or convolutional layer), joined
             by "+", or a regular expression for their names. By default the norm layers, or whatever `include` or a
             mapping's pattern picks.
-        probs, learn_probs, draws, init, jitter, tau, rho: as in `Mixture`. The paper's regressions start scales at
-            init=0.2.
+        probs, learn_probs, draws, init, jitter, tau, rho, precision_shape: as in `Mixture`. The paper's regressions
+            start scales at init=0.2.
 
     Example:
         >>> import slimbayes as sb, torch
