@@ -15,7 +15,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Split
-from slimbayes.lab import diagnose as diagnosing
+from slimbayes.lab import case as cases
 from slimbayes.lab import other_sets
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.diagnose import Case, diagnose
@@ -252,7 +252,7 @@ def test_a_perfect_regression_has_the_likelihood_of_its_noise(
     task = Task("mine", standard, own, standard, Scaling(), y_mean=mean, y_std=std)
     network = sb.bayesianize(Exact(), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)))
     loaded = Predictor(validate(regression(train={"noise": noise})), network, task, "gaussian")
-    monkeypatch.setattr(diagnosing, "load_run", lambda *_: loaded)
+    monkeypatch.setattr(cases, "load_run", lambda *_: loaded)
     numbers, _ = diagnose("elbo", Case(tmp_path, tmp_path, draws=2, options={"rows": rows}))
     log_density = -float(torch.distributions.Normal(mean, noise * std).log_prob(mean))  # in the targets' own units
     assert numbers["draw_nll"] == pytest.approx(log_density, abs=1e-4)
