@@ -204,6 +204,8 @@ def test_priors_left_open_are_those_of_factors_or_of_weights() -> None:
     assert fit.model[0].posterior["weight"].prior.loc == 1.0
     tuned = sb.laplace(copy.deepcopy(net), batches, over="weights")
     assert tuned.log_evidence == sb.laplace(copy.deepcopy(net), batches, over="weights", prior="layer").log_evidence
+    real = sb.laplace(mlp(2), data(classes=None), "gaussian")
+    assert real.model[0].posterior["weight"].prior.loc == 0.0
 
 
 def test_a_real_target_may_be_any_number() -> None:
