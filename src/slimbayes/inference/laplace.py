@@ -6,10 +6,10 @@
 The weights W stay. Factors are few beside them, so that H is whole within a layer, where a Laplace approximation of W
 has to cut corners.
 
-A prior around one cannot be tuned by the marginal likelihood: a trained network lies there already, so that the evidence
-always votes for no posterior at all. Tuned priors have mean zero, as those of weights have, and come out wide. That is
-best for real targets; for classes Normal(1, 0.2) is better by far (docs/fine_tuning.md has the numbers), hence the
-defaults.
+A prior around one cannot be tuned by the marginal likelihood: a trained network lies there already, so that the
+evidence always votes for no posterior at all. Tuned priors have mean zero, as those of weights have, and come out wide.
+That is best for real targets; for classes Normal(1, 0.1) is better by far (docs/fine_tuning.md has the numbers), hence
+the defaults.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def laplace(
         structure: "full" covariances within each layer; "diagonal"; or "k-tied", a `KTied` posterior over the weights
             whose scales of low rank are fitted to the diagonal.
         prior: a Normal for every number; or one of mean zero whose precision maximises the marginal likelihood, for
-            each "layer" or "shared" by all. By default Normal(1, 0.2) for factors under a likelihood of classes, else
+            each "layer" or "shared" by all. By default Normal(1, 0.1) for factors under a likelihood of classes, else
             "layer".
         noise: standard deviation of the targets' noise for "gaussian"; by default the one of most evidence.
         full_up_to: layers with more numbers than that get a diagonal.
@@ -116,7 +116,7 @@ def laplace(
     _check(model, likelihood, layers, structure, prior, noise, samples, over)
     weights = over == "weights" or structure == "k-tied"
     if prior is None:
-        prior = Normal(1.0, 0.2) if likelihood_named(likelihood).discrete and not weights else "layer"
+        prior = Normal(1.0, 0.1) if likelihood_named(likelihood).discrete and not weights else "layer"
     start = prior if isinstance(prior, Normal) else Normal(0.0, 1.0)
     numbers: Over = "weights" if weights else over
     work, means = _means_apart(model, numbers)
