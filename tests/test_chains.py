@@ -47,6 +47,26 @@ def test_chains_find_a_posterior_that_is_known(method: Any, temperature: float, 
         assert 0.6 < found.acceptance < 0.99 and found.step_size != 0.05
 
 
+def test_chains_without_noise_end_at_the_mode_where_laplace_takes_over() -> None:
+    model, batches = net(), [tuple(map(torch.cat, zip(*blobs(), strict=True)))]
+    start = copy.deepcopy(model)
+    sb.sample_posterior(model, batches, chains=1, draws=1, burn_in=300, temperature=1e-10, prior=PRIOR, step_size=0.05)
+    factors = [f.loc for p in posteriors_of(model) for f in (p.r, p.s)]
+
+    def slope(model: nn.Module) -> float:
+        ((x, y),) = batches
+        nll = nn.functional.cross_entropy(sb.sample(model, x)[0], y, reduction="sum")
+        log_prior = sum(PRIOR.log_prob(f).sum() for f in factors)
+        return float(torch.cat([g.flatten() for g in torch.autograd.grad(nll - log_prior, factors)]).norm())
+
+    at_mode = slope(model)
+    for f in factors:
+        nn.init.ones_(f)
+    assert at_mode < 0.01 * slope(model)
+    assert torch.equal(model[0].weight, start[0].weight)
+    assert sb.laplace(model, batches, prior=PRIOR).model is model and sb.members(model) == 1
+
+
 @pytest.mark.slow
 def test_hmc_agrees_with_quadrature_on_a_network() -> None:
     """One weight with one factor on either side: the posterior of (r, s) is a plane that a grid covers."""

@@ -107,7 +107,7 @@ def sample_posterior(
         cycles: of "cyclical"; states are shared out among them.
         leapfrog: most steps of one path of "hmc"; a third of it at least.
         prior: of every factor; by default that of the converted model, or Normal(1, 0.1).
-        temperature: below 1 the posterior is sharpened.
+        temperature: below 1 the posterior is sharpened; near 0 chains end at its mode.
         base_lr: learning rate of the network's own weights while chains burn in; they stay afterwards, since all states
             share them.
         include, exclude: which layers of a plain model, as in `bayesianize`.
