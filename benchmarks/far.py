@@ -9,6 +9,7 @@ and trains a small network. Rows of the other sets, standardised by themselves, 
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -134,7 +135,9 @@ def run(data: Path, out: Path) -> None:
             for floor in FLOORS if name in REGRESSION else ():
                 floors.append(with_floor(floor, name, parts, seed))
         print(f"{name} {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     versions = {"torch": torch.__version__, "seeds": SEEDS, "epochs": EPOCHS, "rows": MOST}
+    versions |= {"commit": commit.stdout.strip()}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"about": versions, "rows": rows, "floors": floors}, indent=0) + "\n")
 
