@@ -205,6 +205,14 @@ def test_the_shifted_likelihood_is_bounded_where_a_net_is_sure_of_itself() -> No
     assert float(pred.log_prob(torch.zeros(1))) == pytest.approx(-0.92, abs=0.3)
 
 
+def test_rows_are_ranked_by_distance() -> None:
+    net = sb.bayesianize(nn.Linear(P, C), sb.Rank1())
+    pred = sb.predict(net, rows(), far=sb.far(net, [rows()]))
+    assert torch.equal(sb.metrics.ood_score(pred, "distance"), pred.distance)
+    with pytest.raises(TypeError, match=r"made with predict\(..., far=\)"):
+        sb.metrics.ood_score(sb.predict(net, rows()), "distance")
+
+
 # Features -------------------------------------------------------------------------------------------------------------
 
 
