@@ -7,7 +7,7 @@ one nat. Candidates are chosen by validation rows: what harms counts three times
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 STARTS = ("scratch", "trained")
 WORDS = {"scratch": "from scratch", "trained": "from a trained net"}
 HARM, MOST, NOISE = 3.0, 1.0, 0.02  # what harm counts; nats that one task can count; nats below which nobody argues
+ENOUGH = 0.8  # of the plain net's trainings, for a candidate that can be chosen
+_WHAT = ("test_nll", "test_shifted_nll")
 COLUMNS = (
     "task", "start", "candidate", "seed", "converted", "kl", "train_nll", "validation_nll", "validation_error",
     "validation_shifted_nll", "validation_shifted_error", "test_nll", "test_error", "test_shifted_nll",
@@ -22,12 +24,21 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def lines_of(file: Path) -> Iterator[dict[str, Any]]:
+    """What a run has written; a line that was cut off is left out."""
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
 def compact(files: Iterable[Path], candidates: Mapping[str, Any]) -> dict[str, Any]:
     """All finished cells of some files as one table; of a cell that is there twice the last counts."""
     runs: list[dict[str, str]] = []
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     for file in files:
-        for row in map(json.loads, file.read_text().splitlines()):
+        for row in lines_of(file):
             if "run" in row:
                 runs += [row["run"]] if row["run"] not in runs else []
             else:
@@ -78,9 +89,14 @@ class Results:
         known = [d for d in each if d is not None]
         return mean(d if d < 0 else HARM * d for d in known) if known else None
 
+    def trainings(self, start: str, candidate: str) -> int:
+        return sum(len(seeds) for (_, s, c), seeds in self.cells.items() if (s, c) == (start, candidate))
+
     def of_method(self, method: str, start: str) -> list[str]:
-        """The method's candidates for a start, best first."""
+        """The method's candidates for a start, best first; those that lost a first round have few trainings."""
+        enough = ENOUGH * self.trainings(start, "plain")
         own = [name for name, one in self.candidates.items() if one["method"] == method]
+        own = [name for name in own if self.trainings(start, name) >= enough]
         scored = {name: self.score(start, name) for name in own}
         return sorted((name for name in own if scored[name] is not None), key=lambda name: scored[name] or 0.0)
 
@@ -128,16 +144,38 @@ def page(record: Mapping[str, Any]) -> str:
         f"missing. {versions}.",
         "",
         f"Candidates were chosen by the NLL of validation rows, less the plain net's of the same seed, within "
-        f"{MOST:.0f} nat for each task; what harms counts {HARM:.0f} times what helps. What follows are test rows. "
+        f"{MOST:.0f} nat for each task; what harms counts {HARM:.0f} times what helps; those that lost the first round "
+        f"were not trained with more seeds and cannot be chosen. What follows are test rows. "
         f"A method harms a task if its NLL is above the plain net's by more than {NOISE} with every seed.",
     ]
     for start in STARTS:
-        lines += ["", f"## {WORDS[start].capitalize()}", "", *_choices(found, chosen, start)]
+        lines += ["", f"## {WORDS[start].capitalize()}", "", _reading(found, chosen, start), ""]
+        lines += _choices(found, chosen, start)
         for what, words in (("test_nll", "NLL of test rows"), ("test_shifted_nll", "NLL of shifted test rows")):
             lines += ["", f"{words}; **bold** where no worse than plain by more than {NOISE}, ! where it harms:", ""]
             lines += _by_task(found, chosen, start, what)
     lines += ["", "## Every candidate", "", *_every(found, chosen)]
     return "\n".join(lines) + "\n"
+
+
+def _reading(found: Results, chosen: Mapping[tuple[str, str], str], start: str) -> str:
+    """What the tables say, in three sentences."""
+    methods = [method for method in found.methods(start) if method != "plain"]
+    harmed = {m: sum(found.harms(t, start, chosen[m, start]) for t in found.tasks) for m in methods}
+    safe = [m for m in methods if not harmed[m]]
+    best = [min(methods, key=lambda m: _mean(found, start, chosen[m, start], what)) for what in _WHAT]
+    others = ", ".join(f"{m} {n}" for m, n in harmed.items() if n)
+    return (
+        f"No task is harmed by {', '.join(safe) or 'none of them'}; tasks harmed by the others, of "
+        f"{len(found.tasks)}: {others or 'none'}. Best on test rows as they are, on average: {best[0]}; on shifted "
+        f"ones: {best[1]}."
+    )
+
+
+def _mean(found: Results, start: str, name: str, what: str) -> float:
+    """Mean difference to the plain net over tasks."""
+    each = [found.difference(task, start, name, what) for task in found.tasks]
+    return mean(d for d in each if d is not None)
 
 
 def _choices(found: Results, chosen: Mapping[tuple[str, str], str], start: str) -> list[str]:
@@ -153,17 +191,19 @@ def _choices(found: Results, chosen: Mapping[tuple[str, str], str], start: str) 
     rows = [head]
     for method in found.methods(start):
         name = chosen[method, start]
-        clean, shifted = (
-            [found.difference(t, start, name, w) for t in found.tasks] for w in ("test_nll", "test_shifted_nll")
-        )
-        clean, shifted = ([d for d in each if d is not None] for each in (clean, shifted))
+        shifted = [found.difference(t, start, name, "test_shifted_nll") for t in found.tasks]
         harmed = [t for t in found.tasks if found.harms(t, start, name)]
         config = f"`{found.candidates[name]['written']}`"
-        cells = [method, config, f"{found.candidates[name]['temperature']:g}", f"{mean(clean):+.3f}"]
+        cells = [
+            method,
+            config,
+            f"{found.candidates[name]['temperature']:g}",
+            f"{_mean(found, start, name, _WHAT[0]):+.3f}",
+        ]
         cells += [
             ", ".join(harmed) or "none",
-            f"{mean(shifted):+.3f}",
-            f"{sum(d < 0 for d in shifted)} of {len(shifted)}",
+            f"{_mean(found, start, name, _WHAT[1]):+.3f}",
+            f"{sum(d is not None and d < 0 for d in shifted)} of {len(shifted)}",
         ]
         rows.append(cells)
     return _table(rows)
