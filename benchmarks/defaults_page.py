@@ -148,7 +148,7 @@ def page(record: Mapping[str, Any]) -> str:
         f"were not trained with more seeds and cannot be chosen. What follows are test rows. "
         f"A method harms a task if its NLL is above the plain net's by more than {NOISE} with every seed.",
     ]
-    for start in STARTS:
+    for start in (start for start in STARTS if found.methods(start)):
         lines += ["", f"## {WORDS[start].capitalize()}", "", _reading(found, chosen, start), ""]
         lines += _choices(found, chosen, start)
         for what, words in (("test_nll", "NLL of test rows"), ("test_shifted_nll", "NLL of shifted test rows")):
