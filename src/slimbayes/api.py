@@ -35,6 +35,7 @@ from slimbayes.posteriors.configs.batch_ensemble import BatchEnsemble as BatchEn
 from slimbayes.posteriors.configs.deterministic import Deterministic as Deterministic
 from slimbayes.posteriors.configs.drop_connect import DropConnect as DropConnect
 from slimbayes.posteriors.ensemble import Ensemble as Ensemble
+from slimbayes.posteriors.flow_patch import FlowPatch as FlowPatch
 from slimbayes.posteriors.k_tied import KTied as KTied
 from slimbayes.posteriors.k_tied import MatrixNormal as MatrixNormal
 from slimbayes.posteriors.mc_dropout import MCDropout as MCDropout
