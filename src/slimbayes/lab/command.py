@@ -200,6 +200,9 @@ def reproduce(
     seeds: Annotated[str, typer.Option(help="Seeds, joined by commas.")] = "0",
     out: Annotated[Path | None, typer.Option(help="Folder; runs/<paper>/<table> by default.")] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List what there is.")] = False,
+    show_status: Annotated[
+        bool, typer.Option("--status", help="Say which rows have records, at which scale; run nothing.")
+    ] = False,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
 ) -> None:
@@ -210,6 +213,11 @@ def reproduce(
 
     if list_all or not table:
         typer.echo("\n".join(papers.list_all()))
+        return
+    if show_status:
+        from slimbayes.lab.kept import status
+
+        typer.echo("\n".join(status(table, out)))
         return
     execution, numbers = Execution(accelerator=accelerator, data_dir=data_dir), [int(seed) for seed in seeds.split(",")]
     with Bars() as bars:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from slimbayes.files import write_text
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution, Nobody, Watcher
 from slimbayes.lab.fit import Stopped, fit
+from slimbayes.lab.kept import by_hash
 from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe_setting, draws_of, failed, measured
 from slimbayes.lab.papers import PaperRow, Scale, find, listings
 from slimbayes.lab.run_folder import default_folder
@@ -69,11 +70,12 @@ def reproduce(
     out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
     out.mkdir(parents=True, exist_ok=True)
     table.write(out)
+    known = by_hash(runs or out)
     asked = [(row, seed) for row in table.rows for seed in dict.fromkeys(seeds) if seed < _splits(row, scale)]
     for row, seed in asked:
         watcher.say(f"{row.name}, seed {seed}")
         try:
-            table.results.append(_run(row, seed, out, runs or out, execution, scale, watcher))
+            table.results.append(_run(row, seed, out, runs or out, execution, scale, watcher, known))
         except Stopped:
             raise
         except Exception as error:  # whatever it is, the other rows can still be run
@@ -110,14 +112,20 @@ def _draw(table: Reproduction, out: Path, watcher: Watcher) -> None:
 
 
 def _run(
-    row: PaperRow, seed: int, out: Path, runs: Path, execution: Execution, scale: Scale, watcher: Watcher
-) -> RowResult:
+    row: PaperRow, seed: int, out: Path, runs: Path, execution: Execution, scale: Scale, watcher: Watcher,
+    known: Mapping[str, Path],
+) -> RowResult:  # fmt: skip
     if not row.trains:
         case = Case(None, out, 1, seed, row.paper.options, execution)
         numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}", "")
         return RowResult(row, seed, numbers, files=files)
     experiment = row.experiment(scale, seed)
-    folder = fit(experiment, default_folder(experiment, runs), execution, resume=True, watcher=watcher)
+    folder, former = default_folder(experiment, runs), known.get(experiment.hash)
+    if former is not None and not (folder / "record.json").exists():
+        folder = former  # of before the rule of hashes changed
+        watcher.say(f"{former.name} is this row's run: its record holds the same config.")
+    else:
+        fit(experiment, folder, execution, resume=True, watcher=watcher)
     record = read(folder)
     draws = draws_of(record, row.paper.draws)
     case = Case(folder, out, draws, seed, row.paper.options, execution)
