@@ -130,7 +130,7 @@ def test_kept_records_are_those_of_their_tables() -> None:
         for file in folder.glob("*/record.json"):
             assert validate(json.loads(file.read_text())["config"]).hash in known, f"{file} is no row of the table"
             runs += 1
-    assert runs == 96
+    assert runs == 108
 
 
 @pytest.mark.parametrize("row", ROWS, ids=ids)
