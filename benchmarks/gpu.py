@@ -62,6 +62,7 @@ class Job:
         self.case, self.mode = name.split(":")
         self.sizes, self.device, self.rounds, self.lock = sizes, device, rounds, lock
         self.rows: Rows = {}
+        self.graphs: Rows = {}  # the same variants as CUDA graphs
         self.text, self.has_turn = "", False
         self.save: Callable[[], None] = lambda: None
 
@@ -94,16 +95,29 @@ class Job:
             for kind in case.kinds:
                 for trial in trials.values():
                     trial.mode(kind)
-                self.measure(ready[kind], kind, device)
+                self.measure(self.rows, ready[kind], kind, device)
+                if self.mode == "compiled" and device.type == "cuda":
+                    self.graphs |= {name: self.graphs.get(name, {}) for name in ready[kind]}
+                    with self.turn():
+                        graphs = {name: work for name in ready[kind] if (work := self.record(name, trials[name], kind))}
+                    self.measure(self.graphs, graphs, kind, device)
 
-    def measure(self, ready: Mapping[str, Callable[[], Any]], kind: str, device: torch.device) -> None:
+    def record(self, name: str, trial: Trial, kind: str) -> Callable[[], Any] | None:
+        try:
+            return trial.recorded(kind)
+        except Exception as error:
+            torch.cuda.synchronize()
+            self.graphs[name][f"{kind}_error"] = words(error)
+            return None
+
+    def measure(self, rows: Rows, ready: Mapping[str, Callable[[], Any]], kind: str, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         with self.turn():
             for name, found in race(ready, "plain", device, self.rounds).items():
-                self.rows[name] |= {f"{kind}_{key}": value for key, value in found.items()}
+                rows[name] |= {f"{kind}_{key}": value for key, value in found.items()}
             for name, work in ready.items():
-                self.rows[name][f"{kind}_profile"] = profile(work, device)
+                rows[name][f"{kind}_profile"] = profile(work, device)
         self.save()
 
     def warm(self, name: str, trial: Trial, kind: str) -> Callable[[], Any] | None:
@@ -168,8 +182,12 @@ class Job:
         self.has_turn = False
 
     def results(self) -> list[dict[str, Any]]:
-        setting = {"case": self.case, "mode": self.mode, "sizes": self.text}
-        return [setting | {"method": name} | row for name, row in self.rows.items()]
+        setting = {"case": self.case, "sizes": self.text}
+        return [
+            setting | {"mode": mode, "method": name} | row
+            for mode, rows in ((self.mode, self.rows), ("recorded", self.graphs))
+            for name, row in rows.items()
+        ]
 
 
 def building(folder: Path, name: str) -> Path:

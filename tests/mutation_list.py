@@ -257,15 +257,12 @@ MUTATIONS = [
         "contract/test_contract.py -k kl_is",
     ),
     Mutation(
-        "kl-one-prior",
-        "lambda f: (f.family, f.prior, f.loc",
-        "lambda f: (f.family, f.loc",
-        "test_engine.py -k priors_of",
+        "kl-one-prior", "return f.family, f.prior, f.loc", "return f.family, f.loc", "test_engine.py -k priors_of"
     ),
     Mutation(
         "kl-outputs-only",
-        "for f in (p.r, p.s) if f.family is not Point]\n        groups",
-        "for f in (p.r,) if f.family is not Point]\n        groups",
+        "for f in (p.r, p.s) if f.family is not Point]",
+        "for f in (p.r,) if f.family is not Point]",
         "contract/test_contract.py -k kl_is",
     ),
     Mutation("member-biases", "F.pad(others, (0, 0, 1, 0))", "F.pad(others, (0, 0, 0, 1))", "test_rank1_paper.py"),
@@ -281,6 +278,10 @@ MUTATIONS = [
         "return torch.addcmul(bias * 2, x, factor) if combine is operator.mul else",
         "test_rank1_paper.py",
     ),
+    Mutation("dense-bias", "y = y * lines[1] + lines[2]", "y = y * lines[1] + 2 * lines[2]", "test_rank1_paper.py"),
+    Mutation("joint-biases", "(lines + torch.cat(own))", "lines.clone()", "test_plans.py"),
+    Mutation("shared-bias", "if known is not None and known[0] is own:", "if known is not None:", "test_plans.py"),
+    Mutation("tree-stands", "len(found) == len(self.children) and all(", "True or all(", "test_plans.py"),
     Mutation(
         "numbered-draws",
         "generator=generator.manual_seed((first + j * _ODD) % 2**63)",
@@ -293,9 +294,7 @@ MUTATIONS = [
         "keys = [first for j in numbers]",
         "test_seeds.py",
     ),
-    Mutation(
-        "clip", "values.clamp(-lead.clip, lead.clip)", "values", "test_rank1_paper.py -k clip", "test_rank1_paper.py"
-    ),
+    Mutation("clip", "values.clamp(-clip, clip)", "values", "test_rank1_paper.py -k clip", "test_rank1_paper.py"),
     Mutation("tied-sums", "n * a.sum() + m * b.sum()", "m * a.sum() + n * b.sum()", "test_sums.py"),
     Mutation("excess-gradient", "log_scale.sub(ctx.log_prior).mul_(2).expm1_()", "log_scale.expm1()", "test_sums.py"),
     Mutation(
@@ -358,6 +357,7 @@ MUTATIONS = [
         "+ 0.5 * ((q.loc - p.loc) / p.scale) ** 2",
         "+ ((q.loc - p.loc) / p.scale) ** 2",
         "contract/test_contract.py -k kl_is",
+        "test_sums.py",
     ),
     Mutation(
         "kl-cauchy", "/ (4 * q.scale * p.scale)", "/ (2 * q.scale * p.scale)", "contract/test_contract.py -k kl_is"
@@ -368,7 +368,7 @@ MUTATIONS = [
         "return gaussian - q.loc if isinstance",
         "test_distributions.py",
     ),
-    Mutation("kl-excess", "- _entropy(q) - _excess(a, b)", "- _entropy(q)", "test_distributions.py"),
+    Mutation("kl-excess", "- _entropy(q) - excess", "- _entropy(q)", "test_distributions.py"),
     Mutation("log-density", "log_prob(x.log()) - x.log()", "log_prob(x.log())", "test_distributions.py"),
     Mutation(
         "cauchy-draw", "torch.sign(noise) / torch.tan(", "torch.sign(noise) * torch.tan(", "test_distributions.py"
@@ -377,8 +377,8 @@ MUTATIONS = [
     Mutation("kl-shares", "kl(model) / (num_data * micro_batches)", "kl(model) / num_data", "test_numbers.py -k micro"),
     Mutation(
         "kl-tied-twice",
-        "list({id(pair[0]): pair for pair in reversed(every)}.values())[",
-        "every[::-1][",
+        "list({id(pair[0]): pair for pair in reversed(pairs)}.values())[",
+        "pairs[::-1][",
         "test_engine.py -k tied",
     ),
     Mutation("mixture-count", "- math.log(logp.shape[0])", "", "test_objective.py"),
@@ -452,5 +452,49 @@ MUTATIONS = [
         'if check == "weights" and _fingerprint',
         'if check == "never" and _fingerprint',
         "test_checkpoint.py",
+    ),
+    # Mixtures of members, members of an ensemble, correlated weights.
+    Mutation(
+        "mixture-of-layers",
+        "terms += [-information(mixed)] if mixed else []",
+        "terms += [-information([q]) for q in mixed]",
+        "test_rank1_paper.py -k different_members",
+    ),
+    Mutation(
+        "mixture-density",
+        "(density.diagonal() - density.logsumexp(0)).mean()",
+        "(density.diagonal() - density.logsumexp(1)).mean()",
+        "test_rank1_paper.py -k three_kls",
+    ),
+    Mutation("log-uniform-pole", "(0.5 if isinstance(p, LogUniform) else 1.0)", "1.0", "test_rank1_paper.py -k dawson"),
+    Mutation(
+        "members-share-the-rate",
+        "found.loss * (len(self.networks) / train.accumulate)",
+        "found.loss / train.accumulate",
+        "test_lab_fit.py -k networks_would_apart",
+    ),
+    Mutation(
+        "members-clipped-together",
+        "for parameters in self.networks:",
+        "for parameters in [self.network.parameters()]:",
+        "test_lab_fit.py -k networks_would_apart",
+    ),
+    Mutation(
+        "members-start-by-guess",
+        "method = method.of_networks_from(afresh)",
+        "pass",
+        "test_lab_fit.py -k own_initialiser",
+    ),
+    Mutation(
+        "correlated-diagonal",
+        "+ self.log_diagonal())\n",
+        "+ 2 * self.log_diagonal())\n",
+        "test_correlated.py -k torchs",
+    ),
+    Mutation(
+        "correlated-pruned",
+        "self.spread(self._normal(noise.block) * free)",
+        "self.spread(self._normal(noise.block))",
+        "test_correlated.py -k pruned",
     ),
 ]

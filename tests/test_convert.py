@@ -2,6 +2,8 @@
 
 import copy
 import re
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -456,3 +458,17 @@ def test_posteriors_join_in_the_mode_of_their_layer(training: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3)).train(training)
     sb.bayesianize(model, sb.Rank1(members=2))
     assert {module.training for module in model.modules()} == {training}
+
+
+def test_random_signs_never_wreck_a_trained_network_in_silence(tmp_path: Path) -> None:
+    """Known where batch norm has counted batches; not for a fresh network, other starts, or a file's own factors."""
+    fresh = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    trained = copy.deepcopy(fresh)
+    trained(torch.randn(5, 3))
+    signs = sb.BatchEnsemble(members=2, mean_init=sb.Signs(0.5))
+    with warnings.catch_warnings(action="error"):
+        sb.save(sb.bayesianize(fresh, signs), tmp_path / "net")
+        sb.bayesianize(copy.deepcopy(trained), sb.BatchEnsemble(members=2, mean_init=sb.Normal(1.0, 0.05)))
+        sb.load(copy.deepcopy(trained), tmp_path / "net", check_base="structure")
+    with pytest.warns(sb.SlimbayesWarning, match=r"^0: factors that start at random signs .* undo what"):
+        sb.bayesianize(trained, signs)

@@ -291,6 +291,8 @@ def test_point_posteriors_pay_no_kl(prior: object) -> None:
         (sb.Normal, sb.Point, "Point cannot serve as a prior"),
         (sb.Normal, sb.Signs, "Signs cannot serve as a prior"),
         (sb.HalfCauchy, sb.HalfCauchy, "HalfCauchy cannot serve as a posterior"),
+        (sb.LogNormal, sb.LogUniform, "falls without end"),
+        (sb.LogUniform, sb.LogUniform, "LogUniform cannot serve as a posterior"),
         (sb.Signs, sb.Normal, "Signs cannot serve as a posterior"),
     ],
 )
@@ -360,6 +362,7 @@ POSITIVE = st.floats(1e-6, 1e6)
 ANY = st.one_of(
     *(st.builds(f, FINITE, POSITIVE) for f in (sb.Normal, sb.Cauchy, sb.LogNormal)),
     st.builds(sb.HalfCauchy, POSITIVE), st.builds(sb.Point, FINITE), st.builds(sb.Signs, st.floats(0, 1)),
+    st.just(sb.LogUniform()),
 )  # fmt: skip
 
 
@@ -375,7 +378,7 @@ def test_every_family_survives_json(d: object) -> None:
 def test_every_family_is_covered_by_the_json_test() -> None:
     """A family added to the module must join the strategy above; those of single methods are tested with them."""
     here = {name for name, family in FAMILIES.items() if family.__module__ == "slimbayes.distributions.families"}
-    assert here == {"Normal", "Cauchy", "LogNormal", "HalfCauchy", "Point", "Signs"}
+    assert here == {"Normal", "Cauchy", "LogNormal", "HalfCauchy", "LogUniform", "Point", "Signs"}
 
 
 @pytest.mark.parametrize(

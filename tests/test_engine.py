@@ -1412,8 +1412,8 @@ def test_a_layer_that_folds_wrongly_is_found_out_by_real_draws(monkeypatch: pyte
     """The plain model folds: only the comparison of two draws, together and one by one, can see what the layer does."""
     from slimbayes.layers import site
 
-    right = site.apply_rows
-    monkeypatch.setattr(site, "apply_rows", lambda c, x, factor, *at, **how: right(c, x, factor.flip(0), *at, **how))
+    right = site.dense_rows
+    monkeypatch.setattr(site, "dense_rows", lambda linear, x, s, *rest: right(linear, x, s.flip(0), *rest))
     model, inputs = converted(mlp()), torch.randn(6, 4)
     with torch.no_grad(), pytest.warns(UserWarning, match="differs from that of single ones"):
         folded = sb.sample(model, inputs)

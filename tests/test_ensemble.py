@@ -227,17 +227,47 @@ def test_fresh_members_renew_parameters_that_nothing_resets_and_member_0_keeps_i
     with torch.no_grad():
         net.token.normal_()
     before = {n: t.clone() for n, t in net.state_dict().items()}
-    sb.bayesianize(net, sb.Ensemble(members=3))
+    with pytest.warns(UserWarning, match=r"1 parameters \(token\) do not start as torch starts them"):
+        sb.bayesianize(net, sb.Ensemble(members=3))
+    assert "token" in str(sb.summary(net))
     members = nets_of(net)
     assert all(torch.equal(t, before[n]) for n, t in members[0].state_dict().items())
     tokens = [m.token for m in members]
     assert not torch.equal(tokens[0], tokens[1]) and not torch.equal(tokens[1], tokens[2])
-    lists = nets_of(
-        sb.bayesianize(
-            nn.Sequential(nn.Linear(2, 2), nn.ParameterList([torch.randn(3), torch.randn(4)])), sb.Ensemble(members=2)
-        )
-    )
+    plain = nn.Sequential(nn.Linear(2, 2), nn.ParameterList([torch.randn(3), torch.randn(4)]))
+    with pytest.warns(UserWarning, match="Give factory="):
+        lists = nets_of(sb.bayesianize(plain, sb.Ensemble(members=2)))
     assert all(a.shape == b.shape and not torch.equal(a, b) for a, b in zip(lists[0][1], lists[1][1], strict=True))
+
+
+def test_members_start_as_the_network_did_where_that_is_known_and_say_where_it_is_not() -> None:
+    """A network whose constructor started it by He's rule, with biases at zero: a factory starts the others so, and
+    without one they get the spread and the constants, with a warning. What torch started itself goes without."""
+
+    def build() -> nn.Sequential:
+        net = nn.Sequential(nn.Linear(30, 50), nn.ReLU(), nn.Linear(50, 10))
+        for layer in (net[0], net[2]):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+        return net
+
+    known = sb.bayesianize(build(), sb.Ensemble(members=4, factory=build))
+    with pytest.warns(UserWarning, match=r"Ensemble of the model: 2 parameters \(0.weight, 2.weight\).*factory="):
+        guessed = sb.bayesianize(build(), sb.Ensemble(members=4))
+    for net, law in ((known, stats.norm), (guessed, stats.uniform(-math.sqrt(3), 2 * math.sqrt(3)))):
+        weights = [m.get_parameter("0.weight") for m in net.posterior["members"].others]
+        numbers = (torch.cat(weights).detach() / math.sqrt(2 / 30)).flatten().numpy()
+        assert 0.95 < numbers.std() < 1.05
+        assert stats.kstest(numbers / numbers.std(), law.cdf).pvalue > RARE  # the guess has torch's own shape
+        assert not any(m.get_parameter("0.bias").any() for m in net.posterior["members"].others)
+    assert not sb.bayesianize(mlp(), sb.Ensemble(members=4)).posterior["members"].note
+
+
+def test_a_loaded_ensemble_has_no_word_on_how_it_started(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="factory="):
+        net = sb.bayesianize(Custom(), sb.Ensemble(members=2))
+    again = sb.load(sb.debayesianize(copy.deepcopy(net)), sb.save(net, tmp_path / "saved"))
+    assert not again.posterior["members"].note
 
 
 @pytest.mark.parametrize("build", [mlp, normed, images, lambda: nn.GRU(3, 4), lambda: nn.Embedding(9, 4)])
@@ -254,10 +284,13 @@ def test_fresh_members_start_as_torch_starts_them_and_member_0_keeps_its_weights
     others = net.posterior["members"].others
     for name, p in build().named_parameters():
         values = [o.get_parameter(name) for o in others]
+        if p.std() == 0:  # what is constant was started so, and by nobody trained
+            assert all(torch.equal(value, plain.get_parameter(name)) for value in values)
+            continue
         for value in values:
             limit = p.abs().max() + 0.1 if p.dim() == 1 else 4 * p.std() + 0.5
             assert value.abs().max() <= limit  # not five away
-        if p.std() > 0 and p.dim() > 1:
+        if p.dim() > 1:
             assert not torch.equal(*values)
     for buffer in ("running_mean", "running_var"):
         for o in others:

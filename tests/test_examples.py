@@ -121,8 +121,18 @@ def test_the_lab_s_demo_writes_a_report(
     tree["evaluate"] |= {"corruptions": ["fog", "pixelate"], "severities": [5]}
     (tmp_path / "digits.yaml").write_text(yaml.safe_dump(tree))
     monkeypatch.setattr(demo, "CONFIGS", tmp_path / "digits.yaml")
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path), "--epochs", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["demo.py", "--out", str(tmp_path), "--epochs", "1", "--seeds", "1", "--jobs", "1"]
+    )
     demo.main()
     assert "report.html" in capsys.readouterr().out.replace("\n", "")
     page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in ("plain", "rank-1 Cauchy", "BatchEnsemble", "2-tied Normal", "ECMP"))
+
+
+@pytest.mark.slow
+def test_the_fine_tuning_example_runs() -> None:
+    found = load("examples/fine_tuning.py").main(steps=60, draws=8, chains=2)
+    assert set(found) >= {"plain", "rank-1 posterior and head", "Laplace, linearised", "SGHMC chains"}
+    assert all(0 < scores["nll"] < 6 for method in found.values() for scores in method.values())
+    assert found["Laplace, sampled"]["noisy"]["nll"] < found["plain"]["noisy"]["nll"]

@@ -76,7 +76,7 @@ def test_readings_differ_as_they_say() -> None:
     usual = load_config(FOLDER / "emp" / "table12.yaml#yacht-emp")
     assert rows["tables-emp"].resolved | {"name": usual.name} == usual.resolved
     assert rows["loss-emp"].train.noise == pytest.approx(0.1**-0.5)
-    assert rows["separate-ensemble"].train.weight_decay == 0.01 / 5
+    assert rows["separate-ensemble"].train.ensemble_loss == "sum" != rows["tables-ensemble"].train.ensemble_loss
 
 
 # The k-tied Normal
@@ -110,7 +110,9 @@ def toy(rows: int = 100) -> Dataset:
     """One token decides."""
     y = torch.arange(rows) % 2
     x = (1 + y.int())[:, None, None].expand(rows, 3, 2).contiguous()
-    return Dataset("toy", {name: Split(x, y) for name in ("train", "test")}, ("survived", "died"), ("", "a", "b"))
+    return Dataset(
+        "toy", {name: Split(x, y) for name in ("train", "validation", "test")}, ("survived", "died"), ("", "a", "b")
+    )
 
 
 @pytest.mark.slow

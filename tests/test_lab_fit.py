@@ -1,6 +1,8 @@
 """Runs of the lab: what they leave, that recipes do what they say, and that numbers that are not finite are found."""
 
+import copy
 import csv
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ import pytest
 import torch
 import yaml
 from lab_configs import BASE, CPU, EVERY_STEP, METHODS, MINE, ONCE, X, call, dense, experiment, mine, weights
+from scipy import stats
+from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
@@ -18,10 +22,12 @@ from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.execution import Execution, Nobody
 from slimbayes.lab.fit import Diverged, Training, fit, load_run
 from slimbayes.lab.intake import digits
-from slimbayes.lab.run_folder import RunError, default_folder, open_run, stored_experiment
+from slimbayes.lab.network import build_network
+from slimbayes.lab.recipes import Train
+from slimbayes.lab.run_folder import RunError, default_folder, open_run, read_curve, stored_experiment
 from slimbayes.lab.seeds import key
 from slimbayes.lab.step import TrainingStep
-from slimbayes.lab.task import limited
+from slimbayes.lab.task import limited, open_task
 from slimbayes.report import record
 
 KEY = 4238720567276977853
@@ -302,6 +308,86 @@ def test_names_are_no_markup(name: str, tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_missing_gpu_is_told(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(BASE))
     assert call("fit", tmp_path / "c.yaml", "--out", tmp_path / "run", "--accelerator", "cuda").exit_code in (1, 2)
+
+
+# Deep ensembles
+
+
+def members_of(network: nn.Module) -> list[nn.Module]:
+    """The networks of an ensemble as plain modules of their own."""
+    return [sb.debayesianize(copy.deepcopy(network)), *(copy.deepcopy(m) for m in network.posterior["members"].others)]
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"optimizer": {"kind": "SGD", "lr": 0.1}, "weight_decay": 0.01, "schedule": {"kind": "Cosine"}},
+        {"clip": 0.05, "accumulate": 2, "l2": {"shared_weights": 0.01}},
+    ],
+)
+def test_an_ensemble_trains_as_its_networks_would_apart(tmp_path: Path, train: dict[str, Any]) -> None:
+    """Step for step: after each, every member's weights and batch-norm statistics are those of the network that is
+    trained alone from the same start, on the same rows."""
+    small = {"data": {"train_limit": 60}, "train": {"batch": 20} | train}
+    chosen = experiment(method={"kind": "Ensemble", "members": 3}, **small)
+    execution = {"folder": tmp_path, "execution": CPU, "fabric": CPU.fabric("32"), "watcher": Nobody(), "dataset": None}
+    together = Training(chosen, network=None, **execution)
+    starts = members_of(together.network)
+    apart = [
+        Training(experiment(method={"kind": "Deterministic"}, **small), network=start, **execution) for start in starts
+    ]
+    for step in range(5):
+        batch = together._batch_of(step)
+        for training in (together, *apart):
+            training.network.train()
+            training.stepper(batch, step, 1.0, 1.0)
+        for member, training in zip(members_of(together.network), apart, strict=True):
+            for name, tensor in sb.debayesianize(copy.deepcopy(training.network)).state_dict().items():
+                torch.testing.assert_close(member.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
+    losses = torch.stack([training.stepper.history for training in apart])
+    torch.testing.assert_close(together.stepper.history, losses.mean(0))
+    assert not torch.equal(*(m.state_dict()["dense.weight"] for m in members_of(together.network)[:2]))
+
+
+def test_members_of_the_labs_networks_start_by_the_networks_own_initialiser() -> None:
+    """He's normal rule for kernels and zero biases, in every member: torch's own start is a uniform one."""
+    chosen = experiment(method={"kind": "Ensemble", "members": 4}, model={"width": 32})
+    network = build_network(chosen, open_task(chosen.data, None))
+    for member in members_of(network):
+        kernel = member.get_parameter("conv2.weight")
+        numbers = (kernel.detach() / math.sqrt(2 / kernel[0].numel())).flatten().numpy()
+        assert stats.kstest(numbers, "norm").pvalue > 1e-4
+        assert not member.get_parameter("dense.bias").any()
+
+
+def test_the_rule_of_an_ensembles_loss_is_in_its_hash() -> None:
+    method = {"kind": "Ensemble", "members": 2}
+    summed, mean = (experiment(method=method, train={"ensemble_loss": how}) for how in ("sum", "mean"))
+    assert summed.hash == experiment(method=method).hash != mean.hash
+    assert mean.hash == "628c2730ca4d"  # as records of the mean were named before there was a choice
+    assert experiment(train={"ensemble_loss": "mean"}).hash == experiment().hash
+
+
+def test_every_schedule_of_the_kl_ends_at_its_weight() -> None:
+    for kl in ({"kind": "Linear", "share": 0.5}, {"kind": "Staircase", "slope": 0.5, "every": 1}, {"kind": "Constant"}):
+        train = Train.model_validate({"epochs": 4, "optimizer": {"kind": "SGD"}, "kl": kl | {"weight": 0.01}})
+        assert train.kl_weight(39, per_epoch=10) == pytest.approx(0.01)
+        assert train.kl_weight(0, per_epoch=10) <= 0.01
+
+
+def test_the_kl_is_shown_per_datum_and_told_if_it_dwarfs_the_likelihood(tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    class Notes(Nobody):
+        def move(self, done: int, note: str = "") -> None:
+            notes.extend([note] if note else [])
+
+    prior = {"kind": "Normal", "loc": 0.0, "scale": 1.0}
+    wide = experiment(method={"kind": "MeanField", "prior": prior}, train={"epochs": 1})
+    with pytest.warns(sb.SlimbayesWarning, match="nats for each datum"):
+        fit(wide, tmp_path / "run", CPU, watcher=Notes(), judge=False)
+    row = read_curve(tmp_path / "run")[0]
+    assert f"nll {row['nll']:.4f}, kl {row['kl']:.4f} x 1 per datum" in notes
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The LightningModule adapter under a real Trainer, on a CPU."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -211,3 +212,20 @@ def test_two_processes_take_the_step_of_one(tmp_path: Path) -> None:
     assert found[0]["kl"] == pytest.approx(found[1]["kl"].item(), rel=1e-2)
     for name, one in found[0]["weights"].items():
         torch.testing.assert_close(one, found[1]["weights"][name], rtol=0.1, atol=0.05)
+
+
+def test_members_of_an_ensemble_train_as_they_would_alone(tmp_path: Path) -> None:
+    """Six steps of SGD with the sum of the members' losses: each ends where its network does by itself."""
+    model = network(sb.Ensemble(members=3))
+    alone = [sb.debayesianize(copy.deepcopy(model)), *(copy.deepcopy(m) for m in model.posterior["members"].others)]
+    module = BayesModule(model, num_data=240, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+    trainer(tmp_path, 1).fit(module, loader())
+    after = [sb.debayesianize(copy.deepcopy(model)), *model.posterior["members"].others]
+    for plain, member in zip(alone, after, strict=True):
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for x, y in loader():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(plain(x), y).backward()
+            optimizer.step()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(member.get_parameter(name), parameter, rtol=0, atol=1e-6)

@@ -327,12 +327,13 @@ FAN_IN: list[tuple[Callable[[], nn.Module], int]] = [
     (lambda: nn.Conv2d(4, 6, 3), 4 * 9),
     (lambda: nn.Conv2d(4, 6, (3, 2), groups=2), 2 * 6),
     (lambda: nn.Conv1d(4, 6, 5), 20),
+    (lambda: nn.Embedding(30, 4), 1),
 ]
 
 
-@pytest.mark.parametrize(("build", "fan_in"), FAN_IN, ids=["Linear", "Conv2d", "Conv2d groups", "Conv1d"])
+@pytest.mark.parametrize(("build", "fan_in"), FAN_IN, ids=["Linear", "Conv2d", "Conv2d groups", "Conv1d", "Embedding"])
 def test_he_prior_scales_with_the_fan_in(build: Callable[[], nn.Module], fan_in: int) -> None:
-    """Eq. 9: N(0, 2 / m), where m counts channels times kernel size, within a group."""
+    """Eq. 9: N(0, 2 / m), where m counts channels times kernel size, within a group; a lookup takes one row."""
     for config in (sb.MeanField(prior=sb.HeNormal()), sb.KTied(rank=2, prior=sb.HeNormal())):
         net: Any = sb.bayesianize(build(), config)
         assert sb.kl(net).item() == pytest.approx(kl_by_torch(net, 0.0, math.sqrt(2 / fan_in)), rel=1e-9)

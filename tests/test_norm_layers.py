@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
@@ -758,3 +759,84 @@ def test_norm_layers_of_several_widths_are_mixed_by_their_own_picks(draws: int, 
                     torch.testing.assert_close(bias if draws == 1 else bias[j], expected[1].detach(), rtol=0, atol=0)
             different.add(tuple(z.weight.flatten().tolist()))
     assert len(different) > 1
+
+
+# refresh_norms --------------------------------------------------------------------------------------------------------
+
+
+def normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [sb.MeanField(scale_init=0.3), sb.Rank1(members=2), sb.ModelPatch(components=3), sb.BatchEnsemble(members=2),
+     sb.KTied(scale_init=0.3, estimator="flipout"), sb.Ensemble(members=2)],
+    ids=lambda config: type(config).__name__,
+)  # fmt: skip
+def test_each_draw_has_the_statistics_it_would_have_alone(config: sb.Config) -> None:
+    """The oracle: that draw written out, and torch's own update_bn on it."""
+    torch.manual_seed(0)
+    net, x = sb.bayesianize(normed().train(), config), torch.randn(40, 3) + 2
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    fitted = sb.refresh_norms(net, DataLoader(x, 20), per="draw", draws=3, seed=5)
+    found = sb.predict(fitted, x).samples
+    with sb.frozen(net, draws=3, seed=5):
+        alone = [sb.write_out(net, j) for j in range(3 * sb.members(net))]
+    for plain in alone:
+        torch.optim.swa_utils.update_bn(DataLoader(x, 20), plain.eval())
+    expected = torch.stack([plain.eval()(x).softmax(-1) for plain in alone])
+    torch.testing.assert_close(found, expected.detach())
+    assert net.training and all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+
+
+def test_statistics_of_the_posterior_are_those_of_all_draws_together() -> None:
+    """Every batch counts alike, momentum and modes are as before, dropout is off; a plain net gets update_bn's."""
+    torch.manual_seed(0)
+    net, x = sb.bayesianize(normed(), sb.Rank1(members=2, mean_init=sb.Normal(1.0, 0.5))), torch.randn(40, 3) + 2
+    met: list[Tensor] = []
+    net[1].register_forward_pre_hook(lambda module, args: met.append(args[0]))
+    fitted = sb.refresh_norms(net, DataLoader(x, 20), draws=50, seed=5)
+    seen = [h for h in met if len(h) == 2 * 50 * 20][-2:]  # what comes before proves where rows lie
+    assert fitted[1].num_batches_tracked == 2
+    torch.testing.assert_close(fitted[1].running_mean, torch.stack([h.mean(0) for h in seen]).mean(0).detach())
+    torch.testing.assert_close(fitted[1].running_var, torch.stack([h.var(0) for h in seen]).mean(0).detach())
+    assert fitted[1].momentum == 0.1 and fitted[1].training and not net[1].running_mean.any()
+    plain = sb.bayesianize(normed(), sb.Deterministic())
+    ours = sb.refresh_norms(plain, DataLoader(x, 20), per="draw")
+    torch.optim.swa_utils.update_bn(DataLoader(x, 20), plain)
+    torch.testing.assert_close(ours[1].running_var, plain[1].running_var)
+
+
+def test_members_with_statistics_of_their_own_keep_them_apart() -> None:
+    torch.manual_seed(0)
+    methods = {"1": sb.MemberNorm(members=2), ".*": sb.BatchEnsemble(members=2, mean_init=sb.Normal(1.0, 0.5))}
+    net, x = sb.bayesianize(normed(), methods), torch.randn(40, 3) + 2
+    fitted = sb.refresh_norms(net, x)
+    seen = sb.sample(net[:1], x)
+    torch.testing.assert_close(fitted[1].running_mean, seen[0].mean(0).detach())
+    torch.testing.assert_close(fitted[1].posterior["weight"].running_mean[0], seen[1].mean(0).detach())
+
+
+def test_statistics_that_fit_each_draw_mend_weight_noise_shared_by_a_batch() -> None:
+    """Scales as large as the weights: averaged over draws, statistics fit none of them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6, bias=False), nn.BatchNorm1d(6, affine=False))
+    sb.bayesianize(net, sb.MeanField(scale_init=1.0))
+    x = torch.randn(500, 3) + 2
+    shared, own = (sb.refresh_norms(net, x, per=per, draws=8, seed=1) for per in ("posterior", "draw"))
+    spread = [
+        sb.predict(n, x, likelihood="gaussian", draws=d, seed=1).samples.var(1) for n, d in ((shared, 8), (own, 1))
+    ]
+    assert (spread[1] - 1).abs().max() < 0.05 < 0.3 < (spread[0] - 1).abs().max()
+
+
+def test_what_has_nothing_to_refresh_is_told() -> None:
+    net = sb.bayesianize(nn.Linear(3, 2), sb.Rank1())
+    with pytest.raises(ValueError, match="no batch norm"):
+        sb.refresh_norms(net, torch.randn(5, 3))
+    normal = sb.bayesianize(normed(), sb.Rank1())
+    with pytest.raises(ValueError, match="'posterior' or 'draw'"):
+        sb.refresh_norms(normal, torch.randn(5, 3), per="member")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least one draw"):
+        sb.refresh_norms(normal, torch.randn(5, 3), draws=0)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -165,8 +166,13 @@ def test_gaussian_forms_equal_torch_distributions(shape: tuple[int, ...], scale:
 def test_heteroscedastic_forms_equal_torch_distributions(shape: tuple[int, ...]) -> None:
     """F11: means and softplus scales from the network; "probs" pools mean and variance, "logits" the raw outputs."""
     output, target = torch.randn(S, B, *shape, 2, dtype=torch.float64), torch.randn(B, *shape, dtype=torch.float64)
-    mean, scale = output[..., 0], torch.log1p(output[..., 1].exp()) + 1e-4
+    spread = 3.0
     raw = output.mean(0)
+
+    def noise(z: Tensor) -> Tensor:
+        return spread * torch.hypot(torch.tensor(0.1).double(), 10 * torch.tanh(torch.log1p(z.exp()) / 10))
+
+    mean, scale = output[..., 0], noise(output[..., 1])
 
     def total(d: td.Distribution) -> Tensor:
         logp = d.log_prob(target)
@@ -177,10 +183,35 @@ def test_heteroscedastic_forms_equal_torch_distributions(shape: tuple[int, ...])
         "average": total(td.Normal(mean, scale)),
         "mixture": -mixture_of(mean.unsqueeze(-1), scale.unsqueeze(-1)).log_prob(flat).mean(),
         "probs": total(td.Normal(mean.mean(0), (scale**2).mean(0).sqrt())),
-        "logits": total(td.Normal(raw[..., 0], torch.log1p(raw[..., 1].exp()) + 1e-4)),
+        "logits": total(td.Normal(raw[..., 0], noise(raw[..., 1]))),
     }
     for form, value in expected.items():
-        torch.testing.assert_close(sb.heteroscedastic_gaussian(output, target, form), value, rtol=1e-11, atol=1e-11)
+        ours = sb.heteroscedastic_gaussian(output, target, form, spread)
+        torch.testing.assert_close(ours, value, rtol=1e-7, atol=1e-7)
+
+
+def test_heteroscedastic_noise_neither_collapses_nor_explodes() -> None:
+    """A head that says "no noise at all" costs at most 50 nats for an error of one standard deviation, not 5e7; and it
+    means the same in training and in prediction.
+    """
+    for spread in (1.0, 1e-3, torch.tensor([1.0, 100.0])):
+        unit, raw = torch.as_tensor(spread), torch.tensor([-1e4, 0.0, 1e4])
+        noise = noise_scale(raw[:, None].expand(3, unit.numel()), spread) / unit
+        torch.testing.assert_close(noise[0], torch.full_like(noise[0], 0.1))
+        torch.testing.assert_close(noise[2], torch.full_like(noise[2], 10.0), rtol=1e-4, atol=0.0)
+    worst = sb.heteroscedastic_gaussian(torch.tensor([[[0.0, -1e4]]]), torch.ones(1))
+    assert 45 < float(worst) < 50
+    output, target = torch.randn(3, 6, 2), 5 * torch.randn(6)
+    pred = sb.Prediction.from_outputs(output, "heteroscedastic_gaussian", scale=5.0)
+    nll = sb.heteroscedastic_gaussian(output, target, "mixture", scale=5.0)
+    torch.testing.assert_close(-pred.log_prob(target).mean(), nll)
+
+
+def test_heteroscedastic_targets_in_other_units_are_told() -> None:
+    output, target = torch.zeros(1, 40, 2), torch.linspace(0, 1e-3, 40)
+    with pytest.warns(UserWarning, match=r"deviation 0.0003, but scale=1 .*\[0.1, 10\].*standardise"):
+        sb.heteroscedastic_gaussian(output, target)
+    sb.heteroscedastic_gaussian(output, target, scale=3e-4)
 
 
 # Labels of every kind -------------------------------------------------------------------------------------------------
@@ -286,6 +317,33 @@ def test_unknown_forms_are_refused_by_name(
 
 
 # The ELBO and schedules -----------------------------------------------------------------------------------------------
+
+
+def test_temperature_tempers_the_kl_beside_its_annealing_and_is_checked() -> None:
+    net, nll = sb.bayesianize(nn.Linear(4, 3), sb.MeanField()), torch.tensor(0.7)
+    terms = sb.elbo(nll, net, num_data=50, kl_weight=0.5, temperature=0.1)
+    torch.testing.assert_close(terms.loss, 0.7 + 0.05 * sb.kl(net) / 50)
+    torch.testing.assert_close(terms.kl, sb.kl(net) / 50)
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="temperature must be positive"):
+            sb.elbo(nll, net, num_data=50, temperature=wrong)
+
+
+def test_a_kl_that_dwarfs_the_likelihood_is_told_once_for_a_model() -> None:
+    """And not where it is small, tempered, or only looks large because micro-batches share it."""
+    net, nll = sb.bayesianize(nn.Linear(40, 30), sb.MeanField()), torch.tensor(0.7)
+    per_datum = sb.kl(net).item() / 20
+    with warnings.catch_warnings(action="error", category=sb.SlimbayesWarning):
+        sb.elbo(nll, net, num_data=20, temperature=3 / per_datum)
+        sb.elbo(nll / 4, net, num_data=20, micro_batches=4, temperature=3 / per_datum)
+        sb.elbo(torch.tensor(-2.0), net, num_data=20, temperature=0.9 / per_datum)
+    with pytest.warns(sb.SlimbayesWarning, match=f"{per_datum:.3g} nats for each datum, {per_datum / 0.7:.0f} times"):
+        sb.elbo(nll, net, num_data=20)
+    with warnings.catch_warnings(action="error", category=sb.SlimbayesWarning):
+        sb.elbo(nll, net, num_data=20)
+    other = sb.bayesianize(nn.Linear(40, 30), sb.MeanField())
+    with pytest.warns(sb.SlimbayesWarning, match="nats for each datum, "):
+        sb.elbo(nll / 4, other, num_data=20, micro_batches=4)
 
 
 def test_elbo_is_per_datum_and_weighs_the_kl_in_the_loss_only() -> None:
@@ -424,7 +482,7 @@ def test_intervals_cover_a_known_gaussian(level: float) -> None:
     """Draws N(0, .6^2) with noise .8: the predictive is N(0, 1), so coverage and width are known."""
     generator = torch.Generator().manual_seed(0)
     output = 0.6 * torch.randn(100, 1500, dtype=torch.float64, generator=generator)
-    low, high = sb.Prediction.from_outputs(output, "gaussian", scale=0.8).interval(level, seed=generator)
+    low, high = sb.Prediction.from_outputs(output, "gaussian", scale=0.8).interval(level)
     z = stats.norm.ppf((1 + level) / 2)
     covered = stats.norm.cdf(high.numpy()) - stats.norm.cdf(low.numpy())
     assert covered.mean() == pytest.approx(level, abs=0.01)

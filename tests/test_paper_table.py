@@ -115,6 +115,12 @@ def test_validation_rows_have_columns_of_their_own() -> None:
     assert not any(name.startswith("validation_") for name in measured(made, 4))
 
 
+def test_real_targets_have_no_error_rates() -> None:
+    made = record(0.8, {})
+    real = [e.model_copy(update={"metrics": {"rmse": 2.0}}) for e in made.evaluations]
+    assert measured(made.model_copy(update={"evaluations": real}), 4)["rmse"] == 2.0
+
+
 def test_claims_are_judged_by_paired_differences() -> None:
     """Seeds differ by far more than rows do: only pairs show it."""
     base = {seed: {"nll": 0.1 * seed, "accuracy": 0.5} for seed in range(8)}

@@ -1,4 +1,4 @@
-"""The rank-1 paper's equations, layout, moments, theorem and parameter counts (F1 to F6, F10, F13 to F16)."""
+"""The rank-1 paper's equations, layout, moments, theorem, lemma and parameter counts (F1 to F6, F10, F13 to F16)."""
 
 import copy
 import itertools
@@ -13,7 +13,11 @@ from scipy import integrate, special, stats
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes.distributions.families import Normal
+from slimbayes.distributions.kl import kl
 from slimbayes.models import resnet50, wrn
+from slimbayes.posteriors.mixture_kl import information
+from slimbayes.posteriors.rank1 import Rank1Posterior
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 
@@ -482,12 +486,22 @@ def test_used_factors_lie_within_the_clip(kind: str) -> None:
         "conv": (nn.Conv2d(8, 8, 1), torch.randn(50, 8, 1, 1)),
         "lstm": (nn.LSTM(8, 8, batch_first=True), torch.randn(50, 2, 8)),
     }[kind]
-    net = sb.bayesianize(layer, sb.Rank1(members=2, posterior="cauchy", scale_init=5.0))
+    net = sb.bayesianize(layer, sb.Rank1(members=2, posterior="cauchy", scale_init=5.0, clip=10.0))
     sb.sample(net, x)
     for posterior in net.posterior.values():
         for drawn in (posterior.values().r, posterior.values().s):
             assert drawn.abs().max() == 10.0
             assert (drawn.abs() == 10.0).double().mean() > 0.1
+
+
+def test_cauchy_factors_are_clipped_at_two_by_default_and_others_at_ten() -> None:
+    """Tails up to 10 drown what was learned (docs/recipes.md); files hold the number, so that they never change."""
+    heavy, light = sb.Rank1(prior=sb.Cauchy(1.0, 0.1)), sb.Rank1()
+    assert (heavy.resolved().clip, light.resolved().clip, sb.Rank1(clip=None).resolved().clip) == (2.0, 10.0, None)
+    assert heavy == sb.Rank1(prior=sb.Cauchy(1.0, 0.1), clip=2.0) and heavy.to_dict()["clip"] == 2.0
+    net = sb.bayesianize(nn.Linear(50, 1), sb.Rank1(members=1, prior=sb.Cauchy(1.0, 5.0), scale_init=5.0))
+    with sb.frozen(net, draws=20):
+        assert net.posterior["weight"].values().s.abs().max() == 2.0
 
 
 def test_clipped_factors_get_no_gradient_and_leave_the_kl_alone() -> None:
@@ -500,7 +514,7 @@ def test_clipped_factors_get_no_gradient_and_leave_the_kl_alone() -> None:
         "mean_init": sb.Point(1.0),
         "draws": "member",
     }
-    clipped = sb.bayesianize(nn.Linear(200, 1, bias=False), sb.Rank1(**config))
+    clipped = sb.bayesianize(nn.Linear(200, 1, bias=False), sb.Rank1(**config, clip=10.0))
     free = sb.bayesianize(nn.Linear(200, 1, bias=False), sb.Rank1(**config, clip=None))
     free.load_state_dict(clipped.state_dict())
     assert torch.equal(sb.kl(clipped), sb.kl(free))
@@ -517,33 +531,166 @@ def test_clipped_factors_get_no_gradient_and_leave_the_kl_alone() -> None:
     torch.testing.assert_close(grads["clipped"][:, ~outside], grads["free"][:, ~outside], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("perturbation", "neutral"), [("multiplicative", 1.0), ("additive", 0.0)])
+def test_members_of_a_batch_ensemble_start_near_the_network(perturbation: str, neutral: float) -> None:
+    """A trained network survives its conversion; files and equality know the start that was left open."""
+    config = sb.BatchEnsemble(members=4, perturbation=perturbation)
+    net = sb.bayesianize(nn.Linear(3000, 2), config)
+    s = net.posterior["weight"].s.loc
+    assert s.mean().item() == pytest.approx(neutral, abs=0.01) and s.std().item() == pytest.approx(0.2, abs=0.01)
+    assert config.to_dict()["mean_init"] == {"kind": "Normal", "loc": neutral, "scale": 0.2}
+    assert sb.config_from_dict(config.to_dict()) == config != sb.BatchEnsemble(members=4, mean_init=sb.Signs(0.5))
+    assert len({config, sb.BatchEnsemble(members=4, perturbation=perturbation, mean_init=sb.Normal(neutral, 0.2))}) == 1
+
+
 # F10: mixtures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "prior"), [("normal", sb.Normal(1.0, 0.3)), ("cauchy", sb.Cauchy(1.0, 0.3))])
-@pytest.mark.parametrize("spread", [0.01, 0.3, 3.0])
-def test_sum_over_members_bounds_the_kl_of_the_mixture(family: str, prior: Any, spread: float) -> None:
-    """F10: mean - log K <= KL(mixture || prior) <= mean, with mean = sb.kl / K; the mixture by quadrature in one
-    dimension."""
-    members = 3
-    net = sb.bayesianize(
-        nn.Linear(1, 1, bias=False),
-        sb.Rank1(members=members, prior=prior, random="s", scale_init=0.2, mean_init=sb.Normal(1.0, spread)),
-    )
-    q = net.posterior["weight"].s.distribution()
-    scipy_family = {"normal": stats.norm, "cauchy": stats.cauchy}[family]
-    parts = [scipy_family(m, s) for m, s in zip(q.loc.flatten().tolist(), q.scale.flatten().tolist(), strict=True)]
-    target = scipy_family(prior.loc, prior.scale)
+FAMILIES = {"normal": stats.norm, "cauchy": stats.cauchy}
+
+
+def one_factor(family: str, how: str, spread: float, members: int = 3) -> nn.Module:
+    """A layer of one weight whose only random factor is s: the mixture lives in one dimension."""
+    prior = {"normal": sb.Normal, "cauchy": sb.Cauchy}[family](1.0, 0.3)
+    start = {"scale_init": 0.2, "mean_init": sb.Normal(1.0, spread)}
+    config = sb.Rank1(members=members, prior=prior, random="s", mixture_kl=how, **start)
+    return sb.bayesianize(nn.Linear(1, 1, bias=False), config)
+
+
+def mixture_by_quadrature(family: str, locs: Any, scales: Any) -> float:
+    """KL of a mixture of members in one dimension to a prior at 1 with scale 0.3."""
+    make = FAMILIES[family]
+    parts, target = [make(m, s) for m, s in zip(locs, scales, strict=True)], make(1.0, 0.3)
 
     def integrand(t: float) -> float:  # x = tan(t) covers the line for both families
         x = math.tan(t)
-        density = sum(p.pdf(x) for p in parts) / members
+        density = sum(p.pdf(x) for p in parts) / len(parts)
         return 0.0 if density < 1e-300 else density * (math.log(density) - target.logpdf(x)) * (1 + x * x)
 
     knots = sorted(math.atan(p.median()) for p in parts)
-    mixture = integrate.quad(integrand, -math.pi / 2, math.pi / 2, points=knots, limit=500)[0]
-    mean = sb.kl(net).item() / members
-    assert mean - math.log(members) - 1e-6 <= mixture <= mean + 1e-6
+    return integrate.quad(integrand, -math.pi / 2, math.pi / 2, points=knots, limit=500)[0]
+
+
+def repeated(value: Callable[[], Tensor], times: int) -> tuple[float, float]:
+    """Mean of a number that is drawn afresh each time, and four standard errors of it."""
+    many = torch.vmap(lambda _: value(), randomness="different")(torch.zeros(times)).detach()
+    return many.mean().item(), 4 * many.std().item() / math.sqrt(times) + 1e-9
+
+
+@pytest.mark.parametrize("family", ["normal", "cauchy"])
+@pytest.mark.parametrize("spread", [0.01, 0.3, 3.0])
+def test_three_kls_of_a_mixture_and_which_bounds_which(family: str, spread: float) -> None:
+    """F10: "exact" is the mixture's KL by quadrature in one dimension; it lies below "mean", by log K at most; "sum" is
+    K times "mean"."""
+    nets = {how: one_factor(family, how, spread) for how in ("sum", "mean", "exact")}
+    for net in nets.values():
+        net.load_state_dict(nets["sum"].state_dict())
+    q = nets["sum"].posterior["weight"].s.distribution()
+    truth = mixture_by_quadrature(family, q.loc.flatten().tolist(), q.scale.flatten().tolist())
+    mean = sb.kl(nets["mean"]).item()
+    assert mean == pytest.approx(sb.kl(nets["sum"]).item() / 3, rel=1e-12)
+    assert mean - math.log(3) - 1e-6 <= truth <= mean + 1e-6
+    found, error = repeated(lambda: sb.kl(nets["exact"]), 20_000)
+    assert found == pytest.approx(truth, abs=error + 1e-6)
+    assert error < 0.03
+
+
+def test_gradients_of_the_drawn_mixture_kl_are_unbiased() -> None:
+    """The derivative by a member's mean, against the difference of two quadratures."""
+    scales, h = [0.2, 0.3], 1e-4
+    truth = (
+        mixture_by_quadrature("normal", [0.9 + h, 1.2], scales)
+        - mixture_by_quadrature("normal", [0.9 - h, 1.2], scales)
+    ) / (2 * h)
+
+    def slope(_: Tensor) -> Tensor:
+        def value(loc: Tensor) -> Tensor:
+            q = Normal(torch.stack([loc, torch.tensor(1.2)])[:, None], torch.tensor(scales)[:, None])
+            return kl(q, Normal(1.0, 0.3)).sum() / 2 - information([q])
+
+        return torch.func.grad(value)(torch.tensor(0.9))
+
+    many = torch.vmap(slope, randomness="different")(torch.zeros(20_000))
+    assert many.mean().item() == pytest.approx(truth, abs=4 * many.std().item() / math.sqrt(len(many)))
+    assert abs(truth) > 0.2
+
+
+def test_the_mixture_is_one_of_whole_networks() -> None:
+    """Members are matched across layers, so the mixture's KL is that of all factors together: of r and s of two layers,
+    by a sum over a grid in four dimensions, not the sum of four mixtures' KLs."""
+    config = sb.Rank1(members=2, mixture_kl="exact", scale_init=0.3, mean_init=sb.Normal(1.0, 0.4))
+    net = sb.bayesianize(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)), config)
+    found, error = repeated(lambda: sb.kl(net), 20_000)
+    factors_of = [f for layer in net for f in (layer.posterior["weight"].r, layer.posterior["weight"].s)]
+    grid = np.linspace(-1.5, 3.5, 31)
+    log_q: Any = [np.zeros([1] * 4), np.zeros([1] * 4)]
+    log_p: Any = np.zeros([1] * 4)
+    for d, factor in enumerate(factors_of):
+        q, shape = factor.distribution(), [-1 if i == d else 1 for i in range(4)]
+        log_p = log_p + stats.norm(1.0, 0.1).logpdf(grid).reshape(shape)
+        for k in range(2):
+            member = stats.norm(q.loc[k].item(), q.scale[k].item())
+            log_q[k] = log_q[k] + member.logpdf(grid).reshape(shape)
+    density = (np.exp(log_q[0]) + np.exp(log_q[1])) / 2
+    truth = (density * (np.log(density + 1e-300) - log_p)).sum() * (grid[1] - grid[0]) ** 4
+    assert found == pytest.approx(truth, abs=error + 1e-3)
+    apart = sum(repeated(lambda layer=layer: sb.kl(layer), 2000)[0] for layer in net)
+    assert truth - apart > 0.1  # what the layers tell about each other's member
+
+
+@pytest.mark.parametrize(("members", "networks"), [((2, 3), 6), ((2, 4), 4)])
+def test_layers_with_different_members_mix_over_their_pairs(members: tuple[int, int], networks: int) -> None:
+    """Draw j is member j mod K of each layer. Members far apart: the mixture lies below the mean by the log of how many
+    networks there are."""
+    config = {"mixture_kl": "exact", "mean_init": sb.Point(1.0), "scale_init": 0.1}
+    net = sb.bayesianize(mlp(), {n: sb.Rank1(members=k, **config) for n, k in zip("02", members, strict=True)})
+    with torch.no_grad():
+        for layer in (net[0], net[2]):
+            layer.posterior["weight"].r.loc += torch.arange(len(layer.posterior["weight"].r.loc))[:, None, None] * 50.0
+    means = sum(kl(f.distribution(), f.prior).sum() / len(f.loc) for f in (net[0].posterior["weight"].r,
+                net[0].posterior["weight"].s, net[2].posterior["weight"].r, net[2].posterior["weight"].s))  # fmt: skip
+    assert sb.kl(net).item() == pytest.approx(means.item() - math.log(networks), rel=1e-12)
+
+
+def test_the_mixtures_kl_needs_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard does not know the other layers' factors: the sum of layers' mixtures would be another number."""
+    net = sb.bayesianize(mlp(), sb.Rank1(members=2, mixture_kl="exact"))
+    monkeypatch.setattr(Rank1Posterior, "sharded", True)
+    with pytest.raises(ValueError, match="needs whole parameters"):
+        sb.kl(net)
+
+
+# The log-uniform prior of section 3.2 ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.3, 1.0, 2.5, 7.0, 100.0])
+def test_log_uniform_prior_by_dawsons_integral_and_in_closed_form(ratio: float) -> None:
+    """Normal: d/dt E log|t + e| is sqrt 2 D(t / sqrt 2), D Dawson's integral. Cauchy: log(1 + t^2) / 2. Both depend on
+    the ratio of mean and scale alone."""
+    loc, scale = torch.tensor(-0.7 * ratio), torch.tensor(0.7)
+    slope = integrate.quad(lambda u: math.sqrt(2) * special.dawsn(u / math.sqrt(2)), 0, ratio, limit=500)[0]
+    assert kl(Normal(loc, scale), sb.LogUniform()).item() == pytest.approx(slope, abs=3e-5)
+    noise = torch.special.ndtri((torch.arange(200_000) + 0.5) / 200_000)
+    for q in (Normal(loc, scale), sb.Cauchy(loc, scale)):
+        x = q.rsample(noise)
+        average = (q.log_prob(x) - sb.LogUniform().log_prob(x)).mean().item()
+        assert kl(q, sb.LogUniform()).item() == pytest.approx(average, abs=2e-3)
+
+
+def test_log_uniform_prior_trains_factors_and_refuses_log_normal_ones() -> None:
+    """Molchanov et al. (2017): scales grow and means shrink where nothing speaks against it."""
+    net = sb.bayesianize(mlp(), sb.Rank1(members=2, prior=sb.LogUniform()))
+    assert net[0].posterior["weight"].r.family is Normal
+    first = sb.kl(net)
+    first.backward()
+    factor = net[0].posterior["weight"].r
+    assert (factor.loc.grad * factor.loc > 0).all() and (factor.rho.grad < 0).all()
+    again = sb.config_from_dict(sb.Rank1(prior=sb.LogUniform()).to_dict())
+    assert again == sb.Rank1(prior=sb.LogUniform())
+    with pytest.raises(ValueError, match="falls without end"):
+        sb.Rank1(posterior="lognormal", prior=sb.LogUniform())
+    with pytest.raises(ValueError, match="LogUniform is no prior for weights"):
+        sb.MeanField(prior=sb.LogUniform())
 
 
 def test_kl_of_equal_members_is_members_times_one() -> None:
@@ -589,6 +736,63 @@ def test_theorem_1_relates_weight_and_factor_fluctuations() -> None:
         assert right.item() == pytest.approx(expected.item(), rel=1e-10)
         wrong = max(wrong, (printed / expected - 1).abs().item())
     assert wrong > 0.1
+
+
+def deep_tanh(width: int = 4, depth: int = 3) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Weights W^(h), output weights a and one input of Appendix A's network, with c_sigma / M = 1."""
+    torch.manual_seed(11)
+    return [torch.randn(width, width) / 1.5 for _ in range(depth)], torch.randn(width), torch.randn(width)
+
+
+def score_of(weights: list[Tensor], a: Tensor, x: Tensor) -> Tensor:
+    for weight in weights:
+        x = torch.tanh(weight @ x)
+    return a @ x
+
+
+def curvatures(weights: list[Tensor], a: Tensor, x: Tensor, h: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x^(h-1), and Hessians of the score by the pre-activations of layer h: printed, and with what it leaves out."""
+    inputs = [x]
+    for weight in weights:
+        inputs.append(torch.tanh(weight @ inputs[-1]))
+    first = [1 - y**2 for y in inputs[1:]]  # sigma'
+    second = [-2 * y * (1 - y**2) for y in inputs[1:]]  # sigma''
+    gradient, full = a, torch.diag(second[-1] * a)
+    printed = full
+    for j in range(len(weights) - 2, h - 1, -1):
+        gradient = weights[j + 1].T @ (first[j + 1] * gradient)
+        passed_on = first[j][:, None] * (weights[j + 1].T @ full @ weights[j + 1]) * first[j]
+        printed = torch.diag(second[j] * gradient)
+        full = printed + passed_on
+    return inputs[h], printed, full
+
+
+@pytest.mark.parametrize("h", [0, 1, 2])
+def test_lemma_1_and_equations_6_to_10_hold_at_the_last_layer_and_need_a_term_more_below(h: int) -> None:
+    """F13: Eq. 9 is C (x) x x^T and Eq. 10 diag(x) W^T C W diag(x), for one C of the pre-activations; Eqs. 6 and 7 are
+    their traces with the covariances. The printed C has sigma'' of its own layer alone: later layers bend, too."""
+    weights, a, x = deep_tanh()
+    hessian_w = torch.autograd.functional.hessian(
+        lambda w: score_of([*weights[:h], w, *weights[h + 1 :]], a, x), weights[h]
+    )
+    hessian_s = torch.autograd.functional.hessian(
+        lambda s: score_of([*weights[:h], weights[h] * s, *weights[h + 1 :]], a, x), torch.ones(4)
+    )
+    inputs, printed, full = curvatures(weights, a, x, h)
+    eq_9 = torch.einsum("ik,j,l->ijkl", full, inputs, inputs)
+    eq_10 = inputs[:, None] * (weights[h].T @ full @ weights[h]) * inputs
+    torch.testing.assert_close(eq_9, hessian_w, rtol=0, atol=1e-12)
+    torch.testing.assert_close(eq_10, hessian_s, rtol=0, atol=1e-12)
+    root = torch.randn(4, 4)
+    sigma = root @ root.T
+    spread = weights[h] * inputs
+    # Eqs. 6 and 7: trace of E[dW x x^T dW^T] C, with E[dW_ij dW_kl] = W_ij Sigma_jl W_kl
+    trace = ((spread @ sigma @ spread.T) * full).sum()
+    assert trace.item() == pytest.approx((hessian_s * sigma).sum().item(), rel=1e-10)
+    pairs = torch.einsum("ij,jl,kl->ijkl", weights[h], sigma, weights[h])
+    assert trace.item() == pytest.approx((hessian_w * pairs).sum().item(), rel=1e-10)
+    gap = (torch.einsum("ik,j,l->ijkl", printed, inputs, inputs) - hessian_w).abs().max()
+    assert gap < 1e-12 if h == 2 else gap > 0.2 * hessian_w.abs().max()
 
 
 def test_multiplicative_noise_is_additive_noise_of_scaled_width() -> None:

@@ -160,12 +160,6 @@ def test_what_a_model_draws_by_itself_follows_the_seed_too(method: Any) -> None:
         assert not torch.allclose(run(2), first)
 
 
-def test_intervals_follow_a_seed() -> None:
-    pred = sb.Prediction.from_outputs(torch.randn(5, 4), "gaussian", scale=1.0)
-    assert torch.equal(pred.interval(seed=1)[0], pred.interval(seed=1)[0])
-    assert not torch.equal(pred.interval(seed=1)[0], pred.interval(seed=2)[0])
-
-
 def test_seeds_that_are_none_are_refused() -> None:
     model, x = net("rank1"), rows()
     for seed in (1.5, True, "1"):

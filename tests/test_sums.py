@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.distributions import sums
+from slimbayes.distributions.kl import kl, summed_kl
 
 FACTORS = [(5, 4, 1), (5, 4, 2), (1, 7, 3)]
 
@@ -53,7 +54,7 @@ def test_twins_agree(function: Any, dtype: torch.dtype, monkeypatch: pytest.Monk
         return [y.detach(), u.grad, v.grad]
 
     mine = results()
-    monkeypatch.setattr(sums, "_by_hand", lambda x: True)
+    monkeypatch.setattr(sums, "by_hand", lambda x: True)
     for one, other in zip(mine, results(), strict=True):
         assert one.dtype == other.dtype
         # The twin of `excess` in float32 adds up gradients that nearly cancel.
@@ -131,3 +132,35 @@ def test_local_noise_in_float16_has_the_scale_of_the_weights() -> None:
     y = net(torch.ones(4000, 1, dtype=torch.float16)).detach().float()
     assert y.std().item() == pytest.approx(0.01, rel=0.1)
     assert math.isfinite(y.sum().item())
+
+
+def test_squared_norms_of_many_tensors() -> None:
+    """Value and gradients as in plain operations, of several types, some without gradients, and twice."""
+    torch.manual_seed(0)
+    some = [torch.randn(3, 4), torch.randn(5).double(), torch.randn(()), torch.randn(2, 0), torch.randn(4).bfloat16()]
+    leaves = [t.requires_grad_(i != 2) for i, t in enumerate(some)]
+    total = sums.squared_norms(leaves)
+    wanted = sum(t.double().square().sum() for t in leaves)
+    assert total.dtype == torch.float64
+    torch.testing.assert_close(total, wanted, rtol=1e-6, atol=0)
+    got = torch.autograd.grad(total.sin(), [leaves[0], leaves[1]], create_graph=True)
+    for g, leaf in zip(got, (leaves[0], leaves[1]), strict=True):
+        torch.testing.assert_close(g, (wanted.cos() * 2 * leaf).to(leaf.dtype), rtol=1e-5, atol=1e-6)
+    (second,) = torch.autograd.grad(got[1].sum(), leaves[1])
+    direct = 2 * wanted.cos() - 4 * wanted.sin() * leaves[1] * leaves[1].sum()
+    torch.testing.assert_close(second, direct.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_kl_of_normals_in_one_operation() -> None:
+    """As by element, with first and second derivatives; zero at the prior."""
+    torch.manual_seed(0)
+    loc, scale = (torch.randn(3, 2).double().requires_grad_(), (torch.rand(3, 2).double() + 0.1).requires_grad_())
+
+    def total(loc: Tensor, scale: Tensor) -> Tensor:
+        return summed_kl(sb.Normal(loc, scale), sb.Normal(0.5, 0.7))
+
+    torch.testing.assert_close(total(loc, scale), kl(sb.Normal(loc, scale), sb.Normal(0.5, 0.7)).sum())
+    assert torch.autograd.gradcheck(total, (loc, scale)) and torch.autograd.gradgradcheck(total, (loc, scale))
+    assert float(total(torch.full((4,), 0.5), torch.full((4,), 0.7))) == pytest.approx(0.0, abs=1e-6)
+    wide = summed_kl(sb.Normal(loc, scale), sb.Cauchy(1.0, 0.1))
+    torch.testing.assert_close(wide, kl(sb.Normal(loc, scale), sb.Cauchy(1.0, 0.1)).sum())

@@ -1,8 +1,13 @@
-"""Wording shared by error messages."""
+"""Wording shared by error messages, and the class of warnings."""
 
 import difflib
 import reprlib
 from collections.abc import Iterable
+
+
+class SlimbayesWarning(UserWarning):
+    """What is surely not an error and probably not meant."""
+
 
 _brief = reprlib.Repr()
 _brief.maxstring = _brief.maxother = 60

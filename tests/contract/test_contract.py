@@ -19,9 +19,11 @@ from slimbayes.distributions.families import rho_from_scale
 from slimbayes.engine import calls, passes
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer, Converted
+from slimbayes.posteriors.correlated import CorrelatedPosterior
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.posteriors.flow_patch import FlowPosterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
+from slimbayes.posteriors.joint_normal import Joint
 from slimbayes.posteriors.mc_dropout import DropoutPosterior
 from slimbayes.posteriors.member_norm import MemberNormPosterior
 from slimbayes.posteriors.mixture import MixturePosterior
@@ -220,6 +222,9 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
                     moved = FlowDensity(posterior, weight, bias).moved(posterior.noise.block[line : line + 1])[0]
                     weight.copy_(moved[: weight.numel()].view_as(weight))
                     offset = None if bias is None else (moved[weight.numel() :].view_as(bias) - bias)
+                elif isinstance(posterior, CorrelatedPosterior):
+                    weight.add_(drawn[block])
+                    offset = None
                 else:  # W + dW, with signs in Flipout
                     signed = drawn.sign_in is not None
                     signs = (
@@ -357,6 +362,9 @@ def posterior_and_prior(model: nn.Module) -> list[tuple[Any, Any, Any]]:
     out = []
     for layer in model.modules():
         for site, posterior in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
+            if isinstance(posterior, Joint):
+                out.append((JointDensity(posterior, layer), posterior.prior, lambda: None))
+                continue
             if isinstance(posterior, Rank1Posterior):
                 factors = [f for f in (posterior.r, posterior.s) if f.family is not sb.Point]
                 out += [(f.distribution(), f.prior, partial(_to_prior, f)) for f in factors]
@@ -370,6 +378,9 @@ def posterior_and_prior(model: nn.Module) -> list[tuple[Any, Any, Any]]:
                 continue
             if isinstance(posterior, FlowPosterior):
                 out.append((FlowDensity(posterior, linear.weight, linear.bias), sb.Normal(0.0, 1.0), lambda: None))
+                continue
+            if isinstance(posterior, CorrelatedPosterior):
+                out.append((CorrelatedDensity(posterior, linear.weight, free), posterior.prior, lambda: None))
                 continue
             q = sb.Normal(linear.weight[free], posterior.log_scale().exp()[free])
             out.append((q, posterior.prior, partial(_to_prior_weights, linear, posterior)))
@@ -424,6 +435,49 @@ class FlowDensity:
     def log_prob(self, x: Tensor) -> Tensor:
         """log q of the latest draws, in equal shares for each element, (n, D)."""
         return self.log_q.unsqueeze(1).expand_as(x) / x.shape[1]
+
+
+class CorrelatedDensity:
+    """torch's own multivariate normal over the free weights (D,), with the covariance of the draws' Jacobian."""
+
+    def __init__(self, posterior: CorrelatedPosterior, weight: Tensor, free: Tensor) -> None:
+        for name, parameter in posterior.named_parameters():
+            if name.endswith("below"):
+                nn.init.normal_(parameter, std=0.5 / (2 * parameter.numel()) ** 0.25)
+        kept = posterior.site.to_matrix(free.to(weight.dtype))
+
+        def draw(noise: Tensor) -> Tensor:
+            return posterior.site.from_matrix(posterior.spread(noise * kept))[0][free]
+
+        jacobian = torch.autograd.functional.jacobian(draw, torch.zeros(1, *posterior.site.matrix)).flatten(1).double()
+        self.loc, self.scale = weight[free], torch.ones_like(weight[free])
+        self.q = torch.distributions.MultivariateNormal(self.loc.double(), jacobian @ jacobian.T)
+
+    def rsample(self, noise: Tensor) -> Tensor:
+        return self.q.rsample((len(noise),))
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """log q(x) in equal shares for each weight, (n, D)."""
+        return self.q.log_prob(x).unsqueeze(1).expand_as(x) / x.shape[1]
+
+
+class JointDensity:
+    """Torch's own multivariate normal of each member, (K, D), of the numbers that are parameters."""
+
+    def __init__(self, posterior: Joint, layer: Any) -> None:
+        free = torch.ones(posterior.size, dtype=torch.bool)
+        if posterior.site.kind == "table" and posterior.regularises_mean and layer.padding_idx is not None:
+            free[: posterior.site.shape[1]] = layer.padding_idx != 0
+        self.loc = posterior.means(layer.linear_map(posterior.site.name)).detach()[:, free]
+        covariance = posterior.covariance().detach()[:, free][:, :, free]
+        self.q = torch.distributions.MultivariateNormal(self.loc, covariance)
+
+    def rsample(self, noise: Tensor) -> Tensor:
+        return self.q.sample((len(noise),))
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """log q(x) in equal shares for each number, (n, K, D)."""
+        return (self.q.log_prob(x) / x.shape[-1]).unsqueeze(-1).expand_as(x)
 
 
 def _to_prior(factor: Any) -> None:
@@ -577,10 +631,18 @@ def _extra(method: str, config: Any, site: tuple[int, int, bool], matrix: tuple[
     if method == "flow-patch":  # scales of the base; u, w and c of each step
         size = n_out * (2 if bias else 1)
         return size + config.steps * (2 * size + 1)
+    if method == "multivariate-normal":
+        return m * n * (m * n + 1) // 2
+    if method == "full-matrix-normal":
+        return (m * (m + 1) + n * (n + 1)) // 2
     if method.startswith("mean-field"):
         return m * n + n_out * (bias and config.bias == "gaussian")
     if method.startswith(("k-tied", "matrix-normal")):
         return getattr(config, "rank", 1) * (m + n) + n_out * (bias and config.bias == "gaussian")
+    if method.startswith("joint"):  # means beside the layer's own, standard deviations, and what lies below a diagonal
+        size = m * n + n_out * bias if config.over == "weights" else n_in + n_out
+        means = 0 if config.over == "weights" else config.members * (n_in + n_out) + (config.members - 1) * n_out * bias
+        return means + config.members * (size + size * (size - 1) // 2 * (size <= config.full_up_to))
     numbers = {"batch-ensemble": n_in + n_out, "rank1-r-only": n_in + 2 * n_out, "rank1-s-only": 2 * n_in + n_out}
     return config.members * config.rank * numbers.get(method, 2 * (n_in + n_out)) + (config.members - 1) * n_out * bias
 

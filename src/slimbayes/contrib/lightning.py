@@ -31,7 +31,7 @@ from slimbayes.prediction.sample import sample
 from slimbayes.train import schedules
 from slimbayes.train.elbo import ELBO, elbo
 from slimbayes.train.likelihoods import Form, LikelihoodName, likelihood_named
-from slimbayes.train.optim import param_groups
+from slimbayes.train.optim import apart, param_groups
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -65,8 +65,9 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         optimizer: from parameter groups (`slimbayes.param_groups`) to anything `configure_optimizers` may return.
         weight_decay: of the network's own parameters.
         kl_schedule: the KL's weight after so many optimizer steps, from `slimbayes.train.schedules`.
+        temperature: as in `elbo`; below 1 for a tempered posterior.
         form: how draws join in the likelihood.
-        noise: standard deviation of the targets' noise, of "gaussian".
+        noise: standard deviation of the targets' noise, of "gaussian"; of the targets, of "heteroscedastic_gaussian".
         seed: makes the random numbers of each training step a function of it and of the step.
 
     Example:
@@ -90,6 +91,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         form: Form = "average",
         noise: float = 1.0,
         seed: int | None = None,
+        temperature: float = 1.0,
     ) -> None:
         super().__init__()
         conversions_of(model)  # says what to do if it is not converted
@@ -100,7 +102,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         self.draws, self.predict_draws = draws, predict_draws
         self.optimizer, self.weight_decay = optimizer, weight_decay
         self.kl_schedule = kl_schedule or schedules.constant()
-        self.form, self.noise, self.seed = form, noise, seed
+        self.form, self.noise, self.seed, self.temperature = form, noise, seed, temperature
         self.scores = nn.ModuleDict({stage: nn.ModuleDict(self._metrics()) for stage in ("val", "test")})
 
     def _metrics(self) -> dict[str, nn.Module]:
@@ -119,7 +121,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         """Loss, nll and kl of a batch."""
         outputs = self(x)
         nll = self.means.nll(outputs, y, self.form, self.noise)
-        return elbo(nll, self.model, self.num_data, kl_weight)
+        return elbo(nll, self.model, self.num_data, kl_weight, temperature=self.temperature)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.seed is not None:
@@ -128,7 +130,8 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         terms = self.terms(x, y, self.kl_schedule(self.global_step))
         for name in ("loss", "nll", "kl"):
             self.log(name, getattr(terms, name).detach(), prog_bar=name == "loss", batch_size=len(y))
-        return terms.loss
+        # Members of a deep ensemble each train as they would alone: their losses are summed.
+        return terms.loss * len(apart(self.model)) if self.form == "average" else terms.loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._judge("val", batch)
@@ -151,7 +154,7 @@ class BayesModule(LightningModule):  # type: ignore[misc]
         return self._predict(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
 
     def _predict(self, x: Any) -> Prediction:
-        scale = self.noise if self.likelihood == "gaussian" else 0.0
+        scale = 0.0 if self.means.discrete else self.noise
         inputs = tuple(x) if isinstance(x, list) else x
         return predict(self.model, inputs, draws=self.predict_draws, likelihood=self.likelihood, scale=scale)
 

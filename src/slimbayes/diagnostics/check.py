@@ -25,7 +25,7 @@ from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
 from slimbayes.layers.site import LinearMap
 from slimbayes.prediction.sample import members, sample
-from slimbayes.train.elbo import kl
+from slimbayes.train.elbo import dwarfed, kl
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 _NEAR, _NOTHING = 0.1, 1e-3  # of the prior's scale
@@ -35,7 +35,7 @@ _FEW = 300  # elements beyond which a large k-hat is the rule
 
 
 @runtime_checkable
-class _Scaled(Protocol):
+class Scaled(Protocol):
     """A posterior whose elements have locations and scales, and whose prior has them too."""
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]: ...
@@ -68,12 +68,8 @@ class Check:
         return list(self._looks_wrong())
 
     def _looks_wrong(self) -> Iterator[str]:
-        weighed = self.kl_weight * self.kl
-        if self.nll > 0.05 and weighed > 5 * self.nll:
-            yield (
-                f"The KL is {weighed / self.nll:.0f} times the NLL: the prior decides, not the data. Widen the prior, "
-                f"lower the KL's weight, or use fewer members."
-            )
+        if said := dwarfed(self.nll, self.kl_weight * self.kl):
+            yield said
         if self.at_prior > 0.5:
             yield (
                 f"{self.at_prior:.0%} of the posterior is still at its prior: it has learned nothing there. Lower the "
@@ -175,7 +171,7 @@ def _shares(model: nn.Module) -> tuple[int, float, float]:
     seen: set[int] = set()
     for layer in (module for module in model.modules() if isinstance(module, BayesLayer)):
         for site, posterior in layer.posterior.items():
-            if id(posterior) in seen or not isinstance(posterior, _Scaled):
+            if id(posterior) in seen or not isinstance(posterior, Scaled):
                 continue
             seen.add(id(posterior))
             for offset, ratio in posterior.against_prior(layer.linear_map(site)):

@@ -16,6 +16,7 @@ from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import Of, SiteSpectrum, spectrum
 from slimbayes.diagnostics.truncation import low_rank
 from slimbayes.errors import did_you_mean
+from slimbayes.prediction.figures import bare, empty_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,19 +119,3 @@ def _draw_spectrum(panel: Any, site: SiteSpectrum, shown: int) -> None:
     panel.set_xticks(ranks[:: math.ceil(shown / 10)])
     panel.set_ylim(-0.03, 1.03)
     bare(panel)
-
-
-def bare(panel: Any) -> None:
-    """Thin horizontal lines and no box."""
-    panel.grid(axis="y", linewidth=0.5, alpha=0.4)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def empty_figure(caller: str, width: float, height: float) -> Figure:
-    """A figure of so many inches."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        advice = "which slimbayes does not bring along: pip install matplotlib"
-        raise ImportError(f"{caller} needs matplotlib, {advice}.") from error
-    return Figure(figsize=(width, height), layout="constrained")

@@ -8,6 +8,7 @@ noise can be an input of an exported graph.
     Cauchy      x = loc + scale * tan(pi/2 * erf(e / sqrt 2))      inverse CDF of the normal's CDF
     LogNormal   x = exp(loc + scale * e)                           loc and scale live in log space
     HalfCauchy  prior only, on positive factors
+    LogUniform  prior only: every order of magnitude is as likely as any other
     Point       x = loc, no noise, no KL
     Signs       initialiser only: +1 with probability `positive`, else -1
 
@@ -20,6 +21,10 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
+from slimbayes.distributions.scales import dropout_scale as dropout_scale
+from slimbayes.distributions.scales import rho_from_scale as rho_from_scale
+from slimbayes.distributions.scales import scale_from_rho as scale_from_rho
+from slimbayes.distributions.scales import wide as wide
 from slimbayes.errors import brief, did_you_mean
 
 if TYPE_CHECKING:
@@ -29,50 +34,7 @@ if TYPE_CHECKING:
     Value = float | Tensor
 else:
     Value = float  # what configs can say; torch is only loaded where tensors are at work
-SCALE_FLOOR = 1e-7  # the reference code's constraint adds it, so that a scale is never exactly zero
 FAMILIES: dict[str, type[Distribution]] = {}  # by name; a class joins when it is defined
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Half-precision tensors as float32, others as they are: scales and KLs need the digits."""
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 2 else tensor
-
-
-def scale_from_rho(rho: Tensor) -> Tensor:
-    """Map an unconstrained parameter to a positive scale: softplus(rho) + 1e-7, in float32 or wider.
-
-    >>> import torch
-    >>> round(scale_from_rho(torch.tensor(-3.437516)).item(), 6)
-    0.031639
-    """
-    from torch.nn.functional import softplus
-
-    return softplus(wide(rho)) + SCALE_FLOOR
-
-
-def rho_from_scale(scale: float) -> float:
-    """Invert `scale_from_rho` for one number.
-
-    >>> round(rho_from_scale(0.0316386), 4)
-    -3.4375
-    """
-    if not scale > SCALE_FLOOR:
-        raise ValueError(f"A scale must be above {SCALE_FLOOR:g}, got {scale!r}.")
-    excess = scale - SCALE_FLOOR
-    return excess if excess > 30 else math.log(math.expm1(excess))
-
-
-def dropout_scale(rate: float) -> float:
-    """Standard deviation of the multiplicative noise of dropout with this rate: sqrt(p / (1 - p)).
-
-    Rates of 0.1 to 0.3 are the paper's "dropout initialisation"; a rate near zero is its "deterministic" one.
-
-    >>> round(dropout_scale(0.1), 4)
-    0.3333
-    """
-    if not 0 < rate < 1:
-        raise ValueError(f"A dropout rate must lie strictly between 0 and 1, got {rate!r}.")
-    return math.sqrt(rate / (1 - rate))
 
 
 @dataclass(frozen=True)
@@ -208,6 +170,24 @@ class HalfCauchy(Distribution):
 
 
 @dataclass(frozen=True)
+class LogUniform(Distribution):
+    """Density proportional to 1 / |x|: scale-free, and improper (Kingma et al. 2015).
+
+    Its KL is known up to a constant, which is chosen such that that of a Normal tends to zero as its mean does. Then
+    that of a Cauchy tends to -0.477: only differences have a meaning.
+
+    >>> import torch
+    >>> LogUniform().log_prob(torch.tensor([1.0, 10.0])).diff()  # a tenth as dense
+    tensor([-2.3026])
+    """
+
+    constant: ClassVar[float] = 0.5 * math.log(2 * math.pi * math.e) + 0.5 * (0.5772156649015329 + math.log(2))
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return -x.abs().log() - self.constant
+
+
+@dataclass(frozen=True)
 class Point(Distribution):
     """All mass on `loc`: a trainable point estimate (a BatchEnsemble factor), or a constant initialiser.
 
@@ -263,7 +243,7 @@ def check_pair(q: type[Distribution], p: type[Distribution]) -> None:
     """Refuse a posterior and prior whose KL is infinite or undefined."""
     if p in (Point, Signs):
         raise ValueError(f"{p.__name__} cannot serve as a prior: it has no density.")
-    if q in (HalfCauchy, Signs):
+    if q in (HalfCauchy, LogUniform, Signs):
         raise ValueError(f"{q.__name__} cannot serve as a posterior: choose Normal, Cauchy, LogNormal or Point.")
     if q is Point:
         return
@@ -271,6 +251,10 @@ def check_pair(q: type[Distribution], p: type[Distribution]) -> None:
         raise ValueError(
             f"A {q.__name__} posterior puts mass on negative values where a {p.__name__} prior has none, "
             f"so their KL is infinite. Use a LogNormal posterior, or a Normal or Cauchy prior."
+        )
+    if q is LogNormal and p is LogUniform:
+        raise ValueError(
+            "KL(LogNormal || LogUniform) falls without end as the scale grows. Use a Normal or Cauchy posterior."
         )
     if q is Cauchy and p is Normal:
         raise ValueError(

@@ -4,6 +4,7 @@
     sum_log_outer(u, v)  sum log(u v^T)
     excess(l, c)         sum (e^t - 1 - t) / 2,   t = 2 (l - c)
     squared_norm(x)      sum x^2
+    squared_norms(xs)    the same over many tensors
     shifted(m, s, e)     m + s o e
 
 Each has a twin in plain operations, for compilers, torch.func and sharded tensors.
@@ -13,10 +14,13 @@ Sizes: m x n the matrix, k columns of its factors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from slimbayes.distributions.families import wide
 
 
 def outer(u: Tensor, v: Tensor) -> Tensor:
@@ -27,7 +31,7 @@ def outer(u: Tensor, v: Tensor) -> Tensor:
     >>> outer(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]))
     tensor([[11., 17.]])
     """
-    if not _by_hand(u):
+    if not by_hand(u):
         return _Outer.apply(u, v)
     first, *others = zip(u.unsqueeze(1).unbind(2), v.unbind(1), strict=True)
     total = first[0] * first[1]
@@ -44,7 +48,7 @@ def sum_log_outer(u: Tensor, v: Tensor) -> Tensor:
     >>> sum_log_outer(torch.ones(3, 2), torch.ones(4, 2))  # 12 log 2
     tensor(8.3178, dtype=torch.float64)
     """
-    return _rows_summed(outer(u, v).log()) if _by_hand(u) else _SumLogOuter.apply(u, v)
+    return _rows_summed(outer(u, v).log()) if by_hand(u) else _SumLogOuter.apply(u, v)
 
 
 def excess(log_scale: Tensor, log_prior: float) -> Tensor:
@@ -53,7 +57,7 @@ def excess(log_scale: Tensor, log_prior: float) -> Tensor:
     >>> excess(torch.zeros(3), 0.0), excess(torch.ones(1), 0.0)  # (e^2 - 3) / 2
     (tensor(0.), tensor(2.1945))
     """
-    if not _by_hand(log_scale):
+    if not by_hand(log_scale):
         return _Excess.apply(log_scale, log_prior)
     t = 2 * (log_scale - log_prior)
     return 0.5 * (t.expm1() - t).sum()
@@ -65,7 +69,7 @@ def shifted(mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
     >>> shifted(torch.ones(2), torch.full((2,), 0.5), torch.tensor([-1.0, 2.0]))
     tensor([0.5000, 2.0000])
     """
-    if _by_hand(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
+    if by_hand(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
         return mean + scale * noise
     return _Shifted.apply(mean, scale, noise)
 
@@ -76,7 +80,19 @@ def squared_norm(x: Tensor) -> Tensor:
     >>> squared_norm(torch.tensor([3.0, 4.0]))
     tensor(25.)
     """
-    return x.square().sum() if _by_hand(x) or x.dim() < 2 else _SquaredNorm.apply(x)
+    return x.square().sum() if by_hand(x) or x.dim() < 2 else _SquaredNorm.apply(x)
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of squares over all elements of tensors on one device, in float32 at least: a scalar.
+
+    >>> squared_norms([torch.tensor([3.0]), torch.ones(4, 4)])
+    tensor(25.)
+    """
+    plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
+    if plain and not by_hand(tensors[0]):
+        return _SquaredNorms.apply(*tensors)
+    return wide(torch.cat([x.flatten() for x in tensors])).square().sum()
 
 
 def exact(x: Tensor) -> torch.dtype:
@@ -89,7 +105,7 @@ def floor(x: Tensor) -> float:
     return float(torch.finfo(x.dtype).tiny ** 0.8)
 
 
-def _by_hand(x: Tensor) -> bool:
+def by_hand(x: Tensor) -> bool:
     """Whether autograd's own backward is called for."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or hasattr(x, "full_tensor")
 
@@ -163,6 +179,24 @@ class _SquaredNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return x * (2 * gradients[0])
+
+
+class _SquaredNorms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        widest = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+        # On a CPU norms of lines: one norm of all would add up millions of float32 in a row.
+        if tensors[0].is_cuda:
+            return torch.stack(torch._foreach_norm(tensors, 2, widest)).square().sum()
+        lines = [x.flatten(1) if x.dim() > 1 else x.reshape(1, -1) for x in tensors]
+        return torch.stack([torch.linalg.vector_norm(x, dim=1, dtype=widest).square().sum() for x in lines]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found, twice = ctx.saved_tensors, 2 * gradients[0]
+        found = [x * twice for x in found] if torch.is_grad_enabled() else torch._foreach_mul(found, twice)
+        return tuple(g if need else None for g, need in zip(found, ctx.needs_input_grad, strict=True))
 
 
 class _Shifted(torch.autograd.Function):

@@ -120,7 +120,7 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     new = _bare_pass(posteriors, rows, layout)
     new.opener = module
     try:
-        return _finish(new, posteriors, function, args, kwargs)
+        return finish(new, posteriors, function, args, kwargs)
     except Unproven as error:
         assert layout is not None
         unfold(layout, error)
@@ -138,7 +138,7 @@ def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, firs
     return noise.draw(posteriors, new)
 
 
-def _finish(new: Pass, posteriors: Sequence[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def finish(new: Pass, posteriors: Sequence[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
     noise.realise(posteriors, new)
     out = passes.run(new, function, *args, **kwargs)
@@ -167,7 +167,7 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
                 layout, f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all"
             )
         new = held.view(rows, layout) if layout.apart else held.single(0, layout if layout.folds else None)
-    return _finish(new, posteriors, function, args, kwargs)
+    return finish(new, posteriors, function, args, kwargs)
 
 
 def notice(posteriors: Sequence[Any], done: Pass, function: Any = None) -> None:
@@ -269,11 +269,11 @@ def run_draws(
     if folds:
         new.layout = layout
         more, options = layout.tile((args, kwargs), total) if tile else (args, kwargs)
-        return layout.split(_finish(new, posteriors, model, more, options), total)
+        return layout.split(finish(new, posteriors, model, more, options), total)
     known, rows, parts = layout if layout.folds else None, new.rows // total, []
     for j in range(total):
         own, options = (args, kwargs) if tile else layout.narrow((args, kwargs), j * rows, rows)
-        parts.append(_finish(new.single(j, known), posteriors, model, own, options))
+        parts.append(finish(new.single(j, known), posteriors, model, own, options))
     return stack_draws(parts)
 
 

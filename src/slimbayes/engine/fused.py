@@ -44,12 +44,18 @@ class Seeded(NamedTuple):
         """x * factors + bias for x (R, C), bias (B, C) or (1, C)."""
         from slimbayes.kernels import scale
 
+        loc, spread, how = self.kernel_lines()
+        return scale.scaled(x, loc, spread, bias, None if spread is None else self.noise.seed, how, dtype)
+
+    def kernel_lines(self) -> Any:
+        """loc and scale, and how kernels make factors from them: `kernels.dense.Lines`."""
+        from slimbayes.kernels import dense, scale
+
         clip = float("inf") if self.clip is None else self.clip
         if self.scale is None:
-            loc = self.loc if self.clip is None else self.loc.clamp(-clip, clip)
-            return scale.scaled(x, loc, None, bias, None, scale.How(), dtype)
+            return dense.Lines(self.loc if self.clip is None else self.loc.clamp(-clip, clip))
         how = scale.How(scale.FAMILIES[self.family], clip, self.salt, self.noise.first_row)
-        return scale.scaled(x, self.loc, self.scale, bias, self.noise.seed, how, dtype)
+        return dense.Lines(self.loc, self.scale, how)
 
     def lines(self) -> Tensor:
         """The factors as a tensor (R, C)."""
@@ -85,6 +91,27 @@ def fused(
 
     y = scale.scaled(rows, _side_by_side(factor), None, _side_by_side(bias), None, scale.How(), dtype)
     return y.view(x.shape) if last else y.view(x.shape[0], *x.shape[2:], x.shape[1]).permute(0, 3, 1, 2)
+
+
+def dense(x: Tensor, weight: Any, out_dim: int, s: Any, r: Any, bias: Tensor | None) -> Tensor | None:
+    """((x o s) W) o r + bias, rows first and channels last, as one operation; None where it cannot be one.
+
+    Shape: x (R, ..., in); s (n, in), r (n, out), where n divides the number of rows.
+    """
+    dtype, auto = lowered(x), torch.is_autocast_enabled(x.device.type)
+    fits = dtype == torch.get_autocast_dtype(x.device.type) if auto else dtype == weight.dtype
+    plain = type(weight) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
+    if not fits or not plain or dtype == torch.float64 or not x.is_contiguous():
+        return None
+    if isinstance(s, Seeded) and (x.dim() != 2 or x.shape[0] != s.rows):
+        return None
+    from slimbayes.kernels.dense import Lines, scaled_product
+
+    apart = isinstance(s, Seeded)
+    of_s, of_r = (f.kernel_lines() if apart else Lines(_side_by_side(f)) for f in (s, r))
+    rows, seed = x if x.dim() == 2 else x.view(-1, x.shape[-1]), s.noise.seed if apart else None
+    y = scaled_product(rows, weight, out_dim, of_s, of_r, _side_by_side(bias), seed, dtype)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
 def _side_by_side(lines: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes, proof
 from slimbayes.engine.layout import Layout
+from slimbayes.engine.modules import tree_of
 from slimbayes.engine.probe import Visit
 from slimbayes.engine.tree import arrays_of, padded, tree_map
 from slimbayes.engine.trial import first_line, probed, undisturbed
@@ -47,17 +48,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def tree_of(model: nn.Module) -> int:
-    return hash(tuple(map(id, passes.modules_of(model))))
-
-
 def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
     """The layout of a call: the one proven for its kind, or a proof now. It is kept with the model it was proven
     for.
     """
     model = unwrapped(model)
     known: dict[Any, Layout] = model.__dict__.setdefault("_slimbayes_rows", {})
-    kind, tree = kind_of(model, args, kwargs), tree_of(model)
+    kind, tree = kind_of(model, args, kwargs), tree_of(model).number
     with _PROVING:  # threads that meet a model together wait for the first
         layout = known.get(kind)
         if layout is None or layout.tree != tree:

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from slimbayes.engine import passes
 from slimbayes.engine.blocks import same
+from slimbayes.engine.groups import Group, groups_of, kinds_of
 from slimbayes.engine.passes import Noise, Pass
+from slimbayes.kernels import ready
 
 Seed = int | torch.Generator | None
 
@@ -113,17 +116,13 @@ def own_noise(seed: int | None, device: torch.device) -> Iterator[None]:
 def draw_numbered(posteriors: Sequence[Any], new: Pass, seed: int, start: int = 0) -> Pass:
     """Draw the noise of a pass whose rows share draws: draw j follows from (seed, start + j) alone."""
     assert new.draws is not None and not new.rowwise
-    kinds = [(p.device, p.dtype) for p in posteriors]
     numbers = range(start, start + new.draws)
-    for which, (device, dtype) in enumerate(dict.fromkeys(kinds)):
-        same = [p for p, kind in zip(posteriors, kinds, strict=True) if kind == (device, dtype)]
-        widths = [p.widths(False)[0] for p in same]
-        flat = torch.empty(new.draws, sum(widths), device=device, dtype=dtype)
-        generator, first = torch.Generator(device), key(seed, "noise", which)
-        for line, j in zip(flat if sum(widths) else [], numbers, strict=False):
+    for which, group in enumerate(groups_of(posteriors, new)):
+        flat = torch.empty(new.draws, sum(group.block), device=group.device, dtype=group.dtype)
+        generator, first = torch.Generator(group.device), key(seed, "noise", which)
+        for line, j in zip(flat if sum(group.block) else [], numbers, strict=False):
             line.normal_(generator=generator.manual_seed((first + j * _ODD) % 2**63))
-        for posterior, block in zip(same, flat.split(widths, dim=1), strict=True):
-            new.noise[posterior.key] = Noise(block, flat.new_empty(0, 0))
+        _hand_out(group, new, flat, flat.new_empty(0, 0))
     for place, posterior in enumerate(posteriors):
         if posterior.late:
             first = key(seed, "late", place)
@@ -164,54 +163,62 @@ def _mixed(number: Tensor) -> Tensor:
     return number ^ ((number >> 31) & (2**33 - 1))
 
 
+def _hand_out(group: Group, new: Pass, block: Tensor, row: Tensor) -> None:
+    """Give each posterior its part of (n, sum of widths) numbers for blocks and (R, sum of widths) for rows."""
+    rows = row.split(group.row, 1) if row.shape[1] else [row] * len(group.keys)
+    for at, part, line in zip(group.keys, block.split(group.block, 1), rows, strict=True):
+        new.noise[at] = Noise(part, line)
+    if not (row.shape[1] and block.shape[1]):
+        new.joint[group.keys] = Noise(block, row)
+
+
 def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
     """Draw the noise of a pass for all posteriors at once."""
-    for posterior, noise in zip(posteriors, _noise(posteriors, new), strict=True):
-        new.noise[posterior.key] = noise
+    for group in groups_of(posteriors, new):
+        late = [False] * len(group.keys)
+        if any(group.apart) and ready(group.posteriors[0].anchor):
+            late = [apart and p.seeded(new.rows) for p, apart in zip(group.posteriors, group.apart, strict=True)]
+        alike = len(set(group.counts)) == 1
+        if alike and not any(late):
+            rows = new.rows if any(group.row) else 0
+            block = _random(torch.randn, (group.counts[0], sum(group.block)), group.device, group.dtype, new)
+            _hand_out(group, new, block, _random(torch.randn, (rows, sum(group.row)), group.device, group.dtype, new))
+        else:
+            _draw_apart(group, late, new)
     return new
+
+
+def _draw_apart(group: Group, late: list[bool], new: Pass) -> None:
+    """Noise where posteriors have different numbers of blocks, or some of them a seed instead of numbers for rows."""
+    block = [0 if seeded else width for width, seeded in zip(group.block, late, strict=True)]
+    row = [0 if seeded else width for width, seeded in zip(group.row, late, strict=True)]
+    sizes = [count * width for count, width in zip(group.counts, block, strict=True)]
+    flat = _random(torch.randn, (sum(sizes),), group.device, group.dtype, new).split(sizes)
+    rows = new.rows if any(row) or any(late) else 0
+    lines = _random(torch.randn, (rows, sum(row)), group.device, group.dtype, new).split(row, dim=1)
+    seed = _seed(group.device, new) if any(late) else None
+    for i, at in enumerate(group.keys):
+        numbers = flat[i].view(group.counts[i], block[i])
+        new.noise[at] = Noise(numbers, lines[i], seed if late[i] else None, 2 * group.places[i])
 
 
 def realise(posteriors: Sequence[Any], new: Pass) -> Pass:
     """Turn a pass's noise into draws, in a few large operations for all layers. Sharded parameters wait until their
     layer runs.
     """
-    whole = [p for p in posteriors if not p.sharded]
 
     def together() -> None:
-        for kind in dict.fromkeys(type(p) for p in whole):
-            kind.realise_together([p for p in whole if type(p) is kind])
+        for alike in kinds_of(posteriors):
+            type(alike[0]).realise_together(alike)
 
     passes.run(new, together)
     return new
 
 
-def _noise(posteriors: Sequence[Any], new: Pass) -> list[Noise]:
-    """Standard normals for the blocks and the rows of each posterior, cut from two flat draws per device and dtype."""
-    out: list[Noise | None] = [None] * len(posteriors)
-    kinds = [(p.device, p.dtype) for p in posteriors]
-    for device, dtype in dict.fromkeys(kinds):
-        index = [i for i, kind in enumerate(kinds) if kind == (device, dtype)]
-        rowwise = [new.rowwise and not posteriors[i].blockwise for i in index]
-        seeded = [apart and posteriors[i].seeded(new.rows) for i, apart in zip(index, rowwise, strict=True)]
-        widths = [
-            (0, 0) if late else posteriors[i].widths(apart)
-            for i, apart, late in zip(index, rowwise, seeded, strict=True)
-        ]
-        counts = [new.blocks(posteriors[i]) for i in index]
-        sizes = [count * width for count, (width, _) in zip(counts, widths, strict=True)]
-        flat = _random(torch.randn, (sum(sizes),), device, dtype, new)
-        blocks = [part.view(n, size // n) for part, n, size in zip(flat.split(sizes), counts, sizes, strict=True)]
-        per_row = [width for _, width in widths]
-        rows = new.rows if any(per_row) or any(seeded) else 0
-        lines = _random(torch.randn, (rows, sum(per_row)), device, dtype, new).split(per_row, dim=1)
-        seed = _seed(device, new) if any(seeded) else None
-        for i, block, row, late in zip(index, blocks, lines, seeded, strict=True):
-            out[i] = Noise(block, row, seed if late else None, 2 * i)
-    return [noise for noise in out if noise is not None]
-
-
 def _seed(device: torch.device, new: Pass) -> Tensor:
     """A whole number of 48 bits on a device, for kernels that make numbers from it."""
+    if not torch.compiler.is_compiling():
+        return _random(partial(torch.randint, 2**48), (), device, torch.int64, new)
     low, high = (_random(torch.rand, (2,), device, torch.float32, new) * 2**24).long().unbind()
     return low + high * 2**24
 

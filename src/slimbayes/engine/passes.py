@@ -19,13 +19,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.engine.blocks import block_of_row, same
+from slimbayes.engine.modules import Keyed as Keyed
+from slimbayes.engine.modules import first_key as first_key
+from slimbayes.engine.modules import modules_of as modules_of
+from slimbayes.engine.modules import posteriors_of as posteriors_of
 from slimbayes.engine.tree import arrays_of
 
 if TYPE_CHECKING:
@@ -66,10 +69,13 @@ class Pass:
         self.rows = rows  # of the call under way
         self.first = first
         self.rowwise = rowwise and not held  # whether single rows may have noise of their own
+        self.centred = False  # whether draws are the posterior's centre: nothing is random
         self.held = held  # open for many calls, each of which is a view of it
         self.layout: Layout | None = None
         self.noise: dict[str, Noise] = {}  # by key of a posterior
         self.values: dict[str, Any] = {}  # draws made from it
+        self.biases: dict[str, tuple[Tensor, Tensor]] = {}  # drawn biases that have a layer's own in them, and that
+        self.joint: dict[tuple[str, ...], Noise] = {}  # the same of several posteriors side by side, by their keys
         self.keys: dict[str, Tensor] = {}  # numbers (S,) from which a posterior draws while its layer runs
         self.stream: Any = None  # where random numbers come from if not from torch's own generators
         self.masks: dict[str, list[Tensor]] = {}  # drawn for all draws while the first of them ran
@@ -104,6 +110,7 @@ class Pass:
         """Draw `index` alone, on its own rows."""
         new = self.view(self.rows // (self.draws or 1), layout)
         new.draws, new.first, new.index, new.values = 1, self.first + index, index, {}
+        new.joint, new.biases = {}, {}
         rows = slice(index * new.rows, (index + 1) * new.rows)
         new.noise = {key: noise.part(slice(index, index + 1), rows) for key, noise in self.noise.items()}
         new.keys = {key: numbers[index : index + 1] for key, numbers in self.keys.items()}
@@ -113,7 +120,7 @@ class Pass:
         """Some of the draws, by number."""
         new = self.view(self.rows // self.total * len(index), self.layout)
         new.draws = new.total = len(index)
-        new.values = {}
+        new.values, new.joint, new.biases = {}, {}, {}
         rows = self.rows // self.total
         new.noise = {
             k: Noise(n.block[index], n.row.unflatten(0, (self.total, -1))[index].flatten(0, 1) if len(n.row) else n.row)
@@ -131,6 +138,8 @@ class Pass:
             if not same(count, blocks):
                 block = block_of_row(count, blocks, posterior.device)
             return parameter[(block + self.first) % members]
+        if count == blocks == members:
+            return parameter
         # The regular layout as plain expansion: its backward is a sum, not a scatter.
         tail = parameter.shape[1:]
         rows = 1 if count == blocks else count // blocks
@@ -243,48 +252,3 @@ def remember(outputs: Any, done: Pass) -> None:
     for leaf in arrays_of(outputs):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             leaf.grad_fn.register_prehook(restore)
-
-
-_KEYS = count()
-
-
-class Keyed(nn.Module):
-    """A module that passes know by a key of its own; copies get new keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.key = f"p{next(_KEYS)}"
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.key = f"p{next(_KEYS)}"
-
-
-def modules_of(root: nn.Module) -> list[nn.Module]:
-    """root.modules(), several times as fast: each call of a model reads its tree anew."""
-    if torch.compiler.is_compiling():
-        return list(root.modules())
-    seen: dict[nn.Module, None] = {}
-    ahead: list[nn.Module | None] = [root]
-    while ahead:
-        module = ahead.pop()
-        if module is not None and module not in seen:
-            seen[module] = None
-            ahead.extend(reversed(module._modules.values()))
-    return list(seen)
-
-
-def posteriors_of(module: nn.Module) -> list[Any]:
-    """Every posterior under a module, each once, in a fixed order."""
-    return [m for m in modules_of(module) if isinstance(m, Keyed)]
-
-
-def first_key(module: nn.Module) -> str | None:
-    """The key of the first posterior under a module."""
-    if isinstance(module, Keyed):
-        return module.key
-    for child in module._modules.values():
-        found = None if child is None else first_key(child)
-        if found is not None:
-            return found
-    return None

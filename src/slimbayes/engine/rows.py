@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from slimbayes.engine.blocks import block_of_row, block_sizes, same
-from slimbayes.engine.fused import Seeded, fused
+from slimbayes.engine.fused import LARGE, Seeded, dense, fused
 from slimbayes.engine.passes import Pass, Unproven
+from slimbayes.kernels import ready
 
 
 def spread(x: Tensor, rows: int, dim: int) -> tuple[Tensor, int]:
@@ -72,6 +73,35 @@ def apply_rows(
     # Back to the very shape of x: flattening would nest a division in every layer's symbolic shape when it is compiled.
     placed = [_place(f, blocks.dim(), dim, channel_dim) for f in lines]
     return _combined(combine, blocks, placed).reshape(x.shape)
+
+
+def dense_rows(linear: Any, x: Tensor, s: Any, r: Any, bias: Tensor | None, current: Pass) -> Tensor | None:
+    """linear.op(x o s) o r + bias, as `apply_rows` before and after, for rows along the first dimension and one matrix
+    along the last; None where that takes a closer look.
+    """
+    if torch.compiler.is_compiling() or linear.batch_dim != 0:
+        return None
+    count, seen = s.shape[0], x.shape[0]
+    if current.rows % count or seen % count or not seen:
+        return None
+    if ready(x) and (isinstance(s, Seeded) or x.numel() >= LARGE):
+        return dense(x, linear.weight, linear.out_dim, s, r, bias)
+    if isinstance(s, Seeded):
+        return None
+    shape = x.shape if seen != count else None
+    if shape is not None:
+        x = x.view(count, seen // count, *shape[1:])
+    lines = [s, r] if bias is None else [s, r, bias]
+    for _ in range(x.dim() - 2):
+        lines = [line.unsqueeze(1) for line in lines]
+    y = linear.op(x * (lines[0] if s.dtype == x.dtype else lines[0].to(x.dtype)), linear.weight, None)
+    if y.dtype != r.dtype:
+        lines = [line.to(y.dtype) for line in lines]
+    if bias is not None and torch.is_grad_enabled():  # autograd's own addcmul takes a product more in backward
+        y = y * lines[1] + lines[2]
+    else:
+        y = _combined(operator.mul, y, lines[1:])
+    return y if shape is None else y.reshape(*shape[:-1], y.shape[-1])
 
 
 def _looked_up(lines: list[Tensor], index: Tensor) -> list[Tensor]:

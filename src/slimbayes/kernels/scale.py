@@ -12,6 +12,7 @@ Sizes: M rows, C channels, B blocks of rows: row i belongs to block i * B // M.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,79 @@ def scaled(
     return _Scaled.apply(x, loc, scale, bias, seed, *how, dtype or x.dtype)
 
 
+def scale_rows(
+    x: Tensor,
+    loc: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    how: tuple[Any, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The result of `scaled`, by the kernel alone: autograd knows nothing of it."""
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.shape[0]:
+        family, clip, salt, first_row = how
+        grid, rows, sizes, constants = _plan(x, loc)
+        launch(
+            _forward,
+            grid,
+            (x, loc, scale, bias, seed, y, salt, first_row, clip, rows, *sizes, *_steps(loc, scale, bias)),
+            (*constants, family, bias is not None),
+            (x.dtype, loc.dtype, dtype, bias is not None and bias.dtype, *aligned(x)),
+        )
+    return y
+
+
+def gradients_of_rows(
+    g: Tensor,
+    x: Tensor,
+    loc: Tensor,
+    scale: Tensor | None,
+    seed: Tensor | None,
+    how: tuple[Any, ...],
+    bias: tuple[int, torch.dtype] | None,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of x, loc, scale and bias, those that are needed, from that of the result.
+
+    Shape: g (M, C), columns side by side; `bias` has the number of its lines, and its type.
+    """
+    need_x, need_loc, need_scale, need_bias = needs
+    grid, rows, sizes, constants = _plan(x, loc)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
+    count = need_loc + need_scale + need_bias
+    # Sums that are needed lie in a row: of loc, of scale, of bias.
+    parts = torch.empty((count, loc.shape[0], grid[1], x.shape[1]), dtype=torch.float32, device=x.device)
+    if x.shape[0]:
+        family, clip, salt, first_row = how
+        steps = _steps(loc, scale, None)
+        launch(
+            _backward,
+            grid,
+            (g, x, loc, scale, seed, dx, parts, salt, first_row, clip, rows, *sizes, *steps, grid[1]),
+            (*constants, family, need_x, need_loc, need_scale, need_bias),
+            (g.dtype, x.dtype, loc.dtype, *aligned(x, g)),
+        )
+    else:
+        parts.zero_()
+    sums = iter((parts.sum(2) if grid[1] > 1 else parts.squeeze(2)).unbind())
+    dloc, dscale = (next(sums).to(loc.dtype) if need else None for need in (need_loc, need_scale))
+    dbias = None
+    if need_bias and bias is not None:
+        dbias = next(sums).to(bias[1]) if bias[0] > 1 else next(sums).sum(0, keepdim=True).to(bias[1])
+    return [dx, dloc, dscale, dbias]
+
+
+def refuse_second_derivatives() -> None:
+    """To be called in a backward pass, whose kernels autograd cannot see through."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "slimbayes' kernels have no second derivatives, which create_graph=True asks for: call "
+            "slimbayes.kernels.disable() first."
+        )
+
+
 class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -69,49 +143,17 @@ class _Scaled(torch.autograd.Function):
         first_row: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        y = torch.empty(x.shape, dtype=dtype, device=x.device)
-        if x.shape[0]:
-            grid, rows, sizes, constants = _plan(x, loc)
-            steps = _steps(loc, scale, bias)
-            launch(
-                _forward,
-                grid,
-                (x, loc, scale, bias, seed, y, salt, first_row, clip, rows, *sizes, *steps),
-                (*constants, family, bias is not None),
-                (x.dtype, loc.dtype, dtype, bias is not None and bias.dtype, *aligned(x)),
-            )
         ctx.save_for_backward(x, loc, scale, seed)
         ctx.how, ctx.bias = (family, clip, salt, first_row), None if bias is None else (bias.shape[0], bias.dtype)
-        return y
+        return scale_rows(x, loc, scale, bias, seed, ctx.how, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivatives()
         x, loc, scale, seed = ctx.saved_tensors
-        need_x, need_loc, need_scale, need_bias = ctx.needs_input_grad[:4]
-        g, (family, clip, salt, first_row) = gradients[0].contiguous(), ctx.how
-        grid, rows, sizes, constants = _plan(x, loc)
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
-        count = need_loc + need_scale + need_bias
-        # Sums that are needed lie in a row: of loc, of scale, of bias.
-        parts = torch.empty((count, loc.shape[0], grid[1], x.shape[1]), dtype=torch.float32, device=x.device)
-        if x.shape[0]:
-            steps = _steps(loc, scale, None)
-            launch(
-                _backward,
-                grid,
-                (g, x, loc, scale, seed, dx, parts, salt, first_row, clip, rows, *sizes, *steps, grid[1]),
-                (*constants, family, need_x, need_loc, need_scale, need_bias),
-                (g.dtype, x.dtype, loc.dtype, *aligned(x, g)),
-            )
-        else:
-            parts.zero_()
-        sums = iter(parts.sum(2) if grid[1] > 1 else parts.squeeze(2))
-        dloc, dscale = (next(sums).to(loc.dtype) if need else None for need in (need_loc, need_scale))
-        dbias = None
-        if need_bias:
-            lines, dtype = ctx.bias
-            dbias = next(sums).to(dtype) if lines > 1 else next(sums).sum(0, keepdim=True).to(dtype)
-        return dx, dloc, dscale, dbias, None, None, None, None, None, None
+        g = gradients[0].contiguous()
+        found = gradients_of_rows(g, x, loc, scale, seed, ctx.how, ctx.bias, ctx.needs_input_grad[:4])
+        return *found, None, None, None, None, None, None
 
 
 def _steps(*lines: Tensor | None) -> list[int]:

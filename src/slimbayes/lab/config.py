@@ -70,9 +70,9 @@ class Data(Options):
     Attributes:
         name: a set that `slimbayes data list` knows, or "digits", 1,797 small images that come with scikit-learn.
         split: of the standard splits of a UCI set.
-        validation: share of the training rows that is held out, drawn with `seed`; or the name of one of the set's own
-            splits (PhysioNet 2012 has "validation", its set b), which leaves all training rows to train on.
-        held_out: "drawn" takes a share at random, "last" the last rows as they are stored (the k-tied paper).
+        validation: share of the training rows that is held out; or the name of one of the set's own splits
+            (PhysioNet 2012 has "validation", its set b), which leaves all training rows to train on.
+        held_out: "drawn" takes a share at random by `seed`, "last" the last rows as they are stored (the k-tied paper).
         train_limit, test_limit: only so many rows, drawn with `seed`.
         scaling: "standard" takes the training rows' mean from images and tables and divides by their deviation, by
             channel or feature; "unit" leaves images in [0, 1], "signed" stretches them to [-1, 1], and both leave other
@@ -179,6 +179,9 @@ class Experiment(Options):
         """Names the run: the sha256, shortened, of what differs from the defaults: a later option changes no name."""
         tree = self.model_dump(mode="json", exclude={"method"}, exclude_defaults=True)
         tree["method"] = _written(self.method, defaults=False)
+        tree["train"].pop("ensemble_loss", None)
+        if tree["method"]["kind"] == "Ensemble" and self.train.ensemble_loss == "sum":
+            tree["train"]["ensemble_loss"] = "sum"  # the first records are of the mean, and keep their names
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
@@ -190,6 +193,10 @@ class Experiment(Options):
         return built.describe()
 
 
+# The hash leaves out what was a default when runs were first named by it: another default changes no name.
+_FORMER_DEFAULTS: dict[str, dict[str, Any]] = {"BatchEnsemble": {"mean_init": {"kind": "Signs", "positive": 0.5}}}
+
+
 def _written(method: Choice | ByName, defaults: bool = True) -> dict[str, Any]:
     if isinstance(method, ByName):
         layers = {pattern: _written(one, defaults) for pattern, one in method.layers.items()}
@@ -199,4 +206,5 @@ def _written(method: Choice | ByName, defaults: bool = True) -> dict[str, Any]:
     # As the method itself writes it: what its defaults depend on is settled there. JSON knows lists only.
     built = method.build()
     tree, usual = (json.loads(json.dumps(config.to_dict())) for config in (built, type(built)()))
+    usual |= _FORMER_DEFAULTS.get(tree["kind"], {})
     return tree if defaults else {name: value for name, value in tree.items() if name == "kind" or value != usual[name]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from slimbayes.data import Split
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.task import Task
+from slimbayes.posteriors.base import Config
 from slimbayes.train.likelihoods import LikelihoodName
 
 
@@ -33,9 +35,12 @@ def plain_network(experiment: Experiment, facts: Mapping[str, int], data: str) -
 def build_network(experiment: Experiment, task: Task, network: nn.Module | None = None) -> nn.Module:
     """The experiment's network, converted, as the seed starts it; or a given one, converted."""
     seed_everything(experiment.seed, "network")
-    plain = network or plain_network(experiment, task.fills(), task.name)
+    afresh = partial(plain_network, experiment, task.fills(), task.name)
+    plain, method = network or afresh(), experiment.method.build()
     include, exclude = experiment.include, experiment.exclude
-    built = sb.bayesianize(plain, experiment.method.build(), include=include, exclude=exclude)
+    if isinstance(method, Config) and not (network or include or exclude):
+        method = method.of_networks_from(afresh)
+    built = sb.bayesianize(plain, method, include=include, exclude=exclude)
     if experiment.train.norm_statistics == "member":
         sb.bayesianize(built, sb.MemberNorm(members=sb.members(built)), exclude=exclude)
     return built

@@ -114,7 +114,7 @@ def _half_cosine(start: float, stop: float, done: float) -> float:
     return stop + (start - stop) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-# --- weights of the KL ---
+# --- weights of the KL: each ends at `weight`, the temperature of the posterior, which is one for Bayes' rule ---
 
 
 class ConstantKL(Options):
@@ -126,10 +126,7 @@ class ConstantKL(Options):
 
 
 class LinearKL(Options):
-    """Rises to `weight` over a share of training: 0.8 on CIFAR and two thirds on ImageNet in the rank-1 paper, to one.
-
-    A weight below one is a tempered posterior.
-    """
+    """Rises to `weight` over a share of training: 0.8 on CIFAR and two thirds on ImageNet in the rank-1 paper."""
 
     kind: Literal["Linear"]
     share: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -140,14 +137,15 @@ class LinearKL(Options):
 
 
 class StaircaseKL(Options):
-    """Rises by slope * every at each multiple of `every` steps (k-tied Normal, Appendix D.4)."""
+    """Rises by weight * slope * every at each multiple of `every` steps (k-tied Normal, Appendix D.4), to `weight`."""
 
     kind: Literal["Staircase"]
     slope: Positive
     every: Count = 100
+    weight: NotNegative = 1.0
 
     def at(self, step: int, total: int) -> float:
-        return schedules.staircase(self.slope, self.every)(step)
+        return self.weight * schedules.staircase(self.slope, self.every)(step)
 
 
 # --- the rest ---
@@ -200,6 +198,7 @@ class Train(Options):
         batch: rows of a step, over all processes. The rows of an epoch that do not fill a batch are left to another.
         rows: "tile" shows every row to every draw; "split" hands the rows of a batch out among the draws.
         draws: of each member, in a step.
+        kl: the weight of the KL: how it rises, and where it ends, below one for a tempered posterior.
         form: how draws join in the likelihood, as in `slimbayes.categorical`.
         posterior_lr: learning rate of the posterior's parameters relative to the others' (the fast-weight multiplier).
         weight_decay: for the network's own parameters, or for kernels, biases and norms apart. Never for factors.
@@ -207,6 +206,8 @@ class Train(Options):
         clip: largest norm of the gradient.
         accumulate: cut each batch into so many pieces and add their gradients.
         norm_statistics: "member" lets each member keep batch-norm statistics of its own; "shared" is the papers'.
+        ensemble_loss: of a deep ensemble; "sum" trains each member as it would train alone, "mean" with a part of the
+            rate.
         noise: standard deviation of the targets' noise, for real targets (standardised); "learned": the network gives
             one for each row and target (a heteroscedastic likelihood).
         ema: decay of a running average of the weights, which is what is evaluated and saved.
@@ -229,6 +230,7 @@ class Train(Options):
     clip: Positive | None = None
     accumulate: Count = 1
     norm_statistics: Literal["shared", "member"] = "shared"
+    ensemble_loss: Literal["sum", "mean"] = "sum"
     noise: Positive | Literal["learned"] = 1.0
     precision: Literal["32", "bf16"] = "32"
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -29,7 +29,7 @@ from slimbayes.lab.seeds import seed_everything
 from slimbayes.prediction.sample import sample
 from slimbayes.train.elbo import ELBO, check_finite, elbo
 from slimbayes.train.likelihoods import LIKELIHOODS
-from slimbayes.train.optim import l2
+from slimbayes.train.optim import apart, l2
 
 Batch = tuple[Tensor, ...]  # row numbers (B,) of a set that is on the device, or inputs and targets
 
@@ -44,6 +44,7 @@ class TrainingStep:
         history: loss, nll and KL of each step of the epoch, (steps, 3), on the device.
         failed: zero, and one from the first loss on that is not finite; updates stop with it.
         averages: running averages of the parameters by name, if asked for.
+        networks: parameters of each of those that share nothing; their losses are summed, and their mean is noted.
     """
 
     predictor: Predictor
@@ -60,6 +61,10 @@ class TrainingStep:
         self.kl_weight, self.failed = torch.ones((), device=device), torch.zeros((), device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.static: Batch = ()
+        train = self.experiment.train
+        # The likelihood of a mixture has no parts that could be summed.
+        summed = train.ensemble_loss == "sum" and train.form == "average"
+        self.networks = apart(self.network) if summed else [list(self.network.parameters())]
         self.averages: dict[str, Tensor] = {}
         if self.experiment.train.ema:
             self.averages = {n: p.detach().clone() for n, p in self.network.named_parameters() if p.requires_grad}
@@ -90,10 +95,11 @@ class TrainingStep:
         ):
             with self.fabric.no_backward_sync(self.call, enabled=several and index < train.accumulate - 1):
                 found = self._elbo(inputs, targets)
-                self.fabric.backward(found.loss / train.accumulate)
+                self.fabric.backward(found.loss * (len(self.networks) / train.accumulate))
             terms += torch.stack([term.detach() for term in found]) / train.accumulate
         if train.clip:
-            torch.nn.utils.clip_grad_norm_(self.network.parameters(), train.clip)
+            for parameters in self.networks:
+                torch.nn.utils.clip_grad_norm_(parameters, train.clip)
         if several:
             dist.all_reduce(terms)
             terms /= self.fabric.world_size
@@ -128,7 +134,9 @@ class TrainingStep:
             outputs = outputs.flatten(0, 1)[None]  # each row was seen by one draw
         nll = LIKELIHOODS[self.likelihood].nll(outputs.float(), y, train.form, train.noise_scale)
         found = elbo(nll, self.network, len(self.task.train), self.kl_weight)
-        return found._replace(loss=found.loss + l2(self.network, **train.l2.model_dump())) if train.l2 else found
+        if train.l2:
+            found = found._replace(loss=found.loss + l2(self.network, **train.l2.model_dump()) / len(self.networks))
+        return found
 
     @torch.no_grad()
     def _average(self) -> None:

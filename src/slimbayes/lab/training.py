@@ -29,6 +29,7 @@ from slimbayes.lab.seeds import generator, seed_everything
 from slimbayes.lab.step import Batch, TrainingStep
 from slimbayes.lab.task import open_task
 from slimbayes.lab.tracking import Tracker
+from slimbayes.train.elbo import warn_of_dwarfed
 
 MINUTE = 60.0
 _ADVICE = "lower the learning rate or clip gradients."
@@ -172,7 +173,8 @@ class Training:
                 weights = {n: t.detach().clone() for n, t in self.network.state_dict().items()}
                 self.best = {"nll": row["validation_nll"], "epoch": epoch + 1, "weights": weights}
         self.curve.append(row)
-        self.watcher.move(self.step, f"loss {row['loss']:.4f}")
+        warn_of_dwarfed(self.network, row["nll"], row["kl_weight"] * row["kl"])  # steps on a GPU read nothing back
+        self.watcher.move(self.step, f"nll {row['nll']:.4f}, kl {row['kl']:.4f} x {row['kl_weight']:.3g} per datum")
         if self.fabric.global_rank == 0:
             if time.monotonic() - self.written_at > 0.5:  # rewritten whole: not for each of thousands of short epochs
                 write_csv(self.folder / "metrics.csv", self.curve)

@@ -97,6 +97,8 @@ class BayesLayer(Converted):
 
     bayes_kind: ClassVar[Kind] = "matrix"
     bayes_channel_dim: ClassVar[int] = -1
+    # Of the weight, where `bayes_op` is one matrix along the last dimension, whatever comes before.
+    bayes_out_dim: ClassVar[int | None] = None
     inner_dropout: ClassVar[str] = ""  # where a rate at its attribute `dropout` acts, inside its own forward
     read_names: ClassVar[tuple[str, ...]] = ("weight", "bias")  # what others may read past the layer's forward
 
@@ -132,7 +134,8 @@ class BayesLayer(Converted):
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         """The map of one site, with its present weight and bias, for inputs with rows along `batch_dim`."""
         (weight, bias), mask = self.own_affine(), mask_of(self)
-        return LinearMap(weight, bias, self.bayes_op, self.bayes_outer, batch_dim, self.bayes_channel_dim, mask=mask)
+        op, outer, channels = self.bayes_op, self.bayes_outer, self.bayes_channel_dim
+        return LinearMap(weight, bias, op, outer, batch_dim, channels, mask=mask, out_dim=self.bayes_out_dim)
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.project_draw("weight", *args, **kwargs)

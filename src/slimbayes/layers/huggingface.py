@@ -17,6 +17,7 @@ class BayesConv1D(BayesLayer, Conv1D):
     """
 
     plain = Conv1D
+    bayes_out_dim = 1
 
     def sites(self) -> list[Site]:
         n_in, n_out = own_value(self, "weight").shape

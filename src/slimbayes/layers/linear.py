@@ -16,6 +16,7 @@ class BayesLinear(BayesLayer, nn.Linear):
     """
 
     plain = nn.Linear
+    bayes_out_dim = 0
 
     def sites(self) -> list[Site]:
         shape = (self.out_features, self.in_features)

@@ -12,12 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from slimbayes.engine.blocks import same
 from slimbayes.engine.fused import lowered
 from slimbayes.engine.passes import Pass
-from slimbayes.engine.rows import apply_rows, sizes_of_blocks, spread
+from slimbayes.engine.rows import apply_rows, dense_rows, sizes_of_blocks, spread
 
-# What a layer is: it multiplies by a matrix, looks up rows of one, scales normalised channels, or drops units.
-Kind = Literal["matrix", "table", "norm", "dropout"]
+# What a layer is: it multiplies by a matrix, or by one stored as integers, looks up rows of one, scales normalised
+# channels, or drops units.
+Kind = Literal["matrix", "quantised", "table", "norm", "dropout"]
 Unit = Literal["element", "channel"]  # what dropout drops
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Outer = Callable[[Tensor, Tensor], Tensor]
@@ -65,6 +67,15 @@ class Site:
         n = self.shape[self.out_dim]
         return math.prod(self.shape) // n, n
 
+    @property
+    def fan_in(self) -> int:
+        """How many inputs feed one output, for priors that scale with it: a lookup has one, the row that is looked up.
+
+        >>> Site("weight", 5000, 16, False, "weight", (5000, 16), out_dim=1, kind="table").fan_in
+        1
+        """
+        return 1 if self.kind == "table" else self.matrix[0]
+
     def to_matrix(self, weight: Tensor) -> Tensor:
         """A stored weight as a matrix (m, n)."""
         return weight.movedim(self.out_dim, -1).reshape(self.matrix)
@@ -91,6 +102,7 @@ class LinearMap:
     batch_dim: int
     channel_dim: int
     foldable: bool = True  # one draw for all rows may be multiplied into the weight (a lookup touches few rows of it)
+    out_dim: int | None = None  # of the weight, where op is one matrix along the last dimension, whatever comes before
     mask: Tensor | None = None  # broadcasts against weight: zero where it must stay as it is (padding, pruned)
 
     def modulated(
@@ -108,6 +120,10 @@ class LinearMap:
 
         With `weights` (blocks, ...) each block of rows has a weight of its own.
         """
+        if self.out_dim is not None and combine is operator.mul and weights is None and r is not None:
+            y = dense_rows(self, x, s, r, bias, current)
+            if y is not None:
+                return y
         x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, dtype=lowered(x))
         y = self.apply(x, weights, current)
         return y if r is None else apply_rows(combine, y, r, current, self.batch_dim, self.channel_dim, bias)
@@ -142,7 +158,7 @@ class LinearMap:
             return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))
         x, batch_dim = spread(x, current.rows, self.batch_dim)
         sizes = sizes_of_blocks(x.shape[batch_dim], weights.shape[0], current)
-        if len(set(sizes)) > 1:
+        if not all(same(size, sizes[0]) for size in sizes):
             parts = enumerate(x.split(sizes, batch_dim))
             done = [self.op(part, weights[k], None if biases is None else biases[k]) for k, part in parts]
             return torch.cat(done, batch_dim)
@@ -162,7 +178,8 @@ class LinearMap:
     def chosen(self, x: Tensor, weights: Tensor, biases: Tensor | None, index: Tensor, current: Pass) -> Tensor:
         """`blocks` with weights[index[j]] for block j: rows that share one of few weights (K, ...) meet it together."""
         x, batch_dim = spread(x, current.rows, self.batch_dim)
-        even = len(set(sizes_of_blocks(x.shape[batch_dim], index.shape[0], current))) == 1
+        sizes = sizes_of_blocks(x.shape[batch_dim], index.shape[0], current)
+        even = all(same(size, sizes[0]) for size in sizes)
         if torch.compiler.is_compiling() or not self.foldable or not even:
             biases = None if biases is None else biases.index_select(0, index)
             return self.blocks(x, weights.index_select(0, index), biases, current)

@@ -20,7 +20,7 @@ from slimbayes.prediction.averages import along_draws
 def crps_samples(samples: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
     """CRPS of samples x_i; sorted, E|X - X'| / 2 = sum_i w_i x_i (2 W_i - w_i - 1) with W_i = w_1 + ... + w_i.
 
-    Shape: samples (M, N, ...), target (N, ...), weights (M,) that sum to one; returns (N, ...) in float64.
+    Shape: samples (M, N, ...), target (N, ...), weights (M,) or (M, N) that sum to one; returns (N, ...) in float64.
 
     Example:
         >>> crps_samples(torch.tensor([[0.0], [2.0]]), torch.tensor([1.0]))  # 1 - 2 * 1/4
@@ -38,8 +38,8 @@ def crps_mixture(means: Tensor, scales: Tensor, target: Tensor, weights: Tensor 
 
         sum_i w_i A(y - mu_i, s_i) - 1/2 sum_ij w_i w_j A(mu_i - mu_j, sqrt(s_i^2 + s_j^2))       A(m, s) = E|N(m, s^2)|
 
-    Shape: means (M, N, ...), scales broadcast against means, target (N, ...), weights (M,) that sum to one; returns
-    (N, ...) in float64.
+    Shape: means (M, N, ...), scales broadcast against means, target (N, ...), weights (M,) or (M, N) that sum to one;
+    returns (N, ...) in float64.
 
     Example:
         >>> crps_mixture(torch.zeros(2, 1), torch.ones(2, 1), torch.zeros(1))  # N(0, 1): (sqrt(2) - 1) / sqrt(pi)
@@ -75,7 +75,7 @@ def _mean_distance(m: Tensor, variance: Tensor) -> Tensor:
 
 
 def _shares(weights: Tensor | None, values: Tensor) -> Tensor:
-    """Weights (M, 1, ...) to meet values (M, N, ...); equal ones if None."""
+    """Weights (M, 1 or N, ...) to meet values (M, N, ...); equal ones if None."""
     return along_draws(
         values.new_full((len(values),), 1 / len(values)) if weights is None else weights.to(values), values
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from slimbayes.metrics.crps import crps_mixture, crps_samples
 from slimbayes.metrics.probabilities import need_tensor
 from slimbayes.metrics.streaming import Mean
-from slimbayes.prediction.averages import log_mean
+from slimbayes.prediction.averages import along_draws, log_mean
 from slimbayes.prediction.prediction import Prediction
 
 Scale = float | Tensor | None
@@ -87,7 +87,7 @@ class IntervalCoverage(Mean):
     """Share of targets in the central interval of the predictive distribution, which should be `level`.
 
     With noise, y is inside if (1 - level) / 2 <= F(y) <= (1 + level) / 2 with F the mixture's distribution function:
-    exact, where `Prediction.interval` draws noise. Without noise the interval is that of the samples' quantiles.
+    as `Prediction.interval`. Without noise the interval is that of the samples' quantiles.
 
     Args:
         level: the interval's probability.
@@ -118,7 +118,7 @@ class IntervalCoverage(Mean):
             values, noise, shares = mixture(prediction, target, scale)
             if bool((noise > 0).any()):
                 below = torch.special.ndtr((target - values) / noise.clamp_min(torch.finfo(noise.dtype).tiny))
-                self.add((torch.tensordot(shares, below, 1) - 0.5).abs() <= self.level / 2)
+                self.add(((along_draws(shares, below) * below).sum(0) - 0.5).abs() <= self.level / 2)
                 return
             if isinstance(prediction, Prediction):
                 low, high = prediction.interval(self.level)
@@ -128,7 +128,7 @@ class IntervalCoverage(Mean):
 
 
 def mixture(prediction: Prediction | Tensor, target: Tensor, scale: Scale) -> tuple[Tensor, Tensor, Tensor]:
-    """The predictive mixture of normals, checked: means and scales (M, N, ...) and shares (M,), in float64."""
+    """The predictive mixture of normals, checked: means and scales (M, N, ...) and shares (M,) or (M, N), float64."""
     if isinstance(prediction, Prediction):
         _need_real(prediction)
         if scale is not None:
@@ -150,7 +150,7 @@ def mixture(prediction: Prediction | Tensor, target: Tensor, scale: Scale) -> tu
         raise ValueError(f"scale must broadcast against {got}.")
     weights = torch.ones(1) if weights is None else weights
     each = len(values) // len(weights)  # draw j belongs to member j mod K
-    shares = weights.to(values.device, torch.float64).repeat(each) / each
+    shares = weights.to(values.device, torch.float64).repeat(each, *[1] * (weights.dim() - 1)) / each
     return values.double(), noise.expand_as(values), shares
 
 

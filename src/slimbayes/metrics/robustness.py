@@ -19,7 +19,7 @@ from slimbayes.metrics.streaming import Streaming
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.targets import check_labels
 
-Score = Literal["entropy", "confidence", "mutual_information"]
+Score = Literal["entropy", "confidence", "mutual_information", "distance"]
 
 
 def ood_score(probs: Classes, score: Score = "entropy") -> Tensor:
@@ -27,7 +27,8 @@ def ood_score(probs: Classes, score: Score = "entropy") -> Tensor:
 
     Args:
         score: "entropy" of the averaged probabilities in nats; "confidence": 1 - max_c p_c; "mutual_information"
-            between the class and the weights, the epistemic part of the entropy, which needs several draws.
+            between the class and the weights, the epistemic part of the entropy, which needs several draws;
+            "distance" from the training rows, of any Prediction made with `predict(..., far=)`.
 
     Shape: probs (N, ..., C), or (N,) of class one, or a Prediction; returns (N, ...).
 
@@ -35,6 +36,10 @@ def ood_score(probs: Classes, score: Score = "entropy") -> Tensor:
         >>> ood_score(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), "confidence")
         tensor([0.5000, 0.0000])
     """
+    if score == "distance":
+        if not isinstance(probs, Prediction) or probs.distance is None:
+            raise TypeError("The distance is that of a Prediction made with predict(..., far=), see slimbayes.far.")
+        return probs.distance
     if score == "entropy":
         return (
             probs.entropy if isinstance(probs, Prediction) else torch.special.entr(class_probabilities(probs)).sum(-1)
@@ -42,7 +47,7 @@ def ood_score(probs: Classes, score: Score = "entropy") -> Tensor:
     if score == "confidence":
         return 1 - class_probabilities(probs).amax(-1)
     if score != "mutual_information":
-        raise ValueError(f"score must be 'entropy', 'confidence' or 'mutual_information', got {score!r}.")
+        raise ValueError(f"score must be 'entropy', 'confidence', 'mutual_information' or 'distance', got {score!r}.")
     if not isinstance(probs, Prediction):
         raise TypeError("The mutual information is between draws: it needs a Prediction, got averaged probabilities.")
     if probs.count < 2:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.engine import passes
+from slimbayes.engine.groups import noise_type
 from slimbayes.engine.passes import Keyed, Noise, Pass
 from slimbayes.layers.site import LinearMap
 from slimbayes.posteriors.configs.base import Config as Config
@@ -54,6 +55,7 @@ class Posterior(Keyed, ABC):
     regularises_bias: bool = False  # and on its bias
     late: bool = False  # it draws while its layer runs, when the shape of the input is known
     blockwise: bool = False  # one draw serves a whole block of rows, never a single one
+    selectable: bool = False  # whether `select` can keep some of several members
     size_is_bound: bool = False  # whether `log_size` is only known not to be too large
     note: str = ""  # what a summary should say about it
     noticed: bool = False  # whether a first pass has told which layers never ran
@@ -74,9 +76,22 @@ class Posterior(Keyed, ABC):
     def realise(self, noise: Noise, pick: Pick) -> Any:
         """Turn noise into draws; `pick(parameter, n)` lays a parameter (K, ...) out by member of each block or row."""
 
+    def centre(self, block: Tensor) -> Tensor:
+        """The noise behind the posterior's mean, or median, in the shape of some noise (n, width)."""
+        return torch.zeros_like(block)
+
     @abstractmethod
     def kl(self, linear: MapOf) -> Tensor:
         """KL to the prior, summed over elements and members: a scalar. `linear()` has the layer's weight and bias."""
+
+    @property
+    def prior_of_factors(self) -> Any:
+        """The prior of rank-1 factors, where there are any and they have one."""
+        return None
+
+    def select(self, members: Sequence[int]) -> None:
+        """Keep these members, of which there are several, in this order."""
+        raise NotImplementedError
 
     def role(self, name: str) -> Role:
         """What a parameter of this posterior is, by its name here: how it trains and decays follows from it."""
@@ -111,8 +126,7 @@ class Posterior(Keyed, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the noise: that of the parameters, float32 at least."""
-        own = self.anchor.dtype
-        return torch.float32 if own in (torch.float16, torch.bfloat16) else own
+        return noise_type(self.anchor)
 
     @property
     def sharded(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,13 +28,19 @@ from slimbayes.posteriors.configs.ensemble import Execution
 
 def copies(config: Ensemble, module: nn.Module) -> EnsemblePosterior:
     """The posterior of one module: its K - 1 further members."""
+    guessed: list[str] = []
     if config.factory is None:
         others = [copy.deepcopy(module) for _ in range(config.members - 1)]
         for other in others:
-            _start(other, config)
+            guessed = _start(other, config)
     else:
         others = [_built(module, config.factory) for _ in range(config.members - 1)]
-    return EnsemblePosterior(module, others, config.execution)
+    posterior = EnsemblePosterior(module, others, config.execution)
+    if guessed:
+        names = ", ".join([*guessed[:3], "..."] if guessed[3:] else guessed)
+        why = "do not start as torch starts them, and how is not known: other members start with their spread"
+        posterior.note = f"{len(guessed)} parameters ({names}) {why}"
+    return posterior
 
 
 def _built(module: nn.Module, factory: Callable[[], nn.Module]) -> nn.Module:
@@ -48,51 +55,70 @@ def _built(module: nn.Module, factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 @torch.no_grad()
-def _start(member: nn.Module, config: Ensemble) -> None:
+def _start(member: nn.Module, config: Ensemble) -> list[str]:
+    """Start a copy as the config says; returns names of parameters whose own start had to be guessed."""
     if config.init == "fresh":
-        _reset(member)
-        return
+        return _reset(member)
     for parameter in member.parameters():
         parameter.add_(config.jitter * parameter.square().mean().sqrt() * torch.randn_like(parameter))
     for module in member.modules():
         padding: Any = getattr(module, "padding_idx", None) if kind_of(module) == "table" else None
         if padding is not None:
             module.get_parameter("weight")[padding] = 0  # no parameter: it stays
+    return []
 
 
-def _reset(member: Any) -> None:
-    """Start a network anew as it would itself."""
+def _reset(member: Any) -> list[str]:
+    """Start a network anew as it would itself; returns names of parameters of which that is a guess."""
     if any(cls.__name__ == "PreTrainedModel" for cls in type(member).__mro__):
         for module in member.modules():  # transformers' know how to start each of their modules
             member._init_weights(module)
-        return
-    before = {name: p.detach().clone() for name, p in member.named_parameters()}
-    own = getattr(member, "init_weights", None)  # timm's name for it
-    if callable(own) and not inspect.signature(own).parameters.keys() - {"mode", "needs_reset"}:
-        own()
-        for name, parameter in member.named_parameters():
-            if not parameter.is_meta and torch.equal(parameter, before[name]):
-                _alike(parameter, before[name])
-        return
-    for reset in resets(member):
+        return []
+    free = {n: p for n, p in member.named_parameters() if p.requires_grad and not p.is_meta}
+    before = {name: p.detach().clone() for name, p in free.items()}
+    for parameter in free.values():
+        parameter.add_(1)  # what nothing resets is known by it
+    own: Any = getattr(member, "init_weights", None)  # timm's name for it
+    knows = callable(own) and not inspect.signature(own).parameters.keys() - {"mode", "needs_reset"}
+    for reset in [own] if knows else resets(member):
         reset()
-    for name, parameter in member.named_parameters():
-        _alike(parameter, before[name])
+    left = [name for name, p in free.items() if torch.equal(p, before[name] + 1)]
+    for name in left:
+        _shuffle(free[name], before[name])
+    # A network that has an initialiser of its own starts by it, wherever that leads.
+    guessed = [] if knows else [n for n, p in free.items() if n not in left and _respread(p, before[n])]
+    return [name for name in free if name in guessed or (name in left and not _constant(before[name]))]
 
 
-def _alike(parameter: Tensor, own: Tensor) -> None:
-    """Give a fresh parameter the spread that the network's own start had, which may differ from torch's.
+def _constant(own: Tensor) -> bool:
+    return bool((own == own.flatten()[:1]).all())
 
-    What nothing resets (class tokens, tables of positions, layer scales) gets the network's own numbers in another
+
+def _shuffle(parameter: Tensor, own: Tensor) -> None:
+    """What nothing resets (class tokens, tables of positions, layer scales) gets the network's own numbers in another
     order: the same distribution if they were drawn alike, the same constant if they were constant.
     """
-    if not parameter.requires_grad or parameter.numel() < 2 or parameter.is_meta:
-        return
-    if torch.equal(parameter, own):
-        order = torch.randperm(own.numel(), device=own.device)
-        parameter.copy_(own.flatten()[order].view_as(own))
-    elif parameter.dim() > 1 and float(parameter.std()) > 0:
-        parameter.mul_(own.std() / parameter.std())
+    order = torch.randperm(own.numel(), device=own.device)
+    parameter.copy_(own.flatten()[order].view_as(own))
+
+
+def _respread(parameter: Tensor, own: Tensor) -> bool:
+    """Give a parameter that its layer started anew the spread of the network's own start; whether it had another.
+
+    What was constant is that constant again.
+    """
+    if own.numel() < 2 or torch.equal(parameter, own):
+        return False
+    if _constant(own):
+        parameter.copy_(own)
+        return False
+    if parameter.dim() < 2 or not float(parameter.std()) > 0:
+        return False
+    ratio = float(own.std() / parameter.std())
+    if abs(math.log(ratio)) < 6 / math.sqrt(2 * own.numel()):  # as far apart as two draws of one start
+        return False
+    parameter.mul_(ratio)
+    return True
 
 
 class EnsemblePosterior(Posterior):
@@ -110,9 +136,27 @@ class EnsemblePosterior(Posterior):
         wanted = execution == "batched" or (execution == "auto" and batches_well(module, self.members))
         self.batched = len(others) > 0 and wanted
 
+    selectable = True
+
+    @torch.no_grad()
+    def select(self, members: Sequence[int]) -> None:
+        own = {n: t for n, t in self.layer.state_dict().items() if not n.startswith("posterior.")}
+        every = [own, *(other.state_dict() for other in self.others)]
+        states = [{n: t.clone() for n, t in every[k].items()} for k in members]
+        self.layer.load_state_dict(states[0], strict=False)
+        self.others = self.others[: len(members) - 1]
+        for other, state in zip(self.others, states[1:], strict=True):
+            other.load_state_dict(state)
+        kept = self.weights[list(members)]
+        self.weights, self.members = kept / kept.sum(), len(members)
+
     @property
     def anchor(self) -> Tensor:
         return next(self.others.parameters(), self.weights)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.note = ""  # how members started no longer matters
+        super()._load_from_state_dict(*args)
 
     @property
     def log_size(self) -> float:

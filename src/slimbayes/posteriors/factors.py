@@ -76,7 +76,7 @@ def joint(factors: Sequence[Factor], pick: Callable[[Tensor], Tensor] = lambda p
     """q of several factors of one family side by side, (K, sum of p * channels), laid out by `pick`; in float32."""
 
     def flat(name: str) -> Tensor:
-        parts = [getattr(f, name) for f in factors]
+        parts: list[Any] = [f._parameters[name] for f in factors]
         parts = parts if parts[0].shape[1] == 1 else [part.flatten(1).unsqueeze(1) for part in parts]
         return wide(parts[0] if len(parts) == 1 else torch.cat(parts, 2)).squeeze(1)
 
@@ -92,61 +92,107 @@ def grouped(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     return list(groups.values())
 
 
-def draw_alike(alike: Sequence[Any], current: Pass) -> list[Drawn]:
-    """Draws of posteriors with equal members, clip and kind of draw, in few large operations for all of them."""
-    lead = alike[0]
-    values = _seeded_values if lead.noise.seed is not None else _values
-    drawn: dict[Factor, Any] = {}
-    for same_family in grouped([f for p in alike for f in (p.r, p.s)], lambda factor: factor.family):
-        drawn |= zip(same_family, values(same_family, alike, current), strict=True)
-    count = current.blocks(lead) if lead.noise.seed is not None else lead.drawn
-    biases = _biases([p.bias for p in alike if p.bias is not None], current, lead, count)
-    return [Drawn(drawn[p.r], drawn[p.s], None if p.bias is None else next(biases)) for p in alike]
+class Alike:
+    """Posteriors with equal members, clip and kind of draw, whose draws take few large operations for all of them."""
 
+    def __init__(self, posteriors: Sequence[Any]) -> None:
+        self.lead = posteriors[0]
+        self.keys = tuple([p.key for p in posteriors])
+        self.factors: list[tuple[Factor, Factor]] = [(p.r, p.s) for p in posteriors]
+        self.families: list[list[Factor]] = grouped([f for pair in self.factors for f in pair], lambda f: f.family)
+        self.random = [family for family in self.families if family[0].family is not Point]
+        self.offsets = [None if p.bias is None else p._parameters for p in posteriors]
+        dense = all(p.layer is not None and p.layer.bayes_out_dim is not None for p in posteriors)
+        self.layers = [p.layer._parameters for p in posteriors] if dense and None not in self.offsets else []
 
-def _values(factors: Sequence[Factor], alike: Sequence[Any], current: Pass) -> list[Tensor]:
-    """Factors of one family, (n, channels) or (n, p, channels)."""
-    lead, noise = alike[0], {}
-    for p in alike:
-        own = current.noise[p.key]
-        noise[p.r], noise[p.s] = (own.row if own.row.shape[1] else own.block).split([p.r.width, p.s.width], dim=1)
-    values = _joint_values(factors, [noise[f] for f in factors], current, lead)
-    values = values if lead.clip is None else values.clamp(-lead.clip, lead.clip)
-    parts = values.split([f.channels * f.rank for f in factors], dim=1)
-    return [
-        part if f.rank == 1 else part.unflatten(1, (f.rank, f.channels)) for f, part in zip(factors, parts, strict=True)
-    ]
+    def draw(self, current: Pass) -> None:
+        """Make this pass's draws."""
+        lead = self.lead
+        noise, blocks = current.noise[lead.key], current.blocks(lead)
+        drawn: dict[Factor, Any] = {}
+        for family in self.families:
+            values = self._values(family, current) if noise.seed is None else self._seeded(family, current)
+            drawn |= zip(family, values, strict=True)
+        biases = self._biases(current, blocks if noise.seed is not None else lead.drawn)
+        for key, (r, s), offset in zip(self.keys, self.factors, self.offsets, strict=True):
+            current.values[key] = Drawn(drawn[r], drawn[s], None if offset is None else next(biases))
 
+    def _values(self, factors: list[Factor], current: Pass) -> list[Tensor]:
+        """Factors of one family, (n, channels) or (n, p, channels)."""
+        values = self._joint_values(factors, current)
+        clip = self.lead.clip
+        values = values if clip is None else values.clamp(-clip, clip)
+        parts = values.split([f.channels * f.rank for f in factors], dim=1)
+        if factors[0].rank == 1:
+            return list(parts)
+        return [part.unflatten(1, (f.rank, f.channels)) for f, part in zip(factors, parts, strict=True)]
 
-def _seeded_values(factors: Sequence[Factor], alike: Sequence[Any], current: Pass) -> list[Seeded]:
-    """Factors of one family whose noise is made where they are used."""
-    lead, rows = alike[0], current.rows
-    owner = {}
-    for p in alike:
-        own = current.noise[p.key]
-        owner[p.r], owner[p.s] = (own, own.salt), (own, own.salt + 1)
-    q = joint(factors, lambda parameter: current.pick(lead, parameter, current.blocks(lead)))
-    sizes = [f.channels for f in factors]
-    locs = q.loc.split(sizes, dim=1)
-    scales = [None] * len(factors) if factors[0].family is Point else q.scale.split(sizes, dim=1)
-    return [
-        Seeded(loc, scale, *owner[f], f.family.__name__, lead.clip, rows)
-        for f, loc, scale in zip(factors, locs, scales, strict=True)
-    ]
+    def _joint_values(self, factors: list[Factor], current: Pass) -> Tensor:
+        """Values (n, sum of p * channels) of factors of one family, not clipped."""
+        lead = self.lead
+        blocks, count = current.blocks(lead), lead.drawn
+        nested = _nested(count, blocks)
+        q = joint(factors, lambda parameter: current.pick(lead, parameter, blocks if nested else count))
+        if factors[0].family is Point:
+            return q.loc.repeat_interleave(count // blocks, 0) if nested else q.loc
+        lines = self._noise(factors, current)
+        if not nested:
+            return q.rsample(lines)
+        q = type(q)(q.loc.unsqueeze(1), q.scale.unsqueeze(1))
+        return q.rsample(lines.unflatten(0, (blocks, count // blocks))).flatten(0, 1)
 
+    def _noise(self, factors: list[Factor], current: Pass) -> Tensor:
+        """Standard normals of factors side by side, (n, sum of p * channels)."""
+        whole = current.joint.get(self.keys)
+        if whole is not None and len(self.random) == 1:
+            return whole.row if whole.row.shape[1] else whole.block
+        noise: dict[Factor, Tensor] = {}
+        for key, (r, s) in zip(self.keys, self.factors, strict=True):
+            own = current.noise[key]
+            noise[r], noise[s] = (own.row if own.row.shape[1] else own.block).split([r.width, s.width], dim=1)
+        return noise[factors[0]] if len(factors) == 1 else torch.cat([noise[f] for f in factors], 1)
 
-def _joint_values(factors: Sequence[Factor], noise: list[Tensor], current: Pass, lead: Any) -> Tensor:
-    """Values (n, sum of p * channels) of factors of one family, not clipped."""
-    blocks, count = current.blocks(lead), lead.drawn
-    nested = _nested(count, blocks)
-    q = joint(factors, lambda parameter: current.pick(lead, parameter, blocks if nested else count))
-    if factors[0].family is Point:
-        return q.loc.repeat_interleave(count // blocks, 0) if nested else q.loc
-    lines = noise[0] if len(noise) == 1 else torch.cat(noise, 1)
-    if not nested:
-        return q.rsample(lines)
-    q = type(q)(q.loc.unsqueeze(1), q.scale.unsqueeze(1))
-    return q.rsample(lines.unflatten(0, (blocks, count // blocks))).flatten(0, 1)
+    def _seeded(self, factors: list[Factor], current: Pass) -> list[Seeded]:
+        """Factors of one family whose noise is made where they are used."""
+        lead, rows = self.lead, current.rows
+        owner = {}
+        for key, (r, s) in zip(self.keys, self.factors, strict=True):
+            own = current.noise[key]
+            owner[r], owner[s] = (own, own.salt), (own, own.salt + 1)
+        q = joint(factors, lambda parameter: current.pick(lead, parameter, current.blocks(lead)))
+        sizes = [f.channels for f in factors]
+        locs = q.loc.split(sizes, dim=1)
+        scales = [None] * len(factors) if factors[0].family is Point else q.scale.split(sizes, dim=1)
+        return [
+            Seeded(loc, scale, *owner[f], f.family.__name__, lead.clip, rows)
+            for f, loc, scale in zip(factors, locs, scales, strict=True)
+        ]
+
+    def _own_biases(self) -> list[Tensor]:
+        """The biases of dense layers, where they are at hand and of the offsets' type; else none."""
+        found = [layer.get("bias") for layer in self.layers]
+        for bias, offset in zip(found, self.offsets, strict=False):
+            like: Any = None if offset is None else offset["bias"]
+            if type(bias) is not nn.Parameter or bias.dtype != like.dtype or bias.device != like.device:
+                return []
+            if bias.shape != like.shape[1:]:  # somebody gathers it when the layer runs
+                return []
+        return found
+
+    def _biases(self, current: Pass, count: int) -> Iterator[Tensor]:
+        """Bias offsets (n, out) of each posterior that has any, laid out by member; that of the first is zero."""
+        offsets: list[Any] = [own["bias"] for own in self.offsets if own is not None]
+        if not offsets:
+            return iter(())
+        others, blocks = offsets[0] if len(offsets) == 1 else torch.cat(offsets, 1), current.blocks(self.lead)
+        nested = _nested(count, blocks)
+        lines = current.pick(self.lead, F.pad(others, (0, 0, 1, 0)), blocks if nested else count)
+        lines = lines.repeat_interleave(count // blocks, 0) if nested else lines
+        sizes = [offset.shape[1] for offset in offsets]
+        if own := self._own_biases():
+            whole = (lines + torch.cat(own)).split(sizes, dim=1)
+            current.biases.update(zip(self.keys, zip(own, whole, strict=True), strict=True))
+        return iter(lines.split(sizes, dim=1))
 
 
 def _nested(count: int, blocks: int) -> bool:
@@ -154,14 +200,3 @@ def _nested(count: int, blocks: int) -> bool:
     gradient is a sum; that of a lookup is a scatter.
     """
     return not same(count, blocks) and same(count % blocks, 0)
-
-
-def _biases(offsets: list[Tensor], current: Pass, lead: Any, count: int) -> Iterator[Tensor]:
-    """Bias offsets (n, out) of each posterior, laid out by member; that of the first member is zero."""
-    if not offsets:
-        return iter(())
-    others, blocks = offsets[0] if len(offsets) == 1 else torch.cat(offsets, 1), current.blocks(lead)
-    nested = _nested(count, blocks)
-    lines = current.pick(lead, F.pad(others, (0, 0, 1, 0)), blocks if nested else count)
-    lines = lines.repeat_interleave(count // blocks, 0) if nested else lines
-    return iter(lines.split([o.shape[1] for o in offsets], dim=1))

@@ -193,7 +193,7 @@ class GaussianPosterior(WeightPosterior):
 
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
-        fan_in, weight = self.site.matrix[0], wide(mapped.weight)
+        fan_in, weight = self.site.fan_in, wide(mapped.weight)
         if mapped.mask is None:
             total = self.kl_of_weights(weight)
         else:  # what stays as it is has no distribution
@@ -206,15 +206,15 @@ class GaussianPosterior(WeightPosterior):
         if self.bias_log_scale is None or linear.bias is None:
             return []
         scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
-        return [gaussian_kl(wide(linear.bias), scale, prior, self.site.matrix[0])]
+        return [gaussian_kl(wide(linear.bias), scale, prior, self.site.fan_in)]
 
     def kl_of_weights(self, mean: Tensor) -> Tensor:
         """KL of all weights, none of which must stay as it is, to the prior: a scalar."""
-        return gaussian_kl(mean, self.log_scale(), self.prior, self.site.matrix[0])
+        return gaussian_kl(mean, self.log_scale(), self.prior, self.site.fan_in)
 
     def log_ratio(self, linear: LinearMap) -> Tensor:
         drawn: Perturbation = self.values()
-        fan_in = self.site.matrix[0]
+        fan_in = self.site.fan_in
         deviation, weight, log_scale = drawn.weight, linear.weight, self.log_scale()
         if linear.mask is not None:  # what stays as it is has no distribution
             free = linear.mask.expand_as(weight) != 0
@@ -231,7 +231,7 @@ class GaussianPosterior(WeightPosterior):
         if linear.mask is not None:
             free = linear.mask.expand_as(mean) != 0
             mean, log_scale = mean[free], log_scale[free]
-        prior = self.prior.of_weights(mean, log_scale, self.site.matrix[0])
+        prior = self.prior.of_weights(mean, log_scale, self.site.fan_in)
         return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:

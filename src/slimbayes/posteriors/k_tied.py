@@ -73,7 +73,7 @@ class KTiedPosterior(GaussianPosterior):
     def kl_of_weights(self, mean: Tensor) -> Tensor:
         if not self._by_sums():
             return super().kl_of_weights(mean)
-        return kl_of_sums(mean, self.sums_together([self])[0], self.prior, self.site.matrix[0])
+        return kl_of_sums(mean, self.sums_together([self])[0], self.prior, self.site.fan_in)
 
     def _by_sums(self) -> bool:
         return self.log_cap is None and by_sums(self.prior) and not self.sharded
@@ -90,7 +90,7 @@ class KTiedPosterior(GaussianPosterior):
             every = cls.sums_together([posteriors[i] for i in same])
             for i, sums in zip(same, every, strict=True):
                 p, linear = posteriors[i], maps[i]
-                terms.append(kl_of_sums(wide(linear.weight), sums, p.prior, p.site.matrix[0]))
+                terms.append(kl_of_sums(wide(linear.weight), sums, p.prior, p.site.fan_in))
                 terms += p.kl_of_bias(linear)
         return terms
 

@@ -77,7 +77,7 @@ class DropoutPosterior(Posterior):
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         own = linear if isinstance(linear, DropMap) else None  # a dropout layer of the model, as it is set now
         rate = self.rate if own is None or self.fixed else own.rate
-        if rate == 0:
+        if rate == 0 or self.current.centred:
             return linear.op(x, linear.weight, linear.bias)
         if not x.is_floating_point():
             means = "dropping single word indices means nothing; use unit='channel', which drops whole words"

@@ -75,6 +75,14 @@ class MixturePosterior(WeightPosterior):
             self.probs = exact.to(self.probs.device)  # a model cast to bfloat16 must not have its dropout rates rounded
         return self
 
+    def centre(self, block: Tensor) -> Tensor:
+        if self.config.assignment != "model" and self.components > 1:
+            raise ValueError(
+                f"{self.name}: a pick among {self.components} components has no mean that is one network; average "
+                f"draws with predict(model, x, draws=...)."
+            )
+        return super().centre(block)
+
     @property
     def anchor(self) -> Tensor:
         weight = self._parameters.get("weight")  # asked several times in every pass

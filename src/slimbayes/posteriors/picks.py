@@ -60,6 +60,8 @@ def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
     Sent to a GPU once: a recorded CUDA graph may not wait for the host.
     """
+    if torch.compiler.is_exporting():  # ONNX has no repeat_interleave of a known size
+        return torch.tensor([owner for owner, count in enumerate(counts) for _ in range(count)], device=device)
     if torch.compiler.is_compiling():
         repeats = torch.tensor(counts, device=device)
         return torch.arange(len(counts), device=device).repeat_interleave(repeats, output_size=sum(counts))

@@ -48,6 +48,10 @@ class RadialPosterior(WeightPosterior):
         length = noise.block[:, -1] / direction.flatten(1).norm(dim=1)
         return Perturbation(self.scale(), direction * length.view(-1, *[1] * len(self.site.shape)), None)
 
+    def centre(self, block: Tensor) -> Tensor:
+        """Any direction, of length zero."""
+        return torch.cat([torch.ones_like(block[:, :-1]), torch.zeros_like(block[:, -1:])], 1)
+
     def scale(self) -> Tensor:
         """sigma in the shape of the stored weight; a weight's standard deviation is sigma / sqrt(D)."""
         return wide(self.weight_log_scale).exp()

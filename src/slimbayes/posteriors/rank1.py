@@ -2,6 +2,7 @@
 
     Eq. 1   W' = W o r s^T          y = (W (x o s)) o r + b
     Eq. 2   K members, each with its own q(r_k) q(s_k); KL summed over members, the same prior for all
+            (`mixture_kl` has the KL of the mixture of members, too: posteriors/mixture_kl.py)
 
 r scales outputs, s scales inputs (the paper's text; its code calls them gamma and alpha). W stays a point estimate.
 `rank=p` averages p such products, W' = W o (1/p) sum_j r_j s_j^T, the paper's future work: factors of one give W.
@@ -24,13 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Point
-from slimbayes.distributions.kl import kl
+from slimbayes.distributions.kl import summed_kl
 from slimbayes.engine.fused import seeded
+from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1 as Rank1
-from slimbayes.posteriors.factors import Drawn, draw_alike, factor_of, grouped, joint
+from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, grouped, joint
+from slimbayes.posteriors.mixture_kl import information
 
 
 class Rank1Posterior(WeightPosterior):
@@ -45,13 +48,32 @@ class Rank1Posterior(WeightPosterior):
         # Member 0 has the layer's own bias. K - 1 offsets then give K independent biases, the paper's count.
         offsets = config.members - 1 if site.bias and config.member_bias else 0
         self.bias = nn.Parameter(torch.zeros(offsets, site.n_out)) if offsets else None
-        self.members = config.members
+        self.members, self.mixture_kl = config.members, config.mixture_kl
         self.rowwise = config.draws == "example" and config.posterior != "point"
-        self.clip = config.clip
+        self.clip = None if config.clip == "auto" else config.clip  # a resolved config has a number or None
         # Elsewhere many activations share a factor, and noise is small beside them.
         self.dense = site.positions == "one" and not site.whole and config.rank == 1
         self.dense &= config.perturbation == "multiplicative"
         self.additive = config.perturbation == "additive"
+
+    selectable = True
+
+    @property
+    def prior_of_factors(self) -> Any:
+        return None if self.countable else self.r.prior
+
+    @torch.no_grad()
+    def select(self, members: Sequence[int]) -> None:
+        index, self.members = torch.tensor(members, device=self.device), len(members)
+        lines = nn.functional.pad(self.bias, (0, 0, 1, 0))[index] if self.bias is not None else None
+        self.bias = None
+        for owner in (self, self.r, self.s):
+            for name, p in owner.named_parameters(recurse=False):
+                setattr(owner, name, nn.Parameter(p[index], p.requires_grad))
+        if lines is not None:  # member 0 has the layer's own bias
+            site = next(site for site, own in self.layer.posterior.items() if own is self)
+            self.layer.linear_map(site).bias.add_(lines[0])
+            self.bias = nn.Parameter(lines[1:] - lines[0]) if len(members) > 1 else None
 
     def role(self, name: str) -> Role:
         return "factor"
@@ -92,28 +114,44 @@ class Rank1Posterior(WeightPosterior):
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
         current = posteriors[0].current
+        pairs = zip([current.noise[p.key] for p in posteriors], anchors_of(posteriors), strict=True)
+        kinds = tuple([(noise.row.shape[1] > 0, noise.seed is None, a.device, a.dtype) for noise, a in pairs])
 
-        def kind(p: Self) -> tuple[Any, ...]:
-            noise, anchor = current.noise[p.key], p.anchor
-            return p.members, noise.row.shape[1] > 0, noise.seed is None, p.clip, anchor.device, anchor.dtype
+        def alike() -> list[Alike]:
+            kind = dict(zip([p.key for p in posteriors], kinds, strict=True))
+            return [Alike(same) for same in grouped(posteriors, lambda p: (p.members, p.clip, kind[p.key]))]
 
-        for alike in grouped(posteriors, kind):
-            current.values.update(zip([p.key for p in alike], draw_alike(alike, current), strict=True))
+        for same in planned(posteriors, ("alike", kinds), alike):
+            same.draw(current)
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         r, s, bias = self.values()
         return None if self.additive or r.dim() > 2 or self.noise.seed is not None else (s, r, bias)
 
     def kl(self, linear: MapOf) -> Tensor:
+        if self.sharded and self.mixture_kl == "exact":
+            raise ValueError('Rank1: mixture_kl="exact" needs whole parameters; use "mean" with sharded ones.')
         return sum(self.kl_together([self], [linear]), self.r.loc.new_zeros(()))
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
-        factors = [f for p in posteriors for f in (p.r, p.s) if f.family is not Point]
-        groups = grouped(factors, lambda f: (f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype))
-        return [kl(joint(same), same[0].prior).sum() for same in groups] or [posteriors[0].r.loc.new_zeros(())]
+        kinds = tuple([(anchor.device, anchor.dtype) for anchor in anchors_of(posteriors)])
 
-    def log_ratio(self, linear: LinearMap) -> Tensor:
+        def alike() -> list[list[Any]]:
+            every = [(p.mixture_kl, f) for p in posteriors for f in (p.r, p.s) if f.family is not Point]
+            return grouped(every, lambda pair: (pair[0], *_alike(pair[1])))
+
+        terms: list[Tensor] = []
+        mixed: list[Any] = []
+        for same in planned(posteriors, ("kl", kinds), alike):
+            how, q = same[0][0], joint([f for _, f in same])
+            total = summed_kl(q, same[0][1].prior)
+            terms.append(total if how == "sum" else total / len(q.loc))
+            mixed += [q] if how == "exact" else []
+        terms += [-information(mixed)] if mixed else []
+        return terms or [posteriors[0].r.loc.new_zeros(())]
+
+    def log_ratio(self, linear: LinearMap) -> Tensor | None:
         """Of the factors as they are drawn, before they are clipped."""
         lines = self.noise.block.double()
         total = lines.new_zeros(len(lines))
@@ -133,16 +171,24 @@ class Rank1Posterior(WeightPosterior):
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
-        bias = None if linear.bias is None else linear.bias.unsqueeze(0)
-        if bias is not None and drawn.bias is not None:
-            bias = bias + drawn.bias.to(bias.dtype)
         # Eq. 1: y = (W (x o s)) o r + b, averaged over the p products
         apply = linear.modulated if drawn.s.dim() == 2 else linear.averaged
-        return apply(combine, x, drawn.s, drawn.r, current, bias=bias)
+        return apply(combine, x, drawn.s, drawn.r, current, bias=self._biases(drawn, linear.bias))
+
+    def _biases(self, drawn: Drawn, own: Tensor | None) -> Tensor | None:
+        """Biases (n, out) or (1, out) of a layer with this bias of its own."""
+        known = self.current.biases.get(self.key)
+        if known is not None and known[0] is own:  # layers that share a weight may have a bias each
+            return known[1]
+        if own is None or drawn.bias is None:
+            return None if own is None else own.unsqueeze(0)
+        return own.unsqueeze(0) + drawn.bias.to(own.dtype)
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()
         weight = linear.weight
+        if not weight.is_floating_point():
+            raise ValueError(f"{self.name}: integers cannot take factors in; convert the layer back to floats first.")
         r, s = drawn.r[index].view(-1, drawn.r.shape[-1]), drawn.s[index].view(-1, drawn.s.shape[-1])
         bias = linear.bias
         if bias is not None and drawn.bias is not None:
@@ -155,3 +201,8 @@ class Rank1Posterior(WeightPosterior):
         masks = [linear.outer(r[j], s[j]) for j in range(r.shape[0])]
         mask = masks[0] if len(masks) == 1 else torch.stack(masks).mean(0)
         return weight * mask.to(weight.dtype), bias
+
+
+def _alike(f: Factor) -> tuple[Any, ...]:
+    """What factors have in common whose KLs are computed together."""
+    return f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype

@@ -8,16 +8,14 @@ import math
 import torch
 from torch import Tensor
 
-from slimbayes.engine.noise import key
-
 
 def along_draws(factors: Tensor, values: Tensor) -> Tensor:
-    """Factors (S,) shaped to meet values (S, N, ...)."""
-    return factors.reshape(-1, *[1] * (values.dim() - 1))
+    """Factors (S,), or (S, N), shaped to meet values (S, N, ...)."""
+    return factors.reshape(*factors.shape, *[1] * (values.dim() - factors.dim()))
 
 
 def log_mean(logs: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Log of the mean over the first axis of what has these logs (K, ...), weighted by (K,) or equally.
+    """Log of the mean over the first axis of what has these logs (K, ...), weighted by (K,), by (K, N) or equally.
 
     Example:
         >>> log_mean(torch.tensor([1.0, 3.0]).log()).exp()
@@ -29,7 +27,9 @@ def log_mean(logs: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
-    """Quantile over the first axis of values (M, ...), of which every member, in turn, has equally many; weights (K,).
+    """Quantile over the first axis of values (M, ...), of which every member, in turn, has equally many.
+
+    Weights are (K,), or (K, N) where they differ between rows.
 
     It interpolates as torch.quantile does for equal weights. That is the mean of the inverse distribution function over
     a window of one observation's width; for unequal ones the width comes from Kish's effective number of observations
@@ -42,22 +42,36 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     if weights is None:
         return torch.quantile(values, level, dim=0)
     each = len(values) // len(weights)
-    shares = weights.to(values.device).repeat(each) / each
+    shares = along_draws(weights.to(values.device).repeat(each, *[1] * (weights.dim() - 1)) / each, values)
     ordered, order = values.sort(0)
-    share = shares[order]
-    width = shares.square().sum()
+    share = shares.expand_as(values).gather(0, order)
+    width = shares.square().sum(0)
     start = level * (1 - width)
     upper = share.cumsum(0)
     inside = upper.clamp(start, start + width) - (upper - share).clamp(start, start + width)
     return (inside / inside.sum(0) * ordered).sum(0).to(values.dtype)
 
 
-def with_noise(values: Tensor, scale: Tensor, times: int, seed: int) -> Tensor:
-    """Every value (S, N, ...) so many times with normal noise of its scale: (times * S, N, ...)."""
-    generator = torch.Generator(values.device).manual_seed(key(seed, "interval"))
-    shape = (times, *values.shape)
-    noise = torch.randn(shape, generator=generator, device=values.device, dtype=values.dtype)
-    return noise.mul_(scale).add_(values).flatten(0, 1)
+def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level: float) -> Tensor:
+    """Quantile of the mixture of normals with these means and variances (M, ...), members and weights as in `quantile`.
+
+    Bisection, between the lowest and the highest of the normals' own quantiles.
+
+    Example:
+        >>> mixture_quantile(torch.tensor([-1.0, 3.0]), torch.ones(2), None, 0.5)
+        tensor(1.)
+    """
+    wide, scale = means.double(), noise.double().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    each = len(wide) if weights is None else len(wide) // len(weights)
+    shares = wide.new_ones(1) if weights is None else weights.to(wide)
+    shares = along_draws(shares.repeat(each, *[1] * (shares.dim() - 1)) / each, wide)
+    own = wide + scale * torch.special.ndtri(wide.new_tensor(level))
+    low, high = own.amin(0), own.amax(0)
+    for _ in range(50):
+        middle = (low + high) / 2
+        short = (shares * torch.special.ndtr((middle - wide) / scale)).sum(0) < level
+        low, high = torch.where(short, middle, low), torch.where(short, high, middle)
+    return ((low + high) / 2).to(means.dtype)
 
 
 def for_a_row(name: str, value: float | Tensor, like: Tensor) -> Tensor:

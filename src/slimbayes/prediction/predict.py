@@ -4,6 +4,7 @@ Sizes: S draws, K members, N rows.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,7 +22,10 @@ from slimbayes.prediction.batches import batches_of
 from slimbayes.prediction.checks import check_inputs, explained, refuse_outputs
 from slimbayes.prediction.draws import Draws
 from slimbayes.prediction.exact import Networks
+from slimbayes.prediction.far import Far
+from slimbayes.prediction.features import features_of
 from slimbayes.prediction.prediction import Prediction
+from slimbayes.prediction.progress import Progress
 from slimbayes.prediction.sample import members
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName
@@ -43,6 +47,8 @@ def predict(
     inputs: int | None = None,
     seed: Seed = None,
     allow_nonfinite: bool = False,
+    far: Far | None = None,
+    progress: bool = False,
 ) -> Prediction:
     """Predict with uncertainty from S = members x draws draws, in eval mode and without gradients.
 
@@ -64,7 +70,8 @@ def predict(
             numbers.
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
             "heteroscedastic_gaussian" means and raw scales.
-        scale: standard deviation of the observation noise, for "gaussian"; a tensor for several targets.
+        scale: standard deviation of the observation noise, for "gaussian"; for "heteroscedastic_gaussian" that of the
+            targets, as in training (1 if nothing is given); a tensor for several targets.
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or
             the first tensor.
@@ -78,6 +85,9 @@ def predict(
         seed: a whole number or a torch.Generator; by default the next number of torch's own generator.
         allow_nonfinite: predict although inputs, weights or outputs are NaN or infinite, which is an error otherwise.
             Rows whose prediction is NaN then have the label -1.
+        far: what `slimbayes.far` learned of the training rows. Predictions then know less about rows that are far from
+            them, and have their `distance`.
+        progress: write a line to stderr that says how many rows are done.
 
     Members of an `Ensemble` are averaged with its stacking weights, if `stack` has set them.
 
@@ -97,17 +107,23 @@ def predict(
     if not allow_nonfinite:
         check_finite(model)
     source, count, weights = _source(model, draws, chunk, share, fold, seed)
-    number, parts = 1 if draws == "exact" else draws, []
+    number, parts, bar = 1 if draws == "exact" else draws, [], Progress(x, progress)
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
-            sums = Accumulator(likelihood, count, scale, keep_samples, class_dim, weights)
+            keep = keep_samples or far is not None
+            sums = Accumulator(likelihood, count, scale, keep, class_dim, weights)
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
-                    sums.add(_checked(_select(outputs, output), likelihood))
-            parts.append(Prediction(**sums.fields()))
+                    sums.add(_checked(select(outputs, output), likelihood))
+            part = Prediction(**sums.fields())
+            if far is not None:
+                part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
+            parts.append(part if keep_samples else replace(part, by_draw=None, noise=None))
             if not (allow_nonfinite or sums.sound()):
                 before = sum(len(part.aleatoric) for part in parts[:-1])
-                refuse_outputs(sums, (_select(o, output) for o in source.outputs(args, kwargs, number)), before)
+                refuse_outputs(sums, (select(o, output) for o in source.outputs(args, kwargs, number)), before)
+            bar.add(len(part))
+    bar.close()
     return Prediction.joined(parts)
 
 
@@ -154,10 +170,10 @@ def predict_prefixes(
         sums = Accumulator(likelihood, source.members, scale, True, None, member_weights(model))
         for count in sorted(set(draws)):
             for outputs in source.outputs((x,), {}, count - done, done):
-                sums.add(_select(outputs, None))
+                sums.add(select(outputs, None))
             out[count], done = Prediction(**sums.fields()), count
         if not allow_nonfinite and not sums.sound():
-            refuse_outputs(sums, map(partial(_select, output=None), source.outputs((x,), {}, done)), before)
+            refuse_outputs(sums, map(partial(select, output=None), source.outputs((x,), {}, done)), before)
     return out
 
 
@@ -178,7 +194,7 @@ def _checked(outputs: Tensor, likelihood: str) -> Tensor:
     return outputs
 
 
-def _select(outputs: Any, output: str | int | None) -> Tensor:
+def select(outputs: Any, output: str | int | None) -> Tensor:
     """The tensor of predictions in whatever a model returns."""
     if output is not None:
         return getattr(outputs, output) if isinstance(output, str) and hasattr(outputs, output) else outputs[output]

@@ -10,21 +10,25 @@ Sizes: S draws, K members, N rows, C classes.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
+import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
-from slimbayes.engine.noise import Seed, seed_of
+from slimbayes.prediction import figures
 from slimbayes.prediction.accumulate import Accumulator
-from slimbayes.prediction.averages import for_a_row, log_at, log_mean, quantile, with_noise
+from slimbayes.prediction.averages import along_draws, for_a_row, log_at, log_mean, mixture_quantile, quantile
+from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 from slimbayes.train.targets import check_labels
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-@dataclass
-class Prediction:
+
+@dataclass(repr=False)
+class Prediction(Views):
     """Predictions for N rows from S draws.
 
     Attributes:
@@ -35,7 +39,9 @@ class Prediction:
         epistemic: uncertainty about the weights: mutual information (N,), or variance of the means (N, ...).
         by_draw: the same of every draw (S, N, ...), unless predict was asked not to keep them.
         noise: noise variance of every draw (S, N, ...), for real targets.
-        weights: share (K,) of each member in every average here; None means equal ones.
+        weights: share (K,) of each member in every average here, or (K, N) where it differs between rows; None means
+            equal ones.
+        distance: how far each row is from the training rows (N,), from 0 to 1, if `predict` was given `far`.
 
     Example:
         >>> p = Prediction.from_outputs(torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]]), "categorical")
@@ -50,9 +56,10 @@ class Prediction:
     by_member: Tensor
     aleatoric: Tensor
     epistemic: Tensor
-    by_draw: Tensor | None = field(default=None, repr=False)
-    noise: Tensor | None = field(default=None, repr=False)
+    by_draw: Tensor | None = None
+    noise: Tensor | None = None
     weights: Tensor | None = None
+    distance: Tensor | None = None
 
     @classmethod
     def from_outputs(
@@ -79,25 +86,6 @@ class Prediction:
         draws.add(outputs)
         return cls(**draws.fields())
 
-    @classmethod
-    def joined(cls, parts: Sequence["Prediction"]) -> "Prediction":
-        """Predictions of several batches of rows as one.
-
-        Example:
-            >>> one = Prediction.from_outputs(torch.zeros(3, 2, 4))
-            >>> Prediction.joined([one, one]).probs.shape
-            torch.Size([4, 4])
-        """
-        if not parts:
-            raise ValueError("At least one Prediction is needed, got none: predict was given no batch.")
-
-        def cat(name: str, dim: int) -> Any:
-            tensors = [getattr(part, name) for part in parts]
-            return None if tensors[0] is None else torch.cat(tensors, dim)
-
-        rows = {name: cat(name, 0) for name in ("aleatoric", "epistemic")}
-        return replace(parts[0], **rows, **{name: cat(name, 1) for name in ("by_member", "by_draw", "noise")})
-
     @property
     def mean(self) -> Tensor:
         """Predictive mean: class probabilities (N, C), probability of class one (N,), or mean (N, ...)."""
@@ -105,7 +93,7 @@ class Prediction:
             return self._plain(self.log_probs)
         if self.weights is None:
             return self.by_member.mean(0)
-        return torch.tensordot(self.weights.to(self.by_member), self.by_member, 1)
+        return (along_draws(self.weights.to(self.by_member), self.by_member) * self.by_member).sum(0)
 
     @property
     def member_mean(self) -> Tensor:
@@ -247,27 +235,32 @@ class Prediction:
             noise=None if self.noise is None else square * self.noise,
         )
 
-    def interval(self, level: float = 0.9, seed: Seed = None, per_draw: int = 32) -> tuple[Tensor, Tensor]:
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
 
-        For real targets the observation noise is included: `per_draw` noise values are drawn for every sample, from
-        `seed` as in `predict`.
+        For real targets it is exact for the mixture of the draws with their observation noise.
 
         Shape: two tensors of the shape of `mean`.
+
+        Example:
+            >>> Prediction.from_outputs(torch.zeros(3, 1), "gaussian", scale=1.0).interval(0.9)
+            (tensor([-1.6449]), tensor([1.6449]))
         """
         if not 0 < level < 1:
             raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")
-        values = self.samples
-        if self.noise is not None and bool((self.noise > 0).any()):
-            values = with_noise(values, self.noise.sqrt(), per_draw, seed_of(seed))
-        return quantile(values, self.weights, (1 - level) / 2), quantile(values, self.weights, (1 + level) / 2)
+        values, noise, ends = self.samples, self.noise, ((1 - level) / 2, (1 + level) / 2)
+        if noise is not None and bool((noise > 0).any()):
+            low, high = (mixture_quantile(values, noise, self.weights, end) for end in ends)
+        else:
+            low, high = (quantile(values, self.weights, end) for end in ends)
+        return low, high
 
-    def to_numpy(self) -> dict[str, Any]:
-        """Every summary as numpy arrays: mean, member_mean, total, aleatoric, epistemic and, if kept, samples."""
-        names = ["mean", "member_mean", "total", "aleatoric", "epistemic"]
-        names += [] if self.by_draw is None else ["samples"]
-        arrays = {name: getattr(self, name).detach().cpu() for name in names}
-        return {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in arrays.items()}
+    def plot(self, target: Tensor | None = None, x: Tensor | None = None) -> "Figure":
+        """A picture: of real targets `slimbayes.plot.bands` over x, of classes the entropies of right and wrong rows.
+
+        Shape: target as in `log_prob`; x (N,). Returns a matplotlib Figure.
+        """
+        return figures.uncertainties(self, target) if self._classes else figures.bands(self, x, target)
 
     def _need(self, *kinds: str) -> None:
         if self.likelihood not in kinds:

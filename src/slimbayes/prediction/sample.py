@@ -1,4 +1,5 @@
-"""sample, frozen and write_out: run a model under S draws, hold draws over many calls, or write one into a plain model.
+"""sample, frozen, mean and write_out: run a model under S draws, hold draws or means over many calls, or write one draw
+into a plain model.
 
 Sizes: S draws, B rows of the caller's batch, K members. Folded batches are draw-major: rows [j*B:(j+1)*B] belong to
 draw j, and draw j to member j mod K.
@@ -6,7 +7,7 @@ draw j, and draw j to member j mod K.
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +18,7 @@ from slimbayes.convert.convert import conversions_of, debayesianize
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.noise import Seed
-from slimbayes.engine.passes import Pass, Unproven
+from slimbayes.engine.passes import Noise, Pass, Unproven
 from slimbayes.engine.tree import arrays_of
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.prediction.checks import explained
@@ -167,6 +168,40 @@ def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.M
         yield model
 
 
+@contextmanager
+def mean(model: Model) -> Iterator[Model]:
+    """Run the posterior mean over every call inside the block: each member's centre, without any noise.
+
+    A Cauchy or log-normal factor has its median, dropout is off. Members stay apart: inside, `sample(model, x)` and
+    `predict(model, x)` give one draw for each, and a bare `model(x)` shares its rows out among them.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net, x = sb.bayesianize(nn.Linear(4, 3), sb.MeanField()), torch.randn(5, 4)
+        >>> with mean(net):
+        ...     torch.equal(net(x), nn.functional.linear(x, net.weight, net.bias))
+        True
+    """
+    posteriors = posteriors_in(model)
+    if any(passes.of(p.key) is not None for p in posteriors):
+        raise ValueError("mean cannot run inside frozen, another mean or a call of the model: draws are already held.")
+    if not posteriors:
+        yield model
+        return
+    with passes.holding(central_pass(posteriors)):
+        yield model
+
+
+def central_pass(posteriors: Sequence[Any]) -> Pass:
+    """A pass that holds one draw for each member, at its mean; refused where draws have none."""
+    new = Pass(calls.total_draws(posteriors, 1), 1, held=True)
+    new.centred = True
+    noise.draw_numbered(posteriors, new, 0)
+    for posterior in posteriors:
+        new.noise[posterior.key] = Noise(posterior.centre(new.noise[posterior.key].block), new.noise[posterior.key].row)
+    return new
+
+
 def write_out(model: Model, draw: int = 0) -> Model:
     """A plain copy of a model with the weights of one draw that `frozen` holds: no posterior, the classes it had.
 
@@ -188,11 +223,12 @@ def write_out(model: Model, draw: int = 0) -> Model:
         )
     if not posteriors or held is None:
         return debayesianize(copy.deepcopy(model))
-    return passes.run(held.single(draw), _written, model)
+    return passes.run(held.single(draw), written, model)
 
 
 @torch.no_grad()
-def _written(model: Model) -> Model:
+def written(model: Model) -> Model:
+    """A plain copy with the weights of the one draw of the pass under way."""
     if isinstance(model, Converted) and not isinstance(model, BayesLayer):
         members: Any = model.posterior["members"]
         index = int(members.values()[0])
@@ -203,7 +239,7 @@ def _written(model: Model) -> Model:
             _fill(plain.get_submodule(name), layer)
         elif isinstance(layer, Converted):
             parent, _, last = name.rpartition(".")
-            setattr(plain.get_submodule(parent), last, _written(layer))
+            setattr(plain.get_submodule(parent), last, written(layer))
     return plain
 
 

@@ -1,16 +1,23 @@
 """The KL of a model, and the ELBO that joins it with a likelihood. All terms are per datum.
 
-loss = nll + kl_weight * KL / num_data          nll: mean over the batch;  KL: sum over layers, members and elements
+loss = nll + temperature * kl_weight * KL / num_data
+    nll: mean over the batch;  KL: sum over layers, members and elements
 """
 
+import math
+import warnings
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.passes import Keyed, modules_of
+from slimbayes.engine.modules import Keyed, anchors_of, modules_of, planned, posteriors_of
+from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer
+
+_warned: WeakSet[nn.Module] = WeakSet()  # models whose KL was said to dwarf the likelihood
 
 
 class ELBO(NamedTuple):
@@ -21,8 +28,19 @@ class ELBO(NamedTuple):
     kl: Tensor
 
 
-def elbo(nll: Tensor, model: nn.Module, num_data: int, kl_weight: float | Tensor = 1.0, micro_batches: int = 1) -> ELBO:
-    """Negative ELBO per datum: nll + kl_weight * KL(model) / num_data.
+def elbo(
+    nll: Tensor,
+    model: nn.Module,
+    num_data: int,
+    kl_weight: float | Tensor = 1.0,
+    micro_batches: int = 1,
+    temperature: float = 1.0,
+) -> ELBO:
+    """Negative ELBO per datum: nll + temperature * kl_weight * KL(model) / num_data.
+
+    A `temperature` below 1 is a cold (tempered) posterior. Networks have far more weights than there are data to pay
+    for their KL, so that at 1 the prior often decides: docs/recipes.md has the temperatures that held across tasks, and
+    a warning says, once for a model and on CPUs, that the KL dwarfs the likelihood.
 
     To accumulate gradients over k micro-batches, pass `nll / k` and `micro_batches=k`: each brings a k-th of the KL, so
     that the k backward passes count it once. `.kl` is then the share of one micro-batch. Hugging Face's Trainer adds up
@@ -35,26 +53,57 @@ def elbo(nll: Tensor, model: nn.Module, num_data: int, kl_weight: float | Tensor
         nll: mean negative log-likelihood of the batch, a scalar from one of the likelihoods here or from your own loss.
         model: a converted model.
         num_data: size of the training set, not of the batch.
-        kl_weight: annealing weight, see `slimbayes.train.schedules`. `.kl` is reported without it.
+        kl_weight: annealing weight, see `slimbayes.train.schedules`.
         micro_batches: how many losses are added up before the optimizer steps.
+        temperature: of the posterior; 1 is Bayes' rule. `.kl` is reported without it and without `kl_weight`.
 
     Example:
         >>> import slimbayes as sb
         >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
         >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
-        >>> terms = elbo(sb.categorical(sb.sample(net, x), y), net, num_data=1000)
-        >>> torch.equal(terms.loss, terms.nll + terms.kl)
+        >>> terms = elbo(sb.categorical(sb.sample(net, x), y), net, num_data=1000, temperature=0.1)
+        >>> torch.allclose(terms.loss, terms.nll + 0.1 * terms.kl)
         True
     """
     if not num_data > 0:
         raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}.")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive, 1 for Bayes' rule, got {temperature!r}.")
     divergence = kl(model) / (num_data * micro_batches)
-    loss = nll + kl_weight * divergence
-    if loss.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(loss.isfinite().all()):
-        check_finite(model)  # on a GPU this would stall every step; call it yourself when a loss turns NaN
+    weighed = temperature * kl_weight * divergence
+    loss = nll + weighed
+    if loss.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU this would stall every step
+        if not bool(loss.isfinite().all()):
+            check_finite(model)
+        elif nll.dim() == 0 and model not in _warned:
+            warn_of_dwarfed(model, micro_batches * float(nll.detach()), micro_batches * float(weighed.detach()))
     return ELBO(loss, nll, divergence)
+
+
+def dwarfed(nll: float, weighed_kl: float) -> str | None:
+    """A sentence if the KL, per datum and as it is weighed in the loss, leaves the likelihood no say; else None.
+
+    >>> dwarfed(nll=0.5, weighed_kl=40.0)[:58]
+    'The KL is 40 nats for each datum, 80 times the likelihood:'
+    >>> dwarfed(nll=0.5, weighed_kl=0.4)
+    """
+    if not (weighed_kl > 1 and weighed_kl > 5 * nll):
+        return None
+    times = f", {weighed_kl / nll:.0f} times the likelihood" if nll > 0.01 else ""
+    return (
+        f"The KL is {weighed_kl:.3g} nats for each datum{times}: the prior decides, not the data. Lower the "
+        f"temperature (docs/recipes.md), take a prior nearer to where the weights are, or use fewer members."
+    )
+
+
+def warn_of_dwarfed(model: nn.Module, nll: float, weighed_kl: float) -> None:
+    """Say once for a model that its KL dwarfs the likelihood, if it does; both per datum."""
+    said = None if model in _warned else dwarfed(nll, weighed_kl)
+    if said:
+        _warned.add(model)
+        warnings.warn(said, SlimbayesWarning, stacklevel=3)
 
 
 def kl(model: nn.Module) -> Tensor:
@@ -67,19 +116,12 @@ def kl(model: nn.Module) -> Tensor:
         >>> bool(kl(sb.bayesianize(nn.Linear(4, 3), sb.Rank1())) > 0)
         True
     """
-    layers = [m for m in modules_of(model) if isinstance(m, BayesLayer)]
-    every: list[tuple[Any, Any]] = [
-        (p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()
-    ]
-    # Layers with one weight share a posterior: it counts once.
-    found = list({id(pair[0]): pair for pair in reversed(every)}.values())[::-1]
     terms: list[Tensor] = []
-    for kind in dict.fromkeys((type(p), p.sharded) for p, _ in found):
-        same = [pair for pair in found if (type(pair[0]), pair[0].sharded) == kind]
-        if kind[1]:
-            terms += [p.kl(linear) for p, linear in same]
+    for kind, apart, posteriors, linears in _regularised(model):
+        if apart:
+            terms += [p.kl(linear) for p, linear in zip(posteriors, linears, strict=True)]
         else:
-            terms += kind[0].kl_together([p for p, _ in same], [linear for _, linear in same])
+            terms += kind.kl_together(posteriors, linears)
     if not terms:
         first = next(model.parameters(), torch.zeros(()))
         return torch.zeros((), device=first.device)
@@ -89,6 +131,25 @@ def kl(model: nn.Module) -> Tensor:
     if sharded:
         whole.append(sum(sharded[1:], sharded[0]).full_tensor())
     return sum((term.to(whole[0].device) for term in whole[1:]), whole[0])
+
+
+def _regularised(model: nn.Module) -> list[tuple[Any, bool, Any, list[Any]]]:
+    """Posteriors of each class, whether their parameters are sharded, and what builds the linear map of each."""
+    every: Any = posteriors_of(model)
+    sharded = {id(p): hasattr(a, "full_tensor") for p, a in zip(every, anchors_of(every), strict=True)}
+
+    def make() -> list[tuple[Any, bool, Any, list[Any]]]:
+        layers = [m for m in modules_of(model) if isinstance(m, BayesLayer)]
+        pairs = [(p, partial(layer.linear_map, site)) for layer in layers for site, p in layer.posterior.items()]
+        # Layers with one weight share a posterior: it counts once.
+        found = list({id(pair[0]): pair for pair in reversed(pairs)}.values())[::-1]
+        kinds: dict[tuple[Any, bool], list[Any]] = {}
+        for pair in found:
+            kinds.setdefault((type(pair[0]), sharded[id(pair[0])]), []).append(pair)
+        some: Any = type(every)
+        return [(*kind, some([p for p, _ in same]), [linear for _, linear in same]) for kind, same in kinds.items()]
+
+    return planned(every, ("kl", tuple(sharded.values())), make)
 
 
 @torch.no_grad()

@@ -24,10 +24,12 @@ from torch import Tensor
 
 from slimbayes.errors import did_you_mean
 from slimbayes.train import Form as Form
-from slimbayes.train.targets import check_classes_of, check_real, check_shares, check_some, readable
+from slimbayes.train.fisher import BINARY, CLASSES, MEANS, MEANS_AND_SCALES, Fisher
+from slimbayes.train.targets import check_classes_of, check_real, check_shares, check_some, check_spread, readable
 
 LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
 _FORMS = ("average", "mixture", "probs", "logits")
+LEAST_NOISE, MOST_NOISE = 0.1, 10.0  # of a heteroscedastic head, in units of the targets' standard deviation
 
 
 def categorical(
@@ -53,6 +55,9 @@ def categorical(
         logits, form = logits.mean(0, keepdim=True), "average"
     if form == "probs":
         form = "mixture"  # the parameters are the probabilities themselves: Eq. 12 is Eq. 14
+    if form == "average" and not soft:
+        every = target.long().expand(logits.shape[:-1]).flatten()
+        return F.cross_entropy(logits.flatten(0, -2), every, ignore_index=ignore_index)
     logp = F.log_softmax(logits, -1)
     if soft:
         if form == "mixture":  # the expected log of the mixture, label by label
@@ -103,30 +108,49 @@ def gaussian(mean: Tensor, target: Tensor, scale: float | Tensor = 1.0, form: Fo
     return _gaussian(mean, target, torch.as_tensor(scale, dtype=mean.dtype, device=mean.device), form)
 
 
-def heteroscedastic_gaussian(output: Tensor, target: Tensor, form: Form = "average") -> Tensor:
+def heteroscedastic_gaussian(
+    output: Tensor, target: Tensor, form: Form = "average", scale: float | Tensor = 1.0
+) -> Tensor:
     """Mean negative log-likelihood of real targets under S draws of means and noise scales.
 
-    The network gives two numbers for each target: the mean, and the noise scale before a softplus.
+    The network gives two numbers for each target: the mean, and the noise scale before `noise_scale`, which keeps it
+    between a tenth of the targets' spread and ten times it.
 
-    Shape: output (S, B, ..., 2), target (B, ...); returns a scalar, as `gaussian`. "probs" averages the mean and the
-    variance, "logits" the raw outputs.
+    Shape: output (S, B, ..., 2), target (B, ...), scale the targets' own standard deviation: 1 if they are
+    standardised, else a float or a tensor that broadcasts against target; returns a scalar, as `gaussian`. "probs"
+    averages the mean and the variance, "logits" the raw outputs.
 
     Example:
-        >>> heteroscedastic_gaussian(torch.zeros(2, 3, 2), torch.zeros(3)).round(decimals=4)  # scale log 2 and floor
-        tensor(0.5526)
+        >>> heteroscedastic_gaussian(torch.zeros(2, 3, 2), torch.zeros(3)).round(decimals=4)  # log 2 and the floor
+        tensor(0.5612)
     """
     check_two_outputs(output)
+    spread = torch.as_tensor(scale, dtype=output.dtype, device=output.device)
+    if readable(target):
+        check_spread(target, spread)
     if form == "logits":
         output, form = output.mean(0, keepdim=True), "average"
-    mean, scale = output[..., 0], noise_scale(output[..., 1])
+    mean, noise = output[..., 0], noise_scale(output[..., 1], spread)
     if form == "probs":
-        mean, scale, form = mean.mean(0, keepdim=True), scale.square().mean(0, keepdim=True).sqrt(), "average"
-    return _gaussian(mean, target, scale, form)
+        mean, noise, form = mean.mean(0, keepdim=True), noise.square().mean(0, keepdim=True).sqrt(), "average"
+    return _gaussian(mean, target, noise, form)
 
 
-def noise_scale(raw: Tensor) -> Tensor:
-    """The positive noise scale behind a raw network output: softplus, with a floor of 1e-4 against collapse."""
-    return F.softplus(raw) + 1e-4
+def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
+    """The noise scale behind a raw network output, between a tenth of the targets' spread and ten times it.
+
+    It is the softplus of the output, in units of the spread, added in quadrature to the floor. A network that fits its
+    training rows ever better would otherwise shrink the noise there without end, and one mistake elsewhere then costs
+    any number of nats. docs/far.md has what floors cost and gain on held-out rows.
+
+    Shape: raw (...), spread broadcasts against it; returns (...).
+
+    Example:
+        >>> noise_scale(torch.tensor([-100.0, 0.0, 100.0]), spread=2.0)
+        tensor([ 0.2000,  1.3985, 20.0010])
+    """
+    wide = MOST_NOISE * torch.tanh(F.softplus(raw) / MOST_NOISE)
+    return spread * (LEAST_NOISE**2 + wide.square()).sqrt()
 
 
 def check_classes(logits: Tensor, class_dim: int) -> None:
@@ -221,7 +245,9 @@ def _means(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tup
 
 def _means_and_scales(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
     check_two_outputs(outputs)
-    return outputs[..., 0], noise_scale(outputs[..., 1]).square()
+    given = 1.0 if isinstance(scale, float) and scale == 0 else scale  # predict's default
+    spread = torch.as_tensor(given, dtype=outputs.dtype, device=outputs.device)
+    return outputs[..., 0], noise_scale(outputs[..., 1], spread).square()
 
 
 @dataclass(frozen=True)
@@ -231,12 +257,14 @@ class Likelihood:
     Attributes:
         function: negative log-likelihood of targets, as training loops of one's own call it.
         predictive: of outputs (S, B, ...), a noise scale and the dimension of classes: what each draw predicts.
+        fisher: their information about the outputs.
         discrete: whether targets are classes, not real numbers.
         option: what `function` takes besides the form: "scale", "class_dim" or nothing.
     """
 
     function: Callable[..., Tensor]
     predictive: Callable[[Tensor, float | Tensor, int | None], tuple[Tensor, Tensor]]
+    fisher: Fisher
     discrete: bool
     option: Literal["scale", "class_dim", ""] = ""
 
@@ -249,10 +277,12 @@ class Likelihood:
 
 
 LIKELIHOODS: dict[str, Likelihood] = {
-    "categorical": Likelihood(categorical, _classes, discrete=True, option="class_dim"),
-    "bernoulli": Likelihood(bernoulli, _two_classes, discrete=True),
-    "gaussian": Likelihood(gaussian, _means, discrete=False, option="scale"),
-    "heteroscedastic_gaussian": Likelihood(heteroscedastic_gaussian, _means_and_scales, discrete=False),
+    "categorical": Likelihood(categorical, _classes, CLASSES, discrete=True, option="class_dim"),
+    "bernoulli": Likelihood(bernoulli, _two_classes, BINARY, discrete=True),
+    "gaussian": Likelihood(gaussian, _means, MEANS, discrete=False, option="scale"),
+    "heteroscedastic_gaussian": Likelihood(
+        heteroscedastic_gaussian, _means_and_scales, MEANS_AND_SCALES, discrete=False, option="scale"
+    ),
 }
 
 

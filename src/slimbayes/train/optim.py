@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import wide
+from slimbayes.distributions.sums import squared_norms
 from slimbayes.engine.passes import modules_of
 from slimbayes.layers import kind_of
 from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.copied import Copied
 from slimbayes.posteriors.base import Posterior, Role
 
 
@@ -116,6 +117,26 @@ def param_groups(
     return out
 
 
+def apart(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Parameters of each network in a model: of the members of a deep ensemble, which share none, else all in one.
+
+    A loss that is summed over networks trains each as it would train alone: `len(apart(model)) * nll`, where the
+    likelihoods here give their average.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Ensemble(members=5))
+        >>> len(apart(net)), [len(parameters) for parameters in apart(net)]
+        (5, [2, 2, 2, 2, 2])
+    """
+    if not isinstance(model, Copied):
+        return [list(model.parameters())]
+    others: Any = model.posterior["members"].others
+    theirs = [list(other.parameters()) for other in others]
+    known = {id(p) for parameters in theirs for p in parameters}
+    return [[p for p in model.parameters() if id(p) not in known], *theirs]
+
+
 def _rates(model: nn.Module, weight_decay: float | Mapping[str, float]) -> Callable[[str], float]:
     """Weight decay by a parameter's name."""
     if not isinstance(weight_decay, Mapping):
@@ -166,7 +187,7 @@ def l2(
     groups: dict[float, list[Tensor]] = {}
     for p in described(model):
         factor = factors.get((p.role, p.is_weight), 0.0)
-        groups.setdefault(factor, []).append(p.parameter.flatten())
+        groups.setdefault(factor, []).append(p.parameter)
     # One sum for each factor: a network has hundreds of small parameters.
-    terms = [factor * wide(torch.cat(same)).square().sum() for factor, same in groups.items() if factor]
+    terms = [factor * squared_norms(same) for factor, same in groups.items() if factor]
     return sum(terms, torch.zeros((), device=next(model.parameters()).device))

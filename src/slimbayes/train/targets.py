@@ -6,6 +6,7 @@ Likelihoods look at shapes and types always, at values only on a CPU: on a GPU t
 Sizes: N rows, C classes.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -97,6 +98,22 @@ def check_real(target: Tensor) -> None:
     """Refuse targets that are NaN or infinite."""
     if target.is_floating_point():
         _refuse(~target.isfinite(), target, "finite")
+
+
+def check_spread(target: Tensor, spread: Tensor) -> None:
+    """Warn where targets are in other units than a heteroscedastic head was told: its noise is bounded by their spread.
+
+    Few targets say little about it.
+    """
+    if target.numel() < 32:
+        return
+    found, told = float(target.double().std()), float(spread.mean())
+    if not 0.1 * told < found < 10 * told:
+        warnings.warn(
+            f"Targets have the standard deviation {found:.3g}, but scale={told:.3g} bounds their noise to "
+            f"[{0.1 * told:.3g}, {10 * told:.3g}]: standardise them, or give scale= in training and in predict.",
+            stacklevel=3,
+        )
 
 
 def _refuse(bad: Tensor, target: Tensor, needed: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from slimbayes.distributions.families import Distribution, distribution_from_dict
@@ -41,6 +41,10 @@ class Config:
     def leaves_alone(self, layer: nn.Module) -> str:
         """Why this method skips a layer unless it is included by name; nothing if it does not."""
         return ""
+
+    def of_networks_from(self, factory: Callable[[], Any]) -> Config:
+        """This config for a network that `factory` has built, and can build afresh."""
+        return self
 
     def describe(self) -> str:
         """The method in a few words, for summaries."""

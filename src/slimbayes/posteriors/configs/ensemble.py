@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from slimbayes.posteriors.checks import check_choice, check_count
@@ -28,10 +28,11 @@ class Ensemble(Config):
     Args:
         members: K.
         init: "fresh" starts the other members anew, each as the network itself would start: by its own initialiser
-            (transformers', timm's), else by each layer's `reset_parameters`, at the spread that the network's own
-            weights have; "copies" repeats the weights.
-        factory: builds a fresh network of the same kind; then each other member is one. It is not part of the config's
-            JSON.
+            (transformers', timm's), else by each layer's `reset_parameters`. A network that was started in another way
+            does not tell how: then its members get the spread of its weights, with a warning. "copies" repeats the
+            weights.
+        factory: builds a fresh network of the same kind; then each other member is one, started as the network itself.
+            It is not part of the config's JSON. The lab gives it for the networks of its configs.
         jitter: standard deviation of the noise on copied parameters, relative to their root mean square.
         execution: "loop" runs members one after another, "batched" all at once through torch.vmap, "auto" batched where
             that was measured to be faster (benchmarks/ensembles.py): many members made of plain dense layers (faster
@@ -66,6 +67,9 @@ class Ensemble(Config):
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_dict().items() if name != "factory"}
+
+    def of_networks_from(self, factory: Callable[[], Any]) -> Ensemble:
+        return self if self.init == "copies" or self.factory else replace(self, factory=factory)
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         return [p for _ in range(self.members - 1) for p in layer.parameters()]

@@ -10,6 +10,7 @@ from slimbayes.distributions.families import (
     Distribution,
     HalfCauchy,
     LogNormal,
+    LogUniform,
     Normal,
     Signs,
     check_pair,
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from slimbayes.posteriors.base import Posterior
 
 Family = Literal["normal", "cauchy", "lognormal", "point"]
-_FAMILY_OF_PRIOR = {Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal"}
+_FAMILY_OF_PRIOR = {
+    Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal", LogUniform: "normal"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,10 +50,14 @@ class Rank1(FactorConfig):
         scale_init: where posterior scales start. `dropout_scale(p)` turns a dropout rate into one; by default rate 1e-3
             (cauchy: 1e-6), the paper's "deterministic" initialisation.
         scale_jitter: standard deviation of the jitter around `scale_init`, in softplus space (cauchy: none).
-        clip: factors are clipped to [-clip, clip] after drawing; None turns it off.
+        clip: factors are clipped to [-clip, clip] after drawing; None turns it off. By default at 10, as in the paper's
+            code, but Cauchy factors at 2: their tails drown what was learned (docs/recipes.md).
         member_bias: whether members get their own biases.
         rank: p, the number of averaged rank-1 products.
         draws: "example" draws fresh factors for every row (the paper); "member" once per member and pass.
+        mixture_kl: "sum" adds up the members' KLs, as the paper's code does: K networks, each with a prior. "mean" and
+            "exact" take the members for one mixture: "exact" is its KL, of which the part that has no closed form is
+            drawn once for each member and call; "mean" is at most log K above it (posteriors/mixture_kl.py).
 
     Example:
         >>> import slimbayes as sb, torch
@@ -68,10 +75,11 @@ class Rank1(FactorConfig):
     mean_init: Distribution | None = None
     scale_init: float | None = None
     scale_jitter: float | None = None
-    clip: float | None = 10.0
+    clip: float | Literal["auto"] | None = "auto"
     member_bias: bool = True
     rank: int = 1
     draws: Literal["example", "member"] = "example"
+    mixture_kl: Literal["sum", "mean", "exact"] = "sum"
 
     def __post_init__(self) -> None:
         check_count(self, "members", self.members)
@@ -79,10 +87,12 @@ class Rank1(FactorConfig):
         check_choice(self, "random", self.random, ("both", "r", "s"))
         check_choice(self, "perturbation", self.perturbation, ("multiplicative", "additive"))
         check_choice(self, "draws", self.draws, ("example", "member"))
+        check_choice(self, "mixture_kl", self.mixture_kl, ("sum", "mean", "exact"))
         for field in ("prior", "mean_init"):
             check_distribution(self, field, getattr(self, field))
         for field in ("clip", "scale_init", "scale_jitter"):
-            check_number(self, field, getattr(self, field))
+            if getattr(self, field) != "auto":
+                check_number(self, field, getattr(self, field))
         check_choice(self, "posterior", self.family, tuple(FAMILY))
         self._check_family()
         self._check_scales()
@@ -106,7 +116,7 @@ class Rank1(FactorConfig):
             )
 
     def _check_scales(self) -> None:
-        if not (self.clip is None or self.clip > 0):
+        if not (self.clip is None or self.clip == "auto" or self.clip > 0):
             raise ValueError(f"Rank1: clip must be positive or None, got {self.clip!r}.")
         check_not_negative(self, "scale_jitter", self.scale_jitter)
         if self.scale_init == 0 and self.family != "point":
@@ -139,7 +149,9 @@ class Rank1(FactorConfig):
             "scale_init": dropout_scale(1e-6 if family == "cauchy" else 1e-3),
             "scale_jitter": 0.0 if family == "cauchy" else 0.1,
         }
-        return replace(self, **{name: value for name, value in open_ones.items() if getattr(self, name) is None})
+        filled = {name: value for name, value in open_ones.items() if getattr(self, name) is None}
+        clip = (2.0 if family == "cauchy" else 10.0) if self.clip == "auto" else self.clip
+        return replace(self, **filled, clip=clip)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form of the resolved config."""

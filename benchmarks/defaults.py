@@ -1,0 +1,239 @@
+"""Which defaults hold: candidates for each method on small real tasks, from scratch and from a trained net.
+
+    python benchmarks/defaults.py --pack DIR [--root DATA]           once: the arrays, from the data sets in DATA
+    python benchmarks/defaults.py --data DIR --out FILE [--workers 16] [--limit-seconds 500] [--seeds 3] [--only REGEX]
+    python benchmarks/defaults.py --page FILE [FILE ...]             writes docs/recipes.md from finished cells
+
+A cell is a task, a start, a candidate and a seed. Each writes one line of FILE; cells that are there are not run again.
+Equal epochs for all, from scratch E, from a net trained for E epochs E / 2 more (the plain net as well). Candidates
+are chosen by the NLL of validation rows; test rows are only reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import multiprocessing
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from defaults_candidates import CANDIDATES
+from defaults_page import STARTS, compact, page, write_record
+from defaults_tasks import TASKS, Rows, Task, load, pack
+from torch import nn
+
+import slimbayes as sb
+from slimbayes.train.likelihoods import LIKELIHOODS
+
+RECORD = Path(__file__).parents[1] / "results" / "defaults" / "cells.json"
+PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+DRAWS = 16  # of a prediction, over all members
+
+
+class Cell(NamedTuple):
+    """One training."""
+
+    task: str
+    start: str
+    candidate: str
+    seed: int
+
+
+def cells(seeds: int, only: str) -> list[Cell]:
+    """All cells, seed by seed: what a time limit cuts off is the last seeds."""
+    every = [
+        Cell(task, start, name, seed)
+        for seed in range(seeds)
+        for task in sorted(TASKS, key=lambda name: -_weight(TASKS[name]))  # the longest first
+        for start in STARTS
+        for name, candidate in CANDIDATES.items()
+        if start in candidate.starts
+    ]
+    return [cell for cell in every if re.search(only, "/".join(map(str, cell)))]
+
+
+def _weight(task: Task) -> float:
+    slow = {"imdb": 2.0, "physionet": 2.0, "cifar2k": 6.0, "digits": 3.0, "demo": 6.0}
+    return task.epochs * task.rows[0] / task.batch * slow.get(task.name, 1.0)
+
+
+def run_cell(cell: Cell, data: Path, trained: Path) -> dict[str, Any]:
+    """Train and judge one cell; numbers that are not finite are kept as such, as text."""
+    start, task, candidate = time.process_time(), TASKS[cell.task], CANDIDATES[cell.candidate]
+    rows = load(task, data, cell.seed)
+    torch.manual_seed(cell.seed)
+    epochs, net = task.epochs, task.network()
+    if cell.start == "trained":
+        epochs, net = max(1, task.epochs // 2), trained_net(task, rows["train"], cell.seed, trained)
+    torch.manual_seed(cell.seed + 1)
+    config = candidate.config(net, cell.start)
+    sb.bayesianize(net, config)
+    result: dict[str, Any] = cell._asdict()
+    try:
+        if cell.start == "trained":
+            result["converted"] = _scores(net, task, rows["validation"])["nll"]  # before any training
+        result["kl"], result["train_nll"] = train(net, task, rows["train"], epochs, candidate.temperature, cell.seed)
+        for part in ("validation", "test"):
+            result |= {f"{part}_{name}": value for name, value in _scores(net, task, rows[part]).items()}
+    except FloatingPointError as error:
+        result["error"] = str(error)[:200]
+    result["seconds"] = time.process_time() - start
+    return {k: round(v, 5) if isinstance(v, float) and math.isfinite(v) else _plain(v) for k, v in result.items()}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) else value
+
+
+def trained_net(task: Task, rows: Rows, seed: int, folder: Path) -> nn.Module:
+    """A plain net of this seed trained for E epochs, from the folder if a cell before has left it there."""
+    torch.manual_seed(seed)
+    net, file = task.network(), folder / f"{task.name}-{seed}.pt"
+    if file.exists():
+        net.load_state_dict(torch.load(file, weights_only=True))
+        return net
+    wrapped = sb.bayesianize(copy.deepcopy(net), sb.Deterministic())
+    train(wrapped, task, rows, task.epochs, 1.0, seed)
+    own = file.with_suffix(f".{os.getpid()}")
+    torch.save(sb.debayesianize(wrapped).state_dict(), own)
+    own.rename(file)  # whole or not there: others may be looking
+    net.load_state_dict(torch.load(file, weights_only=True))
+    return net
+
+
+def train(net: nn.Module, task: Task, rows: Rows, epochs: int, temperature: float, seed: int) -> tuple[float, float]:
+    """AdamW, a cosine, the KL annealed over half of training; returns KL and NLL per datum of the last epoch."""
+    steps = len(rows.x) // task.batch
+    optimizer = torch.optim.AdamW(sb.param_groups(net, task.decay, task.lr), lr=task.lr)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
+    anneal, nll_of = sb.schedules.linear(max(1, epochs * steps // 2)), LIKELIHOODS[task.likelihood].nll
+    generator, step, last = torch.Generator().manual_seed(seed), 0, []
+    net.train()
+    for epoch in range(epochs):
+        for at in torch.randperm(len(rows.x), generator=generator)[: steps * task.batch].split(task.batch):
+            optimizer.zero_grad()
+            nll = nll_of(sb.sample(net, rows.x[at]), rows.y[at], "average", 1.0)
+            terms = sb.elbo(nll, net, len(rows.x), kl_weight=temperature * anneal(step))
+            terms.loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 10.0)
+            optimizer.step()
+            cosine.step()
+            step += 1
+            if epoch == epochs - 1:
+                last.append((float(terms.kl), float(terms.nll)))
+    kl, nll_mean = (sum(column) / len(last) for column in zip(*last, strict=True))
+    return kl, nll_mean
+
+
+def _scores(net: nn.Module, task: Task, rows: Rows) -> dict[str, float]:
+    """NLL and error (share of wrong labels, or RMSE) on rows as they are and shifted."""
+    found: dict[str, float] = {}
+    for prefix, x in (("", rows.x), ("shifted_", rows.shifted)):
+        pred = sb.predict(net, x, draws=max(1, DRAWS // sb.members(net)), likelihood=task.likelihood, seed=0)
+        found[f"{prefix}nll"] = -float(pred.log_prob(rows.y).mean())
+        if task.likelihood == "heteroscedastic_gaussian":
+            found[f"{prefix}error"] = float((pred.mean - rows.y).square().mean().sqrt())
+        else:
+            found[f"{prefix}error"] = float((pred.label != rows.y).float().mean())
+    return found
+
+
+# --- running many ---
+
+
+def done(file: Path) -> dict[Cell, dict[str, Any]]:
+    """Finished cells of a file; a line that was cut off is run again."""
+    found: dict[Cell, dict[str, Any]] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            row = json.loads(line)
+            found[Cell(*(row[name] for name in Cell._fields))] = row
+        except (ValueError, KeyError):
+            continue
+    return found
+
+
+def run_all(waiting: Sequence[Cell], data: Path, out: Path, workers: int, deadline: float) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as trained, out.open("a") as file:
+        file.write(json.dumps({"run": _made_by()}) + "\n")
+        for count, row in enumerate(_results(waiting, data, Path(trained), workers, deadline), 1):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(f"{count} of {len(waiting)}", json.dumps(row)[:150], file=sys.stderr, flush=True)
+
+
+def _results(
+    waiting: Sequence[Cell], data: Path, trained: Path, workers: int, deadline: float
+) -> Iterator[dict[str, Any]]:
+    if workers <= 1:
+        _set_up()
+        yield from (run_cell(cell, data, trained) for cell in waiting if time.time() < deadline)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=_set_up) as pool:
+        futures = [pool.submit(_in_time, cell, data, trained, deadline) for cell in waiting]
+        for future in as_completed(futures):
+            if future.exception() is not None:
+                print(f"a cell failed: {future.exception()!r}"[:300], file=sys.stderr, flush=True)
+            elif (row := future.result()) is not None:
+                yield row
+
+
+def _in_time(cell: Cell, data: Path, trained: Path, deadline: float) -> dict[str, Any] | None:
+    return run_cell(cell, data, trained) if time.time() < deadline else None
+
+
+def _made_by() -> dict[str, str]:
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = git.stdout.strip() or os.environ.get("COMMIT", "unknown")
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "slimbayes": sb.__version__}
+    return {"commit": commit, **versions, "processor": platform.machine(), "date": time.strftime("%Y-%m-%d")}
+
+
+def _set_up() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pack", type=Path, metavar="DIR")
+    parser.add_argument("--root", type=Path, help="where the data sets are; by default $SLIMBAYES_DATA")
+    parser.add_argument("--data", type=Path, metavar="DIR")
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--limit-seconds", type=float, default=math.inf)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--page", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--only", default="", help="regular expression for task/start/candidate/seed")
+    args = parser.parse_args(arguments)
+    deadline = time.time() + args.limit_seconds
+    if args.pack:
+        pack(args.pack, args.root)
+    if args.page:
+        record = compact(args.page, CANDIDATES)
+        write_record(record, RECORD)
+        PAGE.write_text(page(record))
+    if args.out:
+        finished = done(args.out)
+        waiting = [cell for cell in cells(args.seeds, args.only) if cell not in finished]
+        print(f"{len(waiting)} cells to run, {len(finished)} done", file=sys.stderr)
+        run_all(waiting, args.data, args.out, args.workers, deadline)
+
+
+if __name__ == "__main__":
+    main()

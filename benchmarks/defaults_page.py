@@ -1,0 +1,206 @@
+"""The record of benchmarks/defaults.py as one compact file, the choice that follows from it, and docs/recipes.md.
+
+A candidate's score on a task is its NLL less the plain net's, same start and seed, averaged over seeds and kept within
+one nat. Candidates are chosen by validation rows: what harms counts three times what helps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+STARTS = ("scratch", "trained")
+WORDS = {"scratch": "from scratch", "trained": "from a trained net"}
+HARM, MOST, NOISE = 3.0, 1.0, 0.02  # what harm counts; nats that one task can count; nats below which nobody argues
+COLUMNS = (
+    "task", "start", "candidate", "seed", "converted", "kl", "train_nll", "validation_nll", "validation_error",
+    "validation_shifted_nll", "validation_shifted_error", "test_nll", "test_error", "test_shifted_nll",
+    "test_shifted_error", "error", "seconds",
+)  # fmt: skip
+
+
+def compact(files: Iterable[Path], candidates: Mapping[str, Any]) -> dict[str, Any]:
+    """All finished cells of some files as one table; of a cell that is there twice the last counts."""
+    runs: list[dict[str, str]] = []
+    cells: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for file in files:
+        for row in map(json.loads, file.read_text().splitlines()):
+            if "run" in row:
+                runs += [row["run"]] if row["run"] not in runs else []
+            else:
+                cells[tuple(row[name] for name in COLUMNS[:4])] = row
+    used = {key[2] for key in cells}
+    rows = [[cells[key].get(name) for name in COLUMNS] for key in sorted(cells)]
+    described = {name: one.describe() for name, one in candidates.items() if name in used}
+    return {"runs": runs, "candidates": described, "columns": list(COLUMNS), "cells": rows}
+
+
+def write_record(record: Mapping[str, Any], file: Path) -> None:
+    """One line for each cell."""
+    head = {name: value for name, value in record.items() if name != "cells"}
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in record["cells"])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(head)[:-1] + ', "cells": [\n' + lines + "\n]}\n")
+
+
+class Results:
+    """Cells by task, start and candidate, and what they say beside the plain net."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        rows = [dict(zip(record["columns"], row, strict=True)) for row in record["cells"]]
+        self.candidates = record["candidates"]
+        self.cells: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+        for row in rows:
+            self.cells.setdefault((row["task"], row["start"], row["candidate"]), {})[row["seed"]] = row
+        self.tasks = sorted({row["task"] for row in rows})
+
+    def differences(self, task: str, start: str, candidate: str, what: str) -> list[float]:
+        """A number less the plain net's for every seed both have; a training that failed is a nat worse."""
+        plain = self.cells.get((task, start, "plain"), {})
+        found = self.cells.get((task, start, candidate), {})
+        return [_less(found[seed][what], plain[seed][what]) for seed in found if seed in plain]
+
+    def difference(self, task: str, start: str, candidate: str, what: str) -> float | None:
+        every = self.differences(task, start, candidate, what)
+        return mean(every) if every else None
+
+    def harms(self, task: str, start: str, candidate: str, what: str = "test_nll") -> bool:
+        """Worse than the plain net beyond noise: by more than NOISE, with every seed."""
+        every = self.differences(task, start, candidate, what)
+        return bool(every) and mean(every) > NOISE and min(every) > 0
+
+    def score(self, start: str, candidate: str, what: str = "validation_nll") -> float | None:
+        """Mean over the tasks that the plain net and the candidate have; harm counts more."""
+        each = [self.difference(task, start, candidate, what) for task in self.tasks]
+        known = [d for d in each if d is not None]
+        return mean(d if d < 0 else HARM * d for d in known) if known else None
+
+    def of_method(self, method: str, start: str) -> list[str]:
+        """The method's candidates for a start, best first."""
+        own = [name for name, one in self.candidates.items() if one["method"] == method]
+        scored = {name: self.score(start, name) for name in own}
+        return sorted((name for name in own if scored[name] is not None), key=lambda name: scored[name] or 0.0)
+
+    def methods(self, start: str) -> list[str]:
+        every = dict.fromkeys(one["method"] for one in self.candidates.values())
+        return [method for method in every if self.of_method(method, start)]
+
+    def mean_of(self, task: str, start: str, candidate: str, what: str) -> float | None:
+        values = [row[what] for row in self.cells.get((task, start, candidate), {}).values()]
+        return mean(values) if values and all(isinstance(v, float | int) for v in values) else None
+
+
+def _less(value: Any, plain: Any) -> float:
+    """value - plain, within MOST either way; what is not a number is as bad as can be."""
+    if not isinstance(value, float | int):
+        return MOST
+    if not isinstance(plain, float | int):
+        return -MOST
+    return max(-MOST, min(MOST, value - plain))
+
+
+def choice(record: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """The chosen candidate of each method and start."""
+    found = Results(record)
+    return {(method, start): found.of_method(method, start)[0] for start in STARTS for method in found.methods(start)}
+
+
+# --- the page ---
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """docs/recipes.md."""
+    found, chosen = Results(record), choice(record)
+    seeds = len({row[3] for row in record["cells"]})
+    versions = "; ".join(f"torch {run['torch']}, commit {run['commit'][:7]}, {run['date']}" for run in record["runs"])
+    lines = [
+        "# Recipes: what to use when",
+        "",
+        "Generated by `python benchmarks/defaults.py --page FILE ...`; do not edit.",
+        "",
+        f"{len(record['cells'])} trainings: {len(found.tasks)} small real tasks ({', '.join(found.tasks)}), up to "
+        f"{seeds} seeds, equal epochs; from scratch, and from a plain net that was trained as long before. Tables have "
+        f"a heteroscedastic head. Shifted rows: tables with noise of half a feature's spread, pictures with six "
+        f"corruptions of severity 3, reviews with a third of their words replaced, stays with half of their parameters "
+        f"missing. {versions}.",
+        "",
+        f"Candidates were chosen by the NLL of validation rows, less the plain net's of the same seed, within "
+        f"{MOST:.0f} nat for each task; what harms counts {HARM:.0f} times what helps. What follows are test rows. "
+        f"A method harms a task if its NLL is above the plain net's by more than {NOISE} with every seed.",
+    ]
+    for start in STARTS:
+        lines += ["", f"## {WORDS[start].capitalize()}", "", *_choices(found, chosen, start)]
+        for what, words in (("test_nll", "NLL of test rows"), ("test_shifted_nll", "NLL of shifted test rows")):
+            lines += ["", f"{words}; **bold** where no worse than plain by more than {NOISE}, ! where it harms:", ""]
+            lines += _by_task(found, chosen, start, what)
+    lines += ["", "## Every candidate", "", *_every(found, chosen)]
+    return "\n".join(lines) + "\n"
+
+
+def _choices(found: Results, chosen: Mapping[tuple[str, str], str], start: str) -> list[str]:
+    head = [
+        "method",
+        "recipe",
+        "temperature",
+        "NLL less plain's",
+        "harms",
+        "shifted less plain's",
+        "better when shifted",
+    ]
+    rows = [head]
+    for method in found.methods(start):
+        name = chosen[method, start]
+        clean, shifted = (
+            [found.difference(t, start, name, w) for t in found.tasks] for w in ("test_nll", "test_shifted_nll")
+        )
+        clean, shifted = ([d for d in each if d is not None] for each in (clean, shifted))
+        harmed = [t for t in found.tasks if found.harms(t, start, name)]
+        config = f"`{found.candidates[name]['written']}`"
+        cells = [method, config, f"{found.candidates[name]['temperature']:g}", f"{mean(clean):+.3f}"]
+        cells += [
+            ", ".join(harmed) or "none",
+            f"{mean(shifted):+.3f}",
+            f"{sum(d < 0 for d in shifted)} of {len(shifted)}",
+        ]
+        rows.append(cells)
+    return _table(rows)
+
+
+def _by_task(found: Results, chosen: Mapping[tuple[str, str], str], start: str, what: str) -> list[str]:
+    rows = [["method", *found.tasks]]
+    for method in found.methods(start):
+        name = chosen[method, start]
+        rows.append([method, *(_cell(found, task, start, name, what) for task in found.tasks)])
+    return _table(rows)
+
+
+def _cell(found: Results, task: str, start: str, name: str, what: str) -> str:
+    value, difference = found.mean_of(task, start, name, what), found.difference(task, start, name, what)
+    if value is None or difference is None:
+        return "failed" if (task, start, name) in found.cells else ""
+    text = f"{value:.3f}" if abs(value) < 100 else f"{value:.1e}"
+    if found.harms(task, start, name, what):
+        return f"{text} !"
+    return f"**{text}**" if name != "plain" and difference <= NOISE else text
+
+
+def _every(found: Results, chosen: Mapping[tuple[str, str], str]) -> list[str]:
+    """Validation scores of all candidates, and how many tasks each harms."""
+    rows = [["candidate", *(f"{WORDS[start]}: score, harmed" for start in STARTS), "config", "temperature"]]
+    for name, one in found.candidates.items():
+        cells = []
+        for start in STARTS:
+            score = found.score(start, name)
+            harmed = sum(found.harms(t, start, name, "validation_nll") for t in found.tasks)
+            text = "" if score is None else f"{score:+.3f}, {harmed}"
+            cells.append(f"**{text}**" if chosen.get((one["method"], start)) == name else text)
+        rows.append([name, *cells, f"`{one['written']}`", f"{one['temperature']:g}"])
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]

@@ -1,0 +1,156 @@
+"""The posteriors under a module, and what follows from which they are: worked out once, and again when modules change.
+
+A call of a model begins by looking at its tree, since layers can be replaced, removed or added at any time. To compare
+a tree with the one of the call before takes a tenth of the time of walking through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain, count
+from operator import is_
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+_KEYS = count()
+
+
+class Keyed(nn.Module):
+    """A module that passes know by a key of its own; copies get new keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = f"p{next(_KEYS)}"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.key = f"p{next(_KEYS)}"
+
+
+class Posteriors(list[Any]):
+    """The posteriors of a model, each once, in a fixed order, with what was planned for them."""
+
+    def __init__(self, found: Sequence[Any] = ()) -> None:
+        super().__init__(found)
+        self.plans: dict[Hashable, Any] = {}
+        self.anchors: list[tuple[dict[str, Any], str]] | None = None  # where each posterior keeps its anchor
+
+
+def planned(posteriors: Sequence[Any], key: Hashable, make: Callable[[], T]) -> T:
+    """make(), or what it gave for these posteriors and this key before; anew for any other sequence of posteriors.
+
+    >>> some = Posteriors([1, 2])
+    >>> planned(some, "sum", lambda: sum(some)), planned(some, "sum", lambda: 0), planned([1, 2], "sum", lambda: 0)
+    (3, 3, 0)
+    """
+    if type(posteriors) is not Posteriors:
+        return make()
+    found = posteriors.plans.get(key)
+    if found is None:
+        found = posteriors.plans[key] = make()
+    return found
+
+
+_CHANGES = [0]  # of posteriors, in this process
+
+
+def changed() -> None:
+    """Say that a posterior has other parameters than before: what was planned for it, under any root, is forgotten."""
+    _CHANGES[0] += 1
+
+
+class Tree:
+    """The modules under a root as they were read. Copies know nothing."""
+
+    def __init__(self, root: nn.Module | None = None) -> None:
+        self.changes = _CHANGES[0]
+        self.modules = [] if root is None else _walked(root)
+        self.children = self._children()
+        self.posteriors = Posteriors([m for m in self.modules if isinstance(m, Keyed)])
+        self.number = hash(tuple(map(id, self.modules)))
+
+    def __reduce__(self) -> Any:
+        return Tree, ()
+
+    def _children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable([module._modules.values() for module in self.modules]))
+
+    def stands(self, root: nn.Module) -> bool:
+        """Whether the root is the same and has the same modules under it."""
+        if not self.modules or self.modules[0] is not root or self.changes != _CHANGES[0]:
+            return False
+        found = self._children()
+        return len(found) == len(self.children) and all(map(is_, found, self.children))
+
+
+def _walked(root: nn.Module) -> list[nn.Module]:
+    """root.modules(), several times as fast."""
+    seen: dict[nn.Module, None] = {}
+    ahead: list[nn.Module | None] = [root]
+    while ahead:
+        module = ahead.pop()
+        if module is not None and module not in seen:
+            seen[module] = None
+            ahead.extend(reversed(module._modules.values()))
+    return list(seen)
+
+
+def tree_of(root: nn.Module) -> Tree:
+    """The tree under a module, read anew if it changed. Where there are posteriors in it, the module keeps it."""
+    found: Tree | None = root.__dict__.get("_slimbayes_tree")
+    if found is None or not found.stands(root):
+        found = Tree(root)
+        if found.posteriors:
+            root.__dict__["_slimbayes_tree"] = found
+        else:
+            root.__dict__.pop("_slimbayes_tree", None)
+    return found
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """root.modules(), as a list that is not to be changed."""
+    return list(root.modules()) if torch.compiler.is_compiling() else tree_of(root).modules
+
+
+def posteriors_of(module: nn.Module) -> list[Any]:
+    """Every posterior under a module, each once, in a fixed order: a list that is not to be changed."""
+    if torch.compiler.is_compiling():
+        return [m for m in module.modules() if isinstance(m, Keyed)]
+    return tree_of(module).posteriors
+
+
+def first_key(module: nn.Module) -> str | None:
+    """The key of the first posterior under a module."""
+    if isinstance(module, Keyed):
+        return module.key
+    for child in module._modules.values():
+        found = None if child is None else first_key(child)
+        if found is not None:
+            return found
+    return None
+
+
+def anchors_of(posteriors: Sequence[Any]) -> list[Tensor]:
+    """The tensor that stands for each posterior: its first parameter, or else its first buffer."""
+    if type(posteriors) is not Posteriors:
+        return [p.anchor for p in posteriors]
+    if posteriors.anchors is None:
+        posteriors.anchors = [_place(p) for p in posteriors]
+    try:
+        return [place[name] for place, name in posteriors.anchors]
+    except KeyError:  # somebody took a parameter away
+        posteriors.anchors = None
+        return [p.anchor for p in posteriors]
+
+
+def _place(posterior: Any) -> tuple[dict[str, Any], str]:
+    anchor = posterior.anchor
+    for module in posterior.modules():
+        for place in (module._parameters, module._buffers):
+            for name, tensor in place.items():
+                if tensor is anchor:
+                    return place, name
+    raise AssertionError("an anchor that is no parameter and no buffer")

@@ -1,0 +1,125 @@
+"""What Gaussian posteriors with correlated weights share: draws, the exact KL, and triangular factors.
+
+    w = mean + T e          e ~ Normal(0, 1) for each weight;  T lower triangular: the Cholesky factor of the covariance
+
+    KL(q || Normal(m, s)) = (sum_ij T_ij^2 + |mean - m|^2) / (2 s^2) - D / 2 + D log s - sum_i log T_ii
+
+Weights that stay as they are (padding, pruned) have no noise and get none: rows and columns are struck from T, which
+leaves it triangular, so the formula holds for the others.
+
+Sizes: m x n the matrix view of a weight, D = m n its weights, d draws of a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.distributions.families import wide
+from slimbayes.distributions.sums import exact
+from slimbayes.engine.passes import Noise
+from slimbayes.layers.site import LinearMap, Site
+from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
+from slimbayes.posteriors.configs.correlated import CorrelatedConfig
+
+
+class Triangle(nn.Module):
+    """A lower triangular matrix with a positive diagonal: exp(log_scale) times a matrix with ones on its diagonal.
+
+    So correlations do not depend on the scale, and n (n + 1) / 2 numbers are free.
+    """
+
+    def __init__(self, size: int, scale: float) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.full((size,), math.log(scale)))
+        self.below = nn.Parameter(torch.zeros(size * (size - 1) // 2)) if size > 1 else None
+
+    def matrix(self) -> Tensor:
+        """The triangle (n, n), in float32 at least."""
+        log_scale = wide(self.log_scale)
+        unit = torch.eye(len(log_scale), dtype=log_scale.dtype, device=log_scale.device)
+        if self.below is not None:
+            unit = unit.masked_scatter(torch.ones_like(unit, dtype=torch.bool).tril(-1), wide(self.below))
+        return log_scale.exp().unsqueeze(1) * unit
+
+
+class CorrelatedPosterior(WeightPosterior):
+    """A triangular factor of the covariance around the layer's own weight; subclasses say how it is parameterised."""
+
+    regularises_mean = True
+
+    def __init__(self, config: CorrelatedConfig, site: Site) -> None:
+        super().__init__()
+        config.check_size(site)
+        self.site, self.prior = site, config.prior
+
+    @abstractmethod
+    def spread(self, noise: Tensor) -> Tensor:
+        """T e of noise (d, m, n): (d, m, n)."""
+
+    @abstractmethod
+    def variances(self, free: Tensor) -> Tensor:
+        """Variance of each weight where noise is that of the free ones, marked by ones in (m, n): (m, n)."""
+
+    @abstractmethod
+    def log_diagonal(self) -> Tensor:
+        """log T_ii of each weight, (m, n)."""
+
+    def scale(self) -> Tensor:
+        """Standard deviation of each weight by itself, in the shape of the stored weight."""
+        every = torch.ones(self.site.matrix, device=self.device, dtype=self.dtype)
+        return self.site.from_matrix(self.variances(every).sqrt())
+
+    def widths(self, rowwise: bool) -> tuple[int, int]:
+        return math.prod(self.site.shape), 0
+
+    def realise(self, noise: Noise, pick: Pick) -> Tensor:
+        """Deviations from the mean, (d, *shape)."""
+        linear = self.layer.linear_map(self.site.name)
+        free = self._free(linear)
+        return linear.masked(self.site.from_matrix(self.spread(self._normal(noise.block) * free)))
+
+    def _normal(self, lines: Tensor) -> Tensor:
+        return lines.reshape(-1, *self.site.matrix)
+
+    def _free(self, linear: LinearMap) -> Tensor:
+        """One for each weight with a distribution, zero for what stays as it is, (m, n)."""
+        every = torch.ones(self.site.shape, device=self.device, dtype=self.dtype)
+        return self.site.to_matrix(linear.masked(every))
+
+    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
+        weights = linear.weight + self.values().to(linear.weight.dtype)
+        biases = None if linear.bias is None else linear.bias.expand(weights.shape[0], -1)
+        return linear.blocks(x, weights, biases, self.current)
+
+    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
+        return linear.weight + self.values()[index].to(linear.weight.dtype), linear.bias
+
+    def kl(self, linear: MapOf) -> Tensor:
+        mapped = linear()
+        mean, free = self.site.to_matrix(wide(mapped.weight)), self._free(mapped)
+        prior = self._prior(mean)
+        # Terms that nearly cancel beside the prior are summed in more digits.
+        squares = free * (self.variances(free) + (mean - prior.loc).square()) * (0.5 / prior.scale**2)
+        terms = squares - free * (0.5 - math.log(prior.scale) + self.log_diagonal())
+        return terms.sum(dtype=exact(terms)).to(mean.dtype)
+
+    def _prior(self, mean: Tensor) -> Any:
+        return self.prior.of_weights(mean, mean, self.site.matrix[0])
+
+    def log_ratio(self, linear: LinearMap) -> Tensor:
+        free, noise = self._free(linear).double(), self._normal(self.noise.block).double()
+        drawn = (linear.weight + self.values()).double()
+        weights = torch.stack([self.site.to_matrix(one) for one in drawn])
+        log_q = -0.5 * noise.square() - self.log_diagonal().double() - 0.5 * math.log(2 * math.pi)
+        return (free * (self._prior(weights[0]).log_prob(weights) - log_q)).flatten(1).sum(1)
+
+    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+        """How far means are from the prior's, in its scales, and standard deviations over the prior's."""
+        mean, free = self.site.to_matrix(wide(linear.weight.detach())), self._free(linear)
+        prior, deviation = self._prior(mean), self.variances(free).detach().sqrt()
+        return [(((mean - prior.loc) / prior.scale)[free > 0], deviation[free > 0] / prior.scale)]

@@ -1,0 +1,210 @@
+"""export: a converted model as one file that runs without slimbayes, in torch.export's format or as ONNX.
+
+The graph is that of `predict`: S draws of every layer's posterior, folded into one batch where that was proven right,
+then averages and uncertainties if a likelihood is named. What is random enters as standard normals, which are either
+written into the file (the same S functions at every call) or an input of the graph.
+
+Sizes: S draws, K members, B rows, W normals of one draw.
+"""
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.engine import calls, noise
+from slimbayes.engine.layout import Layout
+from slimbayes.engine.noise import Seed
+from slimbayes.engine.passes import Noise, Pass
+from slimbayes.engine.sharing import evaluating
+from slimbayes.files import replacing
+from slimbayes.prediction.checks import check_inputs
+from slimbayes.prediction.predict import member_weights, select
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.prediction.sample import members as members_of
+from slimbayes.prediction.sample import posteriors_in
+from slimbayes.train.elbo import check_finite
+from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
+
+SUMMARIES = ("mean", "aleatoric", "epistemic")
+
+
+class Exported(NamedTuple):
+    """What a file holds: names and shapes of its inputs and outputs, None for the number of rows, and its draws."""
+
+    path: Path
+    inputs: dict[str, list[int | None]]
+    outputs: tuple[str, ...]
+    draws: int
+    likelihood: str | None
+
+
+def export(
+    model: nn.Module,
+    example: Tensor | tuple[Tensor, ...],
+    path: str | Path,
+    draws: int = 1,
+    members: Sequence[int] | None = None,
+    noise: Literal["fixed", "input"] = "fixed",
+    likelihood: LikelihoodName | None = None,
+    scale: float = 0.0,
+    seed: Seed = 0,
+) -> Exported:
+    """Write a converted model to a .onnx or .pt2 file that takes any number of rows and needs no slimbayes.
+
+    Args:
+        model: a converted model; it is run in eval mode and stays as it is.
+        example: what the model takes, a tensor or several, of two rows at least.
+        path: ends in .onnx (onnx and onnxscript are needed: the `export` extra) or .pt2. Open a .pt2 only if you know
+            who wrote it: torch may unpickle parts of it.
+        draws: draws from every member.
+        members: numbers of the members to keep; by default all. Each draw is then a part of the graph of its own.
+        noise: "fixed" writes the draws of `seed` into the file, so that it computes what `predict(model, x, draws,
+            seed=seed)` does; with "input" the graph takes their standard normals (S, W) as a last input.
+        likelihood: what outputs mean, as in `predict`: the graph then gives mean (class probabilities), aleatoric and
+            epistemic uncertainty (B, ...). Without, it gives every draw's outputs (S, B, ...).
+        scale: standard deviation of the observation noise, for "gaussian".
+
+    Example:
+        >>> import slimbayes as sb, tempfile
+        >>> net, x = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2)), torch.randn(5, 4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     made = export(net, x, f"{folder}/net.pt2", draws=8, likelihood="categorical")
+        ...     mean, aleatoric, epistemic = torch.export.load(made.path).module()(x)
+        >>> bool(torch.allclose(mean, sb.predict(net, x, draws=8, seed=0).probs, atol=1e-6))
+        True
+    """
+    path, args = Path(path), example if isinstance(example, tuple) else (example,)
+    if path.suffix not in (".onnx", ".pt2"):
+        raise ValueError(f"export writes .onnx and .pt2 files, got {str(path)!r}.")
+    _check(model, args, draws, noise, likelihood)
+    with evaluating(model), torch.no_grad():
+        graph = Graph(model, args, draws, members, seed, likelihood, scale, fixed=noise == "fixed")
+        inputs = args if graph.noise is not None else (*args, torch.zeros(graph.total, sum(graph.widths)))
+        made = _describe(path, args, inputs, graph)
+        try:
+            _write(graph, inputs, made)
+        except Exception:
+            if not graph.folded:
+                raise
+            graph.folded = False  # what a format has no word for in many draws at once, it may have in one at a time
+            _write(graph, inputs, made)
+    return made
+
+
+def _describe(path: Path, args: tuple[Tensor, ...], inputs: tuple[Tensor, ...], graph: "Graph") -> Exported:
+    names = ["input"] if len(args) == 1 else [f"input{i}" for i in range(len(args))]
+    names += ["noise"] * (len(inputs) - len(args))
+    sizes: dict[str, list[int | None]] = {name: list(x.shape) for name, x in zip(names, inputs)}
+    for name, x in zip(names, args):
+        sizes[name][0] = None if len(x) == len(args[0]) else len(x)
+    return Exported(
+        path, sizes, ("draws",) if graph.likelihood is None else SUMMARIES, len(graph.kept), graph.likelihood
+    )
+
+
+def _check(model: nn.Module, args: tuple[Tensor, ...], draws: int, noise: str, likelihood: str | None) -> None:
+    if draws < 1:
+        raise ValueError(f"export needs at least one draw, got draws={draws!r}.")
+    if noise not in ("fixed", "input"):
+        raise ValueError(f"noise must be 'fixed' or 'input', got {noise!r}.")
+    if not args or not all(isinstance(x, Tensor) and x.dim() for x in args) or len(args[0]) < 2:
+        raise ValueError("export needs an example of two rows at least: a tensor, or a tuple of those the model takes.")
+    if likelihood is not None:
+        likelihood_named(likelihood)
+    check_finite(model)
+    check_inputs(model, (args, {}), 0)
+
+
+class Graph(nn.Module):
+    """A model under S draws that follow from standard normals, as one function of tensors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Tensor, ...],
+        draws: int,
+        members: Sequence[int] | None,
+        seed: Seed,
+        likelihood: LikelihoodName | None,
+        scale: float,
+        fixed: bool,
+    ) -> None:
+        super().__init__()
+        self.model, self.likelihood, self.scale = model, likelihood, scale
+        self.posteriors, self.members = posteriors_in(model), members_of(model)
+        self.total = self.members * draws
+        self.kept = _kept(members, self.members, self.total)
+        weights = member_weights(model)
+        self.weights = None if weights is None or members is not None else weights.tolist()
+        held = noise.draw_numbered(self.posteriors, Pass(self.total, 1, rowwise=False), noise.seed_of(seed))
+        if held.keys and not fixed:
+            raise ValueError(
+                "noise='input' feeds normals to posteriors, but dropout draws masks while its layer runs: "
+                "use noise='fixed'."
+            )
+        self.widths = [held.noise[p.key].block.shape[1] for p in self.posteriors]
+        self.noise: Tensor | None
+        blocks = [held.noise[p.key].block.float() for p in self.posteriors] or [torch.zeros(self.total, 0)]
+        self.register_buffer("noise", torch.cat(blocks, 1) if fixed else None)
+        for key, numbers in held.keys.items():
+            self.register_buffer(f"keys_{key}", numbers)
+        self.layout = calls.layout_of(model, args, {}, self.posteriors) if self.posteriors else Layout()
+        self.folded = self.layout.folds and len(self.kept) == self.total > 1
+
+    def forward(self, *inputs: Tensor) -> Any:
+        given, args = (inputs[-1], inputs[:-1]) if self.noise is None else (self.noise, inputs)
+        outputs = self._outputs(given, args)
+        if self.likelihood is None:
+            return outputs
+        count = self.members if len(self.kept) == self.total else 1
+        found = Prediction.from_outputs(outputs, self.likelihood, count, self.scale, weights=self.weights)
+        return tuple(getattr(found, name) for name in SUMMARIES)
+
+    def _outputs(self, given: Tensor, args: tuple[Tensor, ...]) -> Tensor:
+        """Outputs (S, B, ...) of the draws that these normals make."""
+        if not self.posteriors:
+            return select(self.model(*args), None).unsqueeze(0)
+        held = Pass(self.total, 1, rowwise=False)
+        for posterior, block in zip(self.posteriors, given.split(self.widths, 1)):
+            held.noise[posterior.key] = Noise(block.to(posterior.dtype), block.new_empty(0, 0))
+            if posterior.late:
+                held.keys[posterior.key] = getattr(self, f"keys_{posterior.key}")
+        known = self.layout if self.layout.folds else None
+        new = held.view(self.total * self.layout.rows((args, {})), known)
+        if self.folded:
+            return select(calls.run_draws(self.model, args, {}, new, self.layout, folds=True), None)
+        parts = [calls.finish(new.single(j, known), self.posteriors, self.model, args, {}) for j in self.kept]
+        return torch.stack([select(part, None) for part in parts])
+
+
+def _kept(members: Sequence[int] | None, count: int, total: int) -> list[int]:
+    """Numbers of the draws that belong to some of the members."""
+    for member in members or ():
+        if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < count:
+            raise ValueError(f"members names {member!r}, but the model has members 0 to {count - 1}.")
+    if members is not None and not members:
+        raise ValueError("members is empty: at least one member must be kept.")
+    return [j for j in range(total) if members is None or j % count in members]
+
+
+def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported) -> None:
+    """The file, whole or not there, with a word on what it holds."""
+    about = json.dumps({"format": 1, **made._asdict(), "path": made.path.name})
+    shapes = tuple({0: torch.export.Dim.DYNAMIC} if size[0] is None else None for size in made.inputs.values())
+    program = torch.export.export(graph, inputs, dynamic_shapes=(shapes,), strict=False)
+    with replacing(made.path) as draft:
+        if made.path.suffix == ".pt2":
+            with open(draft, "wb") as file:
+                torch.export.save(program, file, extra_files={"slimbayes.json": about})
+            return
+        if find_spec("onnxscript") is None:
+            raise ImportError('A .onnx file needs onnx and onnxscript: pip install "slimbayes[export]"')
+        onnx = torch.onnx.export(program, input_names=list(made.inputs), output_names=list(made.outputs), verbose=False)
+        assert onnx is not None
+        onnx.model.metadata_props["slimbayes"] = about
+        onnx.save(draft, external_data=False)

@@ -1,0 +1,217 @@
+"""far: how far a row is from the rows a model has learned from, and predictions that know less where it is far.
+
+A Gaussian process with unit variance and a squared-exponential kernel, conditioned on training rows Z, has left at x
+
+    v(x) = 1 - k(x, Z) (k(Z, Z) + noise I)^-1 k(Z, x)                     0 on the data, 1 far away from them
+
+of its variance: the distance. It needs no targets and no training. From it follows a weight
+
+    w(x) = (v(x) - m) / (1 - m), at least 0       m: median over Z of v at a row that is left out (closed form)
+
+zero for half of all familiar rows and one far away. Real targets: what the model says of x is mixed with what is known
+without looking at x, the distribution of the training targets,
+
+    p(y | x) = (1 - w) p_model(y | x) + w N(y; mean, variance of the training targets)
+
+Classes: the logits of each draw get a further variance, w times their own mean square, averaged over as MacKay (1992)
+does: z / sqrt(1 + pi/8 w mean(z^2)), z centred. Either way the NLL is bounded far away, and what distance adds to the
+uncertainty counts as epistemic.
+
+Sizes: N rows, M kept rows, P features, K members, S draws, C classes.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.engine.sharing import evaluating
+from slimbayes.prediction.averages import along_draws, log_mean
+from slimbayes.prediction.batches import call_batch
+from slimbayes.prediction.features import features_of, is_table, last_linear
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.train.likelihoods import LikelihoodName, entropy, likelihood_named
+
+_NOISE = 0.1  # of the process: rows closer than this tells apart say no more than one of them
+_SCALE = 1.5  # median distance between rows, in length scales of the kernel
+
+
+class Far(nn.Module):
+    """Distances from training rows, and the predictions they change; `far` makes one.
+
+    It is a module with buffers alone: `.to`, copies and pickles work.
+
+    Args:
+        rows: features of training rows (M, P), M >= 2.
+        marginal: means and variances of real targets (2, ...); of classes nothing is needed, (0,).
+        at: where the features come from, as in `far`.
+    """
+
+    shift: Tensor
+    stretch: Tensor
+    rows: Tensor
+    root: Tensor
+    typical: Tensor
+    marginal: Tensor
+
+    def __init__(self, rows: Tensor, marginal: Tensor, at: str | None) -> None:
+        super().__init__()
+        self.at = at
+        wide = rows.double()
+        varies = wide.amax(0) > wide.amin(0)
+        shift, stretch = wide.mean(0), wide.std(0).where(varies, 1.0)
+        z = (wide - shift) / stretch
+        gaps = torch.pdist(z[:512])
+        length = float(gaps.median()) / _SCALE or 1.0
+        stretch, z = stretch * length, z / length
+        chol = torch.linalg.cholesky(_kernel(z, z) + _NOISE * torch.eye(len(z), dtype=z.dtype, device=z.device))
+        root = torch.linalg.solve_triangular(chol, torch.eye(len(z), dtype=z.dtype, device=z.device), upper=False)
+        left_out = 1 / root.square().sum(0) - _NOISE  # variance at each row given the others
+        buffers = {"shift": shift, "stretch": stretch, "rows": z, "root": root, "typical": left_out.median()}
+        for name, value in buffers.items():
+            self.register_buffer(name, value.float())
+        self.register_buffer("marginal", marginal.double())
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Distance of rows with these features, from 0 (among the training rows) to 1: (N, P) to (N,)."""
+        z = (features.to(self.shift) - self.shift) / self.stretch
+        return 1 - (_kernel(z, self.rows) @ self.root.T).square().sum(-1).clamp(0, 1)
+
+    def widen(self, prediction: Prediction, distance: Tensor) -> Prediction:
+        """A prediction that knows less the farther its rows are; the samples must have been kept.
+
+        Shape: distance (N,).
+        """
+        if prediction.by_draw is None:
+            raise ValueError("Distance changes every draw; call predict(..., keep_samples=True).")
+        w = ((distance - self.typical) / (1 - self.typical)).clamp(0, 1).to(prediction.by_member)
+        wider = self._classes if likelihood_named(prediction.likelihood).discrete else self._targets
+        return replace(wider(prediction, prediction.by_draw, w), distance=distance.to(w))
+
+    def _classes(self, prediction: Prediction, logs: Tensor, w: Tensor) -> Prediction:
+        z = logs.clamp_min(torch.finfo(logs.dtype).min / logs.shape[-1])
+        z = z - z.mean(-1, keepdim=True)
+        # Of huge logits squares overflow: sqrt(1 + a q^2) = hypot(1, sqrt(a) q).
+        largest = z.abs().amax(-1, keepdim=True).clamp_min(1.0)
+        rms = largest * (z / largest).square().mean(-1, keepdim=True).sqrt()
+        further = along_draws((math.pi / 8 * w).sqrt(), prediction.aleatoric)[None, ..., None] * rms
+        logs = torch.where(further > 0, (z / torch.hypot(torch.ones_like(further), further)).log_softmax(-1), logs)
+        by_member = log_mean(logs.unflatten(0, (-1, len(prediction.by_member))))
+        total = entropy(log_mean(by_member, prediction.weights))
+        return replace(
+            prediction, by_draw=logs, by_member=by_member, epistemic=(total - prediction.aleatoric).clamp_min(0)
+        )
+
+    def _targets(self, prediction: Prediction, values: Tensor, w: Tensor) -> Prediction:
+        """With the distribution of the training targets as one more member, whose weight differs between rows."""
+        if self.marginal.shape[1:] != values.shape[2:]:
+            raise ValueError(
+                f"far was fitted to targets of shape {tuple(self.marginal.shape[1:])} for each row, the prediction has "
+                f"{tuple(values.shape[2:])}: give far the targets and the likelihood that predict is given."
+            )
+        mean, variance = self.marginal.to(values)
+        k, row = len(prediction.by_member), along_draws(w, prediction.aleatoric)
+        shares = torch.full((k,), 1 / k).to(w) if prediction.weights is None else prediction.weights.to(w)
+        total = (1 - row) * prediction.total + row * variance + row * (1 - row) * (prediction.mean - mean).square()
+        aleatoric = (1 - row) * prediction.aleatoric
+        assert prediction.noise is not None  # kept with the samples
+        return replace(
+            prediction,
+            count=prediction.count // k * (k + 1),
+            by_member=torch.cat([prediction.by_member, mean.expand(1, *prediction.by_member.shape[1:])]),
+            aleatoric=aleatoric,
+            epistemic=(total - aleatoric).clamp_min(0),
+            by_draw=_with_member(values, mean, k),
+            noise=_with_member(prediction.noise, variance, k),
+            weights=torch.cat([shares[:, None] * (1 - w), w[None]]),
+        )
+
+
+def far(
+    model: nn.Module,
+    loader: Iterable[Any],
+    likelihood: LikelihoodName = "categorical",
+    at: str | None = None,
+    rows: int = 1024,
+    inputs: int | None = None,
+    seed: int = 0,
+) -> Far:
+    """Learn from training rows what is near, in one pass and without training; for `predict(..., far=)`.
+
+    Args:
+        model: a converted model, trained.
+        loader: batches (input, target) of the training set, such as `[(x, y)]`; of classes the targets do not matter.
+        likelihood: as in `predict`.
+        at: name of a layer, whose inputs are the features. By default the model's own inputs if they are a table
+            (N, P); otherwise the inputs of the last linear layer.
+        rows: at most so many rows are kept, drawn evenly from all. A prediction takes rows^2 products for each row.
+        inputs: as in `predict`.
+        seed: for the choice of rows.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+        >>> net = sb.bayesianize(nn.Linear(2, 1), sb.Rank1(members=2))
+        >>> near = far(net, [(x, x[:, :1])], likelihood="gaussian")
+        >>> pred = sb.predict(net, torch.tensor([[0.0, 0.0], [9.0, 9.0]]), likelihood="gaussian", scale=0.1, far=near)
+        >>> pred.distance.round(decimals=1), bool(pred.epistemic[1] > 0.5)
+        (tensor([0., 1.]), True)
+    """
+    if rows < 2:
+        raise ValueError(f"far needs rows >= 2, got {rows!r}.")
+    discrete = likelihood_named(likelihood).discrete
+    generator = torch.Generator().manual_seed(seed)
+    kept: list[Tensor] = []
+    sums: list[Tensor] = []
+    order = torch.empty(0)
+    with torch.no_grad(), evaluating(model):
+        for batch in loader:
+            if not (discrete or (isinstance(batch, (tuple, list)) and len(batch) > 1)):
+                raise TypeError(f"far of real targets needs batches (input, target), got {type(batch).__name__}.")
+            args, kwargs = call_batch(model, batch, inputs)
+            if at is None and not is_table(args, kwargs):
+                at = last_linear(model, args, kwargs)
+            kept.append(features_of(model, args, kwargs, at))
+            sums += [] if discrete else [_sums(torch.as_tensor(batch[-1]))]
+            order = torch.cat([order, torch.rand(len(kept[-1]), generator=generator)])
+            if len(order) > 2 * rows:
+                kept, order = _fewest(kept, order, rows)
+    if len(order) < 2:
+        raise ValueError(f"far needs at least two rows to learn from, got {len(order)}.")
+    kept, _ = _fewest(kept, order, rows)
+    if not bool(kept[0].isfinite().all()):
+        raise ValueError("far was given features that are NaN or infinite: clean the inputs first.")
+    return Far(kept[0], _moments(sums) if sums else torch.empty(0), at).to(kept[0].device)
+
+
+def _fewest(kept: list[Tensor], order: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:
+    """The rows with the smallest random numbers: an even sample, however many batches there were."""
+    chosen = order.argsort()[:rows]
+    return [torch.cat(kept)[chosen.to(kept[0].device)]], order[chosen]
+
+
+def _sums(target: Tensor) -> Tensor:
+    """Ones, targets and their squares, summed over a batch: (3, ...)."""
+    y = target.double()
+    return torch.stack([torch.full_like(y[0], len(y)), y.sum(0), y.square().sum(0)])
+
+
+def _moments(sums: list[Tensor]) -> Tensor:
+    """Mean and variance (2, ...) of all targets."""
+    count, total, squares = torch.stack(sums).sum(0)
+    center = total / count
+    return torch.stack([center, (squares / count - center.square()).clamp_min(torch.finfo(torch.float32).tiny)])
+
+
+def _with_member(values: Tensor, known: Tensor, members: int) -> Tensor:
+    """Draws (S, N, ...), draw j of member j mod K, with one more member that always says the same."""
+    each = values.unflatten(0, (-1, members))
+    return torch.cat([each, known.expand(len(each), 1, *each.shape[2:])], 1).flatten(0, 1)
+
+
+def _kernel(a: Tensor, b: Tensor) -> Tensor:
+    # By products the distances of close rows would be rounded, those of far ones infinity less infinity.
+    return torch.exp(-0.5 * torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square())

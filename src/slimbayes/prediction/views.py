@@ -1,0 +1,162 @@
+"""A Prediction as a container of rows: slices, devices, joins, tables for notebooks.
+
+Sizes: S draws, K members, N rows, C classes.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+_DIMS = {"aleatoric": 0, "epistemic": 0, "distance": 0, "by_member": 1, "by_draw": 1, "noise": 1}  # where rows lie
+_SHOWN = 8  # rows of a table in a notebook
+
+
+class Views:
+    """What needs nothing but the fields of a Prediction and where their rows lie."""
+
+    likelihood: str
+    count: int
+    by_member: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    by_draw: Tensor | None
+    noise: Tensor | None
+    weights: Tensor | None
+    distance: Tensor | None
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.aleatoric)
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> Self:
+        """Some of the rows, by number, slice, list or mask; a single number gives a prediction of one row.
+
+        Example:
+            >>> import slimbayes as sb
+            >>> p = sb.Prediction.from_outputs(torch.tensor([[-1.0, 0.0, 1.0]]), "gaussian")
+            >>> p[1:].mean, p[-1].mean, p[p.mean < 0].mean
+            (tensor([0., 1.]), tensor([1.]), tensor([-1.]))
+        """
+        size = len(self)
+        if isinstance(rows, int):
+            if not -size <= rows < size:  # the end of iteration, too
+                raise IndexError(f"row {rows} of a prediction of {size} rows")
+            rows = slice(rows % size, rows % size + 1)
+        index = torch.arange(size)[rows if isinstance(rows, slice) else torch.as_tensor(rows).cpu()]
+        return self._each(lambda t, dim: t.index_select(dim, index.to(t.device)))
+
+    def to(self, target: torch.device | str | torch.dtype) -> Self:
+        """The same on another device, or in another precision."""
+        moved = self._each(lambda t, dim: t.to(target))
+        return moved if moved.weights is None else replace(moved, weights=moved.weights.to(target))  # type: ignore[type-var]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Predictions of several batches of rows as one.
+
+        Example:
+            >>> import slimbayes as sb
+            >>> one = sb.Prediction.from_outputs(torch.zeros(3, 2, 4))
+            >>> sb.Prediction.joined([one, one]).probs.shape
+            torch.Size([4, 4])
+        """
+        if not parts:
+            raise ValueError("At least one Prediction is needed, got none: predict was given no batch.")
+        first = parts[0]
+        kinds = {
+            (p.likelihood, p.count, len(p.by_member), tuple(f for f in _DIMS if getattr(p, f) is None)) for p in parts
+        }
+        if len(kinds) > 1:
+            told = ", ".join(
+                sorted(f"{p.likelihood} with {p.count} draws of {len(p.by_member)} members" for p in parts)
+            )
+            raise ValueError(f"Predictions to join need one likelihood, draws and fields alike; got {told}.")
+        fields = {name: [getattr(p, name) for p in parts] for name in _DIMS}
+        joined = {name: torch.cat(ts, _DIMS[name]) for name, ts in fields.items() if ts[0] is not None}
+        if first.weights is not None and first.weights.dim() == 2:
+            joined["weights"] = torch.cat([p.weights for p in parts if p.weights is not None], 1)
+        return replace(first, **joined)  # type: ignore[type-var]
+
+    def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
+        """Every tensor with rows changed, given where they lie."""
+        changed = {n: change(getattr(self, n), dim) for n, dim in _DIMS.items() if getattr(self, n) is not None}
+        if self.weights is not None and self.weights.dim() == 2:
+            changed["weights"] = change(self.weights, 1)
+        return replace(self, **changed)  # type: ignore[type-var]
+
+    def to_numpy(self) -> dict[str, Any]:
+        """Every summary as numpy arrays: mean, member_mean, total, aleatoric, epistemic, and where they are there
+        distance and samples.
+        """
+        names = ["mean", "member_mean", "total", "aleatoric", "epistemic"]
+        names += [] if self.distance is None else ["distance"]
+        names += [] if self.by_draw is None else ["samples"]
+        arrays = {name: getattr(self, name).detach().cpu() for name in names}
+        return {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in arrays.items()}
+
+    def to_pandas(self) -> Any:
+        """One line for each row: label, confidence and probabilities, or mean and std; uncertainties; distance.
+
+        Needs pandas, which slimbayes does not bring along.
+        """
+        try:
+            from pandas import DataFrame  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: pip install pandas.") from error
+        return DataFrame({name: column.detach().cpu().numpy() for name, column in self._columns().items()})
+
+    def _columns(self) -> dict[str, Tensor]:
+        """Columns (N,) of a table."""
+        if self.aleatoric.dim() > 2 or (self.aleatoric.dim() == 2 and "gaussian" not in self.likelihood):
+            shape = tuple(self.aleatoric.shape)
+            raise ValueError(f"A table needs one prediction, or one line of them, for each row; got shape {shape}.")
+        me: Any = self
+        if "gaussian" in self.likelihood:
+            found = {"mean": me.mean, "std": me.std, "aleatoric": me.aleatoric, "epistemic": me.epistemic}
+            if self.aleatoric.dim() == 2:
+                found = {f"{name}_{t}": c[:, t] for t in range(self.aleatoric.shape[1]) for name, c in found.items()}
+        else:
+            found = {"label": me.label, "confidence": me.confidence, "entropy": me.total}
+            found |= {"aleatoric": me.aleatoric, "epistemic": me.epistemic}
+        found |= {} if self.distance is None else {"distance": self.distance}
+        if "gaussian" not in self.likelihood:
+            found |= {f"p_{c}": p for c, p in enumerate(me.log_probs.exp().unbind(-1))}
+        return found
+
+    def __repr__(self) -> str:
+        """One line: what is predicted, from what, and how uncertain it is on average."""
+        members, shape = len(self.by_member), list(self.aleatoric.shape)
+        what = "classes" if "gaussian" not in self.likelihood else "real targets"
+        count = f"{self.by_member.shape[-1]} " if what == "classes" else ""
+        rows = " x ".join(map(str, shape)) + (" row" if shape == [1] else " rows" if len(shape) == 1 else "")
+        unit = "entropy" if what == "classes" else "variance"
+        total = self.aleatoric + self.epistemic
+        means = [f"{float(t.double().mean()):.3g}" for t in (total, self.aleatoric, self.epistemic)]
+        told = f"{unit} {means[0]} = {means[1]} aleatoric + {means[2]} epistemic"
+        far = "" if self.distance is None else f", distance {float(self.distance.mean()):.2g}"
+        draws = f"{self.count} draw{'s' * (self.count > 1)} of {members} member{'s' * (members > 1)}"
+        return f"Prediction({rows}, {count}{what} ({self.likelihood}), {draws}, mean {told}{far})"
+
+    def _repr_html_(self) -> str:
+        """A short table for notebooks."""
+        try:
+            columns = self[:_SHOWN]._columns()
+        except ValueError:
+            return f"<code>{html.escape(repr(self))}</code>"
+        columns = dict(list(columns.items())[:14])
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in ("", *columns))
+        lines = []
+        for row in range(min(_SHOWN, len(self))):
+            cells = "".join(f"<td>{float(c[row]):.4g}</td>" for c in columns.values())
+            lines.append(f"<tr><th>{row}</th>{cells}</tr>")
+        more = (
+            "" if len(self) <= _SHOWN else f"<tr><td colspan={len(columns) + 1}>and {len(self) - _SHOWN} more</td></tr>"
+        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}{more}</tbody></table>"
+        return f"<div><code>{html.escape(repr(self))}</code>{table}</div>"

@@ -1,0 +1,276 @@
+"""What the two estimators share: checks of X, splits, training, partial training and predictions.
+
+Sizes: N rows, d columns, T targets.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.model_selection import train_test_split
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import (
+    _check_sample_weight,
+    _num_samples,
+    check_consistent_length,
+    check_is_fitted,
+    validate_data,
+)
+from torch import nn
+
+from slimbayes.convert.convert import bayesianize
+from slimbayes.distributions.families import Normal, dropout_scale
+from slimbayes.posteriors.base import Config
+from slimbayes.posteriors.configs.ensemble import Ensemble
+from slimbayes.posteriors.configs.rank1 import Rank1
+from slimbayes.prediction.predict import predict
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.sklearn.columns import Missing, Scaling, Table, check_choice, is_frame, scaler
+from slimbayes.sklearn.fitting import Recipe, Rows, Trainer
+from slimbayes.sklearn.network import build
+from slimbayes.train.likelihoods import LikelihoodName
+
+_WIDTHS = (128, 128)
+_FEWEST = 40  # rows from which some are held out: fewer say little about when to stop
+
+
+def default_method(own: bool, members: int = 8) -> Rank1 | dict[str, Config]:
+    """Rank-1 factors with wide starts and prior, and in our own networks a head of its own for each member.
+
+    Chosen by held-out likelihood on four small sets (benchmarks/tables.py --choose).
+    """
+    start, prior = Normal(1.0, 0.5), Normal(1.0, 0.3)
+    factors = Rank1(members=members, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
+    return {"dense.*": factors, "head": Ensemble(members=members)} if own else factors
+
+
+class Known(NamedTuple):
+    """A training set: numbers and codes (N, d), coded targets (N,) or (N, T) and weights (N,)."""
+
+    x: np.ndarray
+    y: np.ndarray
+    weight: np.ndarray
+
+
+class TableEstimator(BaseEstimator):  # type: ignore[misc]
+    """A Bayesian neural net for tables; `BayesClassifier` and `BayesRegressor` say what the parameters are."""
+
+    def __init__(
+        self,
+        module: Any = None,
+        method: Any = None,
+        *,
+        categorical_features: Any = "auto",
+        missing: Any = "refuse",
+        scaling: Any = "quantile",
+        epochs: Any = 200,
+        batch_size: Any = None,
+        lr: Any = 2e-3,
+        weight_decay: Any = 1e-2,
+        kl_weight: Any = 1.0,
+        validation_fraction: Any = 0.2,
+        patience: Any = 16,
+        draws: Any = 4,
+        device: Any = "cpu",
+        random_state: Any = None,
+    ) -> None:
+        self.module = module
+        self.method = method
+        self.categorical_features = categorical_features
+        self.missing = missing
+        self.scaling = scaling
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kl_weight = kl_weight
+        self.validation_fraction = validation_fraction
+        self.patience = patience
+        self.draws = draws
+        self.device = device
+        self.random_state = random_state
+
+    # --- what a classifier and a regressor do differently ---
+
+    _likelihood: LikelihoodName
+    table_: Table
+    scaler_: Any
+    network_: nn.Module
+    seed_: int
+
+    @abstractmethod
+    def _learn_targets(self, y: Any, weight: np.ndarray) -> np.ndarray:
+        """Learn classes, or mean and deviation, of the training targets and code them."""
+
+    @abstractmethod
+    def _code_targets(self, y: Any) -> np.ndarray:
+        """Targets as the network sees them."""
+
+    @abstractmethod
+    def _network(self, numbers: int, sizes: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
+        """A new network, and the part of it that gets posteriors."""
+
+    @abstractmethod
+    def _strata(self, y: np.ndarray, held: int) -> np.ndarray | None:
+        """What `held` rows should have in the shares that all rows have."""
+
+    # --- training ---
+
+    def _fit(self, X: Any, y: Any, sample_weight: Any) -> Self:
+        known = self._begin(X, y, sample_weight)
+        kept, held = self._split(known)
+        self.__dict__.pop("trainer_", None)
+        with self._seeded():
+            trainer = self._trainer()
+            self.validation_curve_ = trainer.fit(self._rows(kept), None if held is None else self._rows(held))
+        return self._end()
+
+    def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Self:
+        """One epoch over these rows, at the first call with a new network."""
+        new = not hasattr(self, "network_")
+        if new:
+            known = self._begin(X, y, sample_weight)
+        else:
+            known = self._merged(self._read(X, False), self._code_targets(y), self._weights(X, y, sample_weight))
+            self.network_.float()
+        with self._seeded():
+            if not hasattr(self, "trainer_"):
+                self.trainer_ = self._trainer(None if new else self.network_)
+            self.trainer_.seen += float(known.weight.sum())
+            self.trainer_.epoch(self._rows(known))
+            self.seed_ = int(torch.randint(2**31 - 1, ()))  # of the next part, and of predictions until then
+        return self._end()
+
+    def _begin(self, X: Any, y: Any, sample_weight: Any) -> Known:
+        """Learn everything about the columns and targets of a training set."""
+        if y is None:
+            raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
+        self._check_parameters()
+        self.seed_ = int(check_random_state(self.random_state).randint(2**31 - 1))
+        x = self._read(X, True)
+        weight = self._weights(X, y, sample_weight)
+        known = self._merged(x, self._learn_targets(y, weight), weight)
+        self.scaler_ = scaler(self.scaling, self.missing, len(known.x), self.seed_)
+        if self.table_.numbers:
+            self.scaler_.fit(known.x[:, : len(self.table_.numbers)])
+        return known
+
+    def _end(self) -> Self:
+        # In double precision a row's prediction does not depend on how many others it is asked with. Modules of
+        # others may hold single precision somewhere inside.
+        if self._own and torch.device(self.device).type == "cpu":
+            self.network_.double()
+        self.network_.eval()
+        return self
+
+    def _trainer(self, network: nn.Module | None = None) -> Trainer:
+        """Training of a network, by default of a new one."""
+        if network is None:
+            count = len(self.table_.numbers)
+            width = self.scaler_.transform(np.zeros((1, count))).shape[1] if count else 0
+            network, part = self._network(width, self.table_.sizes)
+            bayesianize(part, default_method(self._own) if self.method is None else self.method)
+            self.network_ = network.to(self.device)
+        recipe = Recipe(
+            self._likelihood, self.epochs, self.batch_size, self.lr, self.weight_decay, self.kl_weight, self.patience
+        )  # fmt: skip
+        return Trainer(self.network_, recipe)
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Let everything random follow from the seed, and leave torch's own generators as they were."""
+        with torch.random.fork_rng([self.device] if torch.device(self.device).type == "cuda" else []):
+            torch.manual_seed(self.seed_)
+            yield
+
+    def _split(self, known: Known) -> tuple[Known, Known | None]:
+        """Rows to train on and, where there are enough, rows that say when to stop."""
+        count = round(self.validation_fraction * len(known.x))
+        if len(known.x) < _FEWEST or count == 0:
+            return known, None
+        strata = self._strata(known.y, count)
+        kept, held = train_test_split(
+            np.arange(len(known.x)), test_size=count, random_state=self.seed_, stratify=strata
+        )
+        return Known(*(part[kept] for part in known)), Known(*(part[held] for part in known))
+
+    @property
+    def _own(self) -> bool:
+        return self.module is None or isinstance(self.module, tuple | list)
+
+    def _new_network(self, numbers: int, sizes: tuple[int, ...], outputs: int) -> nn.Module:
+        return build(self.module, numbers, sizes, outputs, _WIDTHS)
+
+    # --- rows ---
+
+    def _read(self, X: Any, reset: bool) -> np.ndarray:
+        """X as numbers and codes, after scikit-learn's checks of its shape and names."""
+        auto = isinstance(self.categorical_features, str) and self.categorical_features == "auto"
+        none = auto and not is_frame(X) if reset else not self.table_.categories
+        if none:
+            X = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
+        else:
+            X = X if is_frame(X) else np.asarray(X, dtype=object)
+            if len(X.shape) != 2 or not all(X.shape):
+                raise ValueError(f"X must be a table with rows and columns, got an array of shape {X.shape}.")
+            validate_data(self, X, reset=reset, skip_check_array=True)
+        if not reset:
+            return self.table_.read(X)
+        self.table_ = Table(self.categorical_features, self.missing)
+        return self.table_.fit(X)
+
+    def _weights(self, X: Any, y: Any, sample_weight: Any) -> np.ndarray:
+        rows = np.empty((_num_samples(y), 1))
+        check_consistent_length(X, rows)
+        weight = _check_sample_weight(sample_weight, rows, dtype=np.float64, ensure_non_negative=True)
+        if not weight.any():
+            raise ValueError("sample_weight is zero for all rows: at least one must count.")
+        return weight
+
+    @staticmethod
+    def _merged(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Known:
+        """Equal rows once, with their weights added: a row of weight two is a row given twice, one of zero is none."""
+        x, y, weight = x[weight > 0], y[weight > 0], weight[weight > 0]
+        every = np.concatenate([x, y.reshape(len(y), -1)], 1)
+        _, first, same = np.unique(every, axis=0, return_index=True, return_inverse=True)
+        return Known(x[first], y[first], np.bincount(same.ravel(), weight))
+
+    def _rows(self, known: Known) -> Rows:
+        target = torch.as_tensor(known.y, device=self.device)
+        weight = torch.as_tensor(known.weight, dtype=torch.float32, device=self.device)
+        return Rows(self._inputs(known.x), target.float() if target.is_floating_point() else target, weight)
+
+    def _inputs(self, x: np.ndarray) -> torch.Tensor:
+        """Numbers scaled and filled in, then codes, in the network's precision."""
+        count = len(self.table_.numbers)
+        numbers = self.scaler_.transform(x[:, :count]) if count else x[:, :0]
+        dtype = next((p.dtype for p in self.network_.parameters() if p.is_floating_point()), torch.float32)
+        return torch.as_tensor(np.concatenate([numbers, x[:, count:]], 1), dtype=dtype, device=self.device)
+
+    # --- predictions ---
+
+    def _predict(self, X: Any) -> Prediction:
+        check_is_fitted(self, "network_")
+        x = self._inputs(self._read(X, False))
+        return predict(self.network_, x, self.draws, likelihood=self._likelihood, seed=self.seed_)
+
+    def _check_parameters(self) -> None:
+        check_choice("missing", self.missing, Missing)
+        check_choice("scaling", self.scaling, Scaling)
+        whole = {"epochs": self.epochs, "patience": self.patience, "draws": self.draws}
+        whole |= {} if self.batch_size is None else {"batch_size": self.batch_size}
+        for name, value in whole.items():
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction must lie in [0, 1), got {self.validation_fraction!r}.")
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = self.missing == "impute"
+        tags.input_tags.categorical = True
+        return tags

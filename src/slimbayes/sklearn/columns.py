@@ -1,0 +1,204 @@
+"""Tables as arrays of numbers: which columns are categories, what is missing, and how numbers are scaled.
+
+Sizes: N rows; d columns, of which c hold categories. Read tables have their numbers first, then codes of categories:
+0 stands for what is missing or unknown, 1, 2, ... for the categories seen in training.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Literal, get_args
+
+import numpy as np
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer, OrdinalEncoder, QuantileTransformer, StandardScaler
+
+from slimbayes.errors import brief, did_you_mean
+
+Missing = Literal["refuse", "impute"]
+Scaling = Literal["quantile", "standard", "none"]
+_UNKNOWN = -1  # the encoder's code of a category that is new
+
+
+def is_frame(X: Any) -> bool:
+    """Whether columns have names and types of their own: pandas, polars and their kin."""
+    return hasattr(X, "columns") and hasattr(X, "__getitem__")
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Refuse a parameter that is none of a Literal's values."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name}={brief(value)} is not known{did_you_mean(str(value), get_args(choices))}")
+
+
+@dataclass
+class Table:
+    """What was learnt about a table's columns.
+
+    Args:
+        wanted: "auto" takes the columns of a DataFrame that hold texts, booleans or categories; or names or positions.
+        missing: "refuse" raises on missing values and unknown categories; "impute" fills numbers with their median,
+            beside a column that says where, and gives categories one more value.
+
+    Example:
+        >>> import pandas as pd
+        >>> frame = pd.DataFrame({"size": [1.0, 2.0], "colour": ["red", "blue"]})
+        >>> table = Table("auto", "refuse")
+        >>> table.fit(frame).tolist(), table.sizes
+        ([[1.0, 2.0], [2.0, 1.0]], (3,))
+    """
+
+    wanted: Any
+    missing: Missing
+    names: list[str] = field(default_factory=list)
+    categories: list[int] = field(default_factory=list)
+    encoder: OrdinalEncoder | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        """Positions of the columns that hold numbers."""
+        return [j for j in range(len(self.names)) if j not in self.categories]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many codes each category has."""
+        return () if self.encoder is None else tuple(len(found) + 1 for found in self.encoder.categories_)
+
+    def fit(self, X: Any) -> np.ndarray:
+        """Learn a table's columns and read it."""
+        frame = is_frame(X)
+        self.names = [str(name) for name in X.columns] if frame else [str(j) for j in range(np.shape(X)[1])]
+        if len(set(self.names)) < len(self.names):
+            raise ValueError("X has two columns of one name: give each a name of its own.")
+        self.categories = sorted(set(self._chosen(X, frame)))
+        self.encoder = None
+        if self.categories:
+            words = self._words(X)
+            known = [next((word for word in column if word is not None), "") for column in words.T]
+            unknown = {"handle_unknown": "use_encoded_value", "unknown_value": _UNKNOWN}
+            self.encoder = OrdinalEncoder(**unknown).fit(_filled(words, known))
+        return self.read(X)
+
+    def read(self, X: Any) -> np.ndarray:
+        """A table as numbers and codes, (N, d); NaN where a number is missing and was not refused."""
+        columns = [self._numbers(X, j) for j in self.numbers]
+        read = np.stack([*columns, *self._codes(X).T], 1)
+        if self.missing == "refuse":
+            self._refuse(read)
+        return read
+
+    def _chosen(self, X: Any, frame: bool) -> Iterator[int]:
+        """Positions of the columns that are categories."""
+        if isinstance(self.wanted, str) and self.wanted == "auto":
+            for j in range(len(self.names)) if frame else ():
+                if _holds_words(X, j, self.names[j]):
+                    yield j
+            return
+        for one in self.wanted if isinstance(self.wanted, Sequence | np.ndarray) else [self.wanted]:
+            if isinstance(one, str) and frame and one in self.names:
+                yield self.names.index(one)
+            elif isinstance(one, int | np.integer) and not isinstance(one, bool) and 0 <= one < len(self.names):
+                yield int(one)
+            else:
+                hint = did_you_mean(str(one), self.names) if frame else f": X has {len(self.names)} columns."
+                raise ValueError(f"categorical_features names {brief(one)}, which X does not have{hint}")
+
+    def _words(self, X: Any) -> np.ndarray:
+        return np.stack([_words(_column(X, j)) for j in self.categories], 1)
+
+    def _codes(self, X: Any) -> np.ndarray:
+        """Codes of the categories, (N, c)."""
+        if self.encoder is None:
+            return np.empty((len(X), 0))
+        words = self._words(X)
+        codes = self.encoder.transform(_filled(words, [found[0] for found in self.encoder.categories_]))
+        for row, position in np.argwhere(codes == _UNKNOWN)[: 1 if self.missing == "refuse" else 0]:
+            raise ValueError(
+                f"Column {self.names[self.categories[position]]!r} holds {brief(words[row, position])}, a category "
+                f"that training did not see. missing='impute' treats such values as missing."
+            )
+        return np.where(_gaps(words), 0, np.maximum(codes + 1, 0))
+
+    def _numbers(self, X: Any, j: int) -> np.ndarray:
+        column = _column(X, j)
+        if column.dtype.kind in "OUST":
+            words = _words(column)
+            try:
+                column = np.array([np.nan if word is None else float(word) for word in words])
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"Column {self.names[j]!r} must hold numbers, got {brief(_first_word(words))}. "
+                    f"Name it in categorical_features if it holds categories."
+                ) from None
+        column = column.astype(np.float64)
+        if np.isinf(column).any():
+            raise ValueError(f"Input X contains infinity in column {self.names[j]!r}: clip it, or mark it as missing.")
+        return column
+
+    def _refuse(self, read: np.ndarray) -> None:
+        """Name the columns with missing values."""
+        count = len(self.numbers)
+        gaps = [*np.isnan(read[:, :count]).sum(0), *(read[:, count:] == 0).sum(0)]
+        places = [*self.numbers, *self.categories]
+        told = [f"{self.names[j]!r} ({int(gap)} of {len(read)})" for j, gap in zip(places, gaps) if gap]
+        if told:
+            raise ValueError(
+                f"Input X contains NaN: values are missing in column {', '.join(told[:5])}"
+                f"{f' and {len(told) - 5} more' if len(told) > 5 else ''}. missing='impute' fills them in."
+            )
+
+
+def _column(X: Any, j: int) -> np.ndarray:
+    return np.asarray(X[list(X.columns)[j]] if is_frame(X) else X[:, j])
+
+
+def _holds_words(X: Any, j: int, name: str) -> bool:
+    """Whether a DataFrame's column holds categories; dates are refused."""
+    series = X[list(X.columns)[j]]
+    if str(series.dtype).lower().startswith(("categor", "enum")):
+        return True
+    column = np.asarray(series)
+    if column.dtype.kind in "mM":
+        raise ValueError(
+            f"Column {name!r} holds dates or durations: turn them into numbers first, such as days since a date."
+        )
+    if column.dtype.kind != "O":
+        return column.dtype.kind in "USTb"
+    return not all(word is None or (isinstance(word, Real) and not isinstance(word, bool)) for word in _words(column))
+
+
+def _words(column: np.ndarray) -> np.ndarray:
+    """Values as objects, with None for everything that says "missing"."""
+    gone = ("NAType", "NaTType")
+    words = [None if v is None or type(v).__name__ in gone or v != v else v for v in column.tolist()]
+    out = np.empty(len(words), dtype=object)
+    out[:] = words
+    return out
+
+
+def _first_word(words: np.ndarray) -> Any:
+    return next((word for word in words if word is not None and not isinstance(word, Real)), None)
+
+
+def _gaps(words: np.ndarray) -> np.ndarray:
+    return np.equal(words, np.array(None, dtype=object))
+
+
+def _filled(words: np.ndarray, fillers: Sequence[Any]) -> np.ndarray:
+    """Words (N, c) with gaps filled: a gap is no category."""
+    return np.where(_gaps(words), np.array(fillers, dtype=object), words)
+
+
+def scaler(scaling: Scaling, missing: Missing, rows: int, seed: int) -> Any:
+    """What fills in and scales columns of numbers.
+
+    "quantile" maps each column to a normal distribution by its ranks, then to mean 0 and standard deviation 1, which
+    keeps columns of two values from going to the ends of the normal; as many quantiles as TabM's preparation has.
+    """
+    steps: list[Any] = [SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)]
+    if scaling == "quantile":
+        quantiles = min(rows, max(10, min(1000, rows // 30)))
+        steps.append(QuantileTransformer(n_quantiles=quantiles, output_distribution="normal", random_state=seed))
+    steps.append(FunctionTransformer() if scaling == "none" else StandardScaler())
+    return make_pipeline(*(steps if missing == "impute" else steps[1:]))

@@ -1,0 +1,114 @@
+"""The network behind an estimator: one of the user's, or dense layers with embeddings of categories.
+
+Sizes: B rows, d columns of numbers, c columns of codes.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.models.feedforward import started
+
+Noise = float | Literal["heteroscedastic", "learned"]
+Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
+
+
+class TableNet(nn.Sequential):
+    """Dense layers `dense1`, `dense2`, ... with ReLU and the last one, `head`; `table` embeds categories.
+
+    Shape: (B, d + c) numbers, then codes of categories -> (B, outputs).
+
+    Example:
+        >>> TableNet(2, (3, 5), hidden=(8,), outputs=4)(torch.zeros(6, 4)).shape
+        torch.Size([6, 4])
+    """
+
+    def __init__(self, numbers: int, sizes: Sequence[int], hidden: Sequence[int], outputs: int) -> None:
+        table = Embedded(numbers, sizes)
+        super().__init__()
+        if sizes:
+            self.add_module("table", table)
+        width = table.width
+        for i, units in enumerate(hidden, 1):
+            self.add_module(f"dense{i}", nn.Linear(width, units))
+            self.add_module(f"relu{i}", nn.ReLU())
+            width = units
+        head = nn.Linear(width, outputs)
+        self.add_module("head", head)
+        started(self, kinds=(nn.Linear,))
+        nn.init.normal_(head.weight, std=width**-0.5)
+
+
+class Embedded(nn.Module):
+    """Numbers as they are, and codes of categories as vectors of some 1.6 n^0.56 numbers for n of them.
+
+    Shape: (B, d + c) -> (B, width).
+    """
+
+    def __init__(self, numbers: int, sizes: Sequence[int]) -> None:
+        super().__init__()
+        widths = [min(16, round(1.6 * size**0.56)) for size in sizes]
+        self.numbers, self.width = numbers, numbers + sum(widths)
+        self.sizes = tuple(sizes)
+        tables = [nn.Embedding(size, width) for size, width in zip(sizes, widths)]
+        for table in tables:
+            nn.init.normal_(table.weight, std=0.5)
+            nn.init.zeros_(table.weight[0])
+        self.words = nn.ModuleList(tables)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [x[:, : self.numbers]]
+        for j, table in enumerate(self.words):
+            # Clamped, since whether rows keep apart is found out with other numbers than those of the table.
+            parts.append(table(x[:, self.numbers + j].long().clamp(0, self.sizes[j] - 1)))
+        return torch.cat(parts, 1)
+
+
+class Targets(nn.Module):
+    """Outputs of a network as means and raw noise scales of T real targets.
+
+    Args:
+        noise: "heteroscedastic" takes both from the network's 2 T outputs; "learned" adds one scale for each target,
+            which is trained; a number is a fixed standard deviation, in the units of the outputs.
+
+    Shape: (B, T) or (B, 2 T) -> (B, T, 2).
+
+    Example:
+        >>> Targets(nn.Linear(3, 2), 2, noise=0.5)(torch.zeros(4, 3)).shape
+        torch.Size([4, 2, 2])
+    """
+
+    def __init__(self, network: nn.Module, targets: int, noise: Noise | Tensor) -> None:
+        super().__init__()
+        self.network, self.targets = network, targets
+        self.raw: nn.Parameter | None = None
+        if not isinstance(noise, str):
+            scale = torch.as_tensor(noise, dtype=torch.float32).expand(targets) - 1e-4  # the floor of `noise_scale`
+            self.raw = nn.Parameter(scale.clamp_min(1e-6).expm1().log(), requires_grad=False)
+        elif noise == "learned":
+            self.raw = nn.Parameter(torch.zeros(targets))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.network(x)
+        if self.raw is None:
+            return out.unflatten(-1, (self.targets, 2))
+        out = out.unflatten(-1, (self.targets,))
+        return torch.stack([out, self.raw.to(out.dtype).expand_as(out)], -1)
+
+
+def build(module: Module, numbers: int, sizes: Sequence[int], outputs: int, default: Sequence[int]) -> nn.Module:
+    """A new network of so many outputs: a copy of a module, what a function gives, or dense layers of these widths."""
+    if isinstance(module, nn.Module):
+        return copy.deepcopy(module)
+    if callable(module):
+        made: Any = module(numbers + len(sizes), outputs)
+        if not isinstance(made, nn.Module):
+            raise TypeError(f"module(inputs, outputs) must give a torch.nn.Module, got {type(made).__name__}.")
+        return made
+    widths = default if module is None else module
+    if isinstance(widths, str) or not all(isinstance(width, int) and width > 0 for width in widths):
+        raise ValueError(f"module must be a torch.nn.Module, a function that builds one or widths, got {module!r}.")
+    return TableNet(numbers, sizes, widths, outputs)

@@ -1,0 +1,126 @@
+"""docs/coverage.md from docs/coverage.tsv: every item of the three papers, and where it is implemented and proven.
+
+    python tests/coverage_page.py         writes the page; names targets that do not exist
+
+Columns of the list, several targets in a cell parted by "; ":
+
+    paper, place, item      which paper, where in it, what
+    code                    file under src/slimbayes or the project, ":Class.method" or "#row of a config" behind it
+    test                    file under tests and function, as file:function
+    against                 the independent source that the test compares with
+    record                  file or folder under results
+    lacks                   what is missing; of an item without code and test, why there is none
+"""
+
+import ast
+import csv
+import sys
+from functools import cache
+from pathlib import Path
+
+from slimbayes.lab.config_files import read_tree
+from slimbayes.lab.config_rows import row_names
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST, PAGE = ROOT / "docs" / "coverage.tsv", ROOT / "docs" / "coverage.md"
+PAPERS = {
+    "rank1": "Efficient and Scalable Bayesian Neural Nets with Rank-1 Factors (Dusenberry et al. 2020)",
+    "k_tied": "The k-tied Normal Distribution (Swiatkowski et al. 2020)",
+    "emp": "Ensemble Model Patching (Chang et al. 2019)",
+}
+COLUMNS = ["paper", "place", "item", "code", "test", "against", "record", "lacks"]
+STATES = ("whole", "partly", "missing")
+Row = dict[str, str]
+
+
+def read_list(file: Path = LIST) -> list[Row]:
+    """The lines of the list."""
+    with file.open(newline="") as handle:
+        return list(csv.DictReader(handle, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def state(row: Row) -> str:
+    """Whether an item is there, wholly or partly. What a test shows of a theorem needs no code of its own."""
+    if not row["code"] and not row["test"]:
+        return "missing"
+    return "partly" if row["lacks"] else "whole"
+
+
+def targets(cell: str) -> list[str]:
+    return [target for target in cell.split("; ") if target]
+
+
+def faults(row: Row) -> list[str]:
+    """What is wrong with a line: targets that do not exist, claims without proof."""
+    found = [f"no such code: {t}" for t in targets(row["code"]) if not _code_exists(t)]
+    found += [f"no such test: {t}" for t in targets(row["test"]) if not _test_exists(t)]
+    found += [f"no such record: {t}" for t in targets(row["record"]) if not (ROOT / t).exists()]
+    if row["paper"] not in PAPERS or not row["place"] or not row["item"]:
+        found.append("paper, place or item is not said")
+    if state(row) == "missing" and not row["lacks"]:
+        found.append("missing, and no word why")
+    if state(row) != "missing" and not row["test"]:
+        found.append("no test")
+    return [f"{row['paper']} {row['place']}, {row['item']}: {fault}" for fault in found]
+
+
+def _code_exists(target: str) -> bool:
+    place, _, row = target.partition("#")
+    name, _, member = place.partition(":")
+    file = next((f for f in (ROOT / "src" / "slimbayes" / name, ROOT / name) if f.is_file()), None)
+    if file is None or (row and row not in row_names(read_tree(file))):
+        return False
+    return not member or member in _names(file)
+
+
+def _test_exists(target: str) -> bool:
+    name, _, function = target.partition(":")
+    file = ROOT / "tests" / f"{name}.py"
+    return file.is_file() and function.startswith("test_") and function in _names(file)
+
+
+@cache
+def _names(file: Path) -> set[str]:
+    """Classes, functions and methods of a file, methods as Class.method."""
+    tree = ast.parse(file.read_text())
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    methods = {f"{c.name}.{m.name}" for c in classes for m in c.body if isinstance(m, ast.FunctionDef)}
+    return {node.name for node in tree.body if isinstance(node, kinds)} | methods
+
+
+def page(rows: list[Row]) -> str:
+    """docs/coverage.md."""
+    lines = [
+        "# What of the three papers is here", "",
+        "Generated from `coverage.tsv` by `make coverage` (tests/coverage_page.py); a test holds every target. *Whole*:"
+        " implemented and tested. *Partly*: what is missing is said, be it only a run at the paper's size."
+        " *Missing*: not there. Files are under `src/slimbayes`, tests under `tests`.", "",
+        "| | items | whole | partly | missing |", "|---|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for name, title in [*PAPERS.items(), ("", "**together**")]:
+        states = [state(row) for row in rows if name in ("", row["paper"])]
+        lines.append(f"| {title} | {len(states)} | {' | '.join(str(states.count(one)) for one in STATES)} |")
+    for name, title in PAPERS.items():
+        lines += ["", f"## {title}", "", "| where | what | | implemented in | proven by | against | record | lacks |"]
+        lines += ["|---|---|---|---|---|---|---|---|"]
+        lines += [_line(row) for row in rows if row["paper"] == name]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row) -> str:
+    coded = [", ".join(f"`{target}`" for target in targets(row[column])) for column in ("code", "test", "record")]
+    cells = [row["place"], row["item"], state(row), coded[0], coded[1], row["against"], coded[2], row["lacks"]]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def main() -> None:
+    rows = read_list()
+    PAGE.write_text(page(rows))
+    wrong = [fault for row in rows for fault in faults(row)]
+    print(*wrong, sep="\n")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

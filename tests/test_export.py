@@ -1,0 +1,99 @@
+"""An exported file computes what predict does, for every method, for any number of rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import METHODS
+from torch import nn
+
+import slimbayes as sb
+
+# One of each kind of arithmetic in a graph; `pytest --full-contract` would add nothing that differs to a graph.
+KINDS = ["rank1-cauchy", "batch-ensemble", "mean-field", "k-tied-local", "radial", "ecmp", "drop-connect", "mc-dropout",
+         "ensemble", "member-norm", "deterministic"]  # fmt: skip
+ONNX = ["rank1-cauchy", "k-tied-local", "ecmp", "mc-dropout", "ensemble"]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning", "ignore::UserWarning:torch.*"),
+]
+
+
+def net(method: str = "rank1-cauchy") -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+    return sb.bayesianize(layers, METHODS[method]).eval()
+
+
+def summaries(model: nn.Module, x: torch.Tensor, draws: int = 3) -> list[np.ndarray]:
+    found = sb.predict(model, x, draws=draws, seed=5)
+    return [np.asarray(part) for part in (found.probs, found.aleatoric, found.epistemic)]
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_program_predicts_as_the_model_does(method: str, tmp_path: Path) -> None:
+    model = net(method)
+    made = sb.export(model, torch.randn(5, 4), tmp_path / "net.pt2", draws=3, seed=5, likelihood="categorical")
+    program = torch.export.load(made.path).module()
+    for rows in (1, 2, 9):
+        x = torch.randn(rows, 4)
+        for got, want in zip(program(x), summaries(model, x), strict=True):
+            np.testing.assert_allclose(got.detach(), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ONNX)
+def test_onnx_predicts_as_the_model_does(method: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model = net(method)
+    made = sb.export(model, torch.randn(5, 4), tmp_path / "net.onnx", draws=3, seed=5, likelihood="categorical")
+    session = runtime.InferenceSession(str(made.path))
+    for rows in (1, 2, 9):
+        x = torch.randn(rows, 4)
+        for got, want in zip(session.run(None, {"input": x.numpy()}), summaries(model, x), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-4)
+    about = json.loads(session.get_modelmeta().custom_metadata_map["slimbayes"])
+    assert about["likelihood"] == "categorical" and about["inputs"] == {"input": [None, 4]}
+
+
+def test_noise_as_an_input_decides_the_draws(tmp_path: Path) -> None:
+    model, x = net(), torch.randn(6, 4)
+    made = sb.export(model, x, tmp_path / "net.pt2", draws=2, noise="input")
+    assert made.outputs == ("draws",) and made.draws == 4
+    program: Any = torch.export.load(made.path).module()
+    shape = made.inputs["noise"]
+    first, second = (program(x, torch.full(shape, value)) for value in (0.0, 1.0))
+    assert first.shape == (4, 6, 3)
+    torch.testing.assert_close(first[0], first[2])  # two draws of one member without noise
+    assert float((first - second).detach().abs().max()) > 1e-3
+
+
+def test_some_members(tmp_path: Path) -> None:
+    model, x = net("batch-ensemble"), torch.randn(6, 4)
+    made = sb.export(model, x, tmp_path / "net.pt2", members=[1])
+    got = torch.export.load(made.path).module()(x)
+    with sb.frozen(model, seed=0):
+        torch.testing.assert_close(got, sb.sample(model, x)[1:2])
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    x = torch.randn(4, 4)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"path": tmp_path / "net.pt"}, ".onnx and .pt2"),
+        ({"draws": 0}, "at least one draw"),
+        ({"members": [2]}, "members 0 to 1"),
+        ({"members": []}, "members is empty"),
+        ({"example": x[:1]}, "two rows"),
+        ({"likelihood": "poisson"}, "Unknown likelihood"),
+    ]
+    for options, told in wrong:
+        with pytest.raises(ValueError, match=told):
+            sb.export(**{"model": net(), "example": x, "path": tmp_path / "net.pt2"} | options)
+    with pytest.raises(ValueError, match="use noise='fixed'"):
+        sb.export(net("mc-dropout"), x, tmp_path / "net.pt2", noise="input")
+    with pytest.raises(ValueError, match="has not been converted"):
+        sb.export(nn.Linear(4, 3), x, tmp_path / "net.pt2")
+    assert not list(tmp_path.iterdir())

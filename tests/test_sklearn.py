@@ -1,0 +1,222 @@
+"""The estimators obey scikit-learn, read tables as they come, and say what they cannot read."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.datasets import load_iris
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+from torch import nn
+
+import slimbayes as sb
+from slimbayes.sklearn import BayesClassifier, BayesRegressor
+
+QUICK: dict[str, Any] = {"module": (8,), "method": sb.Rank1(members=2), "batch_size": 512, "lr": 0.05, "draws": 2}
+SEEDED = QUICK | {"epochs": 8, "random_state": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
+@pytest.mark.parametrize(("estimator", "epochs"), [(BayesClassifier, 8), (BayesRegressor, 25)])
+def test_scikit_learn_approves(estimator: Any, epochs: int) -> None:
+    check_estimator(estimator(epochs=epochs, **QUICK))
+
+
+def line(rows: int = 80, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(rows, 2))
+    return X, 3 * X[:, 0] + noise * rng.normal(size=rows) + 100
+
+
+def frame(rows: int = 60) -> Any:
+    pandas = pytest.importorskip("pandas")
+    rng = np.random.default_rng(0)
+    return pandas.DataFrame(
+        {
+            "size": rng.normal(size=rows),
+            "colour": rng.choice(["red", "green", "blue"], rows),
+            "new": rng.choice([True, False], rows),
+            "kind": pandas.Categorical(rng.integers(0, 3, rows)),
+        }
+    )
+
+
+def colours(table: Any) -> np.ndarray:
+    return np.where(np.asarray(table["colour"]) == "red", "warm", "cold")
+
+
+def test_searches_pipelines_and_calibration_take_an_estimator() -> None:
+    X, y = line()
+    pipeline = make_pipeline(StandardScaler(), BayesRegressor(**SEEDED | {"epochs": 20}))
+    search = GridSearchCV(pipeline, {"bayesregressor__noise": ["learned", 0.1]}, cv=2).fit(X, y)
+    assert search.best_score_ > 0.9
+    assert cross_val_score(search.best_estimator_, X, y, cv=2).min() > 0.9
+    X, y = load_iris(return_X_y=True)
+    model = CalibratedClassifierCV(BayesClassifier(**SEEDED | {"epochs": 20}), cv=2).fit(X, y)
+    assert model.score(X, y) > 0.9
+
+
+def test_a_pickle_and_a_clone_predict_the_same_and_torch_s_generator_is_left_alone() -> None:
+    X, y = line()
+    state = torch.get_rng_state()
+    model = BayesRegressor(**SEEDED).fit(X, y)
+    mean, std = model.predict(X, return_std=True)
+    assert torch.equal(state, torch.get_rng_state())
+    for other in (pickle.loads(pickle.dumps(model)), clone(model).fit(X, y)):
+        again = other.predict(X, return_std=True)
+        np.testing.assert_array_equal(again[0], mean)
+        np.testing.assert_array_equal(again[1], std)
+
+
+def test_a_weight_of_two_is_a_row_given_twice() -> None:
+    X, y = line(50)
+    weight = np.arange(50) % 3
+    weighed = BayesRegressor(**SEEDED).fit(X, y, weight)
+    repeated = BayesRegressor(**SEEDED).fit(X.repeat(weight, 0), y.repeat(weight))
+    np.testing.assert_array_equal(weighed.predict(X), repeated.predict(X))
+    plain = BayesRegressor(**SEEDED).fit(X, y)
+    assert np.abs(plain.predict(X) - weighed.predict(X)).max() > 1e-3
+
+
+def test_early_stopping_keeps_the_best_epoch() -> None:
+    X, y = line(60, noise=2.0)
+    model = BayesRegressor(**SEEDED | {"epochs": 60, "patience": 3, "lr": 0.2}).fit(X, y)
+    curve = model.validation_curve_
+    assert len(curve) < 60 and np.argmin(curve) == len(curve) - 4
+    short = BayesRegressor(**SEEDED | {"epochs": len(curve) - 3, "patience": 3, "lr": 0.2}).fit(X, y)
+    np.testing.assert_array_equal(short.predict(X), model.predict(X))
+
+
+@pytest.mark.parametrize("noise", ["learned", "heteroscedastic", 2.0])
+def test_noise_is_found_in_the_units_of_the_target(noise: Any) -> None:
+    X, y = line(400, noise=2.0)
+    model = BayesRegressor(**SEEDED | {"noise": noise, "epochs": 60, "kl_weight": 0.1, "scaling": "standard"}).fit(X, y)
+    _, std = model.predict(X, return_std=True)
+    assert abs(float(np.median(std)) / 2.0 - 1) < 0.3
+    low, high = model.predict_interval(X, level=0.8)
+    assert 0.7 < ((low < y) & (y < high)).mean() < 0.9
+    scale = model.prediction(X).aleatoric.sqrt()
+    assert noise != 2.0 or torch.allclose(scale, torch.full_like(scale, 2.0), rtol=1e-3)
+
+
+def test_several_targets() -> None:
+    X, y = line()
+    model = BayesRegressor(**SEEDED | {"epochs": 40}).fit(X, np.stack([y, -10 * y], 1))
+    mean, std = model.predict(X, return_std=True)
+    assert mean.shape == std.shape == (80, 2)
+    assert model.score(X, np.stack([y, -10 * y], 1)) > 0.9
+
+
+def test_parts_are_learnt_one_after_another() -> None:
+    X, y = load_iris(return_X_y=True)
+    model = BayesClassifier(**SEEDED)
+    for part in range(30):
+        model.partial_fit(X[part % 3 :: 3], y[part % 3 :: 3], classes=[0, 1, 2])
+    assert model.score(X, y) > 0.9
+    pickle.loads(pickle.dumps(model)).partial_fit(X[:10], y[:10])
+    with pytest.raises(ValueError, match="Label 7 is none of the classes"):
+        model.partial_fit(X, y + 7)
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_categories_of_a_frame_get_embeddings(library: str) -> None:
+    table = frame()
+    y = colours(table)
+    if library == "polars":
+        polars = pytest.importorskip("polars")
+        table = polars.DataFrame({name: table[name].to_list() for name in table})
+        table = table.with_columns(polars.col("kind").cast(polars.String))
+    model = BayesClassifier(**SEEDED | {"epochs": 20}).fit(table, y)
+    assert model.table_.sizes == (4, 3, 4) and list(model.feature_names_in_) == ["size", "colour", "new", "kind"]
+    assert model.score(table, y) == 1.0
+    assert model.predict(table)[0] in ("warm", "cold")
+
+
+def spoilt(column: str, value: Any) -> Any:
+    table = frame().astype({column: object})
+    table.loc[3, column] = value
+    return table
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "told"),
+    [
+        ("colour", "mauve", "Column 'colour' holds 'mauve', a category that training did not see"),
+        ("colour", None, r"missing in column 'colour' \(1 of 60\).*impute"),
+        ("size", np.nan, r"contains NaN.*'size' \(1 of 60\)"),
+        ("size", "large", "Column 'size' must hold numbers, got 'large'"),
+        ("size", np.inf, "contains infinity in column 'size'"),
+    ],
+)
+def test_cells_that_cannot_be_read_are_named(column: str, value: Any, told: str) -> None:
+    table = frame()
+    model = BayesClassifier(**SEEDED | {"epochs": 1}).fit(table, colours(table))
+    with pytest.raises(ValueError, match=told):
+        model.predict(spoilt(column, value))
+
+
+def test_columns_must_be_those_of_training() -> None:
+    table = frame()
+    model = BayesClassifier(**SEEDED | {"epochs": 1}).fit(table, colours(table))
+    with pytest.raises(ValueError, match="same order"):
+        model.predict(table[["colour", "size", "new", "kind"]])
+    with pytest.raises(ValueError, match="now missing"):
+        model.predict(table[["size", "colour"]])
+    with pytest.raises(ValueError, match="Column 'day' holds dates"):
+        model.fit(table.assign(day=np.datetime64("2020-01-01")), colours(table))
+
+
+def test_what_is_missing_is_filled_in_when_asked() -> None:
+    table = spoilt("colour", None)
+    table.loc[:20, "size"] = np.nan
+    y = colours(frame())
+    with pytest.raises(ValueError, match="impute"):
+        BayesClassifier(**SEEDED).fit(table, y)
+    model = BayesClassifier(missing="impute", **SEEDED | {"epochs": 20}).fit(table, y)
+    assert model.score(table, y) > 0.95
+    assert next(iter(model.network_.parameters())).shape[1] > 1
+    assert np.isfinite(model.predict_proba(spoilt("colour", "mauve"))).all()
+
+
+def test_categories_by_position() -> None:
+    X = np.array([["a", 1.0], ["b", 2.0]] * 20, dtype=object)
+    model = BayesClassifier(categorical_features=[0], **SEEDED).fit(X, X[:, 0].astype(str))
+    assert model.score(X, X[:, 0].astype(str)) == 1.0
+    for wrong, told in (([2], "X has 2 columns"), (["a"], "names 'a'")):
+        with pytest.raises(ValueError, match=told):
+            BayesClassifier(categorical_features=wrong, **SEEDED).fit(X, X[:, 0].astype(str))
+
+
+def test_modules_of_one_s_own() -> None:
+    X, y = line()
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+    for module in (net, lambda inputs, outputs: nn.Linear(inputs, outputs)):
+        model = BayesRegressor(**SEEDED | {"module": module, "epochs": 40, "scaling": "standard"}).fit(X, y)
+        assert model.score(X, y) > 0.9
+    assert not hasattr(net, "_slimbayes")  # it was copied
+    with pytest.raises(TypeError, match=r"must give a torch.nn.Module, got int"):
+        BayesRegressor(module=lambda inputs, outputs: 3).fit(X, y)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"epochs": 0}, "epochs must be a whole number of at least 1"),
+        ({"missing": "drop"}, "missing='drop' is not known"),
+        ({"scaling": "quantiles"}, "did you mean 'quantile'"),
+        ({"noise": "none"}, "noise must be"),
+        ({"noise": -1.0}, "noise must be"),
+        ({"module": (8, -1)}, "module must be"),
+        ({"validation_fraction": 1.0}, "validation_fraction"),
+    ],
+)
+def test_wrong_parameters_are_told(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        BayesRegressor(**SEEDED | wrong).fit(*line())
