@@ -15,7 +15,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Split
-from slimbayes.lab import diagnose as diagnosing
+from slimbayes.lab import case as diagnosing
 from slimbayes.lab import other_sets
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.diagnose import Case, diagnose

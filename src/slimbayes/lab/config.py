@@ -165,6 +165,8 @@ class Experiment(Options):
     def _fits(self) -> Experiment:
         if self.train.early_stop and not self.data.validation:
             raise ValueError("train.early_stop watches validation rows: set data.validation to the share to hold out.")
+        if self.train.noise == "learned" and self.evaluate.noise is not None:
+            raise ValueError("evaluate.noise is given, but train.noise is learned: leave one of them out.")
         return self
 
     @property

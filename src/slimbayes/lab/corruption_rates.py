@@ -11,8 +11,8 @@ from slimbayes.report.record import Record
 
 def error_rates(record: Record, draws: int) -> dict[str, Any]:
     """Top-1 errors: "clean", of test rows, and by corruption, severity by severity."""
-    clean = [1 - e.metrics["accuracy"] for e in record.evaluations if e.role == "test" and e.draws == draws]
-    out: dict[str, Any] = {"clean": clean[0]} if clean else {}
+    tests = [e.metrics for e in record.evaluations if e.role == "test" and e.draws == draws]
+    out: dict[str, Any] = {"clean": 1 - tests[0]["accuracy"]} if tests and "accuracy" in tests[0] else {}
     found = [e for e in record.evaluations if e.role == "corruption" and e.draws == draws]
     for e in sorted(found, key=lambda e: e.severity):
         out.setdefault(e.corruption or "", []).append(1 - e.metrics["accuracy"])

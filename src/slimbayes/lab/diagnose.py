@@ -118,7 +118,9 @@ def snr(case: Case) -> Found:
         picked = torch.randperm(len(task.train))[: experiment.train.batch].to(task.train.x.device)
         network.zero_grad()
         outputs = sb.sample(network, task.scaling(task.train.x[picked]), draws=experiment.train.draws)
-        nll = LIKELIHOODS[likelihood].nll(outputs, task.train.y[picked], experiment.train.form, experiment.train.noise)
+        nll = LIKELIHOODS[likelihood].nll(
+            outputs, task.train.y[picked], experiment.train.form, experiment.train.noise_scale
+        )
         (nll + sb.kl(network) / len(task.train)).backward()
         tracker.update()
     network.zero_grad()

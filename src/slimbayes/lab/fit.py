@@ -133,7 +133,7 @@ def load_run(
     check_data_of(folder, task.name, task.sha256)
     plain = network or plain_network(experiment, task.fills(), task.name)
     loaded = sb.load(plain, folder / "model").to(execution.device)
-    return Predictor(experiment, loaded, task, likelihood_of(task, loaded))
+    return Predictor(experiment, loaded, task, likelihood_of(experiment, task, loaded))
 
 
 def evaluate_run(

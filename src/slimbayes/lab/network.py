@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 
@@ -22,8 +23,13 @@ def plain_network(experiment: Experiment, facts: Mapping[str, int], data: str) -
     chosen = experiment.model
     if missing := ", ".join(name for name in chosen.filled if name not in facts):
         raise ValueError(f"{chosen.kind} needs {missing}, which {data} does not say: it is no network for this data.")
-    network: nn.Module = chosen.build(**{name: facts[name] for name in chosen.filled})
-    return network
+    learned = experiment.train.noise == "learned"
+    if learned and "outputs" not in chosen.filled:
+        raise ValueError(f"train.noise is learned, but {chosen.kind} has no real outputs to learn it by.")
+    sizes = {name: facts[name] * (2 if learned and name == "outputs" else 1) for name in chosen.filled}
+    network: nn.Module = chosen.build(**sizes)
+    # A mean and a raw scale for each target, as the likelihood takes them.
+    return nn.Sequential(OrderedDict(net=network, pairs=nn.Unflatten(-1, (-1, 2)))) if learned else network
 
 
 def build_network(experiment: Experiment, task: Task, network: nn.Module | None = None) -> nn.Module:
@@ -41,10 +47,13 @@ def build_network(experiment: Experiment, task: Task, network: nn.Module | None 
 
 
 @torch.no_grad()
-def likelihood_of(task: Task, network: nn.Module) -> LikelihoodName:
-    """What a network's outputs stand for: real targets, classes, or one logit for two classes."""
+def likelihood_of(experiment: Experiment, task: Task, network: nn.Module) -> LikelihoodName:
+    """What a network's outputs stand for: real targets, with their noise or not, classes, or one logit for two."""
+    learned = experiment.train.noise == "learned"
     if task.real:
-        return "gaussian"
+        return "heteroscedastic_gaussian" if learned else "gaussian"
+    if learned:
+        raise ValueError(f"train.noise is learned, but {task.name} has classes: noise is for real targets.")
     if not isinstance(task.train, Split):
         return "categorical"
     flag, state = network.training, torch.get_rng_state()

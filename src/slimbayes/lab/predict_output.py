@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slimbayes.files import replacing
 from slimbayes.prediction.prediction import Prediction
+from slimbayes.train.likelihoods import LIKELIHOODS
 
 Columns = dict[str, np.ndarray]  # names and (n,) values; labels are numbers of classes until they are written
 LABEL = "label"
@@ -30,7 +31,7 @@ def as_columns(prediction: Prediction, classes: Sequence[str]) -> Columns:
     def whole(name: str) -> Tensor:
         return getattr(prediction, name).double().cpu()
 
-    if prediction.likelihood == "gaussian":
+    if not LIKELIHOODS[prediction.likelihood].discrete:
         found = {"mean": whole("mean"), "std": whole("std"), "epistemic_std": whole("epistemic").sqrt()}
         targets = range(found["mean"].shape[1])
         ends = [f"_{target}" if len(targets) > 1 else "" for target in targets]

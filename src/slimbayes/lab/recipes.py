@@ -174,12 +174,6 @@ class EarlyStop(Options):
     patience: Count = 5
 
 
-class Alternate(Options):
-    """Coordinate descent between shared parameters and those of patches, so many steps each (EMP paper, C.2)."""
-
-    every: Count = 100
-
-
 class Snapshots(Options):
     """Score test rows, too, after every so many epochs, of the last so many: columns `test_` and `member0_` of the
     curve, to look at training with. Nothing is chosen by them."""
@@ -214,11 +208,12 @@ class Train(Options):
         norm_statistics: "member" lets each member keep batch-norm statistics of its own; "shared" is the papers'.
         ensemble_loss: of a deep ensemble; "sum" trains each member as it would train alone, "mean" with a part of the
             rate.
-        noise: standard deviation of the targets' noise, for real targets (standardised).
+        noise: standard deviation of the targets' noise, for real targets (standardised); "learned": the network gives
+            one for each row and target (a heteroscedastic likelihood).
         ema: decay of a running average of the weights, which is what is evaluated and saved.
         track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
             (see tracking.py).
-        alternate: train shared parameters and those of patches in turn, instead of together.
+        alternate: train shared parameters and those of patches in turn, so many steps each (EMP paper, C.2).
     """
 
     epochs: Count
@@ -236,12 +231,12 @@ class Train(Options):
     accumulate: Count = 1
     norm_statistics: Literal["shared", "member"] = "shared"
     ensemble_loss: Literal["sum", "mean"] = "sum"
-    noise: Positive = 1.0
+    noise: Positive | Literal["learned"] = 1.0
     precision: Literal["32", "bf16"] = "32"
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     early_stop: EarlyStop | None = None
     track: tuple[Literal["scales", "snr"], ...] = ()
-    alternate: Alternate | None = None
+    alternate: Count | None = None
     snapshots: Snapshots | None = None
 
     @model_validator(mode="after")
@@ -249,6 +244,11 @@ class Train(Options):
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate must divide the batch of {self.batch}, got {self.accumulate}.")
         return self
+
+    @property
+    def noise_scale(self) -> float:
+        """The noise where it is a number; of no effect where it is learned."""
+        return 1.0 if self.noise == "learned" else self.noise
 
     def rate(self, step: int, per_epoch: int) -> float:
         """Learning rate of a step as a multiple of the base rate.
@@ -267,7 +267,7 @@ class Train(Options):
 
     def trained_part(self, step: int) -> str | None:
         """Which parameters a step trains, "shared" or "patch"; None: all of them."""
-        return None if self.alternate is None else schedules.alternating(self.alternate.every)(step)
+        return None if self.alternate is None else schedules.alternating(self.alternate)(step)
 
     def build_optimizer(self, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
         """The optimizer of a converted model; with `graph` its rates are tensors that a CUDA graph rereads."""

@@ -132,7 +132,7 @@ class TrainingStep:
         outputs = sample(self.call, x, draws=train.draws, rows=train.rows)
         if train.rows == "split":
             outputs = outputs.flatten(0, 1)[None]  # each row was seen by one draw
-        nll = LIKELIHOODS[self.likelihood].nll(outputs.float(), y, train.form, train.noise)
+        nll = LIKELIHOODS[self.likelihood].nll(outputs.float(), y, train.form, train.noise_scale)
         found = elbo(nll, self.network, len(self.task.train), self.kl_weight)
         if train.l2:
             found = found._replace(loss=found.loss + l2(self.network, **train.l2.model_dump()) / len(self.networks))
