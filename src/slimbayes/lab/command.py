@@ -108,13 +108,14 @@ def evaluate(
     overrides: Overrides = [],  # noqa: B006
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
+    workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
     from slimbayes.lab.bars import print_scores
     from slimbayes.lab.fit import evaluate_run
 
     wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
-    evaluate_run(run, wanted, accelerator, data_dir)
+    evaluate_run(run, wanted, accelerator, data_dir, workers)
     print_scores(run)
 
 
