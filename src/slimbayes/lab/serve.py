@@ -218,4 +218,6 @@ def serve(
     if key is None and host not in ("127.0.0.1", "::1", "localhost"):
         raise ValueError(f"{host} can be reached by others, so a key is needed: set SLIMBAYES_API_KEY or --key-file.")
     app = build_app(open_model(path, draws, accelerator), limits, key)
-    uvicorn.run(app, host=host, port=port, log_level="error", timeout_keep_alive=5, timeout_graceful_shutdown=8)
+    uvicorn.run(
+        app, host=host, port=port, log_level="error", http="h11", timeout_keep_alive=5, timeout_graceful_shutdown=8
+    )
