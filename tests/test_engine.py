@@ -421,6 +421,29 @@ def test_a_deep_copied_block_put_twice_into_one_model_draws_apart() -> None:
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rows", ["tile", "split"])
+def test_rows_of_a_compiled_model_inside_another_are_found_without_compiling_every_trial(rows: Any) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    layers = [nn.Sequential(nn.Linear(3 + i, 4 + i), nn.BatchNorm1d(4 + i)) for i in range(3)]
+    model, x = sb.bayesianize(nn.Sequential(*layers), MEMBERS), torch.randn(6, 3)
+    outer = nn.Sequential(nn.Identity(), torch.compile(model, backend=backend, dynamic=False))
+    close(sb.sample(outer, x, rows=rows), sb.sample(model, x, rows=rows))
+    assert len(graphs) == 1
+
+
+def test_a_module_of_fabric_is_looked_through() -> None:
+    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    model = sb.bayesianize(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), MEMBERS)
+    outer = fabric.setup_module(torch.compile(model, backend="eager"))
+    assert sb.sample(outer, torch.randn(6, 3), rows="split").shape == (3, 2, 2)
+    assert "_slimbayes_rows" in vars(model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "call"), [("rank1", "sample"), ("batch-ensemble", "bare"), ("mean-field", "frozen")]

@@ -20,6 +20,7 @@ from slimbayes.engine.tree import arrays_of, padded, tree_map
 from slimbayes.engine.trial import first_line, probed, undisturbed
 
 _PROVING = threading.RLock()
+_WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
 
 
 def kind_of(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -39,9 +40,10 @@ def _kind(leaf: Any) -> Any:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile and DistributedDataParallel."""
-    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or "_orig_mod" in model._modules:
-        model = model._modules.get("_orig_mod") or model.module  # type: ignore[assignment]
+    """The model inside torch.compile, DistributedDataParallel and Lightning Fabric's modules."""
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or _WRAPPED & set(model._modules):
+        inner = next((model._modules[name] for name in _WRAPPED if name in model._modules), None)
+        model = model.module if inner is None else inner  # type: ignore[assignment]
     return model
 
 

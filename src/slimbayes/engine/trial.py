@@ -21,11 +21,14 @@ from slimbayes.engine.tree import arrays_of, map_arrays, padded
 
 @contextmanager
 def undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """Random numbers, buffers and gradients are afterwards as they were."""
+    """Random numbers, buffers and gradients are afterwards as they were. Compiled parts run as they were written: each
+    trial would be compiled anew.
+    """
     devices = sorted({a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda})
     with torch.no_grad(), buffers_kept(model), torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
 
 
 @contextmanager

@@ -126,13 +126,17 @@ class ConstantKL(Options):
 
 
 class LinearKL(Options):
-    """Rises to one over a share of training: 0.8 on CIFAR and two thirds on ImageNet in the rank-1 paper."""
+    """Rises to `weight` over a share of training: 0.8 on CIFAR and two thirds on ImageNet in the rank-1 paper, to one.
+
+    A weight below one is a tempered posterior.
+    """
 
     kind: Literal["Linear"]
     share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    weight: NotNegative = 1.0
 
     def at(self, step: int, total: int) -> float:
-        return schedules.linear(max(1, round(self.share * total)))(step)
+        return self.weight * schedules.linear(max(1, round(self.share * total)))(step)
 
 
 class StaircaseKL(Options):

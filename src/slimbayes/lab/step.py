@@ -163,7 +163,8 @@ class TrainingStep:
         try:
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), warnings.catch_warnings(action="ignore"):
+            with torch.cuda.stream(stream), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", module="torch")  # on streams; what slimbayes says is for the user
                 for _ in range(3):
                     self.once(self.static)
             torch.cuda.current_stream().wait_stream(stream)
