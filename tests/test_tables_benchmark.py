@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import tables
 import tables_page
 
+ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "results" / "tables.jsonl"
 
 
