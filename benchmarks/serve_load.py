@@ -162,8 +162,8 @@ async def overload(port: int, rate: float, seconds: float) -> dict[str, Any]:
     idle = [Client(port) for _ in range(256)]
     running: set[asyncio.Task[None]] = set()
 
-    async def one() -> None:
-        client, start = idle.pop(), time.perf_counter()
+    async def one(client: Client) -> None:
+        start = time.perf_counter()
         status = await client.send(request())
         statuses[status] += 1
         if status == 200:
@@ -175,7 +175,7 @@ async def overload(port: int, rate: float, seconds: float) -> dict[str, Any]:
         await asyncio.sleep(max(0.0, start + number / rate - time.perf_counter()))
         if not idle:
             continue
-        task = asyncio.create_task(one())
+        task = asyncio.create_task(one(idle.pop()))
         running.add(task)
         task.add_done_callback(running.discard)
     spent = time.perf_counter() - start
