@@ -1,6 +1,6 @@
 """How `slimbayes serve` holds up: speed beside plain PyTorch, malformed requests, overload, shutdown, access.
 
-    python benchmarks/serve_load.py --out results/serve.json [--seconds 60] [--malformed 10000] [--stops 20]
+    python benchmarks/serve_load.py --out results/benchmarks/serve.json [--seconds 60] [--malformed 10000] [--stops 20]
 
 A small run (rank-1, four members, four draws of each) is made first; everything goes over the loopback device of this
 machine, clients and server on the same cores. "plain" is the same network without posteriors behind the same kind of

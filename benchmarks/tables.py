@@ -1,6 +1,6 @@
 """Estimators on tables: ours with their defaults beside a plain net, deep ensembles, TabM, boosted trees and processes.
 
-    python benchmarks/tables.py --out results/tables.jsonl --data DIR [--workers 2] [--limit-seconds 600]
+    python benchmarks/tables.py --out results/benchmarks/tables.jsonl --data DIR [--workers 2] [--limit-seconds 600]
     python benchmarks/tables.py --choose ...      scores rows held out of training: to choose defaults, not as results
 
 A line of the output is one cell: set x method x split; finished cells are skipped when it is run again. Splits are the

@@ -14,7 +14,7 @@ import tables
 import tables_page
 
 ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "results" / "tables.jsonl"
+RECORD = ROOT / "results" / "benchmarks" / "tables.jsonl"
 
 
 def split(y: list[float], real: bool) -> tables.Split:
@@ -66,7 +66,7 @@ def test_the_page_says_what_the_lines_say() -> None:
     assert "- plain: NLL 1 of 1, CRPS 0 of 1" in made
 
 
-@pytest.mark.skipif(not RECORD.exists(), reason="results/tables.jsonl has not been written")
+@pytest.mark.skipif(not RECORD.exists(), reason="results/benchmarks/tables.jsonl has not been written")
 def test_docs_show_the_record() -> None:
     text = (ROOT / "docs" / "tables.md").read_text()
     assert text == tables_page.page(text, RECORD.read_text().splitlines())

@@ -219,5 +219,5 @@ def serve(
         raise ValueError(f"{host} can be reached by others, so a key is needed: set SLIMBAYES_API_KEY or --key-file.")
     app = build_app(open_model(path, draws, accelerator), limits, key)
     uvicorn.run(
-        app, host=host, port=port, log_level="error", http="h11", timeout_keep_alive=5, timeout_graceful_shutdown=8
+        app, host=host, port=port, log_level="error", http="h11", timeout_keep_alive=30, timeout_graceful_shutdown=8
     )

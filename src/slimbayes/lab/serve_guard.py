@@ -1,12 +1,13 @@
 """What stands before a server's application: the key, and how many requests are let in at once.
 
 The number let in follows the time they take, as TCP's window does: a little more after each that was answered in time,
-a tenth less after each that was not. So an overloaded server says 503 at once instead of being late for everyone,
+a tenth less after each that was not. So an overloaded server says 503 instead of being late for everyone,
 whatever it is that takes the time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import time
@@ -40,6 +41,7 @@ class Guard:
         elif scope["path"] != "/healthz" and not self._admitted(scope):
             await self._refuse(send, 401, "A valid key is needed: X-API-Key.")
         elif self.active >= self.window and scope["path"] == "/predict":
+            await asyncio.sleep(self.wait)  # who asks again at once would take the time of those let in
             await self._refuse(send, 503, "Too many requests wait: try again soon.", (b"retry-after", b"1"))
         else:
             await self._let_in(scope, receive, send)
