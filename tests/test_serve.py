@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -243,6 +244,18 @@ def test_an_exported_model_is_served(tmp_path: Path) -> None:
     sb.export(net, torch.randn(4, 2), tmp_path / "draws.onnx")
     with pytest.raises(RunError, match="export it with likelihood="):
         open_model(tmp_path / "draws.onnx", 1)
+
+
+def test_the_command_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = call("serve", str(tmp_path / "nothing"))
+    assert done.exit_code == 3 and "neither a run's folder" in done.output
+    done = call("serve", str(tmp_path), "--host", "0.0.0.0")
+    assert done.exit_code == 1 and "a key is needed" in done.output
+    monkeypatch.delitem(sys.modules, "slimbayes.lab.serve")
+    monkeypatch.delattr(sys.modules["slimbayes.lab"], "serve")
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    done = call("serve", str(tmp_path))
+    assert done.exit_code == 3 and 'pip install "slimbayes[serve]"' in done.output
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

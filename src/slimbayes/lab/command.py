@@ -148,13 +148,16 @@ def serve(
     accelerator: Accelerator = "auto",
 ) -> None:
     """Answer predictions over HTTP, with uncertainty: POST /predict."""
-    from slimbayes.lab.serve import Limits
-    from slimbayes.lab.serve import serve as run
+    try:
+        from slimbayes.lab import serve as server
+    except ModuleNotFoundError as error:
+        raise ImportError(f'Serving needs {error.name}: pip install "slimbayes[serve]"') from error
 
     key = key_file.read_text().strip() if key_file else os.environ.get("SLIMBAYES_API_KEY")
     if key is not None and not key:
         raise ValueError("The API key is empty.")
-    run(model, host, port, Limits(max_body, max_rows, max_draws, max_wait), key, draws, accelerator)
+    limits = server.Limits(max_body, max_rows, max_draws, max_wait)
+    server.serve(model, host, port, limits, key, draws, accelerator)
 
 
 @app.command()
