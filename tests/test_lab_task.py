@@ -127,6 +127,13 @@ def test_a_square_is_torchs_resize_and_the_middle_of_it(tmp_path: Path) -> None:
     assert difference.max() <= 1, "Pillow rounds after each direction"
 
 
+def test_the_last_rows_can_be_held_out() -> None:
+    whole = open_task(experiment(data={"train_limit": None}).data).train
+    task = open_task(experiment(data={"train_limit": None, "validation": 0.2, "held_out": "last"}).data)
+    assert isinstance(whole, Split) and isinstance(task.train, Split) and isinstance(task.validation, Split)
+    assert torch.equal(task.validation.x, whole.x[800:]) and torch.equal(task.train.y, whole.y[:800])
+
+
 def test_folders_have_limits_and_validation_rows(tmp_path: Path) -> None:
     write_wide_pictures(tmp_path)
     task = open_task(Data(name="imagenet", image_size=28, train_limit=12, validation=0.25), tmp_path)

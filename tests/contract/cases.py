@@ -39,6 +39,7 @@ METHODS: dict[str, sb.Config] = {
     "ecmp": sb.ModelPatch(components=3, cross=True, jitter=0.5, probs=(0.5, 0.3, 0.2), rho=0.5),
     "ecmp-example": sb.ModelPatch(components=3, cross=True, jitter=0.5, draws="example"),
     "ecmp-learned": sb.ModelPatch(components=3, cross=True, jitter=0.5, learn_probs=True),
+    "flow-patch": sb.FlowPatch(steps=2, scale_init=0.1, samples=2000),
     "mixture-noise": sb.Mixture(components=2, sigma=0.1, jitter=0.5),
     "mixture-members": sb.Mixture(components=2, assignment="model", jitter=0.5),
     "drop-connect": sb.DropConnect(rate=0.4, tau=1.0),
