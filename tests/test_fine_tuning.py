@@ -75,6 +75,21 @@ def test_a_head_trains_and_is_saved_with_the_posterior(head: Any, tmp_path: Path
     assert all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
 
 
+def test_heads_of_parts_and_of_single_layers_come_back(tmp_path: Path) -> None:
+    layer = nn.Linear(4, 3)
+    alone = sb.bayesianize(copy.deepcopy(layer), sb.Rank1(members=1), train="posterior+head")
+    nn.init.normal_(alone.weight)
+    again = sb.load(copy.deepcopy(layer), sb.save(alone, tmp_path / "alone"))
+    assert torch.equal(again.weight, alone.weight) and again.weight.requires_grad
+    plain = Net()
+    part = copy.deepcopy(plain)
+    sb.bayesianize(part.body, sb.Rank1(members=1), train="posterior+head", head="0")
+    nn.init.normal_(part.body[0].weight)
+    again = sb.load(copy.deepcopy(plain), sb.save(part, tmp_path / "part"))
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in part.state_dict().items())
+    assert names(again) == names(part)
+
+
 def test_checkpoints_of_models_that_train_as_a_whole_stay_as_they_were(tmp_path: Path) -> None:
     path = sb.save(sb.bayesianize(Net(), sb.Rank1()), tmp_path / "posterior")
     (record,) = json.loads((path / "config.json").read_text())["conversions"]

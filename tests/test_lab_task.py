@@ -1,6 +1,7 @@
 """Rows, their scaling and their crops."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,6 +170,12 @@ def test_bags_are_a_choice_of_the_config(tmp_path: Path) -> None:
     assert isinstance(hourly.train, Split) and isinstance(daily.train, Split)
     assert hourly.train.x.shape[1] == 48 and daily.train.x.shape[1:] == (3, 3)
     assert isinstance(daily.validation, Split) and daily.validation.x.shape[1:] == (3, 3)
+    again = Data.model_validate({"name": "physionet2012", "bags": {"precision": 24.0}})
+    before = open_task(again, tmp_path).test.y.tolist()
+    outcomes = tmp_path / "physionet2012" / "Outcomes-c.txt"
+    outcomes.write_text(outcomes.read_text().replace("-1,1\n", "-1,0\n"))
+    os.utime(outcomes, (1, 1))
+    assert before == [1] and open_task(again, tmp_path).test.y.tolist() == [0], "files that changed are read anew"
     with pytest.raises(ValueError, match="digits"):
         open_task(Data.model_validate({"name": "digits", "bags": {}}), tmp_path)
 

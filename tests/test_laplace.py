@@ -179,6 +179,37 @@ def test_rows_that_cannot_be_told_apart_run_one_by_one() -> None:
     torch.testing.assert_close(found.matrices[0], wanted.matrices[0])
 
 
+class Last(nn.Module):
+    """The last step of a sequence model, as classes."""
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__()
+        self.body, self.fc = body, nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return self.fc((y[0] if isinstance(y, tuple) else y)[:, -1])
+
+
+@pytest.mark.parametrize("over", ["both", "weights"])
+@pytest.mark.parametrize("kind", ["lstm", "attention", "conv"])
+def test_rows_together_have_the_curvature_of_rows_alone(kind: str, over: Any) -> None:
+    """Together factors scale activations, and each row has its weights; alone they are multiplied into the weight."""
+    net, shape = {
+        "lstm": (Last(nn.LSTM(4, 5, batch_first=True), 5), (6, 3, 4)),
+        "attention": (Last(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0), 4), (6, 3, 4)),
+        "conv": (nn.Sequential(nn.Conv1d(4, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)), (6, 4, 3)),
+    }[kind]
+    net = net.double().eval()
+    x, y = torch.randn(shape).double(), torch.randint(3, (6,))
+    sb.bayesianize(net, sb.JointNormal(over=over))
+    together = accumulate(net, labelled(net, [(x, y)]), "categorical")
+    alone = accumulate(net, labelled(net, list(zip(x.split(1), y.split(1), strict=True))), "categorical")
+    for a, b in zip(together.matrices, alone.matrices, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
+        assert float(a.diagonal(dim1=1, dim2=2).max()) > 0
+
+
 def test_the_evidence_is_largest_where_it_says() -> None:
     net, batches = mlp(2), data(classes=None)
     fit = sb.laplace(copy.deepcopy(net), batches, "gaussian", prior="shared")
@@ -200,10 +231,12 @@ def test_the_evidence_is_largest_where_it_says() -> None:
 def test_priors_left_open_are_those_of_factors_or_of_weights() -> None:
     net, batches = mlp(), data()
     fit = sb.laplace(copy.deepcopy(net), batches)
-    assert fit.prior_precision == pytest.approx({"0": 25.0, "2": 25.0})
+    assert fit.prior_precision == pytest.approx({"0": 100.0, "2": 100.0})
     assert fit.model[0].posterior["weight"].prior.loc == 1.0
     tuned = sb.laplace(copy.deepcopy(net), batches, over="weights")
     assert tuned.log_evidence == sb.laplace(copy.deepcopy(net), batches, over="weights", prior="layer").log_evidence
+    real = sb.laplace(mlp(2), data(classes=None), "gaussian")
+    assert real.model[0].posterior["weight"].prior.loc == 0.0
 
 
 def test_a_real_target_may_be_any_number() -> None:

@@ -46,6 +46,8 @@ from slimbayes.posteriors.base import Config as Config
 from slimbayes.posteriors.configs.batch_ensemble import BatchEnsemble as BatchEnsemble
 from slimbayes.posteriors.configs.deterministic import Deterministic as Deterministic
 from slimbayes.posteriors.configs.drop_connect import DropConnect as DropConnect
+from slimbayes.posteriors.configs.recipes import Recipe as Recipe
+from slimbayes.posteriors.configs.recipes import recipe as recipe
 from slimbayes.posteriors.ensemble import Ensemble as Ensemble
 from slimbayes.posteriors.flow_patch import FlowPatch as FlowPatch
 from slimbayes.posteriors.full_matrix_normal import FullMatrixNormal as FullMatrixNormal

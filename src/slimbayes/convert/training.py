@@ -61,9 +61,9 @@ def belongs(model: nn.Module, saved: Sequence[str]) -> Callable[[str], bool]:
     return lambda name: name.startswith(tuple(prefixes))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trainable:
-    """How many parameters of a model train, and how many there are. `str()` says it in a line."""
+    """How many parameters of a model train, and how many there are; shown as a line of words."""
 
     trainable: int
     total: int
@@ -72,7 +72,7 @@ class Trainable:
     def share(self) -> float:
         return self.trainable / max(self.total, 1)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.trainable:,} of {self.total:,} parameters train ({self.share:.2%})"
 
 
@@ -82,7 +82,7 @@ def trainable(model: nn.Module) -> Trainable:
     Example:
         >>> import slimbayes as sb
         >>> net = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10))
-        >>> print(trainable(sb.bayesianize(net, sb.Rank1(members=1), train="posterior")))
+        >>> trainable(sb.bayesianize(net, sb.Rank1(members=1), train="posterior"))
         620 of 11,730 parameters train (5.29%)
     """
     parameters = list(model.parameters())

@@ -107,7 +107,7 @@ def sample_posterior(
         cycles: of "cyclical"; states are shared out among them.
         leapfrog: most steps of one path of "hmc"; a third of it at least.
         prior: of every factor; by default that of the converted model, or Normal(1, 0.1).
-        temperature: below 1 the posterior is sharpened.
+        temperature: below 1 the posterior is sharpened; near 0 chains end at its mode.
         base_lr: learning rate of the network's own weights while chains burn in; they stay afterwards, since all states
             share them.
         include, exclude: which layers of a plain model, as in `bayesianize`.
@@ -128,6 +128,8 @@ def sample_posterior(
     _check(model, method, likelihood, chains, draws, burn_in, thin, step_size, cycles)
     plain = not passes.posteriors_of(model)
     means = {} if plain else member_factors(model)
+    if means and (include is not None or exclude is not None):
+        raise ValueError("sample_posterior: include and exclude choose layers of a plain model; this one's are set.")
     prior = prior or next((p.prior_of_factors for p in passes.posteriors_of(model)), None) or Normal(1.0, 0.1)
     work = copy.deepcopy(model) if not plain or base_lr else model
     generator = torch.Generator().manual_seed(key(seed_of(seed), "chains"))

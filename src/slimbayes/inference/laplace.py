@@ -6,9 +6,10 @@
 The weights W stay. Factors are few beside them, so that H is whole within a layer, where a Laplace approximation of W
 has to cut corners.
 
-Factors have the prior Normal(1, 0.2) unless another is asked for. A prior around one cannot be tuned by the marginal
-likelihood: a trained network lies there already, so that the evidence always votes for no posterior at all. Tuned
-priors have mean zero, as those of weights have, and come out wide: docs/fine_tuning.md has what that costs.
+A prior around one cannot be tuned by the marginal likelihood: a trained network lies there already, so that the
+evidence always votes for no posterior at all. Tuned priors have mean zero, as those of weights have, and come out wide.
+That is best for real targets; for classes Normal(1, 0.1) is better by far (docs/fine_tuning.md has the numbers), hence
+the defaults.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def laplace(
         structure: "full" covariances within each layer; "diagonal"; or "k-tied", a `KTied` posterior over the weights
             whose scales of low rank are fitted to the diagonal.
         prior: a Normal for every number; or one of mean zero whose precision maximises the marginal likelihood, for
-            each "layer" or "shared" by all. By default Normal(1, 0.2) for factors, "layer" for weights.
+            each "layer" or "shared" by all. By default Normal(1, 0.1) for factors under a likelihood of classes, else
+            "layer".
         noise: standard deviation of the targets' noise for "gaussian"; by default the one of most evidence.
         full_up_to: layers with more numbers than that get a diagonal.
         rank: k of "k-tied".
@@ -113,7 +115,8 @@ def laplace(
     """
     _check(model, likelihood, layers, structure, prior, noise, samples, over)
     weights = over == "weights" or structure == "k-tied"
-    prior = ("layer" if weights else Normal(1.0, 0.2)) if prior is None else prior
+    if prior is None:
+        prior = Normal(1.0, 0.1) if likelihood_named(likelihood).discrete and not weights else "layer"
     start = prior if isinstance(prior, Normal) else Normal(0.0, 1.0)
     numbers: Over = "weights" if weights else over
     work, means = _means_apart(model, numbers)

@@ -34,7 +34,7 @@ def member_factors(model: nn.Module) -> dict[str, dict[str, Drawn]]:
                     found.setdefault(name, {})[site] = Drawn(r.clone(), s.clone(), bias)
                 elif not (members == 1 and _own(layer, site, p)):
                     raise ValueError(
-                        f"laplace: the means of {p.name} ({type(p).__name__}) are no factors of its weight. Call "
+                        f"The means of {p.name} ({type(p).__name__}) are no factors of its weight. Call "
                         f"merge(model, member=0) first, which makes them plain weights."
                     )
                 else:
@@ -42,7 +42,7 @@ def member_factors(model: nn.Module) -> dict[str, dict[str, Drawn]]:
 
     passes.run(central_pass(posteriors), look)
     if found and plain:
-        raise ValueError(f"laplace: {plain[0]} has no factors, but {next(iter(found))} has. Call merge(model) first.")
+        raise ValueError(f"{plain[0]} has no factors, but {next(iter(found))} has. Call merge(model) first.")
     return found
 
 

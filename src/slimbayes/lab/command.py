@@ -108,13 +108,14 @@ def evaluate(
     overrides: Overrides = [],  # noqa: B006
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
+    workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
     from slimbayes.lab.bars import print_scores
     from slimbayes.lab.fit import evaluate_run
 
     wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
-    evaluate_run(run, wanted, accelerator, data_dir)
+    evaluate_run(run, wanted, accelerator, data_dir, workers)
     print_scores(run)
 
 
@@ -135,6 +136,32 @@ def predict(
 
     rows = predict_file(run, inputs, output, draws, accelerator)
     typer.echo(f"{rows} predictions in {output}")
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(metavar="RUN_OR_EXPORT", help="Run directory, or an .onnx of sb.export.")],
+    host: Annotated[str, typer.Option(help="Address; others than this machine's need a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    key_file: Annotated[Path | None, typer.Option(help="File with the API key; or $SLIMBAYES_API_KEY.")] = None,
+    draws: Annotated[int, typer.Option(help="Draws of each member, unless a request says.", min=1)] = 16,
+    max_draws: Annotated[int, typer.Option(help="Draws that a request may ask for.", min=1)] = 64,
+    max_rows: Annotated[int, typer.Option(help="Rows of a request, and of a batch.", min=1)] = 1024,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request.", min=1)] = 1 << 20,
+    max_wait: Annotated[float, typer.Option(help="Seconds in the queue from which requests get 503.", min=0)] = 0.25,
+    accelerator: Accelerator = "auto",
+) -> None:
+    """Answer predictions over HTTP, with uncertainty: POST /predict."""
+    try:
+        from slimbayes.lab import serve as server
+    except ModuleNotFoundError as error:
+        raise ImportError(f'Serving needs {error.name}: pip install "slimbayes[serve]"') from error
+
+    key = key_file.read_text().strip() if key_file else os.environ.get("SLIMBAYES_API_KEY")
+    if key is not None and not key:
+        raise ValueError("The API key is empty.")
+    limits = server.Limits(max_body, max_rows, max_draws, max_wait)
+    server.serve(model, host, port, limits, key, draws, accelerator)
 
 
 @app.command()
