@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.lab.data_command import app as data_app
-from slimbayes.lab.run_commands import Accelerator, DataDir, diagnose, stack
+from slimbayes.lab.run_commands import Accelerator, DataDir, diagnose, predict, stack
 
 _CODES = {
     "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4,
@@ -121,21 +121,7 @@ def evaluate(
 
 app.command()(diagnose)
 app.command()(stack)
-
-
-@app.command()
-def predict(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
-    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, or images.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
-    draws: Annotated[int, typer.Option(help="Draws of each member.", min=1)] = 16,
-    accelerator: Accelerator = "auto",
-) -> None:
-    """Predict rows of your own, with uncertainty."""
-    from slimbayes.lab.predict_file import predict_file
-
-    rows = predict_file(run, inputs, output, draws, accelerator)
-    typer.echo(f"{rows} predictions in {output}")
+app.command()(predict)
 
 
 @app.command()

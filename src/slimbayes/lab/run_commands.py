@@ -1,4 +1,4 @@
-"""Commands that look at a finished run, or make another of it."""
+"""Commands that look at a finished run, use it, or make another of it."""
 
 from __future__ import annotations
 
@@ -43,3 +43,17 @@ def stack(
         folder, weights = stack_run(run, out, Execution(accelerator=accelerator, data_dir=data_dir), bars, draws)
     typer.echo("\n".join(lines(weights)))
     print_scores(folder)
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, or images.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
+    draws: Annotated[int, typer.Option(help="Draws of each member.", min=1)] = 16,
+    accelerator: Accelerator = "auto",
+) -> None:
+    """Predict rows of your own, with uncertainty."""
+    from slimbayes.lab.predict_file import predict_file
+
+    rows = predict_file(run, inputs, output, draws, accelerator)
+    typer.echo(f"{rows} predictions in {output}")
