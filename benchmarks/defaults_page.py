@@ -31,7 +31,8 @@ loss = sb.elbo(nll, net, num_data, kl_weight=anneal(step), temperature=temperatu
 ```
 
 In the lab the temperature is where the KL's weight ends: `train: {kl: {kind: Linear, share: 0.5, weight: 0.01}}`. Below
-1 it is a tempered posterior, no longer Bayes' rule: with far more weights than data the KL at 1 outweighs the likelihood.
+1 it is a tempered posterior, no longer Bayes' rule: with far more weights than data the KL at 1 outweighs the
+likelihood.
 """
 
 
