@@ -15,7 +15,7 @@ from typing import Any
 STARTS = ("scratch", "trained")
 WORDS = {"scratch": "from scratch", "trained": "from a trained net"}
 HARM, MOST, NOISE = 3.0, 1.0, 0.02  # what harm counts; nats that one task can count; nats below which nobody argues
-ENOUGH = 0.8  # of the plain net's trainings, for a candidate that can be chosen
+ENOUGH = 0.9  # of the plain net's trainings, for a candidate that can be chosen
 _WHAT = ("test_nll", "test_shifted_nll")
 COLUMNS = (
     "task", "start", "candidate", "seed", "converted", "kl", "train_nll", "validation_nll", "validation_error",
