@@ -1,4 +1,4 @@
-"""Recipes: for each method the config and the temperature that held across tasks. docs/recipes.md has the evidence."""
+"""Recipes: for each method the config and the temperature that scored best on small tasks (docs/recipes.md)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
 
 
 def recipe(method: str, start: Start) -> Recipe:
-    """The config and temperature that held best across tasks, by method and by where training starts.
+    """The config and temperature that scored best on small tasks, by method and by where training starts.
 
     Args:
         method: "rank-1 Normal", "rank-1 Cauchy", "BatchEnsemble", "2-tied", "mean-field", "EMP" or "ECMP". The last two
