@@ -25,9 +25,12 @@ COLUMNS = (
 
 USE = """
 ```python
+import torch, slimbayes as sb
+
+net, x, y = torch.nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
 config, temperature = sb.recipe("2-tied", start="trained")  # or "scratch"
 net = sb.bayesianize(net, config)
-loss = sb.elbo(nll, net, num_data, kl_weight=anneal(step), temperature=temperature).loss
+loss = sb.elbo(sb.categorical(sb.sample(net, x), y), net, num_data=1_000, temperature=temperature).loss
 ```
 
 In the lab the temperature is where the KL's weight ends: `train: {kl: {kind: Linear, share: 0.5, weight: 0.01}}`. Below
