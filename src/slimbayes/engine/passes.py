@@ -95,6 +95,11 @@ class Pass:
         self.opener: Any = None  # the module whose call opened it
         self.task = -1
 
+    def put(self, key: str, noise: Noise) -> None:
+        """Give a posterior noise of the caller's, instead of what was drawn."""
+        self.noise[key] = noise
+        self.joint = {}  # has what was drawn
+
     def blocks(self, posterior: Any) -> int:
         """How many blocks of rows this posterior has draws for."""
         return posterior.members if self.draws is None else self.draws

@@ -99,7 +99,7 @@ def _run(
     deviations = []
     for p in joints:
         deviation = torch.zeros(count, p.size, device=p.device, dtype=p.dtype, requires_grad=True)
-        new.noise[p.key] = Noise(deviation.detach()[:, :0], deviation.detach()[:, :0])
+        new.put(p.key, Noise(deviation.detach()[:, :0], deviation.detach()[:, :0]))
 
         def pick(parameter: Tensor, n: int) -> Tensor:
             return parameter.detach()[member : member + 1].expand(n, *parameter.shape[1:])

@@ -88,7 +88,7 @@ class Networks(Draws):
             picked = combined[:, at : at + support.picks].to(p.device)
             at += support.picks
             block = support.lines.to(p.device, p.dtype)[picked].transpose(1, 2).flatten(1)
-            new.noise[p.key] = Noise(block.repeat_interleave(self.members, 0), block.new_empty(0, 0))
+            new.put(p.key, Noise(block.repeat_interleave(self.members, 0), block.new_empty(0, 0)))
         return new
 
 

@@ -171,7 +171,7 @@ class Graph(nn.Module):
             return select(self.model(*args), None).unsqueeze(0)
         held = Pass(self.total, 1, rowwise=False)
         for posterior, block in zip(self.posteriors, given.split(self.widths, 1)):
-            held.noise[posterior.key] = Noise(block.to(posterior.dtype), block.new_empty(0, 0))
+            held.put(posterior.key, Noise(block.to(posterior.dtype), block.new_empty(0, 0)))
             if posterior.late:
                 held.keys[posterior.key] = getattr(self, f"keys_{posterior.key}")
         known = self.layout if self.layout.folds else None

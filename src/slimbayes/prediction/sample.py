@@ -198,7 +198,8 @@ def central_pass(posteriors: Sequence[Any]) -> Pass:
     new.centred = True
     noise.draw_numbered(posteriors, new, 0)
     for posterior in posteriors:
-        new.noise[posterior.key] = Noise(posterior.centre(new.noise[posterior.key].block), new.noise[posterior.key].row)
+        own = new.noise[posterior.key]
+        new.put(posterior.key, Noise(posterior.centre(own.block), own.row))
     return new
 
 

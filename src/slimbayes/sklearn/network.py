@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.models.feedforward import started
+from slimbayes.train.likelihoods import raw_noise
 
 Noise = float | Literal["heteroscedastic", "learned"]
 Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
@@ -86,8 +87,8 @@ class Targets(nn.Module):
         self.network, self.targets = network, targets
         self.raw: nn.Parameter | None = None
         if not isinstance(noise, str):
-            scale = torch.as_tensor(noise, dtype=torch.float32).expand(targets) - 1e-4  # the floor of `noise_scale`
-            self.raw = nn.Parameter(scale.clamp_min(1e-6).expm1().log(), requires_grad=False)
+            scale = torch.as_tensor(noise, dtype=torch.float32).expand(targets)
+            self.raw = nn.Parameter(raw_noise(scale), requires_grad=False)
         elif noise == "learned":
             self.raw = nn.Parameter(torch.zeros(targets))
 
