@@ -98,11 +98,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     # --- what a classifier and a regressor do differently ---
 
-    _likelihood: LikelihoodName
     table_: Table
     scaler_: Any
     network_: nn.Module
     seed_: int
+
+    @abstractmethod
+    def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
+        """What the network's outputs mean, and the noise's scale in standardised units, where it is given."""
 
     @abstractmethod
     def _learn_targets(self, y: Any, weight: np.ndarray) -> np.ndarray:
@@ -180,8 +183,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                     warnings.simplefilter("ignore", SlimbayesWarning)
                 bayesianize(part, default_method(self._own) if self.method is None else self.method)
             self.network_ = network.to(self.device)
+        likelihood, scale = self._meaning()
         recipe = Recipe(
-            self._likelihood, self.epochs, self.batch_size, self.lr, self.weight_decay, self.kl_weight, self.patience
+            likelihood, self.epochs, self.batch_size, self.lr, self.weight_decay, self.kl_weight, self.patience, scale
         )  # fmt: skip
         return Trainer(self.network_, recipe)
 
@@ -262,7 +266,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """Predictions of rows; their draws are kept only if asked, which many rows may have no room for."""
         check_is_fitted(self, "network_")
         x = self._inputs(self._read(X, False))
-        return predict(self.network_, x, self.draws, likelihood=self._likelihood, keep_samples=keep, seed=self.seed_)
+        meaning, scale = self._meaning()
+        return predict(
+            self.network_, x, self.draws, likelihood=meaning, scale=scale, keep_samples=keep, seed=self.seed_
+        )
 
     def _check_parameters(self) -> None:
         check_choice("missing", self.missing, Missing)

@@ -17,6 +17,7 @@ from slimbayes.errors import brief
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.sklearn.base import TableEstimator
 from slimbayes.sklearn.network import Noise, Targets
+from slimbayes.train.likelihoods import LikelihoodName
 
 
 class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
@@ -52,8 +53,6 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         >>> BayesClassifier(epochs=30, random_state=0).fit(X, y).predict_proba(X[:2]).shape
         (2, 3)
     """
-
-    _likelihood = "categorical"
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train on a table (N, d) and labels (N,) of any type."""
@@ -105,6 +104,9 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
             )
         return cast(np.ndarray, codes)
 
+    def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
+        return "categorical", 0.0
+
     def _network(self, numbers: int, sizes: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
         network = self._new_network(numbers, sizes, len(self.classes_))
         return network, network
@@ -130,8 +132,6 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         >>> mean.shape, bool((std > 0).all()), bool((low < high).all())
         ((64,), True, True)
     """
-
-    _likelihood = "heteroscedastic_gaussian"
 
     def __init__(
         self,
@@ -212,8 +212,12 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def _network(self, numbers: int, sizes: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
         targets, noise = len(self.y_mean_), self._checked_noise()
         network = self._new_network(numbers, sizes, targets * (2 if noise == "heteroscedastic" else 1))
-        scale = noise if isinstance(noise, str) else torch.as_tensor(noise / self.y_std_)
-        return Targets(network, targets, scale), network
+        return Targets(network, targets, noise), network
+
+    def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
+        if isinstance(self.noise, str):
+            return "heteroscedastic_gaussian", 0.0
+        return "gaussian", torch.as_tensor(self.noise / self.y_std_)
 
     def _checked_noise(self) -> float | Literal["heteroscedastic", "learned"]:
         known = self.noise in ("heteroscedastic", "learned") if isinstance(self.noise, str) else self.noise > 0

@@ -44,6 +44,7 @@ class Recipe:
     weight_decay: float
     kl_weight: float
     patience: int
+    scale: float | Tensor = 0.0  # of the noise, where it is given
 
 
 class Trainer:
@@ -82,7 +83,7 @@ class Trainer:
         for batch in self._batches(rows):
             outputs = sample(self.network, batch.x)
             share = batch.weight / rows.weight.mean()
-            nll = -(log_likelihood(self.recipe.likelihood, outputs, batch.y).mean(0) * share).mean()
+            nll = -(log_likelihood(self.recipe.likelihood, outputs, batch.y, self.recipe.scale).mean(0) * share).mean()
             terms = elbo(nll, self.network, max(1, round(self.seen)), self.recipe.kl_weight)
             self.optimizer.zero_grad()
             terms.loss.backward()
@@ -91,7 +92,7 @@ class Trainer:
 
     def nll(self, rows: Rows, draws: int = 4) -> float:
         """Mean negative log-likelihood of rows under the mixture of some draws, the same at every call."""
-        found = predict(self.network, rows.x, draws, likelihood=self.recipe.likelihood, seed=0)
+        found = predict(self.network, rows.x, draws, likelihood=self.recipe.likelihood, scale=self.recipe.scale, seed=0)
         logp = found.log_prob(rows.y)
         logp = logp.sum(-1) if logp.dim() > 1 else logp
         return float(-(logp * rows.weight).sum() / rows.weight.sum())
@@ -117,16 +118,16 @@ def batch_size(rows: int) -> int:
     return min(256, max(32, 2 ** round(math.log2(rows / 30))))
 
 
-def log_likelihood(likelihood: LikelihoodName, outputs: Tensor, target: Tensor) -> Tensor:
+def log_likelihood(likelihood: LikelihoodName, outputs: Tensor, target: Tensor, scale: float | Tensor = 0.0) -> Tensor:
     """Log-likelihood of every row under every draw, which the likelihoods' own means leave no room to weigh.
 
-    Shape: outputs (S, B, C) or (S, B, T, 2), target (B,) or (B, T); returns (S, B).
+    Shape: outputs (S, B, C), (S, B, T) or (S, B, T, 2), target (B,) or (B, T); returns (S, B).
 
     Example:
         >>> log_likelihood("categorical", torch.zeros(2, 3, 4), torch.tensor([0, 1, 2])).exp()[0]
         tensor([0.2500, 0.2500, 0.2500])
     """
-    first, second = LIKELIHOODS[likelihood].predictive(outputs, 0.0, None)
+    first, second = LIKELIHOODS[likelihood].predictive(outputs, scale, None)
     if LIKELIHOODS[likelihood].discrete:
         return log_at(first, target)
     return -0.5 * ((target - first).square() / second + second.log() + math.log(2 * math.pi)).sum(-1)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.models.feedforward import started
-from slimbayes.train.likelihoods import raw_noise
 
 Noise = float | Literal["heteroscedastic", "learned"]
 Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
@@ -69,34 +68,34 @@ class Embedded(nn.Module):
 
 
 class Targets(nn.Module):
-    """Outputs of a network as means and raw noise scales of T real targets.
+    """Outputs of a network as means of T real targets, and raw noise scales where these are not given.
 
     Args:
         noise: "heteroscedastic" takes both from the network's 2 T outputs; "learned" adds one scale for each target,
-            which is trained; a number is a fixed standard deviation, in the units of the outputs.
+            which is trained; a number is a standard deviation that needs no scale.
 
-    Shape: (B, T) or (B, 2 T) -> (B, T, 2).
+    Shape: (B, T) or (B, 2 T) -> (B, T, 2), or (B, T) where the noise is a number.
 
     Example:
         >>> Targets(nn.Linear(3, 2), 2, noise=0.5)(torch.zeros(4, 3)).shape
-        torch.Size([4, 2, 2])
+        torch.Size([4, 2])
     """
 
-    def __init__(self, network: nn.Module, targets: int, noise: Noise | Tensor) -> None:
+    def __init__(self, network: nn.Module, targets: int, noise: Noise) -> None:
         super().__init__()
         self.network, self.targets = network, targets
         self.raw: nn.Parameter | None = None
-        if not isinstance(noise, str):
-            scale = torch.as_tensor(noise, dtype=torch.float32).expand(targets)
-            self.raw = nn.Parameter(raw_noise(scale), requires_grad=False)
-        elif noise == "learned":
+        self.noise = noise
+        if noise == "learned":
             self.raw = nn.Parameter(torch.zeros(targets))
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.network(x)
-        if self.raw is None:
+        if self.noise == "heteroscedastic":
             return out.unflatten(-1, (self.targets, 2))
         out = out.unflatten(-1, (self.targets,))
+        if self.raw is None:
+            return out
         return torch.stack([out, self.raw.to(out.dtype).expand_as(out)], -1)
 
 

@@ -153,22 +153,6 @@ def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
     return spread * (LEAST_NOISE**2 + wide.square()).sqrt()
 
 
-def raw_noise(scale: Tensor) -> Tensor:
-    """What a head must say for noise of these scales, in units of the spread: the inverse of `noise_scale`.
-
-    Example:
-        >>> noise_scale(raw_noise(torch.tensor([0.2, 5.0])))
-        tensor([0.2000, 5.0000])
-    """
-    if not bool(((scale > LEAST_NOISE) & (scale < MOST_NOISE)).all()):
-        raise ValueError(
-            f"Noise of a head lies between {LEAST_NOISE} and {MOST_NOISE:g} times the targets' standard deviation, "
-            f"got {scale.flatten().tolist()[0]:.3g} times. Use the gaussian likelihood for other noise."
-        )
-    wide = (scale.square() - LEAST_NOISE**2).sqrt()
-    return (MOST_NOISE * torch.atanh(wide / MOST_NOISE)).expm1().log()
-
-
 def check_classes(logits: Tensor, class_dim: int) -> None:
     """Refuse the logits of one class: its probability is 1 whatever the network says."""
     if logits.shape[class_dim] == 1:
