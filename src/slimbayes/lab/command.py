@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.lab.data_command import app as data_app
-from slimbayes.lab.run_commands import Accelerator, DataDir, diagnose, stack
+from slimbayes.lab.run_commands import Accelerator, AllowCode, DataDir, diagnose, stack
 
 _CODES = {
     "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4,
-    "FloatingPointError": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
+    "OwnCodeError": 2, "FloatingPointError": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
 }  # fmt: skip
 
 
@@ -108,13 +108,16 @@ def evaluate(
     overrides: Overrides = [],  # noqa: B006
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
+    allow_code: AllowCode = False,
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
     from slimbayes.lab.bars import print_scores
     from slimbayes.lab.fit import evaluate_run
+    from slimbayes.lab.own_config import code_allowed
 
     wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
-    evaluate_run(run, wanted, accelerator, data_dir)
+    with code_allowed(allow_code):
+        evaluate_run(run, wanted, accelerator, data_dir)
     print_scores(run)
 
 
@@ -125,15 +128,23 @@ app.command()(stack)
 @app.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, or images.")],
+    inputs: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, .parquet, or images.")
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
     draws: Annotated[int, typer.Option(help="Draws of each member.", min=1)] = 16,
+    level: Annotated[
+        float, typer.Option(help="Probability that intervals of real targets hold them.", min=0.01, max=0.999)
+    ] = 0.9,
     accelerator: Accelerator = "auto",
+    allow_code: AllowCode = False,
 ) -> None:
     """Predict rows of your own, with uncertainty."""
+    from slimbayes.lab.own_config import code_allowed
     from slimbayes.lab.predict_file import predict_file
 
-    rows = predict_file(run, inputs, output, draws, accelerator)
+    with code_allowed(allow_code):
+        rows = predict_file(run, inputs, output, draws, accelerator, level)
     typer.echo(f"{rows} predictions in {output}")
 
 

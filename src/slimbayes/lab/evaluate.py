@@ -26,7 +26,7 @@ from slimbayes.lab.task import Rows, Task, batches, limited
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.report.record import Evaluation, Example
-from slimbayes.train.likelihoods import LikelihoodName
+from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
 _ENTROPY = 3  # column of what is noted about a row
 
@@ -47,9 +47,14 @@ class Predictor(NamedTuple):
     def noise(self) -> float | Tensor:
         """Standard deviation of the noise in the units that the network was trained in."""
         own, units = self.experiment.evaluate.noise, self.task.y_std
-        if self.likelihood != "gaussian":
+        if LIKELIHOODS[self.likelihood].discrete:
             return 0.0
-        return self.experiment.train.noise if own is None else own / (1.0 if units is None else units)
+        return self.training_noise if own is None else own / (1.0 if units is None else units)
+
+    @property
+    def training_noise(self) -> float:
+        """The same in training; one where the network says it, in units of the targets' deviation."""
+        return 1.0 if isinstance(self.experiment.noise, str) else self.experiment.noise
 
     def predictions(
         self, rows: Rows, place: str, draws: Sequence[int], workers: int = 0, name: str = ""
@@ -113,14 +118,14 @@ class Predictor(NamedTuple):
         for found, y in self.predictions(rows, f"{data} {role} {about}", draws, workers, name):
             for count, prediction in found.items():
                 scores[count].update(prediction, y)
-                if self.likelihood != "gaussian":
+                if LIKELIHOODS[self.likelihood].discrete:
                     notes[count].append(note(prediction, y))
         curves = role in ("test", "shift")
         made = [Evaluation(data=data, role=role, draws=n, **about, **s.result(curves)) for n, s in scores.items()]
         return made, {n: torch.cat(parts) for n, parts in notes.items() if parts}
 
     def _scores(self) -> Scores:
-        if self.likelihood == "gaussian":
+        if not LIKELIHOODS[self.likelihood].discrete:
             return regression_scores(self.device)
         classes, chosen = max(2, len(self.task.classes)), self.experiment.evaluate
         binary, members = self.likelihood == "bernoulli", sb.members(self.network)
@@ -133,7 +138,7 @@ class Predictor(NamedTuple):
         experiment = self.experiment.model_copy(update={"evaluate": chosen})
         standardised = self._replace(task=replace(self.task, y_mean=None, y_std=None), experiment=experiment)
         (made,), _ = standardised.score(self.task.validation, [1], self.task.name, "validation", workers=workers)
-        if self.likelihood == "gaussian":
+        if not LIKELIHOODS[self.likelihood].discrete:
             return {"validation_nll": -made.metrics["lpd"], "validation_rmse": made.metrics["rmse"]}
         return {f"validation_{name}": made.metrics[name] for name in ("nll", "accuracy")}
 

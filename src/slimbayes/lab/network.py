@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,19 +18,32 @@ from slimbayes.posteriors.base import Config
 from slimbayes.train.likelihoods import LikelihoodName
 
 
-def plain_network(experiment: Experiment, facts: Mapping[str, int], data: str) -> nn.Module:
-    """The network that a config names, filled with what the data say about it."""
-    chosen = experiment.model
-    if missing := ", ".join(name for name in chosen.filled if name not in facts):
-        raise ValueError(f"{chosen.kind} needs {missing}, which {data} does not say: it is no network for this data.")
-    network: nn.Module = chosen.build(**{name: facts[name] for name in chosen.filled})
+def plain_network(experiment: Experiment, facts: Mapping[str, Any], data: str) -> nn.Module:
+    """The network that a config names, filled with what the data say about it, before it says its noise."""
+    if experiment.noise == "heteroscedastic" and _real(facts):
+        facts = {**facts, "outputs": 2 * facts["outputs"]}
+    network: nn.Module = experiment.model.network(facts, data)
     return network
+
+
+def with_noise(experiment: Experiment, facts: Mapping[str, Any], network: nn.Module) -> nn.Module:
+    """A network of real targets that says their noise too, where a config has it learnt; others as they are."""
+    if not isinstance(experiment.noise, str) or not _real(facts):
+        return network
+    from slimbayes.sklearn.network import Targets  # needs scikit-learn, which other networks do without
+
+    return Targets(network, facts["outputs"], experiment.noise)
+
+
+def _real(facts: Mapping[str, Any]) -> bool:
+    return "outputs" in facts and "classes" not in facts
 
 
 def build_network(experiment: Experiment, task: Task, network: nn.Module | None = None) -> nn.Module:
     """The experiment's network, converted, as the seed starts it; or a given one, converted."""
     seed_everything(experiment.seed, "network")
-    afresh = partial(plain_network, experiment, task.fills(), task.name)
+    facts = task.fills()
+    afresh = partial(plain_network, experiment, facts, task.name)
     plain, method = network or afresh(), experiment.method.build()
     include, exclude = experiment.include, experiment.exclude
     if isinstance(method, Config) and not (network or include or exclude):
@@ -37,14 +51,14 @@ def build_network(experiment: Experiment, task: Task, network: nn.Module | None 
     built = sb.bayesianize(plain, method, include=include, exclude=exclude)
     if experiment.train.norm_statistics == "member":
         sb.bayesianize(built, sb.MemberNorm(members=sb.members(built)), exclude=exclude)
-    return built
+    return with_noise(experiment, facts, built)
 
 
 @torch.no_grad()
-def likelihood_of(task: Task, network: nn.Module) -> LikelihoodName:
+def likelihood_of(experiment: Experiment, task: Task, network: nn.Module) -> LikelihoodName:
     """What a network's outputs stand for: real targets, classes, or one logit for two classes."""
     if task.real:
-        return "gaussian"
+        return "heteroscedastic_gaussian" if isinstance(experiment.noise, str) else "gaussian"
     if not isinstance(task.train, Split):
         return "categorical"
     flag, state = network.training, torch.get_rng_state()

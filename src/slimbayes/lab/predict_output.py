@@ -19,19 +19,22 @@ from torch import Tensor
 
 from slimbayes.files import replacing
 from slimbayes.prediction.prediction import Prediction
+from slimbayes.train.likelihoods import LIKELIHOODS
 
 Columns = dict[str, np.ndarray]  # names and (n,) values; labels are numbers of classes until they are written
 LABEL = "label"
 
 
-def as_columns(prediction: Prediction, classes: Sequence[str]) -> Columns:
-    """Predictions as columns: label, probabilities and uncertainties, or mean and deviations of real targets."""
+def as_columns(prediction: Prediction, classes: Sequence[str], level: float = 0.9) -> Columns:
+    """Predictions as columns: label, probabilities and uncertainties; or mean, deviations and the ends of the central
+    interval that holds a real target with probability `level`."""
 
     def whole(name: str) -> Tensor:
         return getattr(prediction, name).double().cpu()
 
-    if prediction.likelihood == "gaussian":
+    if not LIKELIHOODS[prediction.likelihood].discrete:
         found = {"mean": whole("mean"), "std": whole("std"), "epistemic_std": whole("epistemic").sqrt()}
+        found |= {name: end.double().cpu() for name, end in zip(("lower", "upper"), prediction.interval(level))}
         targets = range(found["mean"].shape[1])
         ends = [f"_{target}" if len(targets) > 1 else "" for target in targets]
         return {f"{name}{ends[i]}": values[:, i].numpy() for i in targets for name, values in found.items()}

@@ -197,7 +197,9 @@ class Train(Options):
         norm_statistics: "member" lets each member keep batch-norm statistics of its own; "shared" is the papers'.
         ensemble_loss: of a deep ensemble; "sum" trains each member as it would train alone, "mean" with a part of the
             rate.
-        noise: standard deviation of the targets' noise, for real targets (standardised).
+        noise: of real targets, in units of their standard deviation: a number; "learned", one number for each target;
+            or "heteroscedastic", a function of the row, from a network with two outputs for each target. By default
+            learned for tables and data of one's own, 1 for others and where evaluate.noise is given.
         ema: decay of a running average of the weights, which is what is evaluated and saved.
         track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
             (see tracking.py).
@@ -219,7 +221,7 @@ class Train(Options):
     accumulate: Count = 1
     norm_statistics: Literal["shared", "member"] = "shared"
     ensemble_loss: Literal["sum", "mean"] = "sum"
-    noise: Positive = 1.0
+    noise: Positive | Literal["learned", "heteroscedastic"] | None = None
     precision: Literal["32", "bf16"] = "32"
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     early_stop: EarlyStop | None = None

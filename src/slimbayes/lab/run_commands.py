@@ -10,6 +10,9 @@ import typer
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; $SLIMBAYES_DATA by default.")]
 Accelerator = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
+AllowCode = Annotated[
+    bool, typer.Option("--allow-code", help="Let a run whose config names code (model.python) import and run it.")
+]
 
 
 def diagnose(
@@ -18,12 +21,15 @@ def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
+    allow_code: AllowCode = False,
 ) -> None:
     """Look at a run's posterior: ELBO, calibration, k-hat; of Gaussian ones spectrum, truncation, gradient noise."""
     from slimbayes.lab.diagnose_run import diagnose_run, lines
     from slimbayes.lab.execution import Execution
+    from slimbayes.lab.own_config import code_allowed
 
-    found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
+    with code_allowed(allow_code):
+        found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
     typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines(found)))
 
 
@@ -33,13 +39,15 @@ def stack(
     draws: Annotated[int, typer.Option(help="Networks to look at, for ModelPatch.", min=1)] = 200,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
+    allow_code: AllowCode = False,
 ) -> None:
     """Weigh a run's members or components by its validation rows (stacking), and judge it again."""
     from slimbayes.lab.bars import Bars, print_scores
     from slimbayes.lab.execution import Execution
+    from slimbayes.lab.own_config import code_allowed
     from slimbayes.lab.stack_run import lines, stack_run
 
-    with Bars("stacked") as bars:
+    with Bars("stacked") as bars, code_allowed(allow_code):
         folder, weights = stack_run(run, out, Execution(accelerator=accelerator, data_dir=data_dir), bars, draws)
     typer.echo("\n".join(lines(weights)))
     print_scores(folder)

@@ -69,7 +69,7 @@ class Training:
         self.network = build_network(experiment, self.task, network).to(fabric.device)
         if fabric.device.type == "cuda" and self.task.images:
             self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        likelihood = likelihood_of(self.task, self.network)
+        likelihood = likelihood_of(experiment, self.task, self.network)
         if isinstance(self.task.train, Split):
             sb.check_targets(self.task.train.y, likelihood, len(self.task.classes) or None)
         self.predictor = Predictor(experiment, self.network, self.task, likelihood)

@@ -99,6 +99,16 @@ class Targets(nn.Module):
         return torch.stack([out, self.raw.to(out.dtype).expand_as(out)], -1)
 
 
+def table_net(numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> TableNet:
+    """Dense layers for tables with so many columns of numbers, and columns of so many categories each.
+
+    Example:
+        >>> table_net(2, (3,), outputs=1)(torch.zeros(4, 3)).shape
+        torch.Size([4, 1])
+    """
+    return TableNet(numbers, sizes, hidden, outputs)
+
+
 def build(module: Module, numbers: int, sizes: Sequence[int], outputs: int, default: Sequence[int]) -> nn.Module:
     """A new network of so many outputs: a copy of a module, what a function gives, or dense layers of these widths."""
     if isinstance(module, nn.Module):
