@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -62,7 +62,13 @@ def table_blocks(file: Path, own: OwnColumns) -> Iterator[Tensor]:
     else:
         _check_names(file, names, table.names, own.passed)
     kinds: dict[str, Kind] = {here[name]: "word" if name in words else "number" for name in table.names}
-    first = 0
+    return _prepared_blocks(file, own, kinds, here)
+
+
+def _prepared_blocks(
+    file: Path, own: OwnColumns, kinds: Mapping[str, Kind], here: Mapping[str, str]
+) -> Iterator[Tensor]:
+    table, first = own.preparation.table, 0
     for frame in frames(file, kinds, own.header):
         try:
             read = table.read(Frame({name: frame[here[name]] for name in table.names}))

@@ -15,6 +15,23 @@ AllowCode = Annotated[
 ]
 
 
+def init(
+    data: Annotated[Path, typer.Argument(metavar="FILE", help="A .csv, .parquet or .npz, or a folder of pictures.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The config; ./<name>.yaml by default.")] = None,
+    target: Annotated[str | None, typer.Option(help="Column to predict; the last one by default.")] = None,
+) -> None:
+    """Look at data of your own and write a commented config for them."""
+    from slimbayes.files import write_text
+    from slimbayes.lab.config_rows import ConfigError
+    from slimbayes.lab.init_config import config_text
+
+    file = output or Path(f"{data.resolve().stem or 'data'}.yaml")
+    if file.exists():
+        raise ConfigError(f"{file} is there already. Choose another name with -o.")
+    write_text(file, config_text(data, file, target))
+    typer.echo(f"{file} is written. Look through it, then: slimbayes fit {file}")
+
+
 def diagnose(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     draws: Annotated[int, typer.Option(help="Draws of each member, for scores.", min=1)] = 16,

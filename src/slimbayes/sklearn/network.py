@@ -16,6 +16,10 @@ Noise = float | Literal["heteroscedastic", "learned"]
 Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
 
 
+# A scale by itself takes as many steps of Adam as it has learning rates to go; a network's outputs take far fewer.
+_GAIN = 10.0
+
+
 class TableNet(nn.Sequential):
     """Dense layers `dense1`, `dense2`, ... with ReLU and the last one, `head`; `table` embeds categories.
 
@@ -36,10 +40,18 @@ class TableNet(nn.Sequential):
             self.add_module(f"dense{i}", nn.Linear(width, units))
             self.add_module(f"relu{i}", nn.ReLU())
             width = units
-        head = nn.Linear(width, outputs)
+        head = Head(width, outputs)
         self.add_module("head", head)
         started(self, kinds=(nn.Linear,))
-        nn.init.normal_(head.weight, std=width**-0.5)
+        head.init_weights()
+
+
+class Head(nn.Linear):
+    """A last layer that starts with outputs of about one, and its copies in an ensemble too."""
+
+    def init_weights(self) -> None:
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        nn.init.zeros_(self.bias)
 
 
 class Embedded(nn.Module):
@@ -85,18 +97,19 @@ class Targets(nn.Module):
         super().__init__()
         self.network, self.targets = network, targets
         self.raw: nn.Parameter | None = None
+        self.gain = 1.0
         if not isinstance(noise, str):
             scale = torch.as_tensor(noise, dtype=torch.float32).expand(targets) - 1e-4  # the floor of `noise_scale`
             self.raw = nn.Parameter(scale.clamp_min(1e-6).expm1().log(), requires_grad=False)
         elif noise == "learned":
-            self.raw = nn.Parameter(torch.zeros(targets))
+            self.raw, self.gain = nn.Parameter(torch.zeros(targets)), _GAIN
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.network(x)
         if self.raw is None:
             return out.unflatten(-1, (self.targets, 2))
         out = out.unflatten(-1, (self.targets,))
-        return torch.stack([out, self.raw.to(out.dtype).expand_as(out)], -1)
+        return torch.stack([out, (self.gain * self.raw).to(out.dtype).expand_as(out)], -1)
 
 
 def table_net(numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> TableNet:
