@@ -197,7 +197,7 @@ def test_predictions_of_a_table_are_those_of_its_network(place: Path) -> None:
     task, tested = loaded.task, {round(float(y), 1) for y in loaded.task.test.y}
     picked = [i for i, row in enumerate(rows) if row[2] in tested]
     ((found, _),) = loaded.predictions(task.test, "predict", [4])
-    assert torch.allclose(found[4].mean[:, 0].double(), torch.tensor(number["mean"][picked]), rtol=0.2)
+    assert torch.allclose(found[4].mean[:, 0].double(), torch.tensor(number["mean"][picked]), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,7 @@ def test_code_is_named_by_module_and_function(name: str) -> None:
 
 
 def test_noise_is_learnt(tmp_path: Path) -> None:
-    """A target that depends on nothing: the best noise is its standard deviation, whatever the units."""
+    """A line with noise of standard deviation 7: that is found, the same for all rows or not."""
     draw = np.random.default_rng(0)
     file = write(tmp_path / "a.csv", ["x", "y"], [[x, 50 + 0.7 * x + e] for x, e in draw.normal(0, [30, 7], (240, 2))])
     changes = {"data": {"csv": str(file), "target": "y"}, "method": {"kind": "Deterministic"}}
