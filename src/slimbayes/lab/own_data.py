@@ -59,7 +59,7 @@ def find_own(text: str, root: Path | str | None) -> Path:
     folders = [Path.cwd()]
     if root is not None or os.environ.get("SLIMBAYES_DATA"):
         folders.append(root_folder(root))
-    found = next((place for folder in folders if (place := folder / Path(text).expanduser()).exists()), None)
+    found = next((place for folder in folders if (place := folder / os.path.expanduser(text)).exists()), None)
     if found is None:
         raise FileNotFoundError(f"{brief(text)} is not there, seen from {' or '.join(map(str, folders))}.")
     return found
