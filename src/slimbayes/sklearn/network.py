@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.models.feedforward import started
+from slimbayes.train.likelihoods import LEAST_NOISE, MOST_NOISE
 
 Noise = float | Literal["heteroscedastic", "learned"]
 Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
@@ -84,7 +85,7 @@ class Targets(nn.Module):
 
     Args:
         noise: "heteroscedastic" takes both from the network's 2 T outputs; "learned" adds one scale for each target,
-            which is trained; a number is a fixed standard deviation, in the units of the outputs.
+            which is trained; a number is a fixed standard deviation, in the units of the outputs, from 0.1 to 10.
 
     Shape: (B, T) or (B, 2 T) -> (B, T, 2).
 
@@ -99,8 +100,7 @@ class Targets(nn.Module):
         self.raw: nn.Parameter | None = None
         self.gain = 1.0
         if not isinstance(noise, str):
-            scale = torch.as_tensor(noise, dtype=torch.float32).expand(targets) - 1e-4  # the floor of `noise_scale`
-            self.raw = nn.Parameter(scale.clamp_min(1e-6).expm1().log(), requires_grad=False)
+            self.raw = nn.Parameter(_raw_scale(torch.as_tensor(noise)).expand(targets).clone(), requires_grad=False)
         elif noise == "learned":
             self.raw, self.gain = nn.Parameter(torch.zeros(targets)), _GAIN
 
@@ -110,6 +110,13 @@ class Targets(nn.Module):
             return out.unflatten(-1, (self.targets, 2))
         out = out.unflatten(-1, (self.targets,))
         return torch.stack([out, (self.gain * self.raw).to(out.dtype).expand_as(out)], -1)
+
+
+def _raw_scale(scale: Tensor) -> Tensor:
+    """The raw output that `noise_scale` makes this scale of, or the nearest that it can make."""
+    scale = scale.clamp(1.0001 * LEAST_NOISE, 0.9999 * MOST_NOISE)
+    wide = (scale.double().square() - LEAST_NOISE**2).sqrt()
+    return (MOST_NOISE * torch.atanh(wide / MOST_NOISE)).expm1().log().float()
 
 
 def table_net(numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> TableNet:
