@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from defaults_candidates import CANDIDATES
-from defaults_page import STARTS, compact, page, write_record
+from defaults_page import STARTS, compact, lines_of, page, write_record
 from defaults_tasks import TASKS, Rows, Task, load, pack
 from torch import nn
 
@@ -156,20 +156,13 @@ def _scores(net: nn.Module, task: Task, rows: Rows) -> dict[str, float]:
 
 def done(file: Path) -> dict[Cell, dict[str, Any]]:
     """Finished cells of a file; a line that was cut off is run again."""
-    found: dict[Cell, dict[str, Any]] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            row = json.loads(line)
-            found[Cell(*(row[name] for name in Cell._fields))] = row
-        except (ValueError, KeyError):
-            continue
-    return found
+    return {Cell(*(row[name] for name in Cell._fields)): row for row in lines_of(file) if "run" not in row}
 
 
 def run_all(waiting: Sequence[Cell], data: Path, out: Path, workers: int, deadline: float) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as trained, out.open("a") as file:
-        file.write(json.dumps({"run": _made_by()}) + "\n")
+        file.write("\n" + json.dumps({"run": _made_by()}) + "\n")  # on a new line, should the last be cut off
         for count, row in enumerate(_results(waiting, data, Path(trained), workers, deadline), 1):
             file.write(json.dumps(row) + "\n")
             file.flush()

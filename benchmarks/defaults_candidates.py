@@ -47,13 +47,12 @@ def _fixed(method: str, config: sb.Config, temperature: float = 1.0, starts: tup
     return Candidate(method, lambda net, start: config, temperature, starts)
 
 
-def _patch(method: str, temperature: float = 1.0, **options: Any) -> Candidate:
+def _patch(method: str, patch: str = "norm+output", **options: Any) -> Candidate:
     def make(net: nn.Module, start: str) -> sb.Config:
         norms = any(kind_of(m) == "norm" for m in net.modules())
-        patch = "norm+output" if norms else "output"
-        return sb.ModelPatch(patch=patch, cross=method == "ECMP", **options)
+        return sb.ModelPatch(patch=patch if norms else "output", cross=method == "ECMP", **options)
 
-    return Candidate(method, make, temperature)
+    return Candidate(method, make)
 
 
 def _rank1(temperature: float, spread: float, rate: float | None = None, scale: float = 0.1) -> Candidate:
@@ -122,9 +121,11 @@ CANDIDATES: dict[str, Candidate] = {
     "emp-decay-rows": _patch("EMP", tau=None, draws="example"),
     "emp-decay-rows-0.5": _patch("EMP", tau=None, draws="example", jitter=0.5),
     "emp-3-rows-0.2": _patch("EMP", components=3, draws="example", jitter=0.2),
+    "emp-norm-rows": _patch("EMP", "norm", draws="example"),
     "ecmp-default": _patch("ECMP"),
     "ecmp-decay": _patch("ECMP", tau=None),
     "ecmp-decay-rows": _patch("ECMP", tau=None, draws="example"),
     "ecmp-decay-rows-0.5": _patch("ECMP", tau=None, draws="example", jitter=0.5),
     "ecmp-3-rows-0.2": _patch("ECMP", components=3, draws="example", jitter=0.2),
+    "ecmp-norm-rows": _patch("ECMP", "norm", draws="example"),
 }

@@ -1,6 +1,6 @@
 """docs/tables.md from the cells that benchmarks/tables.py wrote.
 
-    python benchmarks/tables_page.py results/tables.jsonl docs/tables.md
+    python benchmarks/tables_page.py results/benchmarks/tables.jsonl docs/tables.md
 
 Only what stands between the page's two marks is written; the rest is text.
 """

@@ -274,10 +274,14 @@ MUTATIONS = [
     ),
     Mutation(
         "rows-bias",
-        "    return combine(x, factor) + bias",
-        "    return combine(x, factor) + bias * 2",
+        "return torch.addcmul(bias, x, factor) if combine is operator.mul else",
+        "return torch.addcmul(bias * 2, x, factor) if combine is operator.mul else",
         "test_rank1_paper.py",
     ),
+    Mutation("dense-bias", "y = y * lines[1] + lines[2]", "y = y * lines[1] + 2 * lines[2]", "test_rank1_paper.py"),
+    Mutation("joint-biases", "(lines + torch.cat(own))", "lines.clone()", "test_plans.py"),
+    Mutation("shared-bias", "if known is not None and known[0] is own:", "if known is not None:", "test_plans.py"),
+    Mutation("tree-stands", "len(found) == len(self.children) and all(", "True or all(", "test_plans.py"),
     Mutation(
         "numbered-draws",
         "generator=generator.manual_seed((first + j * _ODD) % 2**63)",
@@ -353,6 +357,7 @@ MUTATIONS = [
         "+ 0.5 * ((q.loc - p.loc) / p.scale) ** 2",
         "+ ((q.loc - p.loc) / p.scale) ** 2",
         "contract/test_contract.py -k kl_is",
+        "test_sums.py",
     ),
     Mutation(
         "kl-cauchy", "/ (4 * q.scale * p.scale)", "/ (2 * q.scale * p.scale)", "contract/test_contract.py -k kl_is"

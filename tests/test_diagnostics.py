@@ -826,3 +826,37 @@ def test_matplotlib_is_named_when_missing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="plot_prior_functions needs matplotlib"):
         plot_prior_functions(torch.zeros(3), {})
+
+
+# --- priors over weights that priors over factors induce (rank-1 paper, Eq. 3 and Figure 1) ---
+
+
+def test_induced_priors_are_the_closed_forms() -> None:
+    """Two normals: K0(|w|) / pi. Normal and Cauchy: exp(w^2 / 2) E1(w^2 / 2) / (pi sqrt(2 pi)). Inverse Gamma: t_2."""
+    from scipy.special import exp1, k0
+
+    from slimbayes.diagnostics.induced import inverse_gamma_root
+
+    w = torch.tensor([-4.0, -1.0, 0.3, 0.8, 2.0, 6.0], dtype=torch.float64)
+    a = w.abs().numpy()
+    for prior, expected in (
+        (sb.Normal(0.0, 1.0), k0(a) / math.pi),
+        (sb.Cauchy(0.0, 1.0), np.exp(a**2 / 2) * exp1(a**2 / 2) / (math.pi * math.sqrt(2 * math.pi))),
+        (inverse_gamma_root, (2 + a**2) ** -1.5),
+    ):
+        got = sb.diagnostics.induced_prior(w, prior, values=1 << 16).numpy()  # type: ignore[arg-type]
+        np.testing.assert_allclose(got, expected, rtol=2e-3)
+
+
+def test_two_factors_and_a_scale_are_products() -> None:
+    """A second factor that is fixed scales the density; the order of factors does not matter."""
+    w, r, s = torch.linspace(0.2, 3, 8), sb.Normal(1.0, 0.5), sb.Normal(2.0, 1e-9)
+    both = sb.diagnostics.induced_prior(w, r, s, values=1 << 18)
+    torch.testing.assert_close(both, sb.diagnostics.induced_prior(w, r, scale=2.0, values=512))
+    torch.testing.assert_close(both, sb.diagnostics.induced_prior(w, s, r, values=1 << 18))
+    wide = torch.linspace(-60, 60, 20_001)
+    assert float(torch.trapezoid(sb.diagnostics.induced_prior(wide, r, values=256), wide.double())) == pytest.approx(
+        1.0, abs=2e-3
+    )
+    with pytest.raises(ValueError, match="scale above 0"):
+        sb.diagnostics.induced_prior(w, r, scale=0.0)

@@ -108,7 +108,7 @@ def test_the_output_precision_finds_the_closed_form_posterior():
 def test_one_part_rests_while_the_other_is_trained(tmp_path: Path):
     """Of three steps each, by weights after phases that end with epochs of three steps."""
     method = {"kind": "ModelPatch", "components": 2, "patch": "norm+output"}
-    data, train = {"train_limit": 150}, {"alternate": {"every": 3}, "batch": 50, "weight_decay": 0.01}
+    data, train = {"train_limit": 150}, {"alternate": 3, "batch": 50, "weight_decay": 0.01}
 
     def trained(epochs):
         run = fit(experiment(method=method, data=data, train={**train, "epochs": epochs}), tmp_path / str(epochs), CPU)

@@ -128,3 +128,11 @@ def test_the_lab_s_demo_writes_a_report(
     assert "report.html" in capsys.readouterr().out.replace("\n", "")
     page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in ("plain", "rank-1 Cauchy", "BatchEnsemble", "2-tied Normal", "ECMP"))
+
+
+@pytest.mark.slow
+def test_the_fine_tuning_example_runs() -> None:
+    found = load("examples/fine_tuning.py").main(steps=40, draws=6, chains=2)
+    assert set(found) >= {"plain", "rank-1 posterior and head", "Laplace, linearised", "SGHMC chains"}
+    assert all(0 < scores["nll"] < 6 for method in found.values() for scores in method.values())
+    assert found["Laplace, sampled"]["noisy"]["nll"] < found["plain"]["noisy"]["nll"]

@@ -110,7 +110,9 @@ def toy(rows: int = 100) -> Dataset:
     """One token decides."""
     y = torch.arange(rows) % 2
     x = (1 + y.int())[:, None, None].expand(rows, 3, 2).contiguous()
-    return Dataset("toy", {name: Split(x, y) for name in ("train", "test")}, ("survived", "died"), ("", "a", "b"))
+    return Dataset(
+        "toy", {name: Split(x, y) for name in ("train", "validation", "test")}, ("survived", "died"), ("", "a", "b")
+    )
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "slimbayes"
 # From the bottom up; each may import those before it, unless `APART` says less.
 ORDER = [
     "errors", "untrusted", "files", "kernels", "engine", "distributions", "layers", "posteriors", "train", "convert",
-    "prediction", "decisions", "metrics", "diagnostics", "plot", "models", "data", "report", "api", "sklearn", "lab",
-    "contrib", "__main__",
+    "prediction", "decisions", "inference", "metrics", "diagnostics", "plot", "models", "data", "report", "api",
+    "sklearn", "lab", "contrib", "__main__",
 ]  # fmt: skip
 APART = {
     "report": {"errors", "files", "untrusted"},  # reads records alone, without torch

@@ -15,13 +15,13 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Split
-from slimbayes.lab import diagnose as diagnosing
+from slimbayes.lab import case as cases
 from slimbayes.lab import other_sets
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import fit, load_run
+from slimbayes.lab.fit import evaluate_run, fit, load_run
 from slimbayes.lab.paper_table import error_rates
 from slimbayes.lab.task import Scaling, Task
 from slimbayes.prediction.predict import predict_prefixes
@@ -252,7 +252,7 @@ def test_a_perfect_regression_has_the_likelihood_of_its_noise(
     task = Task("mine", standard, own, standard, Scaling(), y_mean=mean, y_std=std)
     network = sb.bayesianize(Exact(), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)))
     loaded = Predictor(validate(regression(train={"noise": noise})), network, task, "gaussian")
-    monkeypatch.setattr(diagnosing, "load_run", lambda *_: loaded)
+    monkeypatch.setattr(cases, "load_run", lambda *_: loaded)
     numbers, _ = diagnose("elbo", Case(tmp_path, tmp_path, draws=2, options={"rows": rows}))
     log_density = -float(torch.distributions.Normal(mean, noise * std).log_prob(mean))  # in the targets' own units
     assert numbers["draw_nll"] == pytest.approx(log_density, abs=1e-4)
@@ -311,6 +311,9 @@ def test_imagenet_c_is_scored_from_its_folders(tmp_path: Path) -> None:
     assert found["fog", 1].data == "imagenet-c" and found["fog", 1].rows == 4
     rates = error_rates(record.read(run), 1)
     assert rates == {"clean": 0.0, "fog": [0.5, 0.5], "snow": [0.0, 0.0]}
+    again = evaluate_run(run, ["evaluate.corruptions=[fog]", "evaluate.severities=[2]"], "cpu", tmp_path, workers=0)
+    assert [(e.corruption, e.severity) for e in again.evaluations] == [(None, 0), ("fog", 2)]
+    assert again.evaluations[1].metrics["nll"] == found["fog", 2].metrics["nll"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.lab.bars import Bars
 from slimbayes.lab.checkpoints import latest_checkpoint
+from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.execution import Execution, Nobody
 from slimbayes.lab.fit import Diverged, Training, fit, load_run
 from slimbayes.lab.intake import digits
@@ -386,3 +388,44 @@ def test_the_kl_is_shown_per_datum_and_told_if_it_dwarfs_the_likelihood(tmp_path
         fit(wide, tmp_path / "run", CPU, watcher=Notes(), judge=False)
     row = read_curve(tmp_path / "run")[0]
     assert f"nll {row['nll']:.4f}, kl {row['kl']:.4f} x 1 per datum" in notes
+
+
+@pytest.mark.slow
+def test_snapshots_are_the_test_scores_of_their_epochs_and_change_nothing(tmp_path: Path) -> None:
+    """The last one is what a run with one draw of each member is judged by; weights are those without any."""
+    plain = fit(experiment(train={"epochs": 3}), tmp_path / "plain", CPU)
+    run = fit(experiment(train={"epochs": 3, "snapshots": {"every": 2}}), tmp_path / "run", CPU)
+    curve, judged = record.read(run).curve, record.read(run).evaluations[0]
+    assert ["test_nll" in row for row in curve] == [True, False, True]
+    assert {name: curve[-1][f"test_{name}"] for name in judged.metrics} == pytest.approx(judged.metrics)
+    assert curve[-1]["test_disagreement"] == pytest.approx(judged.diversity["disagreement"])
+    assert curve[-1]["member1_nll"] == pytest.approx(judged.members[1]["nll"])
+    assert weights(run) == weights(plain)
+    assert record.read(plain).config_hash != record.read(run).config_hash
+
+
+@pytest.mark.slow
+def test_noise_can_be_learned(tmp_path: Path) -> None:
+    """Targets whose noise grows with x: the network finds where, and says so in files of predictions."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(600, 1, generator=generator)
+    y = 3 + x + (0.02 + 0.5 * x) * torch.randn(600, 1, generator=generator)
+    (tmp_path / "yacht.csv").write_text(
+        "x,y\n" + "".join(f"{a:.6f},{b:.6f}\n" for (a,), (b,) in zip(x.tolist(), y.tolist()))
+    )
+    chosen = {
+        "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None, "validation": 0.1},
+        "model": {"kind": "regression_net", "hidden": 16}, "method": METHODS["rank1"],
+        "train": {"epochs": 40, "batch": 54, "noise": "heteroscedastic", "kl": {"kind": "Constant", "weight": 0.01}},
+    }  # fmt: skip
+    where = replace(CPU, data_dir=tmp_path)
+    tree = merged({name: value for name, value in BASE.items() if name != "model"}, chosen)
+    run = fit(validate(tree), tmp_path / "run", where)
+    made = record.read(run)
+    assert {"rmse", "lpd"} <= made.evaluations[0].metrics.keys() and "validation_rmse" in made.curve[-1]
+    (tmp_path / "rows.csv").write_text("x\n0.05\n0.95\n")
+    assert call("predict", run, tmp_path / "rows.csv", "-o", tmp_path / "p.csv", "--accelerator", "cpu").exit_code == 0
+    low, high = (float(row["std"]) for row in csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert low < 0.2 < 0.35 < high, (low, high)
+    with pytest.raises(ValueError, match="noise is for real targets"):
+        fit(experiment(train=ONCE | {"noise": "learned"}), tmp_path / "classes", CPU)

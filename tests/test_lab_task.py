@@ -1,6 +1,7 @@
 """Rows, their scaling and their crops."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +127,13 @@ def test_a_square_is_torchs_resize_and_the_middle_of_it(tmp_path: Path) -> None:
     assert difference.max() <= 1, "Pillow rounds after each direction"
 
 
+def test_the_last_rows_can_be_held_out() -> None:
+    whole = open_task(experiment(data={"train_limit": None}).data).train
+    task = open_task(experiment(data={"train_limit": None, "validation": 0.2, "held_out": "last"}).data)
+    assert isinstance(whole, Split) and isinstance(task.train, Split) and isinstance(task.validation, Split)
+    assert torch.equal(task.validation.x, whole.x[800:]) and torch.equal(task.train.y, whole.y[:800])
+
+
 def test_folders_have_limits_and_validation_rows(tmp_path: Path) -> None:
     write_wide_pictures(tmp_path)
     task = open_task(Data(name="imagenet", image_size=28, train_limit=12, validation=0.25), tmp_path)
@@ -162,6 +170,12 @@ def test_bags_are_a_choice_of_the_config(tmp_path: Path) -> None:
     assert isinstance(hourly.train, Split) and isinstance(daily.train, Split)
     assert hourly.train.x.shape[1] == 48 and daily.train.x.shape[1:] == (3, 3)
     assert isinstance(daily.validation, Split) and daily.validation.x.shape[1:] == (3, 3)
+    again = Data.model_validate({"name": "physionet2012", "bags": {"precision": 24.0}})
+    before = open_task(again, tmp_path).test.y.tolist()
+    outcomes = tmp_path / "physionet2012" / "Outcomes-c.txt"
+    outcomes.write_text(outcomes.read_text().replace("-1,1\n", "-1,0\n"))
+    os.utime(outcomes, (1, 1))
+    assert before == [1] and open_task(again, tmp_path).test.y.tolist() == [0], "files that changed are read anew"
     with pytest.raises(ValueError, match="digits"):
         open_task(Data.model_validate({"name": "digits", "bags": {}}), tmp_path)
 

@@ -184,14 +184,14 @@ def test_predictions_of_a_table_are_those_of_its_network(place: Path) -> None:
     shuffled = write(place / "shuffled.csv", ["town", "size"], [[t, s] for s, t, _ in rows])
     assert call("predict", place / "run", place / "houses.csv", "-o", out, "--draws", 4).exit_code == 0
     first = columns(out)
-    assert list(first) == ["mean", "std", "epistemic_std", "lower", "upper"]
+    assert list(first) == ["mean", "std", "epistemic_std", "low", "high"]
     assert call("predict", place / "run", shuffled, "-o", out, "--draws", 4, "--level", 0.5).exit_code == 0
     second = columns(out)
     assert second["mean"] == first["mean"] and second["std"] == first["std"]
     number = {name: np.array(values, float) for name, values in first.items()}
     narrow = {name: np.array(values, float) for name, values in second.items()}
-    assert (number["lower"] < narrow["lower"]).all() and (narrow["lower"] < narrow["mean"]).all()
-    assert (narrow["upper"] < number["upper"]).all() and (number["epistemic_std"] < number["std"]).all()
+    assert (number["low"] < narrow["low"]).all() and (narrow["low"] < narrow["mean"]).all()
+    assert (narrow["high"] < number["high"]).all() and (number["epistemic_std"] < number["std"]).all()
     loaded = load_run(place / "run", CPU)
     assert loaded.likelihood == "heteroscedastic_gaussian"
     task, tested = loaded.task, {round(float(y), 1) for y in loaded.task.test.y}
@@ -224,6 +224,13 @@ def test_a_run_on_a_table_takes_tables(place: Path, tmp_path: Path) -> None:
     done = call("predict", place / "run", tmp_path / "a.npy", "-o", tmp_path / "out.csv")
     assert done.exit_code == 1 and ".csv or .parquet" in done.output
     assert call("predict", place / "run", tmp_path / "b.csv", "-o", tmp_path / "out.csv").exit_code == 3
+
+
+def test_a_run_on_a_table_is_not_served(place: Path) -> None:
+    from slimbayes.lab.serve_model import RunModel
+
+    with pytest.raises(RuntimeError, match="trained on a table .* Use `slimbayes predict`"):
+        RunModel(place / "run", 1, "cpu")
 
 
 def test_classes_gaps_and_new_categories(tmp_path: Path) -> None:
@@ -350,7 +357,7 @@ def test_arrays_of_ones_own(tmp_path: Path) -> None:
     assert call("predict", run, tmp_path / "b.npz", "-o", tmp_path / "out.csv").exit_code == 1  # no array x
     np.save(tmp_path / "c.npy", x)
     assert call("predict", run, tmp_path / "c.npy", "-o", tmp_path / "out.csv", "--draws", 1).exit_code == 0
-    assert {"mean_0", "upper_1"} <= columns(tmp_path / "out.csv").keys()
+    assert {"mean_0", "high_1"} <= columns(tmp_path / "out.csv").keys()
 
 
 @pytest.mark.parametrize(

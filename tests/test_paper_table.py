@@ -12,6 +12,7 @@ from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.paper_table import (
     Reproduction,
     RowResult,
+    averages,
     calibration_errors,
     draws_of,
     markdown,
@@ -67,6 +68,20 @@ def test_measured_numbers_of_a_record() -> None:
     assert found["overhead"] == 0.5 and found["disagreement"] == 0.2
 
 
+def test_records_of_real_targets_have_no_errors() -> None:
+    made = record(0.8, {})
+    real = [e.model_copy(update={"metrics": {"rmse": 1.5, "lpd": -2.0}}) for e in made.evaluations]
+    found = measured(made.model_copy(update={"evaluations": real}), 4)
+    assert found["rmse"] == 1.5 and "corruption_error" not in found
+
+
+def test_the_error_of_one_seed_is_that_over_rows_where_a_diagnostic_has_it() -> None:
+    one = averages([{"accuracy": 0.9, "accuracy_sem": 0.003, "nll": 0.2}], {"accuracy": "%"})
+    assert one["accuracy"]["error"] == pytest.approx(0.3) and one["nll"]["error"] is None
+    two = averages([{"nll": 0.2, "nll_sem": 0.1}, {"nll": 0.4, "nll_sem": 0.1}], {})
+    assert two["nll"]["error"] == pytest.approx(0.1)  # over seeds: a deviation of 0.141 over the root of two
+
+
 def test_corruption_errors_relative_to_another_row() -> None:
     rows = {row.stem: row for row in find("emp/table5")}
     plain = RowResult(rows["vanilla"], 0, {}, record(0.8, {("fog", 1): 0.6, ("fog", 3): 0.4, ("snow", 1): 0.5}))
@@ -98,6 +113,12 @@ def test_validation_rows_have_columns_of_their_own() -> None:
     found = measured(made.model_copy(update={"evaluations": [*made.evaluations, held]}), 4)
     assert found["validation_nll"] == 0.7 and found["validation_aucpr"] == 0.3 and found["nll"] == 0.25
     assert not any(name.startswith("validation_") for name in measured(made, 4))
+
+
+def test_real_targets_have_no_error_rates() -> None:
+    made = record(0.8, {})
+    real = [e.model_copy(update={"metrics": {"rmse": 2.0}}) for e in made.evaluations]
+    assert measured(made.model_copy(update={"evaluations": real}), 4)["rmse"] == 2.0
 
 
 def test_claims_are_judged_by_paired_differences() -> None:

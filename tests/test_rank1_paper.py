@@ -495,7 +495,7 @@ def test_used_factors_lie_within_the_clip(kind: str) -> None:
 
 
 def test_cauchy_factors_are_clipped_at_two_by_default_and_others_at_ten() -> None:
-    """Tails up to 10 drown what was learned (docs/recipes.md); files hold the number, so that they never change."""
+    """A clip of 2 scored better than 10 (docs/recipes.md); files hold the number, so that they never change."""
     heavy, light = sb.Rank1(prior=sb.Cauchy(1.0, 0.1)), sb.Rank1()
     assert (heavy.resolved().clip, light.resolved().clip, sb.Rank1(clip=None).resolved().clip) == (2.0, 10.0, None)
     assert heavy == sb.Rank1(prior=sb.Cauchy(1.0, 0.1), clip=2.0) and heavy.to_dict()["clip"] == 2.0

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from report_records import METHODS, hostile, record, regression, save
 
 from slimbayes.report import write_page
 from slimbayes.report.charts import PALETTE
-from slimbayes.report.figures import by_corruption, corruption_boxes, reliability, risk_coverage
+from slimbayes.report.figures import by_corruption, checkpoints, corruption_boxes, reliability, risk_coverage
 from slimbayes.report.groups import load
 from slimbayes.report.record import Evaluation, RecordError, read
 
@@ -359,6 +360,20 @@ def test_reliability_pools_rows(group):
     assert [row["x"] for row in diagram.rows] == pytest.approx(curve.confidence, abs=1e-4) and len(diagram.rows) == len(
         curve.count
     )
+
+
+def test_snapshots_are_points_on_the_way(group):
+    assert checkpoints([group]) is None
+    curve = [
+        {"epoch": float(e), "test_accuracy": e / 10, "test_nll": 1 - e / 10, "test_disagreement": 0.1 * e}
+        for e in (8, 9)
+    ]
+    curve.insert(0, {"epoch": 7.0, "loss": 1.0})
+    records = [record.model_copy(update={"curve": curve}) for record in group.records[:1]]
+    found = checkpoints([replace(group, records=records)])
+    ((label, (good, bad)),) = found.variants
+    assert label == "Disagreement" and [(row["x"], row["y"]) for row in good.rows] == [(0.8, 0.8), (0.9, 0.9)]
+    assert [row["x"] for row in bad.rows] == pytest.approx([0.2, 0.1])
 
 
 def test_risk_falls_on_the_recorded_curve(group):

@@ -11,10 +11,12 @@ from slimbayes.lab import reproduce as module
 from slimbayes.lab.config_files import ConfigError
 from slimbayes.lab.diagnose import Case
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit import Stopped
+from slimbayes.lab.fit import Stopped, evaluate_run
+from slimbayes.lab.kept import kept_rows, status
 from slimbayes.lab.papers import find, listings, roots
 from slimbayes.lab.reproduce import Incomplete, list_all, reproduce
-from slimbayes.report.record import read
+from slimbayes.metrics.corruption import corruption_errors
+from slimbayes.report.record import Cost, Parameters, Record, read, write
 
 CPU = Execution(accelerator="cpu")
 BASE = """
@@ -81,6 +83,56 @@ def folder(tmp_path: Path) -> Path:
     (root / "toy" / "base.yaml").write_text(BASE)
     write_table(root, MEAN_FIELD, TIED)
     return root
+
+
+@pytest.mark.slow
+def test_records_of_an_older_rule_of_hashes_are_found_by_their_config(folder: Path, tmp_path: Path) -> None:
+    """As if the run had been named by another rule: its folder and hash are others, the config it holds is not."""
+    write_table(folder, MEAN_FIELD)
+    out = tmp_path / "out"
+    reproduce("toy/table1", out, CPU, "small", [0], folders=[folder])
+    (run,) = [file.parent for file in out.glob("*/record.json")]
+    old = read(run)
+    write(run / "record.json", old.model_copy(update={"config_hash": "0123456789ab"}))
+    run.rename(out / "digits-mean-field-0123456789ab")
+    (kept,) = kept_rows("toy/table1", [out], [folder])
+    assert kept.seeds == {"small": [0]} and kept.older == 1 and not kept.remarks
+    listener = Listener()
+    reproduce("toy/table1", out, CPU, "small", [0], listener, folders=[folder])
+    assert listener.begun == 0 and "its record holds the same config" in " ".join(listener.said)
+    assert json.loads((out / "table.json").read_text())["rows"][0]["runs"] == ["digits-mean-field-0123456789ab"]
+
+
+def test_records_of_another_config_say_what_differs(folder: Path, tmp_path: Path) -> None:
+    write_table(folder, MEAN_FIELD)
+    experiment = find("toy/table1", [folder])[0].experiment("small")
+    tree = experiment.resolved
+    size, cost = Parameters(plain=1, total=1), Cost(train_seconds=1, seconds_per_epoch=1)
+    record = Record(
+        name=experiment.name, method="m", data="digits", seed=0, config=tree | {"train": tree["train"] | {"batch": 50}},
+        config_hash="", commands=[], parameters=size, cost=cost,
+    )  # fmt: skip
+    (tmp_path / "odd").mkdir()
+    write(tmp_path / "odd" / "record.json", record)
+    (kept,) = kept_rows("toy/table1", [tmp_path / "odd"], [folder])
+    assert kept.seeds == {} and kept.remarks == ["odd is another config: it differs in train.batch 50 -> 60"]
+    write(tmp_path / "odd" / "record.json", record.model_copy(update={"config": tree | {"gone": 1}}))
+    (kept,) = kept_rows("toy/table1", [tmp_path / "odd"], [folder])
+    assert "not valid any more" in kept.remarks[0] and "gone" in kept.remarks[0]
+
+
+def test_status_of_kept_results() -> None:
+    lines = status("rank1/table2", Path("/nowhere"))
+    assert lines[1].split() == ["deterministic", "none", "seed", "0"]
+
+
+@pytest.mark.slow
+def test_figures_have_a_page_of_their_runs(folder: Path, tmp_path: Path) -> None:
+    text = (HEAD + MEAN_FIELD).replace("table: Table 1", "figure: Figure 1")
+    (folder / "toy" / "figure1.yaml").write_text(text)
+    out = reproduce("toy/figure1", tmp_path / "out", CPU, "small", [0], folders=[folder])
+    page = (out / "page.html").read_text()
+    assert "toy/figure1: Figure 1" in page and "digits-mean-field" in page
 
 
 @pytest.mark.slow
@@ -225,6 +277,41 @@ def test_a_row_without_a_paper_is_no_row_of_a_table(folder: Path) -> None:
     with pytest.raises(ConfigError, match="needs a section `paper`"):
         find("toy/other", [folder])
     assert "toy/other" not in listings([folder])
+
+
+CORRUPTED = """extends: base.yaml
+paper: {table: Table 1, diagnostic: corruption, relative_to: plain, shows: [corruption_error, relative_error_contrast]}
+rows:
+  plain: {name: plain, method: {kind: Deterministic}, paper: {row: Plain, options: &two
+    {corruptions: [defocus_blur, contrast], severities: [4, 5]}}}
+  mean-field: {paper: {row: Mean-field, options: *two, draws: 3}}
+"""
+
+
+def test_corrupted_rows_of_a_run_that_was_not_asked_for_them(folder: Path, tmp_path: Path) -> None:
+    (folder / "toy" / "table1.yaml").write_text(CORRUPTED)
+    out = reproduce("toy/table1", tmp_path / "out", CPU, folders=[folder])
+    found = {row["row"]: row for row in json.loads((out / "table.json").read_text())["rows"]}
+    plain, ours = found["plain"], found["mean-field"]
+    assert plain["ours"]["corruption_error"]["mean"] == pytest.approx(100)
+    rates = {}
+    for row, draws in ((plain, 1), (ours, 3)):
+        run = out / row["runs"][0]
+        clean = next(e for e in read(run).evaluations if e.role == "test" and e.draws == draws)
+        assert not [e for e in read(run).evaluations if e.role == "corruption"]
+        overrides = ["evaluate.corruptions=[defocus_blur, contrast]", "evaluate.severities=[4, 5]"]
+        made = [
+            e for e in evaluate_run(run, overrides, "cpu").evaluations if e.role == "corruption" and e.draws == draws
+        ]
+        rates[row["row"]] = {"clean": 1 - clean.metrics["accuracy"]} | {
+            name: [1 - e.metrics["accuracy"] for e in made if e.corruption == name]
+            for name in ("defocus_blur", "contrast")
+        }
+    expected = corruption_errors(rates["mean-field"], {k: v for k, v in rates["plain"].items() if k != "clean"})
+    assert ours["ours"]["corruption_error"]["mean"] == pytest.approx(expected.mce)
+    assert ours["ours"]["error_contrast"]["mean"] == pytest.approx(expected.by_corruption["contrast"])
+    relative = corruption_errors(rates["mean-field"], rates["plain"])
+    assert ours["ours"]["relative_error_contrast"]["mean"] == pytest.approx(relative.relative_by_corruption["contrast"])
 
 
 def test_seeds_beyond_the_splits_of_a_set_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

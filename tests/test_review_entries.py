@@ -867,12 +867,6 @@ def test_an_exported_ensemble_gives_each_row_one_member() -> None:
             assert all(draws_of_rows(exported(x), [plain(x) for plain in plains], 0)), (method, rows)
 
 
-def test_an_ensemble_becomes_onnx(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    torch.onnx.export(net(METHODS["ensemble"]), (torch.randn(6, 4),), str(tmp_path / "net.onnx"), dynamo=True)
-    assert (tmp_path / "net.onnx").stat().st_size > 0
-
-
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

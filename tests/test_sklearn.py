@@ -110,7 +110,7 @@ def test_noise_is_found_in_the_units_of_the_target(noise: Any) -> None:
 
 def test_several_targets() -> None:
     X, y = line()
-    model = BayesRegressor(**SEEDED | {"epochs": 40}).fit(X, np.stack([y, -10 * y], 1))
+    model = BayesRegressor(**SEEDED | {"epochs": 40, "scaling": "standard"}).fit(X, np.stack([y, -10 * y], 1))
     mean, std = model.predict(X, return_std=True)
     assert mean.shape == std.shape == (80, 2)
     assert model.score(X, np.stack([y, -10 * y], 1)) > 0.9

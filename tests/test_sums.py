@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.distributions import sums
+from slimbayes.distributions.kl import kl, summed_kl
 
 FACTORS = [(5, 4, 1), (5, 4, 2), (1, 7, 3)]
 
@@ -53,7 +54,7 @@ def test_twins_agree(function: Any, dtype: torch.dtype, monkeypatch: pytest.Monk
         return [y.detach(), u.grad, v.grad]
 
     mine = results()
-    monkeypatch.setattr(sums, "_by_hand", lambda x: True)
+    monkeypatch.setattr(sums, "by_hand", lambda x: True)
     for one, other in zip(mine, results(), strict=True):
         assert one.dtype == other.dtype
         # The twin of `excess` in float32 adds up gradients that nearly cancel.
@@ -148,3 +149,18 @@ def test_squared_norms_of_many_tensors() -> None:
     (second,) = torch.autograd.grad(got[1].sum(), leaves[1])
     direct = 2 * wanted.cos() - 4 * wanted.sin() * leaves[1] * leaves[1].sum()
     torch.testing.assert_close(second, direct.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_kl_of_normals_in_one_operation() -> None:
+    """As by element, with first and second derivatives; zero at the prior."""
+    torch.manual_seed(0)
+    loc, scale = (torch.randn(3, 2).double().requires_grad_(), (torch.rand(3, 2).double() + 0.1).requires_grad_())
+
+    def total(loc: Tensor, scale: Tensor) -> Tensor:
+        return summed_kl(sb.Normal(loc, scale), sb.Normal(0.5, 0.7))
+
+    torch.testing.assert_close(total(loc, scale), kl(sb.Normal(loc, scale), sb.Normal(0.5, 0.7)).sum())
+    assert torch.autograd.gradcheck(total, (loc, scale)) and torch.autograd.gradgradcheck(total, (loc, scale))
+    assert float(total(torch.full((4,), 0.5), torch.full((4,), 0.7))) == pytest.approx(0.0, abs=1e-6)
+    wide = summed_kl(sb.Normal(loc, scale), sb.Cauchy(1.0, 0.1))
+    torch.testing.assert_close(wide, kl(sb.Normal(loc, scale), sb.Cauchy(1.0, 0.1)).sum())

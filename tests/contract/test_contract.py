@@ -21,7 +21,9 @@ from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.posteriors.correlated import CorrelatedPosterior
 from slimbayes.posteriors.ensemble import EnsemblePosterior
+from slimbayes.posteriors.flow_patch import FlowPosterior
 from slimbayes.posteriors.gaussian import GaussianPosterior
+from slimbayes.posteriors.joint_normal import Joint
 from slimbayes.posteriors.mc_dropout import DropoutPosterior
 from slimbayes.posteriors.member_norm import MemberNormPosterior
 from slimbayes.posteriors.mixture import MixturePosterior
@@ -216,6 +218,10 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
                     if block % 2:
                         layers[name].load_state_dict({n: t[0] for n, t in posterior.state_dict().items()})
                     offset = None
+                elif isinstance(posterior, FlowPosterior):
+                    moved = FlowDensity(posterior, weight, bias).moved(posterior.noise.block[line : line + 1])[0]
+                    weight.copy_(moved[: weight.numel()].view_as(weight))
+                    offset = None if bias is None else (moved[weight.numel() :].view_as(bias) - bias)
                 elif isinstance(posterior, CorrelatedPosterior):
                     weight.add_(drawn[block])
                     offset = None
@@ -356,6 +362,9 @@ def posterior_and_prior(model: nn.Module) -> list[tuple[Any, Any, Any]]:
     out = []
     for layer in model.modules():
         for site, posterior in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
+            if isinstance(posterior, Joint):
+                out.append((JointDensity(posterior, layer), posterior.prior, lambda: None))
+                continue
             if isinstance(posterior, Rank1Posterior):
                 factors = [f for f in (posterior.r, posterior.s) if f.family is not sb.Point]
                 out += [(f.distribution(), f.prior, partial(_to_prior, f)) for f in factors]
@@ -366,6 +375,9 @@ def posterior_and_prior(model: nn.Module) -> list[tuple[Any, Any, Any]]:
                 free[layer.padding_idx] = False
             if isinstance(posterior, RadialPosterior):
                 out.append((RadialDensity(linear.weight[free], posterior.scale()[free]), posterior.prior, lambda: None))
+                continue
+            if isinstance(posterior, FlowPosterior):
+                out.append((FlowDensity(posterior, linear.weight, linear.bias), sb.Normal(0.0, 1.0), lambda: None))
                 continue
             if isinstance(posterior, CorrelatedPosterior):
                 out.append((CorrelatedDensity(posterior, linear.weight, free), posterior.prior, lambda: None))
@@ -395,6 +407,36 @@ class RadialDensity:
         return joint.expand_as(x) / size
 
 
+class FlowDensity:
+    """A planar flow by its definition, one step after another, and its density by the Jacobian of all of it."""
+
+    def __init__(self, posterior: FlowPosterior, weight: Tensor, bias: Tensor | None) -> None:
+        self.loc = torch.cat([t.detach().flatten() for t in (weight, bias) if t is not None])
+        self.posterior, self.log_q = posterior, torch.empty(0)
+
+    def _flow(self, noise: Tensor) -> Tensor:
+        q = self.posterior
+        d = q.log_scale.detach().exp() * noise
+        for u, w, c in zip(q.u.detach(), q.w.detach(), q.c.detach(), strict=True):
+            inner = (w * u).sum()
+            u = u + (torch.log1p(inner.exp()) - 1 - inner) * w / (w * w).sum()
+            d = d + u * torch.tanh((w * d).sum() + c)
+        return self.loc + d
+
+    def moved(self, noise: Tensor) -> Tensor:
+        return torch.stack([self._flow(one) for one in noise])
+
+    def rsample(self, noise: Tensor) -> Tensor:
+        jacobian = torch.vmap(torch.func.jacrev(self._flow))(noise)
+        base = sb.Normal(0.0, 1.0).log_prob(noise).sum(1)
+        self.log_q = base - torch.linalg.slogdet(jacobian)[1]
+        return self.moved(noise)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """log q of the latest draws, in equal shares for each element, (n, D)."""
+        return self.log_q.unsqueeze(1).expand_as(x) / x.shape[1]
+
+
 class CorrelatedDensity:
     """torch's own multivariate normal over the free weights (D,), with the covariance of the draws' Jacobian."""
 
@@ -417,6 +459,25 @@ class CorrelatedDensity:
     def log_prob(self, x: Tensor) -> Tensor:
         """log q(x) in equal shares for each weight, (n, D)."""
         return self.q.log_prob(x).unsqueeze(1).expand_as(x) / x.shape[1]
+
+
+class JointDensity:
+    """Torch's own multivariate normal of each member, (K, D), of the numbers that are parameters."""
+
+    def __init__(self, posterior: Joint, layer: Any) -> None:
+        free = torch.ones(posterior.size, dtype=torch.bool)
+        if posterior.site.kind == "table" and posterior.regularises_mean and layer.padding_idx is not None:
+            free[: posterior.site.shape[1]] = layer.padding_idx != 0
+        self.loc = posterior.means(layer.linear_map(posterior.site.name)).detach()[:, free]
+        covariance = posterior.covariance().detach()[:, free][:, :, free]
+        self.q = torch.distributions.MultivariateNormal(self.loc, covariance)
+
+    def rsample(self, noise: Tensor) -> Tensor:
+        return self.q.sample((len(noise),))
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """log q(x) in equal shares for each number, (n, K, D)."""
+        return (self.q.log_prob(x) / x.shape[-1]).unsqueeze(-1).expand_as(x)
 
 
 def _to_prior(factor: Any) -> None:
@@ -481,6 +542,7 @@ def test_kl_is_the_average_log_ratio_and_zero_at_the_prior(method: str, layer: s
         mean, variance = mean + ratio.mean().item(), variance + ratio.var().item() / draws
     value = sb.kl(model).item()
     assert value > 0
+    variance *= 2 if method == "flow-patch" else 1  # its KL is an average over as many draws
     assert abs(value - mean) < 5 * math.sqrt(variance)
     for _, _, move in pairs:
         move()
@@ -566,6 +628,9 @@ def _extra(method: str, config: Any, site: tuple[int, int, bool], matrix: tuple[
         return (config.components - 1) * (m * n + n_out * bias) + config.components * ("learned" in method)
     if method == "radial":
         return m * n
+    if method == "flow-patch":  # scales of the base; u, w and c of each step
+        size = n_out * (2 if bias else 1)
+        return size + config.steps * (2 * size + 1)
     if method == "multivariate-normal":
         return m * n * (m * n + 1) // 2
     if method == "full-matrix-normal":
@@ -574,6 +639,10 @@ def _extra(method: str, config: Any, site: tuple[int, int, bool], matrix: tuple[
         return m * n + n_out * (bias and config.bias == "gaussian")
     if method.startswith(("k-tied", "matrix-normal")):
         return getattr(config, "rank", 1) * (m + n) + n_out * (bias and config.bias == "gaussian")
+    if method.startswith("joint"):  # means beside the layer's own, standard deviations, and what lies below a diagonal
+        size = m * n + n_out * bias if config.over == "weights" else n_in + n_out
+        means = 0 if config.over == "weights" else config.members * (n_in + n_out) + (config.members - 1) * n_out * bias
+        return means + config.members * (size + size * (size - 1) // 2 * (size <= config.full_up_to))
     numbers = {"batch-ensemble": n_in + n_out, "rank1-r-only": n_in + 2 * n_out, "rank1-s-only": 2 * n_in + n_out}
     return config.members * config.rank * numbers.get(method, 2 * (n_in + n_out)) + (config.members - 1) * n_out * bias
 

@@ -2,7 +2,8 @@
 
 A checkpoint is a directory:
 
-    posterior.safetensors   every parameter with ".posterior." in its name
+    posterior.safetensors   every parameter with ".posterior." in its name, and the state of modules that train beside
+                            a frozen model
     config.json             which layers are converted with which config, and the base model's fingerprint
     base.safetensors        the network's own parameters and buffers, if asked for
     manifest.json           format version and the sha256 of each other file
@@ -15,7 +16,6 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,14 +30,13 @@ from slimbayes.convert.convert import Model, bayesianize, conversions_of, debaye
 from slimbayes.convert.plan import Selection
 from slimbayes.convert.saved_config import read_config
 from slimbayes.convert.summary import estimate_cost
+from slimbayes.convert.training import belongs, freeze
 from slimbayes.errors import SlimbayesWarning, cut
 from slimbayes.files import FORMAT, CheckpointError, as_json, read_folder, write_folder
 from slimbayes.layers.base import Converted
 from slimbayes.posteriors import config_from_dict
 from slimbayes.posteriors.base import Config
 from slimbayes.train.elbo import check_finite
-
-_MARK = "posterior."
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> Path:
@@ -103,7 +102,8 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
         raise CheckpointError(
             "load needs the plain base model, but this one is converted already. Call debayesianize first."
         )
-    own = dict(model.state_dict())
+    inside = belongs(model, [f"{c['module']}.{name}".strip(".") for c in config["conversions"] for name in c["saved"]])
+    own = {name: tensor for name, tensor in model.state_dict().items() if not inside(name)}
     weights = "base.safetensors" in files
     _check_base(config["base"], own, "structure" if weights else check_base)
     posterior = _tensors(files["posterior.safetensors"], folder / "posterior.safetensors")
@@ -122,19 +122,16 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def is_posterior(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a name in the state of a model belongs to a posterior: the rule behind adapter-only checkpoints."""
-    prefixes = tuple(
-        f"{name}.{_MARK}".lstrip(".") for name, module in model.named_modules() if isinstance(module, Converted)
-    )
-    return lambda name: bool(prefixes) and name.startswith(prefixes)
+def _saved(model: nn.Module) -> list[str]:
+    """Names of the modules whose own state is saved with the posteriors."""
+    return [".".join(part for part in (root, name) if part) for root, c in conversions_of(model) for name in c.saved]
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """State of the posteriors and of everything else."""
     state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
     # Members of an ensemble may have tied weights, which safetensors wants apart.
-    inside = is_posterior(model)
+    inside = belongs(model, _saved(model))
     posterior = {
         n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in state.items() if inside(n)
     }
@@ -159,7 +156,10 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
             if d.config is not None and isinstance(dict(root.named_modules()).get(d.name), Converted):
                 group = groups.setdefault(json.dumps(d.config.to_dict()), {"config": d.config.to_dict(), "layers": []})
                 group["layers"].append(d.name)
-        out.append({"module": name, "batch_dim": conversion.batch_dim, "groups": list(groups.values())})
+        record = {"module": name, "batch_dim": conversion.batch_dim, "groups": list(groups.values())}
+        # Only where there is anything to say: checkpoints of models that train as a whole stay as they were.
+        saved = {"saved": conversion.saved} if conversion.saved else {}
+        out.append(record | saved | ({"frozen": True} if conversion.frozen else {}))
     return out
 
 
@@ -176,6 +176,9 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
                 room = _room_after(room, module, config, include, folder)
                 with warnings.catch_warnings(action="ignore", category=SlimbayesWarning):  # starts do not matter
                     bayesianize(module, config, include=include, batch_dim=record["batch_dim"])
+            conversion = module.__dict__["_slimbayes"]
+            conversion.saved = record["saved"]
+            conversion.frozen = freeze(module, record["saved"]) if record["frozen"] else []
         _check_tensors(model, posterior, folder)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         debayesianize(model)
@@ -213,7 +216,7 @@ def _check_own(given: dict[str, Tensor], own: dict[str, Tensor], file: Path) -> 
 
 
 def _check_tensors(model: nn.Module, posterior: dict[str, Tensor], folder: Path) -> None:
-    inside = is_posterior(model)
+    inside = belongs(model, _saved(model))
     needed = {n: tuple(t.shape) for n, t in model.state_dict().items() if inside(n)}
     given = {n: tuple(t.shape) for n, t in posterior.items()}
     faults = [f"missing {n}" for n in needed.keys() - given.keys()] + [

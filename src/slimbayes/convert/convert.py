@@ -5,7 +5,6 @@ the model is as it was. Weights, buffers, hooks, flags and the names of all para
 only addition.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,17 +14,15 @@ from torch import nn
 
 from slimbayes.convert.opening import open_passes, turn_off_fast_paths
 from slimbayes.convert.plan import Decision, Selection, plan, refuse
-from slimbayes.distributions.families import Signs
+from slimbayes.convert.remarks import report_functional_dropout, report_members, report_signs
+from slimbayes.convert.training import Train, freeze, modules_to_save
 from slimbayes.engine import passes
-from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
-from slimbayes.layers.functional_dropout import functional_dropout
 from slimbayes.layers.methods import Opens
 from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.ensemble import Ensemble, EnsemblePosterior
-from slimbayes.posteriors.mc_dropout import MCDropout
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -37,6 +34,8 @@ class Conversion:
     decisions: list[Decision]
     batch_dim: int | None
     patched: list[tuple[str, str, Any]] = field(default_factory=list)  # (module, attribute, former value)
+    saved: list[str] = field(default_factory=list)  # modules whose own state is saved with the posteriors
+    frozen: list[str] = field(default_factory=list)  # parameters that trained before
 
 
 def bayesianize(
@@ -46,6 +45,8 @@ def bayesianize(
     exclude: Selection = None,
     batch_dim: int | None = None,
     strict: bool = False,
+    train: Train = "all",
+    head: Selection = None,
 ) -> Model:
     """Turn a model into a Bayesian neural net, in place, and return it.
 
@@ -59,6 +60,10 @@ def bayesianize(
         batch_dim: where the model's inputs hold their rows, if you want to say it. Without, it is found out on the
             first call.
         strict: raise if a layer cannot be converted. Otherwise it stays as it is, with the reason in `summary`.
+        train: "all" leaves it to the model what trains; "posterior" freezes the model's own parameters;
+            "posterior+head" all but the modules that `head` names, which `save` then writes with the posterior, as it
+            does with batch norms.
+        head: as `include`, of modules of any kind; by default the last with parameters.
 
     Layers of types that are not known run through their own forward, once for each draw: right, and slower.
 
@@ -73,9 +78,10 @@ def bayesianize(
         >>> type(net[0]).__name__, type(net[2]).__name__
         ('BayesLinear', 'Linear')
     """
+    saved = modules_to_save(model, train, head)
     decisions = plan(model, config, include, exclude, strict)
-    _report_functional_dropout(model, decisions)
-    _report_signs(model, decisions)
+    report_functional_dropout(model, decisions)
+    report_signs(model, decisions)
     layers = dict(model.named_modules())
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     built = [
@@ -101,19 +107,11 @@ def bayesianize(
         for _, layer, _, posteriors in built:
             _restore(layer, posteriors)
         raise
-    _attach(model, Conversion(decisions, batch_dim, turn_off_fast_paths(model)))
+    frozen = [] if train == "all" else freeze(model, saved)
+    _attach(model, Conversion(decisions, batch_dim, turn_off_fast_paths(model), saved, frozen))
     open_passes(model)
-    _report_members(model)
+    report_members(model)
     return model
-
-
-def _report_members(model: nn.Module) -> None:
-    """Say where members of an ensemble do not start as the network did."""
-    for posterior in passes.posteriors_of(model):
-        if isinstance(posterior, EnsemblePosterior) and posterior.note:
-            whose = posterior.name or "the model"
-            told = f"Ensemble of {whose}: {posterior.note}. Give factory= to start them alike."
-            warnings.warn(told, SlimbayesWarning, stacklevel=3)
 
 
 def ensemble(models: Sequence[Model]) -> Model:
@@ -176,6 +174,10 @@ def debayesianize(model: Model) -> Model:
             module = _submodule(layer, name)
             if module is not None:
                 setattr(module, attribute, former)
+        own = {} if conversion is None else dict(layer.named_parameters())
+        for name in [] if conversion is None else conversion.frozen:
+            if name in own:
+                own[name].requires_grad_(True)
     return model
 
 
@@ -196,38 +198,6 @@ def conversions_of(model: nn.Module) -> list[tuple[str, Conversion]]:
             f"bayesianize(model, Deterministic()) gives a plain model the same interface."
         )
     return found
-
-
-def _report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> None:
-    """Where the model's own dropout layers are turned on, dropout inside a forward stays off in eval mode: say so."""
-    if not any(isinstance(d.config, MCDropout) and "Dropout" in d.kind for d in decisions):
-        return
-    for name, what in functional_dropout(model).items():
-        warnings.warn(
-            f"{name or 'the model itself'} {what}: MCDropout turns on dropout layers, but this stays off in eval "
-            f"mode. Make it an nn.Dropout layer if it is meant to be part of the posterior.",
-            stacklevel=4,
-        )
-        known = next((d for d in decisions if d.name == name and d.config is None), None)
-        if known is None:
-            decisions.append(
-                Decision(name, type(model.get_submodule(name)).__name__, None, f"functional dropout: {what}")
-            )
-        else:
-            known.reason += f"; functional dropout: {what}"
-
-
-def _report_signs(model: nn.Module, decisions: list[Decision]) -> None:
-    """Random signs undo what a network has learned; that it has is known where batch norm has counted batches."""
-    signed = next((d for d in decisions if isinstance(getattr(d.config, "mean_init", None), Signs)), None)
-    counters = (b for name, b in model.named_buffers() if name.endswith("num_batches_tracked") and not b.is_meta)
-    if signed is not None and any(int(counter) for counter in counters):
-        warnings.warn(
-            f"{signed.name}: factors that start at random signs ({signed.config!r}) undo what this network has been "
-            f"trained for. Use mean_init=Normal(1.0, 0.05) to keep it, or signs before training.",
-            SlimbayesWarning,
-            stacklevel=3,
-        )
 
 
 def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> tuple[type[Converted], nn.ModuleDict]:
@@ -305,4 +275,5 @@ def _attach(model: nn.Module, new: Conversion) -> None:
         merged = [kept.get(d.name, d) for d in new.decisions] + [d for d in kept.values() if d.name not in listed]
         new.decisions = sorted(merged, key=lambda d: order.get(d.name, len(order)))
         new.patched = former.patched + new.patched
+        new.saved, new.frozen = former.saved + new.saved, former.frozen + new.frozen
     model._slimbayes = new  # type: ignore[assignment]

@@ -32,6 +32,10 @@ def read_config(data: bytes, file: Path) -> dict[str, Any]:
     try:
         config = parse_json(data)
         _check(config, _FORM, "")
+        for number, record in enumerate(config["conversions"]):
+            record.setdefault("saved", [])
+            record.setdefault("frozen", 0)
+            _check(record["saved"], [str], f"conversions.{number}.saved")
     except ValueError as error:
         raise CheckpointError(f"{file} is damaged: {cut(str(error))}.") from error
     found: dict[str, Any] = config

@@ -1,5 +1,6 @@
 """summary and estimate_cost: what a conversion did, layer by layer, and what one would cost."""
 
+import html
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,7 +29,7 @@ class Row:
     after: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary:
     """Every layer with parameters, converted or skipped and why. `str()` gives a table, `to_dict()` plain data.
 
@@ -68,13 +69,27 @@ class Summary:
         a, b, c, d, e = (max(len(line[i]) for line in lines) for i in range(5))
         text = [f"{n:{a}}  {t:{b}}  {s:{c}}  {x:>{d}}  {y:>{e}}  {why}".rstrip() for n, t, s, x, y, why in lines]
         text.insert(1, "-" * min(110, max(len(t) for t in text)))
+        return "\n".join([*text, self._total()])
+
+    def _total(self) -> str:
         extra = (self.after - self.before) / max(self.before, 1)
         converted = sum(r.status == "converted" for r in self.rows)
-        text.append(
+        return (
             f"{converted} of {len(self.rows)} layers converted; {self.before:,} -> {self.after:,} parameters "
             f"({extra:+.2%}); effective ensemble size {self.ensemble_size}"
         )
-        return "\n".join(text)
+
+    def __repr__(self) -> str:
+        return f"Summary({self._total()})"
+
+    def _repr_html_(self) -> str:
+        """The table for notebooks."""
+        heads = ("layer", "type", "status", "before", "after", "method or reason")
+        cells = [(r.name or "(model)", r.layer, r.status, f"{r.before:,}", f"{r.after:,}", r.detail) for r in self.rows]
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in line) + "</tr>" for line in cells)
+        head = "".join(f"<th>{name}</th>" for name in heads)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<div>{table}<p>{html.escape(self._total())}</p></div>"
 
 
 def _size(log_size: float) -> str:

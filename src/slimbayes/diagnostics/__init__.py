@@ -6,6 +6,8 @@ Everything here reads a converted model from outside; nothing in the core depend
 from slimbayes.diagnostics.check import Check as Check
 from slimbayes.diagnostics.check import check as check
 from slimbayes.diagnostics.gradient_snr import GradientSNR as GradientSNR
+from slimbayes.diagnostics.induced import induced_prior as induced_prior
+from slimbayes.diagnostics.induced import plot_induced_priors as plot_induced_priors
 from slimbayes.diagnostics.plots import plot_scales as plot_scales
 from slimbayes.diagnostics.plots import plot_spectrum as plot_spectrum
 from slimbayes.diagnostics.pruning import prune as prune

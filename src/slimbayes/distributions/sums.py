@@ -31,7 +31,7 @@ def outer(u: Tensor, v: Tensor) -> Tensor:
     >>> outer(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]))
     tensor([[11., 17.]])
     """
-    if not _by_hand(u):
+    if not by_hand(u):
         return _Outer.apply(u, v)
     first, *others = zip(u.unsqueeze(1).unbind(2), v.unbind(1), strict=True)
     total = first[0] * first[1]
@@ -48,7 +48,7 @@ def sum_log_outer(u: Tensor, v: Tensor) -> Tensor:
     >>> sum_log_outer(torch.ones(3, 2), torch.ones(4, 2))  # 12 log 2
     tensor(8.3178, dtype=torch.float64)
     """
-    return _rows_summed(outer(u, v).log()) if _by_hand(u) else _SumLogOuter.apply(u, v)
+    return _rows_summed(outer(u, v).log()) if by_hand(u) else _SumLogOuter.apply(u, v)
 
 
 def excess(log_scale: Tensor, log_prior: float) -> Tensor:
@@ -57,7 +57,7 @@ def excess(log_scale: Tensor, log_prior: float) -> Tensor:
     >>> excess(torch.zeros(3), 0.0), excess(torch.ones(1), 0.0)  # (e^2 - 3) / 2
     (tensor(0.), tensor(2.1945))
     """
-    if not _by_hand(log_scale):
+    if not by_hand(log_scale):
         return _Excess.apply(log_scale, log_prior)
     t = 2 * (log_scale - log_prior)
     return 0.5 * (t.expm1() - t).sum()
@@ -69,7 +69,7 @@ def shifted(mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
     >>> shifted(torch.ones(2), torch.full((2,), 0.5), torch.tensor([-1.0, 2.0]))
     tensor([0.5000, 2.0000])
     """
-    if _by_hand(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
+    if by_hand(mean) or noise.requires_grad or not mean.dtype == scale.dtype == noise.dtype:
         return mean + scale * noise
     return _Shifted.apply(mean, scale, noise)
 
@@ -80,7 +80,7 @@ def squared_norm(x: Tensor) -> Tensor:
     >>> squared_norm(torch.tensor([3.0, 4.0]))
     tensor(25.)
     """
-    return x.square().sum() if _by_hand(x) or x.dim() < 2 else _SquaredNorm.apply(x)
+    return x.square().sum() if by_hand(x) or x.dim() < 2 else _SquaredNorm.apply(x)
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -90,7 +90,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     tensor(25.)
     """
     plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
-    if plain and not _by_hand(tensors[0]):
+    if plain and not by_hand(tensors[0]):
         return _SquaredNorms.apply(*tensors)
     return wide(torch.cat([x.flatten() for x in tensors])).square().sum()
 
@@ -105,7 +105,7 @@ def floor(x: Tensor) -> float:
     return float(torch.finfo(x.dtype).tiny ** 0.8)
 
 
-def _by_hand(x: Tensor) -> bool:
+def by_hand(x: Tensor) -> bool:
     """Whether autograd's own backward is called for."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or hasattr(x, "full_tensor")
 

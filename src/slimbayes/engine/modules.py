@@ -54,10 +54,19 @@ def planned(posteriors: Sequence[Any], key: Hashable, make: Callable[[], T]) -> 
     return found
 
 
+_CHANGES = [0]  # of posteriors, in this process
+
+
+def changed() -> None:
+    """Say that a posterior has other parameters than before: what was planned for it, under any root, is forgotten."""
+    _CHANGES[0] += 1
+
+
 class Tree:
     """The modules under a root as they were read. Copies know nothing."""
 
     def __init__(self, root: nn.Module | None = None) -> None:
+        self.changes = _CHANGES[0]
         self.modules = [] if root is None else _walked(root)
         self.children = self._children()
         self.posteriors = Posteriors([m for m in self.modules if isinstance(m, Keyed)])
@@ -71,7 +80,7 @@ class Tree:
 
     def stands(self, root: nn.Module) -> bool:
         """Whether the root is the same and has the same modules under it."""
-        if not self.modules or self.modules[0] is not root:
+        if not self.modules or self.modules[0] is not root or self.changes != _CHANGES[0]:
             return False
         found = self._children()
         return len(found) == len(self.children) and all(map(is_, found, self.children))

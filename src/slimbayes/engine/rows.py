@@ -97,7 +97,10 @@ def dense_rows(linear: Any, x: Tensor, s: Any, r: Any, bias: Tensor | None, curr
     y = linear.op(x * (lines[0] if s.dtype == x.dtype else lines[0].to(x.dtype)), linear.weight, None)
     if y.dtype != r.dtype:
         lines = [line.to(y.dtype) for line in lines]
-    y = _combined(operator.mul, y, lines[1:])
+    if bias is not None and torch.is_grad_enabled():  # autograd's own addcmul takes a product more in backward
+        y = y * lines[1] + lines[2]
+    else:
+        y = _combined(operator.mul, y, lines[1:])
     return y if shape is None else y.reshape(*shape[:-1], y.shape[-1])
 
 
@@ -109,9 +112,7 @@ def _combined(combine: Any, x: Tensor, placed: list[Tensor]) -> Tensor:
     if len(placed) == 1:
         return combine(x, placed[0])
     factor, bias = placed
-    if combine is operator.mul and not torch.is_grad_enabled():  # its backward takes a product more
-        return torch.addcmul(bias, x, factor)
-    return combine(x, factor) + bias
+    return torch.addcmul(bias, x, factor) if combine is operator.mul else combine(x, factor) + bias
 
 
 def _place(factor: Tensor, ndim: int, dim: int, channel_dim: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.lab.data_command import app as data_app
-from slimbayes.lab.run_commands import Accelerator, AllowCode, DataDir, diagnose, init, stack
+from slimbayes.lab.run_commands import Accelerator, AllowCode, DataDir, diagnose, init, predict, stack
 
 _CODES = {
     "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4,
@@ -108,6 +108,7 @@ def evaluate(
     overrides: Overrides = [],  # noqa: B006
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
+    workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
     allow_code: AllowCode = False,
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
@@ -117,36 +118,44 @@ def evaluate(
 
     wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
     with code_allowed(allow_code):
-        evaluate_run(run, wanted, accelerator, data_dir)
+        evaluate_run(run, wanted, accelerator, data_dir, workers)
     print_scores(run)
 
 
 app.command()(init)
 app.command()(diagnose)
 app.command()(stack)
+app.command()(predict)
 
 
 @app.command()
-def predict(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
-    inputs: Annotated[
-        Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, .parquet, or images.")
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
-    draws: Annotated[int, typer.Option(help="Draws of each member.", min=1)] = 16,
-    level: Annotated[
-        float, typer.Option(help="Probability that intervals of real targets hold them.", min=0.01, max=0.999)
-    ] = 0.9,
+def serve(
+    model: Annotated[Path, typer.Argument(metavar="RUN_OR_EXPORT", help="Run directory, or an .onnx of sb.export.")],
+    host: Annotated[str, typer.Option(help="Address; others than this machine's need a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    key_file: Annotated[Path | None, typer.Option(help="File with the API key; or $SLIMBAYES_API_KEY.")] = None,
+    draws: Annotated[int, typer.Option(help="Draws of each member, unless a request says.", min=1)] = 16,
+    max_draws: Annotated[int, typer.Option(help="Draws that a request may ask for.", min=1)] = 64,
+    max_rows: Annotated[int, typer.Option(help="Rows of a request, and of a batch.", min=1)] = 1024,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request.", min=1)] = 1 << 20,
+    max_wait: Annotated[float, typer.Option(help="Seconds in the queue from which requests get 503.", min=0)] = 0.25,
     accelerator: Accelerator = "auto",
     allow_code: AllowCode = False,
 ) -> None:
-    """Predict rows of your own, with uncertainty."""
+    """Answer predictions over HTTP, with uncertainty: POST /predict."""
     from slimbayes.lab.own_config import code_allowed
-    from slimbayes.lab.predict_file import predict_file
 
+    try:
+        from slimbayes.lab import serve as server
+    except ModuleNotFoundError as error:
+        raise ImportError(f'Serving needs {error.name}: pip install "slimbayes[serve]"') from error
+
+    key = key_file.read_text().strip() if key_file else os.environ.get("SLIMBAYES_API_KEY")
+    if key is not None and not key:
+        raise ValueError("The API key is empty.")
+    limits = server.Limits(max_body, max_rows, max_draws, max_wait)
     with code_allowed(allow_code):
-        rows = predict_file(run, inputs, output, draws, accelerator, level)
-    typer.echo(f"{rows} predictions in {output}")
+        server.serve(model, host, port, limits, key, draws, accelerator)
 
 
 @app.command()
@@ -212,6 +221,9 @@ def reproduce(
     seeds: Annotated[str, typer.Option(help="Seeds, joined by commas.")] = "0",
     out: Annotated[Path | None, typer.Option(help="Folder; runs/<paper>/<table> by default.")] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List what there is.")] = False,
+    show_status: Annotated[
+        bool, typer.Option("--status", help="Say which rows have records, at which scale; run nothing.")
+    ] = False,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
 ) -> None:
@@ -222,6 +234,11 @@ def reproduce(
 
     if list_all or not table:
         typer.echo("\n".join(papers.list_all()))
+        return
+    if show_status:
+        from slimbayes.lab.kept import status
+
+        typer.echo("\n".join(status(table, out)))
         return
     execution, numbers = Execution(accelerator=accelerator, data_dir=data_dir), [int(seed) for seed in seeds.split(",")]
     with Bars() as bars:

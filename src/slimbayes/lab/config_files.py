@@ -156,6 +156,16 @@ def parse_override(text: str) -> Tree:
     return tree
 
 
+def _of_its_time(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tree with the rules of its time: one that a run has written, which says everything, but not how members' losses
+    join, is from when they were averaged.
+    """
+    train = tree.get("train")
+    if not isinstance(train, Mapping) or "ensemble_loss" in train or not {"clip", "ema", "early_stop"} <= train.keys():
+        return tree
+    return {**tree, "train": {**train, "ensemble_loss": "mean"}}
+
+
 def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
     """An experiment from a tree of plain values; raises ConfigError with every fault."""
     version = tree.get("format", FORMAT)
@@ -165,7 +175,7 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
         )
     try:
         # As JSON, where strict types still take lists for tuples: a number is no truth value, and no text.
-        written = json.dumps(_whole(filled({k: v for k, v in tree.items() if k not in _SIDE})))
+        written = json.dumps(_whole(filled(_of_its_time({k: v for k, v in tree.items() if k not in _SIDE}))))
         return Experiment.model_validate_json(written, strict=True)
     except ValidationError as error:
         faults = listed([_describe(fault) for fault in error.errors(include_url=False)])

@@ -7,10 +7,12 @@ spectrum         a Gaussian posterior                 how much of means and scal
 scales           a Gaussian posterior                 mean posterior scale; of `layer`, what ranks 1 and 2 explain
 snr              a Gaussian posterior                 signal-to-noise ratio of the gradients of `layer`'s scales
 tracked          a record with train.track            SNR, scales and explained variance on the way, parameters moving
+corruption       images                               errors on corrupted rows, for `relative_to`
 density          real targets                         log density of test targets, noise of `precision`, in their units
 reliability      a record                             calibration errors without bins of at most five rows
 draws            a record                             calibration error by number of draws
 convergence      a record with validation rows        -ELBO of validation rows on the way
+induced_priors   nothing                              densities of weights under priors of rank-1 factors
 prior_functions  nothing                              steps of functions from the priors of dropout and EMP
 """
 
@@ -34,6 +36,8 @@ from slimbayes.diagnostics.spectra import Of
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.case import Case as Case
 from slimbayes.lab.case import scores
+from slimbayes.lab.execution import Nobody
+from slimbayes.lab.other_sets import check, corrupted
 from slimbayes.lab.paper_table import Numbers, calibration_errors
 from slimbayes.lab.seeds import key, seed_everything
 from slimbayes.lab.task import batches
@@ -140,6 +144,19 @@ def density(case: Case) -> Found:
     return numbers, numbers | {"precision": case.options["precision"], "draws": case.draws}
 
 
+def corruption(case: Case) -> Found:
+    """Evaluations on corrupted rows that the run itself was not asked for; the table reads them as if it had been."""
+    chosen = case.loaded.experiment.evaluate.model_copy(update={"corruptions": "standard", **case.options})
+    experiment = case.loaded.experiment.model_copy(update={"evaluate": chosen})
+    task, execution = case.loaded.task, case.execution
+    check(chosen, task, execution)
+    made: list[Evaluation] = []
+    for source, about, rows in corrupted(experiment, task, execution, Nobody()):
+        rows = rows.to(case.loaded.device)
+        made += case.loaded.score(rows, [case.draws], source, "corruption", about, execution.workers)[0]
+    return {}, [one.model_dump(mode="json") for one in made]
+
+
 def _tests(record: Record) -> list[Evaluation]:
     return [e for e in record.evaluations if e.role == "test"]
 
@@ -202,6 +219,19 @@ def prior_functions(case: Case) -> Found:
     return numbers, numbers
 
 
+def induced_priors(case: Case) -> Found:
+    """Priors over weights that those over factors induce: their densities near zero and in the tail."""
+    from slimbayes.diagnostics import induced as priors
+
+    points = torch.linspace(-4, 4, 800)
+    case.draw(lambda: priors.plot_induced_priors(points))
+    at = torch.tensor([0.1, 4.0])
+    found = {name: priors.induced_prior(at, prior).tolist() for name, prior in priors.FIGURE.items()}
+    names = dict(zip(found, ("fixed", "normal", "cauchy", "student"), strict=True))
+    numbers = {f"{names[n]}_{place}": v for n, both in found.items() for place, v in zip(("zero", "tail"), both)}
+    return numbers, found
+
+
 DIAGNOSTICS: dict[str, Callable[[Case], Found]] = {
     one.__name__: one
     for one in (
@@ -211,10 +241,12 @@ DIAGNOSTICS: dict[str, Callable[[Case], Found]] = {
         scales,
         snr,
         tracked,
+        corruption,
         density,
         reliability,
         draws,
         convergence,
+        induced_priors,
         prior_functions,
     )
 }

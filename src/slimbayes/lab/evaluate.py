@@ -44,6 +44,11 @@ class Predictor(NamedTuple):
         return next(self.network.parameters()).device
 
     @property
+    def discrete(self) -> bool:
+        """Whether it predicts classes, not real numbers."""
+        return LIKELIHOODS[self.likelihood].discrete
+
+    @property
     def noise(self) -> float | Tensor:
         """Standard deviation of the noise in the units that the network was trained in."""
         own, units = self.experiment.evaluate.noise, self.task.y_std
@@ -118,27 +123,37 @@ class Predictor(NamedTuple):
         for found, y in self.predictions(rows, f"{data} {role} {about}", draws, workers, name):
             for count, prediction in found.items():
                 scores[count].update(prediction, y)
-                if LIKELIHOODS[self.likelihood].discrete:
+                if self.discrete:
                     notes[count].append(note(prediction, y))
         curves = role in ("test", "shift")
         made = [Evaluation(data=data, role=role, draws=n, **about, **s.result(curves)) for n, s in scores.items()]
         return made, {n: torch.cat(parts) for n, parts in notes.items() if parts}
 
     def _scores(self) -> Scores:
-        if not LIKELIHOODS[self.likelihood].discrete:
+        if not self.discrete:
             return regression_scores(self.device)
         classes, chosen = max(2, len(self.task.classes)), self.experiment.evaluate
         binary, members = self.likelihood == "bernoulli", sb.members(self.network)
         return class_scores(classes, chosen.bins, members, binary, self.device, chosen.drop)
 
-    def validation_scores(self, workers: int = 0) -> dict[str, float]:
-        """NLL, and accuracy or RMSE, of the validation rows in the units of training, with one draw of each member."""
+    def scores_after(self, epoch: int, workers: int = 0) -> dict[str, float]:
+        """What a curve has of an epoch beside its losses, with one draw of each member: scores of validation rows, and
+        of test rows where `train.snapshots` asks for them."""
+        train, scores = self.experiment.train, {} if self.task.validation is None else self._validation(workers)
+        if train.snapshots is None or not train.snapshots.due(epoch, train.epochs):
+            return scores
+        (made,), _ = self.score(self.task.test, [1], self.task.name, "test", workers=workers)
+        scores |= {f"test_{name}": value for name, value in (made.metrics | made.diversity).items()}
+        return scores | {f"member{k}_{name}": v for k, one in enumerate(made.members) for name, v in one.items()}
+
+    def _validation(self, workers: int) -> dict[str, float]:
+        """NLL, and accuracy or RMSE, of the validation rows in the units of training."""
         assert self.task.validation is not None
         chosen = self.experiment.evaluate.model_copy(update={"noise": None})
         experiment = self.experiment.model_copy(update={"evaluate": chosen})
         standardised = self._replace(task=replace(self.task, y_mean=None, y_std=None), experiment=experiment)
         (made,), _ = standardised.score(self.task.validation, [1], self.task.name, "validation", workers=workers)
-        if not LIKELIHOODS[self.likelihood].discrete:
+        if not self.discrete:
             return {"validation_nll": -made.metrics["lpd"], "validation_rmse": made.metrics["rmse"]}
         return {f"validation_{name}": made.metrics[name] for name in ("nll", "accuracy")}
 

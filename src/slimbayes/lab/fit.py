@@ -153,10 +153,10 @@ def load_run(
 
 
 def evaluate_run(
-    run: Path, overrides: Sequence[str] = (), accelerator: Any = "auto", data_dir: Path | None = None
+    run: Path, overrides: Sequence[str] = (), accelerator: Any = "auto", data_dir: Path | None = None, workers: int = 4
 ) -> Record:
     """Judge a trained run, with other choices for its evaluation if asked, and write its record anew."""
-    execution = Execution(accelerator=accelerator, data_dir=data_dir)
+    execution = Execution(accelerator=accelerator, data_dir=data_dir, workers=workers)
     predictor = load_run(run, execution)
     tree = predictor.experiment.resolved
     for override in overrides:

@@ -9,11 +9,13 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split, load, load_bags
+from slimbayes.data.catalog import find, root_folder, source_of
 from slimbayes.data.folders import ImageFolder
 from slimbayes.lab import config
 from slimbayes.lab.seeds import generator
@@ -43,7 +45,10 @@ def open_data(
     return data, splits
 
 
-_bags = lru_cache(maxsize=2)(load_bags)  # tables look at the data of many runs, and bags take seconds to fill
+@lru_cache(maxsize=2)
+def _bags(name: str, root: Path | str | None, stamps: tuple[object, ...], **bags: Any) -> Dataset:
+    """Bags of files with these stamps: tables look at the data of many runs, and bags take seconds to fill."""
+    return load_bags(name, root, **bags)
 
 
 def _opened(chosen: config.Data, root: Path | str | None) -> Dataset:
@@ -52,7 +57,9 @@ def _opened(chosen: config.Data, root: Path | str | None) -> Dataset:
 
         return open_own(chosen, root)
     if chosen.bags is not None:
-        return _bags(chosen.name, root, **chosen.bags.model_dump())
+        files = find(source_of(chosen.name), root_folder(root)).files()
+        stamps = tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+        return _bags(chosen.name, root, stamps, **chosen.bags.model_dump())
     return digits() if chosen.name == "digits" else load(chosen.name, root)
 
 

@@ -56,9 +56,11 @@ def build_network(experiment: Experiment, task: Task, network: nn.Module | None 
 
 @torch.no_grad()
 def likelihood_of(experiment: Experiment, task: Task, network: nn.Module) -> LikelihoodName:
-    """What a network's outputs stand for: real targets, classes, or one logit for two classes."""
+    """What a network's outputs stand for: real targets, with their noise or not, classes, or one logit for two."""
     if task.real:
         return "heteroscedastic_gaussian" if isinstance(experiment.noise, str) else "gaussian"
+    if isinstance(experiment.train.noise, str) and experiment.data.source is None:
+        raise ValueError(f"train.noise is {experiment.noise}, but {task.name} has classes: noise is for real targets.")
     if not isinstance(task.train, Split):
         return "categorical"
     flag, state = network.training, torch.get_rng_state()

@@ -14,8 +14,9 @@ from slimbayes.data import CORRUPTIONS
 from slimbayes.files import write_text
 from slimbayes.lab.claims import told
 from slimbayes.lab.config import Experiment
+from slimbayes.lab.corruption_rates import corruption_against, error_rates
 from slimbayes.lab.papers import UNITS, PaperRow, Scale
-from slimbayes.metrics.corruption import ALEXNET, ALEXNET_CLEAN, corruption_errors
+from slimbayes.metrics.corruption import ALEXNET, ALEXNET_CLEAN
 from slimbayes.report.record import Evaluation, Record
 from slimbayes.report.statistics import bootstrap_interval
 
@@ -45,8 +46,8 @@ def draws_of(record: Record, asked: int | None) -> int:
 
 
 def measured(record: Record, draws: int) -> Numbers:
-    """Scores of test rows and of validation rows (`validation_`), means over corruptions (`corrupted_`) and members
-    (`member_`), diversity, parameters."""
+    """Scores of test rows and of validation rows (`validation_`), means over corruptions (`corrupted_`), those of one
+    severity (`severity1_`) and members (`member_`), diversity, parameters."""
     out: Numbers = {}
     for e in (e for e in record.evaluations if e.role == "test" and e.draws == draws):
         out |= e.metrics | e.diversity
@@ -56,31 +57,14 @@ def measured(record: Record, draws: int) -> Numbers:
     corrupted = [e for e in record.evaluations if e.role == "corruption" and e.draws == draws]
     for name in ("nll", "accuracy", "ece") if corrupted else ():
         out[f"corrupted_{name}"] = fmean(e.metrics[name] for e in corrupted)
+    for severity in sorted({e.severity for e in corrupted}):
+        some = [e.metrics for e in corrupted if e.severity == severity]
+        out |= {f"severity{severity}_{name}": fmean(m[name] for m in some) for name in ("nll", "accuracy", "ece")}
     rates = error_rates(record, draws)
     if record.data.startswith("imagenet") and all(len(rates.get(c, ())) == 5 for c in CORRUPTIONS):
-        out |= _against({c: rates[c] for c in ("clean", *CORRUPTIONS)}, {**ALEXNET, "clean": ALEXNET_CLEAN})
+        out |= corruption_against({c: rates[c] for c in ("clean", *CORRUPTIONS)}, {**ALEXNET, "clean": ALEXNET_CLEAN})
     size = record.parameters
     return out | {"parameters": float(size.total), "overhead": size.total / size.plain - 1}
-
-
-def error_rates(record: Record, draws: int) -> dict[str, Any]:
-    """Top-1 errors: "clean", of test rows, and by corruption, severity by severity."""
-    clean = [1 - e.metrics["accuracy"] for e in record.evaluations if e.role == "test" and e.draws == draws]
-    out: dict[str, Any] = {"clean": clean[0]} if clean else {}
-    found = [e for e in record.evaluations if e.role == "corruption" and e.draws == draws]
-    for e in sorted(found, key=lambda e: e.severity):
-        out.setdefault(e.corruption or "", []).append(1 - e.metrics["accuracy"])
-    return out
-
-
-def _against(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Numbers:
-    """Mean corruption error (mCE), that of each corruption, and the relative one (rmCE) where it has a meaning."""
-    absolute = corruption_errors(ours, {name: rates for name, rates in theirs.items() if name != "clean"})
-    out = {"corruption_error": absolute.mce}
-    out |= {f"error_{name}": value for name, value in absolute.by_corruption.items()}
-    # A reference that corruption does not harm has nothing to be relative to.
-    harmed = all(sum(rates) > len(rates) * theirs["clean"] + 1e-9 for name, rates in theirs.items() if name != "clean")
-    return out | ({"relative_corruption_error": corruption_errors(ours, theirs).rmce} if harmed else {})
 
 
 def relative_errors(result: RowResult, results: Iterable[RowResult]) -> Numbers:
@@ -95,7 +79,7 @@ def relative_errors(result: RowResult, results: Iterable[RowResult]) -> Numbers:
     ours = error_rates(result.record, draws_of(result.record, result.row.paper.draws))
     theirs = error_rates(against.record, draws_of(against.record, against.row.paper.draws))
     corrupted = [rates for name, rates in theirs.items() if name != "clean"]
-    return _against(ours, theirs) if len(ours) > 1 and all(map(sum, corrupted)) else {}
+    return corruption_against(ours, theirs) if len(ours) > 1 and all(map(sum, corrupted)) else {}
 
 
 def calibration_errors(evaluation: Evaluation) -> Numbers:
@@ -180,6 +164,8 @@ def averages(numbers: Sequence[Numbers], units: Mapping[str, str]) -> dict[str, 
         values = [one[name] * UNITS[units.get(name, "")] for one in numbers if name in one]
         odd = sorted({str(value) for value in values if not math.isfinite(value)})
         error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 and not odd else None
+        if len(numbers) == 1 and f"{name}_sem" in numbers[0]:  # over rows, where a diagnostic has it
+            error = numbers[0][f"{name}_sem"] * UNITS[units.get(name, "")]
         # JSON has no word for NaN or infinity: they are written as text.
         found = {"mean": "/".join(odd) if odd else fmean(values), "error": error, "count": len(values)}
         out[name] = found | {"interval": bootstrap_interval(values)}
@@ -240,7 +226,8 @@ def _remarks(found: Mapping[str, Any]) -> list[str]:
         data = dict.fromkeys(name for (name, _, other), _ in settings if other == rest)
         several = len({other for (_, _, other), _ in settings}) > 1
         out.append(f"- {found['scale']}: {', '.join(data)}; {rest}{f' ({_labels(labels)})' if several else ''}")
-    out.append("- Ours: mean and its 95 % bootstrap interval over seeds. In italics: what the paper prints.")
+    out.append("- Ours: mean and its 95 % bootstrap interval over seeds (± standard error over rows with one seed).")
+    out.append("- In italics: what the paper prints.")
     for note, labels in _grouped((row["note"], row["label"]) for row in rows if row["note"]).items():
         out.append(f"- {_labels(labels) if len(labels) < len(rows) else 'All rows'}: {note}")
     return out + [f"- **{line}" for line in failed(found["failures"], "failed:** ")]
@@ -284,6 +271,8 @@ def _value(found: Mapping[str, Any] | None, decimals: int) -> str:
     if isinstance(found["mean"], str):  # nan or inf
         return found["mean"]
     interval = found.get("interval")  # tables of before have none
+    if interval is None and found["error"] is not None:
+        return f"{found['mean']:,.{decimals}f} ± {found['error']:,.{decimals}f}"
     spread = "" if interval is None else f" [{', '.join(f'{end:,.{decimals}f}' for end in interval)}]"
     return f"{found['mean']:,.{decimals}f}{spread}"
 

@@ -24,7 +24,7 @@ from slimbayes.data.folders import decode, read_square
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _BYTES = 1 << 22  # of a block of an array
 _TOGETHER = 64  # images of a block
-_DAMAGE = (ValueError, TypeError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
+DAMAGE = (ValueError, TypeError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 def row_blocks(
@@ -84,12 +84,12 @@ def _array_blocks(file: Path) -> Iterator[Tensor]:
                 if "x" not in names and len(names) != 1:
                     raise ValueError(f"it has the arrays {', '.join(names) or 'none'}, and needs one named x")
                 stream = stack.enter_context(archive.open(f"{'x' if 'x' in names else names[0]}.npy"))
-            yield from _blocks_of(stream)
-        except _DAMAGE as error:
+            yield from blocks_of(stream)
+        except DAMAGE as error:
             raise ValueError(f"{file} cannot be read: {error}.") from error
 
 
-def _blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
+def blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
     """The array of a .npy stream in blocks of rows."""
     version = np.lib.format.read_magic(stream)
     reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)

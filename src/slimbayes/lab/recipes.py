@@ -174,10 +174,21 @@ class EarlyStop(Options):
     patience: Count = 5
 
 
-class Alternate(Options):
-    """Coordinate descent between shared parameters and those of patches, so many steps each (EMP paper, C.2)."""
+class Snapshots(Options):
+    """Score test rows, too, after every so many epochs, of the last so many: columns `test_` and `member0_` of the
+    curve, to look at training with. Nothing is chosen by them."""
 
-    every: Count = 100
+    every: Count = 1
+    last: Count | None = None
+
+    def due(self, epoch: int, epochs: int) -> bool:
+        """Whether an epoch of so many, the first of which is 1, is scored; the last one is.
+
+        Example:
+            >>> [epoch for epoch in range(1, 11) if Snapshots(every=2, last=5).due(epoch, 10)]
+            [6, 8, 10]
+        """
+        return (epochs - epoch) % self.every == 0 and (self.last is None or epoch > epochs - self.last)
 
 
 class Train(Options):
@@ -203,7 +214,7 @@ class Train(Options):
         ema: decay of a running average of the weights, which is what is evaluated and saved.
         track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
             (see tracking.py).
-        alternate: train shared parameters and those of patches in turn, instead of together.
+        alternate: train shared parameters and those of patches in turn, so many steps each (EMP paper, C.2).
     """
 
     epochs: Count
@@ -226,7 +237,8 @@ class Train(Options):
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     early_stop: EarlyStop | None = None
     track: tuple[Literal["scales", "snr"], ...] = ()
-    alternate: Alternate | None = None
+    alternate: Count | None = None
+    snapshots: Snapshots | None = None
 
     @model_validator(mode="after")
     def _pieces(self) -> Train:
@@ -251,7 +263,7 @@ class Train(Options):
 
     def trained_part(self, step: int) -> str | None:
         """Which parameters a step trains, "shared" or "patch"; None: all of them."""
-        return None if self.alternate is None else schedules.alternating(self.alternate.every)(step)
+        return None if self.alternate is None else schedules.alternating(self.alternate)(step)
 
     def build_optimizer(self, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
         """The optimizer of a converted model; with `graph` its rates are tensors that a CUDA graph rereads."""

@@ -5,6 +5,7 @@
     out/<name>-<hash>/             the run of a row and a seed (see runs.py); rows that share a config share a run
     out/diagnostics/               what diagnostics found, and their plots
     out/table.md, out/table.json   written anew after each run
+    out/page.html                  of a figure: the report of its runs, with curves and scores by severity
 
 Runs that have finished are skipped and others resumed, so it can be stopped at any time and called again. A row that
 fails is named in the table and does not stop the others.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from slimbayes.files import write_text
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution, Nobody, Watcher
 from slimbayes.lab.fit import Stopped, fit
+from slimbayes.lab.kept import by_hash
 from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe_setting, draws_of, failed, measured
 from slimbayes.lab.papers import PaperRow, Scale, find, listings
 from slimbayes.lab.run_folder import default_folder
-from slimbayes.report.record import read
+from slimbayes.report.record import Evaluation, Record, read
 from slimbayes.untrusted import parse_json, read_file
 
 
@@ -68,11 +70,12 @@ def reproduce(
     out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
     out.mkdir(parents=True, exist_ok=True)
     table.write(out)
+    known = by_hash(runs or out)
     asked = [(row, seed) for row in table.rows for seed in dict.fromkeys(seeds) if seed < _splits(row, scale)]
     for row, seed in asked:
         watcher.say(f"{row.name}, seed {seed}")
         try:
-            table.results.append(_run(row, seed, out, runs or out, execution, scale, watcher))
+            table.results.append(_run(row, seed, out, runs or out, execution, scale, watcher, known))
         except Stopped:
             raise
         except Exception as error:  # whatever it is, the other rows can still be run
@@ -81,6 +84,7 @@ def reproduce(
             )
             watcher.say(f"{row.name}, seed {seed}, failed: {reason}")
         table.write(out)
+    _draw(table, out, watcher)
     if table.failures:
         told = " ".join(failed(table.failures))
         raise Incomplete(f"{len(table.failures)} of {len(asked)} runs failed: {told}")
@@ -94,21 +98,47 @@ def _splits(row: PaperRow, scale: Scale) -> float:
     return standard_splits(row.experiment(scale).data.name)
 
 
+def _draw(table: Reproduction, out: Path, watcher: Watcher) -> None:
+    """Curves, scores by severity and their spread over corruption types of a figure's runs: a page beside its table."""
+    folders = list(dict.fromkeys(result.folder for result in table.results if result.folder is not None))
+    if not folders or table.rows[0].paper.figure is None:
+        return
+    try:
+        from slimbayes.report import write_page
+
+        write_page(folders, out / "page.html", f"{table.name}: {table.rows[0].paper.place}")
+    except ImportError as error:
+        watcher.say(f"The page with the figure's charts is left out: {error}")
+
+
 def _run(
-    row: PaperRow, seed: int, out: Path, runs: Path, execution: Execution, scale: Scale, watcher: Watcher
-) -> RowResult:
+    row: PaperRow, seed: int, out: Path, runs: Path, execution: Execution, scale: Scale, watcher: Watcher,
+    known: Mapping[str, Path],
+) -> RowResult:  # fmt: skip
     if not row.trains:
         case = Case(None, out, 1, seed, row.paper.options, execution)
         numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}", "")
         return RowResult(row, seed, numbers, files=files)
     experiment = row.experiment(scale, seed)
-    folder = fit(experiment, default_folder(experiment, runs), execution, resume=True, watcher=watcher)
+    folder, former = default_folder(experiment, runs), known.get(experiment.hash)
+    if former is not None and not (folder / "record.json").exists():
+        folder = former  # of before the rule of hashes changed
+        watcher.say(f"{former.name} is this row's run: its record holds the same config.")
+    else:
+        fit(experiment, folder, execution, resume=True, watcher=watcher)
     record = read(folder)
     draws = draws_of(record, row.paper.draws)
     case = Case(folder, out, draws, seed, row.paper.options, execution)
     numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
+    record = _with_evaluations(record, [out / name for name in files if name.endswith("-corruption.json")])
     setting = describe_setting(experiment, scale)
     return RowResult(row, seed, measured(record, draws) | numbers, record, folder, setting, files)
+
+
+def _with_evaluations(record: Record, files: Sequence[Path]) -> Record:
+    """A record with the evaluations that diagnostics have made beside its own."""
+    more = [Evaluation.model_validate(one) for file in files for one in parse_json(read_file(file))["details"]]
+    return record.model_copy(update={"evaluations": [*record.evaluations, *more]})
 
 
 def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[Numbers, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Commands that look at a finished run, or make another of it."""
+"""Commands that look at a finished run, use it, or make another of it."""
 
 from __future__ import annotations
 
@@ -68,3 +68,25 @@ def stack(
         folder, weights = stack_run(run, out, Execution(accelerator=accelerator, data_dir=data_dir), bars, draws)
     typer.echo("\n".join(lines(weights)))
     print_scores(folder)
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    inputs: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, .parquet, images.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
+    draws: Annotated[int, typer.Option(help="Draws of each member.", min=1)] = 16,
+    level: Annotated[
+        float, typer.Option(help="Probability that intervals of real targets hold them.", min=0.01, max=0.999)
+    ] = 0.9,
+    accelerator: Accelerator = "auto",
+    allow_code: AllowCode = False,
+) -> None:
+    """Predict rows of your own, with uncertainty."""
+    from slimbayes.lab.own_config import code_allowed
+    from slimbayes.lab.predict_file import predict_file
+
+    with code_allowed(allow_code):
+        rows = predict_file(run, inputs, output, draws, accelerator, level)
+    typer.echo(f"{rows} predictions in {output}")

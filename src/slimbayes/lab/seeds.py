@@ -13,7 +13,11 @@ def seed_everything(seed: int, *place: object) -> None:
 
     All processes of a run use the same seeds: a pass draws the numbers of every process and takes its own share.
     """
-    torch.manual_seed(key(seed, *place))
+    number = key(seed, *place)
+    if torch.cuda.is_initialized():
+        torch.manual_seed(number)
+    else:  # torch.manual_seed notes the call for each kind of device that may start later: a tenth of a small step
+        torch.default_generator.manual_seed(number)
 
 
 def generator(seed: int, *place: object) -> torch.Generator:

@@ -166,13 +166,11 @@ class Training:
         row["kl_weight"] = train.kl_weight(last, self.steps_per_epoch)
         row["lr"] = train.optimizer.lr * train.rate(last, self.steps_per_epoch)
         row |= self.tracker.columns()
-        if self.task.validation is not None:
-            with self.stepper.averaged():
-                scores = self.predictor.validation_scores(self.execution.workers)
+        with self.stepper.averaged():
+            scores = self.predictor.scores_after(epoch + 1, self.execution.workers)
             row |= self.fabric.broadcast(scores)  # each process drew its own noise, and all must agree when to stop
             if train.early_stop and row["validation_nll"] < self.best.get("nll", float("inf")):
-                with self.stepper.averaged():
-                    weights = {n: t.detach().clone() for n, t in self.network.state_dict().items()}
+                weights = {n: t.detach().clone() for n, t in self.network.state_dict().items()}
                 self.best = {"nll": row["validation_nll"], "epoch": epoch + 1, "weights": weights}
         self.curve.append(row)
         warn_of_dwarfed(self.network, row["nll"], row["kl_weight"] * row["kl"])  # steps on a GPU read nothing back

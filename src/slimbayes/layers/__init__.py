@@ -12,6 +12,7 @@ from torch import nn
 from slimbayes.layers.anything import any_class, has_bias, matrices_of, scales_of
 from slimbayes.layers.base import LAYERS, BayesLayer, registered
 from slimbayes.layers.base import register_layer as register_layer
+from slimbayes.layers.quantised import is_quantised, quantised_class
 from slimbayes.layers.site import Kind
 
 # Files for packages that may not be installed: where the types live -> our module, imported when such a layer is met.
@@ -74,6 +75,8 @@ def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | No
         return known if known.bayes_kind in covers else None
     if type(layer).forward is nn.Module.forward:
         return None
+    if is_quantised(layer):
+        return quantised_class(type(layer)) if "quantised" in covers else None
     kinds: dict[Kind, list[str]] = {
         "matrix": matrices_of(layer) if "matrix" in covers else [],
         "norm": scales_of(layer) if "norm" in covers else [],

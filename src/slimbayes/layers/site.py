@@ -17,8 +17,9 @@ from slimbayes.engine.fused import lowered
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import apply_rows, dense_rows, sizes_of_blocks, spread
 
-# What a layer is: it multiplies by a matrix, looks up rows of one, scales normalised channels, or drops units.
-Kind = Literal["matrix", "table", "norm", "dropout"]
+# What a layer is: it multiplies by a matrix, or by one stored as integers, looks up rows of one, scales normalised
+# channels, or drops units.
+Kind = Literal["matrix", "quantised", "table", "norm", "dropout"]
 Unit = Literal["element", "channel"]  # what dropout drops
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Outer = Callable[[Tensor, Tensor], Tensor]

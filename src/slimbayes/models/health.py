@@ -74,7 +74,7 @@ _REST = "lstm|hidden|output"
 # Table 4, with the priors and starts of Table 7 ("dropout_rate" is a rate, not a scale). Give one to `bayesianize`.
 VARIANTS: dict[str, Config | Mapping[str, Config]] = {
     "deterministic": {".*": Deterministic()},
-    "BatchEnsemble": {_REST: BatchEnsemble(members=4)},
+    "BatchEnsemble": {_REST: BatchEnsemble(members=4, mean_init=Signs(0.5))},
     "Bayesian embeddings": {"embedding": _TABLE},
     "fully Bayesian": {f"embedding|{_REST}": _TABLE},
     "rank-1 Gaussian": {

@@ -55,6 +55,7 @@ class Posterior(Keyed, ABC):
     regularises_bias: bool = False  # and on its bias
     late: bool = False  # it draws while its layer runs, when the shape of the input is known
     blockwise: bool = False  # one draw serves a whole block of rows, never a single one
+    selectable: bool = False  # whether `select` can keep some of several members
     size_is_bound: bool = False  # whether `log_size` is only known not to be too large
     note: str = ""  # what a summary should say about it
     noticed: bool = False  # whether a first pass has told which layers never ran
@@ -82,6 +83,15 @@ class Posterior(Keyed, ABC):
     @abstractmethod
     def kl(self, linear: MapOf) -> Tensor:
         """KL to the prior, summed over elements and members: a scalar. `linear()` has the layer's weight and bias."""
+
+    @property
+    def prior_of_factors(self) -> Any:
+        """The prior of rank-1 factors, where there are any and they have one."""
+        return None
+
+    def select(self, members: Sequence[int]) -> None:
+        """Keep these members, of which there are several, in this order."""
+        raise NotImplementedError
 
     def role(self, name: str) -> Role:
         """What a parameter of this posterior is, by its name here: how it trains and decays follows from it."""

@@ -136,6 +136,20 @@ class EnsemblePosterior(Posterior):
         wanted = execution == "batched" or (execution == "auto" and batches_well(module, self.members))
         self.batched = len(others) > 0 and wanted
 
+    selectable = True
+
+    @torch.no_grad()
+    def select(self, members: Sequence[int]) -> None:
+        own = {n: t for n, t in self.layer.state_dict().items() if not n.startswith("posterior.")}
+        every = [own, *(other.state_dict() for other in self.others)]
+        states = [{n: t.clone() for n, t in every[k].items()} for k in members]
+        self.layer.load_state_dict(states[0], strict=False)
+        self.others = self.others[: len(members) - 1]
+        for other, state in zip(self.others, states[1:], strict=True):
+            other.load_state_dict(state)
+        kept = self.weights[list(members)]
+        self.weights, self.members = kept / kept.sum(), len(members)
+
     @property
     def anchor(self) -> Tensor:
         return next(self.others.parameters(), self.weights)

@@ -20,7 +20,7 @@ Sizes: K members, n blocks of rows in a pass, C channels. Block j belongs to mem
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +101,20 @@ class MemberNormPosterior(Posterior):
             self.running_mean.zero_()
             self.running_var.fill_(1)
             self.num_batches_tracked.zero_()
+
+    selectable = True
+
+    @torch.no_grad()
+    def select(self, members: Sequence[int]) -> None:
+        self.members = len(members)
+        for name, others in [*self._parameters.items(), *self._buffers.items()]:
+            if others is None or name == "place":
+                continue
+            own = getattr(self.layer, name)
+            every = torch.cat([own[None].to(others.dtype), others])[list(members)]
+            own.copy_(every[0])
+            rest = nn.Parameter(every[1:]) if isinstance(others, nn.Parameter) else every[1:]
+            setattr(self, name, rest if len(every) > 1 else None)
 
     @property
     def anchor(self) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Point
-from slimbayes.distributions.kl import kl
+from slimbayes.distributions.kl import summed_kl
 from slimbayes.engine.fused import seeded
 from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Noise
@@ -55,6 +55,25 @@ class Rank1Posterior(WeightPosterior):
         self.dense = site.positions == "one" and not site.whole and config.rank == 1
         self.dense &= config.perturbation == "multiplicative"
         self.additive = config.perturbation == "additive"
+
+    selectable = True
+
+    @property
+    def prior_of_factors(self) -> Any:
+        return None if self.countable else self.r.prior
+
+    @torch.no_grad()
+    def select(self, members: Sequence[int]) -> None:
+        index, self.members = torch.tensor(members, device=self.device), len(members)
+        lines = nn.functional.pad(self.bias, (0, 0, 1, 0))[index] if self.bias is not None else None
+        self.bias = None
+        for owner in (self, self.r, self.s):
+            for name, p in owner.named_parameters(recurse=False):
+                setattr(owner, name, nn.Parameter(p[index], p.requires_grad))
+        if lines is not None:  # member 0 has the layer's own bias
+            site = next(site for site, own in self.layer.posterior.items() if own is self)
+            self.layer.linear_map(site).bias.add_(lines[0])
+            self.bias = nn.Parameter(lines[1:] - lines[0]) if len(members) > 1 else None
 
     def role(self, name: str) -> Role:
         return "factor"
@@ -126,13 +145,13 @@ class Rank1Posterior(WeightPosterior):
         mixed: list[Any] = []
         for same in planned(posteriors, ("kl", kinds), alike):
             how, q = same[0][0], joint([f for _, f in same])
-            total = kl(q, same[0][1].prior).sum()
+            total = summed_kl(q, same[0][1].prior)
             terms.append(total if how == "sum" else total / len(q.loc))
             mixed += [q] if how == "exact" else []
         terms += [-information(mixed)] if mixed else []
         return terms or [posteriors[0].r.loc.new_zeros(())]
 
-    def log_ratio(self, linear: LinearMap) -> Tensor:
+    def log_ratio(self, linear: LinearMap) -> Tensor | None:
         """Of the factors as they are drawn, before they are clipped."""
         lines = self.noise.block.double()
         total = lines.new_zeros(len(lines))
@@ -168,6 +187,8 @@ class Rank1Posterior(WeightPosterior):
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()
         weight = linear.weight
+        if not weight.is_floating_point():
+            raise ValueError(f"{self.name}: integers cannot take factors in; convert the layer back to floats first.")
         r, s = drawn.r[index].view(-1, drawn.r.shape[-1]), drawn.s[index].view(-1, drawn.s.shape[-1])
         bias = linear.bias
         if bias is not None and drawn.bias is not None:

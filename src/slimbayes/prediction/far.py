@@ -213,4 +213,5 @@ def _with_member(values: Tensor, known: Tensor, members: int) -> Tensor:
 
 
 def _kernel(a: Tensor, b: Tensor) -> Tensor:
-    return torch.exp(-0.5 * torch.cdist(a, b).square())
+    # By products the distances of close rows would be rounded, those of far ones infinity less infinity.
+    return torch.exp(-0.5 * torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square())

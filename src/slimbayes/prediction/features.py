@@ -25,6 +25,8 @@ def features_of(model: nn.Module, args: Any, kwargs: Any, at: str | None) -> Ten
     """What rows look like (N, P): the inputs themselves, or those of layer `at`, averaged over a few draws."""
     if at is None:
         return args[0].float()
+    if any(passes.of(p.key) is not None for p in passes.posteriors_of(model)):
+        raise ValueError(f"The features of {at!r} belong to draws of their own: predict(..., far=) outside `frozen`.")
     seen = _seen(model, args, kwargs, {at: _module(model, at)})
     if not seen or any(x.dim() != 2 or x.shape != seen[0][1].shape for _, x in seen):
         got = "nothing" if not seen else f"shape {tuple(seen[0][1].shape)}"

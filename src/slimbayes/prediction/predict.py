@@ -25,6 +25,7 @@ from slimbayes.prediction.exact import Networks
 from slimbayes.prediction.far import Far
 from slimbayes.prediction.features import features_of
 from slimbayes.prediction.prediction import Prediction
+from slimbayes.prediction.progress import Progress
 from slimbayes.prediction.sample import members
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName
@@ -47,6 +48,7 @@ def predict(
     seed: Seed = None,
     allow_nonfinite: bool = False,
     far: Far | None = None,
+    progress: bool = False,
 ) -> Prediction:
     """Predict with uncertainty from S = members x draws draws, in eval mode and without gradients.
 
@@ -85,6 +87,7 @@ def predict(
             Rows whose prediction is NaN then have the label -1.
         far: what `slimbayes.far` learned of the training rows. Predictions then know less about rows that are far from
             them, and have their `distance`.
+        progress: write a line to stderr that says how many rows are done.
 
     Members of an `Ensemble` are averaged with its stacking weights, if `stack` has set them.
 
@@ -104,7 +107,7 @@ def predict(
     if not allow_nonfinite:
         check_finite(model)
     source, count, weights = _source(model, draws, chunk, share, fold, seed)
-    number, parts = 1 if draws == "exact" else draws, []
+    number, parts, bar = 1 if draws == "exact" else draws, [], Progress(x, progress)
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
             keep = keep_samples or far is not None
@@ -119,6 +122,8 @@ def predict(
             if not (allow_nonfinite or sums.sound()):
                 before = sum(len(part.aleatoric) for part in parts[:-1])
                 refuse_outputs(sums, (select(o, output) for o in source.outputs(args, kwargs, number)), before)
+            bar.add(len(part))
+    bar.close()
     return Prediction.joined(parts)
 
 

@@ -76,7 +76,7 @@ class Prediction(Views):
         Shape: outputs (S, N, ..., C) logits, whose classes may lie along another `class_dim` but come last in the
         result (from five dimensions on it must be given: 2 for (S, N, C, H, W)); (S, N) or (S, N, 1) binary logits,
         (S, N, ...) means, or (S, N, ..., 2) means and raw scales. Draw j belongs to member j mod K. scale broadcasts
-        against (N, ...); weights (K,).
+        against (N, ...), as in `predict`; weights (K,).
 
         Example:
             >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean

@@ -7,7 +7,7 @@ draw j, and draw j to member j mod K.
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -185,16 +185,21 @@ def mean(model: Model) -> Iterator[Model]:
     posteriors = posteriors_in(model)
     if any(passes.of(p.key) is not None for p in posteriors):
         raise ValueError("mean cannot run inside frozen, another mean or a call of the model: draws are already held.")
-    new = Pass(calls.total_draws(posteriors, 1), 1, held=True) if posteriors else None
-    if new is None:
+    if not posteriors:
         yield model
         return
+    with passes.holding(central_pass(posteriors)):
+        yield model
+
+
+def central_pass(posteriors: Sequence[Any]) -> Pass:
+    """A pass that holds one draw for each member, at its mean; refused where draws have none."""
+    new = Pass(calls.total_draws(posteriors, 1), 1, held=True)
     new.centred = True
     noise.draw_numbered(posteriors, new, 0)
     for posterior in posteriors:
         new.noise[posterior.key] = Noise(posterior.centre(new.noise[posterior.key].block), new.noise[posterior.key].row)
-    with passes.holding(new):
-        yield model
+    return new
 
 
 def write_out(model: Model, draw: int = 0) -> Model:
@@ -218,11 +223,12 @@ def write_out(model: Model, draw: int = 0) -> Model:
         )
     if not posteriors or held is None:
         return debayesianize(copy.deepcopy(model))
-    return passes.run(held.single(draw), _written, model)
+    return passes.run(held.single(draw), written, model)
 
 
 @torch.no_grad()
-def _written(model: Model) -> Model:
+def written(model: Model) -> Model:
+    """A plain copy with the weights of the one draw of the pass under way."""
     if isinstance(model, Converted) and not isinstance(model, BayesLayer):
         members: Any = model.posterior["members"]
         index = int(members.values()[0])
@@ -233,7 +239,7 @@ def _written(model: Model) -> Model:
             _fill(plain.get_submodule(name), layer)
         elif isinstance(layer, Converted):
             parent, _, last = name.rpartition(".")
-            setattr(plain.get_submodule(parent), last, _written(layer))
+            setattr(plain.get_submodule(parent), last, written(layer))
     return plain
 
 

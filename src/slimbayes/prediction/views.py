@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _DIMS = {"aleatoric": 0, "epistemic": 0, "distance": 0, "by_member": 1, "by_draw": 1, "noise": 1}  # where rows lie
-_SHOWN = 8  # rows of a table in a notebook
+_SHOWN, _COLUMNS = 8, 12  # rows and columns of a table in a notebook
 
 
 class Views:
@@ -134,7 +134,7 @@ class Views:
         members, shape = len(self.by_member), list(self.aleatoric.shape)
         what = "classes" if "gaussian" not in self.likelihood else "real targets"
         count = f"{self.by_member.shape[-1]} " if what == "classes" else ""
-        rows = " x ".join(map(str, shape)) + (" row" if shape == [1] else " rows" if len(shape) == 1 else "")
+        rows = " x ".join([f"{shape[0]} row{'s' * (shape[0] != 1)}", *map(str, shape[1:])])
         unit = "entropy" if what == "classes" else "variance"
         total = self.aleatoric + self.epistemic
         means = [f"{float(t.double().mean()):.3g}" for t in (total, self.aleatoric, self.epistemic)]
@@ -149,14 +149,20 @@ class Views:
             columns = self[:_SHOWN]._columns()
         except ValueError:
             return f"<code>{html.escape(repr(self))}</code>"
-        columns = dict(list(columns.items())[:14])
+        columns = dict(list(columns.items())[:_COLUMNS])
         head = "".join(f"<th>{html.escape(name)}</th>" for name in ("", *columns))
         lines = []
         for row in range(min(_SHOWN, len(self))):
-            cells = "".join(f"<td>{float(c[row]):.4g}</td>" for c in columns.values())
+            cells = "".join(f"<td>{_short(float(c[row]))}</td>" for c in columns.values())
             lines.append(f"<tr><th>{row}</th>{cells}</tr>")
         more = (
             "" if len(self) <= _SHOWN else f"<tr><td colspan={len(columns) + 1}>and {len(self) - _SHOWN} more</td></tr>"
         )
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}{more}</tbody></table>"
         return f"<div><code>{html.escape(repr(self))}</code>{table}</div>"
+
+
+def _short(value: float) -> str:
+    """A number in a few characters."""
+    small = value != 0 and not 1e-3 <= abs(value) < 1e5
+    return f"{value:.0e}" if small else f"{value:.0f}" if value.is_integer() else f"{value:.3f}"

@@ -22,6 +22,7 @@ from slimbayes.report.statistics import mean, standard_error
 MENU = 6  # at most so many metrics to choose from: each is a chart that the page must carry
 CURVES = 8  # columns of the training curve to choose from
 POINTS = 600  # of all training curves in one chart
+_LOGGED = ("loss", "nll", "kl", "validation_nll", "validation_accuracy", "test_nll", "test_accuracy", "test_ece")
 BINS = 15  # the caption says so too
 KEPT = np.linspace(0.02, 1.0, 50)
 
@@ -192,6 +193,22 @@ def diversity(groups: Sequence[Group]) -> Figure | None:
     return _figure("Diversity of members", variants, "Measure")
 
 
+def checkpoints(groups: Sequence[Group]) -> Figure | None:
+    """The same on the way, after epochs whose test scores were kept (`train.snapshots`): Figure 6 as it is printed."""
+    found = [(g.name, r.seed, row) for g in groups for r in g.records for row in r.curve]
+    kinds = [
+        kind for kind in ("normalised_disagreement", "disagreement") if any(f"test_{kind}" in c for *_, c in found)
+    ]
+
+    def draw(kind: str, good: str) -> Chart:
+        having = [point for point in found if {f"test_{kind}", f"test_{good}"} <= point[2].keys()]
+        rows: list[Point] = [{"n": n, "seed": s, "x": c[f"test_{good}"], "y": c[f"test_{kind}"]} for n, s, c in having]
+        return points(rows[:POINTS], _places(groups), _axis(good), _axis(kind))
+
+    variants = [(metric(kind).label, tuple(draw(kind, good) for good in ("accuracy", "nll"))) for kind in kinds]
+    return _figure("Diversity on the way", variants, "Measure")
+
+
 def member_scores(groups: Sequence[Group]) -> Figure | None:
     """Each member by itself against the averaged prediction."""
     found: list[tuple[Group, Evaluation]] = []
@@ -249,7 +266,7 @@ def cost(groups: Sequence[Group]) -> Figure | None:
 def training(groups: Sequence[Group]) -> Figure | None:
     """What was logged after each epoch."""
     columns = ordered({key for g in groups for r in g.records for row in r.curve for key in row} - {"epoch", "step"})
-    columns.sort(key=lambda name: {"loss": 0, "nll": 1, "kl": 2}.get(name, 3))
+    columns.sort(key=lambda name: _LOGGED.index(name) if name in _LOGGED else len(_LOGGED))
     most = max(20, min(60, POINTS // len(groups)))
 
     def draw(name: str) -> Chart:

@@ -120,7 +120,7 @@ def _chapter(data: str, groups: tuple[Group, ...], sets: int) -> Chapter:
         "Other sets": [tables.other_sets(groups)],
         "Unfamiliar inputs": [figures.unfamiliar(groups), tables.unfamiliar(groups)],
         "Selective prediction": [figures.risk_coverage(groups)],
-        "Members": [figures.diversity(groups), figures.member_scores(groups)],
+        "Members": [figures.diversity(groups), figures.checkpoints(groups), figures.member_scores(groups)],
         "Draws": [figures.draws(groups)],
         "Examples": _galleries(groups, PICTURES // sets),
         "Cost": [figures.cost(groups), tables.cost(groups)],

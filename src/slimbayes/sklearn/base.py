@@ -253,10 +253,11 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     # --- predictions ---
 
-    def _predict(self, X: Any) -> Prediction:
+    def _predict(self, X: Any, keep: bool) -> Prediction:
+        """Predictions of rows; their draws are kept only if asked, which many rows may have no room for."""
         check_is_fitted(self, "network_")
         x = self._inputs(self._read(X, False))
-        return predict(self.network_, x, self.draws, likelihood=self._likelihood, seed=self.seed_)
+        return predict(self.network_, x, self.draws, likelihood=self._likelihood, keep_samples=keep, seed=self.seed_)
 
     def _check_parameters(self) -> None:
         check_choice("missing", self.missing, Missing)

@@ -70,15 +70,15 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
     def prediction(self, X: Any) -> Prediction:
         """Everything about the predictions of N rows: members, draws, aleatoric and epistemic uncertainty."""
-        return self._predict(X)
+        return self._predict(X, keep=True)
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Class probabilities (N, C), in the order of `classes_`."""
-        return self._predict(X).probs.cpu().double().numpy()
+        return self._predict(X, keep=False).probs.cpu().double().numpy()
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
         """Logs of class probabilities (N, C), also of those that are zero in double precision."""
-        return self._predict(X).log_probs.cpu().double().numpy()
+        return self._predict(X, keep=False).log_probs.cpu().double().numpy()
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable labels (N,)."""
@@ -170,17 +170,20 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
 
     def prediction(self, X: Any) -> Prediction:
         """Everything about the predictions of N rows, (N, T) in the targets' units."""
-        return self._predict(X).rescaled(torch.as_tensor(self.y_mean_), torch.as_tensor(self.y_std_))
+        return self._in_units(self._predict(X, keep=True))
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Means (N,) or (N, T) and, if asked, standard deviations, with noise and doubt about the weights."""
-        found = self.prediction(X)
+        found = self._in_units(self._predict(X, keep=False))
         return (self._shaped(found.mean), self._shaped(found.std)) if return_std else self._shaped(found.mean)
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper ends of central intervals that hold a new target with this probability."""
         low, high = self.prediction(X).interval(level)
         return self._shaped(low), self._shaped(high)
+
+    def _in_units(self, found: Prediction) -> Prediction:
+        return found.rescaled(torch.as_tensor(self.y_mean_), torch.as_tensor(self.y_std_))
 
     def _shaped(self, values: torch.Tensor) -> np.ndarray:
         return (values if self._many else values[:, 0]).cpu().double().numpy()

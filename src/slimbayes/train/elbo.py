@@ -39,8 +39,8 @@ def elbo(
     """Negative ELBO per datum: nll + temperature * kl_weight * KL(model) / num_data.
 
     A `temperature` below 1 is a cold (tempered) posterior. Networks have far more weights than there are data to pay
-    for their KL, so that at 1 the prior often decides: docs/recipes.md has the temperatures that held across tasks, and
-    a warning says, once for a model and on CPUs, that the KL dwarfs the likelihood.
+    for their KL, so that at 1 the prior often decides: docs/recipes.md has the temperatures that scored best
+    on small tasks, and a warning says, once for a model and on CPUs, that the KL dwarfs the likelihood.
 
     To accumulate gradients over k micro-batches, pass `nll / k` and `micro_batches=k`: each brings a k-th of the KL, so
     that the k backward passes count it once. `.kl` is then the share of one micro-batch. Hugging Face's Trainer adds up

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from slimbayes.errors import did_you_mean
 from slimbayes.train import Form as Form
+from slimbayes.train.fisher import BINARY, CLASSES, MEANS, MEANS_AND_SCALES, Fisher
 from slimbayes.train.targets import check_classes_of, check_real, check_shares, check_some, check_spread, readable
 
 LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
@@ -256,12 +257,14 @@ class Likelihood:
     Attributes:
         function: negative log-likelihood of targets, as training loops of one's own call it.
         predictive: of outputs (S, B, ...), a noise scale and the dimension of classes: what each draw predicts.
+        fisher: their information about the outputs.
         discrete: whether targets are classes, not real numbers.
         option: what `function` takes besides the form: "scale", "class_dim" or nothing.
     """
 
     function: Callable[..., Tensor]
     predictive: Callable[[Tensor, float | Tensor, int | None], tuple[Tensor, Tensor]]
+    fisher: Fisher
     discrete: bool
     option: Literal["scale", "class_dim", ""] = ""
 
@@ -274,10 +277,12 @@ class Likelihood:
 
 
 LIKELIHOODS: dict[str, Likelihood] = {
-    "categorical": Likelihood(categorical, _classes, discrete=True, option="class_dim"),
-    "bernoulli": Likelihood(bernoulli, _two_classes, discrete=True),
-    "gaussian": Likelihood(gaussian, _means, discrete=False, option="scale"),
-    "heteroscedastic_gaussian": Likelihood(heteroscedastic_gaussian, _means_and_scales, discrete=False, option="scale"),
+    "categorical": Likelihood(categorical, _classes, CLASSES, discrete=True, option="class_dim"),
+    "bernoulli": Likelihood(bernoulli, _two_classes, BINARY, discrete=True),
+    "gaussian": Likelihood(gaussian, _means, MEANS, discrete=False, option="scale"),
+    "heteroscedastic_gaussian": Likelihood(
+        heteroscedastic_gaussian, _means_and_scales, MEANS_AND_SCALES, discrete=False, option="scale"
+    ),
 }
 
 

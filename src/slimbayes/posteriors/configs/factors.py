@@ -10,11 +10,17 @@ from slimbayes.posteriors.configs.base import SiteConfig
 if TYPE_CHECKING:
     from torch import nn
 
+    from slimbayes.layers.site import Kind
+
 FAMILY: dict[str, type[Distribution]] = {"normal": Normal, "cauchy": Cauchy, "lognormal": LogNormal, "point": Point}
 
 
 class FactorConfig(SiteConfig):
     """What configs of rank-1 methods share: where they go."""
+
+    @property
+    def covers(self) -> tuple[Kind, ...]:
+        return ("matrix", "quantised", "table")
 
     def leaves_alone(self, layer: nn.Module) -> str:
         from slimbayes.layers import kind_of

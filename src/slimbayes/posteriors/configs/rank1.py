@@ -51,7 +51,7 @@ class Rank1(FactorConfig):
             (cauchy: 1e-6), the paper's "deterministic" initialisation.
         scale_jitter: standard deviation of the jitter around `scale_init`, in softplus space (cauchy: none).
         clip: factors are clipped to [-clip, clip] after drawing; None turns it off. By default at 10, as in the paper's
-            code, but Cauchy factors at 2: their tails drown what was learned (docs/recipes.md).
+            code, but Cauchy factors at 2, which scored better (docs/recipes.md).
         member_bias: whether members get their own biases.
         rank: p, the number of averaged rank-1 products.
         draws: "example" draws fresh factors for every row (the paper); "member" once per member and pass.

@@ -1,0 +1,54 @@
+"""What bayesianize says about a model that is converted, and probably not as it was meant."""
+
+import warnings
+
+from torch import nn
+
+from slimbayes.convert.plan import Decision
+from slimbayes.distributions.families import Signs
+from slimbayes.engine import passes
+from slimbayes.errors import SlimbayesWarning
+from slimbayes.layers.functional_dropout import functional_dropout
+from slimbayes.posteriors.ensemble import EnsemblePosterior
+from slimbayes.posteriors.mc_dropout import MCDropout
+
+
+def report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> None:
+    """Where the model's own dropout layers are turned on, dropout inside a forward stays off in eval mode: say so."""
+    if not any(isinstance(d.config, MCDropout) and "Dropout" in d.kind for d in decisions):
+        return
+    for name, what in functional_dropout(model).items():
+        warnings.warn(
+            f"{name or 'the model itself'} {what}: MCDropout turns on dropout layers, but this stays off in eval "
+            f"mode. Make it an nn.Dropout layer if it is meant to be part of the posterior.",
+            stacklevel=3,
+        )
+        known = next((d for d in decisions if d.name == name and d.config is None), None)
+        if known is None:
+            decisions.append(
+                Decision(name, type(model.get_submodule(name)).__name__, None, f"functional dropout: {what}")
+            )
+        else:
+            known.reason += f"; functional dropout: {what}"
+
+
+def report_signs(model: nn.Module, decisions: list[Decision]) -> None:
+    """Random signs undo what a network has learned; that it has is known where batch norm has counted batches."""
+    signed = next((d for d in decisions if isinstance(getattr(d.config, "mean_init", None), Signs)), None)
+    counters = (b for name, b in model.named_buffers() if name.endswith("num_batches_tracked") and not b.is_meta)
+    if signed is not None and any(int(counter) for counter in counters):
+        warnings.warn(
+            f"{signed.name}: factors that start at random signs ({signed.config!r}) undo what this network has been "
+            f"trained for. Use mean_init=Normal(1.0, 0.05) to keep it, or signs before training.",
+            SlimbayesWarning,
+            stacklevel=3,
+        )
+
+
+def report_members(model: nn.Module) -> None:
+    """Say where members of an ensemble do not start as the network did."""
+    for posterior in passes.posteriors_of(model):
+        if isinstance(posterior, EnsemblePosterior) and posterior.note:
+            whose = posterior.name or "the model"
+            told = f"Ensemble of {whose}: {posterior.note}. Give factory= to start them alike."
+            warnings.warn(told, SlimbayesWarning, stacklevel=3)

@@ -1,0 +1,89 @@
+"""Which parameters of a converted model train: all, the posteriors alone, or those and a head. And what share that is.
+
+What trains beside the posteriors, and batch norms, whose statistics move by themselves, `save` writes with them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from slimbayes.convert.plan import Selection, selected
+from slimbayes.errors import did_you_mean
+from slimbayes.layers.base import Converted
+
+Train = Literal["all", "posterior", "posterior+head"]
+_TRAIN = ("all", "posterior", "posterior+head")
+
+
+def modules_to_save(model: nn.Module, train: Train, head: Selection) -> list[str]:
+    """Names of the modules that are to be saved with the posteriors, decided before a model is converted."""
+    if train not in _TRAIN:
+        raise ValueError(f"bayesianize: unknown train {train!r}{did_you_mean(str(train), _TRAIN)}")
+    if head is not None and train != "posterior+head":
+        raise ValueError(
+            f'bayesianize: head= is what trains beside the posterior; give train="posterior+head" too, not {train!r}.'
+        )
+    if train == "all":
+        return []
+    modules = dict(model.named_modules())
+    moving = [name for name, m in modules.items() if getattr(m, "running_mean", None) is not None]
+    return moving + (_heads(modules, head) if train == "posterior+head" else [])
+
+
+def _heads(modules: dict[str, nn.Module], head: Selection) -> list[str]:
+    """The modules that a selection means; without one the last that has parameters of its own."""
+    owners = {name: m for name, m in modules.items() if any(True for _ in m.parameters())}
+    if head is not None:
+        return sorted(selected("head", head, owners))
+    return [name for name, m in owners.items() if any(True for _ in m.parameters(recurse=False))][-1:]
+
+
+def freeze(model: nn.Module, saved: Sequence[str]) -> list[str]:
+    """Let the posteriors and what is saved with them train, and nothing else; returns the names of what no longer
+    does. Norms that are saved for their statistics alone stay as they are.
+    """
+    heads = [name for name in saved if getattr(model.get_submodule(name), "running_mean", None) is None]
+    trains = belongs(model, heads)
+    frozen = [name for name, p in model.named_parameters() if p.requires_grad and not trains(name)]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return frozen
+
+
+def belongs(model: nn.Module, saved: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name in the state of a model belongs to a posterior or to one of these modules: the rule behind
+    adapter-only checkpoints.
+    """
+    converted = [name for name, module in model.named_modules() if isinstance(module, Converted)]
+    prefixes = [f"{name}.posterior.".lstrip(".") for name in converted] + [f"{name}." if name else "" for name in saved]
+    return lambda name: name.startswith(tuple(prefixes))
+
+
+@dataclass(frozen=True, repr=False)
+class Trainable:
+    """How many parameters of a model train, and how many there are; shown as a line of words."""
+
+    trainable: int
+    total: int
+
+    @property
+    def share(self) -> float:
+        return self.trainable / max(self.total, 1)
+
+    def __repr__(self) -> str:
+        return f"{self.trainable:,} of {self.total:,} parameters train ({self.share:.2%})"
+
+
+def trainable(model: nn.Module) -> Trainable:
+    """What share of a model's parameters trains.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10))
+        >>> trainable(sb.bayesianize(net, sb.Rank1(members=1), train="posterior"))
+        620 of 11,730 parameters train (5.29%)
+    """
+    parameters = list(model.parameters())
+    return Trainable(sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters))

@@ -1,0 +1,53 @@
+"""Scales of distributions, and the unconstrained parameters behind them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCALE_FLOOR = 1e-7  # the reference code's constraint adds it, so that a scale is never exactly zero
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Half-precision tensors as float32, others as they are: scales and KLs need the digits."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 2 else tensor
+
+
+def scale_from_rho(rho: Tensor) -> Tensor:
+    """Map an unconstrained parameter to a positive scale: softplus(rho) + 1e-7, in float32 or wider.
+
+    >>> import torch
+    >>> round(scale_from_rho(torch.tensor(-3.437516)).item(), 6)
+    0.031639
+    """
+    from torch.nn.functional import softplus
+
+    return softplus(wide(rho)) + SCALE_FLOOR
+
+
+def rho_from_scale(scale: float) -> float:
+    """Invert `scale_from_rho` for one number.
+
+    >>> round(rho_from_scale(0.0316386), 4)
+    -3.4375
+    """
+    if not scale > SCALE_FLOOR:
+        raise ValueError(f"A scale must be above {SCALE_FLOOR:g}, got {scale!r}.")
+    excess = scale - SCALE_FLOOR
+    return excess if excess > 30 else math.log(math.expm1(excess))
+
+
+def dropout_scale(rate: float) -> float:
+    """Standard deviation of the multiplicative noise of dropout with this rate: sqrt(p / (1 - p)).
+
+    Rates of 0.1 to 0.3 are the paper's "dropout initialisation"; a rate near zero is its "deterministic" one.
+
+    >>> round(dropout_scale(0.1), 4)
+    0.3333
+    """
+    if not 0 < rate < 1:
+        raise ValueError(f"A dropout rate must lie strictly between 0 and 1, got {rate!r}.")
+    return math.sqrt(rate / (1 - rate))

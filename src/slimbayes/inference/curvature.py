@@ -1,0 +1,136 @@
+"""The generalised Gauss-Newton matrix of each joint posterior's numbers, summed over a data set in one pass.
+
+    H = sum over rows J^T F J       J: derivatives of a row's outputs;  F: the likelihood's information about them
+
+Sizes: K members, D numbers of one posterior, B rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.inference.jacobians import Rows, joints_of, rows_at_means
+from slimbayes.prediction.batches import call_batch
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
+
+MOST_ROOTS = 1000  # backward passes for each piece of a batch
+IGNORED = -100  # a target that does not count
+
+
+@dataclass
+class Curvature:
+    """What a pass over the data tells.
+
+    Attributes:
+        matrices: H of each posterior, (K, D, D), or its diagonal (K, D), in float64.
+        log_likelihood: of all targets at the means, averaged over members; at unit noise for "gaussian".
+        targets: how many there were.
+    """
+
+    matrices: list[Tensor] = field(default_factory=list)
+    log_likelihood: float = 0.0
+    targets: int = 0
+
+
+def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Batches as arguments, keyword arguments and targets, on the model's device; refuses batches without targets."""
+    first = next(model.parameters())
+    for number, batch in enumerate(loader):
+        if isinstance(batch, Mapping):
+            rest, target = dict(batch), None
+            for name in ("labels", "label"):
+                target = rest.pop(name, None) if target is None else target
+            args, kwargs = call_batch(model, rest)
+        elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+            args, kwargs = call_batch(model, batch, len(batch) - 1)
+            target = batch[-1]
+        else:
+            target = None
+        if target is None:
+            raise ValueError(
+                f"Batch {number} of the loader is a {type(batch).__name__} without targets: give batches (inputs, "
+                f"targets), or mappings with 'labels'."
+            )
+        yield (
+            *torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to(first.device), (args, dict(kwargs))),
+            (torch.as_tensor(target).to(first.device)),
+        )
+
+
+def accumulate(
+    model: nn.Module,
+    batches: Iterable[tuple[Any, Any, Tensor]],
+    likelihood: LikelihoodName,
+    samples: int | None = None,
+    output: str | int | None = None,
+) -> Curvature:
+    """Sum the curvature over all batches; `samples` draws targets from the model instead of exact information."""
+    joints, total = joints_of(model), Curvature()
+    members = joints[0].members
+    for p in joints:
+        shape = (members, p.size) if p.lower is None else (members, p.size, p.size)
+        total.matrices.append(torch.zeros(shape, dtype=torch.float64, device=p.device))
+    for args, kwargs, target in batches:
+        for member in range(members):
+            for rows in rows_at_means(model, args, kwargs, member, output):
+                part = target[rows.start : rows.start + len(rows.outputs)]
+                _add(total, rows, part, member, likelihood, samples)
+                total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood) / members
+        total.targets += int(_kept(target, target).sum())
+    if not total.targets:
+        raise ValueError("laplace was given no targets: the loader is empty.")
+    _check_finite(total, joints)
+    return total
+
+
+def _add(
+    total: Curvature, rows: Rows, target: Tensor, member: int, likelihood: LikelihoodName, samples: int | None
+) -> None:
+    outputs, information = rows.outputs.detach(), likelihood_named(likelihood).fisher
+    kept = _kept(outputs, target).to(outputs.dtype)
+    if samples is None:
+        count = information.count(outputs)
+        if count > MOST_ROOTS:
+            raise ValueError(
+                f"Exact curvature of outputs of shape {tuple(outputs.shape)} takes {count:,} backward passes for each "
+                f"batch. Give samples=, such as 10, to draw as many targets from the model instead."
+            )
+        roots = information.roots(outputs, 1.0)
+    else:
+        roots = (information.score(outputs, 1.0) / samples**0.5 for _ in range(samples))
+    for root in roots:
+        for matrix, lines in zip(total.matrices, rows.pull(root * kept), strict=True):
+            lines = lines.double()
+            matrix[member] += lines.square().sum(0) if matrix.dim() == 2 else lines.mT @ lines
+
+
+def _kept(outputs: Tensor, target: Tensor) -> Tensor:
+    """Where targets are to count, shaped to meet the outputs."""
+    kept = target != IGNORED if not target.is_floating_point() else torch.ones_like(target, dtype=torch.bool)
+    return kept.view(*kept.shape, *[1] * max(outputs.dim() - kept.dim(), 0))
+
+
+def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName) -> float:
+    outputs = outputs.detach().double()
+    if likelihood_named(likelihood).discrete and bool((target == IGNORED).any()):
+        kept = target != IGNORED
+        outputs, target = outputs[kept], target[kept]
+    if not target.numel():
+        return 0.0
+    target = target.double() if target.is_floating_point() else target
+    return float(Prediction.from_outputs(outputs[None], likelihood, scale=1.0).log_prob(target).sum())
+
+
+def _check_finite(total: Curvature, joints: list[Any]) -> None:
+    for p, matrix in zip(joints, total.matrices, strict=True):
+        if not bool(matrix.isfinite().all()):
+            raise FloatingPointError(
+                f"laplace: the curvature of {p.name} is NaN or infinite. Look for inputs or weights that are not "
+                f"finite (check_finite), or run the model in float32."
+            )

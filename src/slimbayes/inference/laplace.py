@@ -1,0 +1,254 @@
+"""Laplace approximation in one pass over the data: a Gaussian around a trained network (MacKay 1992; Daxberger et al.
+2021), over the rank-1 factors of its layers or over their weights.
+
+    q = Normal(means, (H + lambda)^-1)      H: the generalised Gauss-Newton matrix of each layer by itself
+
+The weights W stay. Factors are few beside them, so that H is whole within a layer, where a Laplace approximation of W
+has to cut corners.
+
+A prior around one cannot be tuned by the marginal likelihood: a trained network lies there already, so that the
+evidence always votes for no posterior at all. Tuned priors have mean zero, as those of weights have, and come out wide.
+That is best for real targets; for classes Normal(1, 0.1) is better by far (docs/fine_tuning.md has the numbers), hence
+the defaults.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, debayesianize
+from slimbayes.convert.plan import Decision, Selection, plan
+from slimbayes.distributions.families import Normal
+from slimbayes.engine import passes
+from slimbayes.errors import did_you_mean
+from slimbayes.inference.curvature import Curvature, accumulate, labelled
+from slimbayes.inference.evidence import Spectrum, inverse_root, maximise
+from slimbayes.inference.k_tied_fit import fit_k_tied
+from slimbayes.inference.means import member_factors, set_factors
+from slimbayes.posteriors.configs.joint_normal import JointNormal, Over
+from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
+
+Structure = Literal["full", "diagonal", "k-tied"]
+
+
+@dataclass(frozen=True)
+class Laplace:
+    """What `laplace` found; the model itself carries the posterior.
+
+    Attributes:
+        model: the converted model.
+        log_evidence: marginal likelihood of all targets, in nats; with several members their average.
+        log_likelihood: of all targets at the means.
+        noise: standard deviation of the targets' noise, to give to `predict(..., scale=)`; 0 for other likelihoods.
+        prior_precision: of each layer, by name.
+    """
+
+    model: nn.Module = field(repr=False)
+    log_evidence: float
+    log_likelihood: float
+    noise: float
+    prior_precision: dict[str, float]
+
+
+def laplace(
+    model: nn.Module,
+    loader: Iterable[Any],
+    likelihood: LikelihoodName = "categorical",
+    over: Over = "both",
+    include: Selection = None,
+    exclude: Selection = None,
+    layers: Literal["all", "last"] = "all",
+    structure: Structure = "full",
+    prior: Normal | Literal["layer", "shared"] | None = None,
+    noise: float | None = None,
+    full_up_to: int = 1024,
+    rank: int = 2,
+    samples: int | None = None,
+    output: str | int | None = None,
+) -> Laplace:
+    """Give a trained network a Gaussian posterior in one pass over its training data; its weights stay as they are.
+
+    The model is then an ordinary converted one, in place: `sample`, `predict`, `save` and `summary` work.
+    `predict_linearised` is the predictive of the network's linearisation, without sampling.
+
+    Args:
+        model: a plain model in eval mode, or a converted one, whose means are taken: factors of all members of rank-1
+            methods, or the weights of mean-field ones.
+        loader: batches (inputs, targets), or mappings with "labels".
+        likelihood: what the outputs parameterise, as in `predict`.
+        over: "both" rank-1 factors, "r" (outputs) or "s" (inputs) alone, or the "weights" and biases themselves.
+        include, exclude: which layers, as in `bayesianize`.
+        layers: "last" takes the layer that runs last alone.
+        structure: "full" covariances within each layer; "diagonal"; or "k-tied", a `KTied` posterior over the weights
+            whose scales of low rank are fitted to the diagonal.
+        prior: a Normal for every number; or one of mean zero whose precision maximises the marginal likelihood, for
+            each "layer" or "shared" by all. By default Normal(1, 0.1) for factors under a likelihood of classes, else
+            "layer".
+        noise: standard deviation of the targets' noise for "gaussian"; by default the one of most evidence.
+        full_up_to: layers with more numbers than that get a diagonal.
+        rank: k of "k-tied".
+        samples: draw so many targets for each row from the model instead of exact information about all outputs: for
+            many classes or positions.
+        output: which output, as in `predict`.
+
+    Raises:
+        ValueError: the model trains, targets are missing, curvature is singular, or a precision runs away. The model
+            is then as it was.
+        FloatingPointError: curvature is NaN or infinite.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
+        >>> data = [(torch.randn(20, 4), torch.randint(3, (20,)))]
+        >>> fit = sb.laplace(net, data)
+        >>> sb.predict(net, torch.randn(5, 4), draws=10).probs.shape, sorted(fit.prior_precision)
+        (torch.Size([5, 3]), ['0', '2'])
+    """
+    _check(model, likelihood, layers, structure, prior, noise, samples, over)
+    weights = over == "weights" or structure == "k-tied"
+    if prior is None:
+        prior = Normal(1.0, 0.1) if likelihood_named(likelihood).discrete and not weights else "layer"
+    start = prior if isinstance(prior, Normal) else Normal(0.0, 1.0)
+    numbers: Over = "weights" if weights else over
+    work, means = _means_apart(model, numbers)
+    if means and (include is not None or exclude is not None or layers != "all"):
+        raise ValueError(
+            "laplace: include, exclude and layers choose among a plain model's layers; this one's are set."
+        )
+    config = JointNormal(
+        over=numbers,
+        members=next((len(f.r) for sites in means.values() for f in sites.values()), 1),
+        prior=start,
+        full_up_to=full_up_to if structure == "full" else 0,
+    )
+    batches = iter(labelled(work, loader))
+    try:
+        if layers == "last":
+            first = next(batches)
+            include, batches = _last(work, plan(work, config, include, exclude), first), chain([first], batches)
+        bayesianize(work, config, include=(lambda name, _: name in means) if means else include, exclude=exclude)
+        set_factors(work, means)
+        curvature = accumulate(work, batches, likelihood, samples, output)
+        report = _fit(work, config, curvature, likelihood, prior, noise)
+        if structure == "k-tied":
+            fit_k_tied(work, rank)
+    except BaseException:
+        debayesianize(work)
+        raise
+    if work is not model:
+        _move(work, model)
+    return replace(report, model=model)
+
+
+def _check(
+    model: nn.Module,
+    likelihood: str,
+    layers: str,
+    structure: str,
+    prior: object,
+    noise: float | None,
+    samples: int | None,
+    over: str,
+) -> None:
+    likelihood_named(likelihood)
+    for name, value, known in (
+        ("layers", layers, ("all", "last")),
+        ("structure", structure, ("full", "diagonal", "k-tied")),
+        ("over", over, ("both", "r", "s", "weights")),
+    ):
+        if value not in known:
+            raise ValueError(f"laplace: unknown {name} {value!r}{did_you_mean(str(value), known)}")
+    if not isinstance(prior, Normal) and prior not in ("layer", "shared", None):
+        raise ValueError(f'laplace: prior must be a Normal, "layer" or "shared", got {prior!r}.')
+    if noise is not None and not 0 < noise < math.inf:
+        raise ValueError(f"laplace: noise is a standard deviation and must be positive, got {noise!r}.")
+    if samples is not None and (not isinstance(samples, int) or samples < 1):
+        raise ValueError(f"laplace: samples must be a whole number of at least 1, or None, got {samples!r}.")
+    training = next((name for name, m in model.named_modules() if m.training), None)
+    if training is not None:
+        raise ValueError(
+            f"laplace needs the network as it predicts, but {training or 'the model'} is in training mode, where "
+            f"dropout and batch norm change its outputs: call model.eval() first."
+        )
+
+
+def _means_apart(model: nn.Module, over: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A plain model to work on, and the factors of each converted layer's members; a converted model is copied."""
+    if not passes.posteriors_of(model):
+        return model, {}
+    means = member_factors(model)
+    if over == "weights" and means:
+        raise ValueError("laplace over weights needs a plain model, but this one has factors: call merge(model) first.")
+    return debayesianize(copy.deepcopy(model)), means
+
+
+def _last(model: nn.Module, decisions: list[Decision], batch: tuple[Any, Any, Tensor]) -> str:
+    """The name of the layer to be converted that runs last, as a pattern."""
+    ran: list[str] = []
+    handles = [
+        model.get_submodule(d.name).register_forward_hook(lambda *_, name=d.name: ran.append(name))
+        for d in decisions
+        if d.config is not None
+    ]
+    try:
+        with torch.no_grad():
+            model(*batch[0], **batch[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return re.escape(ran[-1])
+
+
+def _fit(
+    model: nn.Module,
+    config: JointNormal,
+    curvature: Curvature,
+    likelihood: LikelihoodName,
+    prior: Normal | Literal["layer", "shared"],
+    noise: float | None,
+) -> Laplace:
+    """Choose precisions and noise, and give every posterior its covariance and its prior."""
+    joints: list[Any] = passes.posteriors_of(model)
+    scaled = likelihood_named(likelihood).option == "scale"
+    spectra = []
+    for p, matrix in zip(joints, curvature.matrices, strict=True):
+        values = matrix if matrix.dim() == 2 else torch.linalg.eigvalsh(matrix).clamp_min(0)
+        far = (p.means(p.layer.linear_map(p.site.name)).detach().double() - p.prior.loc).square().sum()
+        spectra.append(Spectrum(p.name, values, float(far) / len(matrix)))
+    given = [float(prior.scale) ** -2] * len(joints) if isinstance(prior, Normal) else None
+    groups = [0 if prior == "shared" else id(p.layer) for p in joints]
+    best = maximise(spectra, curvature.log_likelihood, curvature.targets, noise, scaled, given, groups)
+    for p, matrix, precision in zip(joints, curvature.matrices, best.precisions, strict=True):
+        roots = torch.stack([inverse_root(m / (best.noise**2 if scaled else 1.0), precision) for m in matrix])
+        p.set_root(roots)
+        p.prior = Normal(p.prior.loc, precision**-0.5)
+    _set_priors(model, config)
+    precisions = {p.layer.bayes_name: precision for p, precision in zip(joints, best.precisions, strict=True)}
+    return Laplace(model, best.log_evidence, best.log_likelihood, best.noise if scaled else 0.0, precisions)
+
+
+def _set_priors(model: nn.Module, config: JointNormal) -> None:
+    """Write the priors that were found into the configs which `save` records; sites of one layer share theirs."""
+    for root, conversion in conversions_of(model):
+        for d in conversion.decisions:
+            if d.config is not None:
+                layer: Any = model.get_submodule(".".join(part for part in (root, d.name) if part))
+                d.config = replace(config, prior=next(iter(layer.posterior.values())).prior)
+
+
+def _move(work: nn.Module, model: nn.Module) -> None:
+    """Convert a model as its copy was, and take over the copy's posteriors."""
+    debayesianize(model)
+    conversion: Conversion = work.__dict__["_slimbayes"]
+    bayesianize(model, {re.escape(d.name): d.config for d in conversion.decisions if d.config is not None})
+    state = {n: t for n, t in work.state_dict().items() if ".posterior." in f".{n}"}
+    model.load_state_dict(state, strict=False)

@@ -1,0 +1,151 @@
+"""What a server asks: a finished run, or an ONNX file that `sb.export` wrote. Nothing of either is unpickled.
+
+Sizes: N rows, S draws.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimbayes.data import Split
+from slimbayes.lab.execution import Execution
+from slimbayes.lab.predict_file import fitted, read_predictor
+from slimbayes.lab.predict_output import LABEL, as_columns, class_names
+from slimbayes.lab.run_folder import RunError
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.untrusted import parse_json
+
+Columns = dict[str, list[Any]]
+
+
+class Served(Protocol):
+    """A model behind a server."""
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """Shape of one row."""
+
+    @property
+    def draws(self) -> int | None:
+        """Draws of each member by default, where a request may choose them."""
+
+    def check(self, rows: np.ndarray) -> np.ndarray:
+        """Rows (N, ...) as the model takes them, or a ValueError."""
+
+    def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
+        """Predictions by name, each of N values."""
+
+
+class RunModel:
+    """A finished run: its draws are the same for all rows and calls, so answers do not depend on who else asks."""
+
+    def __init__(self, folder: Path, draws: int, accelerator: Any = "auto") -> None:
+        self.predictor, self.draws = read_predictor(folder, Execution(accelerator=accelerator).device), draws
+        assert isinstance(self.predictor.task.test, Split)
+        if self.predictor.task.own is not None:
+            raise RunError(
+                f"{folder} was trained on a table with columns of its own, which requests have no names for: rows of "
+                f"numbers would be taken for scaled ones. Use `slimbayes predict`."
+            )
+        self.row = tuple(self.predictor.task.test.x.shape[1:])
+        self.predict(self.check(np.zeros((2, *self.row))), draws, None)  # rows are located before anyone waits
+
+    def check(self, rows: np.ndarray) -> np.ndarray:
+        x = fitted(torch.as_tensor(rows), self.predictor.task, "rows")
+        _refuse_infinite(x.numpy())
+        return x.numpy()
+
+    def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
+        x, classes = torch.as_tensor(rows), self.predictor.task.classes
+        batches = [(x, x.new_zeros(len(x)))]
+        made, _ = next(self.predictor.predict_batches(batches, "the rows", "predict", [draws]))
+        found, columns = made[draws], as_columns(made[draws], classes)
+        if level is not None and found.noise is not None:
+            for name, end in zip(("low", "high"), interval(found, level)):
+                many = end.shape[1] > 1
+                columns |= {f"{name}_{t}" if many else name: end[:, t].numpy() for t in range(end.shape[1])}
+        names = class_names(classes, len(columns))
+        return {k: [names[i] for i in v.tolist()] if k == LABEL else v.tolist() for k, v in columns.items()}
+
+
+class OnnxModel:
+    """An exported graph with the draws it was written with; onnxruntime runs it."""
+
+    draws: int | None = None
+
+    def __init__(self, file: Path) -> None:
+        try:
+            import onnxruntime
+        except ModuleNotFoundError as error:
+            raise ImportError('An exported model needs onnxruntime: pip install "slimbayes[serve]"') from error
+        self.session = onnxruntime.InferenceSession(str(file))
+        try:
+            about = parse_json(self.session.get_modelmeta().custom_metadata_map["slimbayes"])
+            (self.name,), self.likelihood = about["inputs"], about["likelihood"]
+            self.row, outputs = tuple(map(int, about["inputs"][self.name][1:])), tuple(about["outputs"])
+        except (KeyError, ValueError, TypeError) as error:
+            raise RunError(f"{file} was not written by sb.export, or takes several inputs.") from error
+        if outputs != ("mean", "aleatoric", "epistemic"):
+            raise RunError(f"{file} gives draws, no predictions: export it with likelihood=.")
+
+    def check(self, rows: np.ndarray) -> np.ndarray:
+        if rows.shape[1:] != self.row:
+            raise ValueError(f"rows: each row must have shape {self.row}, got {rows.shape[1:]}.")
+        with np.errstate(over="ignore"):
+            single = rows.astype(np.float32)
+        _refuse_infinite(single)
+        return single
+
+    def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
+        mean, aleatoric, epistemic = self.session.run(None, {self.name: rows})
+        names = ("mean", "aleatoric", "epistemic")
+        return {name: values.tolist() for name, values in zip(names, (mean, aleatoric, epistemic), strict=True)}
+
+
+def _refuse_infinite(rows: np.ndarray) -> None:
+    """Also numbers that single precision has no place for."""
+    bad = np.argwhere(~np.isfinite(rows))
+    if len(bad):
+        raise ValueError(f"rows: row {bad[0, 0]} holds NaN or infinity, or a number beyond single precision.")
+
+
+def open_model(path: Path, draws: int, accelerator: Any = "auto") -> Served:
+    """The model of a run's folder or of an .onnx file."""
+    if path.suffix == ".onnx":
+        return OnnxModel(path)
+    if path.suffix == ".pt2":
+        raise RunError(f"{path}: a .pt2 file may hold pickles, so it is not served. Export to .onnx instead.")
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is neither a run's folder nor an .onnx file.")
+    return RunModel(path, draws, accelerator)
+
+
+def interval(found: Prediction, level: float) -> tuple[Tensor, Tensor]:
+    """Ends (N, T) of the central interval of a mixture of normals, by bisection: no random numbers, unlike
+    `Prediction.interval`, so that a row's answer does not depend on the other rows of its batch.
+
+    Shape: samples and noise of `found` (S, N, T).
+
+    Example:
+        >>> one = Prediction.from_outputs(torch.zeros(3, 2, 1), "gaussian", scale=1.0)
+        >>> interval(one, 0.9)[1].round(decimals=3)
+        tensor([[1.6450],
+                [1.6450]], dtype=torch.float64)
+    """
+    assert found.noise is not None
+    means, scales = (t.double().cpu() for t in (found.samples, found.noise.sqrt()))
+    spread = 40 * scales.amax(0).clamp_min(1e-12)
+    ends = []
+    for share in ((1 - level) / 2, (1 + level) / 2):
+        low, high = means.amin(0) - spread, means.amax(0) + spread
+        for _ in range(60):
+            middle = (low + high) / 2
+            below = torch.special.ndtr((middle - means) / scales.clamp_min(1e-12)).mean(0) < share
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        ends.append((low + high) / 2)
+    return ends[0], ends[1]

@@ -1,0 +1,77 @@
+"""The config of Gaussians that join all factors, or all weights, of a layer; posteriors/joint_normal.py says what they
+are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from slimbayes.distributions.families import Distribution, Normal, Point
+from slimbayes.posteriors.checks import check_choice, check_count, check_distribution
+from slimbayes.posteriors.configs.factors import FactorConfig
+
+if TYPE_CHECKING:
+    from slimbayes.layers.site import Kind, Site
+    from slimbayes.posteriors.base import Posterior
+
+Over = Literal["both", "r", "s", "weights"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointNormal(FactorConfig):
+    """A Gaussian with a full covariance over the rank-1 factors of a layer, or over its weights: what `laplace` fits.
+
+    Args:
+        over: "both" factors, "r" (outputs) or "s" (inputs), the other one a point estimate; or the "weights" and biases
+            themselves.
+        members: K Gaussians that are mixed; of weights there is one.
+        prior: a `Normal`, the same for every number.
+        scale_init: where standard deviations start; correlations start at zero.
+        full_up_to: matrices with more numbers than that have independent ones: a covariance holds their square.
+        mean_init: where factors start: `Point(1)` keeps a network as it was.
+        member_bias: whether members get their own biases.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(4, 3), sb.JointNormal())
+        >>> net.posterior["weight"].covariance().shape  # of 3 output and 4 input factors
+        torch.Size([1, 7, 7])
+    """
+
+    over: Over = "both"
+    members: int = 1
+    prior: Distribution = Normal(1.0, 0.1)  # noqa: RUF009 (immutable)
+    scale_init: float = 0.01
+    full_up_to: int = 1024
+    mean_init: Distribution = Point(1.0)  # noqa: RUF009 (immutable)
+    member_bias: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice(self, "over", self.over, ("both", "r", "s", "weights"))
+        check_count(self, "members", self.members)
+        check_distribution(self, "mean_init", self.mean_init)
+        if not isinstance(self.prior, Normal):
+            raise ValueError(f"JointNormal: the KL is known for a Normal prior, got {self.prior!r}.")
+        if not self.scale_init > 0:
+            raise ValueError(f"JointNormal: scale_init must be positive, got {self.scale_init!r}.")
+        if isinstance(self.full_up_to, bool) or not isinstance(self.full_up_to, int) or self.full_up_to < 0:
+            raise ValueError(f"JointNormal: full_up_to must be a whole number, got {self.full_up_to!r}.")
+        if self.over == "weights" and self.members > 1:
+            raise ValueError(f"JointNormal: weights have one member, got members={self.members!r}; use over='both'.")
+
+    @property
+    def covers(self) -> tuple[Kind, ...]:
+        return ("matrix", "table") if self.over == "weights" else super().covers
+
+    def extra_flops(self, site: Site) -> float:
+        """Of factors, as `Rank1`; weights are drawn once a pass."""
+        return 0.0 if self.over == "weights" else 0.5 * (site.n_in + site.n_out)
+
+    def build(self, site: Site) -> Posterior:
+        from slimbayes.posteriors.joint_normal import JointFactors, JointWeights
+
+        return JointWeights(self, site) if self.over == "weights" else JointFactors(self, site)
+
+    def describe(self) -> str:
+        return f"JointNormal({self.over}, members={self.members})"

@@ -1,0 +1,454 @@
+"""Laplace approximations against closed forms, derivatives by brute force, and laplace-torch."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.utils.data import DataLoader, TensorDataset
+
+import slimbayes as sb
+from slimbayes.engine.passes import posteriors_of
+from slimbayes.inference.curvature import accumulate, labelled
+from slimbayes.inference.evidence import Spectrum, best_precision, inverse_root
+from slimbayes.inference.k_tied_fit import k_tied_logs
+
+
+def mlp(outputs: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double().eval()
+
+
+def data(rows: int = 30, classes: int | None = 3, outputs: int = 2) -> list[tuple[Tensor, Tensor]]:
+    x = torch.randn(rows, 4).double()
+    y = torch.randn(rows, outputs).double() if classes is None else torch.randint(classes, (rows,))
+    return list(zip(x.split(13), y.split(13), strict=True))
+
+
+def regression(rows: int = 40) -> tuple[nn.Linear, Tensor, Tensor]:
+    """A linear model at its least-squares fit, without a bias."""
+    x, y = torch.randn(rows, 3).double(), torch.randn(rows, 2).double()
+    net = nn.Linear(3, 2, bias=False).double().eval()
+    net.weight.data = torch.linalg.lstsq(x, y).solution.T.contiguous()
+    return net, x, y
+
+
+def test_factors_of_a_linear_model_have_the_exact_posterior_and_evidence() -> None:
+    net, x, y = regression()
+    plain, sigma, scale = copy.deepcopy(net), 0.7, 0.3
+    fit = sb.laplace(net, [(x, y)], "gaussian", over="r", prior=sb.Normal(1.0, scale), noise=sigma)
+    z = (x @ plain.weight.T).detach()  # y_o = r_o z_o, each output by itself
+    precision = z.square().sum(0) / sigma**2 + scale**-2
+    torch.testing.assert_close(net.posterior["weight"].covariance()[0], precision.reciprocal().diag())
+    evidence = 0.0
+    for o in range(2):
+        covariance = sigma**2 * torch.eye(len(x)).double() + scale**2 * torch.outer(z[:, o], z[:, o])
+        evidence += torch.distributions.MultivariateNormal(z[:, o], covariance).log_prob(y[:, o]).item()
+    assert fit.log_evidence == pytest.approx(evidence, rel=1e-10)
+    new = torch.randn(5, 3).double()
+    pred = sb.predict_linearised(net, new, "gaussian", scale=sigma)
+    torch.testing.assert_close(pred.mean, plain(new).detach())
+    torch.testing.assert_close(pred.epistemic, (plain(new).square() / precision).detach())
+    expected = torch.distributions.Normal(pred.mean, (pred.epistemic + sigma**2).sqrt()).log_prob(torch.zeros(5, 2))
+    torch.testing.assert_close(pred.log_prob(torch.zeros(5, 2).double()), expected)
+
+
+def test_weights_of_a_linear_model_have_the_exact_posterior_and_evidence() -> None:
+    x, y, sigma, precision = torch.randn(40, 3).double(), torch.randn(40).double(), 0.5, 2.0
+    net = nn.Linear(3, 1, bias=False).double().eval()
+    gram = x.T @ x / sigma**2 + precision * torch.eye(3).double()
+    net.weight.data = torch.linalg.solve(gram, x.T @ y / sigma**2)[None]  # ridge regression: the posterior's mean
+    prior = sb.Normal(0.0, precision**-0.5)
+    fit = sb.laplace(net, [(x, y[:, None])], "gaussian", over="weights", prior=prior, noise=sigma)
+    torch.testing.assert_close(net.posterior["weight"].covariance()[0], gram.inverse())
+    marginal = torch.distributions.MultivariateNormal(
+        torch.zeros(40).double(), sigma**2 * torch.eye(40).double() + x @ x.T / precision
+    )
+    assert fit.log_evidence == pytest.approx(marginal.log_prob(y).item(), rel=1e-10)
+
+
+def factors_by_name(net: nn.Module) -> dict[str, Tensor]:
+    """Ones for the outputs and inputs of every layer."""
+    out = {}
+    for name, layer in net.named_modules():
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            out[f"{name}.r"] = torch.ones(layer.weight.shape[0]).double()
+            out[f"{name}.s"] = torch.ones(layer.weight.shape[1]).double()
+    return out
+
+
+def scaled(net: nn.Module, factors: dict[str, Tensor], x: Tensor) -> Tensor:
+    weights = dict(net.named_parameters())
+    for name in {key[:-2] for key in factors}:
+        weight = weights[f"{name}.weight"]
+        spread = torch.outer(factors[f"{name}.r"], factors[f"{name}.s"])
+        weights[f"{name}.weight"] = weight * spread.view(*spread.shape, *[1] * (weight.dim() - 2))
+    return functional_call(net, weights, (x,))
+
+
+def brute_force(net: nn.Module, batches: list[Any], information: Any) -> dict[str, Tensor]:
+    """J^T F J of each layer's factors, from derivatives of the whole batch."""
+    total: dict[str, Tensor] = {}
+    for x, _ in batches:
+        jacobians = jacrev(lambda f, x=x: scaled(net, f, x))(factors_by_name(net))
+        middle = information(net(x).detach())
+        for name in {key[:-2] for key in jacobians}:
+            j = torch.cat([jacobians[f"{name}.r"], jacobians[f"{name}.s"]], -1).detach()
+            total[name] = total.get(name, 0) + torch.einsum("bci,bcd,bdj->ij", j, middle, j)
+    return total
+
+
+def softmax_information(logits: Tensor) -> Tensor:
+    p = logits.softmax(-1)
+    return torch.diag_embed(p) - p[:, :, None] * p[:, None]
+
+
+def binary_information(logits: Tensor) -> Tensor:
+    p = logits.sigmoid()
+    return torch.diag_embed(p * (1 - p))
+
+
+def test_curvature_is_that_of_brute_force() -> None:
+    images = [(torch.randn(6, 2, 5, 5).double(), torch.randint(3, (6,)))]
+    conv = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 3)).double().eval()
+    binary = [(x, torch.randint(2, (len(x), 2)).double()) for x, _ in data()]
+    for net, batches, likelihood, information in (
+        (mlp(), data(), "categorical", softmax_information),
+        (mlp(2), binary, "bernoulli", binary_information),
+        (mlp(2), data(classes=None), "gaussian", lambda f: torch.eye(2).double().expand(len(f), 2, 2)),
+        (conv, images, "categorical", softmax_information),
+    ):
+        expected = brute_force(net, batches, information)
+        sb.bayesianize(net, sb.JointNormal())
+        found = accumulate(net, labelled(net, batches), likelihood)
+        for p, matrix in zip(posteriors_of(net), found.matrices, strict=True):
+            torch.testing.assert_close(matrix[0], expected[p.layer.bayes_name], rtol=1e-8, atol=1e-10)
+
+
+def test_curvature_of_means_and_scales_is_the_average_of_scores() -> None:
+    net, batches = mlp(2), data(classes=None, outputs=1)
+    batches = [(x, y[:, 0]) for x, y in batches]
+    sb.bayesianize(net, sb.JointNormal())
+    exact = accumulate(net, labelled(net, batches), "heteroscedastic_gaussian")
+    drawn = accumulate(net, labelled(net, batches), "heteroscedastic_gaussian", samples=400)
+    for a, b in zip(exact.matrices, drawn.matrices, strict=True):
+        assert float((a - b).norm() / a.norm()) < 0.15
+
+
+def test_drawn_targets_average_to_exact_information_and_ignored_ones_do_not_count() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+    net, x = Tagger().double().eval(), torch.randn(8, 5, 4).double()
+    target = torch.randint(3, (8, 5))
+    target[:, 3:] = -100
+    sb.bayesianize(net, sb.JointNormal())
+    exact = accumulate(net, [((x,), {}, target)], "categorical")
+    short = accumulate(net, [((x[:, :3],), {}, target[:, :3])], "categorical")
+    drawn = accumulate(net, [((x,), {}, target)], "categorical", samples=400)
+    torch.testing.assert_close(exact.matrices[0], short.matrices[0])
+    assert exact.targets == 24 and exact.log_likelihood == pytest.approx(short.log_likelihood)
+    assert float((exact.matrices[0] - drawn.matrices[0]).norm() / exact.matrices[0].norm()) < 0.15
+
+
+def test_rows_that_cannot_be_told_apart_run_one_by_one() -> None:
+    class Windows(nn.Module):
+        """Its layer sees rows in an order that no layout knows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(torch.cat([x, x.flip(0)], 0))[: len(x)]
+
+    net, batches = Windows().double().eval(), data(7)
+    plain = nn.Sequential(copy.deepcopy(net.fc))
+    sb.bayesianize(plain, sb.JointNormal())
+    wanted = accumulate(plain, labelled(plain, batches), "categorical")
+    sb.bayesianize(net, sb.JointNormal())
+    found = accumulate(net, labelled(net, batches), "categorical")
+    torch.testing.assert_close(found.matrices[0], wanted.matrices[0])
+
+
+class Last(nn.Module):
+    """The last step of a sequence model, as classes."""
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__()
+        self.body, self.fc = body, nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return self.fc((y[0] if isinstance(y, tuple) else y)[:, -1])
+
+
+@pytest.mark.parametrize("over", ["both", "weights"])
+@pytest.mark.parametrize("kind", ["lstm", "attention", "conv"])
+def test_rows_together_have_the_curvature_of_rows_alone(kind: str, over: Any) -> None:
+    """Together factors scale activations, and each row has its weights; alone they are multiplied into the weight."""
+    net, shape = {
+        "lstm": (Last(nn.LSTM(4, 5, batch_first=True), 5), (6, 3, 4)),
+        "attention": (Last(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0), 4), (6, 3, 4)),
+        "conv": (nn.Sequential(nn.Conv1d(4, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)), (6, 4, 3)),
+    }[kind]
+    net = net.double().eval()
+    x, y = torch.randn(shape).double(), torch.randint(3, (6,))
+    sb.bayesianize(net, sb.JointNormal(over=over))
+    together = accumulate(net, labelled(net, [(x, y)]), "categorical")
+    alone = accumulate(net, labelled(net, list(zip(x.split(1), y.split(1), strict=True))), "categorical")
+    for a, b in zip(together.matrices, alone.matrices, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
+        assert float(a.diagonal(dim1=1, dim2=2).max()) > 0
+
+
+def test_the_evidence_is_largest_where_it_says() -> None:
+    net, batches = mlp(2), data(classes=None)
+    fit = sb.laplace(copy.deepcopy(net), batches, "gaussian", prior="shared")
+    (precision,) = set(fit.prior_precision.values())
+
+    def evidence(precision: float, noise: float) -> float:
+        prior = sb.Normal(0.0, precision**-0.5)
+        return sb.laplace(copy.deepcopy(net), batches, "gaussian", prior=prior, noise=noise).log_evidence
+
+    best = evidence(precision, fit.noise)
+    assert best == pytest.approx(fit.log_evidence, rel=1e-9)
+    for change in (0.97, 1.03):
+        assert evidence(precision * change, fit.noise) < best
+        assert evidence(precision, fit.noise * change) < best
+    apart = sb.laplace(copy.deepcopy(net), batches, "gaussian", prior="layer")
+    assert apart.log_evidence > fit.log_evidence and len(set(apart.prior_precision.values())) == 2
+
+
+def test_priors_left_open_are_those_of_factors_or_of_weights() -> None:
+    net, batches = mlp(), data()
+    fit = sb.laplace(copy.deepcopy(net), batches)
+    assert fit.prior_precision == pytest.approx({"0": 100.0, "2": 100.0})
+    assert fit.model[0].posterior["weight"].prior.loc == 1.0
+    tuned = sb.laplace(copy.deepcopy(net), batches, over="weights")
+    assert tuned.log_evidence == sb.laplace(copy.deepcopy(net), batches, over="weights", prior="layer").log_evidence
+    real = sb.laplace(mlp(2), data(classes=None), "gaussian")
+    assert real.model[0].posterior["weight"].prior.loc == 0.0
+
+
+def test_a_real_target_may_be_any_number() -> None:
+    net, (x, y) = mlp(2), tuple(map(torch.cat, zip(*data(classes=None), strict=True)))
+    y[0] = -100.0  # no mark of a missing one
+    sb.bayesianize(net, sb.JointNormal())
+    assert accumulate(net, [((x,), {}, y)], "gaussian").targets == y.numel()
+
+
+def test_the_root_of_an_inverse() -> None:
+    matrix = torch.randn(6, 4).double()
+    root = inverse_root(matrix @ matrix.T, 0.1)
+    torch.testing.assert_close(root @ root.T, (matrix @ matrix.T + 0.1 * torch.eye(6).double()).inverse())
+    assert torch.equal(root, root.tril()) and bool((root.diagonal() > 0).all())
+
+
+@pytest.mark.filterwarnings("ignore:By default `link_approx`")
+@pytest.mark.parametrize("structure", ["full", "diag"])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_last_layers_agree_with_laplace_torch(structure: str, likelihood: str) -> None:
+    other = pytest.importorskip("laplace", reason="laplace-torch is not installed")
+    classes = likelihood == "classification"
+    net = mlp(3 if classes else 2).float()
+    x, y = torch.randn(40, 4), torch.randint(3, (40,)) if classes else torch.randn(40, 2)
+    loader, options = DataLoader(TensorDataset(x, y), 15), {} if classes else {"sigma_noise": 0.7}
+    theirs = other.Laplace(
+        net, likelihood, subset_of_weights="last_layer", hessian_structure=structure, prior_precision=2.5, **options
+    )
+    theirs.fit(loader)
+    ours: dict[str, Any] = {
+        "likelihood": "categorical" if classes else "gaussian",
+        "over": "weights",
+        "layers": "last",
+        "structure": "full" if structure == "full" else "diagonal",
+        "noise": None if classes else 0.7,
+    }
+    mine = copy.deepcopy(net)
+    fit = sb.laplace(mine, loader, prior=sb.Normal(0.0, 2.5**-0.5), **ours)
+    assert fit.log_evidence == pytest.approx(float(theirs.log_marginal_likelihood()), rel=1e-5)
+    variances = mine[2].posterior["weight"].variances()[0]
+    expected = theirs.posterior_covariance.diagonal() if structure == "full" else theirs.posterior_variance
+    torch.testing.assert_close(variances, expected, rtol=1e-4, atol=1e-7)
+    new = torch.randn(6, 4)
+    if classes:
+        torch.testing.assert_close(sb.predict_linearised(mine, new).probs, theirs(new, link_approx="probit"))
+    else:
+        pred, (mean, covariance) = sb.predict_linearised(mine, new, "gaussian", scale=0.7), theirs(new)
+        torch.testing.assert_close(pred.mean, mean)
+        torch.testing.assert_close(pred.epistemic, covariance.diagonal(dim1=1, dim2=2), rtol=1e-4, atol=1e-6)
+    theirs.optimize_prior_precision(method="marglik", n_steps=200)
+    tuned = sb.laplace(copy.deepcopy(net), loader, **ours)
+    assert tuned.prior_precision["2"] == pytest.approx(float(theirs.prior_precision), rel=1e-3)
+
+
+def test_a_fitted_model_is_an_ordinary_converted_one(tmp_path: Path) -> None:
+    net = mlp().float()
+    plain, batches = copy.deepcopy(net), [(x.float(), y) for x, y in data()]
+    sb.laplace(net, batches)
+    x = torch.randn(6, 4)
+    again = sb.load(copy.deepcopy(plain), sb.save(net, tmp_path / "posterior"))
+    assert torch.equal(sb.predict(net, x, draws=8, seed=1).probs, sb.predict(again, x, draws=8, seed=1).probs)
+    first, second = sb.predict_linearised(net, x), sb.predict_linearised(again, x)
+    assert torch.equal(first.probs, second.probs) and bool((first.epistemic > 0).all())
+    assert sb.kl(net).item() == pytest.approx(sb.kl(again).item())
+    assert all(row.status == "converted" for row in sb.summary(net).rows)
+    assert torch.equal(sb.merge(net)(x), plain(x))
+    assert torch.equal(sb.debayesianize(net)(x), plain(x))
+
+
+def test_draws_of_a_linear_model_have_the_linearised_variance() -> None:
+    net, x, y = regression()
+    fit = sb.laplace(net, [(x, y)], "gaussian", over="s", prior=sb.Normal(1.0, 0.3))
+    closed = sb.predict_linearised(net, x[:4], "gaussian", scale=fit.noise)
+    for drawn in (
+        sb.predict(net, x[:4], draws=4000, likelihood="gaussian", scale=fit.noise, seed=0),
+        sb.predict_linearised(net, x[:4], "gaussian", scale=fit.noise, draws=4000, seed=0),
+    ):
+        torch.testing.assert_close(drawn.epistemic, closed.epistemic, rtol=0.12, atol=1e-6)
+        torch.testing.assert_close(drawn.mean, closed.mean, atol=0.03, rtol=0.0)
+
+
+def test_members_of_a_converted_model_keep_their_means() -> None:
+    net = mlp().float()
+    sb.bayesianize(net, sb.Rank1(members=3, mean_init=sb.Normal(1.0, 0.3)))
+    for p in posteriors_of(net):
+        nn.init.normal_(p.bias, std=0.1)
+    before = [sb.merge(net, k) for k in range(3)]
+    batches, x = [(x.float(), y) for x, y in data()], torch.randn(6, 4)
+    fit = sb.laplace(net, batches)
+    assert sb.members(net) == 3 and type(fit.model) is type(net) and fit.model is net
+    for k in range(3):
+        torch.testing.assert_close(sb.merge(net, k)(x), before[k](x))
+    # Each member has the curvature of the plain network that it is, which has factors of one.
+    covariances = [p.covariance()[1] for p in posteriors_of(net)]
+    scaled_by = [torch.cat([p.r.loc[1, 0], p.s.loc[1, 0]]).detach() for p in posteriors_of(net)]
+    sb.bayesianize(before[1], sb.JointNormal())
+    plain = accumulate(before[1], labelled(before[1], batches), "categorical")
+    for covariance, matrix, factor, precision in zip(
+        covariances, plain.matrices, scaled_by, fit.prior_precision.values(), strict=True
+    ):
+        own = matrix[0] / torch.outer(factor, factor)  # d / d log factor = factor d / d factor
+        expected = (own + precision * torch.eye(len(own))).inverse().float()
+        torch.testing.assert_close(covariance.detach(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_means_of_mean_field_weights_are_taken() -> None:
+    net = mlp().float()
+    plain, batches = copy.deepcopy(net), [(x.float(), y) for x, y in data()]
+    sb.bayesianize(net, sb.MeanField())
+    assert sb.laplace(net, batches).log_evidence == pytest.approx(sb.laplace(plain, batches).log_evidence)
+    with pytest.raises(ValueError, match=r"has no mean that is one network"):
+        sb.laplace(sb.bayesianize(mlp().float(), sb.Mixture(components=2)), batches)
+    with pytest.raises(ValueError, match=r"are no factors of its weight. Call merge"):
+        sb.laplace(sb.bayesianize(mlp().float(), sb.Rank1(perturbation="additive")), batches)
+
+
+def test_k_tied_scales_are_fitted_to_the_diagonal() -> None:
+    net, batches = mlp(), data()
+    exact = copy.deepcopy(net)
+    sb.laplace(exact, batches, over="weights", structure="diagonal")
+    sb.laplace(net, batches, structure="k-tied", rank=2)
+    for layer, tied in ((exact[0], net[0]), (exact[2], net[2])):
+        target = layer.posterior["weight"].variances()[0].sqrt().detach()
+        p = tied.posterior["weight"]
+        size = tied.weight.numel()
+        assert p.prior.scale == layer.posterior["weight"].prior.scale and p.rank == 2
+        torch.testing.assert_close(p.bias_log_scale.exp().detach(), target[size:])
+        gap = p.scale().detach().flatten().log() - target[:size].log()
+        assert gap.square().mean().sqrt() < 0.25 * target[:size].log().std()
+    sb.predict(net, torch.randn(5, 4).double(), draws=4)
+
+
+def test_more_products_come_nearer() -> None:
+    precision = torch.rand(6, 5).double() + 0.1
+
+    def distance(rank: int) -> float:
+        u, v = k_tied_logs(precision, rank)
+        scale = u.exp() @ v.exp().T
+        return float((0.5 * (scale.square() * precision - 1) - scale.log() - 0.5 * precision.log()).sum())
+
+    assert 0 <= distance(4) < distance(2) < distance(1)
+
+
+def test_large_layers_have_a_diagonal_and_say_so() -> None:
+    net, batches = mlp(), data()
+    sb.laplace(net, batches, full_up_to=8)
+    assert net[0].posterior["weight"].lower is None and net[2].posterior["weight"].lower is not None
+    assert "independent" in sb.summary(net).rows[0].detail
+    full = mlp()
+    full.load_state_dict(sb.merge(net).state_dict())
+    sb.laplace(full, batches, prior=sb.Normal(0.0, 1.0))
+    precision = full[0].posterior["weight"].covariance()[0].inverse().diagonal()
+    diagonal = copy.deepcopy(sb.merge(full))
+    sb.laplace(diagonal, batches, prior=sb.Normal(0.0, 1.0), structure="diagonal")
+    torch.testing.assert_close(diagonal[0].posterior["weight"].variances()[0], precision.reciprocal())
+
+
+def exact_net() -> nn.Module:
+    net = nn.Linear(4, 2, bias=False).double().eval()
+    net.weight.data.fill_(1.0)
+    return net
+
+
+EXACT = [(torch.eye(4)[:3].double(), torch.ones(3, 2).double())]
+
+
+class Unfed(nn.Module):
+    """A layer that has no part in the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.idle = nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + 0.0 * self.idle(self.fc(x)).detach()
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "options", "message"),
+    [
+        (lambda: mlp().train(), data(), {}, r"is in training mode.*call model.eval\(\) first"),
+        (mlp, [torch.randn(5, 4).double()], {}, r"Batch 0 of the loader is a Tensor without targets"),
+        (mlp, [], {}, r"given no targets: the loader is empty"),
+        (mlp, data(), {"prior": sb.Normal(1.0, 0.1), "likelihood": "categoric"}, r"Unknown likelihood"),
+        (mlp, data(), {"structure": "kron"}, r"unknown structure 'kron'"),
+        (mlp, data(), {"prior": "wide"}, r'prior must be a Normal, "layer" or "shared", got \'wide\''),
+        (
+            lambda: Unfed().double().eval(),
+            data(),
+            {"prior": "layer"},
+            r"of idle.weight runs away to zero.*singular.*Exclude",
+        ),
+        (exact_net, EXACT, {"likelihood": "gaussian"}, r"do not tell the noise.*Give noise="),
+        (lambda: mlp(2), data(classes=None), {"likelihood": "gaussian", "noise": -1.0}, r"noise is a standard dev"),
+        (lambda: mlp(1200), data(classes=1200), {}, r"takes 1,200 backward passes.*Give samples="),
+    ],
+)
+def test_bad_input_is_said_in_words_and_changes_nothing(make: Any, batches: Any, options: Any, message: str) -> None:
+    net = make()
+    before = (str(net), {name: value.clone() for name, value in net.state_dict().items()})
+    with pytest.raises(ValueError, match=message):
+        sb.laplace(net, batches, **options)
+    assert str(net) == before[0] and not posteriors_of(net)
+    assert all(torch.equal(value, before[1][name]) for name, value in net.state_dict().items())
+
+
+def test_a_precision_that_runs_away_and_curvature_that_is_not_finite() -> None:
+    with pytest.raises(ValueError, match=r"of fc runs away to infinity.*Give prior="):
+        best_precision([Spectrum("fc", torch.ones(1, 3), scatter=0.0)])
+    net = sb.bayesianize(mlp().float(), sb.Rank1(members=2))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.raises(FloatingPointError, match=r"curvature of 0.weight is NaN"):
+        sb.laplace(net, [(torch.full((3, 4), math.nan), torch.zeros(3, dtype=torch.long))])
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert list(before) == list(net.state_dict())

@@ -1,0 +1,273 @@
+"""The server answers as predict does, whoever else asks, and refuses in words what it cannot answer."""
+
+import asyncio
+import io
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lab_configs import BASE, CPU, call
+from torch import nn
+
+import slimbayes as sb
+from slimbayes.data import Dataset, Split
+from slimbayes.lab.config_files import validate
+from slimbayes.lab.fit import fit
+from slimbayes.lab.run_folder import RunError
+from slimbayes.lab.serve_model import RunModel, interval, open_model
+from slimbayes.lab.serve_queue import Busy, Queue
+
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("httpx")
+from fastapi.testclient import TestClient
+
+from slimbayes.lab.serve import Limits, build_app, serve
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Using `httpx`")
+
+
+class Doubles:
+    """A model that doubles its rows, slowly if asked, and fails at thirteen."""
+
+    row, draws = (2,), 3
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.batches = seconds, []
+
+    def check(self, rows: np.ndarray) -> np.ndarray:
+        if rows.shape[1:] != self.row or not np.isfinite(rows).all():
+            raise ValueError(f"rows: finite rows of shape {self.row} are needed.")
+        return rows
+
+    def predict(self, rows: np.ndarray, draws: int, level: float | None) -> dict[str, list[Any]]:
+        self.batches.append((len(rows), draws))
+        time.sleep(self.seconds)
+        if (rows == 13).any():
+            raise FloatingPointError("thirteen")
+        return {"mean": (2 * rows[:, 0]).tolist()}
+
+
+def client(limits: Limits = Limits(), key: str | None = None, model: Any = None) -> TestClient:  # noqa: B008
+    return TestClient(build_app(model or Doubles(), limits, key), raise_server_exceptions=False)
+
+
+def npy(array: np.ndarray, pickled: bool = False) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array, allow_pickle=pickled)
+    return out.getvalue()
+
+
+def test_json_and_npy_bodies() -> None:
+    with client() as server:
+        answer = server.post("/predict", json={"rows": [[1, 5], [2, 5]], "draws": 4, "level": 0.5})
+        assert answer.status_code == 200 and answer.json() == {"predictions": {"mean": [2.0, 4.0]}}
+        head = {"content-type": "application/x-npy"}
+        assert (
+            server.post("/predict", content=npy(np.ones((3, 2))), headers=head).json()["predictions"]["mean"]
+            == [2.0] * 3
+        )
+        assert server.get("/healthz").status_code == 200
+        assert server.get("/about").json()["row"] == [2]
+        assert 'slimbayes_requests{status="200"} 4.0' in server.get("/metrics").text
+        assert "/predict" in server.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"{", "cannot be read"),
+        (b"[" * 100_000, "nested deeper"),
+        (b"[1]", 'an object with "rows"'),
+        (b'{"rows": [[1, NaN]]}', "finite rows"),
+        (b'{"rows": [[1, 1e999]]}', "finite rows"),
+        (b'{"rows": [[1, 2], [3]]}', "cannot be read"),
+        (b'{"rows": [["a", "b"]]}', "lists of numbers"),
+        (b'{"rows": [[true, false]]}', "lists of numbers"),
+        (b'{"rows": []}', "from 1 to 1,024 rows"),
+        (b'{"rows": 3}', "from 1 to 1,024 rows"),
+        (b'{"rows": [[1, 2]], "draws": 1000000000}', "from 1 to 64, got 1000000000"),
+        (b'{"rows": [[1, 2]], "draws": true}', "draws must be"),
+        (b'{"rows": [[1, 2]], "level": 1}', "strictly between"),
+        (b'{"rows": [[1, 2]], "seed": 1}', "unknown key 'seed'"),
+        (b'{"rows": [[1, 2]], "rows": [[1, 2]]}', "twice"),
+        (b'{"rows": [[1, 2, 3]]}', "shape"),
+        (b'{"rows": [[13, 2]]}', "thirteen"),
+        (json.dumps({"rows": [[1, 2]] * 1025}).encode(), "from 1 to 1,024 rows"),
+    ],
+)
+def test_bodies_that_cannot_be_answered(body: bytes, told: str) -> None:
+    with client() as server:
+        answer = server.post("/predict", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 422 and told in answer.json()["error"] and len(answer.json()["error"]) < 400
+        assert server.post("/predict", json={"rows": [[1, 2]]}).status_code == 200
+
+
+def test_other_bodies_are_refused() -> None:
+    head = {"content-type": "application/x-npy"}
+    with client(Limits(body=1000)) as server:
+        evil = npy(np.array([{"a": 1}], dtype=object), pickled=True)
+        lying = npy(np.ones((3, 2))).replace(b"(3, 2)", b"(999999999, 2)").replace(b"       ", b"", 1)
+        assert b"999999999" in lying
+        for body in (evil, b"\x93NUMPY", lying, npy(np.array(["a"])), b"PK\x03\x04"):
+            assert server.post("/predict", content=body, headers=head).status_code == 422
+        assert server.post("/predict", content=b"x", headers={"content-type": "text/csv"}).status_code == 415
+        assert server.post("/predict", content=b"x" * 1001).status_code == 413
+        assert server.post("/predict", content=(b"x" * 100 for _ in range(11))).status_code == 413
+        assert server.get("/nowhere").status_code == 404 and server.get("/predict").status_code == 405
+
+
+def test_only_the_pulse_is_open_without_the_key() -> None:
+    with client(key="secret") as server:
+        for path in ("/about", "/metrics", "/openapi.json", "/docs", "/nowhere"):
+            for key in ("", "secre", "secretx", "SECRET"):
+                assert server.get(path, headers={"x-api-key": key}).status_code == 401
+        assert server.post("/predict", json={"rows": [[1, 2]]}).status_code == 401
+        assert server.post("/predict", json={"rows": [[1, 2]]}, headers={"x-api-key": "secret"}).status_code == 200
+        assert server.get("/healthz").status_code == 200
+    with pytest.raises(ValueError, match="a key is needed"):
+        serve(Path("run"), "0.0.0.0", 0, Limits(), None)
+
+
+def together(model: Doubles, rows: list[list[list[float]]], patience: float = 10.0) -> list[Any]:
+    async def ask() -> list[Any]:
+        queue = Queue(model, most_rows=8, patience=patience)
+        worker = asyncio.create_task(queue.work())
+        found = await asyncio.gather(*(queue.ask(np.array(r), 3, None) for r in rows), return_exceptions=True)
+        worker.cancel()
+        assert queue.waiting == 0 and queue.accepted == queue.answered
+        return found
+
+    return asyncio.run(ask())
+
+
+def test_requests_are_joined_and_each_gets_its_own_answer() -> None:
+    model = Doubles(0.01)
+    found = together(model, [[[i, 0.0]] for i in range(20, 40)])
+    assert [one["mean"] for one in found] == [[2.0 * i] for i in range(20, 40)]
+    assert len(model.batches) < 6 and max(rows for rows, _ in model.batches) == 8
+
+
+def test_one_request_s_failure_is_not_another_s() -> None:
+    found = together(Doubles(), [[[1, 0.0]], [[13, 0.0]], [[2, 0.0]]])
+    assert found[0]["mean"] == [2.0] and found[2]["mean"] == [4.0] and isinstance(found[1], FloatingPointError)
+
+
+def test_more_than_can_be_done_in_time_is_refused() -> None:
+    found = together(Doubles(0.01), [[[1, 0.0]] * 8 for _ in range(2000)], patience=0.1)
+    refused = sum(isinstance(one, Busy) for one in found)
+    assert 0 < refused < 2000 and all(isinstance(one, Busy) or one["mean"] == [2.0] * 8 for one in found)
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    statuses: list[tuple[int, str | None]] = []
+    with client(Limits(wait=1e-6), model=Doubles(0.3)) as server:
+
+        def ask() -> None:
+            answer = server.post("/predict", json={"rows": [[1, 2]]})
+            statuses.append((answer.status_code, answer.headers.get("retry-after")))
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert set(statuses) == {(200, None), (503, "1")}
+
+
+def test_the_window_shrinks_while_answers_are_late_and_opens_again() -> None:
+    app: Any = build_app(Doubles(0.02), Limits(wait=0.01, answer=5.0))
+    with TestClient(app) as server:
+        start = app.window
+        for _ in range(5):
+            server.post("/predict", json={"rows": [[1, 2]]})
+        shrunk = app.window
+        assert shrunk == pytest.approx(0.9**5 * start)
+        for _ in range(5):
+            server.post("/predict", json={"rows": []})
+        assert app.window > shrunk
+        app.active = 1000
+        assert server.post("/predict", json={"rows": [[1, 2]]}).status_code == 503
+        assert server.get("/healthz").status_code == 200
+
+
+def run_of(folder: Path) -> Path:
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    data = Dataset(
+        "mine", {"train": Split(x[:40], (x[:40, 0] > 0).long()), "test": Split(x[40:], (x[40:, 0] > 0).long())}
+    )
+    config = validate(BASE | {"data": {"name": "mine"}, "model": {"kind": "mlp", "hidden": [4]}})
+    fit(config, folder, CPU, dataset=data)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_is_answered_as_predict_answers_it_alone_and_in_a_crowd(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "run")
+    rows = np.random.default_rng(0).normal(size=(5, 3))
+    np.save(tmp_path / "rows.npy", rows.astype(np.float32))
+    assert (
+        call(
+            "predict", str(folder), str(tmp_path / "rows.npy"), "-o", str(tmp_path / "out.json"), "--draws", "4"
+        ).exit_code
+        == 0
+    )
+    want = json.loads((tmp_path / "out.json").read_text())
+    model = RunModel(folder, draws=4, accelerator="cpu")
+    with client(model=model) as server:
+        for part in (slice(0, 5), slice(2, 3)):
+            got = server.post("/predict", json={"rows": rows[part].tolist()}).json()["predictions"]
+            assert got["label"] == [row["label"] for row in want[part]]
+            np.testing.assert_allclose(got["epistemic"], [row["epistemic"] for row in want[part]], atol=1e-6)
+        assert server.post("/predict", json={"rows": [[1e39, 0, 0]]}).status_code == 422
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning", "ignore::UserWarning:torch.*")
+def test_an_exported_model_is_served(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    net = sb.bayesianize(nn.Linear(2, 3), sb.Rank1(members=2))
+    sb.export(net, torch.randn(4, 2), tmp_path / "net.onnx", draws=2, likelihood="categorical")
+    with client(model=open_model(tmp_path / "net.onnx", 1)) as server:
+        got = server.post("/predict", json={"rows": [[0.5, 1.0]]}).json()["predictions"]
+        want = sb.predict(net, torch.tensor([[0.5, 1.0]]), draws=2, seed=0).probs
+        np.testing.assert_allclose(got["mean"], want, atol=1e-4)
+        assert server.post("/predict", json={"rows": [[0.5, 1.0]], "draws": 2}).status_code == 422
+        assert server.post("/predict", json={"rows": [[0.5, 1e39]]}).status_code == 422
+    sb.export(net, torch.randn(4, 2), tmp_path / "draws.onnx")
+    with pytest.raises(RunError, match="export it with likelihood="):
+        open_model(tmp_path / "draws.onnx", 1)
+
+
+def test_the_command_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = call("serve", str(tmp_path / "nothing"))
+    assert done.exit_code == 3 and "neither a run's folder" in done.output
+    done = call("serve", str(tmp_path), "--host", "0.0.0.0")
+    assert done.exit_code == 1 and "a key is needed" in done.output
+    monkeypatch.delitem(sys.modules, "slimbayes.lab.serve")
+    monkeypatch.delattr(sys.modules["slimbayes.lab"], "serve")
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    done = call("serve", str(tmp_path))
+    assert done.exit_code == 3 and 'pip install "slimbayes[serve]"' in done.output
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="may hold pickles"):
+        open_model(tmp_path / "net.pt2", 1)
+    with pytest.raises(FileNotFoundError, match="neither a run's folder"):
+        open_model(tmp_path / "nothing", 1)
+
+
+def test_intervals_hold_the_probability_they_promise() -> None:
+    outputs, scale = torch.randn(7, 3, 2, dtype=torch.float64), 0.7
+    found = sb.Prediction.from_outputs(outputs, "gaussian", scale=scale)
+    low, high = interval(found, 0.8)
+    inside = torch.special.ndtr((high - outputs) / scale) - torch.special.ndtr((low - outputs) / scale)
+    torch.testing.assert_close(inside.mean(0), torch.full((3, 2), 0.8, dtype=torch.float64))

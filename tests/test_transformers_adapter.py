@@ -1,0 +1,211 @@
+"""BayesTrainer under transformers' own loop, and predictions and text with uncertainty, on tiny random networks."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import slimbayes as sb
+from slimbayes.engine.passes import posteriors_of
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainingArguments,
+)
+
+from slimbayes.contrib.transformers import BayesTrainer, classify, generate
+
+WORDS, LENGTH = 20, 5
+ROWS = [
+    {"input_ids": torch.randint(2, WORDS, (LENGTH,), generator=torch.Generator().manual_seed(i)), "labels": i % 2}
+    for i in range(12)
+]
+
+
+def bert() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=WORDS, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        id2label={0: "bad", 1: "good"},
+    )  # fmt: skip
+    return BertForSequenceClassification(config).eval()
+
+
+def gpt() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=WORDS, n_positions=32, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 4, "num_train_epochs": 1, "learning_rate": 0.05, "use_cpu": True,
+        "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no", "max_grad_norm": 0.0,
+        "weight_decay": 0.5, "optim": "sgd", "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    return TrainingArguments(output_dir=str(folder), **given | options)
+
+
+POINT = sb.Rank1(members=2, posterior="normal", prior=sb.Normal(1.0, 0.1), scale_init=1e-6, mean_init=sb.Point(1.2))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("language", [False, True])
+def test_the_kl_counts_once_for_each_optimizer_step(steps: int, language: bool, tmp_path: Path) -> None:
+    """With data that say nothing the step is that of the KL alone, however many batches it is made of."""
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in ROWS] if language else ROWS
+    model = sb.bayesianize(gpt() if language else bert(), POINT, train="posterior")
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.zero_()  # the network's outputs are constant: only the KL has a gradient
+    start = copy.deepcopy(model)
+    options = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=steps)
+    BayesTrainer(model, options, num_data=48, kl_schedule=lambda step: 0.5, train_dataset=rows).train()
+    loss = 0.5 * sb.kl(start) / 48
+    loss.backward()
+    moved = 0
+    for (name, p), q in zip(model.named_parameters(), start.parameters(), strict=True):
+        if q.grad is not None and "loc" in name:
+            torch.testing.assert_close(p, q - 0.05 * q.grad, rtol=1e-4, atol=1e-6)
+            moved += int(bool(q.grad.any()))
+    assert moved > 4
+
+
+def test_posteriors_do_not_decay_and_every_row_has_its_draw(tmp_path: Path) -> None:
+    model = sb.bayesianize(bert(), sb.Rank1(members=2))
+    trainer = BayesTrainer(model, arguments(tmp_path), train_dataset=ROWS)
+    groups = trainer.create_optimizer().param_groups
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    assert decayed and not any(id(p) in decayed for q in posteriors_of(model) for p in q.parameters())
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in ROWS]), "labels": torch.tensor([0, 1] * 6)}
+    _, outputs = trainer.compute_loss(model, batch, return_outputs=True)
+    assert "loss" not in outputs and outputs["logits"].shape == (12, 2)
+    assert trainer._targets(batch) == 12
+
+
+@pytest.mark.slow
+def test_evaluation_averages_draws_and_adapters_come_back(tmp_path: Path) -> None:
+    base = bert()
+    model = sb.bayesianize(copy.deepcopy(base), sb.Rank1(members=2), train="posterior+head", head="classifier")
+    options = arguments(tmp_path, num_train_epochs=2, save_strategy="epoch")
+    own = {"compute_metrics": lambda found: {"rows": len(found.label_ids)}}
+    trainer = BayesTrainer(model, options, draws=3, train_dataset=ROWS, eval_dataset=ROWS, **own)
+    trainer.train()
+    scores = trainer.evaluate()
+    assert scores["eval_rows"] == 12 and 0 <= scores["eval_ece"] <= 1 and 0 <= scores["eval_accuracy"] <= 1
+    assert scores["eval_nll"] == pytest.approx(scores["eval_loss"], rel=1e-3)
+    checkpoints = sorted(tmp_path.glob("checkpoint-*"))
+    assert len(checkpoints) == 2 and not list(tmp_path.rglob("model.safetensors"))
+    saved = load_file(checkpoints[-1] / "posterior" / "posterior.safetensors")
+    assert {name for name in saved if ".posterior." not in name} == {"classifier.weight", "classifier.bias"}
+    assert not (checkpoints[-1] / "posterior" / "base.safetensors").exists()
+    again = sb.load(copy.deepcopy(base), checkpoints[-1] / "posterior")
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in again.state_dict().items())
+    resumed = sb.bayesianize(copy.deepcopy(base), sb.Rank1(members=2), train="posterior+head", head="classifier")
+    options = arguments(tmp_path, num_train_epochs=2)
+    BayesTrainer(resumed, options, train_dataset=ROWS).train(resume_from_checkpoint=str(checkpoints[-1]))
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in resumed.state_dict().items())
+    with pytest.raises(ValueError, match=r"has no checkpoint of a BayesTrainer"):
+        trainer._load_from_checkpoint(str(tmp_path / "elsewhere"))
+
+
+def test_sizes_that_cannot_be_known_are_asked_for(tmp_path: Path) -> None:
+    model = sb.bayesianize(gpt(), sb.Rank1(members=1), train="posterior")
+    trainer = BayesTrainer(model, arguments(tmp_path), train_dataset=ROWS)
+    tokens = torch.randint(2, WORDS, (4, LENGTH))
+    with pytest.raises(ValueError, match=r"give num_data=, the number of target tokens"):
+        trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens})
+    with pytest.raises(ValueError, match=r"has not been converted"):
+        BayesTrainer(bert(), arguments(tmp_path))
+    with pytest.raises(ValueError, match=r"num_data must be at least 1, got 0"):
+        BayesTrainer(model, arguments(tmp_path), num_data=0)
+
+
+def test_one_pass_and_chains_take_batches_with_labels() -> None:
+    tokens = torch.stack([row["input_ids"] for row in ROWS])
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.tensor([0, 1] * 6)}
+    model, plain = bert(), bert()
+    fit = sb.laplace(model, [batch], include=".*(query|value|classifier)")
+    expected = -12 * plain(**batch).loss.item()
+    assert fit.log_likelihood == pytest.approx(expected, rel=1e-5) and len(fit.prior_precision) == 3
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    near = sb.predict_linearised(model, inputs).probs
+    torch.testing.assert_close(near, sb.predict(model, inputs, draws=200, seed=0).probs, atol=0.05, rtol=0)
+    walked = bert()
+    sb.sample_posterior(walked, [batch], "sgld", include="classifier", chains=2, draws=2, burn_in=2, thin=1)
+    assert sb.members(walked) == 4
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def __call__(self, texts: list[str], **options: Any) -> dict[str, torch.Tensor]:
+        rows = [torch.tensor([int(word) for word in text.split()]) for text in texts]
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+def test_texts_are_classified_with_uncertainty() -> None:
+    model = sb.bayesianize(bert(), sb.Rank1(members=2, scale_init=0.3))
+    found = classify(model, Words(), ["3 4 5", "7 8", "9"], draws=5, batch_size=2, seed=0)
+    assert len(found) == 3
+    for one in found:
+        assert one["label"] in ("bad", "good") and 0.5 <= one["score"] <= 1
+        assert 0 < one["mutual_information"] < one["entropy"] <= math.log(2) + 1e-6
+    alone = classify(model, Words(), ["9"], draws=5, seed=0)
+    assert alone[0]["score"] == pytest.approx(found[2]["score"], abs=1e-4)
+
+
+def test_generated_tokens_have_uncertainty() -> None:
+    model = sb.bayesianize(gpt(), sb.Rank1(members=2, scale_init=0.5))
+    prompts = {
+        "input_ids": torch.tensor([[3, 4, 5], [0, 6, 7]]),
+        "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
+    }
+    config = GenerationConfig(max_new_tokens=6, do_sample=True, num_return_sequences=2, eos_token_id=1, pad_token_id=0)
+    found = generate(model, prompts, config, draws=4, seed=0)
+    assert found.sequences.shape[0] == 4 and torch.equal(found.sequences[::2, :3], prompts["input_ids"])
+    new = found.sequences[:, 3:]
+    for values in (found.log_prob, found.entropy, found.mutual_information, found.mask):
+        assert values.shape == new.shape
+    assert bool((found.log_prob < 0).all()) and bool((found.mutual_information > 0).all())
+    assert bool((found.mutual_information < found.entropy).all())
+    assert found.sequence_mean(found.mutual_information).shape == (4,)
+    # By hand: the second new token of the first sequence, under each of the same draws.
+    whole = found.sequences[:, : 3 + 2]
+    mask = torch.cat([prompts["attention_mask"].repeat_interleave(2, 0), torch.ones_like(whole[:, 3:])], 1)
+    with sb.frozen(model, draws=4, seed=0), torch.no_grad():
+        logits = sb.sample(model, input_ids=whole, attention_mask=mask).logits
+    p = logits[:, 0, 3].softmax(-1)
+    total = -(p.mean(0) * p.mean(0).log()).sum()
+    within = -(p * p.log()).sum(-1).mean()
+    assert found.mutual_information[0, 1].item() == pytest.approx((total - within).item(), rel=1e-3)
+    assert found.log_prob[0, 1].item() == pytest.approx(p.mean(0)[new[0, 1]].log().item(), rel=1e-3)
+    # Nothing counts after the end.
+    point = sb.bayesianize(gpt(), sb.BatchEnsemble(members=2, mean_init=sb.Point(1.0)))
+    certain = generate(point, prompts, GenerationConfig(max_new_tokens=3, eos_token_id=1, pad_token_id=0), draws=1)
+    assert bool((certain.mutual_information.abs() < 1e-5).all())
+
+
+def test_what_comes_after_the_end_does_not_count() -> None:
+    from slimbayes.contrib.transformers import _alive
+
+    new = torch.tensor([[5, 1, 0, 0], [5, 6, 7, 8], [1, 1, 1, 1]])
+    expected = [[True, True, False, False], [True] * 4, [True, False, False, False]]
+    assert _alive(gpt(), GenerationConfig(eos_token_id=1), new).tolist() == expected
