@@ -149,14 +149,35 @@ def _open_table(file: Path) -> IO[str]:
     return file.open(newline="", encoding="utf-8-sig", errors="surrogateescape")
 
 
-def _numbered(file: Path, stream: IO[str]) -> Iterator[tuple[int, list[str]]]:
+def _numbered(file: Path, stream: IO[str], delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     """Lines with their numbers."""
-    lines = csv.reader(stream, strict=True)
+    lines = csv.reader(stream, strict=True, delimiter=delimiter)
     try:
         for line in lines:
             yield lines.line_num, line
     except csv.Error as error:
         raise ValueError(f"{file}, line {lines.line_num}: {error}.") from error
+
+
+def cell_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """The cells of every line that is not empty, without blanks around them, and its number.
+
+    Cells are parted by whichever of comma, semicolon and tab the first line has most of.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        ...     _ = file.write("a; b\\n1,5; red\\n"), file.flush()
+        ...     list(cell_lines(Path(file.name)))
+        [(1, ['a', 'b']), (2, ['1,5', 'red'])]
+    """
+    with _open_table(file) as stream:
+        first = stream.readline(LINE)
+        stream.seek(0)
+        delimiter = max(",;\t", key=first.count)
+        for number, line in _numbered(file, stream, delimiter):
+            if line:
+                yield number, [cell.strip() for cell in line]
 
 
 def find_table(folder: Path, table: str) -> Path | None:

@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.lab.data_command import app as data_app
-from slimbayes.lab.run_commands import Accelerator, DataDir, diagnose, predict, stack
+from slimbayes.lab.run_commands import Accelerator, AllowCode, DataDir, diagnose, init, predict, stack
 
 _CODES = {
     "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4,
-    "FloatingPointError": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
+    "OwnCodeError": 2, "FloatingPointError": 4, "Stopped": 143, "ImportError": 3, "ModuleNotFoundError": 3,
 }  # fmt: skip
 
 
@@ -109,16 +109,20 @@ def evaluate(
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
     workers: Annotated[int, typer.Option(help="Processes that decode image folders.")] = 4,
+    allow_code: AllowCode = False,
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
     from slimbayes.lab.bars import print_scores
     from slimbayes.lab.fit import evaluate_run
+    from slimbayes.lab.own_config import code_allowed
 
     wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
-    evaluate_run(run, wanted, accelerator, data_dir, workers)
+    with code_allowed(allow_code):
+        evaluate_run(run, wanted, accelerator, data_dir, workers)
     print_scores(run)
 
 
+app.command()(init)
 app.command()(diagnose)
 app.command()(stack)
 app.command()(predict)
@@ -136,8 +140,11 @@ def serve(
     max_body: Annotated[int, typer.Option(help="Bytes of a request.", min=1)] = 1 << 20,
     max_wait: Annotated[float, typer.Option(help="Seconds in the queue from which requests get 503.", min=0)] = 0.25,
     accelerator: Accelerator = "auto",
+    allow_code: AllowCode = False,
 ) -> None:
     """Answer predictions over HTTP, with uncertainty: POST /predict."""
+    from slimbayes.lab.own_config import code_allowed
+
     try:
         from slimbayes.lab import serve as server
     except ModuleNotFoundError as error:
@@ -147,7 +154,8 @@ def serve(
     if key is not None and not key:
         raise ValueError("The API key is empty.")
     limits = server.Limits(max_body, max_rows, max_draws, max_wait)
-    server.serve(model, host, port, limits, key, draws, accelerator)
+    with code_allowed(allow_code):
+        server.serve(model, host, port, limits, key, draws, accelerator)
 
 
 @app.command()

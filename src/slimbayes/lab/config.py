@@ -22,6 +22,7 @@ from pydantic import AfterValidator, Field, model_validator
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab.choices import Choice, OneOf, Options
 from slimbayes.lab.networks import Augmentation, Network
+from slimbayes.lab.own_config import OwnFiles, PythonNet, TableNet
 from slimbayes.lab.recipes import Count, Positive, Train
 from slimbayes.posteriors import METHODS
 from slimbayes.posteriors.configs.base import Config
@@ -64,11 +65,12 @@ class Bags(Options):
     tokens_per_bag: Count | None = None
 
 
-class Data(Options):
-    """Which rows are trained and tested on.
+class Data(OwnFiles):
+    """Which rows are trained and tested on: a set that is known by name, or data of one's own (`OwnFiles`).
 
     Attributes:
-        name: a set that `slimbayes data list` knows, or "digits", 1,797 small images that come with scikit-learn.
+        name: a set that `slimbayes data list` knows, or "digits", 1,797 small images that come with scikit-learn; of
+            data of one's own the name of the file, unless it is given another.
         split: of the standard splits of a UCI set.
         validation: share of the training rows that is held out; or the name of one of the set's own splits
             (PhysioNet 2012 has "validation", its set b), which leaves all training rows to train on.
@@ -76,7 +78,7 @@ class Data(Options):
         train_limit, test_limit: only so many rows, drawn with `seed`.
         scaling: "standard" takes the training rows' mean from images and tables and divides by their deviation, by
             channel or feature; "unit" leaves images in [0, 1], "signed" stretches them to [-1, 1], and both leave other
-            numbers as they are.
+            numbers as they are. "quantile", for tables of one's own, maps columns to normal distributions by ranks.
         image_size: what image folders (ImageNet) are cut to: the shorter side becomes 8/7 of it, the centre is taken.
             With the augmentation resized_crop, training pictures are cropped at random from the full picture instead.
         bags: of health records; as `slimbayes.data.load` has them where it is left out.
@@ -84,17 +86,25 @@ class Data(Options):
         allow_nonfinite: take inputs that are NaN or infinite, which are refused otherwise; the network must know them.
     """
 
-    name: Name
+    name: Annotated[str, Field(max_length=200)] = ""
     split: Annotated[int, Field(ge=0, lt=2**31)] = 0
     validation: Annotated[float, Field(ge=0, lt=1)] | Name = 0.0
     held_out: Literal["drawn", "last"] = "drawn"
     train_limit: Count | None = None
     test_limit: Count | None = None
-    scaling: Literal["standard", "unit", "signed"] = "standard"
+    scaling: Literal["standard", "unit", "signed", "quantile"] = "standard"
     image_size: Annotated[int, Field(ge=1, le=10_000)] = 224
     bags: Bags | None = None
     seed: Seed = 0
     allow_nonfinite: bool = False
+
+    @model_validator(mode="after")
+    def _whole(self) -> Data:
+        if not self.name:
+            raise ValueError("name is missing, or a file of your own: csv, parquet, npz or images.")
+        if self.scaling == "quantile" and not self.table:
+            raise ValueError("scaling: quantile is for tables of your own: csv or parquet.")
+        return self
 
 
 class ByName(Options):
@@ -153,7 +163,7 @@ class Experiment(Options):
     name: Name
     seed: Seed = 0
     data: Data
-    model: Network
+    model: Annotated[Network | TableNet | PythonNet, Field(discriminator="kind")]
     method: Annotated[Choice | ByName, OneOf(tuple(METHODS.values()), also=(ByName,))]
     include: Pattern | None = None
     exclude: Pattern | None = None
@@ -165,20 +175,33 @@ class Experiment(Options):
     def _fits(self) -> Experiment:
         if self.train.early_stop and not self.data.validation:
             raise ValueError("train.early_stop watches validation rows: set data.validation to the share to hold out.")
-        if self.train.noise == "learned" and self.evaluate.noise is not None:
-            raise ValueError("evaluate.noise is given, but train.noise is learned: leave one of them out.")
+        if self.evaluate.noise is not None and isinstance(self.noise, str):
+            raise ValueError(f"evaluate.noise is for noise that is a number, but train.noise is {self.noise}.")
         return self
+
+    @property
+    def noise(self) -> float | Literal["learned", "heteroscedastic"]:
+        """Noise of real targets, as `train.noise` says or by default."""
+        if self.train.noise is not None:
+            return self.train.noise
+        learns = self.data.source is not None or self.data.name.startswith("uci/")
+        return "learned" if learns and self.evaluate.noise is None else 1.0
 
     @property
     def resolved(self) -> dict[str, Any]:
         """Every field, defaults written out, as JSON holds it."""
-        return self.model_dump(mode="json", exclude={"method"}) | {"method": _written(self.method)}
+        tree = self.model_dump(mode="json", exclude={"method"}) | {"method": _written(self.method)}
+        tree["train"]["noise"] = self.noise
+        return tree
 
     @property
     def hash(self) -> str:
         """Names the run: the sha256, shortened, of what differs from the defaults: a later option changes no name."""
         tree = self.model_dump(mode="json", exclude={"method"}, exclude_defaults=True)
         tree["method"] = _written(self.method, defaults=False)
+        tree["train"] |= {"noise": self.noise}
+        if self.noise == 1.0:
+            tree["train"].pop("noise")  # as it was by default when runs were first named
         tree["train"].pop("ensemble_loss", None)
         if tree["method"]["kind"] == "Ensemble" and self.train.ensemble_loss == "sum":
             tree["train"]["ensemble_loss"] = "sum"  # the first records are of the mean, and keep their names

@@ -27,6 +27,7 @@ from slimbayes.lab.config import FORMAT, Experiment
 from slimbayes.lab.config_rows import SEVERAL, Tree, parts_of, row_names, row_parts
 from slimbayes.lab.config_rows import ConfigError as ConfigError
 from slimbayes.lab.config_rows import merged as merged
+from slimbayes.lab.own_config import filled
 from slimbayes.lab.yaml_text import SIZE, YamlError, parse
 from slimbayes.untrusted import DEPTH, read_file
 
@@ -174,7 +175,7 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
         )
     try:
         # As JSON, where strict types still take lists for tuples: a number is no truth value, and no text.
-        written = json.dumps(_whole(_of_its_time({k: v for k, v in tree.items() if k not in _SIDE})))
+        written = json.dumps(_whole(filled(_of_its_time({k: v for k, v in tree.items() if k not in _SIDE}))))
         return Experiment.model_validate_json(written, strict=True)
     except ValidationError as error:
         faults = listed([_describe(fault) for fault in error.errors(include_url=False)])

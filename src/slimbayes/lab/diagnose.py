@@ -111,6 +111,7 @@ def snr(case: Case) -> Found:
     """Ratios of gradients over ten batches at the trained parameters, which stand still meanwhile."""
     experiment, network, task, likelihood = case.loaded
     assert isinstance(task.train, Split)
+    noise = case.loaded.training_noise
     tracker, layer = GradientSNR(network, window=10), case.options.get("layer")
     network.train()
     for index in range(10):
@@ -118,9 +119,7 @@ def snr(case: Case) -> Found:
         picked = torch.randperm(len(task.train))[: experiment.train.batch].to(task.train.x.device)
         network.zero_grad()
         outputs = sb.sample(network, task.scaling(task.train.x[picked]), draws=experiment.train.draws)
-        nll = LIKELIHOODS[likelihood].nll(
-            outputs, task.train.y[picked], experiment.train.form, experiment.train.noise_scale
-        )
+        nll = LIKELIHOODS[likelihood].nll(outputs, task.train.y[picked], experiment.train.form, noise)
         (nll + sb.kl(network) / len(task.train)).backward()
         tracker.update()
     network.zero_grad()

@@ -52,9 +52,14 @@ class Predictor(NamedTuple):
     def noise(self) -> float | Tensor:
         """Standard deviation of the noise in the units that the network was trained in."""
         own, units = self.experiment.evaluate.noise, self.task.y_std
-        if self.likelihood != "gaussian":
+        if LIKELIHOODS[self.likelihood].discrete:
             return 0.0
-        return self.experiment.train.noise_scale if own is None else own / (1.0 if units is None else units)
+        return self.training_noise if own is None else own / (1.0 if units is None else units)
+
+    @property
+    def training_noise(self) -> float:
+        """The same in training; one where the network says it, in units of the targets' deviation."""
+        return 1.0 if isinstance(self.experiment.noise, str) else self.experiment.noise
 
     def predictions(
         self, rows: Rows, place: str, draws: Sequence[int], workers: int = 0, name: str = ""

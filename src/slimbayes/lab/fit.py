@@ -24,7 +24,8 @@ from slimbayes.lab.evaluate import Predictor, check, evaluate
 from slimbayes.lab.execution import Execution, Nobody, Watcher, leave_together
 from slimbayes.lab.fit_check import diagnose_fit
 from slimbayes.lab.intake import data_digest, open_data
-from slimbayes.lab.network import likelihood_of, plain_network
+from slimbayes.lab.network import likelihood_of, plain_network, with_noise
+from slimbayes.lab.own_config import code_allowed
 from slimbayes.lab.predict_file import write_inputs
 from slimbayes.lab.ranks import Ranks
 from slimbayes.lab.run_folder import (
@@ -69,6 +70,20 @@ def fit(
     if (folder / "record.json").exists() and read(folder).config_hash == experiment.hash:
         _check_finished(experiment, folder, execution, watcher or Nobody(), dataset)
         return folder
+    with code_allowed():  # whoever calls this has chosen the experiment
+        return _fit(experiment, folder, execution, resume, watcher, network, dataset, judge)
+
+
+def _fit(
+    experiment: Experiment,
+    folder: Path,
+    execution: Execution,
+    resume: bool,
+    watcher: Watcher | None,
+    network: nn.Module | None,
+    dataset: Dataset | None,
+    judge: bool,
+) -> Path:
     fabric = execution.fabric(experiment.train.precision)
     fabric.launch()
     first = fabric.global_rank == 0
@@ -131,7 +146,8 @@ def load_run(
     check_seal(folder, ["data.json", "model/manifest.json"])
     task = open_task(experiment.data, execution.data_dir, dataset).to(execution.device)
     check_data_of(folder, task.name, task.sha256)
-    plain = network or plain_network(experiment, task.fills(), task.name)
+    facts = task.fills()
+    plain = with_noise(experiment, facts, network or plain_network(experiment, facts, task.name))
     loaded = sb.load(plain, folder / "model").to(execution.device)
     return Predictor(experiment, loaded, task, likelihood_of(experiment, task, loaded))
 

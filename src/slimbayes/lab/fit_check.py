@@ -27,7 +27,7 @@ def diagnose_fit(predictor: Predictor, folder: Path, curve: Sequence[dict[str, f
     (x, y), (unseen, _) = (_some(rows, predictor) for rows in (task.train, task.test))
     weight = curve[-1].get("kl_weight", 1.0) if curve else 1.0
     found = check(
-        predictor.network, x, y, predictor.likelihood, experiment.train.noise_scale, len(task.train), weight, unseen
+        predictor.network, x, y, predictor.likelihood, predictor.training_noise, len(task.train), weight, unseen
     )
     skipped = sum(not math.isfinite(loss) for loss in read_losses(folder))
     warnings = found.warnings

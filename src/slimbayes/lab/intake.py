@@ -31,7 +31,7 @@ def open_data(
 ) -> tuple[Dataset, tuple[str, ...]]:
     """The data set of a config, and the names of the splits that are trained, tested and validated on, if one is named:
     one for all in tables."""
-    if dataset is None and chosen.name.startswith("uci/"):
+    if dataset is None and chosen.source is None and chosen.name.startswith("uci/"):
         return load(chosen.name, root), ("all",)
     data = dataset or _opened(chosen, root)
     named = (chosen.validation,) if isinstance(chosen.validation, str) else ()
@@ -52,6 +52,10 @@ def _bags(name: str, root: Path | str | None, stamps: tuple[object, ...], **bags
 
 
 def _opened(chosen: config.Data, root: Path | str | None) -> Dataset:
+    if chosen.source is not None:
+        from slimbayes.lab.own_data import open_own  # needs scikit-learn, which other sets do without
+
+        return open_own(chosen, root)
     if chosen.bags is not None:
         files = find(source_of(chosen.name), root_folder(root)).files()
         stamps = tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
@@ -90,7 +94,7 @@ def data_digest(data: Dataset, splits: Sequence[str]) -> str:
         >>> data_digest(data, ["train"])[:8]
         '3c8827dc'
     """
-    found = hashlib.sha256(repr((data.classes, data.columns)).encode())
+    found = hashlib.sha256(repr(data.named).encode())
     for name in splits:
         rows = data.splits[name]
         parts = _parts(rows.x, rows.y) if isinstance(rows, Split) else _files(rows)

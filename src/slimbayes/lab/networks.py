@@ -8,6 +8,7 @@ torch. Options and defaults are the function's own, which a test compares.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,6 +25,12 @@ class Named(Options):
     home: ClassVar[str] = "slimbayes.models"
     filled: ClassVar[tuple[str, ...]] = ("classes",)
     kind: str
+
+    def network(self, facts: Mapping[str, Any], data: str) -> Any:
+        """The network of these options and of what the data say about it."""
+        if missing := ", ".join(name for name in self.filled if name not in facts):
+            raise ValueError(f"{self.kind} needs {missing}, which {data} does not say: it is no network for this data.")
+        return self.build(**{name: facts[name] for name in self.filled})
 
     def build(self, **filled: Any) -> Any:
         """What the function makes of these options."""

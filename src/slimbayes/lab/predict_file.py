@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from slimbayes.errors import brief
 from slimbayes.files import write_json
 from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.network import plain_network
+from slimbayes.lab.network import plain_network, with_noise
 from slimbayes.lab.predict_input import regrouped, row_blocks
 from slimbayes.lab.predict_output import as_columns, write_columns
 from slimbayes.lab.run_folder import RunError, check_seal, stored_experiment
@@ -27,23 +27,47 @@ from slimbayes.lab.task import Scaling, Task
 from slimbayes.train.likelihoods import LikelihoodName
 from slimbayes.untrusted import parse_json, read_file
 
+if TYPE_CHECKING:
+    from slimbayes.lab.own_task import OwnColumns
+
 _TYPES = {str(t)[len("torch.") :]: t for t in (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)}
 
 
-def predict_file(run: Path, inputs: Path, output: Path, draws: int = 16, accelerator: Any = "auto") -> int:
+def predict_file(
+    run: Path, inputs: Path, output: Path, draws: int = 16, accelerator: Any = "auto", level: float = 0.9
+) -> int:
     """Predict the rows of a file and write predictions, both in pieces; returns how many rows there were.
 
+    `level` is the probability that intervals of real targets hold a new one.
     Rows that hold NaN or infinity are refused by number: a prediction for them would be a guess.
     """
     if output.suffix not in (".csv", ".json", ".npz"):
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
     predictor = read_predictor(run, Execution(accelerator=accelerator).device)
     task, allowed = predictor.task, predictor.experiment.data.allow_nonfinite
-    rows = _fitted_blocks(row_blocks(inputs, task.columns, allowed), task, str(inputs), allowed)
+    rows = _fitted_blocks(_blocks(inputs, predictor), task, str(inputs), allowed)
     batches = ((x, x.new_zeros(len(x))) for x in regrouped(rows, predictor.experiment.evaluate.batch))
     found = predictor.predict_batches(batches, f"the rows of {inputs}", "predict", [draws])
-    blocks = (as_columns(predictions[draws], task.classes) for predictions, _ in found)
+    blocks = (as_columns(predictions[draws], task.classes, level) for predictions, _ in found)
     return write_columns(output, blocks, task.classes)
+
+
+def _blocks(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
+    """Rows of a file as the run's own data were read."""
+    data, own = predictor.experiment.data, predictor.task.own
+    if own is None:
+        return row_blocks(
+            inputs, predictor.task.columns, data.allow_nonfinite, data.image_size if data.images else None
+        )
+    from slimbayes.lab.own_task import table_blocks  # needs scikit-learn, which other runs do without
+
+    return table_blocks(inputs, own)
+
+
+def _own_columns(facts: Any) -> OwnColumns:
+    from slimbayes.lab.own_task import OwnColumns
+
+    return OwnColumns.from_facts(facts)
 
 
 def _fitted_blocks(blocks: Iterator[Tensor], task: Task, source: str, allow_nonfinite: bool) -> Iterator[Tensor]:
@@ -66,6 +90,7 @@ def write_inputs(folder: Path, task: Task, likelihood: LikelihoodName) -> None:
         "name": task.name, "classes": list(task.classes), "targets": list(task.train.y.shape[1:]), "real": task.real,
         "vocabulary": task.vocabulary, "likelihood": likelihood, "fills": task.fills(), "columns": list(task.columns),
     }  # fmt: skip
+    facts |= {"own": None if task.own is None else task.own.facts()}
     facts |= {name: None if tensor is None else tensor.tolist() for name, tensor in tensors.items()}
     write_json(folder / "inputs.json", facts)
 
@@ -81,7 +106,8 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         names = ("mean", "std", "y_mean", "y_std")
         mean, std, y_mean, y_std = (None if facts[n] is None else torch.tensor(facts[n]).float() for n in names)
         columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
-        plain = plain_network(experiment, facts["fills"], facts["name"])
+        own = None if facts.get("own") is None else _own_columns(facts["own"])
+        plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
     except OSError as error:
         raise RunError(
             f"{folder} has no inputs.json: its training is not finished, or it is a run on image folders, which cannot "
@@ -91,7 +117,7 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         raise RunError(f"{file} is damaged: {brief(error)}. `slimbayes evaluate {folder}` writes it anew.") from error
     network, nothing = sb.load(plain, Path(folder) / "model").to(device), Split(x, y)
     classes, words = tuple(facts["classes"]), facts["vocabulary"]
-    task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns)
+    task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns, own)
     return Predictor(experiment, network, task.to(device), facts["likelihood"])
 
 

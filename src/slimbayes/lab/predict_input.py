@@ -9,7 +9,8 @@ import contextlib
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data.csv_rows import first_cells, number_blocks
-from slimbayes.data.folders import decode
+from slimbayes.data.folders import decode, read_square
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _BYTES = 1 << 22  # of a block of an array
@@ -26,11 +27,14 @@ _TOGETHER = 64  # images of a block
 DAMAGE = (ValueError, TypeError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
-def row_blocks(file: Path, columns: Sequence[str] = (), allow_nonfinite: bool = False) -> Iterator[Tensor]:
+def row_blocks(
+    file: Path, columns: Sequence[str] = (), allow_nonfinite: bool = False, size: int | None = None
+) -> Iterator[Tensor]:
     """Rows of a file: an array of .npy or of .npz (named x, or its only one), numbers of a .csv, or images.
 
     Args:
         columns: the training data's names, if they had any: a csv with names must have these, and gets their order.
+        size: make images squares of so many pixels, as those of training were; by default they stay as they are.
         allow_nonfinite: take cells of a csv that are NaN or infinite.
 
     Shape: blocks of (n, ...), at least one.
@@ -45,7 +49,7 @@ def row_blocks(file: Path, columns: Sequence[str] = (), allow_nonfinite: bool = 
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there.")
     if file.is_dir() or file.suffix.lower() in _IMAGES:
-        return _image_blocks(file)
+        return _image_blocks(file, decode if size is None else partial(read_square, size=size))
     if file.suffix == ".csv":
         return _csv_blocks(file, columns, not allow_nonfinite)
     if file.suffix not in (".npy", ".npz"):
@@ -110,13 +114,13 @@ def blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
 # --- images ---
 
 
-def _image_blocks(path: Path) -> Iterator[Tensor]:
+def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor]:
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES)
     if not files:
         raise ValueError(f"{path} holds no image that ends in {', '.join(_IMAGES)}.")
-    first = decode(files[0]).shape
+    first = read(files[0]).shape
     for start in range(0, len(files), _TOGETHER):
-        images = [decode(file) for file in files[start : start + _TOGETHER]]
+        images = [read(file) for file in files[start : start + _TOGETHER]]
         shapes = {tuple(image.shape) for image in images} | {tuple(first)}
         if len(shapes) > 1:
             raise ValueError(f"{path}: images must have one size, got {sorted(shapes)[:4]}.")

@@ -25,14 +25,17 @@ Columns = dict[str, np.ndarray]  # names and (n,) values; labels are numbers of 
 LABEL = "label"
 
 
-def as_columns(prediction: Prediction, classes: Sequence[str]) -> Columns:
-    """Predictions as columns: label, probabilities and uncertainties, or mean and deviations of real targets."""
+def as_columns(prediction: Prediction, classes: Sequence[str], level: float | None = None) -> Columns:
+    """Predictions as columns: label, probabilities and uncertainties; or mean, deviations and, given a `level`, the ends of the
+    central interval that holds a real target with this probability."""
 
     def whole(name: str) -> Tensor:
         return getattr(prediction, name).double().cpu()
 
     if not LIKELIHOODS[prediction.likelihood].discrete:
         found = {"mean": whole("mean"), "std": whole("std"), "epistemic_std": whole("epistemic").sqrt()}
+        if level is not None:
+            found |= {name: end.double().cpu() for name, end in zip(("low", "high"), prediction.interval(level))}
         targets = range(found["mean"].shape[1])
         ends = [f"_{target}" if len(targets) > 1 else "" for target in targets]
         return {f"{name}{ends[i]}": values[:, i].numpy() for i in targets for name, values in found.items()}

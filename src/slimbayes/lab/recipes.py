@@ -208,8 +208,9 @@ class Train(Options):
         norm_statistics: "member" lets each member keep batch-norm statistics of its own; "shared" is the papers'.
         ensemble_loss: of a deep ensemble; "sum" trains each member as it would train alone, "mean" with a part of the
             rate.
-        noise: standard deviation of the targets' noise, for real targets (standardised); "learned": the network gives
-            one for each row and target (a heteroscedastic likelihood).
+        noise: of real targets, in units of their standard deviation: a number; "learned", one number for each target;
+            or "heteroscedastic", a function of the row, from a network with two outputs for each target. By default
+            learned for tables and data of one's own, 1 for others and where evaluate.noise is given.
         ema: decay of a running average of the weights, which is what is evaluated and saved.
         track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
             (see tracking.py).
@@ -231,7 +232,7 @@ class Train(Options):
     accumulate: Count = 1
     norm_statistics: Literal["shared", "member"] = "shared"
     ensemble_loss: Literal["sum", "mean"] = "sum"
-    noise: Positive | Literal["learned"] = 1.0
+    noise: Positive | Literal["learned", "heteroscedastic"] | None = None
     precision: Literal["32", "bf16"] = "32"
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     early_stop: EarlyStop | None = None
@@ -244,11 +245,6 @@ class Train(Options):
         if self.batch % self.accumulate:
             raise ValueError(f"accumulate must divide the batch of {self.batch}, got {self.accumulate}.")
         return self
-
-    @property
-    def noise_scale(self) -> float:
-        """The noise where it is a number; of no effect where it is learned."""
-        return 1.0 if self.noise == "learned" else self.noise
 
     def rate(self, step: int, per_epoch: int) -> float:
         """Learning rate of a step as a multiple of the base rate.

@@ -10,6 +10,26 @@ import typer
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; $SLIMBAYES_DATA by default.")]
 Accelerator = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
+AllowCode = Annotated[
+    bool, typer.Option("--allow-code", help="Let a run whose config names code (model.python) import and run it.")
+]
+
+
+def init(
+    data: Annotated[Path, typer.Argument(metavar="FILE", help="A .csv, .parquet or .npz, or a folder of pictures.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The config; ./<name>.yaml by default.")] = None,
+    target: Annotated[str | None, typer.Option(help="Column to predict; the last one by default.")] = None,
+) -> None:
+    """Look at data of your own and write a commented config for them."""
+    from slimbayes.files import write_text
+    from slimbayes.lab.config_rows import ConfigError
+    from slimbayes.lab.init_config import config_text
+
+    file = output or Path(f"{data.resolve().stem or 'data'}.yaml")
+    if file.exists():
+        raise ConfigError(f"{file} is there already. Choose another name with -o.")
+    write_text(file, config_text(data, file, target))
+    typer.echo(f"{file} is written. Look through it, then: slimbayes fit {file}")
 
 
 def diagnose(
@@ -18,12 +38,15 @@ def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
+    allow_code: AllowCode = False,
 ) -> None:
     """Look at a run's posterior: ELBO, calibration, k-hat; of Gaussian ones spectrum, truncation, gradient noise."""
     from slimbayes.lab.diagnose_run import diagnose_run, lines
     from slimbayes.lab.execution import Execution
+    from slimbayes.lab.own_config import code_allowed
 
-    found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
+    with code_allowed(allow_code):
+        found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
     typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines(found)))
 
 
@@ -33,13 +56,15 @@ def stack(
     draws: Annotated[int, typer.Option(help="Networks to look at, for ModelPatch.", min=1)] = 200,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
+    allow_code: AllowCode = False,
 ) -> None:
     """Weigh a run's members or components by its validation rows (stacking), and judge it again."""
     from slimbayes.lab.bars import Bars, print_scores
     from slimbayes.lab.execution import Execution
+    from slimbayes.lab.own_config import code_allowed
     from slimbayes.lab.stack_run import lines, stack_run
 
-    with Bars("stacked") as bars:
+    with Bars("stacked") as bars, code_allowed(allow_code):
         folder, weights = stack_run(run, out, Execution(accelerator=accelerator, data_dir=data_dir), bars, draws)
     typer.echo("\n".join(lines(weights)))
     print_scores(folder)
@@ -47,13 +72,21 @@ def stack(
 
 def predict(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    inputs: Annotated[Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, or images.")],
+    inputs: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, .parquet, images.")
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
     draws: Annotated[int, typer.Option(help="Draws of each member.", min=1)] = 16,
+    level: Annotated[
+        float, typer.Option(help="Probability that intervals of real targets hold them.", min=0.01, max=0.999)
+    ] = 0.9,
     accelerator: Accelerator = "auto",
+    allow_code: AllowCode = False,
 ) -> None:
     """Predict rows of your own, with uncertainty."""
+    from slimbayes.lab.own_config import code_allowed
     from slimbayes.lab.predict_file import predict_file
 
-    rows = predict_file(run, inputs, output, draws, accelerator)
+    with code_allowed(allow_code):
+        rows = predict_file(run, inputs, output, draws, accelerator, level)
     typer.echo(f"{rows} predictions in {output}")

@@ -47,6 +47,11 @@ class RunModel:
     def __init__(self, folder: Path, draws: int, accelerator: Any = "auto") -> None:
         self.predictor, self.draws = read_predictor(folder, Execution(accelerator=accelerator).device), draws
         assert isinstance(self.predictor.task.test, Split)
+        if self.predictor.task.own is not None:
+            raise RunError(
+                f"{folder} was trained on a table with columns of its own, which requests have no names for: rows of "
+                f"numbers would be taken for scaled ones. Use `slimbayes predict`."
+            )
         self.row = tuple(self.predictor.task.test.x.shape[1:])
         self.predict(self.check(np.zeros((2, *self.row))), draws, None)  # rows are located before anyone waits
 

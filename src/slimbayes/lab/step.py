@@ -61,7 +61,7 @@ class TrainingStep:
         self.kl_weight, self.failed = torch.ones((), device=device), torch.zeros((), device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.static: Batch = ()
-        train = self.experiment.train
+        train, self.noise = self.experiment.train, self.predictor.training_noise
         # The likelihood of a mixture has no parts that could be summed.
         summed = train.ensemble_loss == "sum" and train.form == "average"
         self.networks = apart(self.network) if summed else [list(self.network.parameters())]
@@ -132,7 +132,7 @@ class TrainingStep:
         outputs = sample(self.call, x, draws=train.draws, rows=train.rows)
         if train.rows == "split":
             outputs = outputs.flatten(0, 1)[None]  # each row was seen by one draw
-        nll = LIKELIHOODS[self.likelihood].nll(outputs.float(), y, train.form, train.noise_scale)
+        nll = LIKELIHOODS[self.likelihood].nll(outputs.float(), y, train.form, self.noise)
         found = elbo(nll, self.network, len(self.task.train), self.kl_weight)
         if train.l2:
             found = found._replace(loss=found.loss + l2(self.network, **train.l2.model_dump()) / len(self.networks))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from slimbayes.data.uci import check_index, split_rows
 from slimbayes.lab import config
 from slimbayes.lab.intake import check_data, data_digest, open_data
 from slimbayes.lab.seeds import generator
+
+if TYPE_CHECKING:
+    from slimbayes.lab.own_task import OwnColumns
 
 Rows = Split | ImageFolder
 IMAGENET = (torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
@@ -76,6 +79,7 @@ class Task:
     y_mean: Tensor | None = None
     y_std: Tensor | None = None
     columns: tuple[str, ...] = ()  # names of a table's inputs, where the data say them
+    own: OwnColumns | None = None  # of a table of one's own
     sha256: str = ""  # of the rows as they were read (intake.py)
 
     @property
@@ -87,11 +91,14 @@ class Task:
         """Whether targets are real numbers, not classes."""
         return isinstance(self.train, Split) and self.train.y.is_floating_point()
 
-    def fills(self) -> dict[str, int]:
+    def fills(self) -> dict[str, Any]:
         """Arguments of networks that the data decide."""
         if isinstance(self.train, ImageFolder):
             return {"classes": len(self.classes), "channels": 3}
         x, y = self.train.x, self.train.y
+        if self.own is not None:
+            classes = {"classes": len(self.classes), "outputs": len(self.classes)}
+            return self.own.fills() | ({"outputs": y[0].numel()} if self.real else classes)
         facts = {"inputs": x[0].numel(), "vocabulary": self.vocabulary}
         facts |= {"outputs": y[0].numel()} if self.real else {"classes": len(self.classes)}
         return facts | ({"channels": x.shape[1], "size": x.shape[2]} if x.dim() == 4 else {})
@@ -116,8 +123,12 @@ def _moved(value: Any, device: torch.device) -> Any:
 def open_task(chosen: config.Data, root: Path | str | None = None, dataset: Dataset | None = None) -> Task:
     """The task of a config's data; `dataset` stands in for the named one. Rows that cannot be used are refused."""
     data, splits = open_data(chosen, root, dataset)
-    check_data(data, splits, chosen.allow_nonfinite)
+    check_data(data, splits, chosen.allow_nonfinite or chosen.missing == "impute")
     task = _table(data, chosen) if splits == ("all",) else _from_splits(data, splits, chosen)
+    if dataset is None and chosen.source is not None:
+        from slimbayes.lab.own_task import finished  # needs scikit-learn, which other sets do without
+
+        task = finished(task, data, chosen)
     for name, rows in (("train", task.train), ("validation", task.validation), ("test", task.test)):
         if rows is not None and not len(rows):
             raise ValueError(f"{data.name}: no rows are left in the {name} split; it has too few.")

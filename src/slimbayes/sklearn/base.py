@@ -3,7 +3,6 @@
 Sizes: N rows, d columns, T targets.
 """
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ from torch import nn
 
 from slimbayes.convert.convert import bayesianize
 from slimbayes.distributions.families import Normal, dropout_scale
-from slimbayes.errors import SlimbayesWarning
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.configs.ensemble import Ensemble
 from slimbayes.posteriors.configs.rank1 import Rank1
@@ -178,10 +176,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             count = len(self.table_.numbers)
             width = self.scaler_.transform(np.zeros((1, count))).shape[1] if count else 0
             network, part = self._network(width, self.table_.sizes)
-            with warnings.catch_warnings():
-                if self.method is None:  # heads of our own: a normal of the first one's spread is how that one started
-                    warnings.simplefilter("ignore", SlimbayesWarning)
-                bayesianize(part, default_method(self._own) if self.method is None else self.method)
+            bayesianize(part, default_method(self._own) if self.method is None else self.method)
             self.network_ = network.to(self.device)
         likelihood, scale = self._meaning()
         recipe = Recipe(

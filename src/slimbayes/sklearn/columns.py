@@ -18,7 +18,7 @@ from slimbayes.errors import brief, did_you_mean
 
 Missing = Literal["refuse", "impute"]
 Scaling = Literal["quantile", "standard", "none"]
-_UNKNOWN = -1  # the encoder's code of a category that is new
+UNKNOWN = -1  # the encoder's code of a category that is new
 
 
 def is_frame(X: Any) -> bool:
@@ -76,7 +76,7 @@ class Table:
         if self.categories:
             words = self._words(X)
             known = [next((word for word in column if word is not None), "") for column in words.T]
-            unknown = {"handle_unknown": "use_encoded_value", "unknown_value": _UNKNOWN}
+            unknown = {"handle_unknown": "use_encoded_value", "unknown_value": UNKNOWN}
             self.encoder = OrdinalEncoder(**unknown).fit(_filled(words, known))
         return self.read(X)
 
@@ -113,7 +113,7 @@ class Table:
             return np.empty((len(X), 0))
         words = self._words(X)
         codes = self.encoder.transform(_filled(words, [found[0] for found in self.encoder.categories_]))
-        for row, position in np.argwhere(codes == _UNKNOWN)[: 1 if self.missing == "refuse" else 0]:
+        for row, position in np.argwhere(codes == UNKNOWN)[: 1 if self.missing == "refuse" else 0]:
             raise ValueError(
                 f"Column {self.names[self.categories[position]]!r} holds {brief(words[row, position])}, a category "
                 f"that training did not see. missing='impute' treats such values as missing."

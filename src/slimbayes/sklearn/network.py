@@ -16,6 +16,10 @@ Noise = float | Literal["heteroscedastic", "learned"]
 Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
 
 
+# A scale by itself takes as many steps of Adam as it has learning rates to go; a network's outputs take far fewer.
+_GAIN = 10.0
+
+
 class TableNet(nn.Sequential):
     """Dense layers `dense1`, `dense2`, ... with ReLU and the last one, `head`; `table` embeds categories.
 
@@ -36,10 +40,18 @@ class TableNet(nn.Sequential):
             self.add_module(f"dense{i}", nn.Linear(width, units))
             self.add_module(f"relu{i}", nn.ReLU())
             width = units
-        head = nn.Linear(width, outputs)
+        head = Head(width, outputs)
         self.add_module("head", head)
         started(self, kinds=(nn.Linear,))
-        nn.init.normal_(head.weight, std=width**-0.5)
+        head.init_weights()
+
+
+class Head(nn.Linear):
+    """A last layer that starts with outputs of about one, and its copies in an ensemble too."""
+
+    def init_weights(self) -> None:
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        nn.init.zeros_(self.bias)
 
 
 class Embedded(nn.Module):
@@ -85,7 +97,7 @@ class Targets(nn.Module):
         super().__init__()
         self.network, self.targets = network, targets
         self.raw: nn.Parameter | None = None
-        self.noise = noise
+        self.noise, self.gain = noise, _GAIN
         if noise == "learned":
             self.raw = nn.Parameter(torch.zeros(targets))
 
@@ -96,7 +108,17 @@ class Targets(nn.Module):
         out = out.unflatten(-1, (self.targets,))
         if self.raw is None:
             return out
-        return torch.stack([out, self.raw.to(out.dtype).expand_as(out)], -1)
+        return torch.stack([out, (self.gain * self.raw).to(out.dtype).expand_as(out)], -1)
+
+
+def table_net(numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> TableNet:
+    """Dense layers for tables with so many columns of numbers, and columns of so many categories each.
+
+    Example:
+        >>> table_net(2, (3,), outputs=1)(torch.zeros(4, 3)).shape
+        torch.Size([4, 1])
+    """
+    return TableNet(numbers, sizes, hidden, outputs)
 
 
 def build(module: Module, numbers: int, sizes: Sequence[int], outputs: int, default: Sequence[int]) -> nn.Module:

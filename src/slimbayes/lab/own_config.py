@@ -1,0 +1,172 @@
+"""Data and networks of one's own in a config.
+
+data: {csv: houses.csv, target: price, test: 0.2}
+model: {python: "my_package.nets:build", args: {width: 64}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import PurePath
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from slimbayes.lab.choices import Options
+from slimbayes.lab.networks import Named, Size
+
+
+def _no_controls(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("is no path: it holds characters that cannot be printed")
+    return text
+
+
+def _function(text: str) -> str:
+    module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), name]):
+        raise ValueError("must name a function as package.module:function")
+    return text
+
+
+Path = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_no_controls)]
+ColumnName = Annotated[str, Field(min_length=1, max_length=1000)]
+SOURCES = ("csv", "parquet", "npz", "images")
+_OF_TABLES = ("target", "header", "categories", "drop", "missing")
+
+
+class OwnFiles(Options):
+    """Data of one's own: one of `csv`, `parquet`, `npz` and `images` instead of a known name. Paths are looked up from
+    where the command runs, then from the data folder.
+
+    Attributes:
+        csv, parquet: a table. Columns of numbers are scaled, of texts and truth values embedded as categories; dates
+            are refused.
+        npz: arrays x and y, or x_train, y_train, x_test and y_test.
+        images: a folder with a folder of pictures for each class; or with two such folders, train and test.
+        target: the column that is predicted; in a table without names they are called 1, 2, ...
+        task: "classes" or "regression"; by default what the target shows: texts are classes, fractions real numbers.
+        header: whether a csv's first line has names; by default it has if none of its cells is a number.
+        categories: columns of numbers that are categories too.
+        drop: columns that are left out.
+        missing: "refuse" missing values, or "impute": numbers get their median, beside a column that says where, and
+            categories one more value, which also stands for those that training did not see.
+        test: share of the rows that is tested on, where the data do not say; drawn by `seed`, or the last.
+    """
+
+    csv: Path | None = None
+    parquet: Path | None = None
+    npz: Path | None = None
+    images: Path | None = None
+    target: ColumnName | None = None
+    task: Literal["classes", "regression"] | None = None
+    header: bool | None = None
+    categories: tuple[ColumnName, ...] = ()
+    drop: tuple[ColumnName, ...] = ()
+    missing: Literal["refuse", "impute"] = "refuse"
+    test: Annotated[float, Field(gt=0, lt=1)] = 0.2
+
+    @property
+    def source(self) -> tuple[str, str] | None:
+        """What kind of file the data are, and its path; None for a set with a name."""
+        return next(((kind, path) for kind in SOURCES if (path := getattr(self, kind)) is not None), None)
+
+    @property
+    def table(self) -> bool:
+        """Whether the data are a table of one's own."""
+        return self.csv is not None or self.parquet is not None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [kind for kind in SOURCES if getattr(self, kind) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given: data come from one of them.")
+        if self.table and self.target is None:
+            raise ValueError(f"{given[0]} needs target, the name of the column to predict.")
+        for name in () if self.table else _OF_TABLES:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is for tables: csv or parquet.")
+        for name in () if given else ("task", "test"):
+            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is for data of your own: {', '.join(SOURCES)}.")
+        return self
+
+
+class TableNet(Named):
+    """Dense layers for tables, with embeddings of categories."""
+
+    home: ClassVar = "slimbayes.sklearn.network"
+    filled: ClassVar = ("numbers", "sizes", "outputs")
+    kind: Literal["table_net"]
+    hidden: Annotated[tuple[Size, ...], Field(max_length=1000)] = (128, 128)
+
+
+class OwnCodeError(RuntimeError):
+    """Code that a config names for its network was not allowed to run, was not found, or failed."""
+
+
+class PythonNet(Options):
+    """A network that a function of one's own makes: it runs code, so only from a config that the user names.
+
+    Attributes:
+        python: "package.module:function"; modules are also looked for where the command runs.
+        args: its arguments. What the data say (inputs, outputs, classes, numbers, sizes, channels, size, vocabulary)
+            is given to arguments of these names that are not among them.
+    """
+
+    kind: Literal["code"] = "code"
+    python: Annotated[str, Field(max_length=500), AfterValidator(_function)]
+    args: dict[str, Any] = Field(default={}, max_length=1000)
+
+    def network(self, facts: Mapping[str, Any], data: str) -> Any:
+        """What the function makes of its arguments and of what the data say."""
+        if not _ALLOWED.get():
+            raise OwnCodeError(
+                f"The network is made by code that the run names ({self.python}), not by slimbayes. If you trust that "
+                f"code, say --allow-code."
+            )
+        from slimbayes.lab.own_network import call
+
+        return call(self.python, self.args, facts)
+
+
+_ALLOWED = ContextVar("_ALLOWED", default=False)
+
+
+@contextmanager
+def code_allowed(allowed: bool = True) -> Iterator[None]:
+    """Let networks be made by code that a config names: for configs that the user has named, or trusts.
+
+    Example:
+        >>> chosen = PythonNet(python="torch.nn:Linear", args={"in_features": 3, "out_features": 1})
+        >>> with code_allowed():
+        ...     chosen.network({}, "mine")
+        Linear(in_features=3, out_features=1, bias=True)
+    """
+    token = _ALLOWED.set(allowed)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def filled(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with what follows from it: data are named by their file, tables are scaled by quantiles unless
+    something else is asked for, and {python: ...} is a kind of network.
+
+    Example:
+        >>> filled({"data": {"csv": "in/houses.csv"}, "model": {"python": "nets:build"}})["data"]
+        {'scaling': 'quantile', 'csv': 'in/houses.csv', 'name': 'houses'}
+    """
+    data, model = tree.get("data"), tree.get("model")
+    if isinstance(data, dict):
+        paths = [data[kind] for kind in SOURCES if isinstance(data.get(kind), str)]
+        usual = {"scaling": "quantile"} if {"csv", "parquet"} & data.keys() else {}
+        numbers = {n: str(data[n]) for n in ("target",) if isinstance(data.get(n), int)}
+        named = {"name": PurePath(paths[0]).stem[:200] or "data"} if paths and not data.get("name") else {}
+        data = usual | data | numbers | named
+    if isinstance(model, dict) and "python" in model:
+        model = {"kind": "code"} | model
+    return {**tree} | {name: value for name, value in (("data", data), ("model", model)) if name in tree}

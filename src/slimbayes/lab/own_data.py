@@ -1,0 +1,247 @@
+"""Reading data of one's own: a table, arrays, or a folder of pictures.
+
+Sizes: N rows, d columns of numbers, c of categories.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimbayes.data import Dataset, Split
+from slimbayes.data.catalog import root_folder
+from slimbayes.data.folders import ImageFolder, read_square
+from slimbayes.data.table_files import MOST_VALUES, Column, Frame, Kind, TableFile, frames, look
+from slimbayes.errors import brief, did_you_mean
+from slimbayes.lab import config
+from slimbayes.lab.seeds import generator
+from slimbayes.sklearn.columns import Table
+from slimbayes.untrusted import check_regular
+
+FEW = 20  # whole numbers that may be classes, or may be counts
+_BYTES = 4 << 30  # of pictures in memory
+
+
+@dataclass(frozen=True)
+class OwnTable(Dataset):
+    """A table of one's own: rows of numbers and codes, float64 (N, d + c), and what its columns are."""
+
+    table: Table | None = None
+    passed: tuple[str, ...] = ()  # columns that a file of rows to predict may have too: the target, and dropped ones
+    header: bool = True
+
+    @property
+    def named(self) -> tuple[object, ...]:
+        assert self.table is not None
+        words = () if self.table.encoder is None else tuple(map(tuple, self.table.encoder.categories_))
+        return *super().named, words
+
+
+def open_own(chosen: config.Data, root: Path | str | None) -> Dataset:
+    """The data of a config that names a file: splits train and test, none of it scaled."""
+    assert chosen.source is not None
+    kind, text = chosen.source
+    path = find_own(text, root)
+    if kind == "images":
+        return _pictures(path, chosen)
+    return _arrays(path, chosen) if kind == "npz" else _table(path, chosen)
+
+
+def find_own(text: str, root: Path | str | None) -> Path:
+    """Where a path leads from here or, if nothing is there, from the data folder."""
+    folders = [Path.cwd()]
+    if root is not None or os.environ.get("SLIMBAYES_DATA"):
+        folders.append(root_folder(root))
+    found = next((place for folder in folders if (place := folder / os.path.expanduser(text)).exists()), None)
+    if found is None:
+        raise FileNotFoundError(f"{brief(text)} is not there, seen from {' or '.join(map(str, folders))}.")
+    return found
+
+
+def _split(rows: Split, chosen: config.Data) -> dict[str, Split]:
+    """Rows to train and to test on, in their order."""
+    held = round(len(rows) * chosen.test)
+    if held in (0, len(rows)):
+        raise ValueError(
+            f"data.test={chosen.test} of {len(rows)} rows leaves none to {'train' if held else 'test'} on."
+        )
+    order = torch.randperm(len(rows), generator=generator(chosen.seed, "test"))
+    if chosen.held_out == "last":
+        order = torch.arange(len(rows) - 1, -1, -1)
+    return {"train": rows.pick(order[held:].sort().values), "test": rows.pick(order[:held].sort().values)}
+
+
+# --- tables ---
+
+
+def _table(path: Path, chosen: config.Data) -> OwnTable:
+    found = look(path, chosen.header)
+    names = {"target": [chosen.target], "categories": chosen.categories, "drop": chosen.drop}
+    for option, wanted in names.items():
+        for name in wanted:
+            if name not in found.names:
+                raise ValueError(
+                    f"data.{option}: {path} has no column {brief(name)}{did_you_mean(str(name), found.names)}"
+                )
+    assert chosen.target is not None
+    left_out = {chosen.target, *chosen.drop}
+    kinds = {c.name: feature_kind(found, c, chosen.categories) for c in found.columns if c.name not in left_out}
+    if not kinds:
+        raise ValueError(f"{path} has no column beside the target and those that are dropped.")
+    discrete = target_is_class(found.column(chosen.target), path, chosen.task)
+    target: Kind = "word" if discrete else "number"
+    whole = _joined(list(frames(path, kinds | {chosen.target: target}, found.header)))
+    table = Table([name for name, kind in kinds.items() if kind == "word"], chosen.missing)
+    try:
+        read = table.fit(Frame({name: whole[name] for name in kinds}))
+    except ValueError as error:
+        raise ValueError(f"{path}: {told(error)}") from error
+    y, classes = _targets(whole[chosen.target], discrete, f"{path}, column {brief(chosen.target)}")
+    splits = _split(Split(torch.from_numpy(read), y), chosen)
+    passed = tuple(name for name in found.names if name in left_out)
+    columns = tuple(table.names[j] for j in [*table.numbers, *table.categories])
+    return OwnTable(chosen.name, splits, classes, (), columns, table, passed, found.header)
+
+
+def told(error: Exception) -> str:
+    """What `Table` says, with options called as in a config."""
+    text = str(error).removeprefix("Input X contains NaN: ")
+    return text.replace("missing='impute'", "data.missing: impute").replace("categorical_features", "data.categories")
+
+
+def _joined(blocks: Sequence[Frame]) -> Frame:
+    return Frame({name: np.concatenate([block[name] for block in blocks]) for name in blocks[0].columns})
+
+
+def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = ()) -> Kind:
+    """Whether a column is numbers or categories; what is neither is refused."""
+    place = f"{found.file}, column {brief(column.name)}"
+    if column.name in categories:
+        return "word"
+    if column.kind == "date":
+        raise ValueError(
+            f"{place} holds dates ({brief(column.odd[1])}): turn them into numbers, such as days since a date, or "
+            f"leave it out with data.drop."
+        )
+    if column.kind == "word" and column.numbers >= column.others:
+        line, cell = column.odd
+        raise ValueError(
+            f"{place} holds numbers, but not in line {line}: {brief(cell)}. Mend it, or name the column in "
+            f"data.categories if it holds categories."
+        )
+    if column.kind == "word" and len(column.values) > max(FEW, min(MOST_VALUES, found.rows / 2)):
+        many = f"more than {MOST_VALUES:,}" if len(column.values) > MOST_VALUES else str(len(column.values))
+        raise ValueError(
+            f"{place} holds {many} different texts in {found.rows:,} rows, too many for categories: leave it out with "
+            f"data.drop, or name it in data.categories if it is meant."
+        )
+    return column.kind
+
+
+def target_is_class(column: Column, path: Path, task: str | None) -> bool:
+    """Whether a target is a class: as `task` says, or as its values show."""
+    place = f"{path}, column {brief(column.name)}, the target,"
+    if column.missing:
+        raise ValueError(f"{place} is missing in {column.missing} rows: drop these rows.")
+    if task == "regression" and column.kind != "number":
+        line, cell = column.odd
+        raise ValueError(f"{place} must hold numbers for data.task: regression, got {brief(cell)} in line {line}.")
+    if task is not None:
+        return task == "classes"
+    if column.kind == "date" or (column.kind == "word" and len(column.values) > MOST_VALUES):
+        raise ValueError(
+            f"{place} holds {'dates' if column.kind == 'date' else 'too many different texts for classes'}."
+        )
+    if column.kind == "word" or len(column.values) == 2:
+        return True
+    if column.whole and len(column.values) <= FEW:
+        raise ValueError(
+            f"{place} holds {len(column.values)} different whole numbers, which may be classes or counts: say "
+            f"data.task: classes, or data.task: regression."
+        )
+    return False
+
+
+def _targets(values: np.ndarray, discrete: bool, place: str) -> tuple[Tensor, tuple[str, ...]]:
+    if not discrete:
+        return torch.from_numpy(values.astype(np.float32)).unsqueeze(1), ()
+    words: Mapping[str, int] = {word: i for i, word in enumerate(sorted(set(values.tolist()), key=_by_number))}
+    if len(words) < 2:
+        raise ValueError(f"{place}: all rows have the class {brief(next(iter(words)))}, and nothing is to be learnt.")
+    return torch.tensor([words[word] for word in values.tolist()]), tuple(words)
+
+
+def _by_number(word: str) -> tuple[float, str]:
+    """Classes that are numbers in their order, then others by the alphabet."""
+    try:
+        return float(word), word
+    except ValueError:
+        return float("inf"), word
+
+
+# --- arrays ---
+
+
+def _arrays(path: Path, chosen: config.Data) -> Dataset:
+    check_regular(path)
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, OSError, EOFError, KeyError, AttributeError, MemoryError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read as a .npz file: {brief(str(error))}.") from error
+    cut = {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys()
+    if not cut and not {"x", "y"} <= arrays.keys():
+        has = ", ".join(map(brief, list(arrays)[:10])) or "none"
+        raise ValueError(f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test; it has {has}.")
+    names = [("x_train", "y_train"), ("x_test", "y_test")] if cut else [("x", "y")]
+    found = [_array_split(arrays[x], arrays[y], f"{path}, {x}", chosen) for x, y in names]
+    splits = dict(zip(("train", "test"), found, strict=True)) if cut else _split(found[0], chosen)
+    return Dataset(chosen.name, splits)
+
+
+def _array_split(x: np.ndarray, y: np.ndarray, place: str, chosen: config.Data) -> Split:
+    for what, array in (("inputs", x), ("targets", y)):
+        if array.dtype.kind not in "uifb" or not array.ndim or not array.size:
+            got = f"{array.dtype} of shape {array.shape}"
+            raise ValueError(f"{place}: {what} must be numbers, row by row, got {brief(got)}.")
+    real = chosen.task == "regression" or (chosen.task is None and y.dtype.kind == "f")
+    if not real and (y.dtype.kind == "f" or y.ndim > 1) and (y.ndim > 1 or (y != np.round(y)).any()):
+        raise ValueError(f"{place}: classes must be whole numbers (n,), got {y.dtype} of shape {y.shape}.")
+    inputs = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32 if x.dtype.kind == "f" else np.int64))
+    if inputs.dim() == 2 and not inputs.is_floating_point():
+        inputs = inputs.float()  # a table of whole numbers: words of texts have sets of their own
+    target = torch.from_numpy(y.astype(np.float32 if real else np.int64))
+    return Split(inputs, target.unsqueeze(1) if real and target.dim() == 1 else target)
+
+
+# --- pictures ---
+
+
+def _pictures(path: Path, chosen: config.Data) -> Dataset:
+    size = chosen.image_size
+    train = ImageFolder(path / "train" if (path / "train").is_dir() else path)
+    cut = (path / "train").is_dir() and (path / "test").is_dir()
+    folders = [train, ImageFolder(path / "test", classes=train.classes)] if cut else [train]
+    if len(train.classes) < 2:
+        raise ValueError(
+            f"{path} must hold a folder of pictures for each class, at least two; it has {len(train.classes)}."
+        )
+    if (needed := sum(map(len, folders)) * 3 * size**2) > _BYTES:
+        raise ValueError(
+            f"{path}: pictures of {size} x {size} pixels take {needed / 2**30:.0f} GiB; set data.image_size to less."
+        )
+    found = [Split(torch.stack([_square(p, size) for p in one.paths]), one.y) for one in folders]
+    splits = dict(zip(("train", "test"), found, strict=True)) if cut else _split(found[0], chosen)
+    return Dataset(chosen.name, splits, train.classes)
+
+
+def _square(path: Path, size: int) -> Tensor:
+    check_regular(path)
+    return read_square(path, size)

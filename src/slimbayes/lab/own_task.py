@@ -1,0 +1,132 @@
+"""Data of one's own between reading and training: scaled by what the training rows show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from slimbayes.data import Dataset, Split
+from slimbayes.data.table_files import Frame, Kind, column_names, frames
+from slimbayes.errors import brief
+from slimbayes.lab.own_data import OwnTable, told
+from slimbayes.sklearn.preparation import Preparation
+
+if TYPE_CHECKING:
+    from slimbayes.lab.config import Data
+    from slimbayes.lab.task import Task
+
+
+@dataclass(frozen=True)
+class OwnColumns:
+    """How rows of a table's file become the network's.
+
+    Attributes:
+        preparation: codes and scales.
+        passed: columns that such a file may have, and that are not looked at.
+        header: whether its first line has names.
+    """
+
+    preparation: Preparation
+    passed: tuple[str, ...]
+    header: bool
+
+    def fills(self) -> dict[str, Any]:
+        """Arguments of networks that a table decides. Codes of categories are no inputs of a plain network."""
+        sizes = self.preparation.table.sizes
+        return {"numbers": self.preparation.width, "sizes": list(sizes)} | (
+            {} if sizes else {"inputs": self.preparation.width}
+        )
+
+    def facts(self) -> dict[str, Any]:
+        return {"preparation": self.preparation.facts(), "passed": list(self.passed), "header": self.header}
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> Self:
+        return cls(Preparation.from_facts(facts["preparation"]), tuple(facts["passed"]), bool(facts["header"]))
+
+
+def table_blocks(file: Path, own: OwnColumns) -> Iterator[Tensor]:
+    """Rows of a table's file as the network takes them, float32 (n, w + c), block by block."""
+    if file.suffix not in (".csv", ".parquet"):
+        raise ValueError(f"{file}: the run was trained on a table, so rows come as .csv or .parquet.")
+    table, names = own.preparation.table, column_names(file, own.header)
+    words = {table.names[j] for j in table.categories}
+    here = {name: name for name in table.names}
+    if not own.header and len(names) == len(table.names):  # without names and without the target: by their order
+        here = dict(zip(table.names, names, strict=True))
+    else:
+        _check_names(file, names, table.names, own.passed)
+    kinds: dict[str, Kind] = {here[name]: "word" if name in words else "number" for name in table.names}
+    return _prepared_blocks(file, own, kinds, here)
+
+
+def _prepared_blocks(
+    file: Path, own: OwnColumns, kinds: Mapping[str, Kind], here: Mapping[str, str]
+) -> Iterator[Tensor]:
+    table, first = own.preparation.table, 0
+    for frame in frames(file, kinds, own.header):
+        try:
+            read = table.read(Frame({name: frame[here[name]] for name in table.names}))
+        except ValueError as error:
+            raise ValueError(f"{file}, rows {first} to {first + len(frame) - 1}: {told(error)}") from error
+        first += len(frame)
+        yield torch.from_numpy(own.preparation(read))
+    if not first:
+        raise ValueError(f"{file} has no rows.")
+
+
+def _check_names(file: Path, names: Sequence[str], needed: Sequence[str], passed: Sequence[str]) -> None:
+    faults = {
+        "missing": [name for name in needed if name not in names],
+        "not known to the run": [name for name in names if name not in needed and name not in passed],
+    }
+    if message := "; ".join(f"{what}: {', '.join(map(brief, found[:10]))}" for what, found in faults.items() if found):
+        raise ValueError(f"{file}: columns {message}. The run was trained on {', '.join(map(brief, needed[:50]))}.")
+
+
+def finished(task: Task, data: Dataset, chosen: Data) -> Task:
+    """A task of one's own data, with real targets standardised and tables scaled, both by the training rows."""
+    if task.real:
+        task = _standardised(task)
+    if not isinstance(data, OwnTable):
+        return task
+    assert data.table is not None and isinstance(task.train, Split)
+    scaling: Literal["quantile", "standard", "none"] = "none"
+    if chosen.scaling in ("quantile", "standard"):
+        scaling = chosen.scaling
+    preparation = Preparation.learnt(data.table, scaling, task.train.x.numpy())
+
+    def prepared(rows: Any) -> Any:
+        return rows and Split(torch.from_numpy(preparation(rows.x.numpy())), rows.y)
+
+    return replace(
+        task,
+        train=prepared(task.train),
+        test=prepared(task.test),
+        validation=prepared(task.validation),
+        scaling=replace(task.scaling, mean=None, std=None),
+        own=OwnColumns(preparation, data.passed, data.header),
+    )
+
+
+def _standardised(task: Task) -> Task:
+    assert isinstance(task.train, Split)
+    wide = task.train.y.double()
+    mean, std = wide.mean(0), wide.std(0, correction=0)
+    if bool((std == 0).any()):
+        raise ValueError(f"{task.name}: the target is {float(mean[std == 0][0]):g} in all training rows.")
+    mean, std = mean.float(), std.float()
+
+    def scaled(rows: Any) -> Any:
+        return rows and Split(rows.x, _scaled(rows.y, mean, std))
+
+    return replace(task, train=scaled(task.train), validation=scaled(task.validation), y_mean=mean, y_std=std)
+
+
+def _scaled(y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    return (y - mean) / std
