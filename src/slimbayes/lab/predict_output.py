@@ -26,8 +26,8 @@ LABEL = "label"
 
 
 def as_columns(prediction: Prediction, classes: Sequence[str], level: float | None = None) -> Columns:
-    """Predictions as columns: label, probabilities and uncertainties; or mean, deviations and, given a `level`, the ends of the
-    central interval that holds a real target with this probability."""
+    """Predictions as columns: label, probabilities and uncertainties; or mean, deviations and, given a `level`, the
+    ends of the central interval that holds a real target with this probability."""
 
     def whole(name: str) -> Tensor:
         return getattr(prediction, name).double().cpu()
