@@ -57,15 +57,20 @@ def entry(cells: Cells, data: str, method: str, score: str, value: float | None,
     return f"**{value:.3f}**{error}" if value == best else f"{value:.3f}{error}"
 
 
+def shared(cells: Cells, data: str, rival: str, score: str) -> tuple[float, float] | None:
+    """Means of ours and a rival's over the splits that both have; None where there are none."""
+    found = [{c["split"]: c[score] for c in cells.get((data, m), []) if score in c} for m in ("slimbayes", rival)]
+    both = sorted(found[0].keys() & found[1].keys())
+    return (mean(found[0][s] for s in both), mean(found[1][s] for s in both)) if both else None
+
+
 def verdict(cells: Cells) -> str:
     """On how many sets our defaults are ahead of each other method, by the mean over splits that both have."""
     told = []
     for rival in dict.fromkeys(method for _, method in cells if method != "slimbayes"):
         for score in SECOND:
-            pairs = [
-                (average(cells, d, "slimbayes", score), average(cells, d, rival, score)) for d in {d for d, _ in cells}
-            ]
-            known = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+            pairs = [shared(cells, data, rival, score) for data in {data for data, _ in cells}]
+            known = [pair for pair in pairs if pair is not None]
             if known:
                 told.append((rival, SECOND[score], sum(ours < theirs for ours, theirs in known), len(known)))
     rivals = dict.fromkeys(rival for rival, *_ in told)
