@@ -152,6 +152,7 @@ def _head(record: dict[str, Any], rows: Table) -> list[str]:
         "trains: Python has no part in it. A compiled target is met if either number reaches it.",
         "",
         "`before` is an earlier version on the same kind of GPU, in other runs.",
+        *([record["note"]] if "note" in record else []),
         "",
         f"**Of {len(TARGETS)} targets {reached} are met, {len(TARGETS) - reached - unknown} missed, "
         f"{unknown} not measured.**",

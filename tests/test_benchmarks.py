@@ -168,15 +168,28 @@ def test_the_page_says_what_is_met_and_why_the_rest_is_not() -> None:
     text = performance_page.page(made_up())
     unknown = len(performance_page.TARGETS) - 4  # per member's step rounds to its goal; memory is below its own
     assert f"{len(performance_page.TARGETS)} targets 2 are met, 2 missed, {unknown} not measured" in text
-    assert "| MLP 4 x 4096, rank-1 per member | step | 2.40 | 1.10 | 1.10 | met |  |" in text
-    assert "rank-1 per example | step | 2.50 | 1.20 | 1.50 | **missed** | bayesian-torch flipout 2.50 eager |" in text
+    assert "| MLP 4 x 4096, rank-1 per member | step | 2.40 | 1.10 | 1.10 | - | met |  |" in text
+    assert (
+        "rank-1 per example | step | 2.50 | 1.20 | 1.50 | - | **missed** | bayesian-torch flipout 2.50 eager |" in text
+    )
     assert (
         "step: the GPU is busy for 2.90 of 3.00 ms with 50 kernels, plain 1.90 of 2.00 ms with 30: bound by kernels"
         in text
     )
     assert "step, eager: the GPU is busy for 1.00 of 4.00 ms with 400 kernels" in text and "bound by Python" in text
     assert "| S=1 | 7.00 |" in text and "vit:eager: no time was left" in text and "TypeError: a/b" in text
-    assert "| WRN-28-10, rank-1 per member | step | 1.24 | 1.06 | - | not measured |  |" in text
+    assert "| WRN-28-10, rank-1 per member | step | 1.24 | 1.06 | - | - | not measured |  |" in text
+
+
+def test_a_step_as_a_cuda_graph_can_meet_a_compiled_target_and_no_eager_one() -> None:
+    of = {t.mode: t for t in performance_page.TARGETS if t.workload == "GPT-2 small, frozen base"}
+    rows = {
+        ("gpt2", mode, "rank-1, frozen base"): {"train_ratio": r} for mode, r in (("compiled", 1.5), ("recorded", 0.9))
+    }
+    assert performance_page.met(of["compiled"], rows) and not performance_page.met(of["eager"], rows)
+    assert (
+        performance_page.recorded(of["compiled"], rows) == 0.9 and performance_page.recorded(of["eager"], rows) is None
+    )
 
 
 def test_the_best_of_several_methods_is_one_method() -> None:
