@@ -25,7 +25,7 @@ from slimbayes.lab.serve_queue import Busy, Queue
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
-pytest.importorskip("httpx")
+pytest.importorskip("starlette.testclient", exc_type=(ImportError, RuntimeError))
 from fastapi.testclient import TestClient
 
 from slimbayes.lab.serve import Limits, build_app, serve
