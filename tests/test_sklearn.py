@@ -17,8 +17,6 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.sklearn import BayesClassifier, BayesRegressor
-from slimbayes.sklearn.network import Targets
-from slimbayes.train.likelihoods import noise_scale
 
 QUICK: dict[str, Any] = {"module": (8,), "method": sb.Rank1(members=2), "batch_size": 512, "lr": 0.05, "draws": 2}
 SEEDED = QUICK | {"epochs": 8, "random_state": 0}
@@ -224,7 +222,10 @@ def test_wrong_parameters_are_told(wrong: dict[str, Any], told: str) -> None:
         BayesRegressor(**SEEDED | wrong).fit(*line())
 
 
-@pytest.mark.parametrize("scale", [0.11, 0.5, 2.0, 9.0])
-def test_a_fixed_noise_is_the_noise(scale: float) -> None:
-    outputs = Targets(torch.nn.Linear(3, 2), 2, noise=scale)(torch.zeros(4, 3))
-    assert torch.allclose(noise_scale(outputs[..., 1]), torch.full((4, 2), scale), rtol=1e-4)
+@pytest.mark.parametrize("noise", [0.02, 0.5, 30.0])
+def test_a_fixed_noise_is_the_noise(noise: float) -> None:
+    """Also one below the floor and above the ceiling of noise that a network learns."""
+    X, y = line(60)
+    model = BayesRegressor(**SEEDED | {"noise": noise, "epochs": 2}).fit(X, y)
+    scale = model.prediction(X).aleatoric.sqrt()
+    assert torch.allclose(scale, torch.full_like(scale, noise), rtol=1e-4)
