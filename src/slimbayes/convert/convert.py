@@ -23,6 +23,7 @@ from slimbayes.layers.copied import copied_class
 from slimbayes.layers.methods import Opens
 from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.ensemble import Ensemble, EnsemblePosterior
+from slimbayes.posteriors.rank1 import Rank1Posterior
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -89,13 +90,14 @@ def bayesianize(
         for d in decisions
         if d.config is not None and d.tied is None
     ]
+    built = [entry for entry in built if entry[0].config is not None]
+    _share(decisions, layers, built)
+    built = [entry for entry in built if entry[0].config is not None]
     if strict:
         refuse(decisions)
-    built = [entry for entry in built if entry[0].config is not None]
     if not built and any(d.problem for d in decisions):
         reasons = "; ".join(f"{d.name or '(the model itself)'} ({d.kind}): {d.reason}" for d in decisions if d.problem)
         raise ValueError(f"No layer would be converted. {reasons}.")
-    _share(decisions, layers, built)
     try:
         for decision, layer, cls, posteriors in built:
             _swap(layer, cls, posteriors, decision.tied is None)
@@ -231,18 +233,26 @@ def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> t
 def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built: list[Any]) -> None:
     """Layers that are tied to another get its posterior: one draw and one KL for one weight."""
     owners = {decision.name: (decision, posteriors) for decision, _, _, posteriors in built}
+    owned = {decision.name: cls for decision, _, cls, _ in built}
     for decision in decisions:
         if decision.tied is None or decision.config is None:
             continue
-        if decision.tied not in owners:
+        if decision.tied not in owners or owners[decision.tied][0].config is None:
             decision.stay(f"its weight is tied to {decision.tied}, which stays as it is")
             continue
-        posterior = next(iter(owners[decision.tied][1].values()))
-        posterior.blockwise = True  # type: ignore[assignment]
+        owner, (site, posterior) = owners[decision.tied][0], next(iter(owners[decision.tied][1].items()))
         layer = layers[decision.name]
         cls = class_for(layer, decision.config.covers)
         assert cls is not None
-        built.append((decision, layer, cls, nn.ModuleDict({sites_of(cls, layer)[0].name: posterior})))
+        first = sites_of(cls, layer)[0]
+        theirs = next(s for s in sites_of(owned[owner.name], layers[owner.name]) if s.name == site)
+        if isinstance(posterior, Rank1Posterior) and first.out_dim != theirs.out_dim:
+            # What scales the inputs of one scales the outputs of the other: the same factors are other weights.
+            for d, other in ((owner, decision), (decision, owner)):
+                d.stay(f"its weight is tied to {other.name}, which has inputs for outputs: they share no factors", True)
+            continue
+        posterior.blockwise = True  # type: ignore[assignment]
+        built.append((decision, layer, cls, nn.ModuleDict({first.name: posterior})))
 
 
 def _swap(layer: nn.Module, cls: type[Converted], posteriors: nn.ModuleDict, owner: bool) -> None:

@@ -44,7 +44,9 @@ def select(model: Model, members: Sequence[int]) -> Model:
             raise ValueError(f"{p.name} has {p.members} members, of which {chosen!r} are not different ones.")
     for p in posteriors:
         if p.members > 1:
-            p.select([k % p.members for k in chosen])
+            layers = [m for m in model.modules() if isinstance(m, Converted) and m is not p.layer]
+            tied = [layer for layer in layers if any(own is p for own in layer.posterior.values())]
+            p.select([k % p.members for k in chosen], tied)
     changed()
     for root, conversion in conversions:
         for d in conversion.decisions:

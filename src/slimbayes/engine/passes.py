@@ -109,6 +109,8 @@ class Pass:
         new = copy.copy(self)
         new.rows, new.layout, new.held = rows, layout, False
         new.calls, new.substitutes, new.drawn_yet = {}, {}, False
+        if self.held:  # numbers are held, not what they made: parameters, gradients and types may differ between calls
+            new.values, new.biases = {}, {}
         return new
 
     def single(self, index: int, layout: Layout | None = None) -> Pass:

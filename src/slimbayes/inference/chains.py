@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from slimbayes.convert.again import said_again
 from slimbayes.convert.convert import bayesianize, debayesianize
 from slimbayes.convert.plan import Selection
 from slimbayes.distributions.families import Distribution, Normal, Point
@@ -128,6 +129,7 @@ def sample_posterior(
     _check(model, method, likelihood, chains, draws, burn_in, thin, step_size, cycles)
     plain = not passes.posteriors_of(model)
     means = {} if plain else member_factors(model)
+    say = None if plain else said_again(model)
     if means and (include is not None or exclude is not None):
         raise ValueError("sample_posterior: include and exclude choose layers of a plain model; this one's are set.")
     prior = prior or next((p.prior_of_factors for p in passes.posteriors_of(model)), None) or Normal(1.0, 0.1)
@@ -135,6 +137,8 @@ def sample_posterior(
     generator = torch.Generator().manual_seed(key(seed_of(seed), "chains"))
     try:
         _begin(work, means, chains, include, exclude, generator)
+        if say is not None:
+            say(work, freezing=not base_lr)  # which moves the network's own weights
         density = Density(work, data, likelihood, noise, prior, temperature, output)
         if method == "hmc":
             sampler = hmc.HMC(density, step_size, leapfrog, generator)
@@ -155,6 +159,8 @@ def sample_posterior(
     if work is not model:
         model.load_state_dict(debayesianize(work).state_dict())
     _hold(model, found)
+    if say is not None:
+        say(model)
     states = torch.stack([torch.cat(factors, 1) for factors, _ in kept], 1)
     return Chains(model, states, torch.stack([value for _, value in kept], 1), acceptance, step_size)
 

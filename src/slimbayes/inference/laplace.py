@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from slimbayes.convert.again import said_again
 from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, debayesianize
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
@@ -119,6 +120,7 @@ def laplace(
         prior = Normal(1.0, 0.1) if likelihood_named(likelihood).discrete and not weights else "layer"
     start = prior if isinstance(prior, Normal) else Normal(0.0, 1.0)
     numbers: Over = "weights" if weights else over
+    say = said_again(model) if passes.posteriors_of(model) else None
     work, means = _means_apart(model, numbers)
     if means and (include is not None or exclude is not None or layers != "all"):
         raise ValueError(
@@ -136,6 +138,8 @@ def laplace(
             first = next(batches)
             include, batches = _last(work, plan(work, config, include, exclude), first), chain([first], batches)
         bayesianize(work, config, include=(lambda name, _: name in means) if means else include, exclude=exclude)
+        if say is not None:
+            say(work)
         set_factors(work, means)
         curvature = accumulate(work, batches, likelihood, samples, output)
         report = _fit(work, config, curvature, likelihood, prior, noise)
@@ -146,6 +150,8 @@ def laplace(
         raise
     if work is not model:
         _move(work, model)
+    if say is not None:
+        say(model)
     return replace(report, model=model)
 
 

@@ -89,8 +89,8 @@ class Posterior(Keyed, ABC):
         """The prior of rank-1 factors, where there are any and they have one."""
         return None
 
-    def select(self, members: Sequence[int]) -> None:
-        """Keep these members, of which there are several, in this order."""
+    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
+        """Keep these members, of which there are several, in this order; `tied` are other layers that share it."""
         raise NotImplementedError
 
     def role(self, name: str) -> Role:

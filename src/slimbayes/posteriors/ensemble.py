@@ -139,7 +139,7 @@ class EnsemblePosterior(Posterior):
     selectable = True
 
     @torch.no_grad()
-    def select(self, members: Sequence[int]) -> None:
+    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         own = {n: t for n, t in self.layer.state_dict().items() if not n.startswith("posterior.")}
         every = [own, *(other.state_dict() for other in self.others)]
         states = [{n: t.clone() for n, t in every[k].items()} for k in members]

@@ -55,6 +55,14 @@ class FlowPosterior(WeightPosterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return len(self.log_scale), 0
 
+    def centre(self, block: Tensor) -> Tensor:
+        if len(self.u):
+            raise ValueError(
+                f"{self.name}: a flow bends the middle of its noise away from the posterior's mean, for which no "
+                f"closed form is known; average draws with predict(model, x, draws=...)."
+            )
+        return super().centre(block)
+
     def deviations(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Deviations from the mean (n, D), and log det of each (n,), from standard normals (n, D)."""
         d, log_det = wide(self.log_scale).exp() * noise, noise.new_zeros(len(noise))

@@ -63,7 +63,8 @@ class Joint(WeightPosterior):
         """L e of each draw's member, for e (n, D)."""
         if self.lower is None:
             return pick(wide(self.log_scale).exp(), len(lines)) * lines
-        every = torch.einsum("nj,kij->nki", lines.to(self.log_scale.dtype), self.root())
+        root = self.root()
+        every = torch.einsum("nj,kij->nki", lines.to(root.dtype), root)
         if self.members == 1:
             return every.squeeze(1)
         member = pick(torch.arange(self.members, device=lines.device), len(lines))

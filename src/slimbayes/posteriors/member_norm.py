@@ -105,7 +105,7 @@ class MemberNormPosterior(Posterior):
     selectable = True
 
     @torch.no_grad()
-    def select(self, members: Sequence[int]) -> None:
+    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         self.members = len(members)
         for name, others in [*self._parameters.items(), *self._buffers.items()]:
             if others is None or name == "place":

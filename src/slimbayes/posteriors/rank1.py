@@ -63,7 +63,7 @@ class Rank1Posterior(WeightPosterior):
         return None if self.countable else self.r.prior
 
     @torch.no_grad()
-    def select(self, members: Sequence[int]) -> None:
+    def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         index, self.members = torch.tensor(members, device=self.device), len(members)
         lines = nn.functional.pad(self.bias, (0, 0, 1, 0))[index] if self.bias is not None else None
         self.bias = None
@@ -71,8 +71,13 @@ class Rank1Posterior(WeightPosterior):
             for name, p in owner.named_parameters(recurse=False):
                 setattr(owner, name, nn.Parameter(p[index], p.requires_grad))
         if lines is not None:  # member 0 has the layer's own bias
-            site = next(site for site, own in self.layer.posterior.items() if own is self)
-            self.layer.linear_map(site).bias.add_(lines[0])
+            moved: set[int] = set()
+            for layer in (self.layer, *tied):
+                site = next(site for site, own in layer.posterior.items() if own is self)
+                bias = layer.linear_map(site).bias
+                if bias is not None and bias.data_ptr() not in moved:  # tied layers may share their bias, too
+                    moved.add(bias.data_ptr())
+                    bias.add_(lines[0].to(bias.dtype))
             self.bias = nn.Parameter(lines[1:] - lines[0]) if len(members) > 1 else None
 
     def role(self, name: str) -> Role:
@@ -114,8 +119,8 @@ class Rank1Posterior(WeightPosterior):
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
         current = posteriors[0].current
-        pairs = zip([current.noise[p.key] for p in posteriors], anchors_of(posteriors), strict=True)
-        kinds = tuple([(noise.row.shape[1] > 0, noise.seed is None, a.device, a.dtype) for noise, a in pairs])
+        pairs = zip(posteriors, [current.noise[p.key] for p in posteriors], anchors_of(posteriors), strict=True)
+        kinds = tuple([(n.row.shape[1] > 0, n.seed is None, a.device, a.dtype, p.clip) for p, n, a in pairs])
 
         def alike() -> list[Alike]:
             kind = dict(zip([p.key for p in posteriors], kinds, strict=True))
@@ -135,7 +140,8 @@ class Rank1Posterior(WeightPosterior):
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
-        kinds = tuple([(anchor.device, anchor.dtype) for anchor in anchors_of(posteriors)])
+        pairs = zip(posteriors, anchors_of(posteriors), strict=True)
+        kinds = tuple([(a.device, a.dtype, p.mixture_kl, p.r.prior, p.s.prior) for p, a in pairs])
 
         def alike() -> list[list[Any]]:
             every = [(p.mixture_kl, f) for p in posteriors for f in (p.r, p.s) if f.family is not Point]

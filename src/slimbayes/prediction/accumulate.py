@@ -113,9 +113,13 @@ class Accumulator:
 
 def _checked_weights(weights: Tensor | Sequence[float], members: int) -> Tensor:
     """Weights (K,) in float64, scaled to sum to one beyond the rounding of what was given."""
-    w = torch.as_tensor(weights, dtype=torch.float64).detach()
-    if w.shape != (members,) or not bool((w >= 0).all()) or not abs(float(w.sum()) - 1) <= 1e-4:
+    given: Any = (
+        weights.tolist() if isinstance(weights, Tensor) else list(weights)
+    )  # numbers: torch.export traces tensors
+    flat = not any(isinstance(w, (list, tuple)) for w in given)
+    if not flat or len(given) != members or not all(w >= 0 for w in given) or not abs(sum(given) - 1) <= 1e-4:
         raise ValueError(
-            f"weights must be {members} non-negative numbers that sum to 1, one for each member, got {w.tolist()}."
+            f"weights must be {members} non-negative numbers that sum to 1, one for each member, got {given}."
         )
-    return w / w.sum()
+    total, device = sum(given), weights.device if isinstance(weights, Tensor) else None
+    return torch.tensor([w / total for w in given], dtype=torch.float64, device=device)

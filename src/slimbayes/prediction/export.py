@@ -140,7 +140,9 @@ class Graph(nn.Module):
         self.total = self.members * draws
         self.kept = _kept(members, self.members, self.total)
         weights = member_weights(model)
-        self.weights = None if weights is None or members is not None else weights.tolist()
+        chosen = sorted({j % self.members for j in self.kept})
+        self.count = len(chosen)
+        self.weights = None if weights is None else (weights[chosen] / weights[chosen].sum()).tolist()
         held = noise.draw_numbered(self.posteriors, Pass(self.total, 1, rowwise=False), noise.seed_of(seed))
         if held.keys and not fixed:
             raise ValueError(
@@ -161,8 +163,7 @@ class Graph(nn.Module):
         outputs = self._outputs(given, args)
         if self.likelihood is None:
             return outputs
-        count = self.members if len(self.kept) == self.total else 1
-        found = Prediction.from_outputs(outputs, self.likelihood, count, self.scale, weights=self.weights)
+        found = Prediction.from_outputs(outputs, self.likelihood, self.count, self.scale, weights=self.weights)
         return tuple(getattr(found, name) for name in SUMMARIES)
 
     def _outputs(self, given: Tensor, args: tuple[Tensor, ...]) -> Tensor:

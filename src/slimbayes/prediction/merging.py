@@ -45,8 +45,11 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
     if member != "mean":
         return passes.run(new.single(member), written, model)
     every = [passes.run(new.single(k), written, model) for k in range(members)]
+    means = []
     for tensors in zip(*(plain.state_dict().values() for plain in every), strict=True):
         if tensors[0].is_floating_point():
             wide = torch.promote_types(tensors[0].dtype, torch.float32)
-            tensors[0].copy_(torch.stack([t.to(wide) for t in tensors]).mean(0))
+            means.append((tensors[0], torch.stack([t.to(wide) for t in tensors]).mean(0)))
+    for own, mean in means:  # only now: what is tied is listed under each of its names
+        own.copy_(mean)
     return every[0]

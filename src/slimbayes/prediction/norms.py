@@ -19,6 +19,7 @@ from slimbayes.convert.convert import bayesianize, ensemble
 from slimbayes.engine.noise import Seed, seed_of
 from slimbayes.posteriors.configs.deterministic import Deterministic
 from slimbayes.prediction.batches import batches_of
+from slimbayes.prediction.predict import member_weights
 from slimbayes.prediction.sample import frozen, members, posteriors_in, sample, write_out
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -80,7 +81,13 @@ def _by_draw(model: Model, x: Any, draws: int, inputs: int | None, seed: int) ->
         for args, kwargs in batches_of(model, x, None, inputs):  # once: a loader may shuffle, an iterator ends
             for net in nets:
                 net(*args, **kwargs)
-    return ensemble(nets) if len(nets) > 1 else bayesianize(nets[0], Deterministic())
+    if len(nets) == 1:
+        return bayesianize(nets[0], Deterministic())
+    joined, weights = ensemble(nets), member_weights(model)
+    if weights is not None:  # draw j belongs to member j mod K
+        own: Any = joined.posterior["members"]  # type: ignore[index]
+        own.weights.copy_(weights.repeat(draws) / draws)
+    return joined
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:

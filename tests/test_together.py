@@ -1,0 +1,140 @@
+"""Features that meet: tied weights, held draws, stacking, export, Laplace, plans that are kept. Each is right alone."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slimbayes as sb
+from slimbayes.distributions.families import Normal
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def moved(net: Any) -> Any:
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return net
+
+
+X = torch.randn(12, 4)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def test_merge_mean_of_tied_layers() -> None:
+    net = moved(sb.bayesianize(Tied(), sb.BatchEnsemble(members=3)))
+    every = [sb.merge(net, k).a.weight for k in range(3)]
+    torch.testing.assert_close(sb.merge(net, "mean").a.weight, torch.stack(every).mean(0).requires_grad_())
+
+
+def test_select_tied_layers_with_biases_of_their_own() -> None:
+    net = moved(sb.bayesianize(Tied(), sb.BatchEnsemble(members=3)))
+    before = sb.sample(net, X)
+    torch.testing.assert_close(sb.sample(sb.select(net, [2, 1]), X), before[[2, 1]])
+
+
+@pytest.mark.parametrize(
+    "config", [sb.MeanField(), sb.KTied(), sb.JointNormal(members=2), sb.FullMatrixNormal(), sb.Radial()]
+)
+def test_held_draws_have_gradients_and_follow_parameters(config: Any) -> None:
+    net = sb.bayesianize(nn.Linear(4, 3), config)
+    with sb.frozen(net, 2, seed=0):
+        with torch.no_grad():
+            sb.sample(net, X)
+        sb.sample(net, X).square().sum().backward()
+        assert all(p.grad is not None for p in net.parameters())
+        moved(net)
+        held = sb.sample(net, X)
+    with sb.frozen(net, 2, seed=0):
+        torch.testing.assert_close(held, sb.sample(net, X))
+
+
+def test_stacking_weights_survive_export_and_refreshed_norms(tmp_path: Path) -> None:
+    net = sb.ensemble(
+        [moved(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))).eval() for _ in range(3)]
+    )
+    w = torch.tensor([0.7, 0.2, 0.1])
+    net.posterior["members"].weights.copy_(w)
+    p = sb.predict(net, X)
+    sb.export(net, X, tmp_path / "a.pt2", likelihood="categorical")
+    torch.testing.assert_close(torch.export.load(tmp_path / "a.pt2").module()(X)[0], p.probs)
+    sb.export(net, X, tmp_path / "b.pt2", likelihood="categorical", members=[0, 1])
+    some = (p.member_probs[:2] * (w[:2] / w[:2].sum())[:, None, None]).sum(0)
+    torch.testing.assert_close(torch.export.load(tmp_path / "b.pt2").module()(X)[0], some)
+    q = sb.predict(sb.refresh_norms(net, X, per="draw"), X)
+    torch.testing.assert_close(q.probs, (q.member_probs * w[:, None, None]).sum(0))
+
+
+def test_plans_follow_priors_and_clips() -> None:
+    net = moved(sb.bayesianize(mlp(), sb.Rank1(members=2, clip=2.0)))
+    sb.kl(net)
+    sb.sample(net, X)
+    net[0].posterior["weight"].clip, net[2].posterior["weight"].r.prior = 0.01, Normal(0.0, 3.0)
+    torch.testing.assert_close(sb.kl(net), sb.kl(copy.deepcopy(net)))
+    torch.testing.assert_close(sb.sample(net, X, seed=0), sb.sample(copy.deepcopy(net), X, seed=0))
+
+
+@pytest.mark.parametrize(
+    "fit", [sb.laplace, lambda net, data: sb.sample_posterior(net, data, chains=2, draws=2, burn_in=1, thin=1)]
+)
+def test_what_trains_is_saved_and_holds_rows_stays(fit: Any, tmp_path: Path) -> None:
+    base = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+    net = sb.bayesianize(copy.deepcopy(base), sb.Rank1(members=2), train="posterior", batch_dim=0)
+    sb.sample(net.train(), X)  # statistics move
+    fit(net.eval(), [(X, torch.randint(3, (12,)))])
+    assert {n for n, p in net.named_parameters() if p.requires_grad} == {
+        n for n, _ in net.named_parameters() if "posterior" in n
+    }
+    assert net._slimbayes.batch_dim == 0
+    sb.save(net, tmp_path / "p")
+    again = sb.load(copy.deepcopy(base), tmp_path / "p").eval()
+    torch.testing.assert_close(sb.sample(again, X, seed=0), sb.sample(net, X, seed=0))
+
+
+@pytest.mark.parametrize("over", ["both", "weights"])
+def test_joint_normal_cast_to_half(over: Any) -> None:
+    net = sb.bayesianize(mlp(), sb.JointNormal(over=over)).bfloat16()
+    assert sb.sample(net, X.bfloat16()).isfinite().all()
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=2), sb.Rank1(members=2), sb.JointNormal()])
+@pytest.mark.parametrize("width", [5, 7])
+def test_a_tied_embedding_shares_no_factors(config: Any, width: Any) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e, self.m, self.f = nn.Embedding(7, width), nn.Linear(width, width), nn.Linear(width, 7, bias=False)
+            self.f.weight = self.e.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.f(torch.tanh(self.m(self.e(x))))
+
+    net, x = moved(sb.bayesianize(Words(), config, include=["e", "m", "f"])), torch.randint(7, (6, 3))
+    with sb.frozen(net, 1, seed=0):
+        out = sb.sample(net, x)
+        for j in range(len(out)):
+            torch.testing.assert_close(sb.write_out(net, j)(x), out[j], atol=1e-5, rtol=1e-5)
+    assert "inputs for outputs" in str(sb.summary(net))
+    with pytest.raises(ValueError, match="inputs for outputs"):
+        sb.bayesianize(Words(), config, include=["e", "m", "f"], strict=True)
+
+
+def test_a_flow_has_no_mean_at_hand() -> None:
+    net = moved(sb.bayesianize(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)), sb.FlowPatch()))
+    with pytest.raises(ValueError, match="average draws"), sb.mean(net):
+        pass
