@@ -1,15 +1,21 @@
 """Features that meet: tied weights, held draws, stacking, export, Laplace, plans that are kept. Each is right alone."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes.decisions import Abstention, Temperature
 from slimbayes.distributions.families import Normal
+from slimbayes.prediction.prediction import Prediction
+from slimbayes.train.fisher import _slope
+from slimbayes.train.likelihoods import noise_scale
 
 
 class Tied(nn.Module):
@@ -138,3 +144,82 @@ def test_a_flow_has_no_mean_at_hand() -> None:
     net = moved(sb.bayesianize(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)), sb.FlowPatch()))
     with pytest.raises(ValueError, match="average draws"), sb.mean(net):
         pass
+
+
+def test_fisher_slope_is_the_noise_derivative() -> None:
+    raw = torch.linspace(-6, 12, 19, dtype=torch.float64, requires_grad=True)
+    want = torch.autograd.grad(noise_scale(raw).sum(), raw)[0]
+    torch.testing.assert_close(_slope(torch.stack([raw, raw], -1).detach())[0], want)
+
+
+def test_laplace_of_a_heteroscedastic_head_has_no_noise_of_its_own() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(200, 1)
+    y = 1.5 * torch.randn(200)
+    lin = torch.nn.Linear(1, 2).eval()
+    ll = -200 * float(sb.heteroscedastic_gaussian(lin(x)[None], y).detach())
+    fit = sb.laplace(lin, [(x, y)], "heteroscedastic_gaussian", over="weights", prior=sb.Normal(0.0, 10.0))
+    assert fit.noise == 0.0 and abs(fit.log_likelihood - ll) < 0.1
+
+
+def test_temperature_one_leaves_far_predictions_alone() -> None:
+    torch.manual_seed(0)
+    net = sb.bayesianize(torch.nn.Linear(4, 3), sb.Rank1(members=2))
+    x = torch.randn(50, 4)
+    p = sb.predict(net, 5 * x, far=sb.far(net, [(x, x)]), seed=0)
+    torch.testing.assert_close(Temperature(1.0)(p).epistemic, p.epistemic, rtol=1e-4, atol=1e-5)
+
+
+def test_decisions_refuse_nan_targets() -> None:
+    p, y = Prediction.from_outputs(torch.zeros(1, 300), "gaussian", scale=1.0), torch.full((300,), torch.nan)
+    with pytest.raises(ValueError):
+        Temperature.fit(p, y)
+    with pytest.raises(ValueError):
+        Abstention.fit(p, y, tolerance=1.0)
+
+
+def test_joined_refuses_other_weights() -> None:
+    a, b = (
+        Prediction.from_outputs(torch.tensor([[0.0], [9.0]]), "gaussian", 2, 1.0, weights=w)
+        for w in ([1.0, 0.0], [0.0, 1.0])
+    )
+    with pytest.raises(ValueError):
+        Prediction.joined([a, b])
+
+
+def test_spread_is_judged_target_by_target() -> None:
+    z, out = torch.randn(64, 2), torch.zeros(1, 64, 2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sb.heteroscedastic_gaussian(out, z + torch.tensor([0.0, 500.0]), scale=1.0)
+    with pytest.warns(UserWarning, match="bounds their noise"):
+        sb.heteroscedastic_gaussian(out, z * torch.tensor([1.0, 1e3]), scale=torch.tensor([1e3, 1.0]))
+
+
+def test_set_params_changes_the_next_fit_alone() -> None:
+    from slimbayes.sklearn import BayesRegressor
+
+    X = np.random.default_rng(0).normal(size=(60, 2))
+    m = BayesRegressor(epochs=1, random_state=0).fit(X, X[:, 0])
+    std = m.predict(X, return_std=True)[1]
+    assert np.array_equal(m.set_params(noise=1.0).predict(X, return_std=True)[1], std)
+
+
+def test_a_category_of_test_rows_alone_is_refused(tmp_path: Path) -> None:
+    from slimbayes.lab.config import Data
+    from slimbayes.lab.own_data import open_own
+
+    (tmp_path / "t.csv").write_text(
+        "a,k,y\n" + "".join(f"{i},{'x' if i % 2 else 'z'},{i}.5\n" for i in range(40)) + "1,w,2.5\n"
+    )
+    with pytest.raises(ValueError, match="did not see"):
+        open_own(
+            Data(name="t", csv=str(tmp_path / "t.csv"), target="y", test=0.2, validation=0.2, held_out="last"), None
+        )
+
+
+def test_served_intervals_weigh_members() -> None:
+    from slimbayes.lab.serve_model import interval
+
+    p = Prediction.from_outputs(torch.tensor([[[0.0]], [[100.0]]]), "gaussian", 2, 1.0, weights=[1.0, 0.0])
+    assert float(interval(p, 0.9)[1]) < 2

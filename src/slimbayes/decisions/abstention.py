@@ -111,11 +111,10 @@ def _wrong(prediction: Prediction, target: Tensor, tolerance: float | None, disc
         raise ValueError(f"tolerance says which error is a mistake and must be positive, got {tolerance!r}.")
     if target.shape != prediction.mean.shape:
         raise ValueError(f"Targets of shape {tuple(prediction.mean.shape)} are needed, got {tuple(target.shape)}.")
-    return (
-        ((target - prediction.mean).abs() > tolerance).flatten(1).any(-1)
-        if target.dim() > 1
-        else ((target - prediction.mean).abs() > tolerance)
-    )
+    if not bool(target.isfinite().all()):
+        raise ValueError("Targets must be finite, got NaN or infinity: leave such rows out.")
+    wrong = ~((target - prediction.mean).abs() <= tolerance)  # a NaN is no right answer
+    return wrong.flatten(1).any(-1) if wrong.dim() > 1 else wrong
 
 
 def _log_tail(errors: int, rows: int, risk: float) -> float:

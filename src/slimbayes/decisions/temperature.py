@@ -56,6 +56,8 @@ class Temperature:
         steps = 24
         grid = [math.log(_LOWEST) + i * math.log(_HIGHEST / _LOWEST) / steps for i in range(steps + 1)]
         values = [nll(t) for t in grid]
+        if any(math.isnan(value) for value in values):
+            raise ValueError("Held-out predictions and targets must be numbers, got NaN: leave such rows out.")
         best = min(range(len(grid)), key=values.__getitem__)
         return cls(math.exp(_lowest(nll, grid[max(best - 1, 0)], grid[min(best + 1, steps)])))
 
@@ -96,7 +98,13 @@ def _tempered(prediction: Prediction, temperature: float) -> Prediction:
     logs = (draws / temperature).log_softmax(-1)
     by_member = log_mean(logs.unflatten(0, (-1, members)))
     shares = prediction.weights
-    each = entropy(logs).unflatten(0, (-1, members)).mean(0)
-    aleatoric = each.mean(0) if shares is None else (along_draws(shares.to(each), each) * each).sum(0)
+
+    def mean_entropy(of: Tensor) -> Tensor:
+        each = entropy(of).unflatten(0, (-1, members)).mean(0)
+        return each.mean(0) if shares is None else (along_draws(shares.to(each), each) * each).sum(0)
+
+    aleatoric = mean_entropy(logs)
+    if prediction.distance is not None:  # what distance added to the draws' entropy is no noise: its share stays
+        aleatoric = aleatoric * (prediction.aleatoric / mean_entropy(draws)).nan_to_num(1.0).clamp(0, 1)
     epistemic = (entropy(log_mean(by_member, shares)) - aleatoric).clamp_min(0)
     return replace(prediction, by_draw=logs, by_member=by_member, aleatoric=aleatoric, epistemic=epistemic)

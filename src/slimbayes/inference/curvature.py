@@ -69,8 +69,12 @@ def accumulate(
     likelihood: LikelihoodName,
     samples: int | None = None,
     output: str | int | None = None,
+    scale: float = 1.0,
 ) -> Curvature:
-    """Sum the curvature over all batches; `samples` draws targets from the model instead of exact information."""
+    """Sum the curvature over all batches; `samples` draws targets from the model instead of exact information.
+
+    `scale` is the noise of "gaussian", or the targets' own deviation for "heteroscedastic_gaussian".
+    """
     joints, total = joints_of(model), Curvature()
     members = joints[0].members
     for p in joints:
@@ -80,8 +84,8 @@ def accumulate(
         for member in range(members):
             for rows in rows_at_means(model, args, kwargs, member, output):
                 part = target[rows.start : rows.start + len(rows.outputs)]
-                _add(total, rows, part, member, likelihood, samples)
-                total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood) / members
+                _add(total, rows, part, member, likelihood, samples, scale)
+                total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood, scale) / members
         total.targets += int(_kept(target, target).sum())
     if not total.targets:
         raise ValueError("laplace was given no targets: the loader is empty.")
@@ -90,7 +94,13 @@ def accumulate(
 
 
 def _add(
-    total: Curvature, rows: Rows, target: Tensor, member: int, likelihood: LikelihoodName, samples: int | None
+    total: Curvature,
+    rows: Rows,
+    target: Tensor,
+    member: int,
+    likelihood: LikelihoodName,
+    samples: int | None,
+    scale: float,
 ) -> None:
     outputs, information = rows.outputs.detach(), likelihood_named(likelihood).fisher
     kept = _kept(outputs, target).to(outputs.dtype)
@@ -101,9 +111,9 @@ def _add(
                 f"Exact curvature of outputs of shape {tuple(outputs.shape)} takes {count:,} backward passes for each "
                 f"batch. Give samples=, such as 10, to draw as many targets from the model instead."
             )
-        roots = information.roots(outputs, 1.0)
+        roots = information.roots(outputs, scale)
     else:
-        roots = (information.score(outputs, 1.0) / samples**0.5 for _ in range(samples))
+        roots = (information.score(outputs, scale) / samples**0.5 for _ in range(samples))
     for root in roots:
         for matrix, lines in zip(total.matrices, rows.pull(root * kept), strict=True):
             lines = lines.double()
@@ -116,7 +126,7 @@ def _kept(outputs: Tensor, target: Tensor) -> Tensor:
     return kept.view(*kept.shape, *[1] * max(outputs.dim() - kept.dim(), 0))
 
 
-def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName) -> float:
+def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName, scale: float) -> float:
     outputs = outputs.detach().double()
     if likelihood_named(likelihood).discrete and bool((target == IGNORED).any()):
         kept = target != IGNORED
@@ -124,7 +134,7 @@ def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName)
     if not target.numel():
         return 0.0
     target = target.double() if target.is_floating_point() else target
-    return float(Prediction.from_outputs(outputs[None], likelihood, scale=1.0).log_prob(target).sum())
+    return float(Prediction.from_outputs(outputs[None], likelihood, scale=scale).log_prob(target).sum())
 
 
 def _check_finite(total: Curvature, joints: list[Any]) -> None:

@@ -94,7 +94,8 @@ def laplace(
         prior: a Normal for every number; or one of mean zero whose precision maximises the marginal likelihood, for
             each "layer" or "shared" by all. By default Normal(1, 0.1) for factors under a likelihood of classes, else
             "layer".
-        noise: standard deviation of the targets' noise for "gaussian"; by default the one of most evidence.
+        noise: standard deviation of the targets' noise for "gaussian"; by default the one of most evidence. For
+            "heteroscedastic_gaussian" that of the targets, the `scale` of training; by default 1.
         full_up_to: layers with more numbers than that get a diagonal.
         rank: k of "k-tied".
         samples: draw so many targets for each row from the model instead of exact information about all outputs: for
@@ -141,7 +142,8 @@ def laplace(
         if say is not None:
             say(work)
         set_factors(work, means)
-        curvature = accumulate(work, batches, likelihood, samples, output)
+        spread = noise if likelihood == "heteroscedastic_gaussian" and noise is not None else 1.0
+        curvature = accumulate(work, batches, likelihood, samples, output, spread)
         report = _fit(work, config, curvature, likelihood, prior, noise)
         if structure == "k-tied":
             fit_k_tied(work, rank)
@@ -224,7 +226,7 @@ def _fit(
 ) -> Laplace:
     """Choose precisions and noise, and give every posterior its covariance and its prior."""
     joints: list[Any] = passes.posteriors_of(model)
-    scaled = likelihood_named(likelihood).option == "scale"
+    scaled = likelihood == "gaussian"  # one noise for all; a heteroscedastic head has its own
     spectra = []
     for p, matrix in zip(joints, curvature.matrices, strict=True):
         values = matrix if matrix.dim() == 2 else torch.linalg.eigvalsh(matrix).clamp_min(0)

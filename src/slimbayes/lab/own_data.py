@@ -99,12 +99,16 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
     target: Kind = "word" if discrete else "number"
     whole = _joined(list(frames(path, kinds | {chosen.target: target}, found.header)))
     table = Table([name for name, kind in kinds.items() if kind == "word"], chosen.missing)
+    y, classes = _targets(whole[chosen.target], discrete, f"{path}, column {brief(chosen.target)}")
+    places = _split(Split(torch.arange(len(y)), y), chosen)
     try:
-        read = table.fit(Frame({name: whole[name] for name in kinds}))
+        every, kept = Frame({name: whole[name] for name in kinds}), places["train"].x.numpy()
+        table.fit(every)  # refuses gaps of all rows
+        table.fit(Frame({name: whole[name][kept] for name in kinds}))  # of test rows alone, categories stay unseen
+        read = torch.from_numpy(table.read(every))
     except ValueError as error:
         raise ValueError(f"{path}: {told(error)}") from error
-    y, classes = _targets(whole[chosen.target], discrete, f"{path}, column {brief(chosen.target)}")
-    splits = _split(Split(torch.from_numpy(read), y), chosen)
+    splits = {name: Split(read[part.x], part.y) for name, part in places.items()}
     passed = tuple(name for name in found.names if name in left_out)
     columns = tuple(table.names[j] for j in [*table.numbers, *table.categories])
     return OwnTable(chosen.name, splits, classes, (), columns, table, passed, found.header)

@@ -126,10 +126,7 @@ def open_model(path: Path, draws: int, accelerator: Any = "auto") -> Served:
 
 
 def interval(found: Prediction, level: float) -> tuple[Tensor, Tensor]:
-    """Ends (N, T) of the central interval of a mixture of normals, by bisection: no random numbers, unlike
-    `Prediction.interval`, so that a row's answer does not depend on the other rows of its batch.
-
-    Shape: samples and noise of `found` (S, N, T).
+    """Ends (N, T) of the central interval, as `slimbayes predict` writes them.
 
     Example:
         >>> one = Prediction.from_outputs(torch.zeros(3, 2, 1), "gaussian", scale=1.0)
@@ -137,15 +134,5 @@ def interval(found: Prediction, level: float) -> tuple[Tensor, Tensor]:
         tensor([[1.6450],
                 [1.6450]], dtype=torch.float64)
     """
-    assert found.noise is not None
-    means, scales = (t.double().cpu() for t in (found.samples, found.noise.sqrt()))
-    spread = 40 * scales.amax(0).clamp_min(1e-12)
-    ends = []
-    for share in ((1 - level) / 2, (1 + level) / 2):
-        low, high = means.amin(0) - spread, means.amax(0) + spread
-        for _ in range(60):
-            middle = (low + high) / 2
-            below = torch.special.ndtr((middle - means) / scales.clamp_min(1e-12)).mean(0) < share
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        ends.append((low + high) / 2)
-    return ends[0], ends[1]
+    low, high = found.to(torch.float64).interval(level)
+    return low.cpu(), high.cpu()

@@ -77,6 +77,8 @@ class Views:
                 sorted(f"{p.likelihood} with {p.count} draws of {len(p.by_member)} members" for p in parts)
             )
             raise ValueError(f"Predictions to join need one likelihood, draws and fields alike; got {told}.")
+        if any(not _same_weights(first.weights, p.weights) for p in parts[1:]):
+            raise ValueError("Predictions to join need the same weights of members, or weights for each row, in all.")
         fields = {name: [getattr(p, name) for p in parts] for name in _DIMS}
         joined = {name: torch.cat(ts, _DIMS[name]) for name, ts in fields.items() if ts[0] is not None}
         if first.weights is not None and first.weights.dim() == 2:
@@ -160,6 +162,13 @@ class Views:
         )
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}{more}</tbody></table>"
         return f"<div><code>{html.escape(repr(self))}</code>{table}</div>"
+
+
+def _same_weights(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether the members of two predictions share alike; weights for each row, (K, N), may differ."""
+    if one is None or other is None:
+        return one is other
+    return one.dim() == other.dim() and (one.dim() == 2 or torch.equal(one.cpu(), other.cpu()))
 
 
 def _short(value: float) -> str:

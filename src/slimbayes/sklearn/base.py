@@ -3,6 +3,7 @@
 Sizes: N rows, d columns, T targets.
 """
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch import nn
 
 from slimbayes.convert.convert import bayesianize
 from slimbayes.distributions.families import Normal, dropout_scale
+from slimbayes.errors import SlimbayesWarning
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.configs.ensemble import Ensemble
 from slimbayes.posteriors.configs.rank1 import Rank1
@@ -187,7 +189,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     @contextmanager
     def _seeded(self) -> Iterator[None]:
         """Let everything random follow from the seed, and leave torch's own generators as they were."""
-        with torch.random.fork_rng([self.device] if torch.device(self.device).type == "cuda" else []):
+        with (
+            torch.random.fork_rng([self.device] if torch.device(self.device).type == "cuda" else []),
+            warnings.catch_warnings(),
+        ):
+            if self.method is None:  # chosen with its KL, which is large beside few rows: no advice is needed
+                warnings.simplefilter("ignore", SlimbayesWarning)
             torch.manual_seed(self.seed_)
             yield
 

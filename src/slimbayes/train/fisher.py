@@ -77,22 +77,24 @@ def _mean_score(means: Tensor, scale: float) -> Tensor:
 
 
 def _mean_and_scale_roots(outputs: Tensor, scale: float) -> Iterator[Tensor]:
-    slope, noise = _slope(outputs)
+    slope, noise = _slope(outputs, scale)
     root = torch.stack([1 / noise, math.sqrt(2) * slope / noise], -1)
     yield from (place * root for place in _places(outputs))
 
 
 def _mean_and_scale_score(outputs: Tensor, scale: float) -> Tensor:
-    slope, noise = _slope(outputs)
+    slope, noise = _slope(outputs, scale)
     drawn = torch.randn_like(noise)
     return torch.stack([drawn / noise, (drawn.square() - 1) * slope / noise], -1)
 
 
-def _slope(outputs: Tensor) -> tuple[Tensor, Tensor]:
+def _slope(outputs: Tensor, spread: float = 1.0) -> tuple[Tensor, Tensor]:
     """d noise / d raw, and the noise scale."""
-    from slimbayes.train.likelihoods import noise_scale
+    from slimbayes.train.likelihoods import MOST_NOISE, noise_scale
 
-    return outputs[..., 1].sigmoid(), noise_scale(outputs[..., 1])
+    raw, noise = outputs[..., 1], noise_scale(outputs[..., 1], spread)
+    bent = torch.tanh(torch.nn.functional.softplus(raw) / MOST_NOISE)
+    return spread**2 * MOST_NOISE * bent / noise * (1 - bent.square()) * raw.sigmoid(), noise
 
 
 CLASSES = Fisher(_class_roots, _class_score)

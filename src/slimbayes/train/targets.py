@@ -105,10 +105,13 @@ def check_spread(target: Tensor, spread: Tensor) -> None:
 
     Few targets say little about it.
     """
-    if target.numel() < 32:
+    if len(target) < 32:
         return
-    found, told = float(target.double().std()), float(spread.mean())
-    if not 0.1 * told < found < 10 * told:
+    deviations = target.double().std(0)  # of each target by itself: several may be in different units
+    each = torch.broadcast_to(spread.to(deviations), target.shape).mean(0)
+    odd = ~((0.1 * each < deviations) & (deviations < 10 * each))
+    if bool(odd.any()):
+        found, told = float(deviations[odd].flatten()[0]), float(each[odd].flatten()[0])
         warnings.warn(
             f"Targets have the standard deviation {found:.3g}, but scale={told:.3g} bounds their noise to "
             f"[{0.1 * told:.3g}, {10 * told:.3g}]: standardise them, or give scale= in training and in predict.",
