@@ -2,41 +2,24 @@
 no GPU.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import CUDA, DEVICE, INTERPRETED, needs_triton, run_interpreted
 from torch import Tensor, nn
 
 import slimbayes as sb
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if CUDA else "cpu"
-
 
 def test_under_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when it is imported: the other tests run in a process that has it set."""
-    pytest.importorskip("triton", reason="the kernels' tests need Triton")
-    if INTERPRETED or CUDA:
-        return
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(Path(__file__))]
-    done = subprocess.run(words, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_interpreted(__file__)
 
 
 if INTERPRETED or CUDA:
     from slimbayes.engine import fused
     from slimbayes.kernels.dense import Lines, scaled_product
     from slimbayes.kernels.scale import NORMAL, How, scaled
-
-    needs_triton = pytest.mark.filterwarnings("error:slimbayes runs this model draw by draw")
-else:
-    needs_triton = pytest.mark.skip(reason="runs in the process of test_under_the_interpreter")
 
 
 def numbers(rows: int, blocks: int, n_in: int, n_out: int, out_dim: int) -> list[Tensor]:

@@ -1,16 +1,9 @@
 """The fused scaling of rows against its definition in plain torch, under Triton's interpreter where there is no GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreter import CUDA, DEVICE, INTERPRETED, needs_triton, run_interpreted
 from torch import Tensor
-
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def test_kernels_are_a_public_name() -> None:
@@ -22,24 +15,15 @@ def test_kernels_are_a_public_name() -> None:
 
 
 def test_under_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when it is imported: the other tests run in a process that has it set."""
-    pytest.importorskip("triton", reason="the kernels' tests need Triton")
-    if INTERPRETED or CUDA:
-        return
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(Path(__file__))]
-    done = subprocess.run(words, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_interpreted(__file__)
 
 
 if INTERPRETED or CUDA:
     from slimbayes import kernels
     from slimbayes.kernels.scale import CAUCHY, FAMILIES, LOGNORMAL, NORMAL, POINT, How, scaled
 
-    DEVICE = "cuda" if CUDA else "cpu"
-    needs_triton = pytest.mark.filterwarnings("error:slimbayes runs this model draw by draw")
 else:
-    FAMILIES, POINT, NORMAL, CAUCHY, LOGNORMAL, DEVICE = {}, 0, 1, 2, 3, "cpu"
-    needs_triton = pytest.mark.skip(reason="runs in the process of test_under_the_interpreter")
+    FAMILIES, POINT, NORMAL, CAUCHY, LOGNORMAL = {}, 0, 1, 2, 3
 
 SHAPES = [(12, 3, 8), (7, 3, 5), (70, 1, 33), (9, 2, 130), (5, 5, 4), (2, 3, 6)]  # rows, blocks, channels
 

@@ -23,7 +23,6 @@ from slimbayes.layers.copied import copied_class
 from slimbayes.layers.methods import Opens
 from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.ensemble import Ensemble, EnsemblePosterior
-from slimbayes.posteriors.rank1 import Rank1Posterior
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -246,7 +245,7 @@ def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built
         assert cls is not None
         first = sites_of(cls, layer)[0]
         theirs = next(s for s in sites_of(owned[owner.name], layers[owner.name]) if s.name == site)
-        if isinstance(posterior, Rank1Posterior) and first.out_dim != theirs.out_dim:
+        if posterior.oriented and first.out_dim != theirs.out_dim:
             # What scales the inputs of one scales the outputs of the other: the same factors are other weights.
             for d, other in ((owner, decision), (decision, owner)):
                 d.stay(f"its weight is tied to {other.name}, which has inputs for outputs: they share no factors", True)

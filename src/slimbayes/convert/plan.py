@@ -252,7 +252,8 @@ def _tie(decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool
         if len(converted) < len(group) and not named:
             left = next(d for d in group if d.config is None)
             for d in converted:
-                d.stay(f"its weight is tied to {left.name}, which stays as it is; include it by name to convert both")
+                both = "include it by name to convert both, where the method has one posterior for both"
+                d.stay(f"its weight is tied to {left.name}, which stays as it is; {both}")
             continue
         for d in group:
             if d is not converted[0]:

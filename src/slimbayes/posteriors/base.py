@@ -56,6 +56,7 @@ class Posterior(Keyed, ABC):
     late: bool = False  # it draws while its layer runs, when the shape of the input is known
     blockwise: bool = False  # one draw serves a whole block of rows, never a single one
     selectable: bool = False  # whether `select` can keep some of several members
+    oriented: ClassVar[bool] = False  # whether inputs and outputs of the matrix have parameters of their own
     size_is_bound: bool = False  # whether `log_size` is only known not to be too large
     note: str = ""  # what a summary should say about it
     noticed: bool = False  # whether a first pass has told which layers never ran

@@ -57,6 +57,7 @@ class Rank1Posterior(WeightPosterior):
         self.additive = config.perturbation == "additive"
 
     selectable = True
+    oriented = True
 
     @property
     def prior_of_factors(self) -> Any:
