@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter, which is chosen when Triton is imported: their tests run in a process of their own."""
+"""Kernels in Triton's interpreter, chosen when Triton is imported: their tests run in a process of their own."""
 
 import os
 import subprocess
