@@ -8,7 +8,6 @@ Sizes: B rows of a step, S draws.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from slimbayes.prediction.sample import sample
 from slimbayes.train.elbo import ELBO, check_finite, elbo
 from slimbayes.train.likelihoods import LIKELIHOODS
 from slimbayes.train.optim import apart, l2
+from slimbayes.train.recorded import record
 
 Batch = tuple[Tensor, ...]  # row numbers (B,) of a set that is on the device, or inputs and targets
 
@@ -168,32 +168,11 @@ class TrainingStep:
         """Record the step as one CUDA graph; returns why not, if so. Network and optimizer are as before."""
         self.static = tuple(t.clone() for t in batch)
         tensors = [*self.network.state_dict().values(), *self.averages.values(), self.history, self.failed]
-        kept = {id(t): (t, t.detach().clone()) for t in [*tensors, *self._moments()]}
         try:
-            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", module="torch")  # on streams; what slimbayes says is for the user
-                for _ in range(3):
-                    self.once(self.static)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph):
-                self.once(self.static)
-            self.graph = graph
+            self.graph, _ = record(lambda: self.once(self.static), tensors, self.optimizer)
         except Exception as error:  # whatever a model does that cannot be recorded, it can still be trained
-            torch.cuda.synchronize()
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        finally:  # undo those steps in place: the graph holds on to the very tensors
-            with torch.no_grad():
-                for tensor, value in kept.values():
-                    tensor.copy_(value)
-                for moment in self._moments():
-                    if id(moment) not in kept:
-                        moment.zero_()  # made by those steps: zero is where it starts
         return None
-
-    def _moments(self) -> list[Tensor]:
-        return [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
 
     # --- numbers that are not finite ---
 
