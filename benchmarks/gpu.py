@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py [--only REGEX] [--limit-seconds 520] [--out FILE] [--resume FILE]
     python benchmarks/gpu.py --table FILE      write docs/performance.md from a record
+    python benchmarks/gpu.py --build           only fill the compiler's cache, while the machine is busy otherwise
     python benchmarks/gpu.py --sizes cpu       cases that a CPU can do (make bench); --sizes tiny for a look at all
 
 A job is a case in one mode. Jobs that compile run in several processes at once, since compiling keeps one core busy and
@@ -63,7 +64,7 @@ class Job:
         self.sizes, self.device, self.rounds, self.lock = sizes, device, rounds, lock
         self.rows: Rows = {}
         self.graphs: Rows = {}  # the same variants as CUDA graphs
-        self.text, self.has_turn = "", False
+        self.text, self.has_turn, self.only_build = "", False, False
         self.save: Callable[[], None] = lambda: None
 
     def run(self) -> None:
@@ -92,7 +93,7 @@ class Job:
                 for kind in case.kinds
             }
             self.built()
-            for kind in case.kinds:
+            for kind in () if self.only_build else case.kinds:
                 for trial in trials.values():
                     trial.mode(kind)
                 self.measure(self.rows, ready[kind], kind, device)
@@ -154,7 +155,7 @@ class Job:
         for name in () if tiny else LAB:
             lab.run(name, mode, small, 1, network)
         self.built()
-        for name in LAB:
+        for name in () if self.only_build else LAB:
             with self.turn():
                 found = lab.run(name, mode, large, 1 if tiny else 3, network)
             seconds, messages = found["seconds_per_epoch"], found["messages"]
@@ -203,7 +204,7 @@ def run_job(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         if args.part:
             write(args.part, job.results())
 
-    job.save = save
+    job.save, job.only_build = save, args.build
     try:
         job.run()
     except Exception as error:  # a package that is missing, or a case that cannot be built: the others go on
@@ -265,6 +266,7 @@ def run_apart(name: str, args: argparse.Namespace, folder: Path, deadline: float
     if time.time() > deadline - 5:
         return []
     command = [sys.executable, __file__, "--job", name, "--part", part, "--lock", folder / "lock"]
+    command += ["--build"] if args.build else []
     command += ["--sizes", args.sizes, "--device", args.device, "--rounds", args.rounds]
     if not name.endswith(":eager"):
         building(folder, name).touch()
@@ -315,6 +317,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--limit-seconds", type=float, default=520.0)
     parser.add_argument("--workers", type=int, help="processes that compile at once; 0 runs all in this one")
+    parser.add_argument("--build", action="store_true", help="time nothing")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", type=Path, help="a record: jobs it has without errors are not run again")
     parser.add_argument("--table", type=Path, help="write the page from this record, and measure nothing")
