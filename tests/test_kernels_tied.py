@@ -42,17 +42,17 @@ def numbers(rows: int, n_in: int, n_out: int, q: int, out_dim: int) -> list[Tens
     return signed + [torch.rand(shape, device=DEVICE) + 0.1 for shape in ((n_in, q), (n_out, q), (n_out,))]
 
 
-def noise_of(rows: int, n_out: int, salt: int) -> Tensor:
+def noise_of(rows: int, n_out: int, first: int) -> Tensor:
     """The noise itself: outputs of mean zero and variance one."""
     zero, one = torch.zeros(1, 1, device=DEVICE), torch.ones(n_out, device=DEVICE)
     of_out = torch.zeros(n_out, 1, device=DEVICE)
-    y = tied_local(zero.expand(rows, 1).contiguous(), of_out, 0, None, zero, of_out, one, SEED, salt, torch.float32)
+    y = tied_local(zero.expand(rows, 1).contiguous(), of_out, 0, None, zero, of_out, one, SEED, first, torch.float32)
     return y.double()
 
 
 @needs_triton
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("shape", [(3, 5, 7, 3, 0), (33, 70, 65, 1, 1), (40, 130, 3, 6, 0)])
+@pytest.mark.parametrize("shape", [(3, 5, 7, 3, 0), (33, 70, 65, 1, 1), (9, 130, 3, 6, 0)])
 def test_local_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     tensors = [t.to(dtype).float() if i < 3 else t for i, t in enumerate(numbers(*shape))]
@@ -72,11 +72,11 @@ def test_local_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype,
 
 @needs_triton
 def test_noise_is_standard() -> None:
-    noise = noise_of(400, 100, 0)
-    assert abs(float(noise.mean())) < 0.02 and abs(float(noise.std()) - 1) < 0.02
-    assert abs(float((noise[:, :-1] * noise[:, 1:]).mean())) < 0.02
-    assert abs(float((noise[:-1] * noise[1:]).mean())) < 0.02
-    assert abs(float((noise * noise_of(400, 100, 1)).mean())) < 0.02, "salt tells layers apart"
+    noise = noise_of(128, 128, 0)
+    assert abs(float(noise.mean())) < 0.04 and abs(float(noise.std()) - 1) < 0.04
+    assert abs(float((noise[:, :-1] * noise[:, 1:]).mean())) < 0.04
+    assert abs(float((noise[:-1] * noise[1:]).mean())) < 0.04
+    assert abs(float((noise * noise_of(128, 128, 128)).mean())) < 0.04, "other rows have other numbers"
 
 
 @needs_triton
@@ -118,7 +118,7 @@ def test_a_layer_takes_the_kernels_and_gives_the_same_moments(monkeypatch: pytes
         nn.Linear(6, 3), sb.KTied(rank=2, prior=sb.Normal(0.0, 1.0), estimator="local", scale_init=0.5)
     )
     net = net.to(DEVICE)
-    x = torch.randn(1, 6, device=DEVICE).expand(4000, -1).contiguous()
+    x = torch.randn(1, 6, device=DEVICE).expand(1500, -1).contiguous()
     calls: list[bool] = []
     original = k_tied.KTiedPosterior._by_kernel
 
@@ -129,11 +129,12 @@ def test_a_layer_takes_the_kernels_and_gives_the_same_moments(monkeypatch: pytes
 
     monkeypatch.setattr(k_tied.KTiedPosterior, "_by_kernel", noted)
     y, divergence = sb.sample(net, x, draws=1)[0], sb.kl(net)
+    assert calls.pop()
     with sb.kernels.disable():
         twin, same = sb.sample(net, x, draws=1)[0], sb.kl(net)
-    assert calls[-2:] == [True, False]
+    assert not calls.pop()
     torch.testing.assert_close(divergence, same, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(y.mean(0), twin.mean(0), rtol=0, atol=0.1)
-    torch.testing.assert_close(y.std(0), twin.std(0), rtol=0.06, atol=0)
+    torch.testing.assert_close(y.mean(0), twin.mean(0), rtol=0, atol=0.15)
+    torch.testing.assert_close(y.std(0), twin.std(0), rtol=0.12, atol=0)
     y.sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in net.parameters())

@@ -35,15 +35,16 @@ def tied_local(
     q: Tensor,
     c: Tensor | None,
     seed: Tensor,
-    salt: int,
+    first_row: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """Outputs (M, out) of the local estimator.
 
     Shape: x (M, in), contiguous; weight (out, in), or (in, out) if `out_dim` is 1; bias, c (out,); p (in, q), q (out,
-    q), c float32; seed a whole number on x's device. The product is taken in `dtype`.
+    q), c float32; seed a whole number on x's device. The noise is that of rows from `first_row` on, the product is
+    taken in `dtype`.
     """
-    return _TiedLocal.apply(x, weight, bias, p, q, c, seed, (out_dim, salt, dtype))
+    return _TiedLocal.apply(x, weight, bias, p, q, c, seed, (out_dim, first_row, dtype))
 
 
 def sum_log_outer(u: Tensor, v: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ class _TiedLocal(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         refuse_second_derivatives()
         x, low, p, q, c, seed, thin = ctx.saved_tensors
-        (out_dim, salt, dtype), (type_x, type_w, type_b) = ctx.how, ctx.types
+        (out_dim, first_row, dtype), (type_x, type_w, type_b) = ctx.how, ctx.types
         g, (m, k), (n_in, n_out) = gradients[0].to(dtype).contiguous(), thin.shape, (x.shape[1], q.shape[0])
         need_x, need_w, need_b, need_p = ctx.needs_input_grad[:4]
         grid = (-(-m // TALL), -(-n_out // WIDE), 1)
@@ -93,7 +94,7 @@ class _TiedLocal(torch.autograd.Function):
         launch(
             _spread_backward,
             grid,
-            (g, thin, q, c, seed, of_thin, of_out, salt, m, LEAST),
+            (g, thin, q, c, seed, of_thin, of_out, first_row, m, LEAST),
             (n_out, k, c is not None, TALL, WIDE),
             (dtype, *aligned(g)),
         )
@@ -189,10 +190,10 @@ def _variance(
     return total
 
 
-@triton.jit(do_not_specialize=["salt", "M", "least"], do_not_specialize_on_alignment=["thin", "q", "c", "seed"])
+@triton.jit(do_not_specialize=["first_row", "M", "least"], do_not_specialize_on_alignment=["thin", "q", "c", "seed"])
 def _spread(  # type: ignore[no-untyped-def]
-    y, thin, q, c, seed, salt, M, least, OUT: tl.constexpr, K: tl.constexpr, SHIFTED: tl.constexpr, TALL: tl.constexpr,
-    WIDE: tl.constexpr,
+    y, thin, q, c, seed, first_row, M, least, OUT: tl.constexpr, K: tl.constexpr, SHIFTED: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """y += sqrt(variance) * noise, in place."""
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
@@ -200,17 +201,19 @@ def _spread(  # type: ignore[no-untyped-def]
     quad = tl.program_id(1) * (WIDE // 4) + tl.arange(0, WIDE // 4)
     root = tl.sqrt(tl.maximum(_variance(thin, q, c, row, column, M, OUT, K, SHIFTED, TALL, WIDE), least))
     mask, at = (row < M)[:, None] & (column < OUT)[None, :], row.to(tl.int64)[:, None] * OUT + column[None, :]
-    value = tl.load(y + at, mask=mask, other=0.0).to(tl.float32) + root * noise(tl.load(seed), row, quad, salt, 1)
+    value = tl.load(y + at, mask=mask, other=0.0).to(tl.float32) + root * noise(
+        tl.load(seed), row + first_row, quad, 0, 1
+    )
     tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
-    do_not_specialize=["salt", "M", "least"],
+    do_not_specialize=["first_row", "M", "least"],
     do_not_specialize_on_alignment=["thin", "q", "c", "seed", "of_thin", "of_out"],
 )
 def _spread_backward(  # type: ignore[no-untyped-def]
-    g, thin, q, c, seed, of_thin, of_out, salt, M, least, OUT: tl.constexpr, K: tl.constexpr, SHIFTED: tl.constexpr,
-    TALL: tl.constexpr, WIDE: tl.constexpr,
+    g, thin, q, c, seed, of_thin, of_out, first_row, M, least, OUT: tl.constexpr, K: tl.constexpr,
+    SHIFTED: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
@@ -219,7 +222,7 @@ def _spread_backward(  # type: ignore[no-untyped-def]
     variance = _variance(thin, q, c, row, column, M, OUT, K, SHIFTED, TALL, WIDE)
     mask, at = here[:, None] & there[None, :], row.to(tl.int64)[:, None] * OUT + column[None, :]
     gradient = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
-    slope = 0.5 * gradient * noise(tl.load(seed), row, quad, salt, 1) / tl.sqrt(tl.maximum(variance, least))
+    slope = 0.5 * gradient * noise(tl.load(seed), row + first_row, quad, 0, 1) / tl.sqrt(tl.maximum(variance, least))
     slope = tl.where(variance > least, slope, 0.0)
     to = of_out + tl.program_id(0) * (K + 2) * OUT + column
     for a in tl.static_range(K):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slimbayes.engine import passes
 from slimbayes.engine.groups import noise_type
+from slimbayes.engine.noise import kernel_seed
 from slimbayes.engine.passes import Keyed, Noise, Pass
 from slimbayes.layers.site import LinearMap
 from slimbayes.posteriors.configs.base import Config as Config
@@ -228,6 +229,16 @@ class Posterior(Keyed, ABC):
         while len(made) <= place:
             made.append(make([n * current.total if d == dim else n for d, n in enumerate(sizes)]))
         return made[place].narrow(dim, current.index * sizes[dim], sizes[dim])
+
+    def seed_late(self, rows: int) -> tuple[Tensor, int]:
+        """What `drawn_late` gives to a kernel: a seed for numbers of rows, and which of them is the first here."""
+        current = self.current
+        if current.index is None:
+            return kernel_seed(self.device, current), 0
+        made, place = current.masks.setdefault(self.key, []), self.place_in_forward()
+        while len(made) <= place:
+            made.append(kernel_seed(self.device, current))
+        return made[place], current.index * rows
 
     def place_in_forward(self) -> int:
         """How many times this forward has asked before."""

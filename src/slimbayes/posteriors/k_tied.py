@@ -29,7 +29,6 @@ from slimbayes.distributions.families import wide
 from slimbayes.distributions.priors import Sums, by_sums, kl_of_sums
 from slimbayes.distributions.sums import exact, floor, outer, sum_log_outer
 from slimbayes.engine.fused import LARGE, product_type
-from slimbayes.engine.noise import kernel_seed
 from slimbayes.kernels import ready
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf
@@ -125,7 +124,7 @@ class KTiedPosterior(GaussianPosterior):
     def _by_kernel(self, x: Tensor, linear: LinearMap) -> Tensor | None:
         """`_local` of a dense layer in two kernels and a product; None where that cannot be, or had better not."""
         few = linear.mask is None and self.log_cap is None and self.rank * (self.rank + 1) // 2 <= 6
-        if torch.compiler.is_compiling() or not few or linear.out_dim is None or self.current.index is not None:
+        if torch.compiler.is_compiling() or not few or linear.out_dim is None or linear.batch_dim != 0:
             return None
         weight: Any = linear.weight
         dtype = product_type(x, weight) if ready(x) and x.numel() >= LARGE and x.is_contiguous() else None
@@ -136,8 +135,9 @@ class KTiedPosterior(GaussianPosterior):
         if not self.independent_positions:
             self._check_met_once(x)
         c = None if self.bias_log_scale is None else (2 * wide(self.bias_log_scale)).exp()
-        seed, rows = kernel_seed(x.device, self.current), x.view(-1, x.shape[-1])
-        y = tied_local(rows, weight, linear.out_dim, linear.bias, *self.variance_factors(), c, seed, 0, dtype)
+        rows = x.view(-1, x.shape[-1])
+        seed, first = self.seed_late(len(rows))
+        y = tied_local(rows, weight, linear.out_dim, linear.bias, *self.variance_factors(), c, seed, first, dtype)
         return y.view(*x.shape[:-1], y.shape[1])
 
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
