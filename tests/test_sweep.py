@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,9 +65,9 @@ def test_all_combinations_in_order(tmp_path: Path) -> None:
 def test_all_rows_of_a_file_or_one_of_them(tmp_path: Path) -> None:
     rows = {"plain": {"method": {"kind": "Deterministic"}}, "many": {"method": {"members": 8}}}
     found = points(tmp_path, "seed=[0, 1]", name="net-{row}", rows=rows)
-    assert [p.told for p in found] == ["plain, seed=0", "plain, seed=1", "many, seed=0", "many, seed=1"]
-    assert [p.experiment.name for p in found] == ["net-plain"] * 2 + ["net-many"] * 2
-    assert found[2].experiment.method.members == 8
+    assert [p.told for p in found] == ["plain, seed=0", "many, seed=0", "plain, seed=1", "many, seed=1"]
+    assert [p.experiment.name for p in found] == ["net-plain", "net-many"] * 2
+    assert found[1].experiment.method.members == 8
     (one,) = combinations(Path(f"{tmp_path / 'config.yaml'}#plain"), tmp_path)
     assert one.experiment.hash == found[0].experiment.hash
 
@@ -248,6 +249,30 @@ def test_jobs_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spans = [(starts(run)[0][0], float((run.folder / "ended").read_text())) for run in runs]
     assert max(sum(a <= begin < b for a, b in spans) for begin, _ in spans) == 4
     assert sorted((run.folder / "gpu").read_text() for run in runs[:4]) == ["3", "3", "5", "7"]
+
+
+def test_a_limit_stops_what_runs_and_begins_nothing_that_would_not_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of 30 seconds, but for the second, which goes on until it is asked to stop; by a clock of the test's own."""
+    now, begun = [0.0], list[int]()
+
+    def running(run: Run, words: Any, slot: Any, wanted: Callable[[], bool]) -> tuple[str, str]:
+        begun.append(run.experiment.seed)
+        for _ in range(300 if run.experiment.seed == 1 else 30):
+            if not wanted():
+                return "stopped", "was asked to stop"
+            now[0] += 1
+        return "finished", ""
+
+    monkeypatch.setattr("slimbayes.lab.sweep.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("slimbayes.lab.sweep.train", running)
+    call = partial(sweep, write(tmp_path), tmp_path / "out", accelerator="cpu")
+    assert call(["seed=[0, 2, 3, 4]"], limit_seconds=100) == 1 and begun == [0, 2, 3]  # ten seconds are left
+    assert "4 runs: 3 finished, 1 left" in capsys.readouterr().out
+    assert call(["seed=[0, 1, 2]"], limit_seconds=100) == 2 and begun[3:] == [0, 1] and now[0] == 190
+    assert "3 runs: 1 finished, 1 stopped, 1 left" in capsys.readouterr().out
+    assert call(["seed=[1]"]) == 0
 
 
 DRIVER = """

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 3 data or files are
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -205,11 +206,12 @@ def sweep(
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
     compile: Annotated[bool | None, typer.Option(help="torch.compile the networks; by default on a GPU.")] = None,
+    limit_seconds: Annotated[float, typer.Option(help="Stop then, with checkpoints; call again to go on.")] = math.inf,
 ) -> None:
     """Run seeds x methods x data sets; finished runs are skipped, others continued."""
     from slimbayes.lab.sweep import sweep as run_sweep
 
-    failed = run_sweep(config, out, over, jobs, dry, overrides, scale, data_dir, accelerator, compile)
+    failed = run_sweep(config, out, over, jobs, dry, overrides, scale, data_dir, accelerator, compile, limit_seconds)
     if failed:
         raise typer.Exit(1)
 
