@@ -30,6 +30,7 @@ from slimbayes.distributions.families import Point as Point
 from slimbayes.distributions.families import Signs as Signs
 from slimbayes.distributions.priors import EmpiricalBayes as EmpiricalBayes
 from slimbayes.distributions.priors import HeNormal as HeNormal
+from slimbayes.distributions.priors import LaplacePrior as LaplacePrior
 from slimbayes.distributions.priors import ScaleMixture as ScaleMixture
 from slimbayes.distributions.priors import TiedMean as TiedMean
 from slimbayes.distributions.scales import dropout_scale as dropout_scale

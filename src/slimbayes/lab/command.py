@@ -105,7 +105,7 @@ def fit(
 @app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    draws: Annotated[str | None, typer.Option(help="Draws of each member, several joined by commas: 1,4,25.")] = None,
+    draws: Annotated[str | None, typer.Option(help="Draws of each member, joined by commas: 1,4,25; or exact.")] = None,
     overrides: Overrides = [],  # noqa: B006
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
@@ -117,7 +117,7 @@ def evaluate(
     from slimbayes.lab.fit import evaluate_run
     from slimbayes.lab.own_config import code_allowed
 
-    wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
+    wanted = [*overrides, *([f"evaluate.draws={draws if draws == 'exact' else f'[{draws}]'}"] if draws else [])]
     with code_allowed(allow_code):
         evaluate_run(run, wanted, accelerator, data_dir, workers)
     print_scores(run)
@@ -234,13 +234,13 @@ def reproduce(
     from slimbayes.lab.bars import Bars
     from slimbayes.lab.execution import Execution
 
+    if show_status:
+        from slimbayes.lab.kept import overview, status
+
+        typer.echo("\n".join(status(table, out) if table else overview()))
+        return
     if list_all or not table:
         typer.echo("\n".join(papers.list_all()))
-        return
-    if show_status:
-        from slimbayes.lab.kept import status
-
-        typer.echo("\n".join(status(table, out)))
         return
     execution, numbers = Execution(accelerator=accelerator, data_dir=data_dir), [int(seed) for seed in seeds.split(",")]
     with Bars() as bars:

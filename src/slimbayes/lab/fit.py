@@ -98,6 +98,7 @@ def _fit(
                 write_data(folder, training.task.name, training.task.sha256)
             if judge:
                 check(experiment.evaluate, training.task, execution)
+                training.predictor.asked_draws()  # refuses "exact" of networks that cannot be counted
             training.run(resume)
             leave_together(fabric)
         if first:

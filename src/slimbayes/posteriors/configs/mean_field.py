@@ -17,8 +17,8 @@ class MeanField(GaussianConfig):
     """Mean-field Gaussian posterior over all weights: twice the parameters of the plain model.
 
     Args:
-        prior: `Normal`, `HeNormal`, `TiedMean`, `EmpiricalBayes` or `ScaleMixture`. Different layers may have different
-            ones: give bayesianize a mapping from name patterns to configs.
+        prior: `Normal`, `HeNormal`, `TiedMean`, `LaplacePrior` (L1), `EmpiricalBayes` or `ScaleMixture`. Different
+            layers may have different ones: give bayesianize a mapping from name patterns to configs.
         estimator: "reparam", "flipout" or "local" (see posteriors/gaussian.py).
         scale_init, scale_jitter: scales start at Normal(scale_init, scale_jitter).
         bias: "point" keeps biases point estimates, "gaussian" gives them posteriors too.
