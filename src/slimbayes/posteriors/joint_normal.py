@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -36,6 +36,7 @@ class Joint(WeightPosterior):
     size: int  # D
     prior: Normal
     lower: nn.Parameter | None
+    factored = False  # whether the covariance is a Kronecker product
 
     def _begin(self, config: JointNormal, site: Site, size: int) -> None:
         assert isinstance(config.prior, Normal)
@@ -80,6 +81,14 @@ class Joint(WeightPosterior):
         index = (row * self.size + column).expand(len(scale), -1)
         unit = unit.flatten(1).scatter(1, index, wide(self.lower)).unflatten(1, (self.size, self.size))
         return scale.unsqueeze(2) * unit
+
+    def times_root(self, member: int) -> Callable[[Tensor], Tensor]:
+        """A function that takes derivatives (B, D) to (B, D) L."""
+        if self.lower is None:
+            scale = wide(self.log_scale[member]).exp()
+            return lambda lines: lines * scale
+        root = self.root()[member]
+        return lambda lines: lines @ root
 
     def covariance(self) -> Tensor:
         """L L^T (K, D, D)."""
