@@ -113,7 +113,7 @@ def restore(tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.opt
     for name in sorted(n for n in tensors if n.startswith("optimizer/")):
         _, index, field = name.split("/")
         tensor, like = tensors[name], parameters[int(index)]
-        state.setdefault(int(index), {})[field] = sharded_like(tensor, like) if tensor.shape == like.shape else tensor
+        state.setdefault(int(index), {})[field] = _laid_out_like(tensor, like) if tensor.shape == like.shape else tensor
     rates = [group["lr"] for group in optimizer.param_groups]
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -126,6 +126,13 @@ def sharded_like(tensor: Tensor, here: Tensor) -> Tensor:
     if not isinstance(here, DTensor):
         return tensor
     return distribute_tensor(tensor.to(here.device), here.device_mesh, here.placements)
+
+
+def _laid_out_like(tensor: Tensor, here: Tensor) -> Tensor:
+    """A whole tensor, sharded and in memory as another one is: fused optimizers refuse channels in another order."""
+    if isinstance(here, DTensor):
+        return sharded_like(tensor, here)
+    return torch.empty_like(here, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _latest_first(folder: Path) -> list[Path]:

@@ -46,6 +46,11 @@ def record(work: Callable[[], T], state: list[Tensor], optimizer: Optimizer | No
         with torch.cuda.graph(graph):
             found = work()
         return graph, found
+    except BaseException:
+        # A recording that breaks off leaves the generator believing that it goes on: whoever drew next would fail.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     finally:
         torch.cuda.synchronize()
         torch.cuda.set_rng_state(random)
