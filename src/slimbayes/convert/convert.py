@@ -22,7 +22,8 @@ from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
 from slimbayes.layers.methods import Opens
 from slimbayes.posteriors.base import Config, SiteConfig
-from slimbayes.posteriors.ensemble import Ensemble, EnsemblePosterior
+from slimbayes.posteriors.configs.ensemble import Ensemble
+from slimbayes.posteriors.ensemble import EnsemblePosterior
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -28,6 +28,12 @@ def check_count(owner: object, field: str, value: object) -> None:
         raise ValueError(f"{type(owner).__name__}: {field} must be {MOST:,} at most, got {brief(value)}.")
 
 
+def check_positive(owner: object, field: str, value: float) -> None:
+    """Refuse zero, numbers below it and NaN."""
+    if not value > 0:
+        raise ValueError(f"{type(owner).__name__}: {field} must be positive, got {brief(value)}.")
+
+
 def check_not_negative(owner: object, field: str, value: float | None, what: str = "") -> None:
     """Refuse numbers below zero; `what` says what the number is. None is left alone."""
     if value is not None and not value >= 0:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.layers.site import LinearMap, Site
-from slimbayes.posteriors.configs.components import ComponentConfig
+from slimbayes.posteriors.configs.mixture import ComponentConfig
 
 
 @torch.no_grad()

@@ -22,8 +22,7 @@ from slimbayes.engine.passes import Noise
 from slimbayes.layers import kind_of
 from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
 from slimbayes.posteriors.components import resets
-from slimbayes.posteriors.configs.ensemble import Ensemble as Ensemble
-from slimbayes.posteriors.configs.ensemble import Execution
+from slimbayes.posteriors.configs.ensemble import Ensemble, Execution
 
 
 def copies(config: Ensemble, module: nn.Module) -> EnsemblePosterior:

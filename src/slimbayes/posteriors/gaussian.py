@@ -1,6 +1,10 @@
-"""What mean-field and k-tied Gaussian posteriors share: draws, three estimators, and the KL.
+"""Mean-field variational inference (Blundell et al. 2015; the baseline of both papers), and what k-tied posteriors
+share with it: draws, three estimators, and the KL.
 
-    W ~ Normal(mean, sigma)     mean: the layer's own weight;  sigma: the subclass's
+    W ~ Normal(mean, sigma)     mean: the layer's own weight;  log sigma: a parameter for each weight, or k_tied.py's
+
+The means are the layer's weights themselves, so a trained network stays itself and a base checkpoint loads. They train
+together with the posterior: save with base=True, unless the base is frozen.
 
 Estimators of the expected likelihood, all unbiased:
 
@@ -33,7 +37,7 @@ from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior, recomputed
-from slimbayes.posteriors.configs.gaussian import GaussianConfig as GaussianConfig
+from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
 
 _INDEPENDENT = "Set independent_positions=True to accept independent noise at each, or use 'flipout'"
 
@@ -240,6 +244,17 @@ class GaussianPosterior(WeightPosterior):
         biases = self._biases(drawn, linear)
         weight = drawn._replace(noise=drawn.noise[index : index + 1]).weights(linear).squeeze(0)
         return weight, None if biases is None else biases[index]
+
+
+class MeanFieldPosterior(GaussianPosterior):
+    """One log scale for each weight."""
+
+    def __init__(self, config: MeanField, site: Site) -> None:
+        super().__init__(config, site)
+        self.weight_log_scale = nn.Parameter(initial_log_scale(config, site.shape))
+
+    def raw_log_scale(self) -> Tensor:
+        return self.weight_log_scale
 
 
 class _Cap(torch.autograd.Function):

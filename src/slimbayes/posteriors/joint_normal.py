@@ -22,7 +22,7 @@ from slimbayes.distributions.families import Normal, wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
-from slimbayes.posteriors.configs.joint_normal import JointNormal as JointNormal
+from slimbayes.posteriors.configs.joint_normal import JointNormal
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.posteriors.gaussian import Perturbation

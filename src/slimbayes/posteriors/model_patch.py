@@ -16,7 +16,6 @@ from torch import nn
 
 from slimbayes.layers import class_for, kind_of
 from slimbayes.layers.base import sites_of
-from slimbayes.posteriors.configs.model_patch import ModelPatch as ModelPatch
 from slimbayes.posteriors.configs.model_patch import words
 
 

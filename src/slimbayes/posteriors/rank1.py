@@ -31,7 +31,7 @@ from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
-from slimbayes.posteriors.configs.rank1 import Rank1 as Rank1
+from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, grouped, joint
 from slimbayes.posteriors.mixture_kl import information
 

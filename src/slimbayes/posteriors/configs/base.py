@@ -8,8 +8,8 @@ put to use, so that configs can be read and checked without it.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from slimbayes.distributions.families import Distribution, distribution_from_dict
@@ -82,12 +82,21 @@ class Config:
         return cls(**values)
 
 
-class SiteConfig(Config, ABC):
+class SiteConfig(Config):
     """A method that gives each weight matrix a posterior of its own."""
 
-    @abstractmethod
+    builds: ClassVar[str]  # which posterior: file and class under slimbayes/posteriors
+
+    def resolved(self) -> SiteConfig:
+        """What this config comes down to: with everything said that was left open, or another method's case."""
+        return self
+
     def build(self, site: Site) -> Posterior:
         """A new posterior for one weight matrix, on torch's default device and in its default dtype."""
+        config = self.resolved()
+        file, _, name = config.builds.partition(".")
+        posterior: Posterior = getattr(import_module(f"slimbayes.posteriors.{file}"), name)(config, site)
+        return posterior
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         import torch

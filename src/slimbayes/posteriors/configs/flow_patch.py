@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from slimbayes.posteriors.checks import check_count, check_not_negative
+from slimbayes.posteriors.checks import check_count, check_not_negative, check_positive
 from slimbayes.posteriors.configs.base import SiteConfig
 from slimbayes.posteriors.configs.model_patch import check_layers
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slimbayes.layers.site import Kind, Site
-    from slimbayes.posteriors.base import Posterior
+    from slimbayes.layers.site import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +43,13 @@ class FlowPatch(SiteConfig):
     tau: float = 1.0
     rho: float | None = None
     samples: int = 8
+    builds: ClassVar[str] = "flow_patch.FlowPosterior"
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 0:
             raise ValueError(f"FlowPatch: steps must be a whole number that is not negative, got {self.steps!r}.")
         check_count(self, "samples", self.samples)
-        if not self.scale_init > 0:
-            raise ValueError(f"FlowPatch: scale_init must be positive, got {self.scale_init!r}.")
+        check_positive(self, "scale_init", self.scale_init)
         for name, value in (("tau", self.tau), ("rho", self.rho)):
             check_not_negative(self, name, value, "is a precision and ")
             if value == 0:
@@ -67,11 +66,6 @@ class FlowPatch(SiteConfig):
 
         patch = self.patch or (None if named else "norm")
         return None if patch is None else chosen_layers(f"FlowPatch(patch={patch!r})", patch, model, offered)
-
-    def build(self, site: Site) -> Posterior:
-        from slimbayes.posteriors.flow_patch import FlowPosterior
-
-        return FlowPosterior(self, site)
 
     def describe(self) -> str:
         return f"FlowPatch(steps={self.steps})"

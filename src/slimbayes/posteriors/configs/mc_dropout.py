@@ -59,9 +59,10 @@ class MCDropout(SiteConfig):
                 "MCDropout: tau needs unit='channel', where a draw is a weight matrix; "
                 "use weight decay with unit='element'."
             )
-        self._mixture()  # checks tau and rho
+        self.resolved()  # checks tau and rho
 
-    def _mixture(self) -> Mixture:
+    def resolved(self) -> Mixture:
+        """Of whole channels in front of a matrix."""
         return dropping("input", 0.005 if self.rate is None else self.rate, "example", self.tau, self.rho)
 
     @property
@@ -78,12 +79,10 @@ class MCDropout(SiteConfig):
 
     def build(self, site: Site) -> Posterior:
         from slimbayes.posteriors.mc_dropout import DropoutPosterior
-        from slimbayes.posteriors.mixture import MixturePosterior
 
-        rate = 0.005 if self.rate is None else self.rate
         if site.kind in ("matrix", "table") and self.unit == "channel":
-            return MixturePosterior(self._mixture(), site)
-        return DropoutPosterior(rate, self.unit, site, fixed=self.rate is not None)
+            return super().build(site)
+        return DropoutPosterior(self, site)
 
     def describe(self) -> str:
         return f"MCDropout(rate={'own or 0.005' if self.rate is None else self.rate})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from slimbayes.posteriors.checks import check_count
 from slimbayes.posteriors.configs.base import SiteConfig
@@ -12,8 +12,7 @@ from slimbayes.posteriors.configs.base import SiteConfig
 if TYPE_CHECKING:
     from torch import nn
 
-    from slimbayes.layers.site import Kind, Site
-    from slimbayes.posteriors.base import Posterior
+    from slimbayes.layers.site import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,7 @@ class MemberNorm(SiteConfig):
 
     members: int = 4
     affine: bool = False
+    builds: ClassVar[str] = "member_norm.MemberNormPosterior"
 
     def __post_init__(self) -> None:
         check_count(self, "members", self.members)
@@ -56,11 +56,6 @@ class MemberNorm(SiteConfig):
         from slimbayes.posteriors.member_norm import why_not
 
         return why_not(layer)
-
-    def build(self, site: Site) -> Posterior:
-        from slimbayes.posteriors.member_norm import MemberNormPosterior
-
-        return MemberNormPosterior(self, site)
 
     def describe(self) -> str:
         return f"MemberNorm(members={self.members}{', affine' if self.affine else ''})"

@@ -8,14 +8,12 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from slimbayes.errors import brief
-from slimbayes.posteriors.configs.components import ComponentConfig
-from slimbayes.posteriors.configs.mixture import Mixture
+from slimbayes.posteriors.configs.mixture import ComponentConfig, Mixture
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slimbayes.layers.site import Kind, Site
-    from slimbayes.posteriors.base import Posterior
+    from slimbayes.layers.site import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +57,9 @@ class ModelPatch(ComponentConfig):
         patch = self.patch or (None if named else "norm")
         return None if patch is None else chosen_layers(f"ModelPatch(patch={patch!r})", patch, model, offered)
 
-    def build(self, site: Site) -> Posterior:
+    def resolved(self) -> Mixture:
         shared = {f.name: getattr(self, f.name) for f in fields(ComponentConfig)}
-        from slimbayes.posteriors.mixture import MixturePosterior
-
-        return MixturePosterior(Mixture(assignment="element" if self.cross else "layer", **shared), site)
+        return Mixture(assignment="element" if self.cross else "layer", **shared)
 
     def describe(self) -> str:
         return f"ModelPatch({'ECMP' if self.cross else 'EMP'}, components={self.components})"
