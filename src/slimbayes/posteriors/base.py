@@ -2,6 +2,7 @@
 
     Config, SiteConfig  what a user chooses (configs/base.py)
     Posterior           draws of one weight matrix (or module) and their KL
+    Members             a Posterior of whole modules, one for each member
     WeightPosterior     a Posterior whose draws are weight matrices
 
 Sizes: K members, n draws of a pass.
@@ -249,17 +250,49 @@ def recomputed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+class Members(Posterior):
+    """K whole modules of which one serves each block of rows: nothing is drawn, and there is no KL."""
+
+    selectable = True
+    countable = True  # type: ignore[assignment]
+    log_size = 0.0  # type: ignore[assignment]
+
+    def widths(self, rowwise: bool) -> tuple[int, int]:
+        return 0, 0
+
+    def realise(self, noise: Noise, pick: Pick) -> Tensor:
+        """The member of each block of rows, (n,)."""
+        return pick(torch.arange(self.members, device=self.device), len(noise.block))
+
+    def choices(self) -> Tensor | None:
+        return self.values()
+
+    def role(self, name: str) -> Role:
+        return "weight"
+
+    def kl(self, linear: MapOf) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=self.device)
+
+
 class WeightPosterior(Posterior):
-    """A posterior whose draws are weight matrices."""
+    """A posterior whose draws are weight matrices; by default `values()` are deviations (n, *shape) from the layer's
+    own weight.
+    """
 
     @property
     def has_weights(self) -> bool:
         return not self.per_row
 
-    @abstractmethod
+    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """Weights (n, *shape) and biases (n, out) of this pass's draws, or of some."""
+        weights = linear.weight + self.values()[draws].to(linear.weight.dtype)
+        return weights, None if linear.bias is None else linear.bias.expand(weights.shape[0], -1)
+
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         """Apply this pass's draw of the linear map to x."""
+        return linear.blocks(x, *self.weights(linear), self.current)
 
-    @abstractmethod
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of draw `index` as plain tensors, for kernels that take nothing else."""
+        weights, biases = self.weights(linear, slice(index, index + 1))
+        return weights.squeeze(0), None if biases is None else biases.squeeze(0)

@@ -95,14 +95,6 @@ class CorrelatedPosterior(WeightPosterior):
         every = torch.ones(self.site.shape, device=self.device, dtype=self.dtype)
         return self.site.to_matrix(linear.masked(every))
 
-    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        weights = linear.weight + self.values().to(linear.weight.dtype)
-        biases = None if linear.bias is None else linear.bias.expand(weights.shape[0], -1)
-        return linear.blocks(x, weights, biases, self.current)
-
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
-        return linear.weight + self.values()[index].to(linear.weight.dtype), linear.bias
-
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
         mean, free = self.site.to_matrix(wide(mapped.weight)), self._free(mapped)

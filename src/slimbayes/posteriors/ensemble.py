@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.passes import Noise
 from slimbayes.layers import kind_of
-from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
+from slimbayes.posteriors.base import Members
 from slimbayes.posteriors.components import resets
 from slimbayes.posteriors.configs.ensemble import Ensemble, Execution
 
@@ -120,7 +119,7 @@ def _respread(parameter: Tensor, own: Tensor) -> bool:
     return True
 
 
-class EnsemblePosterior(Posterior):
+class EnsemblePosterior(Members):
     """Members 1 to K - 1 of a module; member 0 is the module itself."""
 
     weights: Tensor
@@ -134,8 +133,6 @@ class EnsemblePosterior(Posterior):
         self.register_buffer("weights", torch.full((self.members,), 1.0 / self.members))
         wanted = execution == "batched" or (execution == "auto" and batches_well(module, self.members))
         self.batched = len(others) > 0 and wanted
-
-    selectable = True
 
     @torch.no_grad()
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
@@ -156,30 +153,6 @@ class EnsemblePosterior(Posterior):
     def _load_from_state_dict(self, *args: Any) -> None:
         self.note = ""  # how members started no longer matters
         super()._load_from_state_dict(*args)
-
-    @property
-    def log_size(self) -> float:
-        return 0.0
-
-    def widths(self, rowwise: bool) -> tuple[int, int]:
-        return 0, 0
-
-    def realise(self, noise: Noise, pick: Pick) -> Tensor:
-        """The member of each block of rows, (n,)."""
-        return pick(torch.arange(self.members, device=self.device), len(noise.block))
-
-    def role(self, name: str) -> Role:
-        return "weight"
-
-    @property
-    def countable(self) -> bool:
-        return True
-
-    def choices(self) -> Tensor | None:
-        return self.values()
-
-    def kl(self, linear: MapOf) -> Tensor:
-        return self.weights.new_zeros(())
 
 
 _PLAIN: tuple[type[nn.Module], ...] = (

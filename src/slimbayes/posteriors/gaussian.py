@@ -141,7 +141,7 @@ class GaussianPosterior(WeightPosterior):
         if drawn.noise is None:
             return self._local(x, linear)
         if drawn.sign_in is None or drawn.sign_out is None:
-            return linear.blocks(x, drawn.weights(linear), self._biases(drawn, linear), self.current)
+            return super().forward(x, linear)
         deviation = linear.masked(drawn.weight).to(linear.weight.dtype)
         y = linear.op(x, linear.weight, linear.bias)
         if drawn.bias is not None:
@@ -153,13 +153,15 @@ class GaussianPosterior(WeightPosterior):
         z = linear.modulated(operator.mul, x, drawn.sign_in, None, self.current, weights=deviation)
         return linear.rows(onto, z, drawn.sign_out, self.current)
 
-    def _biases(self, drawn: Perturbation, linear: LinearMap) -> Tensor | None:
+    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        drawn: Perturbation = self.values()
         assert drawn.noise is not None
+        weights = drawn._replace(noise=drawn.noise[draws]).weights(linear)
         if linear.bias is None:
-            return None
+            return weights, None
         if drawn.bias is None:
-            return linear.bias.expand(drawn.noise.shape[0], -1)
-        return linear.bias + drawn.bias.to(linear.bias.dtype)
+            return weights, linear.bias.expand(weights.shape[0], -1)
+        return weights, linear.bias + drawn.bias[draws].to(linear.bias.dtype)
 
     def _local(self, x: Tensor, linear: LinearMap) -> Tensor:
         if not self.independent_positions:
@@ -237,13 +239,6 @@ class GaussianPosterior(WeightPosterior):
             mean, log_scale = mean[free], log_scale[free]
         prior = self.prior.of_weights(mean, log_scale, self.site.fan_in)
         return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []
-
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
-        drawn: Perturbation = self.values()
-        assert drawn.noise is not None
-        biases = self._biases(drawn, linear)
-        weight = drawn._replace(noise=drawn.noise[index : index + 1]).weights(linear).squeeze(0)
-        return weight, None if biases is None else biases[index]
 
 
 class MeanFieldPosterior(GaussianPosterior):
