@@ -11,17 +11,13 @@ from typing import Any
 from torch import nn
 
 from slimbayes.engine import calls
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+from slimbayes.layers.base import made_once
 
 
 class Opens(nn.Module):
     """Mixin of modules that hold converted layers."""
 
     plain: type[nn.Module]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (self.plain,), self.__getstate__()
 
 
 def wrap_methods(plain: type[nn.Module], run: Callable[[Any, str, Any, Any], Any]) -> dict[str, Any]:
@@ -50,24 +46,18 @@ def _scoped(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     return calls.scoped(module, own, args, kwargs, whole=name == "generate")
 
 
+@made_once
 def opening_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The class of modules of one type that open passes."""
-    if plain not in _CLASSES:
 
-        @functools.wraps(plain.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return calls.bare(self, functools.partial(plain.forward, self), args, kwargs)
+    @functools.wraps(plain.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return calls.bare(self, functools.partial(plain.forward, self), args, kwargs)
 
-        attributes = {
-            "plain": plain,
-            "forward": forward,
-            "__module__": plain.__module__,
-            "__qualname__": plain.__qualname__,
-        }
-        _CLASSES[plain] = type(plain.__name__, (Opens, plain), attributes | wrap_methods(plain, _scoped))
-    return _CLASSES[plain]
-
-
-def _empty(plain: type[nn.Module]) -> nn.Module:
-    cls = opening_class(plain)
-    return cls.__new__(cls)
+    attributes = {
+        "plain": plain,
+        "forward": forward,
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+    }
+    return type(plain.__name__, (Opens, plain), attributes | wrap_methods(plain, _scoped))

@@ -8,12 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.base import BayesLayer, made_once
 from slimbayes.layers.linear import BayesLinear
 from slimbayes.layers.parameters import has
 from slimbayes.layers.site import LinearMap, Site
-
-_CLASSES: dict[type[nn.Module], type[BayesLayer]] = {}
 
 
 class Quantised(BayesLayer):
@@ -54,18 +52,7 @@ def is_quantised(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) and weight is not None and not weight.is_floating_point()
 
 
+@made_once
 def quantised_class(plain: type[nn.Module]) -> type[BayesLayer]:
     """The class of converted layers of one type."""
-    if plain not in _CLASSES:
-        space = {"plain": plain, "__module__": __name__, "__reduce_ex__": _reduce}
-        _CLASSES[plain] = type(f"Bayes{plain.__name__}", (Quantised, plain), space)
-    return _CLASSES[plain]
-
-
-def _reduce(layer: Any, protocol: Any) -> Any:
-    return _empty, (layer.plain,), layer.__getstate__()
-
-
-def _empty(plain: type[nn.Module]) -> nn.Module:
-    cls = quantised_class(plain)
-    return cls.__new__(cls)
+    return type(f"Bayes{plain.__name__}", (Quantised, plain), {"plain": plain, "__module__": __name__})
