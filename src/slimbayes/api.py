@@ -43,9 +43,9 @@ from slimbayes.inference.linearised import predict_linearised as predict_lineari
 from slimbayes.layers import register_layer as register_layer
 from slimbayes.posteriors import config_from_dict as config_from_dict
 from slimbayes.posteriors.base import Config as Config
+from slimbayes.posteriors.configs.base import Deterministic as Deterministic
 from slimbayes.posteriors.configs.correlated import FullMatrixNormal as FullMatrixNormal
 from slimbayes.posteriors.configs.correlated import MultivariateNormal as MultivariateNormal
-from slimbayes.posteriors.configs.deterministic import Deterministic as Deterministic
 from slimbayes.posteriors.configs.ensemble import Ensemble as Ensemble
 from slimbayes.posteriors.configs.flow_patch import FlowPatch as FlowPatch
 from slimbayes.posteriors.configs.gaussian import KTied as KTied

@@ -12,7 +12,7 @@ from torch import nn
 from slimbayes.layers.anything import any_class, has_bias, matrices_of, scales_of
 from slimbayes.layers.base import LAYERS, BayesLayer, made_once, registered
 from slimbayes.layers.base import register_layer as register_layer
-from slimbayes.layers.quantised import is_quantised, quantised_class
+from slimbayes.layers.linear import is_quantised, quantised_class
 from slimbayes.layers.site import Kind
 
 # Files for packages that may not be installed: where the types live -> our module, imported when such a layer is met.

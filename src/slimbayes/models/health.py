@@ -17,7 +17,7 @@ from slimbayes.distributions.families import Cauchy, Normal, Signs, dropout_scal
 from slimbayes.models.feedforward import he_normal
 from slimbayes.models.recurrent import start_lstm
 from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.configs.deterministic import Deterministic
+from slimbayes.posteriors.configs.base import Deterministic
 from slimbayes.posteriors.configs.ensemble import Ensemble
 from slimbayes.posteriors.configs.gaussian import MeanField
 from slimbayes.posteriors.configs.rank1 import BatchEnsemble, Rank1

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from slimbayes.layers import kind_of
 from slimbayes.posteriors.base import Members
-from slimbayes.posteriors.components import resets
 from slimbayes.posteriors.configs.ensemble import Ensemble, Execution
+from slimbayes.posteriors.picks import resets
 
 
 def copies(config: Ensemble, module: nn.Module) -> EnsemblePosterior:

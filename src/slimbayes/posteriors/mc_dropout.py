@@ -22,8 +22,7 @@ from slimbayes.engine.noise import kept_units, uniform
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import spread
 from slimbayes.layers import LAYERS, class_for
-from slimbayes.layers.dropout import DropMap
-from slimbayes.layers.functional_dropout import functional_dropout
+from slimbayes.layers.dropout import DropMap, functional_dropout
 from slimbayes.layers.site import LinearMap, Site, Unit
 from slimbayes.posteriors.base import MapOf, Pick, Posterior
 from slimbayes.posteriors.configs.mc_dropout import MCDropout

@@ -35,9 +35,8 @@ from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors import picks
 from slimbayes.posteriors.base import MapOf, Pick, Role, Support, WeightPosterior
-from slimbayes.posteriors.components import resets, start_components
 from slimbayes.posteriors.configs.mixture import Mixture
-from slimbayes.posteriors.picks import Assigned, bias_shape, select
+from slimbayes.posteriors.picks import Assigned, bias_shape, resets, select, start_components
 
 
 class MixturePosterior(WeightPosterior):

@@ -2,6 +2,7 @@
 put to use, so that configs can be read and checked without it.
 
     Config              what a user chooses
+    Deterministic       the plain model through the same API
     SiteConfig          a Config with a posterior for each weight matrix: the usual case
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -104,3 +106,20 @@ class SiteConfig(Config):
         wide = torch.promote_types(next(layer.parameters(), torch.empty(0)).dtype, torch.float32)
         with torch.device("meta"):
             return [p for site in sites for p in self.build(site).to(dtype=wide).parameters()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deterministic(Config):
+    """Leave the model as it is, so that baselines run through `sample`, `elbo`, `predict`, `save` and `load` too.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.Deterministic())
+        >>> sb.sample(net, torch.randn(5, 3)).shape
+        torch.Size([1, 5, 2])
+    """
+
+    converts: ClassVar[bool] = False
+
+    def describe(self) -> str:
+        return "Deterministic"
