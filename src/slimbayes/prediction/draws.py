@@ -112,7 +112,7 @@ class Draws:
             calls.unfold(layout, error, self.fold)
             yield from self._distinct(args, kwargs, start, draws, at_once)
             return
-        networks = tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+        networks = _joined(parts)
         for index in which.split(max(at_once, 64)):
             yield tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)
 
@@ -184,7 +184,7 @@ class Networks(Draws):
         for some in self.combined.split(at_once):
             new = self._pass(some)
             parts.append(sampled(self.model, args, kwargs, new.total, self.fold, new, share=self.share))
-        yield tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+        yield _joined(parts)
 
     def _pass(self, combined: Tensor) -> Pass:
         """The draws of some combinations, each for every member in turn."""
@@ -196,6 +196,11 @@ class Networks(Draws):
             block = support.lines.to(p.device, p.dtype)[picked].transpose(1, 2).flatten(1)
             new.put(p.key, Noise(block.repeat_interleave(self.members, 0), block.new_empty(0, 0)))
         return new
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Outputs (S', N, ...) of several calls as one."""
+    return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
 
 
 def _combinations(sizes: list[int]) -> Tensor:
