@@ -20,7 +20,7 @@ from slimbayes.errors import did_you_mean
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from slimbayes.layers.site import Kind, Site
+    from slimbayes.layers.site import Site
     from slimbayes.posteriors.base import Posterior
 
 
@@ -29,12 +29,9 @@ class Config:
 
     members: int = 1
     converts: ClassVar[bool] = True
+    leaves_tables: ClassVar[str] = ""  # what to say of embeddings where a method leaves them alone by default
     whole: ClassVar[bool] = False  # whether it converts modules of any type as a whole
-
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        """The kinds of layer this method can convert."""
-        return ("matrix", "table")
+    covers: tuple[Any, ...] = ("matrix", "table")  # the kinds of layer it can convert (layers/site.py: Kind)
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         """Names of the layers to convert out of those offered; None for all. `named`: the user picked them by name."""
@@ -42,7 +39,12 @@ class Config:
 
     def leaves_alone(self, layer: nn.Module) -> str:
         """Why this method skips a layer unless it is included by name; nothing if it does not."""
-        return ""
+        if not self.leaves_tables:
+            return ""
+        from slimbayes.layers import kind_of
+
+        why = f"{self.leaves_tables}; include it by name to convert it"
+        return why if kind_of(layer) == "table" else ""
 
     def of_networks_from(self, factory: Callable[[], Any]) -> Config:
         """This config for a network that `factory` has built, and can build afresh."""
@@ -50,7 +52,8 @@ class Config:
 
     def describe(self) -> str:
         """The method in a few words, for summaries."""
-        return f"{type(self).__name__}(members={self.members})"
+        counts = any(f.name == "members" for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}(members={self.members})" if counts else type(self).__name__
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         """Parameters that converting a layer with these sites would add, as tensors whose numbers do not matter."""
@@ -120,6 +123,3 @@ class Deterministic(Config):
     """
 
     converts: ClassVar[bool] = False
-
-    def describe(self) -> str:
-        return "Deterministic"

@@ -45,9 +45,6 @@ class CorrelatedConfig(SiteConfig):
                 f"({4e-9 * self.numbers(m, n):,.2f} GB), and limit={self.limit:,}. Use KTied or MeanField, or raise it."
             )
 
-    def describe(self) -> str:
-        return type(self).__name__
-
 
 @dataclass(frozen=True, kw_only=True)
 class MultivariateNormal(CorrelatedConfig):

@@ -12,7 +12,7 @@ from slimbayes.posteriors.configs.base import Config
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from slimbayes.layers.site import Kind, Site
+    from slimbayes.layers.site import Site
     from slimbayes.posteriors.ensemble import EnsemblePosterior
 
 Execution = Literal["auto", "loop", "batched"]
@@ -61,9 +61,7 @@ class Ensemble(Config):
             needs = "jitter is noise on copies: it needs init='copies' and must not be negative"
             raise ValueError(f"Ensemble: {needs}, got {self.jitter!r}.")
 
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        return ("matrix", "table", "norm")
+    covers = ("matrix", "table", "norm")
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_dict().items() if name != "factory"}

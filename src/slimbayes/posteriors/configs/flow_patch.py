@@ -13,8 +13,6 @@ from slimbayes.posteriors.configs.model_patch import check_layers
 if TYPE_CHECKING:
     from torch import nn
 
-    from slimbayes.layers.site import Kind
-
 
 @dataclass(frozen=True, kw_only=True)
 class FlowPatch(SiteConfig):
@@ -57,15 +55,12 @@ class FlowPatch(SiteConfig):
         if self.patch is not None:
             check_layers(self, "patch", self.patch)
 
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        return ("norm",)
+    covers = ("norm",)
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        from slimbayes.posteriors.model_patch import chosen_layers
+        from slimbayes.posteriors.model_patch import patched
 
-        patch = self.patch or (None if named else "norm")
-        return None if patch is None else chosen_layers(f"FlowPatch(patch={patch!r})", patch, model, offered)
+        return patched(self, model, offered, named)
 
     def describe(self) -> str:
         return f"FlowPatch(steps={self.steps})"

@@ -40,9 +40,6 @@ class GaussianConfig(SiteConfig):
             known = "Normal, HeNormal, TiedMean, EmpiricalBayes or ScaleMixture"
             raise ValueError(f"{name}: {type(self.prior).__name__} is no prior for weights; use {known}.")
 
-    def describe(self) -> str:
-        return type(self).__name__
-
     def extra_flops(self, site: Site) -> float:
         """Beyond drawing weights, which happens once a pass: the second product of flipout and of local."""
         m, n = site.matrix

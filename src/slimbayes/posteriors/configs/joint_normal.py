@@ -12,7 +12,7 @@ from slimbayes.posteriors.checks import check_choice, check_count, check_distrib
 from slimbayes.posteriors.configs.rank1 import FactorConfig
 
 if TYPE_CHECKING:
-    from slimbayes.layers.site import Kind, Site
+    from slimbayes.layers.site import Site
     from slimbayes.posteriors.base import Posterior
 
 Over = Literal["both", "r", "s", "weights"]
@@ -60,7 +60,7 @@ class JointNormal(FactorConfig):
             raise ValueError(f"JointNormal: weights have one member, got members={self.members!r}; use over='both'.")
 
     @property
-    def covers(self) -> tuple[Kind, ...]:
+    def covers(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("matrix", "table") if self.over == "weights" else super().covers
 
     def extra_flops(self, site: Site) -> float:

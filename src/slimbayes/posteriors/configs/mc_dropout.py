@@ -14,7 +14,7 @@ from slimbayes.posteriors.configs.model_patch import check_layers
 if TYPE_CHECKING:
     from torch import nn
 
-    from slimbayes.layers.site import Kind, Site
+    from slimbayes.layers.site import Site
     from slimbayes.posteriors.base import Posterior
 
 
@@ -65,9 +65,7 @@ class MCDropout(SiteConfig):
         """Of whole channels in front of a matrix."""
         return dropping("input", 0.005 if self.rate is None else self.rate, "example", self.tau, self.rho)
 
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        return ("matrix", "table", "norm", "dropout")
+    covers = ("matrix", "table", "norm", "dropout")
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         from slimbayes.posteriors.mc_dropout import own_dropout

@@ -12,8 +12,6 @@ from slimbayes.posteriors.configs.base import SiteConfig
 if TYPE_CHECKING:
     from torch import nn
 
-    from slimbayes.layers.site import Kind
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemberNorm(SiteConfig):
@@ -43,9 +41,7 @@ class MemberNorm(SiteConfig):
     def __post_init__(self) -> None:
         check_count(self, "members", self.members)
 
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        return ("norm",)
+    covers = ("norm",)
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         from slimbayes.posteriors.member_norm import batch_norms

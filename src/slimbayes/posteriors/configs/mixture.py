@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from slimbayes.posteriors.checks import check_choice, check_count, check_not_negative, check_rate
 from slimbayes.posteriors.configs.base import SiteConfig
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from slimbayes.layers.site import Kind
 
 Draws = Literal["forward", "example"]
 Assignment = Literal["layer", "element", "input", "model"]
@@ -119,7 +114,7 @@ class Mixture(ComponentConfig):
         return self.components if self.assignment == "model" else 1
 
     @property
-    def covers(self) -> tuple[Kind, ...]:
+    def covers(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("matrix", "table") if self.assignment == "input" else ("matrix", "table", "norm")
 
     def describe(self) -> str:
@@ -152,6 +147,8 @@ class DropConnect(SiteConfig):
         torch.Size([4, 5, 2])
     """
 
+    leaves_tables = "DropConnect leaves embeddings alone"
+
     rate: float = 0.1
     draws: Draws = "forward"
     tau: float | None = None
@@ -164,12 +161,6 @@ class DropConnect(SiteConfig):
 
     def resolved(self) -> Mixture:
         return dropping("element", self.rate, self.draws, self.tau, self.rho)
-
-    def leaves_alone(self, layer: nn.Module) -> str:
-        from slimbayes.layers import kind_of
-
-        why = "DropConnect leaves embeddings alone; include it by name to convert it"
-        return why if kind_of(layer) == "table" else ""
 
     def describe(self) -> str:
         return f"DropConnect(rate={self.rate})"

@@ -13,8 +13,6 @@ from slimbayes.posteriors.configs.mixture import ComponentConfig, Mixture
 if TYPE_CHECKING:
     from torch import nn
 
-    from slimbayes.layers.site import Kind
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPatch(ComponentConfig):
@@ -47,15 +45,12 @@ class ModelPatch(ComponentConfig):
         if self.patch is not None:
             check_layers(self, "patch", self.patch)
 
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        return ("matrix", "table", "norm")
+    covers = ("matrix", "table", "norm")
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        from slimbayes.posteriors.model_patch import chosen_layers
+        from slimbayes.posteriors.model_patch import patched
 
-        patch = self.patch or (None if named else "norm")
-        return None if patch is None else chosen_layers(f"ModelPatch(patch={patch!r})", patch, model, offered)
+        return patched(self, model, offered, named)
 
     def resolved(self) -> Mixture:
         shared = {f.name: getattr(self, f.name) for f in fields(ComponentConfig)}

@@ -36,6 +36,3 @@ class Radial(SiteConfig):
             raise ValueError(f"Radial: the KL is known for a Normal prior, got {self.prior!r}.")
         check_positive(self, "scale_init", self.scale_init)
         check_not_negative(self, "scale_jitter", self.scale_jitter)
-
-    def describe(self) -> str:
-        return "Radial"

@@ -22,9 +22,7 @@ from slimbayes.posteriors.checks import check_choice, check_count, check_distrib
 from slimbayes.posteriors.configs.base import SiteConfig
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from slimbayes.layers.site import Kind, Site
+    from slimbayes.layers.site import Site
 
 Family = Literal["normal", "cauchy", "lognormal", "point"]
 _FAMILY_OF_PRIOR = {
@@ -38,15 +36,8 @@ FAMILY: dict[str, type[Distribution]] = {"normal": Normal, "cauchy": Cauchy, "lo
 class FactorConfig(SiteConfig):
     """What configs of rank-1 methods share: where they go."""
 
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        return ("matrix", "quantised", "table")
-
-    def leaves_alone(self, layer: nn.Module) -> str:
-        from slimbayes.layers import kind_of
-
-        why = "rank-1 methods leave embeddings alone, as the paper does; include it by name to convert it"
-        return why if kind_of(layer) == "table" else ""
+    covers = ("matrix", "quantised", "table")
+    leaves_tables = "rank-1 methods leave embeddings alone, as the paper does"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
