@@ -47,15 +47,15 @@ from slimbayes.posteriors.configs.base import Deterministic as Deterministic
 from slimbayes.posteriors.configs.correlated import FullMatrixNormal as FullMatrixNormal
 from slimbayes.posteriors.configs.correlated import MultivariateNormal as MultivariateNormal
 from slimbayes.posteriors.configs.ensemble import Ensemble as Ensemble
-from slimbayes.posteriors.configs.flow_patch import FlowPatch as FlowPatch
+from slimbayes.posteriors.configs.ensemble import MemberNorm as MemberNorm
 from slimbayes.posteriors.configs.gaussian import KTied as KTied
 from slimbayes.posteriors.configs.gaussian import MatrixNormal as MatrixNormal
 from slimbayes.posteriors.configs.gaussian import MeanField as MeanField
 from slimbayes.posteriors.configs.joint_normal import JointNormal as JointNormal
 from slimbayes.posteriors.configs.mc_dropout import MCDropout as MCDropout
-from slimbayes.posteriors.configs.member_norm import MemberNorm as MemberNorm
 from slimbayes.posteriors.configs.mixture import DropConnect as DropConnect
 from slimbayes.posteriors.configs.mixture import Mixture as Mixture
+from slimbayes.posteriors.configs.model_patch import FlowPatch as FlowPatch
 from slimbayes.posteriors.configs.model_patch import ModelPatch as ModelPatch
 from slimbayes.posteriors.configs.radial import Radial as Radial
 from slimbayes.posteriors.configs.rank1 import BatchEnsemble as BatchEnsemble

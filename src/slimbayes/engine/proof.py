@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.hypotheses import Hypothesis, hypotheses
-from slimbayes.engine.layout import Dims, Layout, stack_draws
+from slimbayes.engine.layout import Dims, Hypothesis, Layout, hypotheses, stack_draws
 from slimbayes.engine.probe import (
     Mixed,
     Probe,

@@ -25,7 +25,7 @@ from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
-from slimbayes.posteriors.configs.flow_patch import FlowPatch
+from slimbayes.posteriors.configs.model_patch import FlowPatch
 
 _DRAWS = 256  # that a standard deviation is taken from
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from slimbayes.distributions.families import Distribution, Normal
 from slimbayes.distributions.priors import HeNormal
 from slimbayes.errors import brief
-from slimbayes.posteriors.checks import check_positive
-from slimbayes.posteriors.configs.base import SiteConfig
+from slimbayes.posteriors.configs.base import SiteConfig, check_positive
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from slimbayes.distributions.families import Distribution, Normal
-from slimbayes.posteriors.checks import check_choice, check_count, check_not_negative, check_positive
-from slimbayes.posteriors.configs.base import SiteConfig
+from slimbayes.posteriors.configs.base import SiteConfig, check_choice, check_count, check_not_negative, check_positive
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site

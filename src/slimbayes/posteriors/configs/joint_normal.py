@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slimbayes.distributions.families import Distribution, Normal, Point
-from slimbayes.posteriors.checks import check_choice, check_count, check_distribution, check_positive
+from slimbayes.posteriors.configs.base import check_choice, check_count, check_distribution, check_positive
 from slimbayes.posteriors.configs.rank1 import FactorConfig
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from slimbayes.posteriors.checks import check_choice, check_rate
-from slimbayes.posteriors.configs.base import SiteConfig
+from slimbayes.posteriors.configs.base import SiteConfig, check_choice, check_rate
 from slimbayes.posteriors.configs.mixture import Mixture, dropping
 from slimbayes.posteriors.configs.model_patch import check_layers
 

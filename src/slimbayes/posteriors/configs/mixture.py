@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from slimbayes.posteriors.checks import check_choice, check_count, check_not_negative, check_rate
-from slimbayes.posteriors.configs.base import SiteConfig
+from slimbayes.posteriors.configs.base import SiteConfig, check_choice, check_count, check_not_negative, check_rate
 
 Draws = Literal["forward", "example"]
 Assignment = Literal["layer", "element", "input", "model"]

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from slimbayes.distributions.families import Distribution, Normal
-from slimbayes.posteriors.checks import check_not_negative, check_positive
-from slimbayes.posteriors.configs.base import SiteConfig
+from slimbayes.posteriors.configs.base import SiteConfig, check_not_negative, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,14 @@ from slimbayes.distributions.families import (
     dropout_scale,
     rho_from_scale,
 )
-from slimbayes.posteriors.checks import check_choice, check_count, check_distribution, check_not_negative, check_number
-from slimbayes.posteriors.configs.base import SiteConfig
+from slimbayes.posteriors.configs.base import (
+    SiteConfig,
+    check_choice,
+    check_count,
+    check_distribution,
+    check_not_negative,
+    check_number,
+)
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site
@@ -67,7 +73,7 @@ class Rank1(FactorConfig):
         draws: "example" draws fresh factors for every row (the paper); "member" once per member and pass.
         mixture_kl: "sum" adds up the members' KLs, as the paper's code does: K networks, each with a prior. "mean" and
             "exact" take the members for one mixture: "exact" is its KL, of which the part that has no closed form is
-            drawn once for each member and call; "mean" is at most log K above it (posteriors/mixture_kl.py).
+            drawn once for each member and call; "mean" is at most log K above it (distributions/kl.py).
 
     Example:
         >>> import slimbayes as sb, torch
