@@ -1,16 +1,13 @@
-"""select keeps some members of a converted model; said_again is what a conversion says beside its methods, for one that
-takes its place.
-"""
+"""select: keep some members of a converted model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from slimbayes.convert.convert import Conversion, Model, conversions_of
-from slimbayes.convert.training import freeze
+from slimbayes.convert.convert import Model, conversions_of
 from slimbayes.engine import passes
 from slimbayes.engine.calls import total_draws
 from slimbayes.engine.modules import changed
@@ -61,20 +58,3 @@ def select(model: Model, members: Sequence[int]) -> Model:
 
 def _found(model: nn.Module, name: str) -> nn.Module | None:
     return dict(model.named_modules()).get(name)
-
-
-def said_again(model: nn.Module) -> Callable[..., None]:
-    """What a model's conversions say beside their methods: where rows lie, what trains and is saved. The function that
-    is returned says it of a conversion that takes their place.
-    """
-    found = conversions_of(model)
-    saved = [".".join(part for part in (root, name) if part) for root, c in found for name in c.saved]
-    batch_dim = next((c.batch_dim for _, c in found if c.batch_dim is not None), None)
-    frozen = any(c.frozen for _, c in found)
-
-    def say(converted: nn.Module, freezing: bool = True) -> None:
-        new: Conversion = converted.__dict__["_slimbayes"]
-        new.batch_dim, new.saved = batch_dim, saved
-        new.frozen = freeze(converted, saved) if frozen and freezing else []
-
-    return say

@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from slimbayes.convert.again import said_again
 from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, debayesianize
-from slimbayes.convert.members import said_again
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes

@@ -2,7 +2,6 @@
 
     Config, SiteConfig  what a user chooses (configs/base.py)
     Posterior           draws of one weight matrix (or module) and their KL
-    Members             a Posterior of whole modules, one for each member
     WeightPosterior     a Posterior whose draws are weight matrices
 
 Sizes: K members, n draws of a pass.
@@ -248,30 +247,6 @@ class Posterior(Keyed, ABC):
 def recomputed() -> bool:
     """Whether gradient checkpointing is computing a forward again."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-class Members(Posterior):
-    """K whole modules of which one serves each block of rows: nothing is drawn, and there is no KL."""
-
-    selectable = True
-    countable = True  # type: ignore[assignment]
-    log_size = 0.0  # type: ignore[assignment]
-
-    def widths(self, rowwise: bool) -> tuple[int, int]:
-        return 0, 0
-
-    def realise(self, noise: Noise, pick: Pick) -> Tensor:
-        """The member of each block of rows, (n,)."""
-        return pick(torch.arange(self.members, device=self.device), len(noise.block))
-
-    def choices(self) -> Tensor | None:
-        return self.values()
-
-    def role(self, name: str) -> Role:
-        return "weight"
-
-    def kl(self, linear: MapOf) -> Tensor:
-        return torch.zeros((), dtype=self.dtype, device=self.device)
 
 
 class WeightPosterior(Posterior):

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimbayes.engine.passes import Noise
 from slimbayes.layers import kind_of
-from slimbayes.posteriors.base import Members
+from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
 from slimbayes.posteriors.configs.ensemble import Ensemble, Execution
 from slimbayes.posteriors.picks import resets
 
@@ -117,6 +118,30 @@ def _respread(parameter: Tensor, own: Tensor) -> bool:
         return False
     parameter.mul_(ratio)
     return True
+
+
+class Members(Posterior):
+    """K whole modules of which one serves each block of rows: nothing is drawn, and there is no KL."""
+
+    selectable = True
+    countable = True  # type: ignore[assignment]
+    log_size = 0.0  # type: ignore[assignment]
+
+    def widths(self, rowwise: bool) -> tuple[int, int]:
+        return 0, 0
+
+    def realise(self, noise: Noise, pick: Pick) -> Tensor:
+        """The member of each block of rows, (n,)."""
+        return pick(torch.arange(self.members, device=self.device), len(noise.block))
+
+    def choices(self) -> Tensor | None:
+        return self.values()
+
+    def role(self, name: str) -> Role:
+        return "weight"
+
+    def kl(self, linear: MapOf) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=self.device)
 
 
 class EnsemblePosterior(Members):

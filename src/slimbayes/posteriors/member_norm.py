@@ -31,8 +31,8 @@ from slimbayes.engine.rows import sizes_of_blocks, spread
 from slimbayes.layers.base import LAYERS, registered
 from slimbayes.layers.norm import BayesNorm
 from slimbayes.layers.site import LinearMap, Site
-from slimbayes.posteriors.base import Members
 from slimbayes.posteriors.configs.ensemble import MemberNorm
+from slimbayes.posteriors.ensemble import Members
 
 _ROW = "its statistics are those of one row: members have their own already"
 _WHY = {"row": _ROW, "channel": f"{_ROW}; running ones, if it keeps any, are shared", "batch": ""}
