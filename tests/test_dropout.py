@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import LAYERS, BayesLayer
-from slimbayes.layers.functional_dropout import functional_dropout
+from slimbayes.layers.dropout import functional_dropout
 from slimbayes.models import resnet18
 
 pytestmark = pytest.mark.usefixtures("last_draws")

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.distributions.families import Normal
-from slimbayes.distributions.kl import kl
+from slimbayes.distributions.kl import information, kl
 from slimbayes.models import resnet50, wrn
-from slimbayes.posteriors.mixture_kl import information
 from slimbayes.posteriors.rank1 import Rank1Posterior
 
 pytestmark = pytest.mark.usefixtures("last_draws")

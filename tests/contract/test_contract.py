@@ -222,9 +222,12 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
                     moved = FlowDensity(posterior, weight, bias).moved(posterior.noise.block[line : line + 1])[0]
                     weight.copy_(moved[: weight.numel()].view_as(weight))
                     offset = None if bias is None else (moved[weight.numel() :].view_as(bias) - bias)
-                elif isinstance(posterior, CorrelatedPosterior):
+                elif isinstance(posterior, (CorrelatedPosterior, RadialPosterior)):
                     weight.add_(drawn[block])
                     offset = None
+                elif isinstance(posterior, Joint):
+                    weight.add_(drawn[0][block])
+                    offset = drawn[1][block] if posterior.site.bias else None
                 else:  # W + dW, with signs in Flipout
                     signed = drawn.sign_in is not None
                     signs = (

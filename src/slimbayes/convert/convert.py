@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from slimbayes.convert.opening import open_passes, turn_off_fast_paths
 from slimbayes.convert.plan import Decision, Selection, plan, refuse
 from slimbayes.convert.remarks import report_functional_dropout, report_members, report_signs
 from slimbayes.convert.training import Train, freeze, modules_to_save
@@ -20,9 +19,10 @@ from slimbayes.engine import passes
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
-from slimbayes.layers.methods import Opens
+from slimbayes.layers.methods import Opens, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
-from slimbayes.posteriors.ensemble import Ensemble, EnsemblePosterior
+from slimbayes.posteriors.configs.ensemble import Ensemble
+from slimbayes.posteriors.ensemble import EnsemblePosterior
 
 Model = TypeVar("Model", bound=nn.Module)
 

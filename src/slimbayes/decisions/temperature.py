@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slimbayes.prediction.averages import along_draws, log_mean
+from slimbayes.prediction.accumulate import along_draws, log_mean
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import entropy, likelihood_named
 

@@ -27,6 +27,7 @@ from slimbayes.engine import passes
 from slimbayes.engine.blocks import same
 from slimbayes.engine.groups import Group, groups_of, kinds_of
 from slimbayes.engine.passes import Noise, Pass
+from slimbayes.engine.quiet import inside_func
 from slimbayes.kernels import ready
 
 Seed = int | torch.Generator | None
@@ -264,7 +265,7 @@ def random_member(device: torch.device | None = None) -> Any:
     """Where the members of a bare call start. 720720 is divisible by 1 to 16: uniform for each of those member
     counts.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+    if torch.compiler.is_compiling() or not inside_func():
         first = torch.randint(720720, (), device=device)
         line = 0 if torch.compiler.is_compiling() else _FORKS.line()
         return (first + line) % 720720 if line else first

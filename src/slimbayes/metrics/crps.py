@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from slimbayes.prediction.averages import along_draws
+from slimbayes.prediction.accumulate import along_draws
 
 
 # torchmetrics' ContinuousRankedProbabilityScore compares all pairs of samples: O(M^2) memory, and it knows no weights.

@@ -17,11 +17,10 @@ from slimbayes.distributions.families import Cauchy, Normal, Signs, dropout_scal
 from slimbayes.models.feedforward import he_normal
 from slimbayes.models.recurrent import start_lstm
 from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.configs.batch_ensemble import BatchEnsemble
-from slimbayes.posteriors.configs.deterministic import Deterministic
-from slimbayes.posteriors.ensemble import Ensemble
-from slimbayes.posteriors.mean_field import MeanField
-from slimbayes.posteriors.rank1 import Rank1
+from slimbayes.posteriors.configs.base import Deterministic
+from slimbayes.posteriors.configs.ensemble import Ensemble
+from slimbayes.posteriors.configs.gaussian import MeanField
+from slimbayes.posteriors.configs.rank1 import BatchEnsemble, Rank1
 
 
 class MortalityLSTM(nn.Module):

@@ -261,16 +261,24 @@ def recomputed() -> bool:
 
 
 class WeightPosterior(Posterior):
-    """A posterior whose draws are weight matrices."""
+    """A posterior whose draws are weight matrices; by default `values()` are deviations (n, *shape) from the layer's
+    own weight.
+    """
 
     @property
     def has_weights(self) -> bool:
         return not self.per_row
 
-    @abstractmethod
+    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """Weights (n, *shape) and biases (n, out) of this pass's draws, or of some."""
+        weights = linear.weight + self.values()[draws].to(linear.weight.dtype)
+        return weights, None if linear.bias is None else linear.bias.expand(weights.shape[0], -1)
+
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         """Apply this pass's draw of the linear map to x."""
+        return linear.blocks(x, *self.weights(linear), self.current)
 
-    @abstractmethod
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of draw `index` as plain tensors, for kernels that take nothing else."""
+        weights, biases = self.weights(linear, slice(index, index + 1))
+        return weights.squeeze(0), None if biases is None else biases.squeeze(0)

@@ -32,9 +32,8 @@ from slimbayes.engine.fused import LARGE, product_type
 from slimbayes.kernels import ready
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf
-from slimbayes.posteriors.configs.k_tied import KTied as KTied
-from slimbayes.posteriors.configs.k_tied import MatrixNormal as MatrixNormal
-from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior
+from slimbayes.posteriors.configs.gaussian import KTied
+from slimbayes.posteriors.gaussian import GaussianPosterior
 
 
 class KTiedPosterior(GaussianPosterior):
@@ -45,9 +44,9 @@ class KTiedPosterior(GaussianPosterior):
         note: a word on what differs from the config, for summaries.
     """
 
-    def __init__(self, config: GaussianConfig, site: Site, rank: int) -> None:
+    def __init__(self, config: KTied, site: Site) -> None:
         super().__init__(config, site)
-        m, n = site.matrix
+        (m, n), rank = site.matrix, config.rank
         self.rank = min(rank, m, n)
         self.note = "" if self.rank == rank else f"rank lowered from {rank} to {self.rank}: the matrix is {m} x {n}"
         rank = self.rank

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimbayes.engine.quiet import inside_func
 from slimbayes.errors import did_you_mean
 
 _KINDS = ("categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian")
@@ -54,9 +55,7 @@ def check_targets(
 
 def readable(target: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device or breaking a graph."""
-    if torch.compiler.is_compiling() or target.device.type != "cpu":
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None
+    return not torch.compiler.is_compiling() and target.device.type == "cpu" and not inside_func()
 
 
 def check_some(target: Tensor) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slimbayes.distributions.families import Distribution, Normal, Point
-from slimbayes.posteriors.checks import check_choice, check_count, check_distribution
-from slimbayes.posteriors.configs.factors import FactorConfig
+from slimbayes.posteriors.configs.base import check_choice, check_count, check_distribution, check_positive
+from slimbayes.posteriors.configs.rank1 import FactorConfig
 
 if TYPE_CHECKING:
-    from slimbayes.layers.site import Kind, Site
+    from slimbayes.layers.site import Site
     from slimbayes.posteriors.base import Posterior
 
 Over = Literal["both", "r", "s", "weights"]
@@ -57,8 +57,7 @@ class JointNormal(FactorConfig):
         check_distribution(self, "mean_init", self.mean_init)
         if not isinstance(self.prior, Normal):
             raise ValueError(f"JointNormal: the KL is known for a Normal prior, got {self.prior!r}.")
-        if not self.scale_init > 0:
-            raise ValueError(f"JointNormal: scale_init must be positive, got {self.scale_init!r}.")
+        check_positive(self, "scale_init", self.scale_init)
         if isinstance(self.full_up_to, bool) or not isinstance(self.full_up_to, int) or self.full_up_to < 0:
             raise ValueError(f"JointNormal: full_up_to must be a whole number, got {self.full_up_to!r}.")
         if self.beyond == "kronecker" and self.over != "weights":
@@ -70,7 +69,7 @@ class JointNormal(FactorConfig):
             raise ValueError(f"JointNormal: weights have one member, got members={self.members!r}; use over='both'.")
 
     @property
-    def covers(self) -> tuple[Kind, ...]:
+    def covers(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("matrix", "table") if self.over == "weights" else super().covers
 
     def extra_flops(self, site: Site) -> float:

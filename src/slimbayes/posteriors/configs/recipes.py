@@ -8,11 +8,9 @@ from slimbayes.distributions.families import Cauchy, Distribution, Normal
 from slimbayes.distributions.priors import HeNormal
 from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.configs.base import Config
-from slimbayes.posteriors.configs.batch_ensemble import BatchEnsemble
-from slimbayes.posteriors.configs.k_tied import KTied
-from slimbayes.posteriors.configs.mean_field import MeanField
+from slimbayes.posteriors.configs.gaussian import KTied, MeanField
 from slimbayes.posteriors.configs.model_patch import ModelPatch
-from slimbayes.posteriors.configs.rank1 import Rank1
+from slimbayes.posteriors.configs.rank1 import BatchEnsemble, Rank1
 
 Start = Literal["scratch", "trained"]
 _STARTS: tuple[Start, ...] = ("scratch", "trained")
