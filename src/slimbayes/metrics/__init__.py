@@ -14,9 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from slimbayes.metrics.calibration import Calibration as Calibration
-from slimbayes.metrics.calibration import TemperatureScaling as TemperatureScaling
 from slimbayes.metrics.calibration import calibration as calibration
-from slimbayes.metrics.calibration import temperature as temperature
 from slimbayes.metrics.corruption import ALEXNET as ALEXNET
 from slimbayes.metrics.corruption import ALEXNET_CLEAN as ALEXNET_CLEAN
 from slimbayes.metrics.corruption import CorruptionErrors as CorruptionErrors
