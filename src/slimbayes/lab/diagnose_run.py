@@ -16,7 +16,7 @@ from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.lab.case import Case
 from slimbayes.lab.diagnose import elbo, snr, spectrum, truncation
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit_check import diagnose_fit
+from slimbayes.lab.fit import diagnose_fit
 from slimbayes.lab.paper_table import Numbers
 from slimbayes.lab.run_folder import read_curve
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slimbayes import metrics
+from slimbayes.metrics.streaming import Mean
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.report.record import Reliability, RiskCoverage
 
@@ -21,17 +22,11 @@ _POINTS = 50  # of a risk-coverage curve
 _COMPARED = 8  # draws of a single member that diversity compares
 
 
-class Mean:
-    """A running mean in float64."""
-
-    def __init__(self) -> None:
-        self.total, self.count = 0.0, 0
+class Average(Mean):
+    """The mean of numbers."""
 
     def update(self, values: Tensor) -> None:
-        self.total, self.count = self.total + float(values.double().sum()), self.count + values.numel()
-
-    def compute(self) -> float:
-        return self.total / self.count if self.count else float("nan")
+        self.add(values)
 
 
 @dataclass
@@ -74,7 +69,10 @@ class Scores:
                 scores["accuracy"].update(probs, target)
                 scores["ece"].update(probs, target)
                 scores["nll"].update(-log_prob)
-        compared = prediction if self.members else _draws_as_members(prediction)
+        compared = prediction
+        if not self.members:  # of a single member, its first draws
+            assert prediction.by_draw is not None  # predict_prefixes keeps them
+            compared = replace(prediction, by_member=prediction.by_draw[:_COMPARED], weights=None)
         if len(compared.by_member) > 1:
             for name, metric in self.diversity.items():
                 metric.update(compared, target) if name == "normalised_disagreement" else metric.update(compared)
@@ -122,8 +120,8 @@ def class_scores(classes: int, bins: int, members: int, binary: bool, device: to
         ranking=_alone({"auroc": metrics.AUROC(), "aucpr": metrics.AUCPR()} if binary else {}, device),
         soft=_alone({"soft_nll": metrics.SoftLabelNLL()}, device),
         diversity=_alone(diversity, device),
-        uncertainty={"entropy": Mean(), "epistemic": Mean()},
-        members=[_alone(one, device) | {"nll": Mean()} for one in alone],
+        uncertainty=_alone({"entropy": Average(), "epistemic": Average()}, device),
+        members=[_alone({**one, "nll": Average()}, device) for one in alone],
     )
 
 
@@ -141,12 +139,6 @@ def ood_scores(familiar: Tensor, unfamiliar: Tensor) -> dict[str, float]:
     for metric in chosen.values():
         metric.to(scores.device).update(scores, target)
     return _numbers(chosen)
-
-
-def _draws_as_members(prediction: Prediction) -> Prediction:
-    """What diversity compares of a single member: its first draws."""
-    assert prediction.by_draw is not None  # predict_prefixes keeps them
-    return replace(prediction, by_member=prediction.by_draw[:_COMPARED], weights=None)
 
 
 def _alone(group: Mapping[str, Any], device: torch.device) -> Metrics:
