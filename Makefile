@@ -13,7 +13,7 @@ RUN = .venv/bin/python
 # Which build of torch is right, and so its hash, depends on the machine: it is the one package that is not locked.
 TORCH = torch==2.13.0
 
-.PHONY: demo digits test suite quick mutations faults lint supply build lock audit bench bench-gpu bench-lab zoo coverage
+.PHONY: demo digits test suite quick mutations faults lint supply build lock audit bench bench-gpu bench-lab figure3 zoo coverage
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -85,6 +85,9 @@ zoo: .venv/ready
 # What of the papers is here: docs/coverage.md from docs/coverage.tsv.
 coverage: .venv/ready
 	$(RUN) tests/coverage_page.py
+
+figure3: .venv/ready
+	$(RUN) -m slimbayes.diagnostics.prior_functions --out docs/figure3.png
 
 .venv/ready: pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,7 +161,7 @@ def _opened(file: Path, header: bool | None) -> tuple[int, tuple[str, ...], bool
         raise ValueError(f"{file} is empty.")
     named = _is_header(file, first) if header is None else header
     if not named:
-        return len(first), tuple(str(i + 1) for i in range(len(first))), False, chain([(number, first)], stream)
+        return len(first), tuple(str(i + 1) for i in range(len(first))), False, _again((number, first), stream)
     if "" in first:
         raise ValueError(f"{file}, line {number}: column {first.index('') + 1} has no name: give it one.")
     if odd := next((name for name in first if first.count(name) > 1), None):
@@ -169,6 +169,11 @@ def _opened(file: Path, header: bool | None) -> tuple[int, tuple[str, ...], bool
     for name in first:
         _check_text(name, number, "names")
     return len(first), tuple(first), True, stream
+
+
+def _again(first: tuple[int, list[str]], rest: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
+    yield first
+    yield from rest
 
 
 def _is_header(file: Path, first: Sequence[str]) -> bool:
