@@ -56,7 +56,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         for so_far in (1, 2):
             lines = [f"{row['epoch']},{row['validation_nll']}" for row in curve[:so_far]]
             (run.folder / "metrics.csv").write_text("\n".join(["epoch,validation_nll", *lines]) + "\n")
-            if not wanted():
+            if so_far == 1 and not wanted():  # nobody looks between the last epoch and the end
                 return "stopped", "was asked to stop"
         found = RECORD | {"curve": curve, "config": {"train": {}}, "config_hash": run.experiment.hash}
         (run.folder / "record.json").write_text(json.dumps(found))
