@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from slimbayes import metrics
-from slimbayes.metrics.streaming import Mean
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.report.record import Reliability, RiskCoverage
 
@@ -22,11 +21,17 @@ _POINTS = 50  # of a risk-coverage curve
 _COMPARED = 8  # draws of a single member that diversity compares
 
 
-class Average(Mean):
-    """The mean of numbers."""
+class Mean:
+    """A running mean in float64; torchmetrics is imported where rows are scored, and takes as long as torch."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
 
     def update(self, values: Tensor) -> None:
-        self.add(values)
+        self.total, self.count = self.total + float(values.double().sum()), self.count + values.numel()
+
+    def compute(self) -> float:
+        return self.total / self.count if self.count else float("nan")
 
 
 @dataclass
@@ -120,8 +125,8 @@ def class_scores(classes: int, bins: int, members: int, binary: bool, device: to
         ranking=_alone({"auroc": metrics.AUROC(), "aucpr": metrics.AUCPR()} if binary else {}, device),
         soft=_alone({"soft_nll": metrics.SoftLabelNLL()}, device),
         diversity=_alone(diversity, device),
-        uncertainty=_alone({"entropy": Average(), "epistemic": Average()}, device),
-        members=[_alone({**one, "nll": Average()}, device) for one in alone],
+        uncertainty={"entropy": Mean(), "epistemic": Mean()},
+        members=[_alone(one, device) | {"nll": Mean()} for one in alone],
     )
 
 
