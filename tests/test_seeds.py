@@ -312,17 +312,21 @@ def test_equal_runs_count_their_forks_alike() -> None:
 
     program = """
 import os, torch, slimbayes as sb
-torch.manual_seed(0)
-net = sb.bayesianize(torch.nn.Linear(2, 2), sb.Rank1(members=1))
-for i in range(2):
-    if os.fork() == 0:
-        print(i, sb.predict(net, torch.ones(1, 2)).samples.tolist(), flush=True)
+for run in range(2):
+    if os.fork() == 0:  # a run of its own, before anything was drawn
+        torch.manual_seed(0)
+        net = sb.bayesianize(torch.nn.Linear(2, 2), sb.Rank1(members=1))
+        for i in range(2):
+            if os.fork() == 0:
+                print(i, sb.predict(net, torch.ones(1, 2)).samples.tolist(), flush=True)
+                os._exit(0)
+            os.wait()
         os._exit(0)
     os.wait()
 """
-    run = lambda: subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout  # noqa: E731
-    lines = run().splitlines()
-    assert lines == run().splitlines() and lines[0][2:] != lines[1][2:]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 and lines[:2] == lines[2:] and lines[0][2:] != lines[1][2:]
 
 
 def test_loaders_of_any_kind_give_the_same_draws() -> None:

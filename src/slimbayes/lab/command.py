@@ -174,7 +174,7 @@ def compare(
 
     from slimbayes.report import compare as table
 
-    made = table(_run_folders(runs), baseline=baseline, metrics=metric or None, on=on, severity=severity, draws=draws)
+    made = table(runs, baseline=baseline, metrics=metric or None, on=on, severity=severity, draws=draws)
     typer.echo(json.dumps(made.to_dict(), indent=1)) if as_json else Console().print(made.render())
 
 
@@ -187,7 +187,7 @@ def report(
     """Write one self-contained page about runs, from their records alone."""
     from slimbayes.report import write_page
 
-    page = write_page(_run_folders(runs), output, title)
+    page = write_page(runs, output, title)
     typer.echo(f"{page} ({page.stat().st_size / 1e6:.1f} MB): open it in a browser")
 
 
@@ -278,15 +278,6 @@ def config_schema(
 
     text = json.dumps(Experiment.model_json_schema(), indent=1)
     write_text(output, text + "\n") if output else typer.echo(text)
-
-
-def _run_folders(paths: list[Path]) -> list[Path]:
-    """Run directories, and those inside of folders that are none themselves."""
-    found: list[Path] = []
-    for path in paths:
-        inside = [] if (path / "record.json").exists() else sorted(p.parent for p in path.glob("**/record.json"))
-        found += inside or [path]
-    return found
 
 
 def main() -> None:

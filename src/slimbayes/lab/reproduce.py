@@ -2,7 +2,7 @@
 
     reproduce("rank1/table2", Path("runs/table2"), Execution(data_dir=data), scale="small", seeds=[0, 1, 2])
 
-    out/<name>-<hash>/             the run of a row and a seed (see runs.py); rows that share a config share a run
+    out/<name>-<hash>/             the run of a row and a seed (see run_folder.py); rows that share a config share a run
     out/diagnostics/               what diagnostics found, and their plots
     out/table.md, out/table.json   written anew after each run
     out/page.html                  of a figure: the report of its runs, with curves and scores by severity

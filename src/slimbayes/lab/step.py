@@ -8,9 +8,10 @@ Sizes: B rows of a step, S draws.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
 from slimbayes.data import Split
-from slimbayes.data.folders import ImageFolder
+from slimbayes.data.folders import ImageFolder, read_crop
+from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import Predictor
-from slimbayes.lab.pictures import crops_pictures
 from slimbayes.lab.recipes import set_rate
-from slimbayes.lab.seeds import seed_everything
+from slimbayes.lab.seeds import generator, seed_everything
 from slimbayes.prediction.sample import sample
 from slimbayes.train.elbo import ELBO, check_finite, elbo
 from slimbayes.train.likelihoods import LIKELIHOODS
@@ -211,3 +212,39 @@ class TrainingStep:
         if found:
             return f"The first layer whose output is NaN or infinite is {found[0]!r}."
         return "All layers' outputs are finite, so it is the likelihood, the KL or the penalty that is not."
+
+
+# --- crops of full pictures, made where they are decoded ---
+
+
+@dataclass(frozen=True)
+class RandomCrops(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """An image folder in one epoch, cropped from the full pictures, before they become a batch without their sides.
+
+    A row's crop depends on seed, epoch and row alone, not on who decodes it.
+    """
+
+    rows: ImageFolder
+    crop: Callable[..., Tensor]
+    seed: int
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        cut = self.crop(self.rows.paths[index], generator=generator(self.seed, "crop", self.epoch, index))
+        return cut, int(self.rows.y[index])
+
+
+def crops_pictures(experiment: Experiment) -> bool:
+    """Whether the augmentation crops full pictures of image folders; others act on batches of their centres."""
+    return experiment.augment is not None and experiment.augment.kind == "resized_crop"
+
+
+def pictures(rows: ImageFolder, experiment: Experiment, epoch: int) -> ImageFolder | RandomCrops:
+    """What an epoch's loader reads: pictures cropped at random, or as the folder itself reads them."""
+    if experiment.augment is None or not crops_pictures(experiment):
+        return rows
+    crop = partial(read_crop, **experiment.augment.model_dump(exclude={"kind"}))
+    return RandomCrops(rows, crop, experiment.seed, epoch)

@@ -55,18 +55,6 @@ def crps_mixture(means: Tensor, scales: Tensor, target: Tensor, weights: Tensor 
     return (share * _mean_distance(off, variance)).sum(0) - spread
 
 
-def crps_gaussian(mean: Tensor, scale: Tensor | float, target: Tensor) -> Tensor:
-    """CRPS of a normal distribution: scale * (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi)) with z = (y - mean) / scale.
-
-    Shape: mean (N, ...), scale broadcasts against it, target (N, ...); returns (N, ...) in float64.
-
-    Example:
-        >>> crps_gaussian(torch.tensor([1.0]), 0.0, torch.tensor([3.0]))
-        tensor([2.], dtype=torch.float64)
-    """
-    return crps_mixture(mean[None], torch.as_tensor(scale, device=mean.device), target)
-
-
 def _mean_distance(m: Tensor, variance: Tensor) -> Tensor:
     """E|X| for X from N(m, variance)."""
     scale = variance.sqrt()
