@@ -4,6 +4,9 @@ import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from docutils.statemachine import StringList
 from docutils.utils.math.latex2mathml import tex2mathml
 
 HERE = Path(__file__).parent
@@ -42,17 +45,29 @@ html_copy_source = False
 def inline_math(writer, node):
     """MathML, which browsers draw by themselves: the site loads nothing from elsewhere."""
     writer.body.append(tex2mathml(node.astext()))
-    raise site_pages.SkipNode
+    raise nodes.SkipNode
 
 
 def block_math(writer, node):
     writer.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>\n')
-    raise site_pages.SkipNode
+    raise nodes.SkipNode
+
+
+class Measured(Directive):
+    """`{measured}` with lines `tasks: A; B`, `cifar10: ...`, `steps: ...`, `parameters: ...`: tables from results/."""
+
+    has_content = True
+
+    def run(self):
+        text = site_pages.measured(dict(line.split(":", 1) for line in self.content))
+        node = nodes.container()
+        self.state.nested_parse(StringList(text.splitlines(), "measured"), self.content_offset, node)
+        return node.children
 
 
 def setup(app):
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
-    app.add_directive("measured", site_pages.Measured)
+    app.add_directive("measured", Measured)
     app.connect("config-inited", lambda app, config: site_pages.write_api(HERE / "api"))
     app.connect("source-read", site_pages.keep_links_inside)
     app.connect("autodoc-skip-member", site_pages.skip_foreign)

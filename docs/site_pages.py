@@ -16,9 +16,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from docutils.nodes import SkipNode as SkipNode
-from docutils.parsers.rst import Directive
-
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "slimbayes"
 Rows = list[list[str]]
@@ -271,21 +268,6 @@ def parameters(methods: Iterable[str] | None = None) -> str:
 def _fits(config: Any, net: Any) -> bool:
     """Whether there is anything to patch."""
     return "patch" not in vars(config) or any("Norm" in type(module).__name__ for module in net.modules())
-
-
-class Measured(Directive):
-    """`{measured}` with lines `tasks: A; B`, `cifar10: ...`, `steps: ...`, `parameters: ...`: tables from results/."""
-
-    has_content = True
-
-    def run(self) -> list[Any]:
-        from docutils import nodes
-        from docutils.statemachine import StringList
-
-        text = measured(dict(line.split(":", 1) for line in self.content))
-        node = nodes.container()
-        self.state.nested_parse(StringList(text.splitlines(), "measured"), self.content_offset, node)
-        return node.children
 
 
 KINDS = {"parameters": parameters, "tasks": small_tasks, "cifar10": cifar10, "steps": steps}
