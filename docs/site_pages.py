@@ -229,9 +229,10 @@ def networks() -> Iterator[tuple[str, Any]]:
 
     with torch.device("meta"):
         yield "ResNet-50", sb.models.resnet50()
+        # Twelve blocks of width 768 and an embedding that is the output layer, too.
         block = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True, norm_first=True)
         blocks = nn.TransformerEncoder(block, 12, enable_nested_tensor=False)
-        yield "GPT-2-like: 12 blocks of width 768", nn.Sequential(nn.Embedding(50257, 768), blocks, nn.LayerNorm(768))
+        yield "GPT-2-like", nn.Sequential(nn.Embedding(50257, 768), blocks, nn.LayerNorm(768))
         yield "MLP 64-256-10", nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
@@ -244,7 +245,7 @@ def configs() -> dict[str, Any]:
         "BatchEnsemble, 4 members": sb.BatchEnsemble(members=4),
         "2-tied": sb.KTied(rank=2),
         "mean-field": sb.MeanField(),
-        "EMP, 5 components": sb.ModelPatch(components=5, patch="norm+output"),
+        "EMP of norms, 5 components": sb.ModelPatch(components=5),
         "DropConnect": sb.DropConnect(rate=0.1),
         "deep ensemble, 4 members": sb.Ensemble(members=4),
     }
@@ -255,14 +256,14 @@ def parameters(methods: Iterable[str] | None = None) -> str:
     import slimbayes as sb
 
     chosen = {name: config for name, config in configs().items() if methods is None or name in methods}
-    rows = [["more parameters", "of the plain network", *chosen]]
+    columns = [["more parameters", *chosen]]
     for name, net in networks():
         plain = sum(p.numel() for p in net.parameters())
-        extra = [
-            sb.estimate_cost(net, config).extra_parameters if _fits(config, net) else None for config in chosen.values()
-        ]
-        rows.append([name, f"{plain:,}", *("no norms" if more is None else f"{more / plain:+.1%}" for more in extra)])
-    return table(rows)
+        columns.append([f"{name}, {plain:,}"])
+        for config in chosen.values():
+            more = sb.estimate_cost(net, config).extra_parameters if _fits(config, net) else None
+            columns[-1].append("no norms" if more is None else f"{more / plain:+.1%}")
+    return table([list(row) for row in zip(*columns, strict=True)])
 
 
 def _fits(config: Any, net: Any) -> bool:

@@ -2,7 +2,7 @@
 
     python tests/installed.py torch==2.13.0 dist/*.whl dist/*.tar.gz        # needs the network; `make release-check`
 
-test_package.py does the same with the packages that are installed already.
+test_package.py does what takes little of it, with the packages that are installed already.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ def run(folder: Path, *words: object) -> str:
 
 
 def check_command(bin: Path, folder: Path) -> None:
-    """From a csv to predictions; configs that came along; the module; completion for a shell."""
+    """A config for a csv, configs that came along, the module, completion for a shell: what needs no torch."""
     slimbayes = bin / "slimbayes"
     (folder / "mine.csv").write_text("width,height,price\n" + ROWS)
     run(folder, slimbayes, "init", "mine.csv", "--target", "price")
-    run(folder, slimbayes, "fit", "mine.yaml", "--out", "run", "--set", "train.epochs=1")
-    run(folder, slimbayes, "predict", "run", "mine.csv", "-o", "out.csv", "--level", "0.9")
-    header, *rows = (folder / "out.csv").read_text().splitlines()
-    assert len(rows) == 60 and {"mean", "std", "low", "high"} <= set(header.split(",")), header
+    run(folder, slimbayes, "config", "check", "mine.yaml")
     tables = run(folder, bin / "python", "-m", "slimbayes", "reproduce", "--list")
     assert "rank1/table2" in tables, tables
     script = run(folder, slimbayes, "--show-completion", "bash")
     assert "complete -o default -F _slimbayes_completion slimbayes" in script, script
+
+
+def check_run(bin: Path, folder: Path) -> None:
+    """From that csv to predictions."""
+    run(folder, bin / "slimbayes", "fit", "mine.yaml", "--out", "run", "--set", "train.epochs=1")
+    run(folder, bin / "slimbayes", "predict", "run", "mine.csv", "-o", "out.csv", "--level", "0.9")
+    header, *rows = (folder / "out.csv").read_text().splitlines()
+    assert len(rows) == 60 and {"mean", "std", "low", "high"} <= set(header.split(",")), header
 
 
 def main(torch: str, *built: str) -> None:
@@ -53,6 +58,7 @@ def main(torch: str, *built: str) -> None:
             assert Path(where).is_relative_to(folder.resolve()), where
             run(folder, python, "-I", HERE / "smallest_install.py")
             check_command(python.parent, folder)
+            check_run(python.parent, folder)
         print(f"{Path(artefact).name} works in a fresh environment")
 
 

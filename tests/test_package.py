@@ -98,7 +98,7 @@ def test_the_command_says_there_what_to_install(smallest: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_the_command_works_outside_of_the_checkout(smallest: Path, tmp_path: Path) -> None:
-    """With what the lab needs beside the core's: a csv to predictions, configs of the papers, completion."""
+    """With what the lab needs beside the core's: a config for a csv, those of the papers, completion."""
     (packages,) = smallest.parent.glob("lib/python*/site-packages")
     needed = [Requirement(line) for line in distribution("slimbayes").requires or []]
     lab = {r.name for r in needed if r.marker and any(r.marker.evaluate({"extra": extra}) for extra in LAB)}
