@@ -132,11 +132,13 @@ def _plain(line: str) -> str:
 
 # --- links ---
 
+UNDER_OTHERS = ("export", "serving")  # pages below docs/howto/deploy.md
+
 
 def keep_links_inside(app: Any, name: str, source: list[str]) -> None:
     """Files that are no part of the site are named instead of linked; pages that no list has get into the last one."""
     if name == "index":
-        pages = {file.stem for file in ROOT.glob("docs/*.md")} - {"index"}
+        pages = {file.stem for file in ROOT.glob("docs/*.md")} - {"index", *UNDER_OTHERS}
         others = sorted(page for page in pages if not re.search(rf"^(.*<)?{page}>?$", source[0], re.M))
         source[0] = re.sub(r"```\s*$", "".join(f"{page}\n" for page in others) + "```\n", source[0])
     depth = "../" * name.count("/")
