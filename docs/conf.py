@@ -54,7 +54,7 @@ def block_math(writer, node):
 
 
 class Measured(Directive):
-    """`{measured}` with lines `tasks: A; B`, `cifar10: ...`, `steps: ...`, `parameters: ...`: tables from results/."""
+    """`{measured}` with lines `tasks: A; B`, `cifar10: ...`, `steps: ...`, `parameters: ...`, `tables: PAGE; WORD`."""
 
     has_content = True
 

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -184,25 +185,29 @@ def small_tasks(methods: Iterable[str]) -> str:
 
 
 def cifar10(names: Iterable[str]) -> str:
-    """Records of results/cifar10, the most draws of each."""
-    records = [json.loads(file.read_text()) for file in sorted((ROOT / "results/cifar10").glob("*.json"))]
-    by_name = {record["name"]: record for record in records}
-    rows = [["method", "parameters", "accuracy", "NLL", "ECE", "corrupted NLL", "seconds per epoch"]]
-    rows += [_cifar10_row(by_name[name]) for name in ("plain", *names) if name in by_name]
+    """Records of results/cifar10, the most draws of each, averaged over seeds."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted((ROOT / "results/cifar10").glob("*.json")):
+        record = json.loads(file.read_text())
+        by_name.setdefault(record["name"], []).append(record)
+    rows = [["method", "seeds", "parameters", "accuracy", "NLL", "ECE", "corrupted NLL", "seconds per epoch"]]
+    for name in (name for name in ("plain", *names) if name in by_name):
+        accuracy, *others = (mean(column) for column in zip(*map(_scores, by_name[name]), strict=True))
+        total = by_name[name][0]["parameters"]["total"]
+        rows.append([name, str(len(by_name[name])), f"{total:,}", f"{accuracy:.1%}", *(f"{one:.3f}" for one in others)])
     if len(rows) < 3:
         return ""
-    model, train = by_name["plain"]["config"]["model"], by_name["plain"]["config"]["train"]
-    words = f"CIFAR-10, WRN-{model['depth']}-{model['width']}, {train['epochs']} epochs, one seed:"
+    config = by_name["plain"][0]["config"]
+    words = f"CIFAR-10, WRN-{config['model']['depth']}-{config['model']['width']}, {config['train']['epochs']} epochs:"
     return f"{words}\n\n{table(rows)}"
 
 
-def _cifar10_row(record: Mapping[str, Any]) -> list[str]:
+def _scores(record: Mapping[str, Any]) -> tuple[float, ...]:
     most = max(e["draws"] for e in record["evaluations"])
     judged = [e for e in record["evaluations"] if e["draws"] == most]
     clean = next(e["metrics"] for e in judged if e["role"] == "test")
     corrupted = mean(e["metrics"]["nll"] for e in judged if e["role"] == "corruption")
-    cells = [record["name"], f"{record['parameters']['total']:,}", f"{clean['accuracy']:.1%}", f"{clean['nll']:.3f}"]
-    return [*cells, f"{clean['ece']:.3f}", f"{corrupted:.3f}", f"{record['cost']['seconds_per_epoch']:.1f}"]
+    return clean["accuracy"], clean["nll"], clean["ece"], corrupted, record["cost"]["seconds_per_epoch"]
 
 
 def steps(prefixes: tuple[str, ...]) -> str:
@@ -273,7 +278,21 @@ def _fits(config: Any, net: Any) -> bool:
     return "patch" not in vars(config) or any("Norm" in type(module).__name__ for module in net.modules())
 
 
-KINDS = {"parameters": parameters, "tasks": small_tasks, "cifar10": cifar10, "steps": steps}
+def of_page(asked: tuple[str, ...]) -> str:
+    """The tables of `page; word`: those below the page's heading with that word, each with the sentence before it."""
+    file, word = asked
+    sections = re.split(r"^## ", (ROOT / "docs" / file).read_text(), flags=re.M)
+    section = next((text for text in sections if word in text.partition("\n")[0]), "")
+    paragraphs = re.split(r"\n\n+", section)
+    found = [
+        f"{before.replace(chr(10), ' ').split('. ')[-1]}\n\n{text.strip()}"
+        for before, text in pairwise(paragraphs)
+        if text.startswith("|")
+    ]
+    return "\n\n".join(found)
+
+
+KINDS = {"tables": of_page, "parameters": parameters, "tasks": small_tasks, "cifar10": cifar10, "steps": steps}
 
 
 def measured(asked: Mapping[str, str]) -> str:
