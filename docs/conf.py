@@ -1,7 +1,6 @@
-"""The site: `make docs`, or `python -m sphinx -W docs build/docs`. What it makes itself is in site_pages.py."""
+"""The site: `make docs`. What it makes by itself is in site_pages.py and measured.py."""
 
 import sys
-from importlib.metadata import version as version_of
 from pathlib import Path
 
 from docutils import nodes
@@ -12,12 +11,15 @@ from docutils.utils.math.latex2mathml import tex2mathml
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
+import measured  # noqa: E402
 import site_pages  # noqa: E402
+
+import slimbayes  # noqa: E402
 
 project = "slimbayes"
 author = "The slimbayes contributors"
 project_copyright = "The slimbayes contributors, Apache-2.0"
-release = version = version_of("slimbayes")
+release = version = slimbayes.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
@@ -59,7 +61,7 @@ class Measured(Directive):
     has_content = True
 
     def run(self):
-        text = site_pages.measured(dict(line.split(":", 1) for line in self.content))
+        text = measured.measured(dict(line.split(":", 1) for line in self.content))
         node = nodes.container()
         self.state.nested_parse(StringList(text.splitlines(), "measured"), self.content_offset, node)
         return node.children

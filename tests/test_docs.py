@@ -25,8 +25,8 @@ def load(path: str) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def pages() -> ModuleType:
-    return load("site_pages.py")
+def tables() -> ModuleType:
+    return load("measured.py")
 
 
 @pytest.mark.slow
@@ -49,26 +49,30 @@ def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
     assert sorted(found) == ["a.html -> #there", "a.html -> b.png", "c.html -> a.html#no"]
 
 
-def test_every_public_name_is_in_the_api_pages(pages: ModuleType) -> None:
+@pytest.mark.slow
+def test_every_public_name_is_in_the_api_pages() -> None:
+    pages = load("site_pages.py")
     grouped = {name for names in pages.grouped_names().values() for name in names}
     assert grouped | set(pages.MODULES) >= set(sb.__all__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "methods").glob("*.md")), ids=lambda page: page.stem)
-def test_what_methods_pages_ask_for_was_measured(page: Path, pages: ModuleType) -> None:
+def test_what_methods_pages_ask_for_was_measured(page: Path, tables: ModuleType) -> None:
     for block in re.findall(r"```{measured}\n(.*?)```", page.read_text(), re.S):
-        text = pages.measured(dict(line.split(":", 1) for line in block.splitlines()))
+        text = tables.measured(dict(line.split(":", 1) for line in block.splitlines()))
         assert text.count("\n|---") >= len(block.splitlines())  # a table for each line
 
 
-def test_a_table_that_nobody_measured_is_refused(pages: ModuleType) -> None:
+def test_a_table_that_nobody_measured_is_refused(tables: ModuleType) -> None:
     with pytest.raises(ValueError, match="nothing about tasks: astrology"):
-        pages.measured({"tasks": "astrology"})
+        tables.measured({"tasks": "astrology"})
 
 
-def test_the_readme_s_table_of_parameters_is_what_the_library_counts(pages: ModuleType) -> None:
+@pytest.mark.slow
+def test_the_readme_s_table_of_parameters_is_what_the_library_counts(tables: ModuleType) -> None:
     readme = (ROOT / "README.md").read_text()
-    assert pages.with_table(readme) == readme, "python docs/site_pages.py writes it anew"
+    assert tables.with_table(readme) == readme, "python docs/measured.py writes it anew"
     table = readme.partition("<!-- parameters -->")[2].partition("<!-- /parameters -->")[0]
     assert "+1.6%" in table and "+28.6%" in table  # about one percent on a wide network, far more on a small one
 
@@ -88,6 +92,7 @@ def test_the_gallery_s_scripts_draw_their_pictures(name: str, tmp_path: Path) ->
     assert imread(tmp_path / "picture.png")[..., :3].std() > 0.05  # not a blank page
 
 
+@pytest.mark.slow
 def test_the_concepts_are_drawn(tmp_path: Path) -> None:
     load("pictures/draw.py").main(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"rank1.png", "tied.png", "patches.png"}
