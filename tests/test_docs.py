@@ -30,6 +30,7 @@ def tables() -> ModuleType:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # twenty seconds of work, on a machine that others use, too
 def test_the_site_builds_without_warnings_and_broken_links(tmp_path: Path) -> None:
     for needed in ("sphinx", "furo", "myst_parser"):
         pytest.importorskip(needed, reason=f'the site needs {needed}: pip install "slimbayes[docs]"')
