@@ -13,7 +13,7 @@ RUN = .venv/bin/python
 # Which build of torch is right, and so its hash, depends on the machine: it is the one package that is not locked.
 TORCH = torch==2.13.0
 
-.PHONY: demo digits test suite quick mutations faults lint supply build lock audit bench bench-gpu bench-lab figure3 zoo coverage docs gallery release-check
+.PHONY: demo digits test suite quick mutations faults lint supply build lock audit bench bench-gpu bench-lab figure3 zoo coverage
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -88,6 +88,8 @@ coverage: .venv/ready
 
 figure3: .venv/ready
 	$(RUN) -m slimbayes.diagnostics.prior_functions --out docs/figure3.png
+
+.PHONY: docs gallery release-check
 
 # The site, in build/docs, every page anew; warnings are errors.
 docs: .venv/docs
