@@ -94,6 +94,25 @@ reproduction: .venv/ready
 figure3: .venv/ready
 	$(RUN) -m slimbayes.diagnostics.prior_functions --out docs/figure3.png
 
+.PHONY: docs gallery release-check
+
+# The site, in build/docs, every page anew; warnings are errors.
+docs: .venv/docs
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env docs build/docs
+	$(RUN) docs/links.py build/docs
+
+# The pictures of the gallery and of docs/concepts.md: two minutes.
+gallery: .venv/ready
+	for script in docs/gallery/*.py docs/pictures/draw.py; do $(RUN) $$script || exit 1; done
+
+# What `make build` made, each installed in a fresh environment and used outside of the checkout; needs the network.
+release-check: .venv/ready
+	$(RUN) tests/installed.py $(TORCH) dist/*.whl dist/*.tar.gz
+
+.venv/docs: .venv/ready
+	$(RUN) -m pip install --quiet --no-build-isolation --editable ".[docs]"
+	touch $@
+
 .venv/ready: pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv
 	$(RUN) -m pip install --quiet --require-hashes --no-deps --only-binary :all: -r requirements.lock

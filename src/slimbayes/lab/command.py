@@ -281,8 +281,8 @@ def config_schema(
 
 
 def main() -> None:
-    """The entry point."""
-    app()
+    """The entry point, under one name: completion of `python -m slimbayes` would be a script for python itself."""
+    app(prog_name="slimbayes")
 
 
 if __name__ == "__main__":
