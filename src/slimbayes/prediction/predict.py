@@ -71,7 +71,7 @@ def predict(
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
             "heteroscedastic_gaussian" means and raw scales.
         scale: standard deviation of the observation noise, for "gaussian"; for "heteroscedastic_gaussian" that of the
-            targets, as in training (1 if nothing is given); a tensor for several targets.
+            targets, as in training (1 if nothing is given, with a warning); a tensor for several targets.
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or
             the first tensor.
