@@ -338,6 +338,26 @@ def test_paths_lead_to_files_here_or_in_the_data_folder(tmp_path: Path, monkeypa
         open_task(chosen)
 
 
+def test_large_targets_keep_their_digits(tmp_path: Path) -> None:
+    """Times in seconds, which float32 has to the nearest two minutes."""
+    draw = np.random.default_rng(0)
+    x, start = draw.normal(size=80), 1_700_000_000
+    y = (start + 30 * x + draw.normal(size=80)).round(2)
+    file = write(tmp_path / "a.csv", ["x", "seconds"], [[a, f"{b:.2f}"] for a, b in zip(x, y)])
+    task = open_task(Data(name="a", csv=str(file), target="seconds", scaling="quantile"))
+    assert task.train.y.dtype == torch.float32 and task.test.y.dtype == torch.float64
+    back = task.in_own_units(task.train).y
+    assert set(back.flatten().numpy().round(2)) <= set(y) and set(task.test.y.flatten().tolist()) <= set(y)
+    few = open_task(Data(name="a", csv=str(write(tmp_path / "b.csv", NAMES, houses())), target="price"))
+    assert few.test.y.dtype == few.y_mean.dtype == torch.float32  # as before, with its digest
+    chosen = {"data": {"csv": str(file), "target": "seconds"}, "train": {"epochs": 12, "batch": 16}}
+    run = fit(validate(merged(BASE, chosen)), tmp_path / "run", CPU)
+    rmse = json.loads((run / "record.json").read_text())["evaluations"][0]["metrics"]["rmse"]
+    assert call("predict", run, file, "-o", tmp_path / "out.csv", "--draws", 2).exit_code == 0
+    means = np.array(columns(tmp_path / "out.csv")["mean"], dtype=float)
+    assert rmse < 25 and np.corrcoef(means, y)[0, 1] > 0.8
+
+
 # --- arrays and pictures ---
 
 
@@ -404,6 +424,26 @@ def _one(folder: Path) -> bool:
 
 
 # --- networks of one's own ---
+
+
+@pytest.mark.parametrize(
+    ("noise", "outputs", "told"),
+    [
+        ("learned", 3, "gives 3 outputs for a row, but 1 are needed: one for each of 1 targets"),
+        ("heteroscedastic", 1, "gives 1 outputs for a row, but 2 are needed: a mean and a raw scale"),
+        (0.5, 3, r"outputs of shape \(3,\) for a row, but houses has 1 targets: shape \(1,\) is needed"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_told_before_training(
+    place: Path, tmp_path: Path, noise: Any, outputs: int, told: str
+) -> None:
+    data = {"csv": str(place / "houses.csv"), "target": "price", "drop": ["town"]}
+    model = {"python": "torch.nn:Linear", "args": {"in_features": 1, "out_features": outputs}}
+    chosen = {**BASE, "data": data, "model": model, "train": {**BASE["train"], "noise": noise}}
+    with pytest.raises(ValueError, match=told):
+        fit(validate(chosen), tmp_path / "run", CPU)
+    assert not (tmp_path / "run" / "steps.csv").exists()
+
 
 CODE = """
 from pathlib import Path

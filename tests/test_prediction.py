@@ -172,7 +172,9 @@ def test_weights_of_one_half_and_quarters_are_a_member_counted_twice(likelihood:
     torch.testing.assert_close(pred.log_prob(target), equal.log_prob(target), rtol=0, atol=1e-12)
     assert torch.equal(pred.total, pred.aleatoric + pred.epistemic)
     torch.testing.assert_close(pred.member_mean, equal.member_mean[1:])
-    assert not torch.allclose(pred.mean, sb.Prediction.from_outputs(outputs, likelihood, members=K, scale=0.7).mean, atol=1e-3)
+    assert not torch.allclose(
+        pred.mean, sb.Prediction.from_outputs(outputs, likelihood, members=K, scale=0.7).mean, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("likelihood", CASES)

@@ -175,11 +175,20 @@ def target_is_class(column: Column, path: Path, task: str | None) -> bool:
 
 def _targets(values: np.ndarray, discrete: bool, place: str) -> tuple[Tensor, tuple[str, ...]]:
     if not discrete:
-        return torch.from_numpy(values.astype(np.float32)).unsqueeze(1), ()
+        return _real(values), ()
     words: Mapping[str, int] = {word: i for i, word in enumerate(sorted(set(values.tolist()), key=_by_number))}
     if len(words) < 2:
         raise ValueError(f"{place}: all rows have the class {brief(next(iter(words)))}, and nothing is to be learnt.")
     return torch.tensor([words[word] for word in values.tolist()]), tuple(words)
+
+
+def _real(values: np.ndarray) -> Tensor:
+    """Real targets (N, T): in float64 where float32 would move them by more than a millionth of their deviation, as it
+    does times in seconds and large sums in cents."""
+    wide = values.astype(np.float64)
+    single = wide.astype(np.float32)
+    kept = wide if (np.abs(wide - single) > 1e-6 * wide.std(0)).any() else single
+    return torch.from_numpy(kept[:, None] if kept.ndim == 1 else kept)
 
 
 def _by_number(word: str) -> tuple[float, str]:
@@ -221,8 +230,7 @@ def _array_split(x: np.ndarray, y: np.ndarray, place: str, chosen: config.Data) 
     inputs = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32 if x.dtype.kind == "f" else np.int64))
     if inputs.dim() == 2 and not inputs.is_floating_point():
         inputs = inputs.float()  # a table of whole numbers: words of texts have sets of their own
-    target = torch.from_numpy(y.astype(np.float32 if real else np.int64))
-    return Split(inputs, target.unsqueeze(1) if real and target.dim() == 1 else target)
+    return Split(inputs, _real(y) if real else torch.from_numpy(y.astype(np.int64)))
 
 
 # --- pictures ---

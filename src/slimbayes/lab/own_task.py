@@ -120,13 +120,9 @@ def _standardised(task: Task) -> Task:
     mean, std = wide.mean(0), wide.std(0, correction=0)
     if bool((std == 0).any()):
         raise ValueError(f"{task.name}: the target is {float(mean[std == 0][0]):g} in all training rows.")
-    mean, std = mean.float(), std.float()
+    mean, std = mean.to(task.train.y.dtype), std.to(task.train.y.dtype)
 
     def scaled(rows: Any) -> Any:
-        return rows and Split(rows.x, _scaled(rows.y, mean, std))
+        return rows and Split(rows.x, ((rows.y - mean) / std).float())
 
     return replace(task, train=scaled(task.train), validation=scaled(task.validation), y_mean=mean, y_std=std)
-
-
-def _scaled(y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    return (y - mean) / std

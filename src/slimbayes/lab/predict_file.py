@@ -104,7 +104,7 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
         y = torch.zeros(0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64)
         names = ("mean", "std", "y_mean", "y_std")
-        mean, std, y_mean, y_std = (None if facts[n] is None else torch.tensor(facts[n]).float() for n in names)
+        mean, std, y_mean, y_std = (None if facts[n] is None else _tensor(facts[n]) for n in names)
         columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
         own = None if facts.get("own") is None else _own_columns(facts["own"])
         plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
@@ -119,6 +119,12 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
     classes, words = tuple(facts["classes"]), facts["vocabulary"]
     task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns, own)
     return Predictor(experiment, network, task.to(device), facts["likelihood"])
+
+
+def _tensor(numbers: Any) -> Tensor:
+    """Numbers as they were written: in float32, unless they have more digits."""
+    wide = torch.tensor(numbers, dtype=torch.float64)
+    return wide.float() if torch.equal(wide, wide.float().double()) else wide
 
 
 def fitted(x: Tensor, task: Task, source: str, first: int = 0, allow_nonfinite: bool = False) -> Tensor:

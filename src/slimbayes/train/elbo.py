@@ -17,7 +17,9 @@ from slimbayes.engine.modules import Keyed, anchors_of, modules_of, planned, pos
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer
 
-_MOST = 10.0  # nats that a datum can tell: 7 of one in 1,000 classes, 5 of a target between its noise's floor and ceiling
+_MOST = (
+    10.0  # nats that a datum can tell: 7 of one in 1,000 classes, 5 of a target between its noise's floor and ceiling
+)
 _warned: WeakSet[nn.Module] = WeakSet()  # models whose KL was said to dwarf the likelihood
 
 
@@ -95,8 +97,8 @@ def dwarfed(weighed_kl: float) -> str | None:
     if not weighed_kl > _MOST:
         return None
     return (
-        f"The KL is {weighed_kl:.3g} nats for each datum, more than one can tell: the prior decides, not the data. Lower "
-        f"the temperature (docs/recipes.md), take a prior nearer to where the weights are, or use fewer members."
+        f"The KL is {weighed_kl:.3g} nats for each datum, more than one can tell: the prior decides, not the data. "
+        f"Lower the temperature (docs/recipes.md), take a prior nearer to where the weights are, or use fewer members."
     )
 
 
