@@ -279,7 +279,24 @@ def test_a_table_without_names(tmp_path: Path) -> None:
     [
         ({"target": "prise"}, {}, "no column 'prise'; did you mean 'price'?"),
         ({"drop": ["towns"]}, {}, "data.drop: .* no column 'towns'"),
-        ({}, {"town": lambda i: f"2024-01-{i % 28 + 1:02}"}, "holds dates .*days since a date"),
+        ({}, {"town": lambda i: f"2024-01-{i % 28 + 1:02}"}, "holds dates .*data.dates: encode.*days since a date"),
+        (
+            {"dates": "encode"},
+            {"town": lambda i: f"2024-02-{i % 31 + 1:02}"},
+            "line 31, column 'town': '2024-02-30' is no",
+        ),
+        (
+            {"dates": "encode"},
+            {"town": lambda i: f"{i % 28 + 1}/5/2024"},
+            "'1/5/2024' may be the day or the month first",
+        ),
+        ({}, {"town": lambda i: f"{i % 3},5"}, "holds '0,5', .* set data.decimal to comma .*thousands"),
+        (
+            {},
+            {"price": lambda i: f"{i},5" if i % 2 else i},
+            "the target, holds '1,5', a number but for its decimal mark",
+        ),
+        ({"decimal": "comma"}, {}, r"column 'size' holds '\d+.\d+', a number but for its decimal mark"),
         ({}, {"town": lambda i: "oops" if i == 7 else i}, "holds numbers, but not in line 9: 'oops'"),
         ({}, {"town": lambda i: f"name {i}"}, "60 different texts in 60 rows"),
         ({}, {"size": lambda i: "" if i == 5 else i}, r"missing in column 'size' \(1 of 60\).*data.missing: impute"),
@@ -336,6 +353,33 @@ def test_paths_lead_to_files_here_or_in_the_data_folder(tmp_path: Path, monkeypa
     os.mkfifo("houses.csv")
     with pytest.raises(OSError, match="it is a pipe"):
         open_task(chosen)
+
+
+def test_decimal_commas_and_dates_are_read_as_at_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table as spreadsheets write it in much of Europe, and the same with points."""
+    monkeypatch.chdir(tmp_path)
+    days = [f"{i % 28 + 1}.{i % 12 + 1}.2024" for i in range(60)]
+    rows = [[f"{s}".replace(".", ","), day, f"{y}".replace(".", ",")] for (s, _, y), day in zip(houses(), days)]
+    file = write(tmp_path / "a.csv", ["size", "sold", "price"], rows, ";")
+    assert call("init", file, "-o", "a.yaml").exit_code == 0
+    chosen = validate(yaml.safe_load(Path("a.yaml").read_text())).data
+    assert chosen.decimal == "comma" and chosen.drop == ("sold",) and "dates: encode" in Path("a.yaml").read_text()
+    chosen = validate({**BASE, "data": {"csv": str(file), "target": "price", "decimal": "comma", "dates": "encode"}})
+    run = fit(chosen, tmp_path / "run", CPU, judge=False)
+    names = json.loads((run / "inputs.json").read_text())["columns"]
+    assert names == ["size", "sold: days", *(f"sold: {c} {f}" for c in ("year", "week") for f in ("sin", "cos"))]
+    assert call("predict", run, file, "-o", "out.csv", "--draws", 1).exit_code == 0
+    iso = [f"2024-{i % 12 + 1:02}-{i % 28 + 1:02}T00:00:00" for i in range(60)]
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.table({"sold": iso, "size": [s for s, _, _ in houses()]}), tmp_path / "b.parquet")
+    assert call("predict", run, "b.parquet", "-o", "again.csv", "--draws", 1).exit_code == 0
+    assert columns(tmp_path / "out.csv") == columns(tmp_path / "again.csv")
+    bad = write(tmp_path / "c.csv", ["size", "sold"], [["1,5", "2024-01-01"], ["2,5", "soon"]], ";")
+    done = call("predict", run, bad, "-o", "none.csv")
+    assert done.exit_code == 1 and "line 3, column 'sold': 'soon' is no date" in done.output
+    assert not Path("none.csv").exists()
 
 
 def test_large_targets_keep_their_digits(tmp_path: Path) -> None:
