@@ -7,7 +7,6 @@ Sizes: n rows of a block.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -19,7 +18,6 @@ from slimbayes.errors import brief
 Kind = Literal["number", "word", "date"]
 Decimal = Literal["point", "comma"]
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})
-COMMA = re.compile(r"[+-]?\d+,\d+(e[+-]?\d+)?", re.IGNORECASE)
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -49,8 +47,8 @@ def _value(place: str, number: int, name: str, kind: Kind, cell: Any, decimal: D
             value = days_of(text)
         except ValueError as error:
             fault = str(error)
-    elif value is None and COMMA.fullmatch(text):
-        fault = "is not a number: write a decimal point, or say `decimal: comma` where the run is trained"
+    elif value is None and number_in(text, "comma" if decimal == "point" else "point") is not None:
+        fault = f"is no number with a decimal {decimal}, as the run's data have them"
     elif value is not None and abs(value) > _LARGEST:
         fault, value = "is infinite, or too large for float32", None
     if value is None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.lab.data_command import app as data_app
-from slimbayes.lab.run_commands import Accelerator, AllowCode, DataDir, diagnose, init, predict, stack
+from slimbayes.lab.run_commands import Accelerator, AllowCode, DataDir, diagnose, export, init, predict, stack
 
 _CODES = {
     "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4,
@@ -126,6 +126,7 @@ app.command()(init)
 app.command()(diagnose)
 app.command()(stack)
 app.command()(predict)
+app.command()(export)
 
 
 @app.command()

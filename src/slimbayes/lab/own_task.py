@@ -13,8 +13,8 @@ from torch import Tensor
 from slimbayes.data import Dataset, Split
 from slimbayes.data.table_cells import Decimal, Kind
 from slimbayes.data.table_files import Frame, column_names, frame_of, frames
-from slimbayes.errors import brief
 from slimbayes.lab.own_data import OwnTable, told, with_dates
+from slimbayes.lab.predict_input import check_names
 from slimbayes.sklearn.preparation import Preparation
 
 if TYPE_CHECKING:
@@ -98,16 +98,6 @@ def _prepared_blocks(file: Path, own: OwnColumns, here: Mapping[str, str]) -> It
         yield rows
     if not first:
         raise ValueError(f"{file} has no rows.")
-
-
-def check_names(place: str, names: Sequence[str], needed: Sequence[str], passed: Sequence[str]) -> None:
-    """Refuse columns that are missing, and those that a run does not know."""
-    faults = {
-        "missing": [name for name in needed if name not in names],
-        "not known to the run": [name for name in names if name not in needed and name not in passed],
-    }
-    if message := "; ".join(f"{what}: {', '.join(map(brief, found[:10]))}" for what, found in faults.items() if found):
-        raise ValueError(f"{place}: columns {message}. The run was trained on {', '.join(map(brief, needed[:50]))}.")
 
 
 def finished(task: Task, data: Dataset, chosen: Data) -> Task:

@@ -64,7 +64,8 @@ def _blocks(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
     return table_blocks(inputs, own)
 
 
-def _own_columns(facts: Any) -> OwnColumns:
+def own_columns(facts: Any) -> OwnColumns:
+    """How rows of a table of one's own are read, from what a run wrote down."""
     from slimbayes.lab.own_task import OwnColumns
 
     return OwnColumns.from_facts(facts)
@@ -106,7 +107,7 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         names = ("mean", "std", "y_mean", "y_std")
         mean, std, y_mean, y_std = (None if facts[n] is None else _tensor(facts[n]) for n in names)
         columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
-        own = None if facts.get("own") is None else _own_columns(facts["own"])
+        own = None if facts.get("own") is None else own_columns(facts["own"])
         plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
     except OSError as error:
         raise RunError(
