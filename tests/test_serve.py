@@ -430,3 +430,15 @@ def test_intervals_hold_the_probability_they_promise() -> None:
     low, high = interval(found, 0.8)
     inside = torch.special.ndtr((high - outputs) / scale) - torch.special.ndtr((low - outputs) / scale)
     torch.testing.assert_close(inside.mean(0), torch.full((3, 2), 0.8, dtype=torch.float64))
+
+
+def test_the_page_says_what_was_measured() -> None:
+    root = Path(__file__).parents[1]
+    sys.path.insert(0, str(root / "benchmarks"))
+    import serve_load
+
+    found = json.loads((root / "results/benchmarks/serve.json").read_text())
+    text = (root / "docs/serving.md").read_text()
+    assert serve_load.page(found) in text and all(name in found for name in serve_load.GOALS)
+    assert not serve_load.held("R11", found["R11"] | {"admitted": 1})[1]
+    assert not serve_load.held("R9", found["R9"] | {"p99_ms": 501.0})[1]

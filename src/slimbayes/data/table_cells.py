@@ -31,7 +31,7 @@ def read_column(
     out = np.empty(len(block), dtype=object)
     for row, (number, cell) in enumerate(cells):
         text = text_of(cell)
-        check_text(text, number, name)
+        check_text(f"{place} {number}", text, name)
         out[row] = None if text.lower() in MISSING else text
     return out
 
@@ -84,9 +84,9 @@ def text_of(value: Any) -> str:
     return "" if value is None else repr(value) if isinstance(value, float) else str(value)
 
 
-def check_text(cell: str, line: int, name: str) -> None:
+def check_text(place: str, cell: str, name: str) -> None:
     """Refuse a text with bytes that are no UTF-8."""
     try:
         cell.encode("utf8")
     except UnicodeEncodeError:
-        raise ValueError(f"line {line}, column {brief(name)}: a text is not UTF-8. Save the file as UTF-8.") from None
+        raise ValueError(f"{place}, column {brief(name)}: a text is not UTF-8. Save the file as UTF-8.") from None

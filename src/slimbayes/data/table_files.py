@@ -54,12 +54,12 @@ class Column:
         """Whether what is no number would be one with the other decimal mark."""
         return bool(self.marked) and self.marked == self.others
 
-    def add(self, cell: str, line: int, decimal: Decimal = "point") -> None:
+    def add(self, cell: str, line: int, file: Path, decimal: Decimal = "point") -> None:
         if cell.lower() in MISSING:
             self.missing += 1
             return
         if len(self.values) <= MOST_VALUES and cell not in self.values:
-            check_text(cell, line, self.name)
+            check_text(f"{file}, line {line}", cell, self.name)
             self.values.add(cell)
         value = number_in(cell, decimal)
         if value is None:
@@ -131,7 +131,7 @@ def look(file: Path, header: bool | None = None, decimal: Decimal = "point") -> 
         _check_width(file, number, cells, first, named)
         rows += 1
         for column, cell in zip(columns, cells, strict=True):
-            column.add(text_of(cell), number, decimal_of(cell, decimal))
+            column.add(text_of(cell), number, file, decimal_of(cell, decimal))
     if not rows:
         raise ValueError(f"{file} has no rows{' below its line of column names' if named else ''}.")
     return TableFile(file, named, rows, columns, decimal)
@@ -192,7 +192,7 @@ def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[int, tup
     if odd := next((name for name in first if first.count(name) > 1), None):
         raise ValueError(f"{file}, line {number}: two columns are called {brief(odd)}.")
     for name in first:
-        check_text(name, number, "names")
+        check_text(f"{file}, line {number}", name, "names")
     return len(first), tuple(first), True, stream
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,6 +89,7 @@ def _fit(
     fabric.launch()
     first = fabric.global_rank == 0
     watcher = watcher if watcher and first else Nobody()
+    new = first and not folder.exists()
     lock = open_run(folder, experiment, resume) if first else None
     try:
         plain = copy.deepcopy(network)
@@ -109,6 +111,10 @@ def _fit(
             write_record(folder, predictor, execution, watcher)
         if first:
             seal(folder)
+    except Exception:
+        if new and not (folder / "data.json").exists():  # its data or network were refused: there is no run
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
         if lock is not None:
             lock.close()

@@ -182,6 +182,8 @@ def _arrays(path: Path) -> Plan:
 
 def _pictures(path: Path) -> Plan:
     folder = ImageFolder(path / "train" if (path / "train").is_dir() else path)
+    if not len(folder):
+        raise ConfigError(f"{path} must hold a folder of pictures for each class.")
     some = [decode(file).shape for file in folder.paths[:: max(1, len(folder) // 16)]]
     size = int(min(224, np.median([min(shape[1:]) for shape in some])))
     names = ", ".join(map(_quoted, folder.classes[:_SHOWN])) + (", ..." * (len(folder.classes) > _SHOWN))

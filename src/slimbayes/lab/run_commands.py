@@ -34,7 +34,7 @@ def init(
 
 def diagnose(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    draws: Annotated[int, typer.Option(help="Draws of each member, for scores.", min=1)] = 16,
+    draws: Annotated[int, typer.Option(help="Draws of each member, for scores.", min=1, max=10_000)] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
@@ -76,7 +76,7 @@ def predict(
         Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, .parquet, images.")
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
-    draws: Annotated[int, typer.Option(help="Draws of each member.", min=1)] = 16,
+    draws: Annotated[int, typer.Option(help="Draws of each member.", min=1, max=10_000)] = 16,
     level: Annotated[
         float, typer.Option(help="Probability that intervals of real targets hold them.", min=0.01, max=0.999)
     ] = 0.9,
