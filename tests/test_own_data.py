@@ -21,6 +21,7 @@ from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import ConfigError, merged, validate
 from slimbayes.lab.fit import fit, load_run
 from slimbayes.lab.intake import data_digest, open_data
+from slimbayes.lab.own_task import OwnColumns
 from slimbayes.lab.task import open_task
 from slimbayes.sklearn.base import default_method
 from slimbayes.sklearn.columns import Table
@@ -226,11 +227,12 @@ def test_a_run_on_a_table_takes_tables(place: Path, tmp_path: Path) -> None:
     assert call("predict", place / "run", tmp_path / "b.csv", "-o", tmp_path / "out.csv").exit_code == 3
 
 
-def test_a_run_on_a_table_is_not_served(place: Path) -> None:
-    from slimbayes.lab.serve_model import RunModel
-
-    with pytest.raises(RuntimeError, match="trained on a table .* Use `slimbayes predict`"):
-        RunModel(place / "run", 1, "cpu")
+def test_runs_of_before_there_were_dates_are_read(place: Path) -> None:
+    facts = json.loads((place / "run" / "inputs.json").read_text())["own"]
+    rows = {"town": ["mid", "north"], "size": [50.0, 60.0]}
+    now = OwnColumns.from_facts(facts)
+    former = OwnColumns.from_facts({name: facts[name] for name in ("preparation", "passed", "header")})
+    assert former.kinds == now.kinds and torch.equal(former.rows(rows), now.rows(rows))
 
 
 def test_classes_gaps_and_new_categories(tmp_path: Path) -> None:
