@@ -142,7 +142,7 @@ def _scores(net: nn.Module, task: Task, rows: Rows) -> dict[str, float]:
     """NLL and error (share of wrong labels, or RMSE) on rows as they are and shifted."""
     found: dict[str, float] = {}
     for prefix, x in (("", rows.x), ("shifted_", rows.shifted)):
-        pred = sb.predict(net, x, draws=max(1, DRAWS // sb.members(net)), likelihood=task.likelihood, seed=0)
+        pred = sb.predict(net, x, draws=max(1, DRAWS // sb.members(net)), likelihood=task.likelihood, scale=1.0, seed=0)
         found[f"{prefix}nll"] = -float(pred.log_prob(rows.y).mean())
         if task.likelihood == "heteroscedastic_gaussian":
             found[f"{prefix}error"] = float((pred.mean - rows.y).square().mean().sqrt())

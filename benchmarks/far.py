@@ -115,7 +115,7 @@ def scores(net: nn.Module, parts: dict[str, Any], other: Tensor, likelihood: str
     """NLL of test and far rows; AUROC of far and of other rows against test rows, by distance or by uncertainty."""
     x = {**{name: rows[0] for name, rows in parts.items()}, "other": other}
     names = ("test", "far", "other")
-    pred = {n: sb.predict(net, x[n], draws=8, likelihood=likelihood, seed=0, far=near) for n in names}
+    pred = {n: sb.predict(net, x[n], draws=8, likelihood=likelihood, scale=1.0, seed=0, far=near) for n in names}
     score = {name: p.total if p.distance is None else p.distance for name, p in pred.items()}
     found = {f"{n}_nll": float(-pred[n].log_prob(parts[n][1]).mean()) for n in ("test", "far")}
     return {**found, **{f"{n}_auroc": auroc(score["test"], score[n]) for n in ("far", "other")}}
@@ -170,7 +170,7 @@ def with_floor(floor: float, name: str, parts: dict[str, Any], seed: int) -> dic
         net = train(sb.Deterministic(), parts["train"], 2, seed, "heteroscedastic_gaussian")
         cell: dict[str, Any] = {"set": name, "seed": seed, "floor": floor}
         for part in ("validation", "far"):
-            pred = sb.predict(net, parts[part][0], likelihood="heteroscedastic_gaussian")
+            pred = sb.predict(net, parts[part][0], likelihood="heteroscedastic_gaussian", scale=1.0)
             cell[part] = float(-pred.log_prob(parts[part][1]).mean())
         return cell
     finally:

@@ -80,10 +80,7 @@ def test_draws_that_disagree_are_told() -> None:
 def test_a_prior_that_outweighs_the_data_is_told() -> None:
     net = converted(sb.MeanField())
     found = check(net, X, Y, num_data=10)
-    ratio = found.kl / found.nll
-    assert ratio > 5 and found.warnings[0].startswith(
-        f"The KL is {found.kl:.3g} nats for each datum, {ratio:.0f} times"
-    )
+    assert found.kl > 10 and found.warnings[0].startswith(f"The KL is {found.kl:.3g} nats for each datum, more than")
     assert not any("KL is" in w for w in check(net, X, Y, num_data=10, kl_weight=0.0).warnings)
 
 

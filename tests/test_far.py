@@ -200,7 +200,7 @@ def test_the_shifted_likelihood_is_bounded_where_a_net_is_sure_of_itself() -> No
     x = rows(100, 1)
     near = sb.far(net, [(x, x[:, 0])], "heteroscedastic_gaussian")
     away = torch.full((1, 1), 100.0)
-    plain, pred = (sb.predict(net, away, likelihood="heteroscedastic_gaussian", far=f) for f in (None, near))
+    plain, pred = (sb.predict(net, away, likelihood="heteroscedastic_gaussian", scale=1.0, far=f) for f in (None, near))
     assert float(plain.log_prob(torch.zeros(1))) < -1000
     assert float(pred.log_prob(torch.zeros(1))) == pytest.approx(-0.92, abs=0.3)
 

@@ -21,6 +21,7 @@ from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import ConfigError, merged, validate
 from slimbayes.lab.fit import fit, load_run
 from slimbayes.lab.intake import data_digest, open_data
+from slimbayes.lab.own_task import OwnColumns
 from slimbayes.lab.task import open_task
 from slimbayes.sklearn.base import default_method
 from slimbayes.sklearn.columns import Table
@@ -226,11 +227,12 @@ def test_a_run_on_a_table_takes_tables(place: Path, tmp_path: Path) -> None:
     assert call("predict", place / "run", tmp_path / "b.csv", "-o", tmp_path / "out.csv").exit_code == 3
 
 
-def test_a_run_on_a_table_is_not_served(place: Path) -> None:
-    from slimbayes.lab.serve_model import RunModel
-
-    with pytest.raises(RuntimeError, match="trained on a table .* Use `slimbayes predict`"):
-        RunModel(place / "run", 1, "cpu")
+def test_runs_of_before_there_were_dates_are_read(place: Path) -> None:
+    facts = json.loads((place / "run" / "inputs.json").read_text())["own"]
+    rows = {"town": ["mid", "north"], "size": [50.0, 60.0]}
+    now = OwnColumns.from_facts(facts)
+    former = OwnColumns.from_facts({name: facts[name] for name in ("preparation", "passed", "header")})
+    assert former.kinds == now.kinds and torch.equal(former.rows(rows), now.rows(rows))
 
 
 def test_classes_gaps_and_new_categories(tmp_path: Path) -> None:
@@ -279,7 +281,24 @@ def test_a_table_without_names(tmp_path: Path) -> None:
     [
         ({"target": "prise"}, {}, "no column 'prise'; did you mean 'price'?"),
         ({"drop": ["towns"]}, {}, "data.drop: .* no column 'towns'"),
-        ({}, {"town": lambda i: f"2024-01-{i % 28 + 1:02}"}, "holds dates .*days since a date"),
+        ({}, {"town": lambda i: f"2024-01-{i % 28 + 1:02}"}, "holds dates .*data.dates: encode.*days since a date"),
+        (
+            {"dates": "encode"},
+            {"town": lambda i: f"2024-02-{i % 31 + 1:02}"},
+            "line 31, column 'town': '2024-02-30' is no",
+        ),
+        (
+            {"dates": "encode"},
+            {"town": lambda i: f"{i % 28 + 1}/5/2024"},
+            "'1/5/2024' may be the day or the month first",
+        ),
+        ({}, {"town": lambda i: f"{i % 3},5"}, "holds '0,5', .* set data.decimal to comma .*thousands"),
+        (
+            {},
+            {"price": lambda i: f"{i},5" if i % 2 else i},
+            "the target, holds '1,5', a number but for its decimal mark",
+        ),
+        ({"decimal": "comma"}, {}, r"column 'size' holds '\d+.\d+', a number but for its decimal mark"),
         ({}, {"town": lambda i: "oops" if i == 7 else i}, "holds numbers, but not in line 9: 'oops'"),
         ({}, {"town": lambda i: f"name {i}"}, "60 different texts in 60 rows"),
         ({}, {"size": lambda i: "" if i == 5 else i}, r"missing in column 'size' \(1 of 60\).*data.missing: impute"),
@@ -336,6 +355,53 @@ def test_paths_lead_to_files_here_or_in_the_data_folder(tmp_path: Path, monkeypa
     os.mkfifo("houses.csv")
     with pytest.raises(OSError, match="it is a pipe"):
         open_task(chosen)
+
+
+def test_decimal_commas_and_dates_are_read_as_at_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table as spreadsheets write it in much of Europe, and the same with points."""
+    monkeypatch.chdir(tmp_path)
+    days = [f"{i % 28 + 1}.{i % 12 + 1}.2024" for i in range(60)]
+    rows = [[f"{s}".replace(".", ","), day, f"{y}".replace(".", ",")] for (s, _, y), day in zip(houses(), days)]
+    file = write(tmp_path / "a.csv", ["size", "sold", "price"], rows, ";")
+    assert call("init", file, "-o", "a.yaml").exit_code == 0
+    chosen = validate(yaml.safe_load(Path("a.yaml").read_text())).data
+    assert chosen.decimal == "comma" and chosen.drop == ("sold",) and "dates: encode" in Path("a.yaml").read_text()
+    chosen = validate({**BASE, "data": {"csv": str(file), "target": "price", "decimal": "comma", "dates": "encode"}})
+    run = fit(chosen, tmp_path / "run", CPU, judge=False)
+    names = json.loads((run / "inputs.json").read_text())["columns"]
+    assert names == ["size", "sold: days", *(f"sold: {c} {f}" for c in ("year", "week") for f in ("sin", "cos"))]
+    assert call("predict", run, file, "-o", "out.csv", "--draws", 1).exit_code == 0
+    iso = [f"2024-{i % 12 + 1:02}-{i % 28 + 1:02}T00:00:00" for i in range(60)]
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.table({"sold": iso, "size": [s for s, _, _ in houses()]}), tmp_path / "b.parquet")
+    assert call("predict", run, "b.parquet", "-o", "again.csv", "--draws", 1).exit_code == 0
+    assert columns(tmp_path / "out.csv") == columns(tmp_path / "again.csv")
+    bad = write(tmp_path / "c.csv", ["size", "sold"], [["1,5", "2024-01-01"], ["2,5", "soon"]], ";")
+    done = call("predict", run, bad, "-o", "none.csv")
+    assert done.exit_code == 1 and "line 3, column 'sold': 'soon' is no date" in done.output
+    assert not Path("none.csv").exists()
+
+
+def test_large_targets_keep_their_digits(tmp_path: Path) -> None:
+    """Times in seconds, which float32 has to the nearest two minutes."""
+    draw = np.random.default_rng(0)
+    x, start = draw.normal(size=80), 1_700_000_000
+    y = (start + 30 * x + draw.normal(size=80)).round(2)
+    file = write(tmp_path / "a.csv", ["x", "seconds"], [[a, f"{b:.2f}"] for a, b in zip(x, y)])
+    task = open_task(Data(name="a", csv=str(file), target="seconds", scaling="quantile"))
+    assert task.train.y.dtype == torch.float32 and task.test.y.dtype == torch.float64
+    back = task.in_own_units(task.train).y
+    assert set(back.flatten().numpy().round(2)) <= set(y) and set(task.test.y.flatten().tolist()) <= set(y)
+    few = open_task(Data(name="a", csv=str(write(tmp_path / "b.csv", NAMES, houses())), target="price"))
+    assert few.test.y.dtype == few.y_mean.dtype == torch.float32  # as before, with its digest
+    chosen = {"data": {"csv": str(file), "target": "seconds"}, "train": {"epochs": 12, "batch": 16}}
+    run = fit(validate(merged(BASE, chosen)), tmp_path / "run", CPU)
+    rmse = json.loads((run / "record.json").read_text())["evaluations"][0]["metrics"]["rmse"]
+    assert call("predict", run, file, "-o", tmp_path / "out.csv", "--draws", 2).exit_code == 0
+    means = np.array(columns(tmp_path / "out.csv")["mean"], dtype=float)
+    assert rmse < 25 and np.corrcoef(means, y)[0, 1] > 0.8
 
 
 # --- arrays and pictures ---
@@ -404,6 +470,26 @@ def _one(folder: Path) -> bool:
 
 
 # --- networks of one's own ---
+
+
+@pytest.mark.parametrize(
+    ("noise", "outputs", "told"),
+    [
+        ("learned", 3, "gives 3 outputs for a row, but 1 are needed: one for each of 1 targets"),
+        ("heteroscedastic", 1, "gives 1 outputs for a row, but 2 are needed: a mean and a raw scale"),
+        (0.5, 3, r"outputs of shape \(3,\) for a row, but houses has 1 targets: shape \(1,\) is needed"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_told_before_training(
+    place: Path, tmp_path: Path, noise: Any, outputs: int, told: str
+) -> None:
+    data = {"csv": str(place / "houses.csv"), "target": "price", "drop": ["town"]}
+    model = {"python": "torch.nn:Linear", "args": {"in_features": 1, "out_features": outputs}}
+    chosen = {**BASE, "data": data, "model": model, "train": {**BASE["train"], "noise": noise}}
+    with pytest.raises(ValueError, match=told):
+        fit(validate(chosen), tmp_path / "run", CPU)
+    assert not (tmp_path / "run" / "steps.csv").exists()
+
 
 CODE = """
 from pathlib import Path

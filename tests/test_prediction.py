@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, special, stats
-from torch import Tensor
+from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.prediction.accumulate import Accumulator
@@ -99,6 +99,16 @@ def test_log_of_the_mean_is_never_below_the_mean_of_logs(seed: int, spread: floa
     assert bool((pred.log_prob(target) >= pred.draw_log_prob(target).mean(0) - 1e-9).all())
 
 
+def test_noise_in_units_of_one_is_told_unless_it_is_asked_for() -> None:
+    """A network trained with scale=5 has its noise in units of 5."""
+    net, x = sb.bayesianize(nn.Linear(3, 2), sb.Rank1(members=2)), torch.randn(4, 3)
+    with pytest.warns(sb.SlimbayesWarning, match=r"needs scale, .* as in training"):
+        untold = sb.predict(net, x, likelihood="heteroscedastic_gaussian", seed=0)
+    one, five = (sb.predict(net, x, likelihood="heteroscedastic_gaussian", scale=s, seed=0) for s in (1.0, 5.0))
+    torch.testing.assert_close(untold.aleatoric, one.aleatoric)
+    torch.testing.assert_close(five.aleatoric, 25 * one.aleatoric)
+
+
 def test_far_targets_keep_a_finite_density() -> None:
     """A target 100 noise scales away: the densities underflow, their log does not."""
     pred = sb.Prediction.from_outputs(torch.tensor([[0.0], [1.0]]), "gaussian", scale=1.0)
@@ -162,7 +172,9 @@ def test_weights_of_one_half_and_quarters_are_a_member_counted_twice(likelihood:
     torch.testing.assert_close(pred.log_prob(target), equal.log_prob(target), rtol=0, atol=1e-12)
     assert torch.equal(pred.total, pred.aleatoric + pred.epistemic)
     torch.testing.assert_close(pred.member_mean, equal.member_mean[1:])
-    assert not torch.allclose(pred.mean, sb.Prediction.from_outputs(outputs, likelihood, members=K).mean, atol=1e-3)
+    assert not torch.allclose(
+        pred.mean, sb.Prediction.from_outputs(outputs, likelihood, members=K, scale=0.7).mean, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("likelihood", CASES)

@@ -19,8 +19,9 @@ import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.lab.config_files import validate
 from slimbayes.lab.fit import fit
+from slimbayes.lab.predict_file import read_predictor
 from slimbayes.lab.run_folder import RunError
-from slimbayes.lab.serve_model import RunModel, interval, open_model
+from slimbayes.lab.serve_model import RunModel, _array, interval, open_model
 from slimbayes.lab.serve_queue import Busy, Queue
 
 pytest.importorskip("fastapi")
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Us
 class Doubles:
     """A model that doubles its rows, slowly if asked, and fails at thirteen."""
 
-    row, draws = (2,), 3
+    row, draws, columns = (2,), 3, {}
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.batches = seconds, []
@@ -101,6 +102,7 @@ def test_json_and_npy_bodies() -> None:
         (b'{"rows": [[13, 2]]}', "thirteen"),
         (json.dumps({"rows": [[1, 2]] * 1025}).encode(), "from 1 to 1,024 rows"),
     ],
+    ids=range(18),
 )
 def test_bodies_that_cannot_be_answered(body: bytes, told: str) -> None:
     with client() as server:
@@ -121,6 +123,73 @@ def test_other_bodies_are_refused() -> None:
         assert server.post("/predict", content=b"x" * 1001).status_code == 413
         assert server.post("/predict", content=(b"x" * 100 for _ in range(11))).status_code == 413
         assert server.get("/nowhere").status_code == 404 and server.get("/predict").status_code == 405
+
+
+STREAM = "application/vnd.apache.arrow.stream"
+
+
+def stream(columns: dict[str, Any], **options: Any) -> bytes:
+    arrow = pytest.importorskip("pyarrow")
+    table, out = arrow.table(columns), io.BytesIO()
+    with arrow.ipc.new_stream(out, table.schema, options=arrow.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return out.getvalue()
+
+
+class Adds(Doubles):
+    """Takes columns a and b by name."""
+
+    def check(self, rows: Any) -> np.ndarray:
+        return super().check(_array(rows, ("a", "b")))
+
+
+def test_arrow_goes_in_and_out() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    with client(model=Adds()) as server:
+        head = {"content-type": STREAM, "accept": STREAM}
+        for columns in ({"b": [5.0, 6.0], "a": [1.0, 2.0]}, {"b": [5, 6], "a": [1, 2]}):
+            got = server.post("/predict?draws=4&level=0.5", content=stream(columns), headers=head)
+            assert got.status_code == 200 and got.headers["content-type"] == STREAM
+            assert arrow.ipc.open_stream(got.content).read_all().to_pydict() == {"mean": [2.0, 4.0]}
+        assert server.post("/predict", json={"rows": [{"b": 1, "a": 3}]}).json()["predictions"]["mean"] == [6.0]
+    listed = stream({"x": arrow.array([[1.0, 5.0], [2.0, 5.0]], arrow.list_(arrow.float32(), 2))})
+    with client() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Doubles, "check", lambda self, rows: _array(rows, ()))
+        got = server.post("/predict", content=listed, headers={"content-type": STREAM})
+        assert got.json()["predictions"]["mean"] == [2.0, 4.0]
+
+
+def test_arrow_that_lies_is_refused() -> None:
+    """Also what unpacks to more than it is: compressed, all null, or one long word in every row."""
+    arrow = pytest.importorskip("pyarrow")
+    nulls = arrow.nulls(1000)
+    good = stream({"a": [1.0], "b": [2.0]})
+    bodies = {
+        "compressed": stream({"a": np.zeros(100), "b": np.zeros(100)}, compression="zstd"),
+        "holds 'null'": stream({"a": nulls, "b": nulls}),
+        "holds 'struct": stream({"a": arrow.array([{"x": 1}]), "b": [1]}),
+        "holds 'list<item: null>'": stream({"a": arrow.array([[None]]), "b": [1]}),
+        "missing: 'b'; not known to the run: 'c'": stream({"a": [1.0], "c": [1.0]}),
+        "column 'a' must hold numbers": stream({"a": ["x"], "b": [1.0]}),
+        "none may be missing": stream({"a": [None, 1.0], "b": [1.0, 2.0]}),
+        "from 1 to 1,024 rows": stream({"a": np.zeros(1025), "b": np.zeros(1025)}),
+        "no Arrow stream": good[:60],
+        "rows are answered, got 0": stream({"a": np.zeros(0), "b": np.zeros(0)}),
+    }
+    head = {"content-type": STREAM}
+    with client(Limits(body=1 << 16), model=Adds()) as server:
+        for told, body in bodies.items():
+            got = server.post("/predict", content=body, headers=head)
+            assert got.status_code == 422 and told in got.json()["error"], (told, got.text)
+        draw = np.random.default_rng(0)
+        for _ in range(300):
+            bent = bytearray(good)
+            for at in draw.integers(0, len(good), 3):
+                bent[at] = draw.integers(256)
+            assert server.post("/predict", content=bytes(bent), headers=head).status_code in (200, 422)
+        assert server.post("/predict?seed=1", content=good, headers=head).status_code == 422
+        assert server.post("/predict?draws=1000000000", content=good, headers=head).status_code == 422
+        assert server.post("/predict", content=good, headers=head).status_code == 200
 
 
 def test_only_the_pulse_is_open_without_the_key() -> None:
@@ -228,6 +297,96 @@ def test_a_run_is_answered_as_predict_answers_it_alone_and_in_a_crowd(tmp_path: 
         assert server.post("/predict", json={"rows": [[1e39, 0, 0]]}).status_code == 422
 
 
+@pytest.fixture(scope="module")
+def table_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a table with numbers, a category and dates, whose target is in the millions."""
+    folder = tmp_path_factory.mktemp("table")
+    lines = [
+        f"{40 + i % 50},{('north', 'mid')[i % 2]},2024-0{i % 9 + 1}-11,{5e6 + 100 * (i % 50) + i % 7}"
+        for i in range(80)
+    ]
+    (folder / "a.csv").write_text("\n".join(["size,town,sold,price", *lines]))
+    data = {"csv": str(folder / "a.csv"), "target": "price", "dates": "encode", "scaling": "standard"}
+    tree = {**BASE, "data": data, "model": {"kind": "table_net", "hidden": [8]}}
+    return fit(validate(tree), folder / "run", CPU, judge=False)
+
+
+ROWS = [{"size": 60.0, "town": "mid", "sold": "2024-05-01"}, {"size": 45.0, "town": "north", "sold": "2024-02-01"}]
+
+
+def predicted(run: Path, folder: Path, *words: object) -> list[dict[str, Any]]:
+    """What the command says about the same rows."""
+    (folder / "rows.csv").write_text(
+        "town,size,sold\n" + "".join(f"{r['town']},{r['size']},{r['sold']}\n" for r in ROWS)
+    )
+    assert call("predict", run, folder / "rows.csv", "-o", folder / "out.json", "--draws", 4, *words).exit_code == 0
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_a_run_on_a_table_is_served_by_its_columns_names(table_run: Path, tmp_path: Path) -> None:
+    want = predicted(table_run, tmp_path, "--level", 0.8)
+    with client(model=RunModel(table_run, draws=4, accelerator="cpu")) as server:
+        got = server.post("/predict", json={"rows": ROWS, "level": 0.8}).json()["predictions"]
+        assert server.get("/about").json()["columns"] == {"size": "number", "town": "word", "sold": "date"}
+        for name in ("mean", "std", "low", "high"):
+            np.testing.assert_allclose(got[name], [row[name] for row in want], rtol=1e-6)
+        assert 5e6 < got["low"][0] < got["mean"][0] < got["high"][0] < 5.01e6
+        body = stream({name: [row[name] for row in ROWS] for name in ROWS[0]})
+        again = server.post("/predict?level=0.8", content=body, headers={"content-type": STREAM}).json()["predictions"]
+        assert again == got
+        wrong = {
+            "columns missing: 'town'": [{"size": 1, "sold": "2024-01-01"}],
+            "not known to the run: 'colour'": [{**ROWS[0], "colour": "red"}],
+            "holds 'east', a category that training did not see": [{**ROWS[0], "town": "east"}],
+            "row 1, column 'size': 'large' is not a number": [ROWS[0], {**ROWS[1], "size": "large"}],
+            "column 'size': 'True' is not a number": [{**ROWS[0], "size": True}],
+            "values are missing in column 'size'": [{**ROWS[0], "size": None}],
+            "'inf' is infinite": [{**ROWS[0], "size": float("inf")}],
+            "column 'sold': 'soon' is no date": [{**ROWS[0], "sold": "soon"}],
+            "row 1 lacks the column 'town'": [ROWS[0], {"size": 1, "sold": "2024-01-01"}],
+            "each must have its columns' names": [[1.0, 0.0, 2.0]],
+        }  # fmt: skip
+        for told, rows in wrong.items():
+            answer = server.post("/predict", content=json.dumps({"rows": rows}))
+            assert answer.status_code == 422 and told in answer.json()["error"], (told, answer.text)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning", "ignore::UserWarning:torch.*")
+@pytest.mark.parametrize("kind", ["pt2", "onnx"])
+def test_a_run_is_exported_and_predicts_as_it_does(kind: str, table_run: Path, tmp_path: Path) -> None:
+    file = tmp_path / f"net.{kind}"
+    if kind == "onnx":
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+    done = call("export", table_run, "--to", kind, "-o", file, "--draws", 4, "--accelerator", "cpu")
+    assert done.exit_code == 0 and "rows x 7 -> mean, aleatoric, epistemic" in done.output, done.output
+    want = predicted(table_run, tmp_path)
+    if kind == "onnx":
+        with client(model=open_model(file, 1)) as server:
+            got = server.post("/predict", json={"rows": ROWS}).json()["predictions"]
+            assert server.post("/predict", json={"rows": [{**ROWS[0], "town": "east"}]}).status_code == 422
+        mean, aleatoric, epistemic = (np.array(got[n])[:, 0] for n in ("mean", "aleatoric", "epistemic"))
+    else:
+        rows = read_predictor(table_run, torch.device("cpu")).task.own.rows({n: [r[n] for r in ROWS] for n in ROWS[0]})
+        mean, aleatoric, epistemic = (out[:, 0].detach().numpy() for out in torch.export.load(file).module()(rows))
+    np.testing.assert_allclose(mean, [row["mean"] for row in want], rtol=1e-9)
+    np.testing.assert_allclose(aleatoric + epistemic, [row["std"] ** 2 for row in want], rtol=1e-3)
+    np.testing.assert_allclose(epistemic, [row["epistemic_std"] ** 2 for row in want], rtol=1e-2)
+
+
+def test_exports_that_cannot_be(table_run: Path, tmp_path: Path) -> None:
+    done = call("export", table_run, "--to", "onnx", "-o", tmp_path / "net.pt2")
+    assert done.exit_code == 2 and "must end in .onnx" in done.output
+    assert call("export", table_run, "--to", "exe").exit_code == 2
+    assert call("export", table_run, "--draws", 10**9).exit_code == 2
+    assert (
+        call("export", tmp_path / "nothing").exit_code
+        == call("predict", tmp_path / "nothing", "a.csv", "-o", "b.csv").exit_code
+    )
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning", "ignore::UserWarning:torch.*")
 def test_an_exported_model_is_served(tmp_path: Path) -> None:
@@ -271,3 +430,15 @@ def test_intervals_hold_the_probability_they_promise() -> None:
     low, high = interval(found, 0.8)
     inside = torch.special.ndtr((high - outputs) / scale) - torch.special.ndtr((low - outputs) / scale)
     torch.testing.assert_close(inside.mean(0), torch.full((3, 2), 0.8, dtype=torch.float64))
+
+
+def test_the_page_says_what_was_measured() -> None:
+    root = Path(__file__).parents[1]
+    sys.path.insert(0, str(root / "benchmarks"))
+    import serve_load
+
+    found = json.loads((root / "results/benchmarks/serve.json").read_text())
+    text = (root / "docs/serving.md").read_text()
+    assert serve_load.page(found) in text and all(name in found for name in serve_load.GOALS)
+    assert not serve_load.held("R11", found["R11"] | {"admitted": 1})[1]
+    assert not serve_load.held("R9", found["R9"] | {"p99_ms": 501.0})[1]

@@ -1,43 +1,43 @@
 """Tables of one's own, .csv or .parquet: what their columns hold, and their rows block by block.
 
-A column holds numbers, words (categories) or dates. Cells that are empty, NA, N/A, NaN, null or ? are missing.
+A column holds numbers, words (categories) or dates. Cells that are empty, NA, N/A, NaN, null or ? are missing. Numbers
+have a decimal point or, if that is said, a comma.
 
 Sizes: n rows of a block.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from slimbayes.data.csv_rows import cell_lines
+from slimbayes.data.dates import looks_like_date
+from slimbayes.data.table_cells import MISSING, Decimal, Kind, check_text, decimal_of, number_in, read_column, text_of
 from slimbayes.errors import brief
 from slimbayes.untrusted import check_regular
 
-Kind = Literal["number", "word", "date"]
-MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})
 MOST_VALUES = 1000  # different ones of a column that are kept
-_DATE = re.compile(r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4})([ T]\d{1,2}:.*)?")
 _ROWS = 1 << 14  # of a block
-_LARGEST = float(np.finfo(np.float32).max)
 Lines = Iterable[tuple[int, Sequence[Any]]]  # numbers of lines (or rows of a parquet file) and their cells
 
 
 @dataclass
 class Column:
-    """What a column holds: how many values are missing or numbers, and up to 1,001 different ones."""
+    """What a column holds: how many values are missing, numbers, or numbers but for their decimal mark, and up to 1,001
+    different ones."""
 
     name: str
     missing: int = 0
     numbers: int = 0
     others: int = 0
     dates: int = 0
+    marked: int = 0
     whole: bool = True
     values: set[str] = field(default_factory=set)
     odd: tuple[int, str] = (0, "")  # the first line with something else than a number
@@ -49,18 +49,24 @@ class Column:
             return "date"
         return "word" if self.others else "number"
 
-    def add(self, cell: str, line: int) -> None:
+    @property
+    def other_mark(self) -> bool:
+        """Whether what is no number would be one with the other decimal mark."""
+        return bool(self.marked) and self.marked == self.others
+
+    def add(self, cell: str, line: int, file: Path, decimal: Decimal = "point") -> None:
         if cell.lower() in MISSING:
             self.missing += 1
             return
         if len(self.values) <= MOST_VALUES and cell not in self.values:
-            _check_text(cell, line, self.name)
+            check_text(f"{file}, line {line}", cell, self.name)
             self.values.add(cell)
-        value = _number(cell)
+        value = number_in(cell, decimal)
         if value is None:
             self.odd = self.odd if self.others else (line, cell)
             self.others += 1
-            self.dates += bool(_DATE.fullmatch(cell))
+            self.dates += looks_like_date(cell)
+            self.marked += number_in(cell, "comma" if decimal == "point" else "point") is not None
         else:
             self.numbers += 1
             self.whole = self.whole and value.is_integer()
@@ -83,6 +89,7 @@ class TableFile:
     header: bool
     rows: int
     columns: tuple[Column, ...]
+    decimal: Decimal = "point"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,7 +101,8 @@ class TableFile:
 
 @dataclass(frozen=True)
 class Frame:
-    """Columns (n,) by name: numbers in float64, NaN where missing; words as texts, None where missing."""
+    """Columns (n,) by name: numbers, and days of dates, in float64, NaN where missing; words as texts, None where
+    missing."""
 
     data: Mapping[str, np.ndarray]
 
@@ -109,45 +117,62 @@ class Frame:
         return len(next(iter(self.data.values()), ()))
 
 
-def look(file: Path, header: bool | None = None) -> TableFile:
+def look(file: Path, header: bool | None = None, decimal: Decimal = "point") -> TableFile:
     """Read a table through and say what is in it.
 
     Args:
         header: whether the first line of a csv has the columns' names; without them they are called 1, 2, ... By
             default it has if none of its cells is a number, and has not if all are.
+        decimal: what parts a number's whole from its fraction.
     """
-    first, names, named, lines = _opened(file, header)
+    first, names, named, lines = _opened(file, header, decimal)
     columns, rows = tuple(map(Column, names)), 0
     for number, cells in lines:
         _check_width(file, number, cells, first, named)
         rows += 1
         for column, cell in zip(columns, cells, strict=True):
-            column.add(cell if isinstance(cell, str) else _text(cell), number)
+            column.add(text_of(cell), number, file, decimal_of(cell, decimal))
     if not rows:
         raise ValueError(f"{file} has no rows{' below its line of column names' if named else ''}.")
-    return TableFile(file, named, rows, columns)
+    return TableFile(file, named, rows, columns, decimal)
 
 
-def frames(file: Path, kinds: Mapping[str, Kind], header: bool | None = None) -> Iterator[Frame]:
+def frames(
+    file: Path, kinds: Mapping[str, Kind], header: bool | None = None, decimal: Decimal = "point"
+) -> Iterator[Frame]:
     """The named columns of a table, some rows at a time; others are passed over."""
-    first, names, named, lines = _opened(file, header)
+    first, names, named, lines = _opened(file, header, decimal)
     places = {name: names.index(name) for name in kinds}
     stream = iter(lines)
     while block := list(islice(stream, _ROWS)):
         for number, cells in block:
             _check_width(file, number, cells, first, named)
-        yield Frame({name: _column(file, name, kinds[name], block, at) for name, at in places.items()})
+        yield Frame(
+            {name: read_column(f"{file}, line", name, kinds[name], block, at, decimal) for name, at in places.items()}
+        )
 
 
-def column_names(file: Path, header: bool | None = None) -> tuple[str, ...]:
+def frame_of(values: Mapping[str, Sequence[Any]], kinds: Mapping[str, Kind]) -> Frame:
+    """The named columns of values in memory, read as those of a file.
+
+    >>> frame_of({"size": [1, None], "town": ["north", 7]}, {"size": "number", "town": "word"})["size"]
+    array([ 1., nan])
+    """
+    found = {}
+    for name, kind in kinds.items():
+        found[name] = read_column("row", name, kind, [(i, (value,)) for i, value in enumerate(values[name])], 0)
+    return Frame(found)
+
+
+def column_names(file: Path, header: bool | None = None, decimal: Decimal = "point") -> tuple[str, ...]:
     """The names of a file's columns."""
-    return _opened(file, header)[1]
+    return _opened(file, header, decimal)[1]
 
 
 # --- lines ---
 
 
-def _opened(file: Path, header: bool | None) -> tuple[int, tuple[str, ...], bool, Lines]:
+def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[int, tuple[str, ...], bool, Lines]:
     """A file's number of columns, their names, whether it has them itself, and its rows."""
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there.")
@@ -159,7 +184,7 @@ def _opened(file: Path, header: bool | None) -> tuple[int, tuple[str, ...], bool
     number, first = next(stream, (1, []))
     if not first:
         raise ValueError(f"{file} is empty.")
-    named = _is_header(file, first) if header is None else header
+    named = _is_header(file, first, decimal) if header is None else header
     if not named:
         return len(first), tuple(str(i + 1) for i in range(len(first))), False, _again((number, first), stream)
     if "" in first:
@@ -167,7 +192,7 @@ def _opened(file: Path, header: bool | None) -> tuple[int, tuple[str, ...], bool
     if odd := next((name for name in first if first.count(name) > 1), None):
         raise ValueError(f"{file}, line {number}: two columns are called {brief(odd)}.")
     for name in first:
-        _check_text(name, number, "names")
+        check_text(f"{file}, line {number}", name, "names")
     return len(first), tuple(first), True, stream
 
 
@@ -176,8 +201,8 @@ def _again(first: tuple[int, list[str]], rest: Iterator[tuple[int, list[str]]]) 
     yield from rest
 
 
-def _is_header(file: Path, first: Sequence[str]) -> bool:
-    numbers = [cell for cell in first if _number(cell) is not None]
+def _is_header(file: Path, first: Sequence[str], decimal: Decimal) -> bool:
+    numbers = [cell for cell in first if number_in(cell, decimal) is not None]
     if 0 < len(numbers) < len(first):
         raise ValueError(
             f"{file}, line 1 holds numbers ({brief(numbers[0])}) and other cells: it may be a row, or the names of "
@@ -219,48 +244,3 @@ def _parquet(file: Path) -> tuple[tuple[str, ...], Lines]:
                 yield number, cells
 
     return names, lines()
-
-
-# --- cells ---
-
-
-def _column(file: Path, name: str, kind: Kind, block: Sequence[tuple[int, Sequence[Any]]], at: int) -> np.ndarray:
-    cells = ((number, cells[at] if isinstance(cells[at], str) else _text(cells[at])) for number, cells in block)
-    if kind == "number":
-        return np.array([_value(file, name, number, cell) for number, cell in cells])
-    out = np.empty(len(block), dtype=object)
-    for row, (number, cell) in enumerate(cells):
-        _check_text(cell, number, name)
-        out[row] = None if cell.lower() in MISSING else cell
-    return out
-
-
-def _value(file: Path, name: str, number: int, cell: str) -> float:
-    value = float("nan") if cell.lower() in MISSING else _number(cell)
-    fault = "is not a number" if value is None else ""
-    if value is not None and abs(value) > _LARGEST:
-        fault = "is infinite, or too large for float32"
-    if value is None or fault:
-        raise ValueError(f"{file}, line {number}, column {brief(name)}: {brief(cell)} {fault}.")
-    return value
-
-
-def _number(cell: str) -> float | None:
-    if "_" in cell:  # Python reads 1_000, authors of tables don't write it
-        return None
-    try:
-        return float(cell)
-    except ValueError:
-        return None
-
-
-def _text(value: Any) -> str:
-    """A cell of a parquet file as a csv has it."""
-    return "" if value is None else repr(value) if isinstance(value, float) else str(value)
-
-
-def _check_text(cell: str, line: int, name: str) -> None:
-    try:
-        cell.encode("utf8")
-    except UnicodeEncodeError:
-        raise ValueError(f"line {line}, column {brief(name)}: a text is not UTF-8. Save the file as UTF-8.") from None

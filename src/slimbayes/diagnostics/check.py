@@ -68,7 +68,7 @@ class Check:
         return list(self._looks_wrong())
 
     def _looks_wrong(self) -> Iterator[str]:
-        if said := dwarfed(self.nll, self.kl_weight * self.kl):
+        if said := dwarfed(self.kl_weight * self.kl):
             yield said
         if self.at_prior > 0.5:
             yield (

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.lab.data_command import app as data_app
-from slimbayes.lab.run_commands import Accelerator, AllowCode, DataDir, diagnose, init, predict, stack
+from slimbayes.lab.run_commands import Accelerator, AllowCode, DataDir, diagnose, export, init, predict, stack
 
 _CODES = {
     "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4,
@@ -127,6 +127,7 @@ app.command()(init)
 app.command()(diagnose)
 app.command()(stack)
 app.command()(predict)
+app.command()(export)
 
 
 @app.command()
@@ -135,8 +136,8 @@ def serve(
     host: Annotated[str, typer.Option(help="Address; others than this machine's need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     key_file: Annotated[Path | None, typer.Option(help="File with the API key; or $SLIMBAYES_API_KEY.")] = None,
-    draws: Annotated[int, typer.Option(help="Draws of each member, unless a request says.", min=1)] = 16,
-    max_draws: Annotated[int, typer.Option(help="Draws that a request may ask for.", min=1)] = 64,
+    draws: Annotated[int, typer.Option(help="Draws of each member, unless a request says.", min=1, max=10_000)] = 16,
+    max_draws: Annotated[int, typer.Option(help="Draws that a request may ask for.", min=1, max=10_000)] = 64,
     max_rows: Annotated[int, typer.Option(help="Rows of a request, and of a batch.", min=1)] = 1024,
     max_body: Annotated[int, typer.Option(help="Bytes of a request.", min=1)] = 1 << 20,
     max_wait: Annotated[float, typer.Option(help="Seconds in the queue from which requests get 503.", min=0)] = 0.25,

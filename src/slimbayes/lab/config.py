@@ -133,7 +133,7 @@ class Evaluate(Options):
         examples: so many rows that it is most and least sure of are kept.
     """
 
-    draws: Literal["exact"] | Annotated[tuple[Count, ...], Field(min_length=1)] = (1,)
+    draws: Literal["exact"] | Annotated[tuple[Annotated[int, Field(ge=1, le=10_000)], ...], Field(min_length=1)] = (1,)
     batch: Count = 500
     corruptions: Literal["none", "standard", "all"] | tuple[str, ...] = "none"
     severities: Annotated[tuple[Annotated[int, Field(ge=1, le=5)], ...], Field(min_length=1)] = (1, 2, 3, 4, 5)

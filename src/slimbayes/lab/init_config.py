@@ -96,6 +96,8 @@ def _common() -> Iterator[str]:
 
 def _table(path: Path, target: str | None) -> Plan:
     found = look(path)
+    if any(column.other_mark for column in found.columns):
+        found = look(path, decimal="comma")
     name = found.names[-1] if target is None else target
     if name not in found.names:
         raise ConfigError(f"--target: {path} has no column {_quoted(name[:80])}{did_you_mean(name, found.names)}")
@@ -109,6 +111,7 @@ def _table(path: Path, target: str | None) -> Plan:
         f"  task: {'classes' if classes else 'regression'}" + ("  # regression, if they are counts" * doubtful),
     ]
     data += [f"  header: {str(found.header).lower()}"] if path.suffix == ".csv" else []
+    data += ["  decimal: comma  # in '1,5' it parts the fraction, not thousands"] if found.decimal == "comma" else []
     if dropped:
         data.append(f"  drop: [{', '.join(map(_quoted, dropped))}]")
         data += [f"    # {_quoted(one)}: {why}" for one, why in dropped.items()]
@@ -138,7 +141,10 @@ def _unusable(found: TableFile, column: Column) -> str:
     try:
         feature_kind(found, column)
     except ValueError:
-        kinds = {"date": "dates", "word": "texts that hardly repeat, or a few texts among numbers"}
+        kinds = {
+            "date": "dates; used, if not dropped, with `dates: encode`",
+            "word": "texts that hardly repeat, or a few texts among numbers",
+        }
         return kinds[column.kind]
     return ""
 
@@ -176,6 +182,8 @@ def _arrays(path: Path) -> Plan:
 
 def _pictures(path: Path) -> Plan:
     folder = ImageFolder(path / "train" if (path / "train").is_dir() else path)
+    if not len(folder):
+        raise ConfigError(f"{path} must hold a folder of pictures for each class.")
     some = [decode(file).shape for file in folder.paths[:: max(1, len(folder) // 16)]]
     size = int(min(224, np.median([min(shape[1:]) for shape in some])))
     names = ", ".join(map(_quoted, folder.classes[:_SHOWN])) + (", ..." * (len(folder.classes) > _SHOWN))

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.data import Split
@@ -54,18 +54,46 @@ def build_network(experiment: Experiment, task: Task, network: nn.Module | None 
     return with_noise(experiment, facts, built)
 
 
-@torch.no_grad()
 def likelihood_of(experiment: Experiment, task: Task, network: nn.Module) -> LikelihoodName:
-    """What a network's outputs stand for: real targets, with their noise or not, classes, or one logit for two."""
-    if task.real:
-        return "heteroscedastic_gaussian" if isinstance(experiment.noise, str) else "gaussian"
-    if isinstance(experiment.train.noise, str) and experiment.data.source is None:
+    """What a network's outputs stand for: real targets, with their noise or not, classes, or one logit for two.
+
+    Two rows are run, so that a network whose outputs do not fit the targets is refused before it is trained.
+    """
+    if not task.real and isinstance(experiment.train.noise, str) and experiment.data.source is None:
         raise ValueError(f"train.noise is {experiment.noise}, but {task.name} has classes: noise is for real targets.")
     if not isinstance(task.train, Split):
         return "categorical"
+    outputs = _outputs(task, task.train.x[:2], network)
+    found: LikelihoodName = "bernoulli" if outputs.dim() == 2 and len(task.classes) == 2 else "categorical"
+    if task.real:
+        found = "heteroscedastic_gaussian" if isinstance(experiment.noise, str) else "gaussian"
+    if task.train.y.dim() == (2 if task.real else 1):
+        _check_outputs(task, tuple(outputs.shape[2:]), found)
+    return found
+
+
+def _check_outputs(task: Task, got: tuple[int, ...], found: LikelihoodName) -> None:
+    """Refuse the outputs of a row, (...), that are not one for each class or target."""
+    assert isinstance(task.train, Split)
+    targets = task.train.y[0].numel()
+    needed = {"bernoulli": (), "categorical": (len(task.classes),), "gaussian": (targets,)}.get(found, (targets, 2))
+    if got != needed:
+        what = f"{targets} targets" if task.real else f"{len(task.classes)} classes"
+        name = "outputs" if task.real else "classes"
+        raise ValueError(
+            f"The network gives outputs of shape {got} for a row, but {task.name} has {what}: shape {needed} is "
+            f"needed. A function of model.python is told the number if it takes an argument {name!r}."
+        )
+
+
+@torch.no_grad()
+def _outputs(task: Task, rows: Tensor, network: nn.Module) -> Tensor:
+    """Draws' outputs (S, B, ...) of some rows, without a trace in flags and generators."""
     flag, state = network.training, torch.get_rng_state()
     network.eval()
-    outputs = sb.sample(network, task.scaling(task.train.x[:2]).to(next(network.parameters()).device))
-    network.train(flag)
-    torch.set_rng_state(state)
-    return "bernoulli" if outputs.dim() == 2 else "categorical"
+    try:
+        outputs: Tensor = sb.sample(network, task.scaling(rows).to(next(network.parameters()).device))
+    finally:
+        network.train(flag)
+        torch.set_rng_state(state)
+    return outputs

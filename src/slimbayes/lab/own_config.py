@@ -34,7 +34,7 @@ def _function(text: str) -> str:
 Path = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_no_controls)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=1000)]
 SOURCES = ("csv", "parquet", "npz", "images")
-_OF_TABLES = ("target", "header", "categories", "drop", "missing")
+_OF_TABLES = ("target", "header", "categories", "drop", "missing", "decimal", "dates")
 
 
 class OwnFiles(Options):
@@ -42,8 +42,7 @@ class OwnFiles(Options):
     where the command runs, then from the data folder.
 
     Attributes:
-        csv, parquet: a table. Columns of numbers are scaled, of texts and truth values embedded as categories; dates
-            are refused.
+        csv, parquet: a table. Columns of numbers are scaled, of texts and truth values embedded as categories.
         npz: arrays x and y, or x_train, y_train, x_test and y_test.
         images: a folder with a folder of pictures for each class; or with two such folders, train and test.
         target: the column that is predicted; in a table without names they are called 1, 2, ...
@@ -53,6 +52,9 @@ class OwnFiles(Options):
         drop: columns that are left out.
         missing: "refuse" missing values, or "impute": numbers get their median, beside a column that says where, and
             categories one more value, which also stands for those that training did not see.
+        decimal: what parts a number's whole from its fraction in a csv.
+        dates: "refuse" columns of dates, or "encode" them: days since 1970, and sine and cosine of the year, of the
+            week and, where there are times, of the day.
         test: share of the rows that is tested on, where the data do not say; drawn by `seed`, or the last.
     """
 
@@ -66,6 +68,8 @@ class OwnFiles(Options):
     categories: tuple[ColumnName, ...] = ()
     drop: tuple[ColumnName, ...] = ()
     missing: Literal["refuse", "impute"] = "refuse"
+    decimal: Literal["point", "comma"] = "point"
+    dates: Literal["refuse", "encode"] = "refuse"
     test: Annotated[float, Field(gt=0, lt=1)] = 0.2
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split
 from slimbayes.data.catalog import root_folder
+from slimbayes.data.dates import date_columns
 from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.data.table_files import MOST_VALUES, Column, Frame, Kind, TableFile, frames, look
+from slimbayes.data.table_cells import Decimal, Kind
+from slimbayes.data.table_files import MOST_VALUES, Column, Frame, TableFile, frames, look
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab import config
 from slimbayes.lab.seeds import generator
@@ -35,7 +37,9 @@ class OwnTable(Dataset):
 
     table: Table | None = None
     passed: tuple[str, ...] = ()  # columns that a file of rows to predict may have too: the target, and dropped ones
+    kinds: Mapping[str, Kind] = field(default_factory=dict)  # of the columns of a file, as they are read
     header: bool = True
+    decimal: Decimal = "point"
 
     @property
     def named(self) -> tuple[object, ...]:
@@ -82,7 +86,7 @@ def _split(rows: Split, chosen: config.Data) -> dict[str, Split]:
 
 
 def _table(path: Path, chosen: config.Data) -> OwnTable:
-    found = look(path, chosen.header)
+    found = look(path, chosen.header, chosen.decimal)
     names = {"target": [chosen.target], "categories": chosen.categories, "drop": chosen.drop}
     for option, wanted in names.items():
         for name in wanted:
@@ -92,26 +96,43 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
                 )
     assert chosen.target is not None
     left_out = {chosen.target, *chosen.drop}
-    kinds = {c.name: feature_kind(found, c, chosen.categories) for c in found.columns if c.name not in left_out}
+    encode = chosen.dates == "encode"
+    kinds = {c.name: feature_kind(found, c, chosen.categories, encode) for c in found.columns if c.name not in left_out}
     if not kinds:
         raise ValueError(f"{path} has no column beside the target and those that are dropped.")
     discrete = target_is_class(found.column(chosen.target), path, chosen.task)
     target: Kind = "word" if discrete else "number"
-    whole = _joined(list(frames(path, kinds | {chosen.target: target}, found.header)))
+    whole = _joined(list(frames(path, kinds | {chosen.target: target}, found.header, found.decimal)))
     table = Table([name for name, kind in kinds.items() if kind == "word"], chosen.missing)
     y, classes = _targets(whole[chosen.target], discrete, f"{path}, column {brief(chosen.target)}")
     places = _split(Split(torch.arange(len(y)), y), chosen)
     try:
-        every, kept = Frame({name: whole[name] for name in kinds}), places["train"].x.numpy()
+        every, kept = with_dates(whole, kinds), places["train"].x.numpy()
         table.fit(every)  # refuses gaps of all rows
-        table.fit(Frame({name: whole[name][kept] for name in kinds}))  # of test rows alone, categories stay unseen
+        table.fit(
+            Frame({name: every[name][kept] for name in every.columns})
+        )  # of test rows alone, categories stay unseen
         read = torch.from_numpy(table.read(every))
     except ValueError as error:
         raise ValueError(f"{path}: {told(error)}") from error
     splits = {name: Split(read[part.x], part.y) for name, part in places.items()}
     passed = tuple(name for name in found.names if name in left_out)
     columns = tuple(table.names[j] for j in [*table.numbers, *table.categories])
-    return OwnTable(chosen.name, splits, classes, (), columns, table, passed, found.header)
+    return OwnTable(chosen.name, splits, classes, (), columns, table, passed, kinds, found.header, found.decimal)
+
+
+def with_dates(frame: Frame, kinds: Mapping[str, Kind], wanted: Sequence[str] | None = None) -> Frame:
+    """Columns of these kinds, with numbers in place of dates; of those, the wanted ones, or all that vary."""
+    found: dict[str, np.ndarray] = {}
+    for name, kind in kinds.items():
+        made = date_columns(name, frame[name]) if kind == "date" else {name: frame[name]}
+        times = kind == "date" and bool(np.nan_to_num(frame[name] % 1).any())
+        for key, values in made.items():
+            if key in found or (kind == "date" and key in kinds):
+                raise ValueError(f"column {brief(key)} has the name of a date's number: give it another.")
+            if key in wanted if wanted is not None else times or ": day " not in key.removeprefix(name):
+                found[key] = values
+    return Frame(found)
 
 
 def told(error: Exception) -> str:
@@ -124,16 +145,17 @@ def _joined(blocks: Sequence[Frame]) -> Frame:
     return Frame({name: np.concatenate([block[name] for block in blocks]) for name in blocks[0].columns})
 
 
-def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = ()) -> Kind:
-    """Whether a column is numbers or categories; what is neither is refused."""
+def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = (), dates: bool = False) -> Kind:
+    """Whether a column is numbers, categories or, where they are taken, dates; what is neither is refused."""
     place = f"{found.file}, column {brief(column.name)}"
     if column.name in categories:
         return "word"
-    if column.kind == "date":
+    if column.kind == "date" and not dates:
         raise ValueError(
-            f"{place} holds dates ({brief(column.odd[1])}): turn them into numbers, such as days since a date, or "
-            f"leave it out with data.drop."
+            f"{place} holds dates ({brief(column.odd[1])}): say data.dates: encode, turn them into numbers, such as "
+            f"days since a date, or leave it out with data.drop."
         )
+    _refuse_mark(column, place)
     if column.kind == "word" and column.numbers >= column.others:
         line, cell = column.odd
         raise ValueError(
@@ -149,11 +171,21 @@ def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = (
     return column.kind
 
 
+def _refuse_mark(column: Column, place: str) -> None:
+    """Numbers with another decimal mark are no categories."""
+    if column.other_mark:
+        raise ValueError(
+            f"{place} holds {brief(column.odd[1])}, a number but for its decimal mark: set data.decimal to comma or "
+            f"point, as the file has it, or take out what parts thousands."
+        )
+
+
 def target_is_class(column: Column, path: Path, task: str | None) -> bool:
     """Whether a target is a class: as `task` says, or as its values show."""
     place = f"{path}, column {brief(column.name)}, the target,"
     if column.missing:
         raise ValueError(f"{place} is missing in {column.missing} rows: drop these rows.")
+    _refuse_mark(column, place)
     if task == "regression" and column.kind != "number":
         line, cell = column.odd
         raise ValueError(f"{place} must hold numbers for data.task: regression, got {brief(cell)} in line {line}.")
@@ -175,11 +207,20 @@ def target_is_class(column: Column, path: Path, task: str | None) -> bool:
 
 def _targets(values: np.ndarray, discrete: bool, place: str) -> tuple[Tensor, tuple[str, ...]]:
     if not discrete:
-        return torch.from_numpy(values.astype(np.float32)).unsqueeze(1), ()
+        return _real(values), ()
     words: Mapping[str, int] = {word: i for i, word in enumerate(sorted(set(values.tolist()), key=_by_number))}
     if len(words) < 2:
         raise ValueError(f"{place}: all rows have the class {brief(next(iter(words)))}, and nothing is to be learnt.")
     return torch.tensor([words[word] for word in values.tolist()]), tuple(words)
+
+
+def _real(values: np.ndarray) -> Tensor:
+    """Real targets (N, T): in float64 where float32 would move them by more than a millionth of their deviation, as it
+    does times in seconds and large sums in cents."""
+    wide = values.astype(np.float64)
+    single = wide.astype(np.float32)
+    kept = wide if (np.abs(wide - single) > 1e-6 * wide.std(0)).any() else single
+    return torch.from_numpy(kept[:, None] if kept.ndim == 1 else kept)
 
 
 def _by_number(word: str) -> tuple[float, str]:
@@ -221,8 +262,7 @@ def _array_split(x: np.ndarray, y: np.ndarray, place: str, chosen: config.Data) 
     inputs = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32 if x.dtype.kind == "f" else np.int64))
     if inputs.dim() == 2 and not inputs.is_floating_point():
         inputs = inputs.float()  # a table of whole numbers: words of texts have sets of their own
-    target = torch.from_numpy(y.astype(np.float32 if real else np.int64))
-    return Split(inputs, target.unsqueeze(1) if real and target.dim() == 1 else target)
+    return Split(inputs, _real(y) if real else torch.from_numpy(y.astype(np.int64)))
 
 
 # --- pictures ---

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split
-from slimbayes.data.table_files import Frame, Kind, column_names, frames
-from slimbayes.errors import brief
-from slimbayes.lab.own_data import OwnTable, told
+from slimbayes.data.table_cells import Decimal, Kind
+from slimbayes.data.table_files import Frame, column_names, frame_of, frames
+from slimbayes.lab.own_data import OwnTable, told, with_dates
+from slimbayes.lab.predict_input import check_names
 from slimbayes.sklearn.preparation import Preparation
 
 if TYPE_CHECKING:
@@ -23,17 +24,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OwnColumns:
-    """How rows of a table's file become the network's.
+    """How rows of a table become the network's.
 
     Attributes:
         preparation: codes and scales.
-        passed: columns that such a file may have, and that are not looked at.
-        header: whether its first line has names.
+        passed: columns that such a table may have, and that are not looked at.
+        kinds: what the columns that are read hold.
+        header: whether a file's first line has names.
+        decimal: what parts a number's whole from its fraction in a file.
     """
 
     preparation: Preparation
     passed: tuple[str, ...]
+    kinds: Mapping[str, Kind]
     header: bool
+    decimal: Decimal
 
     def fills(self) -> dict[str, Any]:
         """Arguments of networks that a table decides. Codes of categories are no inputs of a plain network."""
@@ -43,50 +48,56 @@ class OwnColumns:
         )
 
     def facts(self) -> dict[str, Any]:
-        return {"preparation": self.preparation.facts(), "passed": list(self.passed), "header": self.header}
+        facts = {"preparation": self.preparation.facts(), "passed": list(self.passed), "header": self.header}
+        return facts | {"kinds": [list(pair) for pair in self.kinds.items()], "decimal": self.decimal}
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Self:
-        return cls(Preparation.from_facts(facts["preparation"]), tuple(facts["passed"]), bool(facts["header"]))
+        """What `facts` wrote down; runs of before there were dates have none."""
+        found = Preparation.from_facts(facts["preparation"])
+        words = {found.table.names[j] for j in found.table.categories}
+        kinds: dict[str, Kind] = {name: "word" if name in words else "number" for name in found.table.names}
+        kinds = dict(facts["kinds"]) if "kinds" in facts else kinds
+        return cls(found, tuple(facts["passed"]), kinds, bool(facts["header"]), facts.get("decimal", "point"))
+
+    def prepared(self, frame: Frame) -> Tensor:
+        """Columns as they were read, as the network takes them: float32 (n, w + c)."""
+        table = self.preparation.table
+        return torch.from_numpy(self.preparation(table.read(with_dates(frame, self.kinds, table.names))))
+
+    def rows(self, values: Mapping[str, Sequence[Any]]) -> Tensor:
+        """Rows of values by column's name as the network takes them, or a ValueError that says what does not fit."""
+        check_names("rows", list(values), list(self.kinds), self.passed)
+        try:
+            return self.prepared(frame_of(values, self.kinds))
+        except ValueError as error:
+            raise ValueError(told(error)) from error
 
 
 def table_blocks(file: Path, own: OwnColumns) -> Iterator[Tensor]:
     """Rows of a table's file as the network takes them, float32 (n, w + c), block by block."""
     if file.suffix not in (".csv", ".parquet"):
         raise ValueError(f"{file}: the run was trained on a table, so rows come as .csv or .parquet.")
-    table, names = own.preparation.table, column_names(file, own.header)
-    words = {table.names[j] for j in table.categories}
-    here = {name: name for name in table.names}
-    if not own.header and len(names) == len(table.names):  # without names and without the target: by their order
-        here = dict(zip(table.names, names, strict=True))
+    names, needed = column_names(file, own.header, own.decimal), list(own.kinds)
+    here = {name: name for name in needed}
+    if not own.header and len(names) == len(needed):  # without names and without the target: by their order
+        here = dict(zip(needed, names, strict=True))
     else:
-        _check_names(file, names, table.names, own.passed)
-    kinds: dict[str, Kind] = {here[name]: "word" if name in words else "number" for name in table.names}
-    return _prepared_blocks(file, own, kinds, here)
+        check_names(str(file), names, needed, own.passed)
+    return _prepared_blocks(file, own, here)
 
 
-def _prepared_blocks(
-    file: Path, own: OwnColumns, kinds: Mapping[str, Kind], here: Mapping[str, str]
-) -> Iterator[Tensor]:
-    table, first = own.preparation.table, 0
-    for frame in frames(file, kinds, own.header):
+def _prepared_blocks(file: Path, own: OwnColumns, here: Mapping[str, str]) -> Iterator[Tensor]:
+    first = 0
+    for frame in frames(file, {here[name]: kind for name, kind in own.kinds.items()}, own.header, own.decimal):
         try:
-            read = table.read(Frame({name: frame[here[name]] for name in table.names}))
+            rows = own.prepared(Frame({name: frame[here[name]] for name in own.kinds}))
         except ValueError as error:
             raise ValueError(f"{file}, rows {first} to {first + len(frame) - 1}: {told(error)}") from error
         first += len(frame)
-        yield torch.from_numpy(own.preparation(read))
+        yield rows
     if not first:
         raise ValueError(f"{file} has no rows.")
-
-
-def _check_names(file: Path, names: Sequence[str], needed: Sequence[str], passed: Sequence[str]) -> None:
-    faults = {
-        "missing": [name for name in needed if name not in names],
-        "not known to the run": [name for name in names if name not in needed and name not in passed],
-    }
-    if message := "; ".join(f"{what}: {', '.join(map(brief, found[:10]))}" for what, found in faults.items() if found):
-        raise ValueError(f"{file}: columns {message}. The run was trained on {', '.join(map(brief, needed[:50]))}.")
 
 
 def finished(task: Task, data: Dataset, chosen: Data) -> Task:
@@ -110,7 +121,7 @@ def finished(task: Task, data: Dataset, chosen: Data) -> Task:
         test=prepared(task.test),
         validation=prepared(task.validation),
         scaling=replace(task.scaling, mean=None, std=None),
-        own=OwnColumns(preparation, data.passed, data.header),
+        own=OwnColumns(preparation, data.passed, data.kinds, data.header, data.decimal),
     )
 
 
@@ -120,13 +131,9 @@ def _standardised(task: Task) -> Task:
     mean, std = wide.mean(0), wide.std(0, correction=0)
     if bool((std == 0).any()):
         raise ValueError(f"{task.name}: the target is {float(mean[std == 0][0]):g} in all training rows.")
-    mean, std = mean.float(), std.float()
+    mean, std = mean.to(task.train.y.dtype), std.to(task.train.y.dtype)
 
     def scaled(rows: Any) -> Any:
-        return rows and Split(rows.x, _scaled(rows.y, mean, std))
+        return rows and Split(rows.x, ((rows.y - mean) / std).float())
 
     return replace(task, train=scaled(task.train), validation=scaled(task.validation), y_mean=mean, y_std=std)
-
-
-def _scaled(y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    return (y - mean) / std

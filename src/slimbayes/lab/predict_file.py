@@ -64,7 +64,8 @@ def _blocks(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
     return table_blocks(inputs, own)
 
 
-def _own_columns(facts: Any) -> OwnColumns:
+def own_columns(facts: Any) -> OwnColumns:
+    """How rows of a table of one's own are read, from what a run wrote down."""
     from slimbayes.lab.own_task import OwnColumns
 
     return OwnColumns.from_facts(facts)
@@ -104,9 +105,9 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         x = torch.zeros(0, *facts["row"], dtype=_TYPES[facts["dtype"]])
         y = torch.zeros(0, *facts["targets"], dtype=torch.float32 if facts["real"] else torch.int64)
         names = ("mean", "std", "y_mean", "y_std")
-        mean, std, y_mean, y_std = (None if facts[n] is None else torch.tensor(facts[n]).float() for n in names)
+        mean, std, y_mean, y_std = (None if facts[n] is None else _tensor(facts[n]) for n in names)
         columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
-        own = None if facts.get("own") is None else _own_columns(facts["own"])
+        own = None if facts.get("own") is None else own_columns(facts["own"])
         plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
     except OSError as error:
         raise RunError(
@@ -119,6 +120,12 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
     classes, words = tuple(facts["classes"]), facts["vocabulary"]
     task = Task(facts["name"], nothing, nothing, None, Scaling(mean, std), classes, words, y_mean, y_std, columns, own)
     return Predictor(experiment, network, task.to(device), facts["likelihood"])
+
+
+def _tensor(numbers: Any) -> Tensor:
+    """Numbers as they were written: in float32, unless they have more digits."""
+    wide = torch.tensor(numbers, dtype=torch.float64)
+    return wide.float() if torch.equal(wide, wide.float().double()) else wide
 
 
 def fitted(x: Tensor, task: Task, source: str, first: int = 0, allow_nonfinite: bool = False) -> Tensor:

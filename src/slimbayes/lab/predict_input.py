@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slimbayes.data.csv_rows import first_cells, number_blocks
 from slimbayes.data.folders import decode, read_square
+from slimbayes.errors import brief
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _BYTES = 1 << 22  # of a block of an array
@@ -158,14 +159,24 @@ def _is_row(first: Sequence[str], columns: Sequence[str], file: Path) -> bool:
 
 
 def _order(names: Sequence[str], columns: Sequence[str], file: Path) -> list[int]:
-    """Where the training data's columns are among a file's names: all of them must be there, once, and no others."""
-    faults = {
-        "missing": [c for c in columns if c not in names],
-        "not known to the run": [n for n in names if n not in columns],
-        "there twice": sorted({n for n in names if names.count(n) > 1}),
-    }
-    if message := "; ".join(f"{what}: {', '.join(map(repr, found))}" for what, found in faults.items() if found):
-        raise ValueError(
-            f"{file}, line 1: columns {message}. The run was trained on {', '.join(columns)}: name these, in any order."
-        )
+    """Where the training data's columns are among a file's names."""
+    check_names(f"{file}, line 1", names, columns)
     return [names.index(column) for column in columns]
+
+
+def check_names(place: str, names: Sequence[str], needed: Sequence[str], passed: Sequence[str] = ()) -> None:
+    """Refuse columns unless all that are needed are there, once, and no others but those that may be passed over.
+
+    >>> check_names("a.csv", ["size", "toun"], ["size", "town"])
+    Traceback (most recent call last):
+    ...
+    ValueError: a.csv: columns missing: 'town'; not known to the run: 'toun'. The run was trained on 'size', ...
+    """
+    faults = {
+        "missing": [name for name in needed if name not in names],
+        "not known to the run": [name for name in names if name not in needed and name not in passed],
+        "there twice": sorted({name for name in names if names.count(name) > 1}),
+    }
+    if message := "; ".join(f"{what}: {', '.join(map(brief, found[:10]))}" for what, found in faults.items() if found):
+        known = ", ".join(map(brief, needed[:50]))
+        raise ValueError(f"{place}: columns {message}. The run was trained on {known}: name these, in any order.")

@@ -34,7 +34,7 @@ def init(
 
 def diagnose(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    draws: Annotated[int, typer.Option(help="Draws of each member, for scores.", min=1)] = 16,
+    draws: Annotated[int, typer.Option(help="Draws of each member, for scores.", min=1, max=10_000)] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
@@ -76,7 +76,7 @@ def predict(
         Path, typer.Argument(metavar="INPUT", help="Rows: .npy, .npz (array x), .csv, .parquet, images.")
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where predictions go: .csv, .json or .npz.")],
-    draws: Annotated[int, typer.Option(help="Draws of each member.", min=1)] = 16,
+    draws: Annotated[int, typer.Option(help="Draws of each member.", min=1, max=10_000)] = 16,
     level: Annotated[
         float, typer.Option(help="Probability that intervals of real targets hold them.", min=0.01, max=0.999)
     ] = 0.9,
@@ -90,3 +90,25 @@ def predict(
     with code_allowed(allow_code):
         rows = predict_file(run, inputs, output, draws, accelerator, level)
     typer.echo(f"{rows} predictions in {output}")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    to: Annotated[Literal["onnx", "pt2"], typer.Option(help="Format: for onnxruntime, or for torch.")] = "onnx",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file; ./<run>.<to> by default.")] = None,
+    draws: Annotated[int, typer.Option(help="Draws of each member; they are in the file.", min=1, max=10_000)] = 16,
+    accelerator: Accelerator = "auto",
+    allow_code: AllowCode = False,
+) -> None:
+    """Write a run as one file that predicts without slimbayes; `slimbayes serve` takes .onnx files."""
+    from slimbayes.lab.config_rows import ConfigError
+    from slimbayes.lab.export_run import export_run
+    from slimbayes.lab.own_config import code_allowed
+
+    file = output or Path(f"{run.resolve().name}.{to}")
+    if file.suffix != f".{to}":
+        raise ConfigError(f"-o must end in .{to}, as --to says, got {file}.")
+    with code_allowed(allow_code):
+        made = export_run(run, file, draws, accelerator)
+    shape = " x ".join("rows" if size is None else str(size) for size in made.inputs["input"])
+    typer.echo(f"{file}: {shape} -> {', '.join(made.outputs)}, of {made.draws} draws")

@@ -1,16 +1,17 @@
 """A model over HTTP: `slimbayes serve RUN_OR_EXPORT`.
 
-POST /predict    rows as JSON {"rows": [[...], ...], "draws": 16, "level": 0.9} or as a .npy body
+POST /predict    rows as JSON {"rows": [[...], ...], "draws": 16, "level": 0.9}, as .npy or as Arrow; of a run on a
+                 table of one's own by column's name, [{"size": 80, "town": "north"}, ...]
 GET  /about      what the model takes;  GET /metrics  for Prometheus;  GET /openapi.json  the interface
 GET  /healthz    200 while it serves: the only address that needs no key
 
-Answers are JSON. 4xx says what is wrong with a request, 503 with Retry-After that too many wait. Nothing is unpickled.
+Answers are JSON, or Arrow where that is accepted. 4xx says what is wrong with a request, 503 with Retry-After that too
+many wait. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -19,26 +20,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException as StarletteError
 
-from slimbayes.errors import brief, cut
-from slimbayes.lab.predict_input import DAMAGE, blocks_of
+from slimbayes.errors import cut
 from slimbayes.lab.serve_guard import Guard
 from slimbayes.lab.serve_model import Served, open_model
 from slimbayes.lab.serve_queue import Busy, Queue
-from slimbayes.untrusted import parse_json
+from slimbayes.lab.serve_rows import ARROW, JSON, NPY, answer, asked
 
-_BODY = {"requestBody": {"required": True, "content": {
-    "application/json": {"schema": {
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_OPTIONS = {
+    "draws": {"type": "integer", "minimum": 1},
+    "level": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+}
+_BODY = {
+    "parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in _OPTIONS.items()],
+    "requestBody": {"required": True, "content": {NPY: _BINARY, ARROW: _BINARY, JSON: {"schema": {
         "type": "object", "required": ["rows"], "additionalProperties": False,
-        "properties": {"rows": {"type": "array"}, "draws": {"type": "integer", "minimum": 1},
-                       "level": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}}}},
-    "application/x-npy": {"schema": {"type": "string", "format": "binary"}}}}}  # fmt: skip
+        "properties": {"rows": {"type": "array"}, **_OPTIONS}}}}},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
     @app.get("/about")
     async def about() -> dict[str, Any]:
         most = {"body": limits.body, "rows": limits.rows, "draws": limits.draws}
-        return {"row": list(model.row), "draws": model.draws, "limits": most}
+        return {"row": list(model.row), "columns": model.columns, "draws": model.draws, "limits": most}
 
     @app.get("/metrics")
     async def show() -> Response:
@@ -110,9 +114,8 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
     @app.post("/predict", openapi_extra=_BODY)
     async def predict(request: Request) -> Response:
         start = time.perf_counter()
-        rows, draws, level = asked(
-            await body_of(request, limits), request.headers.get("content-type", ""), model, limits
-        )
+        body, kind = await body_of(request, limits), request.headers.get("content-type", "")
+        rows, draws, level = asked(body, kind, request.query_params, model, limits.rows, limits.draws)
         try:
             found = await asyncio.wait_for(queue.ask(rows, draws, level), limits.answer)
         except Busy:
@@ -123,7 +126,8 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
             raise HTTPException(422, cut(str(error))) from error
         metrics.rows.inc(len(rows))
         metrics.seconds.observe(time.perf_counter() - start)
-        return JSONResponse({"predictions": found})
+        content, kind = answer(found, request.headers.get("accept", ""))
+        return Response(content, media_type=kind)
 
     return guard
 
@@ -142,73 +146,6 @@ async def body_of(request: Request, limits: Limits) -> bytes:
     except TimeoutError:
         raise HTTPException(408, "The body did not arrive in time.", {"Connection": "close"}) from None
     return b"".join(parts)
-
-
-def asked(body: bytes, kind: str, model: Served, limits: Limits) -> tuple[np.ndarray, int, float | None]:
-    """Rows, draws and level of a request's body."""
-    options: dict[str, Any] = {}
-    kind = kind.partition(";")[0].strip().lower()
-    if kind == "application/x-npy":
-        rows = _array(body)
-    elif kind in ("application/json", ""):
-        rows, options = _json(body)
-    else:
-        raise HTTPException(415, "Rows come as application/json or application/x-npy.")
-    if rows.ndim < 1 or not 1 <= len(rows) <= limits.rows:
-        raise HTTPException(422, f"rows: from 1 to {limits.rows:,} rows are answered, got shape {rows.shape}.")
-    try:
-        rows = model.check(rows)
-    except (ValueError, RuntimeError, TypeError) as error:
-        raise HTTPException(422, cut(str(error))) from error
-    return rows, _draws(options, model, limits), _level(options)
-
-
-def _array(body: bytes) -> np.ndarray:
-    """The array of a .npy body, of which no more is read, or made room for, than it has bytes."""
-    blocks = blocks_of(io.BytesIO(body))
-    try:
-        rows = next(blocks).numpy()
-        more = next(blocks, None) is not None
-    except (*DAMAGE, RecursionError, SyntaxError) as error:
-        raise HTTPException(422, "The body is no .npy array of rows of numbers.") from error
-    if more or rows.dtype.kind not in "iuf":
-        raise HTTPException(422, "rows must be a .npy array of numbers, as many as it says.")
-    return rows
-
-
-def _json(body: bytes) -> tuple[np.ndarray, dict[str, Any]]:
-    try:
-        options = parse_json(body)
-        if not isinstance(options, dict) or "rows" not in options:
-            raise ValueError('an object with "rows" is needed')
-        if unknown := set(options) - {"rows", "draws", "level"}:
-            raise ValueError(f"unknown key {brief(sorted(unknown)[0])}; known are rows, draws and level")
-        rows = np.asarray(options["rows"])
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(422, cut(f"The body cannot be read: {error}")) from error
-    if rows.dtype.kind not in "iuf":
-        raise HTTPException(422, "rows must be lists of numbers, all of one shape.")
-    return rows, options
-
-
-def _draws(options: dict[str, Any], model: Served, limits: Limits) -> int:
-    draws = options.get("draws")
-    if draws is None:
-        return model.draws or 1
-    if model.draws is None:
-        raise HTTPException(422, "draws: this exported model has its draws in the file; leave them out.")
-    if isinstance(draws, bool) or not isinstance(draws, int) or not 1 <= draws <= limits.draws:
-        raise HTTPException(422, f"draws must be a whole number from 1 to {limits.draws}, got {brief(draws)}.")
-    return draws
-
-
-def _level(options: dict[str, Any]) -> float | None:
-    level = options.get("level")
-    if level is None:
-        return None
-    if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
-        raise HTTPException(422, f"level must lie strictly between 0 and 1, got {brief(level)}.")
-    return float(level)
 
 
 def serve(

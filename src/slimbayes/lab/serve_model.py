@@ -5,22 +5,39 @@ Sizes: N rows, S draws.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slimbayes.data import Split
+from slimbayes.errors import brief
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.predict_file import fitted, read_predictor
+from slimbayes.lab.predict_file import fitted, own_columns, read_predictor
+from slimbayes.lab.predict_input import check_names
 from slimbayes.lab.predict_output import LABEL, as_columns, class_names
 from slimbayes.lab.run_folder import RunError
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.untrusted import parse_json
 
+if TYPE_CHECKING:
+    from slimbayes.lab.own_task import OwnColumns
+
+_TYPES = {
+    f"tensor({name})": np.dtype(kind)
+    for name, kind in {
+        "float": "float32",
+        "double": "float64",
+        "int64": "int64",
+        "int32": "int32",
+        "uint8": "uint8",
+    }.items()
+}
 Columns = dict[str, list[Any]]
+Named = dict[str, list[Any]]  # rows' values by column's name
 
 
 class Served(Protocol):
@@ -31,11 +48,15 @@ class Served(Protocol):
         """Shape of one row."""
 
     @property
+    def columns(self) -> dict[str, str]:
+        """What the columns of a row hold, by name, where rows have names."""
+
+    @property
     def draws(self) -> int | None:
         """Draws of each member by default, where a request may choose them."""
 
-    def check(self, rows: np.ndarray) -> np.ndarray:
-        """Rows (N, ...) as the model takes them, or a ValueError."""
+    def check(self, rows: np.ndarray | Named) -> np.ndarray:
+        """Rows (N, ...), or values by column's name, as the model takes them, or a ValueError."""
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
         """Predictions by name, each of N values."""
@@ -47,16 +68,19 @@ class RunModel:
     def __init__(self, folder: Path, draws: int, accelerator: Any = "auto") -> None:
         self.predictor, self.draws = read_predictor(folder, Execution(accelerator=accelerator).device), draws
         assert isinstance(self.predictor.task.test, Split)
-        if self.predictor.task.own is not None:
-            raise RunError(
-                f"{folder} was trained on a table with columns of its own, which requests have no names for: rows of "
-                f"numbers would be taken for scaled ones. Use `slimbayes predict`."
-            )
         self.row = tuple(self.predictor.task.test.x.shape[1:])
-        self.predict(self.check(np.zeros((2, *self.row))), draws, None)  # rows are located before anyone waits
+        self.predict(np.zeros((2, *self.row), np.float32), draws, None)  # rows are located before anyone waits
 
-    def check(self, rows: np.ndarray) -> np.ndarray:
-        x = fitted(torch.as_tensor(rows), self.predictor.task, "rows")
+    @property
+    def columns(self) -> dict[str, str]:
+        task = self.predictor.task
+        return dict.fromkeys(task.columns, "number") if task.own is None else dict(task.own.kinds)
+
+    def check(self, rows: np.ndarray | Named) -> np.ndarray:
+        task = self.predictor.task
+        if task.own is not None:
+            return _own_rows(rows, task.own)
+        x = fitted(torch.as_tensor(_array(rows, task.columns)), task, "rows")
         _refuse_infinite(x.numpy())
         return x.numpy()
 
@@ -88,23 +112,57 @@ class OnnxModel:
             about = parse_json(self.session.get_modelmeta().custom_metadata_map["slimbayes"])
             (self.name,), self.likelihood = about["inputs"], about["likelihood"]
             self.row, outputs = tuple(map(int, about["inputs"][self.name][1:])), tuple(about["outputs"])
-        except (KeyError, ValueError, TypeError) as error:
+            self.kind = _TYPES[self.session.get_inputs()[0].type]
+            self.own = None if about.get("own") is None else own_columns(about["own"])
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise RunError(f"{file} was not written by sb.export, or takes several inputs.") from error
         if outputs != ("mean", "aleatoric", "epistemic"):
             raise RunError(f"{file} gives draws, no predictions: export it with likelihood=.")
 
-    def check(self, rows: np.ndarray) -> np.ndarray:
+    @property
+    def columns(self) -> dict[str, str]:
+        return {} if self.own is None else dict(self.own.kinds)
+
+    def check(self, rows: np.ndarray | Named) -> np.ndarray:
+        if self.own is not None:
+            return _own_rows(rows, self.own)
+        rows = _array(rows, ())
         if rows.shape[1:] != self.row:
             raise ValueError(f"rows: each row must have shape {self.row}, got {rows.shape[1:]}.")
-        with np.errstate(over="ignore"):
-            single = rows.astype(np.float32)
-        _refuse_infinite(single)
-        return single
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = rows.astype(self.kind)
+        _refuse_infinite(cast)
+        if cast.dtype.kind != "f" and (cast != rows).any():
+            raise ValueError(f"rows: whole numbers are needed, of {self.kind.name}.")
+        return cast
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
         mean, aleatoric, epistemic = self.session.run(None, {self.name: rows})
         names = ("mean", "aleatoric", "epistemic")
         return {name: values.tolist() for name, values in zip(names, (mean, aleatoric, epistemic), strict=True)}
+
+
+def _own_rows(rows: np.ndarray | Named, own: OwnColumns) -> np.ndarray:
+    """Rows of a table of one's own, by column's name, as its network takes them."""
+    if not isinstance(rows, dict):
+        some = {"number": 1.5, "word": "text", "date": "2024-01-31"}
+        example = {name: some[kind] for name, kind in own.kinds.items()}
+        raise ValueError(f"rows: each must have its columns' names, as in {brief(example)}.")
+    return own.rows(rows).numpy()
+
+
+def _array(rows: np.ndarray | Named, names: Sequence[str]) -> np.ndarray:
+    """Rows (N, ...): columns of numbers by these names or, if there are none, as they come; or a column of lists."""
+    if isinstance(rows, np.ndarray):
+        return rows
+    if names:
+        check_names("rows", list(rows), names)
+    every = {name: np.asarray(rows[name]) for name in names or rows}
+    for name, values in every.items():
+        if values.dtype.kind not in "iuf":
+            raise ValueError(f"rows: column {brief(name)} must hold numbers, and none may be missing.")
+    first = next(iter(every.values()))
+    return first if len(every) == 1 and first.ndim > 1 else np.stack(list(every.values()), 1)
 
 
 def _refuse_infinite(rows: np.ndarray) -> None:

@@ -172,7 +172,7 @@ class Training:
                 weights = {n: t.detach().clone() for n, t in self.network.state_dict().items()}
                 self.best = {"nll": row["validation_nll"], "epoch": epoch + 1, "weights": weights}
         self.curve.append(row)
-        warn_of_dwarfed(self.network, row["nll"], row["kl_weight"] * row["kl"])  # steps on a GPU read nothing back
+        warn_of_dwarfed(self.network, row["kl_weight"] * row["kl"])  # steps on a GPU read nothing back
         self.watcher.move(self.step, f"nll {row['nll']:.4f}, kl {row['kl']:.4f} x {row['kl_weight']:.3g} per datum")
         if self.fabric.global_rank == 0:
             if time.monotonic() - self.written_at > 0.5:  # rewritten whole: not for each of thousands of short epochs

@@ -191,9 +191,12 @@ def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level
 
 
 def for_a_row(name: str, value: float | Tensor, like: Tensor) -> Tensor:
-    """A number or a tensor that broadcasts against one row's targets, as (1, ...) to meet `like` (K, N, ...)."""
+    """A number or a tensor that broadcasts against one row's targets, as (1, ...) to meet `like` (K, N, ...). One in
+    float64 stays so: a time in seconds has more digits than float32.
+    """
     shape = (1, *like.shape[2:])
-    tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    kind = torch.promote_types(value.dtype, like.dtype) if isinstance(value, Tensor) else like.dtype
+    tensor = torch.as_tensor(value, dtype=kind, device=like.device)
     try:
         out = torch.broadcast_to(tensor.reshape(()) if tensor.numel() == 1 else tensor, shape)
     except RuntimeError:

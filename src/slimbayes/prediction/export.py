@@ -8,7 +8,7 @@ Sizes: S draws, K members, B rows, W normals of one draw.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -51,8 +51,9 @@ def export(
     members: Sequence[int] | None = None,
     noise: Literal["fixed", "input"] = "fixed",
     likelihood: LikelihoodName | None = None,
-    scale: float = 0.0,
+    scale: float | Tensor = 0.0,
     seed: Seed = 0,
+    notes: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write a converted model to a .onnx or .pt2 file that takes any number of rows and needs no slimbayes.
 
@@ -67,7 +68,8 @@ def export(
             seed=seed)` does; with "input" the graph takes their standard normals (S, W) as a last input.
         likelihood: what outputs mean, as in `predict`: the graph then gives mean (class probabilities), aleatoric and
             epistemic uncertainty (B, ...). Without, it gives every draw's outputs (S, B, ...).
-        scale: standard deviation of the observation noise, for "gaussian".
+        scale: standard deviation of the observation noise, or of the targets, as in `predict`.
+        notes: what else the file shall say of itself, as JSON holds it.
 
     Example:
         >>> import slimbayes as sb, tempfile
@@ -87,12 +89,12 @@ def export(
         inputs = args if graph.noise is not None else (*args, torch.zeros(graph.total, sum(graph.widths)))
         made = _describe(path, args, inputs, graph)
         try:
-            _write(graph, inputs, made)
+            _write(graph, inputs, made, notes or {})
         except Exception:
             if not graph.folded:
                 raise
             graph.folded = False  # what a format has no word for in many draws at once, it may have in one at a time
-            _write(graph, inputs, made)
+            _write(graph, inputs, made, notes or {})
     return made
 
 
@@ -131,7 +133,7 @@ class Graph(nn.Module):
         members: Sequence[int] | None,
         seed: Seed,
         likelihood: LikelihoodName | None,
-        scale: float,
+        scale: float | Tensor,
         fixed: bool,
     ) -> None:
         super().__init__()
@@ -193,9 +195,9 @@ def _kept(members: Sequence[int] | None, count: int, total: int) -> list[int]:
     return [j for j in range(total) if members is None or j % count in members]
 
 
-def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported) -> None:
+def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported, notes: Mapping[str, Any]) -> None:
     """The file, whole or not there, with a word on what it holds."""
-    about = json.dumps({"format": 1, **made._asdict(), "path": made.path.name})
+    about = json.dumps({**notes, "format": 1, **made._asdict(), "path": made.path.name})
     shapes = tuple({0: torch.export.Dim.DYNAMIC} if size[0] is None else None for size in made.inputs.values())
     program = torch.export.export(graph, inputs, dynamic_shapes=(shapes,), strict=False)
     with replacing(made.path) as draft:
@@ -207,5 +209,15 @@ def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported) -> None:
             raise ImportError('A .onnx file needs onnx and onnxscript: pip install "slimbayes[export]"')
         onnx = torch.onnx.export(program, input_names=list(made.inputs), output_names=list(made.outputs), verbose=False)
         assert onnx is not None
+        _rename_inner(onnx.model.graph, made.outputs)
         onnx.model.metadata_props["slimbayes"] = about
         onnx.save(draft, external_data=False)
+
+
+def _rename_inner(graph: Any, names: Sequence[str]) -> None:
+    """Give values inside of a graph other names than its outputs have: torch names them after operations, as mean."""
+    ends = {id(value) for value in graph.outputs}
+    for node in graph:
+        for value in node.outputs:
+            if value.name in names and id(value) not in ends:
+                value.name = f"{value.name}_inside"

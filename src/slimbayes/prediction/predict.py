@@ -27,6 +27,8 @@ from slimbayes.prediction.sample import members
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName
 
+MOST_DRAWS = 1_000_000  # an average of more says nothing new, and would take for ever
+
 
 @torch.no_grad()
 def predict(
@@ -68,7 +70,7 @@ def predict(
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
             "heteroscedastic_gaussian" means and raw scales.
         scale: standard deviation of the observation noise, for "gaussian"; for "heteroscedastic_gaussian" that of the
-            targets, as in training (1 if nothing is given); a tensor for several targets.
+            targets, as in training (1 if nothing is given, with a warning); a tensor for several targets.
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or
             the first tensor.
@@ -97,6 +99,8 @@ def predict(
     """
     if (draws != "exact" and not (isinstance(draws, int) and draws >= 1)) or (chunk is not None and chunk < 1):
         raise ValueError(f'predict needs draws >= 1, or "exact", and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.')
+    if draws != "exact" and draws > MOST_DRAWS:
+        raise ValueError(f"predict takes at most {MOST_DRAWS:,} draws of each member, got draws={draws!r}.")
     if chunk is not None and chunk < members(model):
         raise ValueError(
             f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}."

@@ -217,7 +217,7 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
         noise = cast(Targets, self.network_).noise  # as fitted: `set_params` changes the next fit, not this one
         if isinstance(noise, str):
-            return "heteroscedastic_gaussian", 0.0
+            return "heteroscedastic_gaussian", 1.0
         return "gaussian", torch.as_tensor(noise / self.y_std_)
 
     def _checked_noise(self) -> float | Literal["heteroscedastic", "learned"]:

@@ -103,6 +103,13 @@ class Targets(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.network(x)
+        needed = self.targets * (2 if self.noise == "heteroscedastic" else 1)
+        if out.shape[-1] != needed:
+            each = "a mean and a raw scale for each" if needed > self.targets else "one for each"
+            raise ValueError(
+                f"The network gives {out.shape[-1]} outputs for a row, but {needed} are needed: {each} of "
+                f"{self.targets} targets (noise={self.noise!r})."
+            )
         if self.noise == "heteroscedastic":
             return out.unflatten(-1, (self.targets, 2))
         out = out.unflatten(-1, (self.targets,))

@@ -17,6 +17,9 @@ from slimbayes.engine.modules import Keyed, anchors_of, modules_of, planned, pos
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer
 
+_MOST = (
+    10.0  # nats that a datum can tell: 7 of one in 1,000 classes, 5 of a target between its noise's floor and ceiling
+)
 _warned: WeakSet[nn.Module] = WeakSet()  # models whose KL was said to dwarf the likelihood
 
 
@@ -78,29 +81,30 @@ def elbo(
         if not bool(loss.isfinite().all()):
             check_finite(model)
         elif nll.dim() == 0 and model not in _warned:
-            warn_of_dwarfed(model, micro_batches * float(nll.detach()), micro_batches * float(weighed.detach()))
+            warn_of_dwarfed(model, micro_batches * float(weighed.detach()))
     return ELBO(loss, nll, divergence)
 
 
-def dwarfed(nll: float, weighed_kl: float) -> str | None:
+def dwarfed(weighed_kl: float) -> str | None:
     """A sentence if the KL, per datum and as it is weighed in the loss, leaves the likelihood no say; else None.
 
-    >>> dwarfed(nll=0.5, weighed_kl=40.0)[:58]
-    'The KL is 40 nats for each datum, 80 times the likelihood:'
-    >>> dwarfed(nll=0.5, weighed_kl=0.4)
+    The NLL is no measure of that: other units of a real target add any number of nats to it.
+
+    >>> dwarfed(40.0)[:65]
+    'The KL is 40 nats for each datum, more than one can tell: the pri'
+    >>> dwarfed(0.4)
     """
-    if not weighed_kl > 5 * max(nll, 1.0):  # densities of real targets may have any NLL
+    if not weighed_kl > _MOST:
         return None
-    times = f", {weighed_kl / nll:.0f} times the likelihood" if nll > 0.01 else ""
     return (
-        f"The KL is {weighed_kl:.3g} nats for each datum{times}: the prior decides, not the data. Lower the "
-        f"temperature (docs/recipes.md), take a prior nearer to where the weights are, or use fewer members."
+        f"The KL is {weighed_kl:.3g} nats for each datum, more than one can tell: the prior decides, not the data. "
+        f"Lower the temperature (docs/recipes.md), take a prior nearer to where the weights are, or use fewer members."
     )
 
 
-def warn_of_dwarfed(model: nn.Module, nll: float, weighed_kl: float) -> None:
-    """Say once for a model that its KL dwarfs the likelihood, if it does; both per datum."""
-    said = None if model in _warned else dwarfed(nll, weighed_kl)
+def warn_of_dwarfed(model: nn.Module, weighed_kl: float) -> None:
+    """Say once for a model that its KL, per datum, dwarfs the likelihood, if it does."""
+    said = None if model in _warned else dwarfed(weighed_kl)
     if said:
         _warned.add(model)
         warnings.warn(said, SlimbayesWarning, stacklevel=3)
