@@ -6,6 +6,7 @@ python benchmarks/main_table.py take FOLDER   the same, after taking records fro
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -65,9 +66,18 @@ def better(found: Mapping[str, Scores], name: str, score: str, less: bool) -> bo
     return (interval[1] < 0) == less
 
 
-def table(found: Mapping[str, Scores]) -> list[str]:
-    lines = [f"| method | more parameters | {' | '.join(column[1] for column in COLUMNS)} | seeds |"]
-    lines.append("|---|" + "---:|" * (len(COLUMNS) + 2))
+def costs(results: Path = RESULTS) -> dict[str, float]:
+    """What training a method takes, in epochs of the plain network, by epochs timed with the GPU to themselves."""
+    if not (file := results / "cost.json").exists():
+        return {}
+    seconds = {one["case"]: one["seconds_per_epoch"] for one in json.loads(file.read_text())["results"]}
+    rows = [(row, load(f"{CONFIG}#{row}")) for row in row_names(read_tree(CONFIG)) if row in seconds]
+    return {one.name: one.train.epochs * seconds[row] / seconds[PLAIN] for row, one in rows}
+
+
+def table(found: Mapping[str, Scores], cost: Mapping[str, float]) -> list[str]:
+    lines = [f"| method | more parameters | cost | {' | '.join(column[1] for column in COLUMNS)} | seeds |"]
+    lines.append("|---|" + "---:|" * (len(COLUMNS) + 3))
     for name, mine in found.items():
         cells = []
         for score, _, unit, digits, less in COLUMNS:
@@ -75,7 +85,8 @@ def table(found: Mapping[str, Scores]) -> list[str]:
             mark = {True: " +", False: " -", None: ""}[better(found, name, score, less)]
             cells.append(f"{mean(values):.{digits}f}{mark}" if values else "")
         more = mean([one["overhead"] for one in mine.values()])
-        lines.append(f"| {name} | {more:.1%} | {' | '.join(cells)} | {len(mine)} |")
+        told = f"{cost[name]:.0f}" if name in cost else ""
+        lines.append(f"| {name} | {more:.1%} | {told} | {' | '.join(cells)} | {len(mine)} |")
     return lines
 
 
@@ -94,7 +105,7 @@ def reading(found: Mapping[str, Scores]) -> str:
     return " ".join(out)
 
 
-def block(records: Sequence[Record]) -> str:
+def block(records: Sequence[Record], cost: Mapping[str, float] | None = None) -> str:
     """What stands between README's marks."""
     found = methods(records)
     if PLAIN not in found:
@@ -103,9 +114,10 @@ def block(records: Sequence[Record]) -> str:
     lines = [
         f"**Every method at one cost.** CIFAR-10, WRN-16-4, the cost of {_budget(records)} epochs of the plain network "
         f"for each, settings chosen on validation images with the same effort, four forward passes at test, "
-        f"{len(seeds)} seeds. + and -: better or worse than plain beyond noise (95 % interval of paired differences). "
+        f"{len(seeds)} seeds. + and -: better or worse than plain beyond noise (95 % interval of paired differences); "
+        f"cost: measured, in plain epochs. "
         f"15 corruptions x 5 severities; unfamiliar: CIFAR-100 ([how](experiments/cifar10/README.md)).",
-        "", *table(found), "", "![NLL on corrupted images against NLL on clean ones](docs/cifar10.svg)", "",
+        "", *table(found, costs() if cost is None else cost), "", "![NLL on corrupted images against NLL on clean ones](docs/cifar10.svg)", "",
         f"{reading(found)} What the papers claim and what came out here: [docs/reproduction.md](docs/reproduction.md), "
         f"generated, as is this: `{COMMAND}`, then `make reproduction`.",
     ]  # fmt: skip

@@ -33,7 +33,10 @@ PLAIN = group("plain", [0.1, 0.1, 0.1], [0.05] * 20)
     [
         (group("a", [0.2] * 3, [0.25] * 20, kl=0.5), "its KL of 0.500 a row outweighs that. A lower temperature"),
         (group("a", [0.2] * 3, [0.25] * 20, kl=0.01), "the noise of its draws costs that; its KL is 0.010 a row."),
-        (group("a", [0.2] * 3, [0.06] * 20, kl=0.5), "It fits as well (a draw's NLL on training rows is 0.060 against"),
+        (
+            group("a", [0.2] * 3, [0.06] * 20, kl=0.5),
+            "It fits nearly as well (a draw's NLL on training rows is 0.060 against",
+        ),
         (group("a", [0.2] * 3, [1.0] * 18 + [0.5, 0.25], kl=0.5), "was still learning: 0.750 in the last tenth of 20"),
         (group("a", [0.2] * 3, [0.25] * 20, few=0.3), "From 1 to 4 draws it gained 0.100: take more."),
         (group("a", [0.2] * 3, [0.25] * 20), "'a' on 'd' has an NLL of 0.200 against 0.100 of 'plain'. It fits"),

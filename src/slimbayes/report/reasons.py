@@ -54,7 +54,7 @@ def _cause(group: Group, plain: Group, gap: float) -> str:
         return "The records hold no losses of training that could say why."
     both = f"a draw's NLL on training rows is {ours:.3f} against {theirs:.3f}"
     if lost < gap / 2:
-        return f"It fits as well ({both}) and predicts other rows worse: it overfits, or by chance."
+        return f"It fits nearly as well ({both}) and predicts other rows worse: it overfits, or by chance."
     ends = [record.curve[-1] for record in group.records if record.curve]
     kl = mean([end.get("kl", 0.0) * end.get("kl_weight", 1.0) for end in ends])
     falling = mean([_late_fall(record) for record in group.records])
