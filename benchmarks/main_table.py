@@ -117,7 +117,8 @@ def block(records: Sequence[Record], cost: Mapping[str, float] | None = None) ->
         f"{len(seeds)} seeds. + and -: better or worse than plain beyond noise (95 % interval of paired differences); "
         f"cost: measured, in plain epochs. "
         f"15 corruptions x 5 severities; unfamiliar: CIFAR-100 ([how](experiments/cifar10/README.md)).",
-        "", *table(found, costs() if cost is None else cost), "", "![NLL on corrupted images against NLL on clean ones](docs/cifar10.svg)", "",
+        "", *table(found, costs() if cost is None else cost), "",
+        "![NLL on corrupted images against NLL on clean ones](docs/cifar10.svg)", "",
         f"{reading(found)} What the papers claim and what came out here: [docs/reproduction.md](docs/reproduction.md), "
         f"generated, as is this: `{COMMAND}`, then `make reproduction`.",
     ]  # fmt: skip
