@@ -65,8 +65,8 @@ def _rank1(temperature: float, spread: float, rate: float | None = None, scale: 
     return _fixed("rank-1 Normal", config, temperature)
 
 
-def _cauchy(temperature: float, spread: float, clip: float, scale: float = 0.1) -> Candidate:
-    config = sb.Rank1(prior=sb.Cauchy(1.0, scale), mean_init=sb.Normal(1.0, spread), clip=clip)
+def _cauchy(temperature: float, spread: float, clip: float) -> Candidate:
+    config = sb.Rank1(prior=sb.Cauchy(1.0, 0.1), mean_init=sb.Normal(1.0, spread), clip=clip)
     return _fixed("rank-1 Cauchy", config, temperature)
 
 
@@ -103,8 +103,8 @@ CANDIDATES: dict[str, Candidate] = {
     "r1c-clip2-0.5-t0.01": _cauchy(0.01, 0.5, 2.0),
     "r1c-clip2-0.2": _cauchy(1.0, 0.2, 2.0),
     "r1c-clip2-0.2-t0.1": _cauchy(0.1, 0.2, 2.0),
-    "r1c-narrow-0.1-t0.1": _cauchy(0.1, 0.1, 2.0, 0.01),
-    "r1c-narrow-0.2-t0.1": _cauchy(0.1, 0.2, 2.0, 0.01),
+    "r1c-clip2-0.1-t0.01": _cauchy(0.01, 0.1, 2.0),
+    "r1c-clip2-0.1-t0.001": _cauchy(0.001, 0.1, 2.0),
     "kt-default": _gaussian(sb.KTied, 1.0, sb.Normal(0.0, 1.0)),
     "kt-he": _gaussian(sb.KTied, 1.0),
     "kt-he-t0.1": _gaussian(sb.KTied, 0.1),
