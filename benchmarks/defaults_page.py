@@ -173,8 +173,8 @@ def page(record: Mapping[str, Any]) -> str:
         "",
         f"Read with care: {single} of {len(found.tasks)} tasks have one seed only, so that harm and gain there are one "
         f"training's. 'Ahead by' is the validation score's lead over the method's next candidate; where it is a "
-        f"few hundredths another seed could choose the other, below zero the next one harms more tasks. The second round of candidates was made up after the "
-        f"validation scores of the first were known.",
+        f"few hundredths another seed could choose the other, below zero the next one harms more tasks. The second "
+        f"round of candidates was made up after the validation scores of the first were known.",
     ]
     for start in (start for start in STARTS if found.methods(start)):
         lines += ["", f"## {WORDS[start].capitalize()}", "", _reading(found, chosen, start), ""]

@@ -6,9 +6,10 @@ python benchmarks/main_table.py take FOLDER   the same, after taking records fro
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slimbayes.lab.config_files import load, read_tree
@@ -24,6 +25,7 @@ CONFIG = ROOT / "experiments" / "cifar10" / "methods.yaml"
 MARKS = ("<!-- results -->\n", "<!-- /results -->\n")
 COMMAND = 'slimbayes sweep experiments/cifar10/methods.yaml --over "seed=[0, 1, 2, 3, 4]" --jobs 8'
 PLAIN = "plain"
+FEWEST = 3  # seeds that can decide anything
 # Of a column: the score, its title, what it is multiplied by, decimals, and whether less is better.
 COLUMNS = (
     ("nll", "NLL", 1, 3, True), ("accuracy", "accuracy, %", 100, 2, False), ("ece", "ECE", 1, 4, True),
@@ -54,7 +56,7 @@ def difference(found: Mapping[str, Scores], name: str, score: str) -> tuple[floa
     """The 95 % interval of a method's differences from the plain network over the seeds that both have."""
     ours, plain = found[name], found.get(PLAIN, {})
     shared = [s for s in ours if s in plain and score in ours[s] and score in plain[s]]
-    return bootstrap_interval([ours[s][score] - plain[s][score] for s in shared]) if len(shared) > 2 else None
+    return bootstrap_interval([ours[s][score] - plain[s][score] for s in shared]) if len(shared) >= FEWEST else None
 
 
 def better(found: Mapping[str, Scores], name: str, score: str, less: bool) -> bool | None:
@@ -65,9 +67,18 @@ def better(found: Mapping[str, Scores], name: str, score: str, less: bool) -> bo
     return (interval[1] < 0) == less
 
 
-def table(found: Mapping[str, Scores]) -> list[str]:
-    lines = [f"| method | more parameters | {' | '.join(column[1] for column in COLUMNS)} | seeds |"]
-    lines.append("|---|" + "---:|" * (len(COLUMNS) + 2))
+def costs(results: Path = RESULTS) -> dict[str, float]:
+    """What training a method takes, in epochs of the plain network, by epochs timed with the GPU to themselves."""
+    if not (file := results / "cost.json").exists():
+        return {}
+    seconds = {one["case"]: one["seconds_per_epoch"] for one in json.loads(file.read_text())["results"]}
+    rows = [(row, load(f"{CONFIG}#{row}")) for row in row_names(read_tree(CONFIG)) if row in seconds]
+    return {one.name: one.train.epochs * seconds[row] / seconds[PLAIN] for row, one in rows}
+
+
+def table(found: Mapping[str, Scores], cost: Mapping[str, float]) -> list[str]:
+    lines = [f"| method | more parameters | cost | {' | '.join(column[1] for column in COLUMNS)} | seeds |"]
+    lines.append("|---|" + "---:|" * (len(COLUMNS) + 3))
     for name, mine in found.items():
         cells = []
         for score, _, unit, digits, less in COLUMNS:
@@ -75,7 +86,8 @@ def table(found: Mapping[str, Scores]) -> list[str]:
             mark = {True: " +", False: " -", None: ""}[better(found, name, score, less)]
             cells.append(f"{mean(values):.{digits}f}{mark}" if values else "")
         more = mean([one["overhead"] for one in mine.values()])
-        lines.append(f"| {name} | {more:.1%} | {' | '.join(cells)} | {len(mine)} |")
+        told = f"{cost[name]:.0f}" if name in cost else ""
+        lines.append(f"| {name} | {more:.1%} | {told} | {' | '.join(cells)} | {len(mine)} |")
     return lines
 
 
@@ -85,28 +97,35 @@ def reading(found: Mapping[str, Scores]) -> str:
     for score, words in (("nll", "on clean images"), ("corrupted_nll", "on corrupted ones")):
         means = {name: mean([one[score] for one in mine.values()]) for name, mine in found.items()}
         best = min(means, key=lambda name: means[name])
-        sides = {name: better(found, name, score, True) for name in found if name != PLAIN}
+        others = [name for name in found if name != PLAIN]
+        sure = any(difference(found, name, score) for name in others)
+        sides = {n: better(found, n, score, True) if sure else means[n] < means[PLAIN] for n in others}
         ahead, behind = ([n for n, side in sides.items() if side is want] for want in (True, False))
+        first, noise = "" if best == PLAIN else f", plain {means[PLAIN]:.3f}", " beyond noise" if sure else ""
         out.append(
-            f"By NLL {words} {best} is best ({means[best]:.3f}, plain {means[PLAIN]:.3f}); better than plain beyond "
-            f"noise: {', '.join(ahead) or 'none'}; worse: {', '.join(behind) or 'none'}."
+            f"By NLL {words} {best} is best ({means[best]:.3f}{first}). Better than plain{noise}: "
+            f"{'; '.join(ahead) or 'none'}. Worse: {'; '.join(behind) or 'none'}."
         )
-    return " ".join(out)
+    few = "" if sure else f"Fewer than {FEWEST} seeds are common to plain and any method: nothing is beyond noise yet. "
+    return few + " ".join(out)
 
 
-def block(records: Sequence[Record]) -> str:
+def block(records: Sequence[Record], cost: Mapping[str, float] | None = None) -> str:
     """What stands between README's marks."""
     found = methods(records)
     if PLAIN not in found:
         return f"The table of all methods on CIFAR-10 at equal cost has no records yet: `{COMMAND}`.\n"
-    seeds = sorted({seed for mine in found.values() for seed in mine})
+    seeds = sorted({len(mine) for mine in found.values()})
     lines = [
         f"**Every method at one cost.** CIFAR-10, WRN-16-4, the cost of {_budget(records)} epochs of the plain network "
         f"for each, settings chosen on validation images with the same effort, four forward passes at test, "
-        f"{len(seeds)} seeds. + and -: better or worse than plain beyond noise (95 % interval of paired differences). "
-        f"15 corruptions x 5 severities; unfamiliar: CIFAR-100 ([how](experiments/cifar10/README.md)).",
-        "", *table(found), "", "![NLL on corrupted images against NLL on clean ones](docs/cifar10.svg)", "",
-        f"{reading(found)} What the papers claim and what came out here: [docs/reproduction.md](docs/reproduction.md), "
+        f"{'-'.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds. + and -: better or worse than plain beyond noise "
+        f"(95 % interval of paired differences); cost: measured, in plain epochs. Corrupted: 15 corruptions x 5 "
+        f"severities; OOD: CIFAR-100 ([how](experiments/cifar10/README.md)).",
+        "", *table(found, costs() if cost is None else cost), "",
+        "![NLL of every method on clean and corrupted images](docs/cifar10.svg)", "",
+        reading(found), "",
+        f"What the papers claim and what came out here: [docs/reproduction.md](docs/reproduction.md), "
         f"generated, as is this: `{COMMAND}`, then `make reproduction`.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -135,35 +154,38 @@ def cifar_page(results: Path = RESULTS) -> str:
 
 
 def figure(found: Mapping[str, Scores]) -> str:
-    """NLL of corrupted images over that of clean ones, a cross of intervals and a name for each method, as SVG."""
-    points = {}
-    for name, mine in found.items():
-        pairs = [(one["nll"], one["corrupted_nll"]) for one in mine.values() if "corrupted_nll" in one]
-        if pairs:
-            columns = [list(column) for column in zip(*pairs, strict=True)]
-            points[name] = [(mean(c), bootstrap_interval(c) or (mean(c), mean(c))) for c in columns]
-    wide, high, left, low = 720, 440, 70, 390
-    x, y = (_scale([p[i] for p in points.values()], *ends) for i, ends in ((0, (left, 600)), (1, (low, 20))))
+    """NLL of clean and of corrupted images, a dot and its 95 % interval for each method, the plain one's as a line."""
+    high = 60 + 24 * len(found)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{wide}" height="{high}" fill="white"/>',
-        f'<path d="M{left} 20V{low}H700" fill="none" stroke="#888"/>',
-        f'<text x="{left}" y="{high - 12}">NLL of clean test images</text>',
-        f'<text x="12" y="{low}" transform="rotate(-90 16 {low})">NLL of corrupted test images</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {high}" font-family="sans-serif" font-size="13">',
+        f'<rect width="800" height="{high}" fill="white"/>',
     ]
-    for name, ((cx, (x0, x1)), (cy, (y0, y1))) in points.items():
-        colour = "#b43018" if name == PLAIN else "#4854cc"
-        cross = f"M{x(x0):.1f} {y(cy):.1f}H{x(x1):.1f}M{x(cx):.1f} {y(y0):.1f}V{y(y1):.1f}"
-        parts.append(f'<path d="{cross}" stroke="{colour}"/>')
-        parts.append(f'<circle cx="{x(cx):.1f}" cy="{y(cy):.1f}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{x(cx) + 7:.1f}" y="{y(cy) - 5:.1f}">{name} ({cx:.3f}, {cy:.3f})</text>')
+    for row, name in enumerate(found):
+        parts.append(f'<text x="150" y="{44 + 24 * row}" text-anchor="end">{name}</text>')
+    for left, score, title in ((170, "nll", "NLL, clean"), (510, "corrupted_nll", "NLL, corrupted")):
+        parts += _panel(found, score, title, left, high)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _scale(points: Sequence[tuple[float, tuple[float, float]]], start: float, stop: float) -> Callable[[float], float]:
-    ends = [end for _, interval in points for end in interval] or [0.0, 1.0]
-    least, span = min(ends), max(max(ends) - min(ends), 1e-9)
-    return lambda value: start + (stop - start) * (0.05 + 0.9 * (value - least) / span)
+def _panel(found: Mapping[str, Scores], score: str, title: str, left: int, high: int) -> Iterator[str]:
+    """A row of dots for each method, from `left` on 260 wide."""
+    values = {name: [one[score] for one in mine.values() if score in one] for name, mine in found.items()}
+    spans = {name: bootstrap_interval(v) or (mean(v), mean(v)) for name, v in values.items() if v}
+    least, most = min(span[0] for span in spans.values()), max(span[1] for span in spans.values())
+
+    def x(value: float) -> float:
+        return left + 10 + 240 * (value - least) / max(most - least, 1e-9)
+
+    at = x(mean(values[PLAIN]))
+    yield f'<text x="{left}" y="18" font-weight="bold">{title}</text>'
+    yield f'<path d="M{at:.1f} 26V{high - 26}" stroke="#b43018" stroke-dasharray="3 3"/>'
+    for row, (name, (low, top)) in enumerate(spans.items()):
+        y, colour = 40 + 24 * row, "#b43018" if name == PLAIN else "#4854cc"
+        yield f'<path d="M{x(low):.1f} {y}H{x(top):.1f}" stroke="{colour}" stroke-width="2"/>'
+        yield f'<circle cx="{x(mean(values[name])):.1f}" cy="{y}" r="4.5" fill="{colour}"/>'
+    for share in (0.0, 0.5, 1.0):
+        value = least + share * (most - least)
+        yield f'<text x="{x(value):.1f}" y="{high - 8}" text-anchor="middle" fill="#666">{value:.2f}</text>'
 
 
 def between(text: str, middle: str) -> str:

@@ -25,6 +25,7 @@ from slimbayes.report.statistics import bootstrap_interval, mean
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS, PAGE = ROOT / "experiments" / "claims.yaml", ROOT / "docs" / "reproduction.md"
 FEWEST = 3  # pairs that can decide anything
+COUNTED = ("overhead", "parameters")  # the same with every seed
 Rows = dict[str, dict[Any, dict[str, float]]]  # scores by row and by what pairs are made of
 
 
@@ -100,7 +101,8 @@ def judged(evidence: Mapping[str, Any], sources: Mapping[str, Any], root: Path =
     out = []
     for name in names or [""]:
         differences = _differences(found.get(name, {}), evidence)
-        verdict, effect = _verdict(differences, _sign(evidence), evidence.get("margin", 0.0))
+        fewest = 1 if evidence["score"] in COUNTED else FEWEST
+        verdict, effect = _verdict(differences, _sign(evidence), evidence.get("margin", 0.0), fewest)
         where = name or source["at"]
         out.append(Judged(where, what.replace("_", " "), verdict, effect, source["command"]))
     return out
@@ -132,18 +134,20 @@ def _sign(evidence: Mapping[str, Any]) -> int:
     return Claim(better="", than="", score=evidence["score"]).sign
 
 
-def _verdict(differences: Sequence[float], sign: int, margin: float) -> tuple[str, str]:
+def _verdict(differences: Sequence[float], sign: int, margin: float, fewest: int) -> tuple[str, str]:
     if not differences:
         return "not run", ""
     average, interval = mean(differences), bootstrap_interval(differences)
     if not math.isfinite(average):
         return "undecided", "a score is not finite"
     effect = f"{average:+.3g}"
-    if interval is None or len(differences) < FEWEST:
-        agrees = sign * average + margin > 0
-        runs = "one pair agrees" if len(differences) == 1 else f"{len(differences)} pairs agree"
-        return "undecided", f"{effect}, {runs if agrees else runs.replace('agree', 'do not agree', 1)}"
-    effect += f" [{interval[0]:+.3g}, {interval[1]:+.3g}], {len(differences)} pairs"
+    agrees, pairs = sign * average + margin > 0, len(differences)
+    if fewest == 1:
+        return "holds" if agrees else "does not hold", effect
+    if interval is None or pairs < fewest:
+        word = ("agree" if agrees else "do not agree") if pairs > 1 else "agrees" if agrees else "does not agree"
+        return "undecided", f"{effect}, {'one pair' if pairs == 1 else f'{pairs} pairs'} {word}"
+    effect += f" [{interval[0]:+.3g}, {interval[1]:+.3g}], {pairs} pairs"
     low, high = sorted(sign * end + margin for end in interval)
     return "holds" if low > 0 else "does not hold" if high < 0 else "undecided", effect
 

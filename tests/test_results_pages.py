@@ -122,19 +122,29 @@ def test_the_table_marks_what_differs_from_plain_beyond_noise() -> None:
     records = [record("plain", seed, 0.5 + 0.01 * seed, 1.0, total=100) for seed in seeds]
     records += [record("rank-1", seed, 0.4 + 0.01 * seed, 1.2 + 0.01 * seed) for seed in seeds]
     records += [record("noisy", seed, 0.5 + 0.03 * (-1) ** seed, 0.9) for seed in seeds]
-    text = main_table.block(records)
-    assert "| rank-1 | 1.0% | 0.415 + | 90.00 | 0.0100 | 1.215 - |" in text and "| noisy | 1.0% | 0.500 |" in text
+    text = main_table.block(records, {"rank-1": 41.6})
     assert (
-        "clean images rank-1 is best (0.415, plain 0.515); better than plain beyond noise: rank-1; worse: none" in text
+        "| rank-1 | 1.0% | 42 | 0.415 + | 90.00 | 0.0100 | 1.215 - |" in text and "| noisy | 1.0% |  | 0.500 |" in text
     )
     assert (
-        "corrupted ones noisy is best (0.900, plain 1.000); better than plain beyond noise: noisy; worse: rank-1"
-        in text
+        "clean images rank-1 is best (0.415, plain 0.515). Better than plain beyond noise: rank-1. Worse: none" in text
     )
+    assert "ones noisy is best (0.900, plain 1.000). Better than plain beyond noise: noisy. Worse: rank-1." in text
     assert "4 seeds" in text and "cost of 40 epochs" in text
-    assert "no records yet" in main_table.block([])
+    assert "no records yet" in main_table.block([], {})
     drawn = main_table.figure(main_table.methods(records))
-    assert drawn.count("<circle") == 3 and "rank-1 (0.415, 1.215)" in drawn
+    assert drawn.count("<circle") == 6 and ">rank-1</text>" in drawn and ">0.90</text>" in drawn
+    few = main_table.block([one for one in records if one.seed < 2], {})
+    assert "Fewer than 3 seeds" in few and "Better than plain: rank-1; noisy. Worse: none." in few
+
+
+def test_costs_are_epochs_times_what_one_takes(tmp_path: Path) -> None:
+    assert main_table.costs(tmp_path) == {}
+    timed = [{"case": "plain", "seconds_per_epoch": 0.5}, {"case": "ensemble", "seconds_per_epoch": 2.5}]
+    (tmp_path / "cost.json").write_text(json.dumps({"results": timed}))
+    epochs = load(f"{METHODS}#ensemble").train.epochs
+    plain = load(f"{METHODS}#plain").train.epochs
+    assert main_table.costs(tmp_path) == {"plain": plain, "deep ensemble": 5.0 * epochs}
 
 
 def test_records_are_taken_from_run_directories(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import Figure
 from slimbayes.report.groups import CORRUPTED, Group, LoadedRuns, load, main_set
 from slimbayes.report.metric import printable
+from slimbayes.report.reasons import reasons
 from slimbayes.report.record import Example, Record
 from slimbayes.report.tables import PageTable
 
@@ -102,7 +103,7 @@ def _html(runs: LoadedRuns, title: str) -> str:
         title=title,
         runs=runs,
         chapters=chapters,
-        notes=[*runs.notes, *_notes(chapters)],
+        notes=[*runs.notes, *reasons(runs.groups), *_notes(chapters)],
         machines=_machines(runs.groups),
         colours=len(PALETTE),
         style=style,
