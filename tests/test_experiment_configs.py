@@ -292,6 +292,16 @@ def test_rank1_settings_are_table_5s() -> None:
         assert method.scale_init == pytest.approx(math.sqrt(rate / (1 - rate)), rel=1e-6)
 
 
+def test_scales_of_the_resnet_start_as_the_k_tied_paper_says() -> None:
+    """D.2: log standard deviations from Normal(-9, 0.1). A jitter of a tenth of the scale is that to first order."""
+    (row,) = find("k_tied/table5/mean-field", [FOLDER])
+    torch.manual_seed(0)
+    net: Any = sb.bayesianize(nn.Linear(200, 300), row.experiment().method.build())
+    started = net.posterior["weight"].log_scale().detach().double()
+    assert float(started.mean()) == pytest.approx(-9.0, abs=0.01)
+    assert float(started.std()) == pytest.approx(0.1, rel=0.02)
+
+
 def test_figure_3_keeps_the_rows_of_a_step() -> None:
     rows = [row.experiment() for row in find("rank1/figure3", [FOLDER])]
     assert [e.method.members for e in rows] == [1, 2, 4, 8, 16]
