@@ -14,7 +14,7 @@ from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Stopped, evaluate_run
 from slimbayes.lab.kept import kept_rows, overview, status
 from slimbayes.lab.papers import find, listings, roots
-from slimbayes.lab.reproduce import Incomplete, list_all, reproduce
+from slimbayes.lab.reproduce import Incomplete, list_all, parse_seeds, reproduce
 from slimbayes.metrics.corruption import corruption_errors
 from slimbayes.report.record import Cost, Parameters, Record, read, write
 
@@ -129,6 +129,13 @@ def test_status_of_kept_results() -> None:
     lines = status("rank1/table2", Path("/nowhere"))
     assert lines[1].split() == ["deterministic", "none", "seed", "0"]
     assert status("emp/figure3", Path("/nowhere"))[1].split() == ["prior-functions", "none", "seed", "0"]
+
+
+@pytest.mark.parametrize("text", ["a", "", "1,", "-1", "1-", "0..9"])
+def test_seeds_that_are_none_are_told(text: str) -> None:
+    assert parse_seeds("3,0-2") == [3, 0, 1, 2]
+    with pytest.raises(ValueError, match="--seeds takes whole numbers"):
+        parse_seeds(text)
 
 
 def test_an_overview_counts_rows_with_records() -> None:

@@ -221,7 +221,7 @@ def sweep(
 def reproduce(
     table: Annotated[str, typer.Argument(help="Paper and table or figure: rank1/table2.")] = "",
     scale: Scale = "full",
-    seeds: Annotated[str, typer.Option(help="Seeds, joined by commas.")] = "0",
+    seeds: Annotated[str, typer.Option(help="Seeds, joined by commas: 0,1,2 or 0-9.")] = "0",
     out: Annotated[Path | None, typer.Option(help="Folder; runs/<paper>/<table> by default.")] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List what there is.")] = False,
     show_status: Annotated[
@@ -243,9 +243,9 @@ def reproduce(
     if list_all or not table:
         typer.echo("\n".join(papers.list_all()))
         return
-    execution, numbers = Execution(accelerator=accelerator, data_dir=data_dir), [int(seed) for seed in seeds.split(",")]
+    execution = Execution(accelerator=accelerator, data_dir=data_dir)
     with Bars() as bars:
-        folder = papers.reproduce(table, out, execution, scale, numbers, bars)
+        folder = papers.reproduce(table, out, execution, scale, papers.parse_seeds(seeds), bars)
     typer.echo((folder / "table.md").read_text())
 
 

@@ -106,8 +106,10 @@ class Predictor(NamedTuple):
     def _predict(self, x: Tensor, draws: Sequence[int], seed: int, first: int) -> dict[int, Prediction]:
         if list(draws) != [self._networks]:
             return predict_prefixes(self.network, x, draws, self.likelihood, self.noise, seed, first, True)
-        options = {"likelihood": self.likelihood, "scale": self.noise, "seed": seed}
-        return {draws[0]: sb.predict(self.network, x, draws="exact", allow_nonfinite=True, **options)}
+        found = sb.predict(
+            self.network, x, "exact", likelihood=self.likelihood, scale=self.noise, seed=seed, allow_nonfinite=True
+        )
+        return {draws[0]: found}
 
     def _check_finite(self, inputs: Tensor, outputs: Tensor, name: str, first: int) -> None:
         """Refuse outputs that are not finite, and say whose fault it is: the inputs', the weights' or their size's."""

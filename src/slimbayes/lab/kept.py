@@ -59,10 +59,13 @@ def _tabled(row: PaperRow, folders: Sequence[Path]) -> dict[str, list[int]]:
     """Seeds by scale of a row that trains nothing, from tables that were written."""
     found: dict[str, set[int]] = {}
     for file in sorted({file for folder in folders for file in folder.glob("**/table.json")}):
-        table = parse_json(read_file(file))
-        if row.name.startswith(f"{table['name']}/") or row.name == table["name"]:
-            seeds = {seed for one in table["rows"] if one["row"] == row.stem for seed in one["seeds"]}
-            found.setdefault(table["scale"], set()).update(seeds)
+        try:
+            table = parse_json(read_file(file))
+            if f"{row.name}/".startswith(f"{table['name']}/"):
+                seeds = {seed for one in table["rows"] if one["row"] == row.stem for seed in one["seeds"]}
+                found.setdefault(table["scale"], set()).update(seeds)
+        except (OSError, ValueError, KeyError, TypeError):  # no table of ours
+            continue
     return {scale: sorted(seeds) for scale, seeds in found.items()}
 
 
