@@ -105,7 +105,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     @abstractmethod
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
-        """What the network's outputs mean, and the noise's scale in standardised units, where it is given."""
+        """What the network's outputs mean, and the scale of the noise, or of its bounds, in standardised units."""
 
     @abstractmethod
     def _learn_targets(self, y: Any, weight: np.ndarray) -> np.ndarray:

@@ -215,10 +215,10 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         return Targets(network, targets, noise), network
 
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
-        noise = cast(Targets, self.network_).noise  # as fitted: `set_params` changes the next fit, not this one
-        if isinstance(noise, str):
-            return "heteroscedastic_gaussian", 0.0
-        return "gaussian", torch.as_tensor(noise / self.y_std_)
+        targets = cast(Targets, self.network_)  # as fitted: `set_params` changes the next fit, not this one
+        if isinstance(targets.noise, str):
+            return "heteroscedastic_gaussian", targets.spread
+        return "gaussian", torch.as_tensor(targets.noise / self.y_std_)
 
     def _checked_noise(self) -> float | Literal["heteroscedastic", "learned"]:
         known = self.noise in ("heteroscedastic", "learned") if isinstance(self.noise, str) else self.noise > 0
