@@ -87,25 +87,25 @@ def counted(found: dict[str, Paired]) -> str:
 
 def reading(cells: Cells) -> str:
     """What the counts say, in two sentences."""
-    told = []
-    for score in ("nll", "crps"):
-        parts = []
-        for rival in PLAIN:
-            found = comparisons(cells, OURS, rival, score)
-            ahead = sum(one.mean < 0 for one in found.values())
-            losses = [data for data, one in found.items() if one.verdict == "loss"]
-            beyond = f", and beyond its interval behind on {', '.join(losses)}" if losses else ""
-            parts.append(f"{ahead} of {len(found)} sets against {rival.replace(',', ' and')}{beyond}")
-        told.append(f"{NAMES[score]} ahead on {' and '.join(parts)}")
-    rest = []
-    for rival in names(cells)[1]:
-        found = comparisons(cells, OURS, rival, "nll")
-        if found and rival not in (OURS, *PLAIN):
-            rest.append(f"{rival} on {sum(one.mean < 0 for one in found.values())} of {len(found)}")
+    told = [f"a lower mean {NAMES[score]} than {ahead(cells, PLAIN, score)}" for score in ("nll", "crps")]
+    others = [rival for rival in names(cells)[1] if rival not in (OURS, *PLAIN)]
     return (
-        f"With their defaults, the estimators have {'; '.join(told)}. In NLL they are ahead of "
-        f"{', '.join(rest)} sets that both were run on.\n"
+        f"With their defaults, the estimators have {'; and '.join(told)}. "
+        f"Their mean NLL is lower than that of {ahead(cells, others, 'nll')}.\n"
     )
+
+
+def ahead(cells: Cells, rivals: Sequence[str], score: str) -> str:
+    """Of each rival, on how many sets; sets on which we are behind by more than the interval are named."""
+    told = []
+    for rival in rivals:
+        found = comparisons(cells, OURS, rival, score)
+        losses = [data for data, one in found.items() if one.verdict == "loss"]
+        won = f"{rival.replace(', ', ' and ')} on {sum(one.mean < 0 for one in found.values())} of {len(found)} sets"
+        told += (
+            [won + (f" (behind by more than the interval on {', '.join(losses)})" if losses else "")] if found else []
+        )
+    return ", ".join(told) or "nothing that was run"
 
 
 def against_plain(cells: Cells) -> str:
@@ -146,7 +146,8 @@ def table(cells: Cells, real: bool | None, score: str) -> str:
     rows = [f"| {NAMES[score]}{kind} | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
     for data in sets:
         means = {m: mean(v.values()) for m in methods if (v := values(cells, data, m, score))}
-        best = None if score in ("coverage", "seconds") else (min if score in LEAST else max)(means.values())
+        judged = means.values() if score not in ("coverage", "seconds") else ()
+        best = (min if score in LEAST else max)(judged, default=None)
         rows.append(f"| {data} | {' | '.join(entry(cells, data, m, score, means.get(m), best) for m in methods)} |")
     return "\n".join(rows) + "\n"
 
