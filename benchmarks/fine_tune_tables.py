@@ -15,8 +15,9 @@ the NLL of the held-out rows; test rows choose nothing.
   rank-1's.
 
 A cell is one JSON line: task, method, seed, metrics, seconds and bytes beyond the trained network. Shifted rows have
-noise of half a standard deviation on every feature, or one feature moved by three; AUROC is of the standard deviation
-of the mean, between test rows and rows drawn from Normal(0, 3^2). Targets are standardised.
+noise of half a standard deviation on every feature, or one feature moved by three. AUROC is of the standard deviation
+of the mean, between test rows and those with one feature moved; "auroc far" is against rows drawn from Normal(0, 3^2).
+Targets are standardised.
 
 Sizes: N rows, S draws or members.
 """
@@ -247,7 +248,8 @@ def scores(predict: Predict, data: Data, noise: float) -> dict[str, float]:
     scale = (variances + noise**2).sqrt()
     below = torch.distributions.Normal(means, scale).cdf(y[:, 0]).mean(0)
     moved = {f"nll {name}": nll(predict(x), noise, target) for name, (x, target) in data.shifted.items()}
-    unsure = [(m.var(0, correction=0) + v.mean(0)).sqrt() for m, v in ((means, variances), predict(data.other))]
+    every = [(means, variances), predict(data.shifted["moved"][0]), predict(data.other)]
+    inside, near, far = ((m.var(0, correction=0) + v.mean(0)).sqrt() for m, v in every)
     return {
         "nll": nll((means, variances), noise, y),
         "rmse": float((means.mean(0) - y[:, 0]).square().mean().sqrt()),
@@ -255,7 +257,8 @@ def scores(predict: Predict, data: Data, noise: float) -> dict[str, float]:
         "coverage": float(((below - 0.5).abs() <= 0.45).float().mean()),
         **moved,
         "shifted_nll": sum(moved.values()) / len(moved),
-        "auroc": auroc(*unsure),
+        "auroc": auroc(inside, near),
+        "auroc far": auroc(inside, far),
         "predict_seconds": seconds,
         "noise": noise,
     }
