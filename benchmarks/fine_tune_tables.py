@@ -16,8 +16,7 @@ the NLL of the held-out rows; test rows choose nothing.
 
 A cell is one JSON line: task, method, seed, metrics, seconds and bytes beyond the trained network. Shifted rows have
 noise of half a standard deviation on every feature, or one feature moved by three. AUROC is of the standard deviation
-of the mean, between test rows and those with one feature moved; "auroc far" is against rows drawn from Normal(0, 3^2).
-Targets are standardised.
+of the mean, between test rows and rows drawn from Normal(0, 3^2). Targets are standardised.
 
 Sizes: N rows, S draws or members.
 """
@@ -248,8 +247,7 @@ def scores(predict: Predict, data: Data, noise: float) -> dict[str, float]:
     scale = (variances + noise**2).sqrt()
     below = torch.distributions.Normal(means, scale).cdf(y[:, 0]).mean(0)
     moved = {f"nll {name}": nll(predict(x), noise, target) for name, (x, target) in data.shifted.items()}
-    every = [(means, variances), predict(data.shifted["moved"][0]), predict(data.other)]
-    inside, near, far = ((m.var(0, correction=0) + v.mean(0)).sqrt() for m, v in every)
+    unsure = [(m.var(0, correction=0) + v.mean(0)).sqrt() for m, v in ((means, variances), predict(data.other))]
     return {
         "nll": nll((means, variances), noise, y),
         "rmse": float((means.mean(0) - y[:, 0]).square().mean().sqrt()),
@@ -257,8 +255,7 @@ def scores(predict: Predict, data: Data, noise: float) -> dict[str, float]:
         "coverage": float(((below - 0.5).abs() <= 0.45).float().mean()),
         **moved,
         "shifted_nll": sum(moved.values()) / len(moved),
-        "auroc": auroc(inside, near),
-        "auroc far": auroc(inside, far),
+        "auroc": auroc(*unsure),
         "predict_seconds": seconds,
         "noise": noise,
     }

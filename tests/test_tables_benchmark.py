@@ -53,6 +53,8 @@ def test_finished_cells_are_skipped(tmp_path: Path) -> None:
     assert not set(tables.SETS) & set(tables.OUTSIDE)
     out.write_text(json.dumps({"data": "b", "method": "m", "split": 0}) + "\n")
     assert list(tables.missing_cells(args)) == [("a", "m", 0), ("a", "m", 1), ("b", "m", 1)]
+    out.write_text(json.dumps({"data": "b", "method": "m", "split": 0, "real": True, "spread": 1.0}) + "\n")
+    assert ("b", "m", 0) in list(tables.missing_cells(args))  # within other bounds of the noise
 
 
 def test_a_cell_is_a_line(tmp_path: Path) -> None:
