@@ -15,7 +15,7 @@ the NLL of the held-out rows; test rows choose nothing.
   rank-1's.
 
 A cell is one JSON line: task, method, seed, metrics, seconds and bytes beyond the trained network. Shifted rows have
-noise of half a standard deviation on every feature, or one feature moved by three; AUROC is of the standard deviation
+noise of half a standard deviation on every feature, or one feature moved by three. AUROC is of the standard deviation
 of the mean, between test rows and rows drawn from Normal(0, 3^2). Targets are standardised.
 
 Sizes: N rows, S draws or members.

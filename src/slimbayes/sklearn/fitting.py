@@ -44,7 +44,7 @@ class Recipe:
     weight_decay: float
     kl_weight: float
     patience: int
-    scale: float | Tensor = 0.0  # of the noise, where it is given
+    scale: float | Tensor = 0.0  # of the noise, where it is given, or of its bounds
 
 
 class Trainer:
