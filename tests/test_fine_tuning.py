@@ -75,6 +75,20 @@ def test_a_head_trains_and_is_saved_with_the_posterior(head: Any, tmp_path: Path
     assert all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
 
 
+def test_norms_that_are_named_as_heads_train(tmp_path: Path) -> None:
+    plain = Net()
+    net = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2), train="posterior+head", head=r"classifier|body\.1")
+    trains = {name for name in names(net) if ".posterior." not in name}
+    assert trains == {"body.1.weight", "body.1.bias", "classifier.weight", "classifier.bias"}
+    train(net)
+    assert not torch.equal(net.body[1].weight, plain.body[1].weight)
+    again = sb.load(copy.deepcopy(plain), sb.save(net, tmp_path / "adapter"))
+    assert names(again) == names(net)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
+    fitted = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2), train="posterior+head", head="classifier")
+    assert "heads" not in (sb.save(fitted, tmp_path / "other") / "config.json").read_text()
+
+
 def test_heads_of_parts_and_of_single_layers_come_back(tmp_path: Path) -> None:
     layer = nn.Linear(4, 3)
     alone = sb.bayesianize(copy.deepcopy(layer), sb.Rank1(members=1), train="posterior+head")
