@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from slimbayes.contrib.transformers import BayesTrainer, classify, generate
+from slimbayes.inference.density import Density
 
 WORDS, LENGTH = 20, 5
 ROWS = [
@@ -150,6 +151,19 @@ def test_one_pass_and_chains_take_batches_with_labels() -> None:
     walked = bert()
     sb.sample_posterior(walked, [batch], "sgld", include="classifier", chains=2, draws=2, burn_in=2, thin=1)
     assert sb.members(walked) == 4
+
+
+def test_labels_of_causal_models_are_those_of_the_next_token() -> None:
+    tokens = torch.stack([row["input_ids"] for row in ROWS[:4]])
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
+    batch["labels"][0, :3] = -100
+    kept, plain = 4 * (LENGTH - 1) - 2, gpt()
+    wanted = -kept * plain(**batch).loss.item()
+    assert sb.laplace(gpt(), [batch]).log_likelihood == pytest.approx(wanted, rel=1e-5)
+    walked = sb.bayesianize(gpt(), sb.Rank1(members=2, posterior="point", mean_init=sb.Point(1.0)))
+    density = Density(walked, [batch], "categorical", 0.0, sb.Normal(1.0, 0.1), 1.0)
+    assert density.size == kept
+    torch.testing.assert_close(density.whole() - density.log_prior(), torch.full((2,), wanted), rtol=1e-5, atol=0)
 
 
 class Words:

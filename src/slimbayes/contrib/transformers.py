@@ -18,6 +18,7 @@ from transformers import GenerationConfig, Trainer
 from slimbayes.convert.checkpoint import save
 from slimbayes.convert.convert import conversions_of
 from slimbayes.engine.noise import Seed
+from slimbayes.inference.curvature import is_causal
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train import schedules
@@ -95,15 +96,8 @@ class BayesTrainer(Trainer):
 
     def _aligned(self, model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Of causal language models each token tells the next."""
-        causal = labels.dim() > 1 and any(
-            "CausalLM" in c.__name__ or "LMHead" in c.__name__ for c in self._classes(model)
-        )
+        causal = labels.dim() > 1 and is_causal(self.accelerator.unwrap_model(model))
         return (values[:, :-1], labels[:, 1:]) if causal else (values, labels)
-
-    def _classes(self, model: nn.Module) -> list[type]:
-        inner: Any = self.accelerator.unwrap_model(model)
-        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of peft
-        return list(type(inner).__mro__)
 
     def _targets(self, inputs: Any) -> int:
         """Over how many targets the training loss is a mean."""
