@@ -30,7 +30,7 @@ from slimbayes.convert.convert import Model, bayesianize, conversions_of, debaye
 from slimbayes.convert.plan import Selection
 from slimbayes.convert.saved_config import read_config
 from slimbayes.convert.summary import estimate_cost
-from slimbayes.convert.training import belongs, freeze
+from slimbayes.convert.training import belongs, freeze, unmoved
 from slimbayes.engine.locate import unwrapped
 from slimbayes.errors import SlimbayesWarning, cut
 from slimbayes.files import FORMAT, CheckpointError, as_json, read_folder, write_folder
@@ -153,6 +153,8 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
         record = {"module": name, "batch_dim": conversion.batch_dim, "groups": list(groups.values())}
         # Only where there is anything to say: checkpoints of models that train as a whole stay as they were.
         saved = {"saved": conversion.saved} if conversion.saved else {}
+        if conversion.heads != unmoved(root, conversion.saved):
+            saved["heads"] = conversion.heads
         out.append(record | saved | ({"frozen": True} if conversion.frozen else {}))
     return out
 
@@ -172,7 +174,8 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
                     bayesianize(module, config, include=include, batch_dim=record["batch_dim"])
             conversion = module.__dict__["_slimbayes"]
             conversion.saved = record["saved"]
-            conversion.frozen = freeze(module, record["saved"]) if record["frozen"] else []
+            conversion.heads = record.get("heads", unmoved(module, record["saved"]))
+            conversion.frozen = freeze(module, conversion.heads) if record["frozen"] else []
         inside = belongs(model, _saved(model))
         needed = {name: tensor for name, tensor in model.state_dict().items() if inside(name)}
         _check_fit(posterior, needed, folder / "posterior.safetensors")

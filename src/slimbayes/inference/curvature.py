@@ -39,6 +39,13 @@ class Curvature:
     targets: int = 0
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model of transformers tells each next token, by the names of its classes; peft's wrap another model."""
+    inner: Any = model
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return any("CausalLM" in c.__name__ or "LMHead" in c.__name__ for c in type(inner).__mro__)
+
+
 def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     """Batches as arguments, keyword arguments and targets, on the model's device; refuses batches without targets."""
     first = next(model.parameters())
@@ -47,6 +54,8 @@ def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any
             rest, target = dict(batch), None
             for name in ("labels", "label"):
                 target = rest.pop(name, None) if target is None else target
+            if target is not None and is_causal(model) and target.dim() > 1:  # transformers' labels are the inputs
+                target = nn.functional.pad(target[:, 1:], (0, 1), value=IGNORED)
             args, kwargs = call_batch(model, rest)
         elif isinstance(batch, (tuple, list)) and len(batch) > 1:
             args, kwargs = call_batch(model, batch, len(batch) - 1)
