@@ -946,8 +946,8 @@ PATCH = sb.ModelPatch(components=5, patch="norm+output")
 
 
 def test_shared_parameters_with_a_sigma_of_machine_epsilon_are_point_estimates() -> None:
-    """Eq. 3: a Gaussian of that width around each shared weight, which is a posterior of its own here, moves outputs by a
-    few roundings of float32; so sigma is zero unless it is asked for."""
+    """Eq. 3: a Gaussian of that width around each shared weight, which is a posterior of its own here, moves outputs by
+    a few roundings of float32; so sigma is zero unless it is asked for."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 5)).float()
     epsilon = torch.finfo(torch.float32).eps

@@ -84,7 +84,7 @@ class BayesTrainer(Trainer):
             parts = self._accumulated() if self._normalised(num_items_in_batch) else 1
             if self.state.global_step == 0:  # once, as it stalls a GPU; by the weight that annealing leads to
                 weight = self.kl_schedule(self.state.max_steps)
-                warn_of_dwarfed(self.model, parts * float(loss.detach()), float(weight * divergence.detach()))
+                warn_of_dwarfed(self.model, float(weight * divergence.detach()))
             loss = loss + (self.kl_schedule(self.state.global_step) * divergence).to(loss.device) / parts
         return (loss, outputs) if return_outputs else loss
 

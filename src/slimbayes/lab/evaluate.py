@@ -23,7 +23,7 @@ from slimbayes.lab.execution import Execution, Nobody, Watcher
 from slimbayes.lab.other_sets import check, corrupted, fitting, unfamiliar
 from slimbayes.lab.seeds import key, seed_everything
 from slimbayes.lab.task import Rows, Task, batches, limited
-from slimbayes.prediction.exact import Networks
+from slimbayes.prediction.draws import Networks
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.report.record import Evaluation, Example
