@@ -6,9 +6,9 @@
     python benchmarks/gpu.py --sizes cpu       cases that a CPU can do (make bench); --sizes tiny for a look at all
 
 A job is a case in one mode. Jobs that compile run in several processes at once, since compiling keeps one core busy and
-no GPU; they time one after another, once all have compiled, for whatever else runs slows what is timed; those that
-still compile when half of the time is over are not waited for. Eager jobs follow. The record is written after every job, so that a run that is cut short keeps what it has, and --resume goes on
-from it.
+no GPU; they time one after another, once all have compiled, for whatever else runs slows what is timed. Those that
+still compile when half of the time is over are not waited for. Eager jobs follow. The record is written after every
+job, so that a run that is cut short keeps what it has, and --resume goes on from it.
 timing.py says how it is timed, gpu_cases.py what.
 """
 
