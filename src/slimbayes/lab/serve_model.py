@@ -21,7 +21,7 @@ from slimbayes.lab.predict_input import check_names
 from slimbayes.lab.predict_output import LABEL, as_columns, class_names
 from slimbayes.lab.run_folder import RunError
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.untrusted import parse_json
+from slimbayes.untrusted import check_regular, parse_json
 
 if TYPE_CHECKING:
     from slimbayes.lab.own_task import OwnColumns
@@ -107,14 +107,18 @@ class OnnxModel:
             import onnxruntime
         except ModuleNotFoundError as error:
             raise ImportError('An exported model needs onnxruntime: pip install "slimbayes[serve]"') from error
-        self.session = onnxruntime.InferenceSession(str(file))
+        check_regular(file)
+        try:
+            self.session = onnxruntime.InferenceSession(str(file))
+        except Exception as error:  # its exceptions have no class in common
+            raise RunError(f"{file} cannot be opened by onnxruntime: {brief(str(error))}.") from error
         try:
             about = parse_json(self.session.get_modelmeta().custom_metadata_map["slimbayes"])
             (self.name,), self.likelihood = about["inputs"], about["likelihood"]
             self.row, outputs = tuple(map(int, about["inputs"][self.name][1:])), tuple(about["outputs"])
             self.kind = _TYPES[self.session.get_inputs()[0].type]
             self.own = None if about.get("own") is None else own_columns(about["own"])
-        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
             raise RunError(f"{file} was not written by sb.export, or takes several inputs.") from error
         if outputs != ("mean", "aleatoric", "epistemic"):
             raise RunError(f"{file} gives draws, no predictions: export it with likelihood=.")
