@@ -20,8 +20,9 @@ from slimbayes.data import Dataset, Split
 from slimbayes.lab.config_files import validate
 from slimbayes.lab.fit import fit
 from slimbayes.lab.predict_file import read_predictor
+from slimbayes.lab.predict_output import as_columns
 from slimbayes.lab.run_folder import RunError
-from slimbayes.lab.serve_model import RunModel, _array, interval, open_model
+from slimbayes.lab.serve_model import RunModel, _array, open_model
 from slimbayes.lab.serve_queue import Busy, Queue
 
 pytest.importorskip("fastapi")
@@ -427,7 +428,8 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_intervals_hold_the_probability_they_promise() -> None:
     outputs, scale = torch.randn(7, 3, 2, dtype=torch.float64), 0.7
     found = sb.Prediction.from_outputs(outputs, "gaussian", scale=scale)
-    low, high = interval(found, 0.8)
+    columns = as_columns(found, (), 0.8)
+    low, high = (torch.tensor(np.stack([columns[f"{end}_{t}"] for t in (0, 1)], 1)) for end in ("low", "high"))
     inside = torch.special.ndtr((high - outputs) / scale) - torch.special.ndtr((low - outputs) / scale)
     torch.testing.assert_close(inside.mean(0), torch.full((3, 2), 0.8, dtype=torch.float64))
 

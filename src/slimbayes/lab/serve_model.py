@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from slimbayes.data import Split
 from slimbayes.errors import brief
@@ -20,7 +19,6 @@ from slimbayes.lab.predict_file import fitted, own_columns, read_predictor
 from slimbayes.lab.predict_input import check_names
 from slimbayes.lab.predict_output import LABEL, as_columns, class_names
 from slimbayes.lab.run_folder import RunError
-from slimbayes.prediction.prediction import Prediction
 from slimbayes.untrusted import check_regular, parse_json
 
 if TYPE_CHECKING:
@@ -88,11 +86,7 @@ class RunModel:
         x, classes = torch.as_tensor(rows), self.predictor.task.classes
         batches = [(x, x.new_zeros(len(x)))]
         made, _ = next(self.predictor.predict_batches(batches, "the rows", "predict", [draws]))
-        found, columns = made[draws], as_columns(made[draws], classes)
-        if level is not None and found.noise is not None:
-            for name, end in zip(("low", "high"), interval(found, level)):
-                many = end.shape[1] > 1
-                columns |= {f"{name}_{t}" if many else name: end[:, t].numpy() for t in range(end.shape[1])}
+        columns = as_columns(made[draws], classes, level)
         names = class_names(classes, len(columns))
         return {k: [names[i] for i in v.tolist()] if k == LABEL else v.tolist() for k, v in columns.items()}
 
@@ -185,16 +179,3 @@ def open_model(path: Path, draws: int, accelerator: Any = "auto") -> Served:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is neither a run's folder nor an .onnx file.")
     return RunModel(path, draws, accelerator)
-
-
-def interval(found: Prediction, level: float) -> tuple[Tensor, Tensor]:
-    """Ends (N, T) of the central interval, as `slimbayes predict` writes them.
-
-    Example:
-        >>> one = Prediction.from_outputs(torch.zeros(3, 2, 1), "gaussian", scale=1.0)
-        >>> interval(one, 0.9)[1].round(decimals=3)
-        tensor([[1.6450],
-                [1.6450]], dtype=torch.float64)
-    """
-    low, high = found.to(torch.float64).interval(level)
-    return low.cpu(), high.cpu()
