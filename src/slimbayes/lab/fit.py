@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,27 +71,14 @@ def fit(
     if (folder / "record.json").exists() and read(folder).config_hash == experiment.hash:
         _check_finished(experiment, folder, execution, watcher or Nobody(), dataset)
         return folder
-    with code_allowed():  # whoever calls this has chosen the experiment
-        return _fit(experiment, folder, execution, resume, watcher, network, dataset, judge)
-
-
-def _fit(
-    experiment: Experiment,
-    folder: Path,
-    execution: Execution,
-    resume: bool,
-    watcher: Watcher | None,
-    network: nn.Module | None,
-    dataset: Dataset | None,
-    judge: bool,
-) -> Path:
     fabric = execution.fabric(experiment.train.precision)
     fabric.launch()
     first = fabric.global_rank == 0
     watcher = watcher if watcher and first else Nobody()
-    new = first and not folder.exists()
-    lock = open_run(folder, experiment, resume) if first else None
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(code_allowed())  # whoever calls this has chosen the experiment
+        if first:
+            stack.enter_context(open_run(folder, experiment, resume))
         plain = copy.deepcopy(network)
         with Ranks.of(fabric, folder, watcher) as ranks:
             training = Training(experiment, folder, execution, fabric, ranks, network, dataset)
@@ -111,13 +98,6 @@ def _fit(
             write_record(folder, predictor, execution, watcher)
         if first:
             seal(folder)
-    except Exception:
-        if new and not (folder / "data.json").exists():  # its data or network were refused: there is no run
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    finally:
-        if lock is not None:
-            lock.close()
     return folder
 
 
