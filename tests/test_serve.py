@@ -278,6 +278,7 @@ def run_of(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning", "ignore::UserWarning:torch.*")
 def test_a_run_is_answered_as_predict_answers_it_alone_and_in_a_crowd(tmp_path: Path) -> None:
     folder = run_of(tmp_path / "run")
     rows = np.random.default_rng(0).normal(size=(5, 3))
@@ -296,6 +297,11 @@ def test_a_run_is_answered_as_predict_answers_it_alone_and_in_a_crowd(tmp_path: 
             assert got["label"] == [row["label"] for row in want[part]]
             np.testing.assert_allclose(got["epistemic"], [row["epistemic"] for row in want[part]], atol=1e-6)
         assert server.post("/predict", json={"rows": [[1e39, 0, 0]]}).status_code == 422
+    done = call("export", folder, "--to", "pt2", "-o", tmp_path / "net.pt2", "--draws", 4, "--accelerator", "cpu")
+    assert done.exit_code == 0, done.output
+    probs, _, epistemic = torch.export.load(tmp_path / "net.pt2").module()(torch.tensor(rows).float())
+    np.testing.assert_allclose(probs.detach()[:, 0], [row["p(0)"] for row in want], atol=1e-5)
+    np.testing.assert_allclose(epistemic.detach(), [row["epistemic"] for row in want], atol=1e-5)
 
 
 @pytest.fixture(scope="module")
