@@ -106,8 +106,10 @@ def reading(found: Mapping[str, Scores]) -> str:
             f"By NLL {words} {best} is best ({means[best]:.3f}{first}). Better than plain{noise}: "
             f"{'; '.join(ahead) or 'none'}. Worse: {'; '.join(behind) or 'none'}."
         )
-    few = "" if sure else f"Fewer than {FEWEST} seeds are common to plain and any method: nothing is beyond noise yet. "
-    return few + " ".join(out)
+    few = [name for name in others if difference(found, name, "nll") is None]
+    if not sure:
+        return f"Fewer than {FEWEST} seeds are common to plain and any method: nothing is beyond noise yet. {' '.join(out)}"
+    return " ".join(out) + (f" Not judged yet, with fewer than {FEWEST} seeds: {'; '.join(few)}." if few else "")
 
 
 def block(records: Sequence[Record], cost: Mapping[str, float] | None = None) -> str:

@@ -134,6 +134,9 @@ def test_the_table_marks_what_differs_from_plain_beyond_noise() -> None:
     assert "no records yet" in main_table.block([], {})
     drawn = main_table.figure(main_table.methods(records))
     assert drawn.count("<circle") == 6 and ">rank-1</text>" in drawn and ">0.90</text>" in drawn
+    assert "Not judged" not in text
+    some = main_table.block([one for one in records if one.name != "noisy" or one.seed < 2], {})
+    assert "Not judged yet, with fewer than 3 seeds: noisy." in some
     few = main_table.block([one for one in records if one.seed < 2], {})
     assert "Fewer than 3 seeds" in few and "Better than plain: rank-1; noisy. Worse: none." in few
 
