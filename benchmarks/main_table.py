@@ -108,8 +108,10 @@ def reading(found: Mapping[str, Scores]) -> str:
         )
     few = [name for name in others if difference(found, name, "nll") is None]
     if not sure:
-        return f"Fewer than {FEWEST} seeds are common to plain and any method: nothing is beyond noise yet. {' '.join(out)}"
-    return " ".join(out) + (f" Not judged yet, with fewer than {FEWEST} seeds: {'; '.join(few)}." if few else "")
+        out.insert(0, f"Fewer than {FEWEST} seeds are common to plain and any method: nothing is beyond noise yet.")
+    elif few:
+        out.append(f"Not judged yet, with fewer than {FEWEST} seeds: {'; '.join(few)}.")
+    return " ".join(out)
 
 
 def block(records: Sequence[Record], cost: Mapping[str, float] | None = None) -> str:
