@@ -128,8 +128,8 @@ def _against_ensemble(found: Mapping[str, Scores]) -> list[str]:
     small = [n for n, (a, b, more) in means.items() if n != PLAIN and more <= SMALL and a < clean and b < corrupted]
     return [
         f"Of the methods with at most {SMALL:.0%} more parameters, {'; '.join(small) or 'none'} "
-        f"{'is' if len(small) < 2 else 'are'} below the deep ensemble's means ({clean:.3f} and {corrupted:.3f}) on both; "
-        f"at equal cost its four members train for a quarter of the epochs each."
+        f"{'is' if len(small) < 2 else 'are'} below the deep ensemble's means ({clean:.3f} and {corrupted:.3f}) on "
+        f"both; at equal cost its four members train for a quarter of the epochs each."
     ]
 
 
