@@ -90,6 +90,9 @@ def test_a_claim_holds_where_its_evidence_does(tmp_path: Path) -> None:
         ("yacht", "holds"), ("boston", "does not hold"), ("kin", "holds"),
     ]  # fmt: skip
     assert verdicts.summed(every) == "holds when: yacht; kin"
+    for method, rmse in lists.items():  # in place of the four splits
+        (tmp_path / f"bos-{method}.splits").write_text(json.dumps({"set": "bos", "method": method, "rmse": rmse}))
+    assert [one.where for one in verdicts.judged(evidence, {"a": source}, tmp_path)] == ["yacht", "bos", "kin"]
     assert verdicts.summed(every[1:2]) == "does not hold" and verdicts.summed([]) == "not run"
 
 
