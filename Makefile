@@ -13,7 +13,7 @@ RUN = .venv/bin/python
 # Which build of torch is right, and so its hash, depends on the machine: it is the one package that is not locked.
 TORCH = torch==2.13.0
 
-.PHONY: demo digits test suite quick mutations faults lint supply build lock audit bench bench-gpu bench-lab figure3 zoo coverage
+.PHONY: demo digits test suite quick mutations faults lint supply build lock audit bench bench-gpu bench-lab figure3 zoo coverage reproduction
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -86,8 +86,32 @@ zoo: .venv/ready
 coverage: .venv/ready
 	$(RUN) tests/coverage_page.py
 
+# What the papers claim and what came out, and README's table: from the kept records alone.
+reproduction: .venv/ready
+	$(RUN) benchmarks/verdicts.py
+	$(RUN) benchmarks/main_table.py
+
 figure3: .venv/ready
 	$(RUN) -m slimbayes.diagnostics.prior_functions --out docs/figure3.png
+
+.PHONY: docs gallery release-check
+
+# The site, in build/docs, every page anew; warnings are errors.
+docs: .venv/docs
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env docs build/docs
+	$(RUN) docs/links.py build/docs
+
+# The pictures of the gallery and of docs/concepts.md: two minutes.
+gallery: .venv/ready
+	for script in docs/gallery/*.py docs/pictures/draw.py; do $(RUN) $$script || exit 1; done
+
+# What `make build` made, each installed in a fresh environment and used outside of the checkout; needs the network.
+release-check: .venv/ready
+	$(RUN) tests/installed.py $(TORCH) dist/*.whl dist/*.tar.gz
+
+.venv/docs: .venv/ready
+	$(RUN) -m pip install --quiet --no-build-isolation --editable ".[docs]"
+	touch $@
 
 .venv/ready: pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv

@@ -211,16 +211,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit-seconds", type=float, default=math.inf)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--page", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--page", type=Path, nargs="*", metavar="FILE", help="of these, or of the kept record")
     parser.add_argument("--only", default="", help="regular expression for task/start/candidate/seed")
     args = parser.parse_args(arguments)
     deadline = time.time() + args.limit_seconds
     if args.pack:
         pack(args.pack, args.root)
     if args.page:
-        record = compact(args.page, CANDIDATES)
-        write_record(record, RECORD)
-        PAGE.write_text(page(record))
+        write_record(compact(args.page, CANDIDATES), RECORD)
+    if args.page is not None:
+        PAGE.write_text(page(json.loads(RECORD.read_text())))
     if args.out:
         finished = done(args.out)
         waiting = [cell for cell in cells(args.seeds, args.only) if cell not in finished]

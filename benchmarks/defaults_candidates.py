@@ -56,6 +56,7 @@ def _patch(method: str, patch: str = "norm+output", **options: Any) -> Candidate
 
 
 def _rank1(temperature: float, spread: float, rate: float | None = None, scale: float = 0.1) -> Candidate:
+    """`rate` is of dropout with as much noise: by default 1e-3."""
     config = sb.Rank1(
         prior=sb.Normal(1.0, scale),
         mean_init=sb.Normal(1.0, spread),
@@ -83,6 +84,7 @@ CANDIDATES: dict[str, Candidate] = {
     "ensemble": _fixed("deep ensemble", sb.Ensemble(members=4), starts=("scratch",)),
     "be-signs": _fixed("BatchEnsemble", sb.BatchEnsemble(mean_init=sb.Signs(0.5))),
     "be-0.05": _ensemble(0.05),
+    "be-0.1": _ensemble(0.1),
     "be-0.2": _ensemble(0.2),
     "be-0.5": _ensemble(0.5),
     "r1n-default": _rank1(1.0, 0.05),
@@ -92,6 +94,8 @@ CANDIDATES: dict[str, Candidate] = {
     "r1n-0.5-wide": _rank1(1.0, 0.5, 0.05, 0.3),
     "r1n-0.2-wide-t0.1": _rank1(0.1, 0.2, 0.05, 0.3),
     "r1n-0.3": _rank1(1.0, 0.3),
+    "r1n-0.1-quiet": _rank1(1.0, 0.1, 1e-6),
+    "r1n-0.2-quiet-t0.1": _rank1(0.1, 0.2, 1e-6),
     "r1c-default": _cauchy(1.0, 0.05, 10.0),
     "r1c-clip2": _cauchy(1.0, 0.05, 2.0),
     "r1c-clip2-t0.1": _cauchy(0.1, 0.05, 2.0),
@@ -99,6 +103,8 @@ CANDIDATES: dict[str, Candidate] = {
     "r1c-clip2-0.5-t0.01": _cauchy(0.01, 0.5, 2.0),
     "r1c-clip2-0.2": _cauchy(1.0, 0.2, 2.0),
     "r1c-clip2-0.2-t0.1": _cauchy(0.1, 0.2, 2.0),
+    "r1c-clip2-0.1-t0.01": _cauchy(0.01, 0.1, 2.0),
+    "r1c-clip2-0.1-t0.001": _cauchy(0.001, 0.1, 2.0),
     "kt-default": _gaussian(sb.KTied, 1.0, sb.Normal(0.0, 1.0)),
     "kt-he": _gaussian(sb.KTied, 1.0),
     "kt-he-t0.1": _gaussian(sb.KTied, 0.1),
@@ -107,6 +113,8 @@ CANDIDATES: dict[str, Candidate] = {
     "kt-he-flip-t0.01": _gaussian(sb.KTied, 0.01, estimator="flipout"),
     "kt-he-flip-t0.03": _gaussian(sb.KTied, 0.03, estimator="flipout"),
     "kt-he-flip-t0.1": _gaussian(sb.KTied, 0.1, estimator="flipout"),
+    "kt-he-quiet-t0.01": _gaussian(sb.KTied, 0.01, estimator="flipout", scale_init=1e-3),
+    "kt-he-quiet-t0.001": _gaussian(sb.KTied, 0.001, estimator="flipout", scale_init=1e-3),
     "kt-n1-flip-t0.01": _gaussian(sb.KTied, 0.01, sb.Normal(0.0, 1.0), estimator="flipout"),
     "mf-default": _gaussian(sb.MeanField, 1.0, sb.Normal(0.0, 1.0)),
     "mf-he": _gaussian(sb.MeanField, 1.0),
@@ -115,6 +123,8 @@ CANDIDATES: dict[str, Candidate] = {
     "mf-he-t0.001": _gaussian(sb.MeanField, 0.001),
     "mf-he-flip-t0.01": _gaussian(sb.MeanField, 0.01, estimator="flipout"),
     "mf-he-flip-t0.1": _gaussian(sb.MeanField, 0.1, estimator="flipout"),
+    "mf-he-quiet-t0.01": _gaussian(sb.MeanField, 0.01, estimator="flipout", scale_init=1e-3, scale_jitter=1e-4),
+    "mf-he-quiet-t0.001": _gaussian(sb.MeanField, 0.001, estimator="flipout", scale_init=1e-3, scale_jitter=1e-4),
     "mf-n1-flip-t0.01": _gaussian(sb.MeanField, 0.01, sb.Normal(0.0, 1.0), estimator="flipout"),
     "emp-default": _patch("EMP"),
     "emp-decay": _patch("EMP", tau=None),
@@ -122,10 +132,14 @@ CANDIDATES: dict[str, Candidate] = {
     "emp-decay-rows-0.5": _patch("EMP", tau=None, draws="example", jitter=0.5),
     "emp-3-rows-0.2": _patch("EMP", components=3, draws="example", jitter=0.2),
     "emp-norm-rows": _patch("EMP", "norm", draws="example"),
+    "emp-norm-3-rows-0.05": _patch("EMP", "norm", components=3, draws="example"),
+    "emp-2-rows-0.05": _patch("EMP", components=2, draws="example"),
     "ecmp-default": _patch("ECMP"),
     "ecmp-decay": _patch("ECMP", tau=None),
     "ecmp-decay-rows": _patch("ECMP", tau=None, draws="example"),
     "ecmp-decay-rows-0.5": _patch("ECMP", tau=None, draws="example", jitter=0.5),
     "ecmp-3-rows-0.2": _patch("ECMP", components=3, draws="example", jitter=0.2),
     "ecmp-norm-rows": _patch("ECMP", "norm", draws="example"),
+    "ecmp-norm-3-rows-0.05": _patch("ECMP", "norm", components=3, draws="example"),
+    "ecmp-2-rows-0.05": _patch("ECMP", components=2, draws="example"),
 }

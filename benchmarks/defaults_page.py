@@ -1,7 +1,8 @@
 """The record of benchmarks/defaults.py as one compact file, the choice that follows from it, and docs/recipes.md.
 
 A candidate's score on a task is its NLL less the plain net's, same start and seed, averaged over seeds and kept within
-one nat. Candidates are chosen by validation rows: what harms counts three times what helps.
+one nat. Candidates are chosen by validation rows: who harms the fewest tasks, then by the mean score, in which harm
+counts three times what helps.
 """
 
 from __future__ import annotations
@@ -98,6 +99,9 @@ class Results:
         every = self.differences(task, start, candidate, what)
         return bool(every) and mean(every) > NOISE and min(every) > 0
 
+    def harmed(self, start: str, candidate: str, what: str = "test_nll") -> list[str]:
+        return [task for task in self.tasks if self.harms(task, start, candidate, what)]
+
     def score(self, start: str, candidate: str, what: str = "validation_nll") -> float | None:
         """Mean over the tasks that the plain net and the candidate have; harm counts more."""
         each = [self.difference(task, start, candidate, what) for task in self.tasks]
@@ -112,8 +116,8 @@ class Results:
         enough = ENOUGH * self.trainings(start, "plain")
         own = [name for name, one in self.candidates.items() if one["method"] == method]
         own = [name for name in own if self.trainings(start, name) >= enough]
-        scored = {name: self.score(start, name) for name in own}
-        return sorted((name for name in own if scored[name] is not None), key=lambda name: scored[name] or 0.0)
+        scored = {name: score for name in own if (score := self.score(start, name)) is not None}
+        return sorted(scored, key=lambda name: (len(self.harmed(start, name, "validation_nll")), scored[name]))
 
     def methods(self, start: str) -> list[str]:
         every = dict.fromkeys(one["method"] for one in self.candidates.values())
@@ -162,14 +166,15 @@ def page(record: Mapping[str, Any]) -> str:
         f"missing. {versions}.",
         "",
         f"Candidates were chosen by the NLL of validation rows, less the plain net's of the same seed, within "
-        f"{MOST:.0f} nat for each task; what harms counts {HARM:.0f} times what helps. Only candidates with "
+        f"{MOST:.0f} nat for each task: first who harms the fewest tasks, then by the mean, in which harm counts "
+        f"{HARM:.0f} times what helps. Only candidates with "
         f"{ENOUGH:.0%} of the plain net's trainings can be chosen. What follows are test rows. A method harms a task "
         f"if its NLL is above the plain net's by more than {NOISE} with every seed there is.",
         "",
         f"Read with care: {single} of {len(found.tasks)} tasks have one seed only, so that harm and gain there are one "
         f"training's. 'Ahead by' is the validation score's lead over the method's next candidate; where it is a "
-        f"few hundredths another seed could choose the other. The second round of candidates was made up after the "
-        f"validation scores of the first were known.",
+        f"few hundredths another seed could choose the other, below zero the next one harms more tasks. The second "
+        f"round of candidates was made up after the validation scores of the first were known.",
     ]
     for start in (start for start in STARTS if found.methods(start)):
         lines += ["", f"## {WORDS[start].capitalize()}", "", _reading(found, chosen, start), ""]
@@ -177,6 +182,7 @@ def page(record: Mapping[str, Any]) -> str:
         for what, words in (("test_nll", "NLL of test rows"), ("test_shifted_nll", "NLL of shifted test rows")):
             lines += ["", f"{words}; **bold** where no worse than plain by more than {NOISE}, ! where it harms:", ""]
             lines += _by_task(found, chosen, start, what)
+    lines += ["", "## Where the plain net stays ahead, and why", "", *_reasons(found, chosen)]
     lines += ["", "## Every candidate", "", *_every(found, chosen)]
     return "\n".join(lines) + "\n"
 
@@ -184,7 +190,7 @@ def page(record: Mapping[str, Any]) -> str:
 def _reading(found: Results, chosen: Mapping[tuple[str, str], str], start: str) -> str:
     """What the tables say, in three sentences."""
     methods = [method for method in found.methods(start) if method != "plain"]
-    harmed = {m: sum(found.harms(t, start, chosen[m, start]) for t in found.tasks) for m in methods}
+    harmed = {m: len(found.harmed(start, chosen[m, start])) for m in methods}
     safe = [m for m in methods if not harmed[m]]
     best = [min(methods, key=lambda m: _mean(found, start, chosen[m, start], what)) for what in _WHAT]
     others = ", ".join(f"{m} {n}" for m, n in harmed.items() if n)
@@ -213,7 +219,7 @@ def _choices(found: Results, chosen: Mapping[tuple[str, str], str], start: str) 
     for method in found.methods(start):
         name = chosen[method, start]
         shifted = [found.difference(t, start, name, _WHAT[1]) for t in found.tasks]
-        harmed = [t for t in found.tasks if found.harms(t, start, name)]
+        harmed = found.harmed(start, name)
         one, (clean, moved) = found.candidates[name], (_mean(found, start, name, what) for what in _WHAT)
         rows.append([method, f"`{one['written']}`", f"{one['temperature']:g}", _lead(found, method, start)])
         rows[-1] += [f"{clean:+.3f}", ", ".join(harmed) or "none", f"{moved:+.3f}"]
@@ -239,6 +245,28 @@ def _cell(found: Results, task: str, start: str, name: str, what: str) -> str:
     return f"**{text}**" if name != "plain" and difference <= NOISE else text
 
 
+def _reasons(found: Results, chosen: Mapping[tuple[str, str], str]) -> list[str]:
+    """The harmed tasks of chosen candidates, and whether they fit the training rows less or predict others worse."""
+    rows = [["method", "start", "task", "seeds", "NLL less plain's", "training NLL less plain's", "KL a row", "so"]]
+    for (method, start), name in chosen.items():
+        for task in found.harmed(start, name):
+            gap, fit = (found.difference(task, start, name, what) or 0.0 for what in ("test_nll", "train_nll"))
+            kl = (found.mean_of(task, start, name, "kl") or 0.0) * found.candidates[name]["temperature"]
+            seeds = len(found.differences(task, start, name, "test_nll"))
+            rows.append([method, WORDS[start], task, str(seeds), f"{gap:+.3f}", f"{fit:+.3f}", f"{kl:.3f}"])
+            rows[-1].append(_reason(gap, fit, kl))
+    return _table(rows) if rows[1:] else ["Nowhere."]
+
+
+def _reason(gap: float, fit: float, kl: float) -> str:
+    """Why it loses: what it loses on test rows, what it loses on training rows, and the weighted KL, per row."""
+    if fit < gap / 2:
+        return "it fits as well and predicts worse: overfitting, or chance"
+    if not kl:
+        return "members that share weights learn more slowly"
+    return "its KL keeps it from fitting" if kl > fit else "the noise of its draws keeps it from fitting"
+
+
 def _every(found: Results, chosen: Mapping[tuple[str, str], str]) -> list[str]:
     """Validation scores of all candidates, and how many tasks each harms."""
     rows = [["candidate", *(f"{WORDS[start]}: score, harmed" for start in STARTS), "config", "temperature"]]
@@ -246,7 +274,7 @@ def _every(found: Results, chosen: Mapping[tuple[str, str], str]) -> list[str]:
         cells = []
         for start in STARTS:
             score = found.score(start, name)
-            harmed = sum(found.harms(t, start, name, "validation_nll") for t in found.tasks)
+            harmed = len(found.harmed(start, name, "validation_nll"))
             text = "" if score is None else f"{score:+.3f}, {harmed}"
             cells.append(f"**{text}**" if chosen.get((one["method"], start)) == name else text)
         rows.append([name, *cells, f"`{one['written']}`", f"{one['temperature']:g}"])

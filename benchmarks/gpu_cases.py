@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes import models
+from slimbayes.train.recorded import record
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 K = 4
@@ -155,15 +156,8 @@ class Trial:
 
     def recorded(self, kind: str) -> Callable[[], Any]:
         """`train` or `predict` as one CUDA graph, as the lab trains: Python has no part in what is timed."""
-        work, stream, graph = getattr(self, kind), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                work()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            work()
-        return graph.replay
+        optimizer = self.optimizer if kind == "train" else None
+        return record(getattr(self, kind), [*self.model.parameters(), *self.model.buffers()], optimizer)[0].replay
 
 
 def settle() -> None:

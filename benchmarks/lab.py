@@ -1,6 +1,7 @@
 """Seconds of an epoch in the lab, progress and logging included, and what augmentation takes of it.
 
     python benchmarks/lab.py [--epochs 5] [--only plain,rank1] [--modes graph,compile,eager] [--out FILE]
+    python benchmarks/lab.py --config experiments/cifar10/methods.yaml --rows 12800 --out results/cifar10/cost.json
 
 50,000 random images of CIFAR's shape, WRN-16-4, batches of 128, SGD, crops and flips, bf16; the papers' own data would
 take as long. Seconds are the median over epochs after the first. Meant for a GPU; on a CPU pass --rows 512.
@@ -10,6 +11,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ import torch
 
 from slimbayes.data import Dataset, Split, pad_crop_flip
 from slimbayes.lab.bars import Bars
-from slimbayes.lab.config_files import validate
+from slimbayes.lab.config_files import load, read_tree, validate
+from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import fit
 from slimbayes.lab.run_folder import environment
@@ -49,8 +52,17 @@ def images(rows: int) -> Dataset:
     return Dataset("random images", {"train": Split(x, y), "test": Split(x[:500], y[:500])}, tuple(map(str, range(10))))
 
 
-def run(name: str, mode: str, data: Dataset, epochs: int, network: dict[str, Any] = NETWORK) -> dict[str, Any]:
-    case, (compiled, graph) = CASES[name], MODES[mode]
+def cases_of(config: Path) -> dict[str, dict[str, Any]]:
+    """The methods of a config's rows."""
+    found = {row: load(f"{config}#{row}") for row in row_names(read_tree(config))}
+    return {row: {"method": one.resolved["method"], "rows": one.train.rows} for row, one in found.items()}
+
+
+def run(
+    name: str, mode: str, data: Dataset, epochs: int, network: dict[str, Any] = NETWORK,
+    cases: Mapping[str, Mapping[str, Any]] = CASES,
+) -> dict[str, Any]:  # fmt: skip
+    case, (compiled, graph) = cases[name], MODES[mode]
     cuda = torch.cuda.is_available()
     train = {
         "epochs": epochs, "batch": 128, "rows": case.get("rows", "tile"), "optimizer": {"kind": "SGD", "lr": 0.1},
@@ -101,17 +113,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--rows", type=int, default=50_000)
-    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--config", type=Path, help="time the methods of its rows instead")
+    parser.add_argument("--only")
     parser.add_argument("--modes", default="graph")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    data = images(args.rows)
+    data, cases = images(args.rows), cases_of(args.config) if args.config else CASES
     record: dict[str, Any] = {"environment": environment(), "rows": args.rows, "results": []}
     if torch.cuda.is_available():
         record["augmentation_seconds_per_epoch"] = augmentation(data)
     for mode in args.modes.split(","):
-        for name in args.only.split(","):
-            record["results"].append(run(name, mode, data, args.epochs))
+        for name in args.only.split(",") if args.only else cases:
+            record["results"].append(run(name, mode, data, args.epochs, cases=cases))
             print(json.dumps(record["results"][-1]), flush=True)
             if args.out:
                 args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,72 +10,157 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
+
+from scipy.stats import t as student
 
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
-SECOND = {"nll": "NLL", "crps": "CRPS", "brier": "Brier score"}
-Cells = dict[tuple[str, str], list[dict[str, Any]]]
+NAMES = {
+    "nll": "NLL", "crps": "CRPS", "brier": "Brier score", "rmse": "RMSE", "accuracy": "accuracy",
+    "coverage": "coverage of 90 % intervals", "seconds": "seconds",
+}  # fmt: skip
+LEAST = ("nll", "crps", "brier", "rmse")  # where less is better
+OURS, PLAIN = "slimbayes", ("plain", "plain, tuned")
+Cells = dict[tuple[str, str], dict[int, dict[str, Any]]]  # by set and method, then by split
+
+
+class Paired(NamedTuple):
+    """Mean difference of two methods over the splits of a set that both have, and half of its 95 % interval."""
+
+    mean: float
+    half: float | None
+
+    @property
+    def verdict(self) -> str:
+        """What a negative difference is when its interval is, too."""
+        if self.half is None or abs(self.mean) <= self.half:
+            return "tie"
+        return "win" if self.mean < 0 else "loss"
 
 
 def page(text: str, lines: Sequence[str]) -> str:
     """The page's text with tables of these lines between its marks."""
     cells: Cells = {}
     for cell in map(json.loads, lines):
-        cells.setdefault((cell["data"], cell["method"]), []).append(cell)
+        cells.setdefault((cell["data"], cell["method"]), {})[cell["split"]] = cell
     before, _, rest = text.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
-    parts = [
-        table(cells, real, score) for real, score in ((True, "nll"), (True, "crps"), (False, "nll"), (False, "brier"))
-    ]
-    return before + MARKS[0] + "\n".join([*parts, verdict(cells)]) + "\n" + MARKS[1] + after
+    parts = [reading(cells), against_plain(cells), verdicts(cells)]
+    for real, scores in ((True, ("nll", "crps", "rmse", "coverage")), (False, ("nll", "brier", "accuracy"))):
+        parts += [table(cells, real, score) for score in scores]
+    parts.append(table(cells, None, "seconds"))
+    return before + MARKS[0] + "\n".join(parts) + MARKS[1] + after
 
 
-def table(cells: Cells, real: bool, score: str) -> str:
-    """One score of all methods on the sets of real targets or of classes; the best mean of a row is bold."""
-    sets = sorted({data for (data, _), found in cells.items() if found[0]["real"] == real})
-    methods = list(dict.fromkeys(method for _, method in cells))
-    rows = [f"| {SECOND[score]}, {'real targets' if real else 'classes'} | {' | '.join(methods)} |"]
-    rows.append("|---" * (len(methods) + 1) + "|")
-    for data in sets:
-        means = {m: average(cells, data, m, score) for m in methods}
-        best = min((value for value in means.values() if value is not None), default=None)
-        rows.append(f"| {data} | {' | '.join(entry(cells, data, m, score, means[m], best) for m in methods)} |")
+def names(cells: Cells, real: bool | None = None) -> tuple[list[str], list[str]]:
+    """The sets, of real targets or of classes or all, and the methods."""
+    sets = {data for (data, _), found in cells.items() if real in (None, next(iter(found.values()))["real"])}
+    return sorted(sets), list(dict.fromkeys(method for _, method in cells))
+
+
+def values(cells: Cells, data: str, method: str, score: str) -> dict[int, float]:
+    """A score by split, of the cells that did not fail."""
+    found = cells.get((data, method), {})
+    return {split: cell[score] for split, cell in found.items() if score in cell and "failed" not in cell}
+
+
+def paired(cells: Cells, data: str, method: str, rival: str, score: str) -> Paired | None:
+    """How much less a method's score is than a rival's; None where they share no split."""
+    one, other = (values(cells, data, m, score) for m in (method, rival))
+    apart = [one[split] - other[split] for split in sorted(one.keys() & other.keys())]
+    if not apart:
+        return None
+    spread = stdev(apart) / len(apart) ** 0.5 * float(student.ppf(0.975, len(apart) - 1)) if len(apart) > 1 else None
+    return Paired(mean(apart), spread)
+
+
+def comparisons(cells: Cells, method: str, rival: str, score: str) -> dict[str, Paired]:
+    found = {data: paired(cells, data, method, rival, score) for data in names(cells)[0]}
+    return {data: one for data, one in found.items() if one is not None}
+
+
+def counted(found: dict[str, Paired]) -> str:
+    """Wins / ties / losses."""
+    kinds = [one.verdict for one in found.values()]
+    return " / ".join(str(kinds.count(kind)) for kind in ("win", "tie", "loss"))
+
+
+def reading(cells: Cells) -> str:
+    """What the counts say, in two sentences."""
+    told = [f"a lower mean {NAMES[score]} than {ahead(cells, PLAIN, score)}" for score in ("nll", "crps")]
+    others = [rival for rival in names(cells)[1] if rival not in (OURS, *PLAIN)]
+    return (
+        f"With their defaults, the estimators have {'; and '.join(told)}. "
+        f"Their mean NLL is lower than that of {ahead(cells, others, 'nll')}.\n"
+    )
+
+
+def ahead(cells: Cells, rivals: Sequence[str], score: str) -> str:
+    """Of each rival, on how many sets; sets on which we are behind by more than the interval are named."""
+    told = []
+    for rival in rivals:
+        found = comparisons(cells, OURS, rival, score)
+        losses = [data for data, one in found.items() if one.verdict == "loss"]
+        won = f"{rival.replace(', ', ' and ')} on {sum(one.mean < 0 for one in found.values())} of {len(found)} sets"
+        told += (
+            [won + (f" (behind by more than the interval on {', '.join(losses)})" if losses else "")] if found else []
+        )
+    return ", ".join(told) or "nothing that was run"
+
+
+def against_plain(cells: Cells) -> str:
+    """By how much our scores are less than those of plain nets, set by set."""
+    columns = [(score, rival) for score in ("nll", "crps", "brier") for rival in PLAIN]
+    head = " | ".join(f"{NAMES[score]}, {rival.replace(', ', ' and ')}" for score, rival in columns)
+    rows = [f"| slimbayes less | {head} |", "|---" * (len(columns) + 1) + "|"]
+    for data in names(cells)[0]:
+        found = [paired(cells, data, OURS, rival, score) for score, rival in columns]
+        rows.append(f"| {data} | {' | '.join(map(difference, found))} |")
     return "\n".join(rows) + "\n"
 
 
-def average(cells: Cells, data: str, method: str, score: str) -> float | None:
-    values = [cell[score] for cell in cells.get((data, method), []) if score in cell]
-    return mean(values) if values else None
+def difference(found: Paired | None) -> str:
+    """Bold where its interval excludes zero."""
+    if found is None:
+        return "-"
+    text = f"{found.mean:+.3f}" + ("" if found.half is None else f" ± {found.half:.3f}")
+    return text if found.verdict == "tie" else f"**{text}**"
+
+
+def verdicts(cells: Cells) -> str:
+    """Wins, ties and losses of all methods against the plain net."""
+    _, methods = names(cells)
+    scores = ("nll", "crps", "brier")
+    rows = [f"| wins / ties / losses against plain | {' | '.join(NAMES[s] for s in scores)} |", "|---" * 4 + "|"]
+    for method in methods:
+        if method != PLAIN[0]:
+            counts = [counted(comparisons(cells, method, PLAIN[0], score)) for score in scores]
+            rows.append(f"| {method} | {' | '.join(counts)} |")
+    return "\n".join(rows) + "\n"
+
+
+def table(cells: Cells, real: bool | None, score: str) -> str:
+    """One score of all methods on the sets of real targets, of classes, or all; the best mean of a row is bold."""
+    sets, methods = names(cells, real)
+    kind = {True: ", real targets", False: ", classes", None: ""}[real]
+    rows = [f"| {NAMES[score]}{kind} | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
+    for data in sets:
+        means = {m: mean(v.values()) for m in methods if (v := values(cells, data, m, score))}
+        judged = means.values() if score not in ("coverage", "seconds") else ()
+        best = (min if score in LEAST else max)(judged, default=None)
+        rows.append(f"| {data} | {' | '.join(entry(cells, data, m, score, means.get(m), best) for m in methods)} |")
+    return "\n".join(rows) + "\n"
 
 
 def entry(cells: Cells, data: str, method: str, score: str, value: float | None, best: float | None) -> str:
     """Mean and standard error over splits, or a dash where a method does not fit."""
     if value is None:
         return "-"
-    values = [cell[score] for cell in cells[data, method] if score in cell]
-    error = f" ± {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    if score == "seconds":
+        return f"{value:.1f}"
+    found = list(values(cells, data, method, score).values())
+    error = f" ± {stdev(found) / len(found) ** 0.5:.3f}" if len(found) > 1 else ""
     return f"**{value:.3f}**{error}" if value == best else f"{value:.3f}{error}"
-
-
-def shared(cells: Cells, data: str, rival: str, score: str) -> tuple[float, float] | None:
-    """Means of ours and a rival's over the splits that both have; None where there are none."""
-    found = [{c["split"]: c[score] for c in cells.get((data, m), []) if score in c} for m in ("slimbayes", rival)]
-    both = sorted(found[0].keys() & found[1].keys())
-    return (mean(found[0][s] for s in both), mean(found[1][s] for s in both)) if both else None
-
-
-def verdict(cells: Cells) -> str:
-    """On how many sets our defaults are ahead of each other method, by the mean over splits that both have."""
-    told = []
-    for rival in dict.fromkeys(method for _, method in cells if method != "slimbayes"):
-        for score in SECOND:
-            pairs = [shared(cells, data, rival, score) for data in {data for data, _ in cells}]
-            known = [pair for pair in pairs if pair is not None]
-            if known:
-                told.append((rival, SECOND[score], sum(ours < theirs for ours, theirs in known), len(known)))
-    rivals = dict.fromkeys(rival for rival, *_ in told)
-    lines = [f"- {r}: " + ", ".join(f"{s} {won} of {of}" for name, s, won, of in told if name == r) for r in rivals]
-    return "Sets on which the defaults of `slimbayes` have the lower mean:\n\n" + "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import fit
 from slimbayes.report import compare, write_page
+from slimbayes.report.groups import load as load_records
+from slimbayes.report.reasons import reasons
 
 CONFIGS = Path(__file__).parents[1] / "experiments" / "demo" / "digits.yaml"
 
@@ -41,20 +43,6 @@ def run_all(seeds: int, changes: Sequence[str], out: Path, jobs: int, console: C
     return runs
 
 
-def notes(runs: Sequence[Path]) -> list[str]:
-    """Methods with a higher mean NLL than the plain network's on clean digits, and how they do on corrupted ones."""
-    clean, corrupted = ({row.name: row.scores for row in compare(runs, on=on).rows} for on in ("test", "corrupted"))
-    plain, lines = clean["plain"]["nll"].mean, []
-    for name, scores in clean.items():
-        if scores["nll"].mean > plain:
-            better = corrupted["plain"]["nll"].mean - corrupted[name]["nll"].mean
-            lines.append(
-                f"{name}: clean NLL {scores['nll'].mean:.3f} against {plain:.3f} plain (see the errors over seeds); on "
-                f"corrupted digits {abs(better):.3f} {'better' if better > 0 else 'worse'}."
-            )
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo"))
@@ -68,7 +56,7 @@ def main() -> None:
     for on in ("test", "corrupted", "ood"):
         metrics = ("auroc",) if on == "ood" else ("accuracy", "nll", "ece")
         console.print(compare(runs, on=on, baseline="plain", metrics=metrics).render())
-    for note in notes(runs):
+    for note in reasons(load_records(runs).groups):
         console.print(note, highlight=False)
     page = write_page(runs, args.out / "report.html", "Five ways to know what one does not know")
     console.print(f"\nDone in {time.perf_counter() - start:.0f} s. Open [bold]{page}[/] in a browser.")

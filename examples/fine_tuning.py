@@ -62,7 +62,7 @@ def score(prediction: sb.Prediction, y: Tensor) -> dict[str, float]:
     return {
         "accuracy": float(right.mean()),
         "nll": -float(prediction.log_prob(y).mean()),
-        "ece": calibration(prediction.confidence, right).ece,
+        "ece": calibration(prediction, y).ece,
     }
 
 

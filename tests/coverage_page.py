@@ -1,6 +1,7 @@
 """docs/coverage.md from docs/coverage.tsv: every item of the three papers, and where it is implemented and proven.
 
-    python tests/coverage_page.py         writes the page; names targets that do not exist
+    python tests/coverage_page.py         writes the page, and at the end of docs/deviations.md what is not whole; names
+                                          targets that do not exist
 
 Columns of the list, several targets in a cell parted by "; ":
 
@@ -22,7 +23,8 @@ from slimbayes.lab.config_files import read_tree
 from slimbayes.lab.config_rows import row_names
 
 ROOT = Path(__file__).resolve().parent.parent
-LIST, PAGE = ROOT / "docs" / "coverage.tsv", ROOT / "docs" / "coverage.md"
+LIST, PAGE, DEVIATIONS = (ROOT / "docs" / name for name in ("coverage.tsv", "coverage.md", "deviations.md"))
+OPEN = "## What is not whole, and why\n"
 PAPERS = {
     "rank1": "Efficient and Scalable Bayesian Neural Nets with Rank-1 Factors (Dusenberry et al. 2020)",
     "k_tied": "The k-tied Normal Distribution (Swiatkowski et al. 2020)",
@@ -114,9 +116,27 @@ def _line(row: Row) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
+def open_items(rows: list[Row]) -> str:
+    """The last section of docs/deviations.md: a line for each reason, with the items that are not whole for it."""
+    lines = [OPEN, "Generated from `coverage.tsv`, like [coverage.md](coverage.md).", "", "| paper | why | what |"]
+    lines.append("|---|---|---|")
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if state(row) != "whole":
+            reasons.setdefault((row["paper"], row["lacks"]), []).append(f"{row['item']} ({row['place']})")
+    lines += [f"| {paper} | {why} | {'; '.join(items)} |" for (paper, why), items in reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+def deviations(rows: list[Row], text: str) -> str:
+    """The page with that section as the list has it."""
+    return text.partition(OPEN)[0] + open_items(rows)
+
+
 def main() -> None:
     rows = read_list()
     PAGE.write_text(page(rows))
+    DEVIATIONS.write_text(deviations(rows, DEVIATIONS.read_text()))
     wrong = [fault for row in rows for fault in faults(row)]
     print(*wrong, sep="\n")
     sys.exit(bool(wrong))

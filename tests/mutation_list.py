@@ -346,10 +346,7 @@ MUTATIONS = [
         "test_member_norm.py",
     ),
     Mutation(
-        "ensemble-decay",
-        '    def role(self, name: str) -> Role:\n        return "weight"\n\n    @property\n    def countable',
-        '    def role(self, name: str) -> Role:\n        return "scale"\n\n    @property\n    def countable',
-        "test_ensemble.py",
+        "ensemble-decay", 'Role:\n        return "weight"\n', 'Role:\n        return "scale"\n', "test_ensemble.py"
     ),
     # Distributions.
     Mutation(
@@ -388,7 +385,7 @@ MUTATIONS = [
         "(_combine(picked, form) * kept).mean()",
         "test_objective.py",
     ),
-    Mutation("noise-floor", "F.softplus(raw) + 1e-4", "F.softplus(raw)", "test_objective.py"),
+    Mutation("noise-floor", "(LEAST_NOISE**2 + wide.square()).sqrt()", "wide", "test_objective.py"),
     Mutation(
         "posterior-rate",
         "posterior_lr_multiplier if at[1] else 1.0",
@@ -433,7 +430,9 @@ MUTATIONS = [
         "test_prediction.py",
     ),
     Mutation("stack-shares", "(a - b.log())[c]", "a[c]", "test_stacking.py"),
-    Mutation("information", " - aleatoric).clamp_min(0)", ").clamp_min(0)", "test_objective.py", "test_prediction.py"),
+    Mutation(
+        "information", "self.weights)) - aleatoric)", "self.weights)))", "test_objective.py", "test_prediction.py"
+    ),
     # Conversion.
     Mutation(
         "tie", 'converted[0].config, converted[0].name, ""', 'converted[0].config, None, ""', "test_engine.py -k tied"

@@ -205,7 +205,7 @@ def record(
         "curve": curve,
         "evaluations": evaluations(rng, name, CORRUPTIONS[:corruptions], list(draws)),
         "examples": examples(rng, pictures),
-        "environment": {"commit": "0" * 40, "python": "3.11.7", "torch": "2.13.0", "hardware": "one made-up GPU"},
+        "environment": {"commit": "0" * 40, "python": "3.11.7", "torch": "2.13.0", "gpu": "one made-up GPU"},
         "cost": Cost(
             train_seconds=4000 * ratio + 60 * seed,
             seconds_per_epoch=61.0 * ratio,

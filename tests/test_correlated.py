@@ -152,3 +152,12 @@ def test_matrices_that_are_too_large_are_refused_with_the_size_they_would_need()
 def test_bad_options_are_refused_in_words(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CONFIGS[kind](**options)
+
+
+def test_joint_weights_of_a_recurrent_layer_leave_its_second_bias_alone() -> None:
+    net = sb.bayesianize(nn.LSTM(3, 2), sb.JointNormal(over="weights", prior=sb.Normal(0.0, 1.0)))
+    size = 8 * 3 + 8 + 8 * 2  # of b_ih and b_hh, which add up, the first has a distribution
+    assert sum(p.size for p in net.posterior.values()) == size
+    own = torch.cat([net.weight_ih_l0.flatten(), net.bias_ih_l0, net.weight_hh_l0.flatten()])
+    expected = 0.5 * (own.square() + 0.01**2 - 1).sum() - size * math.log(0.01)
+    torch.testing.assert_close(sb.kl(net), expected)

@@ -4,7 +4,7 @@ import csv
 from collections import Counter
 
 import pytest
-from coverage_page import COLUMNS, LIST, PAGE, PAPERS, faults, page, read_list, state
+from coverage_page import COLUMNS, DEVIATIONS, LIST, PAGE, PAPERS, deviations, faults, page, read_list, state
 
 ROWS = read_list()
 
@@ -31,6 +31,13 @@ def test_what_is_called_whole_is_proven_against_something() -> None:
 
 def test_the_page_is_made_from_the_list() -> None:
     assert PAGE.read_text() == page(ROWS)
+
+
+def test_every_item_that_is_not_whole_says_why_among_the_deviations() -> None:
+    text = DEVIATIONS.read_text()
+    assert text == deviations(ROWS, text)
+    for row in ROWS:
+        assert state(row) == "whole" or (row["lacks"] in text and f"{row['item']} ({row['place']})" in text)
 
 
 @pytest.mark.parametrize(

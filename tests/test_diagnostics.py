@@ -116,7 +116,9 @@ def test_f26_initial_scales(k: int) -> None:
     assert sigma(sb.bayesianize(nn.Linear(1500, 1200), sb.KTied(rank=k))).mean() == pytest.approx(0.0101, abs=6e-5)
 
 
-PRIORS = [sb.Normal(0.0, 0.3), sb.HeNormal(), sb.TiedMean(0.2), sb.EmpiricalBayes(), sb.ScaleMixture()]
+PRIORS = [
+    sb.Normal(0.0, 0.3), sb.HeNormal(), sb.TiedMean(0.2), sb.LaplacePrior(0.2), sb.EmpiricalBayes(), sb.ScaleMixture(),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("prior", PRIORS, ids=lambda p: type(p).__name__)

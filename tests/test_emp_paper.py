@@ -945,6 +945,23 @@ def counted(build: Any, config: sb.Config) -> tuple[int, int]:
 PATCH = sb.ModelPatch(components=5, patch="norm+output")
 
 
+def test_shared_parameters_with_a_sigma_of_machine_epsilon_are_point_estimates() -> None:
+    """Eq. 3: a Gaussian of that width around each shared weight, which is a posterior of its own here, moves outputs by
+    a few roundings of float32; so sigma is zero unless it is asked for."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 5)).float()
+    epsilon = torch.finfo(torch.float32).eps
+    shared = sb.MeanField(scale_init=epsilon, scale_jitter=0.0, bias="gaussian")
+    x, patch = torch.randn(16, 20, dtype=torch.float32), sb.ModelPatch(components=3, patch="norm")
+    noisy: Any = sb.bayesianize(copy.deepcopy(net), {"1": patch, "0|3": shared}).eval()
+    plain: Any = sb.bayesianize(copy.deepcopy(net), patch).eval()
+    plain[1].load_state_dict(noisy[1].state_dict())
+    drawn = sb.sample(noisy, x, draws=64).detach().softmax(-1)
+    exact = sb.predict(plain, x, draws="exact").samples  # three networks
+    distance = (drawn[:, None] - exact[None]).flatten(2).abs().amax(-1).amin(1)
+    assert 0 < float(distance.max()) < 20 * epsilon
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "config", "before", "after", "percent"),

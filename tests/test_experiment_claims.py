@@ -4,13 +4,12 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_health import HEAD
+from test_health import HEAD, NAMES
 
 from slimbayes.data import Dataset, Split, load, mortality, physionet2012
 from slimbayes.data.uci import split_rows
@@ -20,7 +19,6 @@ from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import fit
 from slimbayes.lab.reproduce import reproduce
-from slimbayes.models.health import VARIANTS
 from slimbayes.report import compare
 from slimbayes.report.record import read
 
@@ -118,21 +116,12 @@ def toy(rows: int = 100) -> Dataset:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", row_names(read_tree(TABLE_4)))
 def test_every_row_of_table_4_learns_what_is_easy(row: str, tmp_path: Path) -> None:
-    changes = ["train.epochs=12", "train.batch=10", "train.optimizer.lr=3e-2", "train.kl={kind: Constant, weight: 0.0}"]
+    changes = ["train.epochs=8", "train.batch=10", "train.optimizer.lr=3e-2", "train.kl={kind: Constant, weight: 0.0}"]
     sizes = ["model.units=8", "model.hidden=8", "model.embedding=8"]
     experiment = load_config(f"{TABLE_4}#{row}", changes + sizes, "small")
     folder = fit(experiment, tmp_path / "run", Execution(accelerator="cpu"), dataset=toy())
     (test,) = [e.metrics for e in read(folder).evaluations if e.role == "test"]
     assert test["auroc"] > 0.99 and test["nll"] < 0.5 * math.log(2), test
-
-
-def test_configs_of_table_4_are_the_variants_of_the_model() -> None:
-    def methods(given: object) -> dict[str, str]:
-        found = given if isinstance(given, Mapping) else {".*": given}
-        return {pattern: type(method).__name__ for pattern, method in found.items()}
-
-    rows = {row: load_config(f"{TABLE_4}#{row}").method.build() for row in row_names(read_tree(TABLE_4))}
-    assert [methods(row) for row in rows.values()] == [methods(variant) for variant in VARIANTS.values()]
 
 
 @pytest.mark.slow
@@ -164,7 +153,7 @@ def test_the_health_page_shows_the_kept_records() -> None:
     page = (FOLDER / "health" / "README.md").read_text()
     records = [read(file) for file in sorted((ROOT / "results" / "health").glob("*.json"))]
     assert len(records) == 14
-    for variant in VARIANTS:
+    for variant in NAMES:
         mine = [{e.role: e.metrics for e in record.evaluations} for record in records if record.method == variant]
         (line,) = [line for line in page.splitlines() if line.startswith(f"| {variant} |")]
         for role in ("validation", "test"):

@@ -69,8 +69,8 @@ def ids(row: PaperRow) -> str:
 
 def test_every_table_and_figure_is_there() -> None:
     wanted = {
-        "rank1": {"table": (1, 2, 3, 4, 8), "figure": (1, 2, 3, 4, 5, 6, 9)},
-        "k_tied": {"table": (2, 3, 5), "figure": (3, 4, 5, 6, 7, 9, 10)},
+        "rank1": {"table": (1, 2, 3, 4, 8), "figure": (1, 2, 3, 4, 5, 6, 7, 8, 9)},
+        "k_tied": {"table": (2, 3, 4, 5), "figure": (3, 4, 5, 6, 7, 9, 10)},
         "emp": {"table": (4, 5, 6, 7, 8, *range(9, 14)), "figure": (3, 4, 5, 6)},
     }
     names = {f"{paper}/{kind}{n}" for paper, kinds in wanted.items() for kind, which in kinds.items() for n in which}
@@ -81,7 +81,7 @@ def test_every_table_and_figure_is_there() -> None:
         for name, (place, _) in found.items()
         if name in names
     )
-    assert sum(rows for name, (_, rows) in found.items() if name.startswith(tuple(wanted))) == 381
+    assert sum(rows for name, (_, rows) in found.items() if name.startswith(tuple(wanted))) == 388
 
 
 def test_files_say_what_they_are_for() -> None:
@@ -105,7 +105,7 @@ HASHES = {
     "emp/table10.yaml#cifar100-20": ("b2ffd81dc151", "add91190dcfc"),
     "emp/table12.yaml#year-ensemble": ("8b5994a4034f", "b003ad4dbd8e"),
     "emp/table13.yaml#yacht-ecmp": ("657adde8ba24", "1530138967be"),
-    "cifar10/methods.yaml#ecmp": ("01355f117144", "dc830558bdac"),
+    "cifar10/methods.yaml#ecmp": ("f6af461b0278", "d26d6beb840a"),
     "demo/digits.yaml#4-two-tied": ("1605895df5b1", "1605895df5b1"),
     "rank1/mortality.yaml#fully-bayesian": ("580ba989926e", "e24c41614353"),
 }  # fmt: skip
@@ -290,6 +290,16 @@ def test_rank1_settings_are_table_5s() -> None:
         assert experiment.train.weight_decay == decay
         rate = 1e-3 if "gaussian" in name else 1e-6
         assert method.scale_init == pytest.approx(math.sqrt(rate / (1 - rate)), rel=1e-6)
+
+
+def test_scales_of_the_resnet_start_as_the_k_tied_paper_says() -> None:
+    """D.2: log standard deviations from Normal(-9, 0.1). A jitter of a tenth of the scale is that to first order."""
+    (row,) = find("k_tied/table5/mean-field", [FOLDER])
+    torch.manual_seed(0)
+    net: Any = sb.bayesianize(nn.Linear(200, 300), row.experiment().method.build())
+    started = net.posterior["weight"].log_scale().detach().double()
+    assert float(started.mean()) == pytest.approx(-9.0, abs=0.01)
+    assert float(started.std()) == pytest.approx(0.1, rel=0.02)
 
 
 def test_figure_3_keeps_the_rows_of_a_step() -> None:

@@ -75,6 +75,20 @@ def test_a_head_trains_and_is_saved_with_the_posterior(head: Any, tmp_path: Path
     assert all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
 
 
+def test_norms_that_are_named_as_heads_train(tmp_path: Path) -> None:
+    plain = Net()
+    net = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2), train="posterior+head", head=r"classifier|body\.1")
+    trains = {name for name in names(net) if ".posterior." not in name}
+    assert trains == {"body.1.weight", "body.1.bias", "classifier.weight", "classifier.bias"}
+    train(net)
+    assert not torch.equal(net.body[1].weight, plain.body[1].weight)
+    again = sb.load(copy.deepcopy(plain), sb.save(net, tmp_path / "adapter"))
+    assert names(again) == names(net)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
+    fitted = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2), train="posterior+head", head="classifier")
+    assert "heads" not in (sb.save(fitted, tmp_path / "other") / "config.json").read_text()
+
+
 def test_heads_of_parts_and_of_single_layers_come_back(tmp_path: Path) -> None:
     layer = nn.Linear(4, 3)
     alone = sb.bayesianize(copy.deepcopy(layer), sb.Rank1(members=1), train="posterior+head")
@@ -269,6 +283,47 @@ def test_layers_of_integers_take_factors(tmp_path: Path) -> None:
     assert fit.log_evidence < 0
     with pytest.raises(ValueError, match="No layer would be converted"):
         sb.bayesianize(copy.deepcopy(plain), sb.KTied())
+
+
+def test_errors_of_layers_of_integers_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = sb.bayesianize(nn.Sequential(Int8Linear(nn.Linear(4, 3))).eval(), sb.Rank1(members=2), train="posterior")
+    assert sb.predict(net, torch.randn(6, 4)).probs.shape == (6, 3)
+
+    def fail(self: nn.Module, x: Tensor) -> Tensor:
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(Int8Linear, "forward", fail)
+    with pytest.raises(RuntimeError, match="no kernel for this"):  # not that floats are to be made integers
+        sb.predict(net, torch.randn(6, 4))
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+def test_bitsandbytes_layers_take_factors(tmp_path: Path) -> None:
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+    def eight_bits(layer: nn.Linear) -> nn.Module:
+        stored = bnb.nn.Linear8bitLt(layer.in_features, layer.out_features, has_fp16_weights=False)
+        stored.load_state_dict(layer.state_dict())
+        return stored.to("cpu")
+
+    plain = nn.Sequential(eight_bits(nn.Linear(8, 8)), nn.Tanh(), eight_bits(nn.Linear(8, 4))).eval()
+    x, y = torch.randn(6, 8), torch.randint(4, (6,))
+    plain(x)  # stores the weights as integers
+    assert plain[0].weight.dtype == torch.int8
+    net = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2, posterior="point"), train="posterior")
+    s, r = (getattr(net[0].posterior["weight"], name).loc[1, 0] for name in "sr")
+    hidden = (plain[0](x * s) - plain[0].bias) * r + plain[0].bias
+    s, r = (getattr(net[2].posterior["weight"], name).loc[1, 0] for name in "sr")
+    wanted = (plain[2](hidden.tanh() * s) - plain[2].bias) * r + plain[2].bias
+    outputs = sb.sample(net, x)
+    torch.testing.assert_close(outputs[1], wanted, rtol=1e-2, atol=1e-2)
+    sb.elbo(sb.categorical(outputs, y), net, num_data=100).loss.backward()
+    assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
+    again = sb.load(copy.deepcopy(plain), sb.save(net, tmp_path / "posterior"))
+    assert torch.equal(sb.predict(again, x, seed=1).probs, sb.predict(net, x, seed=1).probs)
+    assert sb.laplace(copy.deepcopy(plain), [(x, y)]).log_evidence < 0
+    with pytest.raises(ValueError, match="takes inputs of width 8"):  # and says nothing of integers
+        sb.predict(net, torch.randn(6, 5))
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["lora-first", "posterior-first"])

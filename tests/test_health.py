@@ -17,9 +17,16 @@ import slimbayes as sb
 from slimbayes.data.events import Buckets, Events, bag
 from slimbayes.data.physionet import FEATURES, bags, physionet2012
 from slimbayes.data.stays import Stays, mortality
+from slimbayes.lab.papers import find
 from slimbayes.models import keras_count
-from slimbayes.models.health import VARIANTS, mortality_lstm
+from slimbayes.models.health import mortality_lstm
 
+# The methods of the paper's Table 4, as the papers' names are in kept records.
+NAMES = (
+    "deterministic", "BatchEnsemble", "Bayesian embeddings", "fully Bayesian", "rank-1 Gaussian", "rank-1 Cauchy",
+    "deep ensemble",
+)  # fmt: skip
+VARIANTS = {name: row.experiment().method.build() for name, row in zip(NAMES, find("rank1/table4"), strict=True)}
 REAL = Path(os.environ.get("SLIMBAYES_DATA", Path(__file__).parents[2] / "shared" / "data"))
 PACKED = REAL / "physionet2012" / "challenge2012.npz.xz"
 real = pytest.mark.skipif(not PACKED.is_file(), reason=f"NOT TESTED ON REAL DATA: {PACKED} is missing")

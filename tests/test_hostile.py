@@ -49,7 +49,7 @@ def fuzz(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a fuzzer; one that was asked for more cases takes as long as it takes."""
     calm = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     chosen = settings(
-        max_examples=MORE or 400, derandomize=not MORE, deadline=None, database=None, suppress_health_check=calm
+        max_examples=MORE or 100, derandomize=not MORE, deadline=None, database=None, suppress_health_check=calm
     )
     return pytest.mark.slow(pytest.mark.timeout(0 if MORE else 240)(chosen(test)))
 
@@ -497,7 +497,7 @@ def test_any_change_of_a_record_is_read_and_compared_or_refused(tmp_path: Path, 
     with or_refused(RecordError):
         read(tmp_path)
         with or_refused(ValueError, RecordError):  # nothing is left to compare
-            compare([tmp_path], resamples=10)
+            compare([tmp_path])
 
 
 @fuzz

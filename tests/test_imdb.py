@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_data import REAL, real
+from test_data import real
 
 from slimbayes.data import archives, available, imdb, load
 
@@ -86,14 +86,15 @@ def test_imdb_broken(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_real_imdb() -> None:
+def test_real_imdb(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = archives.read_xz(real("imdb") / "imdb" / "reviews.txt.xz")
+    monkeypatch.setattr(imdb, "read_xz", lambda path: content)  # once is enough
     data = load("imdb", real("imdb"))
     for split in (data.train, data.test):
         assert split.x.shape == (25_000, 80) and split.y.bincount().tolist() == [12_500, 12_500]
         assert 19_900 < int(split.x.max()) < 20_000 and int(split.x.min()) == 0
     assert len(data.vocabulary) == 20_000 and data.vocabulary[3] == "the"
     # README: SHA-256 of the text; the last words of the first review stand at the end of its row
-    content = archives.read_xz(REAL / "imdb" / "reviews.txt.xz")
     assert hashlib.sha256(content).hexdigest() == "114083631d6c67d376f265936363b8f332e6e59ed0ff2cfd17a41446a18ff896"
     last = imdb.words(content.split(b"\n")[0].decode())[-79:]
     known = [data.vocabulary[n] for n in data.train.x[0, -len(last) :].tolist()]

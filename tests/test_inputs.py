@@ -282,6 +282,7 @@ def test_no_targets_are_refused(name: str) -> None:
         getattr(sb, name)(torch.zeros(outputs), torch.zeros(0).long())
 
 
+@pytest.mark.slow
 def test_values_are_not_looked_at_while_a_graph_is_made() -> None:
     """Nothing is read back from the device, and torch.func and compilers go through."""
     outputs, target = torch.randn(5, 2, 6, 3), torch.randint(3, (5, 6))

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lab_configs import CPU, EVERY_STEP, Crash, crash_after, experiment, weights
 
 from slimbayes.files import CheckpointError
-from slimbayes.lab.checkpoints import latest_checkpoint
+from slimbayes.lab.checkpoints import _read, latest_checkpoint, restore, save_checkpoint, state_of
 from slimbayes.lab.fit import fit
 from slimbayes.lab.run_folder import RunError
 
@@ -161,3 +162,23 @@ def test_hostile_checkpoints_are_refused_and_nothing_runs(
     with pytest.warns(UserWarning, match="damaged"):
         assert latest_checkpoint(tmp_path / "checkpoints") is None
     assert not (tmp_path / "canary").exists()
+
+
+def test_what_an_optimizer_remembers_lies_in_memory_as_the_weights_do(tmp_path: Path) -> None:
+    """Of channels-last weights it came back with channels first, and fused optimizers refuse to go on with that."""
+
+    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        network = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        return network, torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+
+    network, optimizer = fresh()
+    network(torch.randn(1, 2, 4, 4)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, 1, state_of(network, optimizer, {}), {"curve": [], "hash": ""})
+    again, other = fresh()
+    restore(_read(tmp_path / "step-00000001")[0], again, other)
+    for old, new in zip(network.parameters(), again.parameters(), strict=True):
+        moment = other.state[new]["momentum_buffer"]
+        assert moment.stride() == new.stride() == old.stride()
+        assert torch.equal(moment, optimizer.state[old]["momentum_buffer"]) and torch.equal(old, new)

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ import yaml
 from lab_configs import BASE, CPU
 from safetensors.torch import load_file
 
+from slimbayes.lab import command, ranks
 from slimbayes.lab.command import app
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.fit import fit
@@ -87,42 +87,69 @@ def check_like(one: Path, run: Path) -> None:
     assert two.evaluations[0].metrics["nll"] == pytest.approx(first.evaluations[0].metrics["nll"], rel=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_learn_what_one_does(strategy: str, place: Path) -> None:
-    well, said = together(place / "silent.yaml", place / strategy, "--strategy", strategy)
+def test_two_processes_learn_what_one_does(place: Path) -> None:
+    """Copies of the network; that shards learn what copies do is said below."""
+    well, said = together(place / "silent.yaml", place / "ddp", "--strategy", "ddp")
     assert well, said[-2000:]
-    check_like(place / "one", place / strategy)
+    check_like(place / "one", place / "ddp")
+
+
+def typed(given: list[str]) -> None:
+    """The command as if it had been typed: Fabric reads how it was, to start the other process alike."""
+    warnings.simplefilter("default")
+    sys.argv = [str(command.__file__), *given]
+    sys.modules["__main__"].__spec__ = None
+    app(given)
+
+
+def test_two_processes_take_turns_between_shared_and_patched_parameters_as_one_does(place: Path) -> None:
+    """Coordinate descent (EMP paper, C.2) with components that are members, so that no pick is drawn."""
+    method = {"kind": "Mixture", "components": 2, "assignment": "model"}
+    tree = merged(SILENT, {"train": {"alternate": 2}}) | {"method": method}
+    (place / "turns.yaml").write_text(yaml.safe_dump(tree))
+    fit(validate(tree), place / "turns-one", CPU)
+    well, said = together(place / "turns.yaml", place / "turns-two", "--strategy", "ddp")
+    assert well, said[-2000:]
+    check_like(place / "turns-one", place / "turns-two")
 
 
 @pytest.fixture(scope="module")
 def noisy(place: Path) -> Path:
     """Two processes that draw noise, started by the command itself."""
-    command = [sys.executable, "-m", "slimbayes.lab.command"]
+    log = place / "noisy.log"
     given = words(place / "c.yaml", place / "noisy", "--strategy", "ddp")
-    done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-2000:]
+    codes = forks.exit_codes([forks.start(typed, given, log=log)], 150)
+    assert codes == [0], log.read_text()[-2000:]
     return place / "noisy"
 
 
-def test_two_processes_draw_and_learn_the_same_in_any_strategy(place: Path, noisy: Path) -> None:
-    well, said = together(place / "c.yaml", place / "noisy-shards", "--strategy", "fsdp")
+SHARDS = ("--strategy", "fsdp", "--checkpoint-every", 4)
+
+
+@pytest.fixture(scope="module")
+def shards(place: Path) -> Path:
+    well, said = together(place / "c.yaml", place / "shards", *SHARDS)
     assert well, said[-2000:]
-    check_like(noisy, place / "noisy-shards")
+    return place / "shards"
 
 
-def test_a_sharded_run_resumes_from_its_checkpoint(place: Path) -> None:
+def test_two_processes_draw_and_learn_the_same_in_any_strategy(noisy: Path, shards: Path) -> None:
+    check_like(noisy, shards)
+
+
+def test_a_sharded_run_resumes_from_its_checkpoint(place: Path, shards: Path) -> None:
     """Without the latest checkpoint and all that came of it, the one before it leads to the same end."""
-    words_ = ("--strategy", "fsdp", "--checkpoint-every", 4, "--no-evaluate")
-    well, said = together(place / "c.yaml", place / "shards", *words_)
-    assert well, said[-2000:]
-    before = learned(place / "shards")
-    steps = sorted((place / "shards" / "checkpoints").iterdir())
-    shutil.rmtree(steps[-1])
-    shutil.rmtree(place / "shards" / "model")
-    well, said = together(place / "c.yaml", place / "shards", *words_)
+    run = place / "again"
+    shutil.copytree(shards, run)
+    steps = sorted((run / "checkpoints").iterdir())
+    for gone in (steps[-1], run / "model"):
+        shutil.rmtree(gone)
+    (run / "record.json").unlink()
+    before = learned(shards)
+    well, said = together(place / "c.yaml", run, *SHARDS, "--no-evaluate")
     assert well and "Resuming after step 8" in said, said[-2000:]
     for name, value in before.items():
-        assert torch.equal(learned(place / "shards")[name], value), name
+        assert torch.equal(learned(run)[name], value), name
 
 
 def mortal(rank: str, number: int, given: list[str]) -> None:
@@ -152,9 +179,10 @@ def torchrun(rank: str, number: int, given: list[str]) -> None:
     ("rank", "number", "how"), [("1", signal.SIGKILL, "is gone"), ("0", signal.SIGSTOP, "is stopped and was killed")]
 )
 def test_a_rank_that_is_lost_or_stopped_is_named_and_the_job_ends_in_the_same_bits(
-    rank: str, number: int, how: str, place: Path, noisy: Path
+    rank: str, number: int, how: str, place: Path, noisy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others leave, torchrun starts all of them again, and they go on: long before any timeout of torch's."""
+    monkeypatch.setitem(ranks.PATIENCE, "stopped", 1.0)  # seconds; five are a user's
     out = place / f"torchrun-{rank}"
     options = ["--accelerator", "cpu", "--checkpoint-every", "2", "--no-evaluate", "--out", str(out)]
     log, start = place / f"torchrun-{rank}.log", time.monotonic()

@@ -341,3 +341,18 @@ def test_corrupted_pictures_of_other_classes_are_refused(tmp_path: Path) -> None
         folder.rename(folder.with_name("pale"))
     with pytest.raises(ValueError, match="2 classes and imagenet 2, which differ in light, pale"):
         fit(validate(folders()), tmp_path / "run", replace(CPU, data_dir=tmp_path))
+
+
+def test_every_network_can_be_run_once_instead_of_draws(tmp_path: Path) -> None:
+    """evaluate.draws: exact, against the networks of `predict(draws="exact")`; the record has their number."""
+    method = {"kind": "ModelPatch", "components": 3, "patch": "output"}
+    run = fit(experiment(method=method, train=ONCE, evaluate={"draws": "exact"}), tmp_path / "run", CPU)
+    _, network, task, _ = load_run(run, CPU)
+    assert isinstance(task.test, Split)
+    probs = sb.predict(network, task.scaling(task.test.x), draws="exact").probs
+    row = record.read(run).evaluations[0]
+    assert row.draws == 3
+    assert row.metrics["nll"] == pytest.approx(float(-probs.gather(1, task.test.y[:, None]).log().mean()), abs=1e-6)
+    with pytest.raises(ValueError, match="no picks from given components"):
+        fit(experiment(train=ONCE, evaluate={"draws": "exact"}), tmp_path / "other", CPU)
+    assert not (tmp_path / "other" / "model").exists()  # told before anything is trained

@@ -431,7 +431,9 @@ def test_scale_mixture_refuses_exchanged_scales() -> None:
         sb.ScaleMixture(wide=0.1, narrow=1.0)
 
 
-PRIORS = [sb.Normal(0.0, 0.2), sb.HeNormal(), sb.TiedMean(0.1), sb.EmpiricalBayes(), sb.ScaleMixture()]
+PRIORS = [
+    sb.Normal(0.0, 0.2), sb.HeNormal(), sb.TiedMean(0.1), sb.LaplacePrior(0.2), sb.EmpiricalBayes(), sb.ScaleMixture(),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("prior", PRIORS, ids=lambda p: type(p).__name__)
@@ -451,6 +453,18 @@ def test_gradients_of_every_prior_are_exact(prior: Any) -> None:
     mean, log_scale = torch.randn(6) * 0.3, torch.randn(6) * 0.3 - 2
     leaves = (mean.requires_grad_(), log_scale.requires_grad_())
     assert torch.autograd.gradcheck(lambda m, s: gaussian_kl(m, s, prior, 9), leaves)
+
+
+def test_laplace_prior_is_torchs_and_turns_into_l1() -> None:
+    """Its KL against torch.distributions; with vanishing scales its gradient by the means is that of |w| / scale."""
+    mean, scale = torch.randn(50), torch.rand(50) + 0.05
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Normal(mean, scale), torch.distributions.Laplace(torch.zeros(50), torch.full((50,), 0.3))
+    ).sum()
+    torch.testing.assert_close(gaussian_kl(mean, scale.log(), sb.LaplacePrior(0.3), 1), expected)
+    net: Any = linear(4, 3, sb.MeanField(prior=sb.LaplacePrior(0.3), scale_init=1e-6, scale_jitter=0.0, bias="point"))
+    sb.kl(net).backward()
+    torch.testing.assert_close(net.weight.grad, net.weight.sign() / 0.3)
 
 
 def test_layers_may_have_different_priors() -> None:

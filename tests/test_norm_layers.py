@@ -840,3 +840,27 @@ def test_what_has_nothing_to_refresh_is_told() -> None:
         sb.refresh_norms(normal, torch.randn(5, 3), per="member")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one draw"):
         sb.refresh_norms(normal, torch.randn(5, 3), draws=0)
+
+
+def test_torchs_average_of_weights_takes_converted_networks() -> None:
+    """Polyak-Ruppert averaging and SWA: equal weights for every step, against means by hand; batch norms are then given
+    the statistics of the averaged network, which a pass in training mode shows."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    net, x, y = sb.bayesianize(net, sb.BatchEnsemble(members=2)), torch.randn(64, 4), torch.randint(3, (64,))
+    average, optimizer = torch.optim.swa_utils.AveragedModel(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    seen: list[dict[str, torch.Tensor]] = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        sb.categorical(sb.sample(net, x), y).backward()
+        optimizer.step()
+        average.update_parameters(net)
+        seen.append({name: p.detach().clone() for name, p in net.named_parameters()})
+    for name, p in average.module.named_parameters():
+        torch.testing.assert_close(p.detach(), torch.stack([one[name] for one in seen]).mean(0))
+    fitted = sb.refresh_norms(average.module, x)
+    hidden: list[torch.Tensor] = []
+    handle = fitted[0].register_forward_hook(lambda _module, _inputs, output: hidden.append(output.detach()))
+    sb.sample(fitted, x)
+    handle.remove()
+    torch.testing.assert_close(fitted[1].running_mean, hidden[-1].mean(0))

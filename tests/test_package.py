@@ -1,5 +1,6 @@
 """What is handed out: the wheel, what it needs, and what it says where that is all there is."""
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+from installed import check_command
 from lab_configs import call
 from packaging.requirements import Requirement
 
@@ -18,6 +20,7 @@ from slimbayes.posteriors import METHODS
 
 ROOT = Path(__file__).parents[1]
 CORE = ("torch", "numpy", "safetensors")
+LAB = ("lab", "report", "data", "metrics")  # extras, those that they name included
 
 
 def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -93,9 +96,29 @@ def test_the_command_says_there_what_to_install(smallest: Path, tmp_path: Path) 
         assert done.stderr == 'The slimbayes command needs typer: pip install "slimbayes[lab,report]"\n'
 
 
+@pytest.mark.slow
+def test_the_command_works_outside_of_the_checkout(smallest: Path, tmp_path: Path) -> None:
+    """With what the lab needs beside the core's: a config for a csv, those of the papers, completion."""
+    (packages,) = smallest.parent.glob("lib/python*/site-packages")
+    needed = [Requirement(line) for line in distribution("slimbayes").requires or []]
+    lab = {r.name for r in needed if r.marker and any(r.marker.evaluate({"extra": extra}) for extra in LAB)}
+    for root in {root for name in closure(tuple(lab - {"slimbayes"})) for root in roots(name)}:
+        if not (packages / root.name).exists():
+            (packages / root.name).symlink_to(root)
+    check_command(smallest, tmp_path)
+
+
 def test_the_module_is_the_command() -> None:
     done = run(sys.executable, "-m", "slimbayes", "--help")
     assert done.returncode == 0 and "reproduce" in done.stdout
+
+
+def test_completion_of_the_module_is_for_the_command_not_for_python() -> None:
+    script = run(sys.executable, "-m", "slimbayes", "--show-completion", "bash").stdout
+    assert "complete -o default -F _slimbayes_completion slimbayes" in script and "python" not in script
+    words = {"_SLIMBAYES_COMPLETE": "complete_bash", "COMP_WORDS": "slimbayes re", "COMP_CWORD": "1"}
+    done = run(sys.executable, "-m", "slimbayes", env={**os.environ, **words})
+    assert done.stdout.split() == ["report", "reproduce"]
 
 
 def test_a_command_that_lacks_a_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

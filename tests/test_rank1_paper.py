@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.distributions.families import Normal
-from slimbayes.distributions.kl import kl
+from slimbayes.distributions.kl import information, kl
 from slimbayes.models import resnet50, wrn
-from slimbayes.posteriors.mixture_kl import information
 from slimbayes.posteriors.rank1 import Rank1Posterior
 
 pytestmark = pytest.mark.usefixtures("last_draws")
@@ -436,6 +435,23 @@ def test_noise_of_different_examples_is_uncorrelated_and_of_one_member_draw_shar
         net = sb.bayesianize(nn.Linear(4, 1), noisy(members=1, draws=draws))
         y = sb.sample(net, x, draws=n).detach()[:, :, 0].numpy()
         assert np.corrcoef(y.T)[0, 1] == pytest.approx(expected, abs=4 / math.sqrt(n))
+
+
+def test_draws_for_each_example_divide_the_variance_of_gradients_by_the_rows() -> None:
+    """Section 3.1: against weights that are drawn once for the batch. Of B equal rows the gradient is then a mean of B
+    independent ones, so its variance is exactly a B-th, and its expectation the same."""
+    torch.manual_seed(0)
+    rows, passes = 8, 1000
+    x, found = torch.randn(1, 5).expand(rows, 5), {}
+    for draws in ("example", "member"):
+        torch.manual_seed(1)
+        net: Any = sb.bayesianize(nn.Linear(5, 4), noisy(members=1, draws=draws, mean_init=sb.Point(1.0)))
+        grads = [torch.autograd.grad(sb.sample(net, x).square().mean(), net.weight)[0] for _ in range(passes)]
+        found[draws] = torch.stack(grads)
+    shared, apart = found["member"], found["example"]
+    assert float(apart.var(0).sum() / shared.var(0).sum()) == pytest.approx(1 / rows, rel=0.2)
+    error = (shared.mean(0) - apart.mean(0)) / (shared.var(0) / passes + apart.var(0) / passes).sqrt()
+    assert float(error.abs().max()) < 4
 
 
 def test_factors_of_different_layers_members_and_of_r_and_s_are_uncorrelated() -> None:

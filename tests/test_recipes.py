@@ -59,12 +59,26 @@ def record(*cells: list[Any]) -> dict[str, Any]:
     return {"runs": [], "candidates": kinds, "columns": list(defaults_page.COLUMNS), "cells": list(cells)}
 
 
-def test_harm_counts_three_times_and_test_rows_not_at_all() -> None:
+def test_who_harms_least_is_chosen_and_test_rows_do_not_count() -> None:
     plain = [cell("x", "plain", 1.0), cell("y", "plain", 1.0)]
-    helps, mixed = [cell("x", "a-1", 0.9), cell("y", "a-1", 0.9)], [cell("x", "a-2", 0.5), cell("y", "a-2", 1.2)]
-    assert defaults_page.choice(record(*plain, *helps, *mixed))["a", "scratch"] == "a-1"  # -.1 against (-.5 + .6) / 2
-    better = [cell("x", "a-2", 0.5, test=9.0), cell("y", "a-2", 1.05, test=9.0)]
-    assert defaults_page.choice(record(*plain, *helps, *better))["a", "scratch"] == "a-2"
+    helps, mixed = [cell("x", "a-1", 0.9), cell("y", "a-1", 0.9)], [cell("x", "a-2", 0.1), cell("y", "a-2", 1.05)]
+    assert defaults_page.choice(record(*plain, *helps, *mixed))["a", "scratch"] == "a-1"  # a-2 has the better mean
+    better = [cell("x", "a-2", 0.5, test=9.0), cell("y", "a-2", 1.015, test=9.0)]  # within the noise
+    assert defaults_page.choice(record(*plain, *helps, *better))["a", "scratch"] == "a-2"  # (-.5 + .045) / 2
+    both = [cell("x", "a-1", 0.9), cell("y", "a-1", 1.05)], [cell("x", "a-2", 0.6), cell("y", "a-2", 1.2)]
+    assert defaults_page.choice(record(*plain, *both[0], *both[1]))["a", "scratch"] == "a-1"  # harm counts three times
+
+
+def test_the_page_says_why_a_method_loses() -> None:
+    def text(train: float, kl: float) -> str:
+        lost = dict(zip(defaults_page.COLUMNS, cell("x", "a-1", 0.9, test=0.3), strict=True))
+        lost |= {"train_nll": train, "kl": kl}
+        return defaults_page.page(record(cell("x", "plain", 1.0), list(lost.values())))
+
+    assert "| a | from scratch | x | 1 | +0.300 | +0.250 | 0.500 | its KL keeps it from fitting |" in text(0.25, 0.5)
+    assert "the noise of its draws keeps it from fitting" in text(0.25, 0.1)
+    assert "it fits as well and predicts worse" in text(0.01, 0.5)
+    assert "members that share weights learn more slowly" in text(0.25, 0.0)
 
 
 def test_one_task_counts_a_nat_at_most_and_what_failed_as_much() -> None:

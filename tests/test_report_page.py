@@ -233,6 +233,14 @@ def test_a_bare_record_makes_a_page(tmp_path):
     assert titles(reader, 3) == ["Summary", "Cost", "Commands"]
 
 
+def test_times_of_other_machines_are_said_not_to_compare(tmp_path):
+    """The environment is as the lab writes it: a GPU's name, or else the CPU's."""
+    runs = [record("a", 0, environment={"cpu": "x", "gpu": "g"}), record("b", 0, environment={"cpu": "y"})]
+    assert "made on different hardware (g; y): their times" in page(tmp_path / "other", *runs)
+    same = [record(name, 0, environment={"cpu": "x", "gpu": "g"}) for name in "ab"]
+    assert "different hardware" not in page(tmp_path / "same", *same)
+
+
 def test_values_that_are_not_finite_are_shown_and_not_drawn(tmp_path):
     sets = [
         Evaluation(data="t", role="test", draws=1, rows=1, metrics={"nll": value, "ece": 0.1}) for value in (math.nan,)

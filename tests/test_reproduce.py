@@ -12,9 +12,9 @@ from slimbayes.lab.config_files import ConfigError
 from slimbayes.lab.diagnose import Case
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Stopped, evaluate_run
-from slimbayes.lab.kept import kept_rows, status
+from slimbayes.lab.kept import kept_rows, overview, status
 from slimbayes.lab.papers import find, listings, roots
-from slimbayes.lab.reproduce import Incomplete, list_all, reproduce
+from slimbayes.lab.reproduce import Incomplete, list_all, parse_seeds, reproduce
 from slimbayes.metrics.corruption import corruption_errors
 from slimbayes.report.record import Cost, Parameters, Record, read, write
 
@@ -116,6 +116,10 @@ def test_records_of_another_config_say_what_differs(folder: Path, tmp_path: Path
     write(tmp_path / "odd" / "record.json", record)
     (kept,) = kept_rows("toy/table1", [tmp_path / "odd"], [folder])
     assert kept.seeds == {} and kept.remarks == ["odd is another config: it differs in train.batch 50 -> 60"]
+    former = record.config | {"data": {k: v for k, v in tree["data"].items() if k not in ("missing", "drop")}}
+    write(tmp_path / "odd" / "record.json", record.model_copy(update={"config": former}))  # of before these options
+    (kept,) = kept_rows("toy/table1", [tmp_path / "odd"], [folder])
+    assert kept.remarks == ["odd is another config: it differs in train.batch 50 -> 60"]
     write(tmp_path / "odd" / "record.json", record.model_copy(update={"config": tree | {"gone": 1}}))
     (kept,) = kept_rows("toy/table1", [tmp_path / "odd"], [folder])
     assert "not valid any more" in kept.remarks[0] and "gone" in kept.remarks[0]
@@ -124,6 +128,19 @@ def test_records_of_another_config_say_what_differs(folder: Path, tmp_path: Path
 def test_status_of_kept_results() -> None:
     lines = status("rank1/table2", Path("/nowhere"))
     assert lines[1].split() == ["deterministic", "none", "seed", "0"]
+    assert status("emp/figure3", Path("/nowhere"))[1].split() == ["prior-functions", "none", "seed", "0"]
+
+
+@pytest.mark.parametrize("text", ["a", "", "1,", "-1", "1-", "0..9"])
+def test_seeds_that_are_none_are_told(text: str) -> None:
+    assert parse_seeds("3,0-2") == [3, 0, 1, 2]
+    with pytest.raises(ValueError, match="--seeds takes whole numbers"):
+        parse_seeds(text)
+
+
+def test_an_overview_counts_rows_with_records() -> None:
+    found = {line.split()[0]: line.split()[1:] for line in overview([Path(__file__).parents[1] / "results" / "rank1"])}
+    assert found["rank1/table2"] == ["8", "0", "8"] and found["rank1/table3"][2] == "0"
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def test_an_edited_record_is_named_damaged_and_an_old_one_noted(
     file.write_text(file.read_text().replace('"accuracy":0.', '"accuracy":1.', 1))
     with pytest.raises(RecordError, match="edited"):
         record.read(file)
-    record._note_unsealed.cache_clear()
+    record.note_unsealed.cache_clear()
     file.write_text(one.model_dump_json())
     with caplog.at_level(logging.WARNING):
         assert record.read(file) == record.read(file) == one

@@ -15,7 +15,6 @@ from slimbayes.lab import search
 from slimbayes.lab.config_files import ConfigError
 from slimbayes.lab.launch import Run
 from slimbayes.lab.search import epochs, kept_value, optuna_objective, tune_trainable
-from slimbayes.report.record import read
 
 optuna = pytest.importorskip("optuna")
 
@@ -57,7 +56,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         for so_far in (1, 2):
             lines = [f"{row['epoch']},{row['validation_nll']}" for row in curve[:so_far]]
             (run.folder / "metrics.csv").write_text("\n".join(["epoch,validation_nll", *lines]) + "\n")
-            if not wanted():
+            if so_far == 1 and not wanted():  # nobody looks between the last epoch and the end
                 return "stopped", "was asked to stop"
         found = RECORD | {"curve": curve, "config": {"train": {}}, "config_hash": run.experiment.hash}
         (run.folder / "record.json").write_text(json.dumps(found))
@@ -143,16 +142,12 @@ def test_the_value_is_of_the_weights_that_were_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_trial_is_pruned_with_a_checkpoint_and_a_good_one_finishes(tmp_path: Path, config: Path) -> None:
-    """A rate of 1e-7 leaves the second trial at chance: it is stopped before its 60 epochs."""
-    config.write_text(yaml.safe_dump(BASE | {"train": BASE["train"] | {"epochs": 60}}))
-    study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=1))
-    for lr in (0.02, 1e-7):
-        study.enqueue_trial({"lr": lr})
-    space = lambda trial: {"train.optimizer.lr": trial.suggest_categorical("lr", [0.02, 1e-7])}  # noqa: E731
-    study.optimize(optuna_objective(config, tmp_path / "runs", space, words=["--accelerator", "cpu"]), n_trials=2)
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
-    (pruned,) = [path for path in (tmp_path / "runs").iterdir() if not (path / "record.json").exists()]
-    assert len((pruned / "metrics.csv").read_text().splitlines()) < 61 and list(pruned.glob("checkpoints/step-*"))
-    (good,) = [path for path in (tmp_path / "runs").iterdir() if path != pruned]
-    assert study.best_value == read(good).curve[-1]["validation_nll"]
+def test_a_real_trial_is_pruned_and_leaves_a_checkpoint(tmp_path: Path, config: Path) -> None:
+    """A rate of 1e-7 leaves it at chance: it is stopped long before its thousand epochs."""
+    config.write_text(yaml.safe_dump(BASE | {"train": BASE["train"] | {"epochs": 1000}}))
+    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=1.0))
+    space = lambda trial: {"train.optimizer.lr": trial.suggest_categorical("lr", [1e-7])}  # noqa: E731
+    study.optimize(optuna_objective(config, tmp_path / "runs", space, words=["--accelerator", "cpu"]), n_trials=1)
+    assert [trial.state.name for trial in study.trials] == ["PRUNED"]
+    (pruned,) = (tmp_path / "runs").iterdir()
+    assert len((pruned / "metrics.csv").read_text().splitlines()) < 1001 and list(pruned.glob("checkpoints/step-*"))

@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,9 +64,9 @@ def test_all_combinations_in_order(tmp_path: Path) -> None:
 def test_all_rows_of_a_file_or_one_of_them(tmp_path: Path) -> None:
     rows = {"plain": {"method": {"kind": "Deterministic"}}, "many": {"method": {"members": 8}}}
     found = points(tmp_path, "seed=[0, 1]", name="net-{row}", rows=rows)
-    assert [p.told for p in found] == ["plain, seed=0", "plain, seed=1", "many, seed=0", "many, seed=1"]
-    assert [p.experiment.name for p in found] == ["net-plain"] * 2 + ["net-many"] * 2
-    assert found[2].experiment.method.members == 8
+    assert [p.told for p in found] == ["plain, seed=0", "many, seed=0", "plain, seed=1", "many, seed=1"]
+    assert [p.experiment.name for p in found] == ["net-plain", "net-many"] * 2
+    assert found[1].experiment.method.members == 8
     (one,) = combinations(Path(f"{tmp_path / 'config.yaml'}#plain"), tmp_path)
     assert one.experiment.hash == found[0].experiment.hash
 
@@ -250,6 +250,30 @@ def test_jobs_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted((run.folder / "gpu").read_text() for run in runs[:4]) == ["3", "3", "5", "7"]
 
 
+def test_a_limit_stops_what_runs_and_begins_nothing_that_would_not_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of 30 seconds, but for the second, which goes on until it is asked to stop; by a clock of the test's own."""
+    now, begun = [0.0], list[int]()
+
+    def running(run: Run, words: Any, slot: Any, wanted: Callable[[], bool]) -> tuple[str, str]:
+        begun.append(run.experiment.seed)
+        for _ in range(300 if run.experiment.seed == 1 else 30):
+            if not wanted():
+                return "stopped", "was asked to stop"
+            now[0] += 1
+        return "finished", ""
+
+    monkeypatch.setattr("slimbayes.lab.sweep.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("slimbayes.lab.sweep.train", running)
+    call = partial(sweep, write(tmp_path), tmp_path / "out", accelerator="cpu")
+    assert call(["seed=[0, 2, 3, 4]"], limit_seconds=100) == 1 and begun == [0, 2, 3]  # ten seconds are left
+    assert "4 runs: 3 finished, 1 left" in capsys.readouterr().out
+    assert call(["seed=[0, 1, 2]"], limit_seconds=100) == 2 and begun[3:] == [0, 1] and now[0] == 190
+    assert "3 runs: 1 finished, 1 stopped, 1 left" in capsys.readouterr().out
+    assert call(["seed=[1]"]) == 0
+
+
 DRIVER = """
 import signal, sys
 from pathlib import Path
@@ -303,33 +327,28 @@ def test_a_run_that_will_not_stop_is_killed(fake: Callable[..., Run], monkeypatc
 
 
 @pytest.mark.slow
-def test_a_sweep_with_a_kill_a_failure_and_a_second_call(
+def test_a_sweep_with_a_kill_and_a_second_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kill one real run as soon as it has started; let one name data that are not there; then call again."""
+    """Kill a real run as soon as it has started: it is started again; then call again."""
     monkeypatch.setenv("COLUMNS", "200")
-    file, out, names = write(tmp_path), tmp_path / "out", ["data.name=[digits, cifar10]"]
-    plain, first, lock = launch._process, list[int](), threading.Lock()
+    file, out, plain, first = write(tmp_path), tmp_path / "out", launch._process, list[int]()
 
     def killing(*given: Any) -> Any:
         process = plain(*given)
-        with lock:
-            chosen = not first
-            first.append(process.pid)
-        if chosen:
+        if not first:
             time.sleep(1)
             os.kill(process.pid, signal.SIGKILL)
+        first.append(process.pid)
         return process
 
     monkeypatch.setattr(launch, "_process", killing)
-    assert sweep(file, out, names, jobs=2, accelerator="cpu", data_dir=tmp_path / "none") == 1
+    assert sweep(file, out, accelerator="cpu") == 0
     told = capsys.readouterr()
-    assert "2 runs: 1 finished, 1 failed" in told.out and "log.txt" in told.out and "started again" in told.err
-    assert "cifar10" in told.out and "Traceback" not in told.out
-    digits, _ = points(tmp_path, *names)
+    assert "1 runs: 1 finished" in told.out and "started again" in told.err and len(first) == 2
+    (digits,) = points(tmp_path)
     record = read(digits.folder)
     assert record.name == "try" and len(record.curve) == 2
-    again = {"jobs": 2, "accelerator": "cpu", "data_dir": tmp_path / "none"}
-    assert sweep(file, out, ["data.name=[digits]"], **again) == 0
+    assert sweep(file, out, accelerator="cpu") == 0
     assert "1 runs: 1 skipped" in capsys.readouterr().out
     assert load(digits.folder / "config.yaml").hash == digits.experiment.hash

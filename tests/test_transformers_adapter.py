@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers import (
 )
 
 from slimbayes.contrib.transformers import BayesTrainer, classify, generate
+from slimbayes.inference.density import Density
 
 WORDS, LENGTH = 20, 5
 ROWS = [
@@ -137,6 +139,16 @@ def test_sizes_that_cannot_be_known_are_asked_for(tmp_path: Path) -> None:
         BayesTrainer(model, arguments(tmp_path), num_data=0)
 
 
+def test_a_kl_that_leaves_the_data_no_say_is_told_of(tmp_path: Path) -> None:
+    for weight, told in ((1.0, 1), (1e-3, 0)):
+        model = sb.bayesianize(bert(), sb.Rank1(members=4), train="posterior")
+        schedule = sb.schedules.constant(weight) if weight < 1 else sb.schedules.linear(3)
+        trainer = BayesTrainer(model, arguments(tmp_path), train_dataset=ROWS, kl_schedule=schedule)
+        with warnings.catch_warnings(record=True, action="always") as said:
+            trainer.train()
+        assert sum("the prior decides" in str(w.message) for w in said) == told
+
+
 def test_one_pass_and_chains_take_batches_with_labels() -> None:
     tokens = torch.stack([row["input_ids"] for row in ROWS])
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.tensor([0, 1] * 6)}
@@ -150,6 +162,19 @@ def test_one_pass_and_chains_take_batches_with_labels() -> None:
     walked = bert()
     sb.sample_posterior(walked, [batch], "sgld", include="classifier", chains=2, draws=2, burn_in=2, thin=1)
     assert sb.members(walked) == 4
+
+
+def test_labels_of_causal_models_are_those_of_the_next_token() -> None:
+    tokens = torch.stack([row["input_ids"] for row in ROWS[:4]])
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
+    batch["labels"][0, :3] = -100
+    kept, plain = 4 * (LENGTH - 1) - 2, gpt()
+    wanted = -kept * plain(**batch).loss.item()
+    assert sb.laplace(gpt(), [batch]).log_likelihood == pytest.approx(wanted, rel=1e-5)
+    walked = sb.bayesianize(gpt(), sb.Rank1(members=2, posterior="point", mean_init=sb.Point(1.0)))
+    density = Density(walked, [batch], "categorical", 0.0, sb.Normal(1.0, 0.1), 1.0)
+    assert density.size == kept
+    torch.testing.assert_close(density.whole() - density.log_prior(), torch.full((2,), wanted), rtol=1e-5, atol=0)
 
 
 class Words:
@@ -170,6 +195,7 @@ def test_texts_are_classified_with_uncertainty() -> None:
         assert 0 < one["mutual_information"] < one["entropy"] <= math.log(2) + 1e-6
     alone = classify(model, Words(), ["9"], draws=5, seed=0)
     assert alone[0]["score"] == pytest.approx(found[2]["score"], abs=1e-4)
+    assert classify(model, Words(), "9", draws=5, seed=0) == alone  # one text, not its letters
 
 
 def test_generated_tokens_have_uncertainty() -> None:

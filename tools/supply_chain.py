@@ -159,9 +159,8 @@ def installed(project: dict[str, Any], lock: dict[str, Pin]) -> list[str]:
 
 def sbom(project: dict[str, Any], lock: dict[str, Pin], wheel: Path) -> dict[str, Any]:
     """CycloneDX 1.6: the wheel, what it needs, and what its extras add, at the versions it was tested with."""
-    extras = [
-        extra for extra in project["project"]["optional-dependencies"] if extra not in ("dev", "ray", "benchmarks")
-    ]
+    apart = ("dev", "docs", "ray", "benchmarks")  # for developers, or not locked
+    extras = [extra for extra in project["project"]["optional-dependencies"] if extra not in apart]
     name, version = wheel.name.split("-")[:2]
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     direct, core = asked_for(project, *extras), closure(asked_for(project))

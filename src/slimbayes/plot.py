@@ -22,7 +22,7 @@ from slimbayes.diagnostics.plots import plot_scales as plot_scales
 from slimbayes.diagnostics.plots import plot_spectrum as plot_spectrum
 from slimbayes.layers.base import BayesLayer
 from slimbayes.metrics.calibration import calibration
-from slimbayes.prediction.averages import along_draws
+from slimbayes.prediction.accumulate import along_draws
 from slimbayes.prediction.figures import BLUE, GREY, ORANGE, bare, empty_figure
 from slimbayes.prediction.figures import bands as bands
 from slimbayes.prediction.figures import uncertainties as uncertainties

@@ -18,10 +18,11 @@ from transformers import GenerationConfig, Trainer
 from slimbayes.convert.checkpoint import save
 from slimbayes.convert.convert import conversions_of
 from slimbayes.engine.noise import Seed
+from slimbayes.inference.curvature import is_causal
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train import schedules
-from slimbayes.train.elbo import kl
+from slimbayes.train.elbo import kl, warn_of_dwarfed
 from slimbayes.train.optim import param_groups
 
 FOLDER = "posterior"  # of a checkpoint: what `sb.load(model, checkpoint / FOLDER)` reads
@@ -78,10 +79,13 @@ class BayesTrainer(Trainer):
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             loss = self._nll(model, outputs["logits"], labels, num_items_in_batch)
         if model.training:
-            term = self.kl_schedule(self.state.global_step) * kl(self.accelerator.unwrap_model(model)) / size
+            divergence = kl(self.accelerator.unwrap_model(model)) / size
             # A loss that is normalised over the whole step is added up as it is; others are divided by the Trainer.
             parts = self._accumulated() if self._normalised(num_items_in_batch) else 1
-            loss = loss + term.to(loss.device) / parts
+            if self.state.global_step == 0:  # once, as it stalls a GPU; by the weight that annealing leads to
+                weight = self.kl_schedule(self.state.max_steps)
+                warn_of_dwarfed(self.model, float(weight * divergence.detach()))
+            loss = loss + (self.kl_schedule(self.state.global_step) * divergence).to(loss.device) / parts
         return (loss, outputs) if return_outputs else loss
 
     def _nll(self, model: nn.Module, logits: Tensor, labels: Tensor, num_items: Any) -> Tensor:
@@ -95,15 +99,8 @@ class BayesTrainer(Trainer):
 
     def _aligned(self, model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Of causal language models each token tells the next."""
-        causal = labels.dim() > 1 and any(
-            "CausalLM" in c.__name__ or "LMHead" in c.__name__ for c in self._classes(model)
-        )
+        causal = labels.dim() > 1 and is_causal(self.accelerator.unwrap_model(model))
         return (values[:, :-1], labels[:, 1:]) if causal else (values, labels)
-
-    def _classes(self, model: nn.Module) -> list[type]:
-        inner: Any = self.accelerator.unwrap_model(model)
-        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of peft
-        return list(type(inner).__mro__)
 
     def _targets(self, inputs: Any) -> int:
         """Over how many targets the training loss is a mean."""
@@ -195,22 +192,24 @@ class BayesTrainer(Trainer):
 
 
 def classify(
-    model: Any, tokenizer: Any, texts: Sequence[str], draws: int = 8, batch_size: int = 32, seed: Seed = None
+    model: Any, tokenizer: Any, texts: str | Sequence[str], draws: int = 8, batch_size: int = 32, seed: Seed = None
 ) -> list[dict[str, Any]]:
     """Labels of texts with uncertainty, as a text-classification pipeline would give them.
 
     Args:
         model: a converted model for sequence classification.
+        texts: several, or one.
         draws: of every member.
 
     Returns:
         for each text its label, the label's probability as "score", the entropy of the prediction in nats, and the
         part of it that is about the weights, "mutual_information".
     """
+    texts = [texts] if isinstance(texts, str) else list(texts)
     found: list[dict[str, Any]] = []
     device, names = next(model.parameters()).device, getattr(model.config, "id2label", {})
     for start in range(0, len(texts), batch_size):
-        batch = tokenizer(list(texts[start : start + batch_size]), padding=True, truncation=True, return_tensors="pt")
+        batch = tokenizer(texts[start : start + batch_size], padding=True, truncation=True, return_tensors="pt")
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         pred = predict(model, inputs, draws, keep_samples=False, output="logits", seed=seed)
         numbers = (pred.label, pred.confidence, pred.total, pred.epistemic)

@@ -13,13 +13,16 @@ def said_again(model: nn.Module) -> Callable[..., None]:
     is returned says it of a conversion that takes their place.
     """
     found = conversions_of(model)
-    saved = [".".join(part for part in (root, name) if part) for root, c in found for name in c.saved]
+    saved, heads = (
+        [".".join(part for part in (root, name) if part) for root, c in found for name in getattr(c, of)]
+        for of in ("saved", "heads")
+    )
     batch_dim = next((c.batch_dim for _, c in found if c.batch_dim is not None), None)
     frozen = any(c.frozen for _, c in found)
 
     def say(converted: nn.Module, freezing: bool = True) -> None:
         new: Conversion = converted.__dict__["_slimbayes"]
-        new.batch_dim, new.saved = batch_dim, saved
-        new.frozen = freeze(converted, saved) if frozen and freezing else []
+        new.batch_dim, new.saved, new.heads = batch_dim, saved, heads
+        new.frozen = freeze(converted, heads) if frozen and freezing else []
 
     return say

@@ -30,7 +30,8 @@ from slimbayes.convert.convert import Model, bayesianize, conversions_of, debaye
 from slimbayes.convert.plan import Selection
 from slimbayes.convert.saved_config import read_config
 from slimbayes.convert.summary import estimate_cost
-from slimbayes.convert.training import belongs, freeze
+from slimbayes.convert.training import belongs, freeze, unmoved
+from slimbayes.engine.locate import unwrapped
 from slimbayes.errors import SlimbayesWarning, cut
 from slimbayes.files import FORMAT, CheckpointError, as_json, read_folder, write_folder
 from slimbayes.layers.base import Converted
@@ -55,7 +56,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> 
         ...     sorted(p.name for p in save(net, f"{folder}/posterior").iterdir())
         ['config.json', 'manifest.json', 'posterior.safetensors']
     """
-    model = _unwrapped(model)
+    model = unwrapped(model)  # names would get a prefix
     check_finite(model)
     sharded = any(hasattr(t, "full_tensor") for t in model.state_dict().values())
     posterior, own = _split(model)
@@ -115,13 +116,6 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     return model
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel or torch.compile, whose names would get a prefix."""
-    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = getattr(model, "_orig_mod", None) or model.module  # type: ignore[assignment]
-    return model
-
-
 def _saved(model: nn.Module) -> list[str]:
     """Names of the modules whose own state is saved with the posteriors."""
     return [".".join(part for part in (root, name) if part) for root, c in conversions_of(model) for name in c.saved]
@@ -159,6 +153,8 @@ def _conversions(model: nn.Module) -> list[dict[str, Any]]:
         record = {"module": name, "batch_dim": conversion.batch_dim, "groups": list(groups.values())}
         # Only where there is anything to say: checkpoints of models that train as a whole stay as they were.
         saved = {"saved": conversion.saved} if conversion.saved else {}
+        if conversion.heads != unmoved(root, conversion.saved):
+            saved["heads"] = conversion.heads
         out.append(record | saved | ({"frozen": True} if conversion.frozen else {}))
     return out
 
@@ -178,8 +174,11 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
                     bayesianize(module, config, include=include, batch_dim=record["batch_dim"])
             conversion = module.__dict__["_slimbayes"]
             conversion.saved = record["saved"]
-            conversion.frozen = freeze(module, record["saved"]) if record["frozen"] else []
-        _check_tensors(model, posterior, folder)
+            conversion.heads = record.get("heads", unmoved(module, record["saved"]))
+            conversion.frozen = freeze(module, conversion.heads) if record["frozen"] else []
+        inside = belongs(model, _saved(model))
+        needed = {name: tensor for name, tensor in model.state_dict().items() if inside(name)}
+        _check_fit(posterior, needed, folder / "posterior.safetensors")
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         debayesianize(model)
         if isinstance(error, CheckpointError):
@@ -204,29 +203,17 @@ def _room_after(room: int, module: nn.Module, config: Config, include: Selection
 def _check_own(given: dict[str, Tensor], own: dict[str, Tensor], file: Path) -> None:
     """Refuse base weights of other names or shapes than the model's, and too few; of tied ones one will do."""
     filled = {own[name].data_ptr() for name in given.keys() & own.keys()}
-    faults = [f"unexpected {n}" for n in given.keys() - own.keys()]
-    faults += [f"missing {n}" for n in own.keys() - given.keys() if own[n].data_ptr() not in filled]
-    faults += [
-        f"{n} is {tuple(given[n].shape)} but {tuple(own[n].shape)} is needed"
-        for n in given.keys() & own.keys()
-        if given[n].shape != own[n].shape
-    ]
+    _check_fit(given, {n: t for n, t in own.items() if n in given or t.data_ptr() not in filled}, file)
+
+
+def _check_fit(given: dict[str, Tensor], needed: dict[str, Tensor], file: Path) -> None:
+    shapes, wanted = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (given, needed))
+    faults = [f"missing {n}" for n in wanted.keys() - shapes.keys()]
+    faults += [f"unexpected {n}" for n in shapes.keys() - wanted.keys()]
+    both = wanted.keys() & shapes.keys()
+    faults += [f"{n} is {shapes[n]} but {wanted[n]} is needed" for n in both if wanted[n] != shapes[n]]
     if faults:
         raise CheckpointError(f"{file} does not fit: {_some(sorted(faults))}.")
-
-
-def _check_tensors(model: nn.Module, posterior: dict[str, Tensor], folder: Path) -> None:
-    inside = belongs(model, _saved(model))
-    needed = {n: tuple(t.shape) for n, t in model.state_dict().items() if inside(n)}
-    given = {n: tuple(t.shape) for n, t in posterior.items()}
-    faults = [f"missing {n}" for n in needed.keys() - given.keys()] + [
-        f"unexpected {n}" for n in given.keys() - needed.keys()
-    ]
-    faults += [
-        f"{n} is {given[n]} but {needed[n]} is needed" for n in needed.keys() & given.keys() if needed[n] != given[n]
-    ]
-    if faults:
-        raise CheckpointError(f"{folder / 'posterior.safetensors'} does not fit: {_some(sorted(faults))}.")
 
 
 def _fingerprint(state: dict[str, Tensor]) -> dict[str, Any]:

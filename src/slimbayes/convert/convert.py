@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from slimbayes.convert.opening import open_passes, turn_off_fast_paths
 from slimbayes.convert.plan import Decision, Selection, plan, refuse
 from slimbayes.convert.remarks import report_functional_dropout, report_members, report_signs
 from slimbayes.convert.training import Train, freeze, modules_to_save
@@ -20,9 +19,10 @@ from slimbayes.engine import passes
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
-from slimbayes.layers.methods import Opens
+from slimbayes.layers.methods import Opens, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
-from slimbayes.posteriors.ensemble import Ensemble, EnsemblePosterior
+from slimbayes.posteriors.configs.ensemble import Ensemble
+from slimbayes.posteriors.ensemble import EnsemblePosterior
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -36,6 +36,7 @@ class Conversion:
     patched: list[tuple[str, str, Any]] = field(default_factory=list)  # (module, attribute, former value)
     saved: list[str] = field(default_factory=list)  # modules whose own state is saved with the posteriors
     frozen: list[str] = field(default_factory=list)  # parameters that trained before
+    heads: list[str] = field(default_factory=list)  # modules that train beside the posteriors
 
 
 def bayesianize(
@@ -78,7 +79,7 @@ def bayesianize(
         >>> type(net[0]).__name__, type(net[2]).__name__
         ('BayesLinear', 'Linear')
     """
-    saved = modules_to_save(model, train, head)
+    saved, heads = modules_to_save(model, train, head)
     decisions = plan(model, config, include, exclude, strict)
     report_functional_dropout(model, decisions)
     report_signs(model, decisions)
@@ -108,8 +109,8 @@ def bayesianize(
         for _, layer, _, posteriors in built:
             _restore(layer, posteriors)
         raise
-    frozen = [] if train == "all" else freeze(model, saved)
-    _attach(model, Conversion(decisions, batch_dim, turn_off_fast_paths(model), saved, frozen))
+    frozen = [] if train == "all" else freeze(model, heads)
+    _attach(model, Conversion(decisions, batch_dim, turn_off_fast_paths(model), saved, frozen, heads))
     open_passes(model)
     report_members(model)
     return model
@@ -285,4 +286,5 @@ def _attach(model: nn.Module, new: Conversion) -> None:
         new.decisions = sorted(merged, key=lambda d: order.get(d.name, len(order)))
         new.patched = former.patched + new.patched
         new.saved, new.frozen = former.saved + new.saved, former.frozen + new.frozen
+        new.heads = former.heads + new.heads
     model._slimbayes = new  # type: ignore[assignment]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import lcm
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from slimbayes.convert.convert import Model, conversions_of
 from slimbayes.engine import passes
+from slimbayes.engine.calls import total_draws
 from slimbayes.engine.modules import changed
 from slimbayes.layers.base import Converted
 
@@ -33,7 +33,7 @@ def select(model: Model, members: Sequence[int]) -> Model:
     """
     conversions = conversions_of(model)
     posteriors: list[Any] = passes.posteriors_of(model)
-    total, chosen = lcm(*(p.members for p in posteriors)), list(members)
+    total, chosen = total_draws(posteriors, 1), list(members)
     if not chosen or len(set(chosen)) < len(chosen) or not all(isinstance(k, int) and 0 <= k < total for k in chosen):
         raise ValueError(f"select needs different numbers of members from 0 to {total - 1}, got {chosen!r}.")
     for p in posteriors:

@@ -8,9 +8,9 @@ from slimbayes.convert.plan import Decision
 from slimbayes.distributions.families import Signs
 from slimbayes.engine import passes
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.layers.functional_dropout import functional_dropout
+from slimbayes.layers.dropout import functional_dropout
+from slimbayes.posteriors.configs.mc_dropout import MCDropout
 from slimbayes.posteriors.ensemble import EnsemblePosterior
-from slimbayes.posteriors.mc_dropout import MCDropout
 
 
 def report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> None:

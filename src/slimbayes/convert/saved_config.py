@@ -35,7 +35,8 @@ def read_config(data: bytes, file: Path) -> dict[str, Any]:
         for number, record in enumerate(config["conversions"]):
             record.setdefault("saved", [])
             record.setdefault("frozen", 0)
-            _check(record["saved"], [str], f"conversions.{number}.saved")
+            for name in ("saved", "heads"):
+                _check(record.get(name, []), [str], f"conversions.{number}.{name}")
     except ValueError as error:
         raise CheckpointError(f"{file} is damaged: {cut(str(error))}.") from error
     found: dict[str, Any] = config

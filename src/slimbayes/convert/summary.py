@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import conversions_of
 from slimbayes.convert.plan import Decision, Selection, plan
+from slimbayes.engine.calls import total_draws
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers import bayes_class, class_for, kind_of
 from slimbayes.layers.base import Converted, posteriors_at, registered, sites_of
@@ -62,10 +63,13 @@ class Summary:
         counts = {"before": self.before, "after": self.after, "log_ensemble_size": size}
         return {**counts, "layers": [asdict(r) for r in self.rows]}
 
+    def _cells(self) -> list[tuple[str, ...]]:
+        """The table, its head first."""
+        cells = [(r.name or "(model)", r.layer, r.status, f"{r.before:,}", f"{r.after:,}", r.detail) for r in self.rows]
+        return [("layer", "type", "status", "before", "after", "method or reason"), *cells]
+
     def __str__(self) -> str:
-        lines = [("layer", "type", "status", "before", "after", "method or reason")]
-        for r in self.rows:
-            lines.append((r.name or "(model)", r.layer, r.status, f"{r.before:,}", f"{r.after:,}", r.detail))
+        lines = self._cells()
         a, b, c, d, e = (max(len(line[i]) for line in lines) for i in range(5))
         text = [f"{n:{a}}  {t:{b}}  {s:{c}}  {x:>{d}}  {y:>{e}}  {why}".rstrip() for n, t, s, x, y, why in lines]
         text.insert(1, "-" * min(110, max(len(t) for t in text)))
@@ -84,8 +88,7 @@ class Summary:
 
     def _repr_html_(self) -> str:
         """The table for notebooks."""
-        heads = ("layer", "type", "status", "before", "after", "method or reason")
-        cells = [(r.name or "(model)", r.layer, r.status, f"{r.before:,}", f"{r.after:,}", r.detail) for r in self.rows]
+        heads, *cells = self._cells()
         body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in line) + "</tr>" for line in cells)
         head = "".join(f"<th>{name}</th>" for name in heads)
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -126,7 +129,7 @@ def summary(model: nn.Module) -> Summary:
             rows.append(Row(name, decision.kind, status, detail, before, before + _count(posterior, seen)))
     posteriors = posteriors_of(model)
     # Members are shared by all layers and count once; what layers pick by themselves multiplies.
-    size = sum(p.log_size for p in posteriors) + math.log(math.lcm(*(p.members for p in posteriors)))
+    size = sum(p.log_size for p in posteriors) + math.log(total_draws(posteriors, 1))
     return Summary(tuple(rows), size, any(p.size_is_bound for p in posteriors) and math.isfinite(size))
 
 

@@ -17,8 +17,10 @@ Train = Literal["all", "posterior", "posterior+head"]
 _TRAIN = ("all", "posterior", "posterior+head")
 
 
-def modules_to_save(model: nn.Module, train: Train, head: Selection) -> list[str]:
-    """Names of the modules that are to be saved with the posteriors, decided before a model is converted."""
+def modules_to_save(model: nn.Module, train: Train, head: Selection) -> tuple[list[str], list[str]]:
+    """Names of the modules that are to be saved with the posteriors, and of the heads among them, decided before a
+    model is converted.
+    """
     if train not in _TRAIN:
         raise ValueError(f"bayesianize: unknown train {train!r}{did_you_mean(str(train), _TRAIN)}")
     if head is not None and train != "posterior+head":
@@ -26,10 +28,20 @@ def modules_to_save(model: nn.Module, train: Train, head: Selection) -> list[str
             f'bayesianize: head= is what trains beside the posterior; give train="posterior+head" too, not {train!r}.'
         )
     if train == "all":
-        return []
+        return [], []
     modules = dict(model.named_modules())
-    moving = [name for name, m in modules.items() if getattr(m, "running_mean", None) is not None]
-    return moving + (_heads(modules, head) if train == "posterior+head" else [])
+    heads = _heads(modules, head) if train == "posterior+head" else []
+    return [name for name, m in modules.items() if _moves(m) and name not in heads] + heads, heads
+
+
+def _moves(module: nn.Module) -> bool:
+    """Whether a module has statistics that move by themselves."""
+    return getattr(module, "running_mean", None) is not None
+
+
+def unmoved(model: nn.Module, saved: Sequence[str]) -> list[str]:
+    """The heads among saved modules where nothing else says them: checkpoints name them if a norm is one."""
+    return [name for name in saved if not _moves(model.get_submodule(name))]
 
 
 def _heads(modules: dict[str, nn.Module], head: Selection) -> list[str]:
@@ -40,11 +52,8 @@ def _heads(modules: dict[str, nn.Module], head: Selection) -> list[str]:
     return [name for name, m in owners.items() if any(True for _ in m.parameters(recurse=False))][-1:]
 
 
-def freeze(model: nn.Module, saved: Sequence[str]) -> list[str]:
-    """Let the posteriors and what is saved with them train, and nothing else; returns the names of what no longer
-    does. Norms that are saved for their statistics alone stay as they are.
-    """
-    heads = [name for name in saved if getattr(model.get_submodule(name), "running_mean", None) is None]
+def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
+    """Let the posteriors and these modules train, and nothing else; returns the names of what no longer does."""
     trains = belongs(model, heads)
     frozen = [name for name, p in model.named_parameters() if p.requires_grad and not trains(name)]
     for name in frozen:

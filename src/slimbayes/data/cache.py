@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slimbayes.data.dataset import Found, Split
+from slimbayes.files import replacing
 
 FORMAT = "3"  # raise it when a reader gives other numbers for the same files
 Progress = Callable[[int, int, str], None]
-_DAY = 86_400.0
 
 
 class Unusable(Exception):
@@ -57,9 +55,6 @@ def read(
 def write(folder: Path, name: str, found: Found, root: Path, progress: Progress) -> None:
     """All splits of a set, one at a time in memory."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".*.safetensors"):  # by a process that was killed
-        if time.time() - left.stat().st_mtime > _DAY:
-            left.unlink(missing_ok=True)
     files = found.files()
     sources = [_entry(file, root) for file in files]
     about = {"format": FORMAT, "name": name, "sources": json.dumps(sources)}
@@ -69,18 +64,13 @@ def write(folder: Path, name: str, found: Found, root: Path, progress: Progress)
         if not isinstance(rows, Split):
             raise TypeError(f"The split {split} is decoded image by image: there are no arrays to keep.")
         target = file_of(folder, split)
-        draft = target.with_name(f".{os.getpid()}.{target.name}")
         try:
-            tensors = {"x": rows.x.contiguous(), "y": rows.y.contiguous()}
-            save_file(tensors, draft, {**about, "vocabulary": json.dumps(found.vocabulary())})
-            with draft.open("rb") as stream:
-                os.fsync(stream.fileno())
-            _compare(sources, files, root)
-            draft.replace(target)
+            with replacing(target) as draft:
+                tensors = {"x": rows.x.contiguous(), "y": rows.y.contiguous()}
+                save_file(tensors, draft, {**about, "vocabulary": json.dumps(found.vocabulary())})
+                _compare(sources, files, root)
         except SafetensorError as error:
             raise OSError(f"{target} cannot be written: {error}") from error
-        finally:
-            draft.unlink(missing_ok=True)
     progress(len(found.splits), len(found.splits), "done")
 
 

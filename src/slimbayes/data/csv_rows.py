@@ -40,7 +40,7 @@ def open_rows(file: Path, columns: Sequence[str]) -> Iterator[Iterator[tuple[str
         ...         list(rows)
         [('7', '1.5')]
     """
-    with _open(file) as stream:
+    with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf8", newline="") as stream:
         lines = csv.reader(_bounded(stream), strict=True)
         try:
             yield _cells(lines, columns)
@@ -216,14 +216,6 @@ def number_of(cell: str) -> float:
     if not abs(value) < 1e38 or "_" in cell:  # Python reads 1_000, the tables' authors don't write it
         raise ValueError(f"{cell!r} is not a finite number.")
     return value
-
-
-def _open(file: Path) -> IO[str]:
-    return (
-        gzip.open(file, "rt", encoding="utf8", newline="")
-        if file.suffix == ".gz"
-        else file.open("r", -1, "utf8", newline="")
-    )
 
 
 def _bounded(stream: IO[str]) -> Iterator[str]:

@@ -45,7 +45,7 @@ class ImageFolder(torch.utils.data.Dataset[tuple[Any, int]]):
         self.paths: list[Path] = []
         numbers: list[int] = []
         for label, name in enumerate(self.classes):
-            images = _images(self.folder / name)
+            images = sorted(p for p in (self.folder / name).iterdir() if p.suffix.lower() in ENDINGS)
             if not images:
                 raise ValueError(f"{self.folder / name} holds no image that ends in {', '.join(ENDINGS)}.")
             self.paths += images
@@ -130,7 +130,3 @@ def _resized(picture: Any, box: tuple[float, float, float, float], size: int) ->
 
 def _pixels(picture: Any) -> Tensor:
     return torch.from_numpy(require("numpy").array(picture)).permute(2, 0, 1).contiguous()
-
-
-def _images(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS)

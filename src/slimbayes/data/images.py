@@ -5,8 +5,9 @@ Sizes: N images, H x W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +29,27 @@ SEVERITIES = 5
 def idx(folder: Path, classes: tuple[str, ...]) -> Found | None:
     """MNIST and its kin: train and t10k, images-idx3-ubyte and labels-idx1-ubyte, with or without .gz."""
 
-    def file(name: str) -> Path | None:
+    def file(name: str) -> Path:
         spellings = (name, f"{name}.gz", name.replace("-idx", ".idx"), f"{name.replace('-idx', '.idx')}.gz")
-        return next((folder / spelling for spelling in spellings if (folder / spelling).is_file()), None)
+        return next((folder / spelling for spelling in spellings if (folder / spelling).is_file()), folder / name)
 
-    splits, files = {}, []
-    for split, prefix in (("train", "train"), ("test", "t10k")):
-        images, numbers = file(f"{prefix}-images-idx3-ubyte"), file(f"{prefix}-labels-idx1-ubyte")
-        if images and numbers:
-            splits[split] = partial(_read_idx_pair, images, numbers, len(classes))
-            files += [images, numbers]
-    return Found(splits, classes, files=lambda: files) if splits else None
+    def read(images: Path, numbers: Path) -> Split:
+        x, y = read_idx(images, 3), read_idx(numbers, 1)
+        if len(x) != len(y):
+            raise ValueError(f"{images} has {len(x)} images but {numbers} has {len(y)} labels.")
+        return Split(x[:, None], labels(y, len(classes), numbers))
+
+    kinds, prefixes = ("images-idx3-ubyte", "labels-idx1-ubyte"), {"train": "train", "test": "t10k"}
+    return _of_files(read, {s: [file(f"{prefix}-{kind}") for kind in kinds] for s, prefix in prefixes.items()}, classes)
 
 
-def _read_idx_pair(images: Path, numbers: Path, classes: int) -> Split:
-    x, y = read_idx(images, 3), read_idx(numbers, 1)
-    if len(x) != len(y):
-        raise ValueError(f"{images} has {len(x)} images but {numbers} has {len(y)} labels.")
-    return Split(x[:, None], labels(y, classes, numbers))
+def _of_files(
+    read: Callable[..., Split], files: Mapping[str, Sequence[Path]], classes: tuple[str, ...]
+) -> Found | None:
+    """Splits that `read` makes of some files each; those whose files are not all there are left out."""
+    here = {split: paths for split, paths in files.items() if all(path.is_file() for path in paths)}
+    splits = {split: partial(read, *paths) for split, paths in here.items()}
+    return Found(splits, classes, files=lambda: list(chain(*here.values()))) if splits else None
 
 
 def cifar_c(folder: Path, classes: int) -> Found | None:
@@ -81,13 +85,9 @@ def cifar10_1(folder: Path) -> Found | None:
         y = labels(map_npy(numbers, (None,), "ui"), 10, numbers)
         return Split(_map_images(data, len(y)), y)
 
-    splits, files = {}, []
-    for split, version in (("test", "v6"), ("v4", "v4")):
-        pair = [folder / f"cifar10.1_{version}_{kind}.npy" for kind in ("data", "labels")]
-        if all(path.is_file() for path in pair):
-            splits[split] = partial(read, *pair)
-            files += pair
-    return Found(splits, CIFAR10_CLASSES, files=lambda: files) if splits else None
+    kinds, versions = ("data", "labels"), {"test": "v6", "v4": "v4"}
+    files = {split: [folder / f"cifar10.1_{v}_{kind}.npy" for kind in kinds] for split, v in versions.items()}
+    return _of_files(read, files, CIFAR10_CLASSES)
 
 
 def cifar10h(folder: Path, plain: Callable[[], Found]) -> Found | None:
@@ -130,10 +130,7 @@ def _votes(file: Path) -> Tensor:
 
 def svhn(folder: Path) -> Found | None:
     """SVHN, cropped digits: train_32x32.mat, test_32x32.mat and, if it is there, extra_32x32.mat. Needs scipy."""
-    files = {split: folder / f"{split}_32x32.mat" for split in ("train", "test", "extra")}
-    files = {split: path for split, path in files.items() if path.is_file()}
-    splits = {split: partial(_read_mat, path) for split, path in files.items()}
-    return Found(splits, DIGITS, files=lambda: list(files.values())) if splits else None
+    return _of_files(_read_mat, {s: [folder / f"{s}_32x32.mat"] for s in ("train", "test", "extra")}, DIGITS)
 
 
 def _read_mat(path: Path) -> Split:

@@ -63,7 +63,7 @@ def encode(texts: Sequence[str], vocabulary: Sequence[str], length: int = LENGTH
     number = {word: index for index, word in enumerate(vocabulary) if index >= len(RESERVED)}
     out = torch.zeros(len(texts), length, dtype=torch.int64, device="cpu")
     for place, text in enumerate(texts):
-        kept = [1, *(number.get(word, 2) for word in words(text))][-length:]
+        kept = [1, *(number.get(word, 2) for word in words(text)[-length:])][-length:]
         out[place, length - len(kept) :] = torch.tensor(kept, device="cpu")
     return out
 

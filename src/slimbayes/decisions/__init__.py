@@ -10,5 +10,5 @@ Each is fitted to a Prediction of held-out rows and their targets, then called w
 
 from slimbayes.decisions.abstention import Abstention as Abstention
 from slimbayes.decisions.conformal import Conformal as Conformal
-from slimbayes.decisions.cross_conformal import CVPlus as CVPlus
+from slimbayes.decisions.conformal import CVPlus as CVPlus
 from slimbayes.decisions.temperature import Temperature as Temperature

@@ -2,8 +2,7 @@
 
 Classes: each draw's logits are divided by T, then the draws are averaged. Real targets: noise and spread of the draws
 around their mean are multiplied by T, so the mean stays and the standard deviation is T times as large. T minimises the
-NLL of the held-out rows (Guo et al. 2017 for one network). `metrics.TemperatureScaling` scales averaged probabilities
-instead; here the result is a whole Prediction, whose parts still add up.
+NLL of the held-out rows (Guo et al. 2017 for one network). The result is a whole Prediction, whose parts still add up.
 
 Sizes: S draws, K members, N rows, C classes.
 """
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slimbayes.prediction.averages import along_draws, log_mean
+from slimbayes.prediction.accumulate import along_draws, log_mean
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import entropy, likelihood_named
 

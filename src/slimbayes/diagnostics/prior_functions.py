@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from slimbayes.convert.convert import bayesianize
 from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.configs.drop_connect import DropConnect
-from slimbayes.posteriors.mixture import Mixture
+from slimbayes.posteriors.configs.mixture import DropConnect, Mixture
 from slimbayes.prediction.figures import bare, empty_figure
 from slimbayes.prediction.sample import frozen, sample
 

@@ -17,8 +17,8 @@ from slimbayes.convert.plan import Decision, Selection, selected
 from slimbayes.engine import passes
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.layers.base import BayesLayer
-from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior
-from slimbayes.posteriors.mean_field import MeanField, MeanFieldPosterior
+from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
+from slimbayes.posteriors.gaussian import GaussianPosterior, MeanFieldPosterior
 from slimbayes.train.elbo import check_finite
 
 

@@ -44,7 +44,8 @@ class Distribution:
     support: ClassVar[str] = "real"
 
     def __init_subclass__(cls) -> None:
-        FAMILIES[cls.__name__] = cls
+        if not cls.__name__.startswith("_"):
+            FAMILIES[cls.__name__] = cls
 
     def rsample(self, noise: Tensor) -> Tensor:
         """Turn standard normal noise into draws, differentiably."""
@@ -84,19 +85,21 @@ def check_scale(owner: object, scale: Value) -> None:
 
 
 @dataclass(frozen=True)
-class Normal(Distribution):
+class _LocScale(Distribution):
+    loc: Value = 0.0
+    scale: Value = 1.0
+
+    def __post_init__(self) -> None:
+        check_scale(self, self.scale)
+
+
+class Normal(_LocScale):
     """Gaussian with mean `loc` and standard deviation `scale`.
 
     >>> import torch
     >>> Normal(1.0, 0.1).rsample(torch.tensor([0.0, 1.0]))
     tensor([1.0000, 1.1000])
     """
-
-    loc: Value = 0.0
-    scale: Value = 1.0
-
-    def __post_init__(self) -> None:
-        check_scale(self, self.scale)
 
     def rsample(self, noise: Tensor) -> Tensor:
         return self.loc + self.scale * noise
@@ -105,20 +108,13 @@ class Normal(Distribution):
         return -0.5 * ((x - self.loc) / self.scale) ** 2 - log_of(self.scale) - 0.5 * math.log(2 * math.pi)
 
 
-@dataclass(frozen=True)
-class Cauchy(Distribution):
+class Cauchy(_LocScale):
     """Cauchy with median `loc` and half-width `scale`: tails so heavy that it has no mean.
 
     >>> import torch
     >>> Cauchy(1.0, 0.1).rsample(torch.tensor([0.0, 0.6744898]))  # the quartile of the normal
     tensor([1.0000, 1.1000])
     """
-
-    loc: Value = 0.0
-    scale: Value = 1.0
-
-    def __post_init__(self) -> None:
-        check_scale(self, self.scale)
 
     def rsample(self, noise: Tensor) -> Tensor:
         return self.loc + self.scale * standard_cauchy(noise)
@@ -127,8 +123,7 @@ class Cauchy(Distribution):
         return -(((x - self.loc) / self.scale) ** 2).log1p() - log_of(self.scale) - math.log(math.pi)
 
 
-@dataclass(frozen=True)
-class LogNormal(Distribution):
+class LogNormal(_LocScale):
     """exp of a Normal(loc, scale): positive, median exp(loc).
 
     >>> import torch
@@ -136,12 +131,7 @@ class LogNormal(Distribution):
     tensor([1.])
     """
 
-    loc: Value = 0.0
-    scale: Value = 1.0
     support: ClassVar[str] = "positive"
-
-    def __post_init__(self) -> None:
-        check_scale(self, self.scale)
 
     def rsample(self, noise: Tensor) -> Tensor:
         return (self.loc + self.scale * noise).exp()

@@ -150,6 +150,34 @@ class TiedMean(Distribution):
 
 
 @dataclass(frozen=True)
+class LaplacePrior(Distribution):
+    """Laplace(0, scale): as scales of the posterior vanish, the KL becomes L1 regularisation, |mean| / scale.
+
+    >>> import torch
+    >>> kl = LaplacePrior(0.5).gaussian_kl(torch.tensor([3.0, 1.0]), torch.full((2,), -20.0), fan_in=1)
+    >>> kl - LaplacePrior(0.5).gaussian_kl(torch.tensor([2.0, 1.0]), torch.full((2,), -20.0), fan_in=1)
+    tensor(2.)
+    """
+
+    scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_scale(self, self.scale)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return -x.abs() / self.scale - math.log(2 * self.scale)
+
+    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
+        scaled = mean * (-log_scale).exp()
+        size = math.sqrt(2 / math.pi) * (log_scale - 0.5 * scaled.square()).exp() + mean * (scaled / math.sqrt(2)).erf()
+        entropy = log_scale + 0.5 * math.log(2 * math.pi * math.e)
+        return (size / self.scale + math.log(2 * self.scale) - entropy).sum()
+
+    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
+        return self
+
+
+@dataclass(frozen=True)
 class EmpiricalBayes(Distribution):
     """Normal(0, v) whose variance v is the best one for the layer, under an inverse-gamma hyperprior.
 

@@ -21,6 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
+from slimbayes.kernels import ready
+
+LARGE = 2**18  # below so many elements launching a kernel costs more than it saves
 
 
 def outer(u: Tensor, v: Tensor) -> Tensor:
@@ -48,7 +51,13 @@ def sum_log_outer(u: Tensor, v: Tensor) -> Tensor:
     >>> sum_log_outer(torch.ones(3, 2), torch.ones(4, 2))  # 12 log 2
     tensor(8.3178, dtype=torch.float64)
     """
-    return _rows_summed(outer(u, v).log()) if by_hand(u) else _SumLogOuter.apply(u, v)
+    if by_hand(u):
+        return _rows_summed(outer(u, v).log())
+    if ready(u) and u.shape[1] <= 8 and u.dtype == v.dtype == torch.float32 and u.shape[0] * v.shape[0] >= LARGE:
+        from slimbayes.kernels import tied
+
+        return tied.sum_log_outer(u, v)
+    return _SumLogOuter.apply(u, v)
 
 
 def excess(log_scale: Tensor, log_prior: float) -> Tensor:

@@ -93,15 +93,21 @@ def fused(
     return y.view(x.shape) if last else y.view(x.shape[0], *x.shape[2:], x.shape[1]).permute(0, 3, 1, 2)
 
 
+def product_type(x: Tensor, weight: Any) -> torch.dtype | None:
+    """The type in which kernels take x's product with a weight; None where they cannot."""
+    dtype, auto = lowered(x), torch.is_autocast_enabled(x.device.type)
+    fits = dtype == torch.get_autocast_dtype(x.device.type) if auto else dtype == weight.dtype
+    plain = type(weight) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
+    return dtype if fits and plain and dtype != torch.float64 else None
+
+
 def dense(x: Tensor, weight: Any, out_dim: int, s: Any, r: Any, bias: Tensor | None) -> Tensor | None:
     """((x o s) W) o r + bias, rows first and channels last, as one operation; None where it cannot be one.
 
     Shape: x (R, ..., in); s (n, in), r (n, out), where n divides the number of rows.
     """
-    dtype, auto = lowered(x), torch.is_autocast_enabled(x.device.type)
-    fits = dtype == torch.get_autocast_dtype(x.device.type) if auto else dtype == weight.dtype
-    plain = type(weight) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
-    if not fits or not plain or dtype == torch.float64 or not x.is_contiguous():
+    dtype = product_type(x, weight)
+    if dtype is None or not x.is_contiguous():
         return None
     if isinstance(s, Seeded) and (x.dim() != 2 or x.shape[0] != s.rows):
         return None

@@ -17,7 +17,8 @@ from slimbayes.engine import passes, proof
 from slimbayes.engine.layout import Layout
 from slimbayes.engine.modules import tree_of
 from slimbayes.engine.probe import Visit
-from slimbayes.engine.tree import arrays_of, padded, tree_map
+from slimbayes.engine.quiet import inside_func
+from slimbayes.engine.tree import tree_map
 from slimbayes.engine.trial import first_line, probed, undisturbed
 
 _PROVING = threading.RLock()
@@ -99,9 +100,7 @@ def _called_alike(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layo
 
 def _cannot_look(inputs: Any) -> bool:
     """Inside torch.func, and while a CUDA graph is captured."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    return any(a.is_cuda for a in map(padded, arrays_of(inputs))) and torch.cuda.is_current_stream_capturing()
+    return inside_func() or proof.captured(inputs)
 
 
 def _alike(few: Visit | None, many: Visit | None, rows_few: int, rows_many: int) -> bool:

@@ -27,6 +27,7 @@ from slimbayes.engine import passes
 from slimbayes.engine.blocks import same
 from slimbayes.engine.groups import Group, groups_of, kinds_of
 from slimbayes.engine.passes import Noise, Pass
+from slimbayes.engine.quiet import inside_func
 from slimbayes.kernels import ready
 
 Seed = int | torch.Generator | None
@@ -196,7 +197,7 @@ def _draw_apart(group: Group, late: list[bool], new: Pass) -> None:
     flat = _random(torch.randn, (sum(sizes),), group.device, group.dtype, new).split(sizes)
     rows = new.rows if any(row) or any(late) else 0
     lines = _random(torch.randn, (rows, sum(row)), group.device, group.dtype, new).split(row, dim=1)
-    seed = _seed(group.device, new) if any(late) else None
+    seed = kernel_seed(group.device, new) if any(late) else None
     for i, at in enumerate(group.keys):
         numbers = flat[i].view(group.counts[i], block[i])
         new.noise[at] = Noise(numbers, lines[i], seed if late[i] else None, 2 * group.places[i])
@@ -215,7 +216,7 @@ def realise(posteriors: Sequence[Any], new: Pass) -> Pass:
     return new
 
 
-def _seed(device: torch.device, new: Pass) -> Tensor:
+def kernel_seed(device: torch.device, new: Pass) -> Tensor:
     """A whole number of 48 bits on a device, for kernels that make numbers from it."""
     if not torch.compiler.is_compiling():
         return _random(partial(torch.randint, 2**48), (), device, torch.int64, new)
@@ -264,7 +265,7 @@ def random_member(device: torch.device | None = None) -> Any:
     """Where the members of a bare call start. 720720 is divisible by 1 to 16: uniform for each of those member
     counts.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+    if torch.compiler.is_compiling() or not inside_func():
         first = torch.randint(720720, (), device=device)
         line = 0 if torch.compiler.is_compiling() else _FORKS.line()
         return (first + line) % 720720 if line else first

@@ -169,13 +169,7 @@ def prints_of(x: Tensor, dim: int | None) -> Tensor | None:
     weights = torch.arange(numbers.numel(), device=x.device).mul(0.6180339887).frac_().add_(0.5).view(numbers.shape)
 
     def along(values: Tensor) -> Tensor:
-        lines = (
-            values.reshape(1, -1)
-            if dim is None
-            else values.movedim(dim, 0).flatten(1)
-            if values.dim() > 1
-            else values.view(-1, 1)
-        )
+        lines = values.reshape(1, -1) if dim is None else values.movedim(dim, 0).reshape(values.shape[dim], -1)
         return lines.sum(1, dtype=torch.float64)
 
     return torch.stack([along(numbers * weights), along(numbers.abs())])

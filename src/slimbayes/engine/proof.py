@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.hypotheses import Hypothesis, hypotheses
-from slimbayes.engine.layout import Dims, Layout, stack_draws
+from slimbayes.engine.layout import Dims, Hypothesis, Layout, hypotheses, stack_draws
 from slimbayes.engine.probe import (
     Mixed,
     Probe,
@@ -39,7 +38,7 @@ from slimbayes.engine.probe import (
     some_rows,
     stands_for_all,
 )
-from slimbayes.engine.quiet import Quiet
+from slimbayes.engine.quiet import Quiet, inside_func
 from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, padded, tree_map
 from slimbayes.engine.trial import buffers_kept, copied, first_line, no_autocast, probed, undisturbed
 
@@ -48,9 +47,9 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
     """Try hypotheses until one holds; where none does the model runs one draw at a time."""
     if not any(leaf.numel() for leaf in map(padded, arrays_of(inputs))):
         return Layout(why="there is nothing in the inputs", told=True)
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap or grad, where nothing can be looked at
+    if inside_func():
         return Layout(why="it runs inside torch.func", told=True)
-    if any(a.is_cuda for a in map(padded, arrays_of(inputs))) and torch.cuda.is_current_stream_capturing():
+    if captured(inputs):
         raise RuntimeError(
             "The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured."
         )
@@ -87,6 +86,11 @@ def _fails(model: nn.Module, inputs: Any, posteriors: Sequence[Any]) -> bool:
     except Exception as error:
         return not isinstance(error, Mixed)
     return False
+
+
+def captured(inputs: Any) -> bool:
+    """Whether a CUDA graph is being recorded of a call with these inputs."""
+    return any(a.is_cuda for a in map(padded, arrays_of(inputs))) and torch.cuda.is_current_stream_capturing()
 
 
 def without_cache(leaf: Any) -> Any:

@@ -20,52 +20,17 @@ _RANDOM: dict[str, float | None] = {
     **dict.fromkeys(("randint", "randint_like", "random_", "randperm"), None),
 }
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-_BY_INDEX = {"index_select": 2, "gather": 2, "take_along_dim": 1}  # place of the index among the arguments
-_BY_INDEX |= dict.fromkeys(
-    ("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), 2
-)
-_BY_INDEX |= dict.fromkeys(("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"), 2)
-_INDEXED = {
-    *_BY_INDEX,
-    "embedding",
-    "embedding_bag",
-    "__getitem__",
-    "__setitem__",
-    "one_hot",
-    "cross_entropy",
-    "nll_loss",
-}
+# By place of the index among the arguments.
+_BY_INDEX = {"index_select": 2, "gather": 2, "take_along_dim": 1}
+_BY_INDEX |= {f"scatter{kind}{end}": 2 for kind in ("", "_add", "_reduce") for end in ("", "_")}
+_BY_INDEX |= {f"index_{kind}{end}": 2 for kind in ("add", "copy", "fill") for end in ("", "_")}
+_INDEXED = {"embedding", "embedding_bag", "__getitem__", "__setitem__", "one_hot", "cross_entropy", "nll_loss"}
+_INDEXED |= set(_BY_INDEX)
 _READ = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "equal", "allclose"}
-_COMPARED = {
-    "gt",
-    "lt",
-    "ge",
-    "le",
-    "eq",
-    "ne",
-    "__gt__",
-    "__lt__",
-    "__ge__",
-    "__le__",
-    "__eq__",
-    "__ne__",
-    "any",
-    "all",
-    "isclose",
-}
-_FACTS = {
-    "__get__",
-    "size",
-    "dim",
-    "ndimension",
-    "is_floating_point",
-    "is_complex",
-    "element_size",
-    "numel",
-    "stride",
-    "is_contiguous",
-    "type",
-}
+_READ |= {f"{dunder}{name}{dunder}" for name in ("gt", "lt", "ge", "le", "eq", "ne") for dunder in ("", "__")}
+_READ |= {"any", "all", "isclose"}
+_FACTS = {"__get__", "size", "dim", "ndimension", "numel", "stride", "type"}
+_FACTS |= {"is_floating_point", "is_complex", "is_contiguous", "element_size"}
 
 
 class Quiet(TorchFunctionMode):
@@ -75,12 +40,10 @@ class Quiet(TorchFunctionMode):
         super().__init__()
         self.random = False
         self.muted = False  # while the proof does its own sums
-        self.reads: list[
-            float
-        ] = []  # numbers that decide something: what is compared, asked for or counted outside of tensors
-        self.watched: dict[
-            int, tuple[Tensor, str]
-        ] = {}  # weights handed out past a layer's forward, and the layer's name
+        # Numbers that decide something: what is compared, asked for or counted outside of tensors.
+        self.reads: list[float] = []
+        # Weights handed out past a layer's forward, and the layer's name.
+        self.watched: dict[int, tuple[Tensor, str]] = {}
         self.used: dict[str, None] = {}  # names of layers whose weights were then used
 
     def watch(self, weight: Tensor, name: str) -> Tensor:
@@ -102,7 +65,7 @@ class Quiet(TorchFunctionMode):
             return out
         if name in _INDEXED:
             check_bounds(name, args, kwargs)
-        if name in _READ or name in _COMPARED:
+        if name in _READ:
             self._note_read(name, args)
         if name in _DROPOUT:
             self.random = self.random or _drops(args, kwargs)
@@ -134,7 +97,7 @@ class Quiet(TorchFunctionMode):
         """
         numbers = [a for a in args if isinstance(a, Tensor)]
         single = all(a.dim() == 0 for a in numbers) or name in ("any", "all", "tolist")
-        if numbers and single and not _inside_func() and not numbers[0].is_complex():
+        if numbers and single and not inside_func() and not numbers[0].is_complex():
             self.reads += [float(a.detach().double().nan_to_num().sum()) for a in numbers]
 
     def _note_uses(self, values: list[Any]) -> None:
@@ -145,14 +108,14 @@ class Quiet(TorchFunctionMode):
                 self.used[self.watched[id(value)][1]] = None
 
 
-def _inside_func() -> bool:
+def inside_func() -> bool:
     """Whether torch.func transforms are under way, where nothing can be looked at."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def check_bounds(name: str, args: Any, kwargs: Any) -> None:
     """Raise for an index out of range. On a GPU the kernel itself would end the process's use of the device."""
-    if _inside_func() or not any(isinstance(a, Tensor) and a.is_cuda for a in args):
+    if inside_func() or not any(isinstance(a, Tensor) and a.is_cuda for a in args):
         return
     x = args[0]
     if name in ("embedding", "embedding_bag"):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import passes
-from slimbayes.engine.ahead import Ahead
 from slimbayes.engine.probe import Mixed, Probe
 from slimbayes.engine.quiet import Quiet
+from slimbayes.engine.sharing import Ahead
 from slimbayes.engine.tree import arrays_of, map_arrays, padded
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimbayes.inference.blocks import Block, block_of
 from slimbayes.inference.jacobians import Rows, joints_of, rows_at_means
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
@@ -28,14 +29,21 @@ class Curvature:
     """What a pass over the data tells.
 
     Attributes:
-        matrices: H of each posterior, (K, D, D), or its diagonal (K, D), in float64.
+        blocks: H of each posterior, in float64.
         log_likelihood: of all targets at the means, averaged over members; at unit noise for "gaussian".
         targets: how many there were.
     """
 
-    matrices: list[Tensor] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     log_likelihood: float = 0.0
     targets: int = 0
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model of transformers tells each next token, by the names of its classes; peft's wrap another model."""
+    inner: Any = model
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return any("CausalLM" in c.__name__ or "LMHead" in c.__name__ for c in type(inner).__mro__)
 
 
 def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
@@ -46,6 +54,8 @@ def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any
             rest, target = dict(batch), None
             for name in ("labels", "label"):
                 target = rest.pop(name, None) if target is None else target
+            if target is not None and is_causal(model) and target.dim() > 1:  # transformers' labels are the inputs
+                target = nn.functional.pad(target[:, 1:], (0, 1), value=IGNORED)
             args, kwargs = call_batch(model, rest)
         elif isinstance(batch, (tuple, list)) and len(batch) > 1:
             args, kwargs = call_batch(model, batch, len(batch) - 1)
@@ -75,14 +85,11 @@ def accumulate(
 
     `scale` is the noise of "gaussian", or the targets' own deviation for "heteroscedastic_gaussian".
     """
-    joints, total = joints_of(model), Curvature()
-    members = joints[0].members
-    for p in joints:
-        shape = (members, p.size) if p.lower is None else (members, p.size, p.size)
-        total.matrices.append(torch.zeros(shape, dtype=torch.float64, device=p.device))
+    joints = joints_of(model)
+    total, members = Curvature([block_of(p) for p in joints]), joints[0].members
     for args, kwargs, target in batches:
         for member in range(members):
-            for rows in rows_at_means(model, args, kwargs, member, output):
+            for rows in rows_at_means(model, args, kwargs, member, output, factored=True):
                 part = target[rows.start : rows.start + len(rows.outputs)]
                 _add(total, rows, part, member, likelihood, samples, scale)
                 total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood, scale) / members
@@ -115,9 +122,10 @@ def _add(
     else:
         roots = (information.score(outputs, scale) / samples**0.5 for _ in range(samples))
     for root in roots:
-        for matrix, lines in zip(total.matrices, rows.pull(root * kept), strict=True):
-            lines = lines.double()
-            matrix[member] += lines.square().sum(0) if matrix.dim() == 2 else lines.mT @ lines
+        for block, lines in zip(total.blocks, rows.pull(root * kept), strict=True):
+            block.add(lines, member)
+    for block, inputs in zip(total.blocks, rows.inputs(), strict=True):
+        block.see(inputs, kept.flatten(1).amax(1) if kept.dim() > 1 else kept)
 
 
 def _kept(outputs: Tensor, target: Tensor) -> Tensor:
@@ -138,8 +146,8 @@ def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName,
 
 
 def _check_finite(total: Curvature, joints: list[Any]) -> None:
-    for p, matrix in zip(joints, total.matrices, strict=True):
-        if not bool(matrix.isfinite().all()):
+    for p, block in zip(joints, total.blocks, strict=True):
+        if not block.finite():
             raise FloatingPointError(
                 f"laplace: the curvature of {p.name} is NaN or infinite. Look for inputs or weights that are not "
                 f"finite (check_finite), or run the model in float32."

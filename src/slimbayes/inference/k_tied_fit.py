@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import bayesianize, debayesianize
 from slimbayes.layers.base import BayesLayer
-from slimbayes.posteriors.configs.k_tied import KTied
+from slimbayes.posteriors.configs.gaussian import KTied
 
 
 @torch.no_grad()

@@ -32,13 +32,13 @@ from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
 from slimbayes.errors import did_you_mean
 from slimbayes.inference.curvature import Curvature, accumulate, labelled
-from slimbayes.inference.evidence import Spectrum, inverse_root, maximise
+from slimbayes.inference.evidence import Spectrum, maximise
 from slimbayes.inference.k_tied_fit import fit_k_tied
 from slimbayes.inference.means import member_factors, set_factors
 from slimbayes.posteriors.configs.joint_normal import JointNormal, Over
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
-Structure = Literal["full", "diagonal", "k-tied"]
+Structure = Literal["full", "kronecker", "diagonal", "k-tied"]
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,16 @@ def laplace(
         over: "both" rank-1 factors, "r" (outputs) or "s" (inputs) alone, or the "weights" and biases themselves.
         include, exclude: which layers, as in `bayesianize`.
         layers: "last" takes the layer that runs last alone.
-        structure: "full" covariances within each layer; "diagonal"; or "k-tied", a `KTied` posterior over the weights
-            whose scales of low rank are fitted to the diagonal.
+        structure: "full" covariances within each layer; "kronecker" products of two small ones, for weights;
+            "diagonal"; or "k-tied", a `KTied` posterior over the weights whose scales of low rank are fitted to the
+            diagonal.
         prior: a Normal for every number; or one of mean zero whose precision maximises the marginal likelihood, for
             each "layer" or "shared" by all. By default Normal(1, 0.1) for factors under a likelihood of classes, else
             "layer".
         noise: standard deviation of the targets' noise for "gaussian"; by default the one of most evidence. For
             "heteroscedastic_gaussian" that of the targets, the `scale` of training; by default 1.
-        full_up_to: layers with more numbers than that get a diagonal.
+        full_up_to: layers with more numbers than that get a Kronecker product of weights, or a diagonal of factors;
+            `summary` says which.
         rank: k of "k-tied".
         samples: draw so many targets for each row from the model instead of exact information about all outputs: for
             many classes or positions.
@@ -132,6 +134,7 @@ def laplace(
         members=next((len(f.r) for sites in means.values() for f in sites.values()), 1),
         prior=start,
         full_up_to=full_up_to if structure == "full" else 0,
+        beyond="kronecker" if over == "weights" and structure in ("full", "kronecker") else "independent",
     )
     batches = iter(labelled(work, loader))
     try:
@@ -170,11 +173,15 @@ def _check(
     likelihood_named(likelihood)
     for name, value, known in (
         ("layers", layers, ("all", "last")),
-        ("structure", structure, ("full", "diagonal", "k-tied")),
+        ("structure", structure, ("full", "kronecker", "diagonal", "k-tied")),
         ("over", over, ("both", "r", "s", "weights")),
     ):
         if value not in known:
             raise ValueError(f"laplace: unknown {name} {value!r}{did_you_mean(str(value), known)}")
+    if structure == "kronecker" and over != "weights":
+        raise ValueError(
+            f"laplace: a Kronecker product is of weights: structure='kronecker' needs over='weights', got {over!r}."
+        )
     if not isinstance(prior, Normal) and prior not in ("layer", "shared", None):
         raise ValueError(f'laplace: prior must be a Normal, "layer" or "shared", got {prior!r}.')
     if noise is not None and not 0 < noise < math.inf:
@@ -228,16 +235,14 @@ def _fit(
     joints: list[Any] = passes.posteriors_of(model)
     scaled = likelihood == "gaussian"  # one noise for all; a heteroscedastic head has its own
     spectra = []
-    for p, matrix in zip(joints, curvature.matrices, strict=True):
-        values = matrix if matrix.dim() == 2 else torch.linalg.eigvalsh(matrix).clamp_min(0)
+    for p, block in zip(joints, curvature.blocks, strict=True):
         far = (p.means(p.layer.linear_map(p.site.name)).detach().double() - p.prior.loc).square().sum()
-        spectra.append(Spectrum(p.name, values, float(far) / len(matrix)))
+        spectra.append(Spectrum(p.name, block.spectrum(), float(far) / p.members))
     given = [float(prior.scale) ** -2] * len(joints) if isinstance(prior, Normal) else None
     groups = [0 if prior == "shared" else id(p.layer) for p in joints]
     best = maximise(spectra, curvature.log_likelihood, curvature.targets, noise, scaled, given, groups)
-    for p, matrix, precision in zip(joints, curvature.matrices, best.precisions, strict=True):
-        roots = torch.stack([inverse_root(m / (best.noise**2 if scaled else 1.0), precision) for m in matrix])
-        p.set_root(roots)
+    for p, block, precision in zip(joints, curvature.blocks, best.precisions, strict=True):
+        block.fit(best.noise**2 if scaled else 1.0, precision)
         p.prior = Normal(p.prior.loc, precision**-0.5)
     _set_priors(model, config)
     precisions = {p.layer.bayes_name: precision for p, precision in zip(joints, best.precisions, strict=True)}

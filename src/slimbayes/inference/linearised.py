@@ -84,14 +84,14 @@ def _linear(rows: Rows, joints: list[Any], member: int, draws: int | None, seed:
             f"Use predict, which samples."
         )
     noise = [_noise(p, draws, seed, place, member) for place, p in enumerate(joints)]
-    roots = [p.log_scale[member].exp() if p.lower is None else p.root()[member] for p in joints]
+    roots = [p.times_root(member) for p in joints]
     spread = torch.zeros(draws or 1, *outputs.shape, dtype=outputs.dtype, device=outputs.device)
     flat = spread.view(len(spread), len(outputs), -1)
     for c in range(many):
         unit = torch.zeros_like(outputs).view(len(outputs), -1)
         unit[:, c] = 1.0
         for lines, root, e in zip(rows.pull(unit.view_as(outputs)), roots, noise, strict=True):
-            moved = lines * root if root.dim() == 1 else lines @ root
+            moved = root(lines)
             flat[:, :, c] += moved.square().sum(1) if e is None else e @ moved.mT
     return outputs, spread
 

@@ -16,20 +16,21 @@ def aligned(*tensors: Tensor) -> tuple[bool, ...]:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: tuple[Any, ...], key: Any
+    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: tuple[Any, ...], key: Any, warps: int = 4
 ) -> None:
-    """kernel[grid](*args, *constants).
+    """kernel[grid](*args, *constants, num_warps=warps).
 
     Args:
         kernel: a Triton kernel whose constants come last. Its whole numbers must not be specialised.
         key: everything else that Triton compiles a variant for: types of pointers, which of them are aligned.
+        warps: of a program; they follow from the constants.
     """
     if INTERPRETED or torch.compiler.is_compiling():
-        kernel[grid](*args, *constants)
+        kernel[grid](*args, *constants, num_warps=warps)
         return
     known = kernel, torch.cuda.current_device(), key, constants
     found = _COMPILED.get(known)
     if found is None:
-        _COMPILED[known] = kernel[grid](*args, *constants)
+        _COMPILED[known] = kernel[grid](*args, *constants, num_warps=warps)
     else:
         found[grid](*args, *constants)

@@ -2,10 +2,7 @@
 
 The factors f differ between blocks of rows (`loc` alone), or between single rows, as loc + scale * noise. Such noise is
 as large as the activations: it is made where it is used, from a seed, and again in the backward pass, and never stored.
-
-    numbers     Philox keyed by the seed, with the counter (column / 4, row, salt), whose four outputs serve four
-                columns side by side. The noise of an element does not depend on how the work is cut.
-    sums        each program adds up some rows of one block; the parts are added by torch, in a fixed order.
+Each program of the backward pass adds up some rows of one block; torch adds the parts, in a fixed order.
 
 Sizes: M rows, C channels, B blocks of rows: row i belongs to block i * B // M.
 """
@@ -20,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slimbayes.kernels.draws import drawn, noise
 from slimbayes.kernels.launch import aligned, launch
 
 POINT, NORMAL, CAUCHY, LOGNORMAL = 0, 1, 2, 3
 FAMILIES = {"Point": POINT, "Normal": NORMAL, "Cauchy": CAUCHY, "LogNormal": LOGNORMAL}
-BUSY = 2048  # programs that keep a GPU busy
+BUSY = 1024  # programs that keep a GPU busy
 
 
 class How(NamedTuple):
@@ -68,13 +66,14 @@ def scale_rows(
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.shape[0]:
         family, clip, salt, first_row = how
-        grid, rows, sizes, constants = _plan(x, loc)
+        grid, rows, sizes, constants, warps = _plan(x, loc, *_forward_tile(x.shape[1]))
         launch(
             _forward,
             grid,
             (x, loc, scale, bias, seed, y, salt, first_row, clip, rows, *sizes, *_steps(loc, scale, bias)),
             (*constants, family, bias is not None),
             (x.dtype, loc.dtype, dtype, bias is not None and bias.dtype, *aligned(x)),
+            warps,
         )
     return y
 
@@ -94,7 +93,7 @@ def gradients_of_rows(
     Shape: g (M, C), columns side by side; `bias` has the number of its lines, and its type.
     """
     need_x, need_loc, need_scale, need_bias = needs
-    grid, rows, sizes, constants = _plan(x, loc)
+    grid, rows, sizes, constants, warps = _plan(x, loc, 8, 32 if x.shape[1] <= 32 else 64)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
     count = need_loc + need_scale + need_bias
     # Sums that are needed lie in a row: of loc, of scale, of bias.
@@ -108,6 +107,7 @@ def gradients_of_rows(
             (g, x, loc, scale, seed, dx, parts, salt, first_row, clip, rows, *sizes, *steps, grid[1]),
             (*constants, family, need_x, need_loc, need_scale, need_bias),
             (g.dtype, x.dtype, loc.dtype, *aligned(x, g)),
+            warps,
         )
     else:
         parts.zero_()
@@ -161,54 +161,25 @@ def _steps(*lines: Tensor | None) -> list[int]:
     return [0 if line is None or line.shape[0] == 1 else line.stride(0) for line in lines]
 
 
-def _plan(x: Tensor, loc: Tensor) -> tuple[tuple[int, int, int], int, tuple[int, int], tuple[int, ...]]:
-    """Grid (blocks of rows, chunks of a block, tiles of columns), rows of a chunk, sizes (M, B), and constants."""
+def _forward_tile(channels: int) -> tuple[int, int]:
+    """Rows and columns of a tile: the fastest of a sweep on an H200. Sums want smaller ones, for their registers."""
+    if channels <= 64:
+        return 32, 32 if channels <= 32 else 64
+    return (16, 256) if 128 < channels <= 256 else (32, 128)
+
+
+def _plan(
+    x: Tensor, loc: Tensor, tall: int, wide: int
+) -> tuple[tuple[int, int, int], int, tuple[int, int], tuple[int, ...], int]:
+    """Grid (blocks of rows, chunks of a block, tiles of columns), rows of a chunk, sizes (M, B), constants, and warps.
+
+    There are as many chunks as keep a GPU busy; without any there is nothing to add up afterwards.
+    """
     (rows, channels), count = x.shape, loc.shape[0]
-    wide = 32 if channels <= 32 else 64 if channels <= 64 else 128
     tiles, largest = -(-channels // wide), -(-rows // count)
-    # As many programs as keep a GPU busy; without chunks there is nothing to add up afterwards.
-    chunks = 1 if count * tiles >= BUSY // 8 else min(-(-largest // 16), -(-BUSY // (count * tiles)))
-    return (
-        (count, max(chunks, 1), tiles),
-        -(-largest // max(chunks, 1)),
-        (rows, count),
-        (channels, x.stride(0), 8, wide),
-    )
-
-
-@triton.jit
-def _quantile(u):  # type: ignore[no-untyped-def]
-    """Of a standard Cauchy: tan(pi (u - 1/2))."""
-    angle = 3.141592653589793 * tl.maximum(u, 2.3e-10)
-    return -tl.cos(angle) / tl.maximum(tl.sin(angle), 1e-30)
-
-
-@triton.jit
-def _noise(key, row, quad, salt, FAMILY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Standard numbers for a tile: rows by four times as many columns as there are quads."""
-    zero = (row[:, None] + quad[None, :]) * 0
-    a, b, c, d = tl.philox(key, zero + quad[None, :], zero + row[:, None], zero + salt, zero, 7)  # rounds
-    a, b = tl.uint_to_uniform_float(a), tl.uint_to_uniform_float(b)
-    c, d = tl.uint_to_uniform_float(c), tl.uint_to_uniform_float(d)
-    if FAMILY == 2:
-        a, b, c, d = _quantile(a), _quantile(b), _quantile(c), _quantile(d)
-    else:
-        a, b = tl.pair_uniform_to_normal(a, b)
-        c, d = tl.pair_uniform_to_normal(c, d)
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (row.shape[0], 4 * quad.shape[0]))
-
-
-@triton.jit
-def _drawn(loc, scale, noise, clip, FAMILY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Factors, and their derivatives by loc and by scale."""
-    value = loc + scale * noise
-    by_loc = value * 0.0 + 1.0
-    if FAMILY == 3:
-        value = tl.exp(value)
-        by_loc = value
-    inside = (value >= -clip) & (value <= clip)
-    by_loc = tl.where(inside, by_loc, 0.0)
-    return tl.minimum(tl.maximum(value, -clip), clip), by_loc, tl.where(inside, by_loc * noise, 0.0)
+    chunks = max(1, min(-(-largest // tall), -(-BUSY // (count * tiles))))
+    warps = 8 if tall * wide > 2048 and wide == 128 else 4
+    return (count, chunks, tiles), -(-largest // chunks), (rows, count), (channels, x.stride(0), tall, wide), warps
 
 
 _NUMBERS = ["salt", "first_row", "clip", "rows", "M", "B", "loc_step", "scale_step", "bias_step", "chunks"]
@@ -238,8 +209,8 @@ def _forward(  # type: ignore[no-untyped-def]
         mask = (row < stop)[:, None] & there[None, :]
         factor = middle
         if FAMILY != 0:
-            factor, _by_loc, _by_scale = _drawn(
-                middle, width, _noise(key, row + first_row, quad, salt, FAMILY), clip, FAMILY
+            factor, _by_loc, _by_scale = drawn(
+                middle, width, noise(key, row + first_row, quad, salt, FAMILY), clip, FAMILY
             )
         at = row.to(tl.int64)[:, None]
         value = tl.load(x + at * X_STEP + column[None, :], mask=mask, other=0.0).to(tl.float32) * factor
@@ -274,8 +245,8 @@ def _backward(  # type: ignore[no-untyped-def]
         gradient = tl.load(g + at * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
         factor = middle
         if FAMILY != 0:
-            factor, by_loc, by_scale = _drawn(
-                middle, width, _noise(key, row + first_row, quad, salt, FAMILY), clip, FAMILY
+            factor, by_loc, by_scale = drawn(
+                middle, width, noise(key, row + first_row, quad, salt, FAMILY), clip, FAMILY
             )
         if DX:
             tl.store(dx + at * C + column[None, :], (gradient * factor).to(dx.dtype.element_ty), mask=mask)

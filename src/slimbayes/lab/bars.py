@@ -28,8 +28,8 @@ _PAUSE = 0.1  # seconds between two looks: a step may take a millisecond
 class Bars:
     """A watcher that draws a bar for each stretch of work. Use it as a context."""
 
-    def __init__(self, title: str = "", console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+    def __init__(self, title: str = "") -> None:
+        self.console = Console(stderr=True)
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),

@@ -21,7 +21,6 @@ from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import load_run
 from slimbayes.lab.paper_table import Numbers
-from slimbayes.lab.task import Task
 from slimbayes.models import keras_count
 from slimbayes.report.record import Record, read
 
@@ -54,8 +53,9 @@ class Case:
         found = task.validation if held_out else task.test
         if not isinstance(found, Split):
             raise ValueError(f"{task.name} has no such rows in memory: set data.validation, or leave `rows` out.")
-        # A task standardises all real targets but the test rows'.
-        return Split(found.x, _in_own_units(found.y, task)) if held_out else found
+        rows = task.in_own_units(found) if held_out else found  # test rows are in their own units already
+        assert isinstance(rows, Split)
+        return rows
 
     def draw(self, make: Callable[[], Any]) -> None:
         """Write a plot, where one is asked for and matplotlib is installed."""
@@ -66,10 +66,6 @@ class Case:
         except ImportError:
             return
         figure.savefig(self.picture, dpi=100)
-
-
-def _in_own_units(y: Tensor, task: Task) -> Tensor:
-    return y if task.y_mean is None or task.y_std is None else y * task.y_std + task.y_mean
 
 
 def scores(case: Case, network: nn.Module) -> Numbers:

@@ -18,7 +18,7 @@ from slimbayes.report.statistics import bootstrap_interval, mean
 
 BySeed = Mapping[int, Mapping[str, float]]  # scores of a row, for each seed
 PREFIXES = ("corrupted_", "validation_", "member_")
-_LOWER = ("corruption_error", "relative_corruption_error")
+_LOWER = ("corruption_error", "relative_corruption_error", "error_", "neg_elbo")  # how such names begin
 
 
 class Claim(BaseModel):
@@ -35,8 +35,8 @@ class Claim(BaseModel):
         name = self.score
         for prefix in PREFIXES:
             name = name.removeprefix(prefix)
-        lower = name in _LOWER or name.startswith("error_") or metric(name).better == "lower"
-        if not lower and metric(name).better != "higher":
+        lower = name.startswith(_LOWER) or metric(name).better == "lower"
+        if not lower and not name.startswith("snr") and metric(name).better != "higher":
             raise ValueError(f"claims: nobody says whether more or less of {self.score!r} is better.")
         return -1 if lower else 1
 

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 3 data or files are
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -104,7 +105,7 @@ def fit(
 @app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    draws: Annotated[str | None, typer.Option(help="Draws of each member, several joined by commas: 1,4,25.")] = None,
+    draws: Annotated[str | None, typer.Option(help="Draws of each member, joined by commas: 1,4,25; or exact.")] = None,
     overrides: Overrides = [],  # noqa: B006
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
@@ -116,7 +117,7 @@ def evaluate(
     from slimbayes.lab.fit import evaluate_run
     from slimbayes.lab.own_config import code_allowed
 
-    wanted = [*overrides, *([f"evaluate.draws=[{draws}]"] if draws else [])]
+    wanted = [*overrides, *([f"evaluate.draws={draws if draws == 'exact' else f'[{draws}]'}"] if draws else [])]
     with code_allowed(allow_code):
         evaluate_run(run, wanted, accelerator, data_dir, workers)
     print_scores(run)
@@ -174,7 +175,7 @@ def compare(
 
     from slimbayes.report import compare as table
 
-    made = table(_run_folders(runs), baseline=baseline, metrics=metric or None, on=on, severity=severity, draws=draws)
+    made = table(runs, baseline=baseline, metrics=metric or None, on=on, severity=severity, draws=draws)
     typer.echo(json.dumps(made.to_dict(), indent=1)) if as_json else Console().print(made.render())
 
 
@@ -187,7 +188,7 @@ def report(
     """Write one self-contained page about runs, from their records alone."""
     from slimbayes.report import write_page
 
-    page = write_page(_run_folders(runs), output, title)
+    page = write_page(runs, output, title)
     typer.echo(f"{page} ({page.stat().st_size / 1e6:.1f} MB): open it in a browser")
 
 
@@ -206,11 +207,12 @@ def sweep(
     data_dir: DataDir = None,
     accelerator: Accelerator = "auto",
     compile: Annotated[bool | None, typer.Option(help="torch.compile the networks; by default on a GPU.")] = None,
+    limit_seconds: Annotated[float, typer.Option(help="Stop then, with checkpoints; call again to go on.")] = math.inf,
 ) -> None:
     """Run seeds x methods x data sets; finished runs are skipped, others continued."""
     from slimbayes.lab.sweep import sweep as run_sweep
 
-    failed = run_sweep(config, out, over, jobs, dry, overrides, scale, data_dir, accelerator, compile)
+    failed = run_sweep(config, out, over, jobs, dry, overrides, scale, data_dir, accelerator, compile, limit_seconds)
     if failed:
         raise typer.Exit(1)
 
@@ -219,7 +221,7 @@ def sweep(
 def reproduce(
     table: Annotated[str, typer.Argument(help="Paper and table or figure: rank1/table2.")] = "",
     scale: Scale = "full",
-    seeds: Annotated[str, typer.Option(help="Seeds, joined by commas.")] = "0",
+    seeds: Annotated[str, typer.Option(help="Seeds, joined by commas: 0,1,2 or 0-9.")] = "0",
     out: Annotated[Path | None, typer.Option(help="Folder; runs/<paper>/<table> by default.")] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List what there is.")] = False,
     show_status: Annotated[
@@ -233,17 +235,17 @@ def reproduce(
     from slimbayes.lab.bars import Bars
     from slimbayes.lab.execution import Execution
 
+    if show_status:
+        from slimbayes.lab.kept import overview, status
+
+        typer.echo("\n".join(status(table, out) if table else overview()))
+        return
     if list_all or not table:
         typer.echo("\n".join(papers.list_all()))
         return
-    if show_status:
-        from slimbayes.lab.kept import status
-
-        typer.echo("\n".join(status(table, out)))
-        return
-    execution, numbers = Execution(accelerator=accelerator, data_dir=data_dir), [int(seed) for seed in seeds.split(",")]
+    execution = Execution(accelerator=accelerator, data_dir=data_dir)
     with Bars() as bars:
-        folder = papers.reproduce(table, out, execution, scale, numbers, bars)
+        folder = papers.reproduce(table, out, execution, scale, papers.parse_seeds(seeds), bars)
     typer.echo((folder / "table.md").read_text())
 
 
@@ -279,18 +281,9 @@ def config_schema(
     write_text(output, text + "\n") if output else typer.echo(text)
 
 
-def _run_folders(paths: list[Path]) -> list[Path]:
-    """Run directories, and those inside of folders that are none themselves."""
-    found: list[Path] = []
-    for path in paths:
-        inside = [] if (path / "record.json").exists() else sorted(p.parent for p in path.glob("**/record.json"))
-        found += inside or [path]
-    return found
-
-
 def main() -> None:
-    """The entry point."""
-    app()
+    """The entry point, under one name: completion of `python -m slimbayes` would be a script for python itself."""
+    app(prog_name="slimbayes")
 
 
 if __name__ == "__main__":

@@ -122,6 +122,8 @@ class Evaluate(Options):
 
     Attributes:
         draws: of each member; scores for every number here come from the same draws, the first so many of them.
+            "exact" runs every network that the picks of a method can make, once (EMP paper, B.4); the record then has
+            their number.
         batch: rows at once.
         corruptions: names, or "standard" (15), "all" (19), "none".
         shift: sets with the same classes (cifar10.1), ood: sets of other classes (cifar100 for cifar10).
@@ -131,7 +133,7 @@ class Evaluate(Options):
         examples: so many rows that it is most and least sure of are kept.
     """
 
-    draws: Annotated[tuple[Annotated[int, Field(ge=1, le=10_000)], ...], Field(min_length=1)] = (1,)
+    draws: Literal["exact"] | Annotated[tuple[Annotated[int, Field(ge=1, le=10_000)], ...], Field(min_length=1)] = (1,)
     batch: Count = 500
     corruptions: Literal["none", "standard", "all"] | tuple[str, ...] = "none"
     severities: Annotated[tuple[Annotated[int, Field(ge=1, le=5)], ...], Field(min_length=1)] = (1, 2, 3, 4, 5)

@@ -14,6 +14,7 @@ draws            a record                             calibration error by numbe
 convergence      a record with validation rows        -ELBO of validation rows on the way
 induced_priors   nothing                              densities of weights under priors of rank-1 factors
 prior_functions  nothing                              steps of functions from the priors of dropout and EMP
+step_times       nothing                              milliseconds of a training step of `posterior`
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from slimbayes.lab.execution import Nobody
 from slimbayes.lab.other_sets import check, corrupted
 from slimbayes.lab.paper_table import Numbers, calibration_errors
 from slimbayes.lab.seeds import key, seed_everything
+from slimbayes.lab.step_times import step_times
 from slimbayes.lab.task import batches
 from slimbayes.report.record import Evaluation, Record
 from slimbayes.train.likelihoods import LIKELIHOODS
@@ -248,5 +250,6 @@ DIAGNOSTICS: dict[str, Callable[[Case], Found]] = {
         convergence,
         induced_priors,
         prior_functions,
+        step_times,
     )
 }

@@ -5,7 +5,7 @@ What a posterior cannot be asked (a spectrum of picks, a k-hat without a density
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.lab.case import Case
 from slimbayes.lab.diagnose import elbo, snr, spectrum, truncation
 from slimbayes.lab.execution import Execution
-from slimbayes.lab.fit_check import diagnose_fit
+from slimbayes.lab.fit import diagnose_fit
 from slimbayes.lab.paper_table import Numbers
 from slimbayes.lab.run_folder import read_curve
 
@@ -27,13 +27,12 @@ _SHOWN = ("neg_elbo", "nll", "accuracy", "ece", "rmse", "lpd")  # scores of trun
 _LABELS = {"neg_elbo": "-ELBO", "draw_nll": "NLL of a draw", "kl": "KL"}
 
 
-def diagnose_run(run: Path, execution: Execution, draws: int = 16, ranks: Sequence[int] = (1, 2, 3)) -> dict[str, Any]:
+def diagnose_run(run: Path, execution: Execution, draws: int = 16) -> dict[str, Any]:
     """Look at a finished run: ELBO, scores and calibration of its test rows, the check of its fit with k-hat, spectrum,
-    scales cut to some ranks, and the noise of gradients.
+    scales cut to ranks 1 to 3 where its matrices have them, and the noise of gradients.
 
     Args:
         draws: of each member, for scores.
-        ranks: that scales are cut to, as far as its matrices have them.
 
     Example:
         >>> diagnose_run(Path("runs/two-tied-0123456789ab"), Execution())["scores"]["neg_elbo"]  # doctest: +SKIP
@@ -58,7 +57,7 @@ def diagnose_run(run: Path, execution: Execution, draws: int = 16, ranks: Sequen
         found["notes"].append(f"spectrum, truncation and SNR: {error}")
         return found
     add("spectrum", lambda: spectrum(replace(case, picture=None))[1])
-    for rank in (rank for rank in ranks if rank <= narrowest):
+    for rank in (rank for rank in (1, 2, 3) if rank <= narrowest):
         add(f"rank {rank}", partial(_cut, case, rank))
     add("snr", lambda: snr(case)[1])
     return found

@@ -23,6 +23,7 @@ from slimbayes.lab.execution import Execution, Nobody, Watcher
 from slimbayes.lab.other_sets import check, corrupted, fitting, unfamiliar
 from slimbayes.lab.seeds import key, seed_everything
 from slimbayes.lab.task import Rows, Task, batches, limited
+from slimbayes.prediction.draws import Networks
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.report.record import Evaluation, Example
@@ -61,6 +62,20 @@ class Predictor(NamedTuple):
         """The same in training; one where the network says it, in units of the targets' deviation."""
         return 1.0 if isinstance(self.experiment.noise, str) else self.experiment.noise
 
+    def asked_draws(self) -> list[int]:
+        """The numbers of draws that the config asks for; of "exact" how many networks each member can be."""
+        asked = self.experiment.evaluate.draws
+        if not posteriors_of(self.network):
+            return [1]
+        return [self._networks] if asked == "exact" else sorted(set(asked))
+
+    @property
+    def _networks(self) -> int:
+        """How many networks each member can be, where all are run; 0 where the config asks for draws."""
+        if self.experiment.evaluate.draws != "exact":
+            return 0
+        return Networks(self.network, None, True, "auto", 0, None).count // sb.members(self.network)
+
     def predictions(
         self, rows: Rows, place: str, draws: Sequence[int], workers: int = 0, name: str = ""
     ) -> Iterator[tuple[dict[int, Prediction], Tensor]]:
@@ -81,12 +96,20 @@ class Predictor(NamedTuple):
             if self.device.type == "cuda" and x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             with precision:
-                made = predict_prefixes(self.network, x, draws, self.likelihood, self.noise, seed, first, True)
+                made = self._predict(x, draws, seed, first)
             self._check_finite(raw, made[max(made)].mean, name, first)
             if self.task.y_mean is not None and self.task.y_std is not None:
                 made = {n: p.rescaled(self.task.y_mean, self.task.y_std) for n, p in made.items()}
             first += len(y)
             yield made, y
+
+    def _predict(self, x: Tensor, draws: Sequence[int], seed: int, first: int) -> dict[int, Prediction]:
+        if list(draws) != [self._networks]:
+            return predict_prefixes(self.network, x, draws, self.likelihood, self.noise, seed, first, True)
+        found = sb.predict(
+            self.network, x, "exact", likelihood=self.likelihood, scale=self.noise, seed=seed, allow_nonfinite=True
+        )
+        return {draws[0]: found}
 
     def _check_finite(self, inputs: Tensor, outputs: Tensor, name: str, first: int) -> None:
         """Refuse outputs that are not finite, and say whose fault it is: the inputs', the weights' or their size's."""
@@ -133,7 +156,7 @@ class Predictor(NamedTuple):
         if not self.discrete:
             return regression_scores(self.device)
         classes, chosen = max(2, len(self.task.classes)), self.experiment.evaluate
-        binary, members = self.likelihood == "bernoulli", sb.members(self.network)
+        binary, members = self.likelihood == "bernoulli", 1 if self._networks > 1 else sb.members(self.network)
         return class_scores(classes, chosen.bins, members, binary, self.device, chosen.drop)
 
     def scores_after(self, epoch: int, workers: int = 0) -> dict[str, float]:
@@ -170,7 +193,7 @@ def evaluate(
     """All evaluations that a config asks for, and the rows it is most and least sure of."""
     task, chosen, workers = predictor.task, predictor.experiment.evaluate, execution.workers
     check(chosen, task, execution)
-    draws = sorted(set(chosen.draws)) if posteriors_of(predictor.network) else [1]
+    draws = predictor.asked_draws()
     made, familiar = predictor.score(task.test, draws, task.name, "test", workers=workers)
     if task.validation is not None:
         rows = task.in_own_units(task.validation)

@@ -22,7 +22,7 @@ _COMPARED = 8  # draws of a single member that diversity compares
 
 
 class Mean:
-    """A running mean in float64."""
+    """A running mean in float64; torchmetrics is imported where rows are scored, and takes as long as torch."""
 
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
@@ -74,7 +74,10 @@ class Scores:
                 scores["accuracy"].update(probs, target)
                 scores["ece"].update(probs, target)
                 scores["nll"].update(-log_prob)
-        compared = prediction if self.members else _draws_as_members(prediction)
+        compared = prediction
+        if not self.members:  # of a single member, its first draws
+            assert prediction.by_draw is not None  # predict_prefixes keeps them
+            compared = replace(prediction, by_member=prediction.by_draw[:_COMPARED], weights=None)
         if len(compared.by_member) > 1:
             for name, metric in self.diversity.items():
                 metric.update(compared, target) if name == "normalised_disagreement" else metric.update(compared)
@@ -141,12 +144,6 @@ def ood_scores(familiar: Tensor, unfamiliar: Tensor) -> dict[str, float]:
     for metric in chosen.values():
         metric.to(scores.device).update(scores, target)
     return _numbers(chosen)
-
-
-def _draws_as_members(prediction: Prediction) -> Prediction:
-    """What diversity compares of a single member: its first draws."""
-    assert prediction.by_draw is not None  # predict_prefixes keeps them
-    return replace(prediction, by_member=prediction.by_draw[:_COMPARED], weights=None)
 
 
 def _alone(group: Mapping[str, Any], device: torch.device) -> Metrics:

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.data import Dataset
+from slimbayes.data import Dataset, Split
+from slimbayes.diagnostics.check import check as check_posterior
 from slimbayes.files import write_json
 from slimbayes.lab.bars import Bars
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import merged, parse_override, validate
 from slimbayes.lab.evaluate import Predictor, check, evaluate
 from slimbayes.lab.execution import Execution, Nobody, Watcher, leave_together
-from slimbayes.lab.fit_check import diagnose_fit
 from slimbayes.lab.intake import data_digest, open_data
 from slimbayes.lab.network import likelihood_of, plain_network, with_noise
 from slimbayes.lab.own_config import code_allowed
@@ -36,16 +38,20 @@ from slimbayes.lab.run_folder import (
     environment,
     open_run,
     read_curve,
+    read_losses,
     seal,
     stored_experiment,
     unseal,
     write_data,
 )
-from slimbayes.lab.task import Task, open_task
+from slimbayes.lab.seeds import seed_everything
+from slimbayes.lab.task import Rows, Task, open_task
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
 from slimbayes.lab.training import Training
 from slimbayes.report.record import Cost, Diagnostics, Parameters, Record, RecordError, read, write
+
+_ROWS, _PICTURES = 128, 32  # that are looked at, and of folders, whose pictures are large
 
 
 def fit(
@@ -87,6 +93,7 @@ def fit(
                 write_data(folder, training.task.name, training.task.sha256)
             if judge:
                 check(experiment.evaluate, training.task, execution)
+                training.predictor.asked_draws()  # refuses "exact" of networks that cannot be counted
             training.run(resume)
             leave_together(fabric)
         if first:
@@ -215,3 +222,33 @@ def _former_commands(folder: Path) -> list[str]:
         return read(folder).commands
     except RecordError:
         return []
+
+
+# --- diagnostics after every fit, from some rows of its own ---
+
+
+def diagnose_fit(predictor: Predictor, folder: Path, curve: Sequence[dict[str, float]]) -> Diagnostics:
+    """Diagnostics of a trained network: KL, NLL and k-hat on training rows, label changes on test rows."""
+    task, experiment = predictor.task, predictor.experiment
+    seed_everything(experiment.seed, "diagnostics")
+    (x, y), (unseen, _) = (_some(rows, predictor) for rows in (task.train, task.test))
+    weight = curve[-1].get("kl_weight", 1.0) if curve else 1.0
+    found = check_posterior(
+        predictor.network, x, y, predictor.likelihood, predictor.training_noise, len(task.train), weight, unseen
+    )
+    skipped = sum(not math.isfinite(loss) for loss in read_losses(folder))
+    warnings = found.warnings
+    if skipped:
+        warnings.append(f"The loss of {skipped} steps was not finite. Lower the learning rate or clip gradients.")
+    return Diagnostics(**found.to_dict() | {"warnings": warnings}, nonfinite_steps=skipped)
+
+
+def _some(rows: Rows, predictor: Predictor) -> tuple[Tensor, Tensor]:
+    """Inputs as the network takes them and targets of a few rows, spread evenly."""
+    most = _ROWS if isinstance(rows, Split) else _PICTURES
+    index = torch.linspace(0, len(rows) - 1, min(most, len(rows))).long()
+    if isinstance(rows, Split):
+        x, y = rows.x[index.to(rows.x.device)], rows.y[index.to(rows.y.device)]
+    else:
+        x, y = torch.stack([rows[i][0] for i in index.tolist()]), rows.y[index]
+    return predictor.task.scaling(x.to(predictor.device)), y.to(predictor.device)

@@ -173,7 +173,8 @@ def check_split(
     """Refuse one split whose inputs or targets are no finite numbers, or whose labels are not below `classes`."""
     for what, values in (("inputs", rows.x), ("targets", rows.y)):
         if not isinstance(values, Tensor) or values.is_complex():
-            raise TypeError(f"{place}: {what} must be a tensor of real numbers, got {_told(values)}.")
+            got = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise TypeError(f"{place}: {what} must be a tensor of real numbers, got {got}.")
     if not rows.x.numel():
         raise ValueError(f"{place}: rows have no columns, got inputs of shape {tuple(rows.x.shape)}.")
     if not allow_nonfinite:
@@ -190,10 +191,6 @@ def check_split(
 
 def _is_label(y: Tensor) -> bool:
     return not y.is_floating_point() and y.dim() == 1
-
-
-def _told(values: object) -> str:
-    return str(values.dtype) if isinstance(values, Tensor) else type(values).__name__
 
 
 def _refuse(values: Tensor, columns: Sequence[str], message: str) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 from slimbayes.errors import cut
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import ConfigError, validate
-from slimbayes.lab.papers import PaperRow, Scale, find, roots
+from slimbayes.lab.papers import PaperRow, Scale, find, listings, roots
 from slimbayes.report.record import Record, RecordError, read
+from slimbayes.untrusted import parse_json, read_file
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
 _SHOWN = 4  # fields that differ
@@ -38,16 +40,38 @@ def kept_rows(name: str, folders: Sequence[Path], experiments: Sequence[Path] | 
         >>> [(row.row, row.seeds) for row in kept_rows("rank1/table8/deep-*", [])]
         [('deep-ensemble-5', {}), ('deep-ensemble-10', {})]
     """
-    rows = [row for row in find(name, experiments) if row.trains]
+    return _kept(find(name, experiments), list(_records(folders)), folders)
+
+
+def _kept(rows: Sequence[PaperRow], records: Iterable[tuple[Path, Record]], folders: Sequence[Path]) -> list[KeptRow]:
     out = {row.stem: KeptRow(row.stem) for row in rows}
-    for file, record in _records(folders):
-        _place(rows, out, file, record)
+    # Of a table's configs each is read once, however many records there are.
+    wanted = cache(lambda index, scale, seed: rows[index].experiment(scale, seed))
+    for file, record in records:
+        asked = [(i, scale) for i, row in enumerate(rows) for scale in SCALES if row.trains]
+        _place([(rows[i].stem, scale, wanted(i, scale, record.seed)) for i, scale in asked], out, file, record)
+    for row in (row for row in rows if not row.trains):  # no run to have a record of: its table is all there is
+        out[row.stem].seeds = _tabled(row, folders)
     return list(out.values())
+
+
+def _tabled(row: PaperRow, folders: Sequence[Path]) -> dict[str, list[int]]:
+    """Seeds by scale of a row that trains nothing, from tables that were written."""
+    found: dict[str, set[int]] = {}
+    for file in sorted({file for folder in folders for file in folder.glob("**/table.json")}):
+        try:
+            table = parse_json(read_file(file))
+            if f"{row.name}/".startswith(f"{table['name']}/"):
+                seeds = {seed for one in table["rows"] if one["row"] == row.stem for seed in one["seeds"]}
+                found.setdefault(table["scale"], set()).update(seeds)
+        except (OSError, ValueError, KeyError, TypeError):  # no table of ours
+            continue
+    return {scale: sorted(seeds) for scale, seeds in found.items()}
 
 
 def _records(folders: Sequence[Path]) -> Iterable[tuple[Path, Record]]:
     for file in sorted({file for folder in folders for file in folder.glob("**/*.json")}):
-        if file.name == "record.json" or file.parent in folders:
+        if file.name == "record.json" or (file.parent in folders and file.name != "table.json"):
             try:
                 yield file, read(file)
             except RecordError:
@@ -63,21 +87,21 @@ def by_hash(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _place(rows: Sequence[PaperRow], out: Mapping[str, KeptRow], file: Path, record: Record) -> None:
+def _place(
+    wanted: Sequence[tuple[str, Scale, Experiment]], out: Mapping[str, KeptRow], file: Path, record: Record
+) -> None:
     present, fault = _present(record)
     alike: list[tuple[str, list[str]]] = []
     taken = False
-    for row in rows:
-        for scale in SCALES:
-            wanted = row.experiment(scale, record.seed)
-            if wanted.hash in (record.config_hash, present and present.hash):
-                seeds = out[row.stem].seeds.setdefault(scale, [])
-                if record.seed not in seeds:
-                    seeds.append(record.seed)
-                    out[row.stem].older += wanted.hash != record.config_hash
-                taken = True
-            elif wanted.name == record.name:
-                alike.append((row.stem, differences(record.config, wanted.resolved)))
+    for stem, scale, config in wanted:
+        if config.hash in (record.config_hash, present and present.hash):
+            seeds = out[stem].seeds.setdefault(scale, [])
+            if record.seed not in seeds:
+                seeds.append(record.seed)
+                out[stem].older += config.hash != record.config_hash
+            taken = True
+        elif config.name == record.name:  # with today's defaults on both sides: options that came since do not differ
+            alike.append((stem, differences(present.resolved if present else record.config, config.resolved)))
     if not taken and alike:
         stem, odd = min(alike, key=lambda one: len(one[1]))
         more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
@@ -120,9 +144,7 @@ def status(name: str, out: Path | None = None, folders: Sequence[Path] | None = 
         ['row', 'full', 'small']
     """
     table = "/".join(name.strip("/").split("/")[:2])
-    if folders is None:
-        kept = [root.parent / "results" / table.partition("/")[0] for root in roots()]  # tables share runs
-        folders = list(dict.fromkeys(folder.resolve() for folder in kept if folder.is_dir()))
+    folders = _results(table) if folders is None else folders
     rows = kept_rows(name, [*folders, out or Path("runs") / table])
     width = max(len(row.row) for row in rows) + 2 if rows else 5
     lines = [f"{'row':<{width}}{'full':<24}small"]
@@ -130,8 +152,33 @@ def status(name: str, out: Path | None = None, folders: Sequence[Path] | None = 
         cells = [_seeds(row.seeds.get(scale, [])) for scale in SCALES]
         lines.append(f"{row.row:<{width}}{cells[0]:<24}{cells[1]}".rstrip())
     if older := sum(row.older for row in rows):
-        lines.append(f"{older} of them are from before hashes left defaults out, and were found by their configs.")
+        lines.append(f"Found by their configs, from before hashes left defaults out: {older}.")
     return lines + [remark for row in rows for remark in row.remarks]
+
+
+def _results(table: str) -> list[Path]:
+    """Folders of a paper's results beside the experiments: its tables share runs."""
+    kept = [root.parent / "results" / table.partition("/")[0] for root in roots()]
+    return list(dict.fromkeys(folder.resolve() for folder in kept if folder.is_dir()))
+
+
+def overview(folders: Sequence[Path] | None = None) -> list[str]:
+    """A line for each table and figure: how many of its rows have records, by scale; in results/, or in `folders`.
+
+    Example:
+        >>> [line.split() for line in overview(folders=[]) if line.startswith("rank1/table8")]
+        [['rank1/table8', '5', '0', '0']]
+    """
+    lines = [f"{'table or figure':<24}{'rows':>5}{'full':>6}{'small':>6}"]
+    records: dict[str, list[tuple[Path, Record]]] = {}
+    for name in listings():
+        paper, where = name.partition("/")[0], _results(name) if folders is None else folders
+        if paper not in records:  # its tables share them
+            records[paper] = list(_records(where))
+        rows = _kept(find(name), records[paper], where)
+        counts = [sum(bool(row.seeds.get(scale)) for row in rows) for scale in SCALES]
+        lines.append(f"{name:<24}{len(rows):>5}{counts[0]:>6}{counts[1]:>6}")
+    return lines
 
 
 def _seeds(seeds: list[int]) -> str:

@@ -2,7 +2,7 @@
 
     reproduce("rank1/table2", Path("runs/table2"), Execution(data_dir=data), scale="small", seeds=[0, 1, 2])
 
-    out/<name>-<hash>/             the run of a row and a seed (see runs.py); rows that share a config share a run
+    out/<name>-<hash>/             the run of a row and a seed (see run_folder.py); rows that share a config share a run
     out/diagnostics/               what diagnostics found, and their plots
     out/table.md, out/table.json   written anew after each run
     out/page.html                  of a figure: the report of its runs, with curves and scores by severity
@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slimbayes.data.uci import standard_splits
+from slimbayes.errors import brief
 from slimbayes.files import write_text
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.execution import Execution, Nobody, Watcher
@@ -168,6 +170,19 @@ def _earlier(file: Path, key: dict[str, Any]) -> dict[str, Any] | None:
         return None
     numeric = all(isinstance(number, int | float) for number in found["numbers"].values())
     return found if numeric and all(found.get(name) == value for name, value in key.items()) else None
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds from a command line.
+
+    Example:
+        >>> parse_seeds("0-3,7")
+        [0, 1, 2, 3, 7]
+    """
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
+        raise ValueError(f"--seeds takes whole numbers and ranges of them, such as 0,1,2 or 0-9, got {brief(text)}.")
+    parts = [part.partition("-") for part in text.split(",")]
+    return [seed for first, _, last in parts for seed in range(int(first), int(last or first) + 1)]
 
 
 def list_all() -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import fcntl
 import hashlib
-import logging
 import platform
 import re
 import shlex
@@ -22,7 +21,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +32,7 @@ from slimbayes.files import sweep, write_json, write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import ConfigError, read_tree, validate
 from slimbayes.lab.yaml_text import dump
+from slimbayes.report.record import note_unsealed
 from slimbayes.untrusted import parse_json, read_file
 
 _STEPS = "step,loss,nll,kl\n"
@@ -128,7 +127,7 @@ def check_seal(folder: Path, names: Sequence[str]) -> None:
     """Refuse files that changed since the run ended; runs that have not ended, and older ones, have no such sums."""
     if not (folder / _SUMS).exists():
         if (folder / "record.json").exists():
-            _note_unsealed()
+            note_unsealed("Runs without SHA256SUMS")
         return
     lines = (folder / _SUMS).read_text(errors="replace").splitlines()
     known = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
@@ -141,11 +140,6 @@ def check_seal(folder: Path, names: Sequence[str]) -> None:
                 f"{file} is damaged, or was changed after the run: it does not fit {folder / _SUMS}. Restore it from a "
                 f"copy, or remove {_SUMS} if the change is meant."
             )
-
-
-@cache
-def _note_unsealed() -> None:  # once: an old folder has hundreds
-    logging.getLogger("slimbayes").warning("Runs without SHA256SUMS, of an older slimbayes, are read unchecked.")
 
 
 def check_data_of(folder: Path, name: str, sha256: str) -> str:

@@ -9,10 +9,8 @@ from slimbayes.engine.noise import key as key
 
 
 def seed_everything(seed: int, *place: object) -> None:
-    """Set torch's generators, of all devices, for one place of a run.
-
-    All processes of a run use the same seeds: a pass draws the numbers of every process and takes its own share.
-    """
+    """Set torch's generators, of all devices, for one place of a run; alike in all its processes, whose passes draw
+    numbers of their own from it all the same."""
     number = key(seed, *place)
     if torch.cuda.is_initialized():
         torch.manual_seed(number)

@@ -8,28 +8,28 @@ Sizes: B rows of a step, S draws.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
 from slimbayes.data import Split
-from slimbayes.data.folders import ImageFolder
+from slimbayes.data.folders import ImageFolder, read_crop
+from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import Predictor
-from slimbayes.lab.pictures import crops_pictures
 from slimbayes.lab.recipes import set_rate
-from slimbayes.lab.seeds import seed_everything
+from slimbayes.lab.seeds import generator, seed_everything
 from slimbayes.prediction.sample import sample
 from slimbayes.train.elbo import ELBO, check_finite, elbo
 from slimbayes.train.likelihoods import LIKELIHOODS
 from slimbayes.train.optim import apart, l2
+from slimbayes.train.recorded import record
 
 Batch = tuple[Tensor, ...]  # row numbers (B,) of a set that is on the device, or inputs and targets
 
@@ -168,38 +168,17 @@ class TrainingStep:
         """Record the step as one CUDA graph; returns why not, if so. Network and optimizer are as before."""
         self.static = tuple(t.clone() for t in batch)
         tensors = [*self.network.state_dict().values(), *self.averages.values(), self.history, self.failed]
-        kept = {id(t): (t, t.detach().clone()) for t in [*tensors, *self._moments()]}
         try:
-            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", module="torch")  # on streams; what slimbayes says is for the user
-                for _ in range(3):
-                    self.once(self.static)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph):
-                self.once(self.static)
-            self.graph = graph
+            self.graph, _ = record(lambda: self.once(self.static), tensors, self.optimizer)
         except Exception as error:  # whatever a model does that cannot be recorded, it can still be trained
-            torch.cuda.synchronize()
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        finally:  # undo those steps in place: the graph holds on to the very tensors
-            with torch.no_grad():
-                for tensor, value in kept.values():
-                    tensor.copy_(value)
-                for moment in self._moments():
-                    if id(moment) not in kept:
-                        moment.zero_()  # made by those steps: zero is where it starts
         return None
-
-    def _moments(self) -> list[Tensor]:
-        return [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
 
     # --- numbers that are not finite ---
 
     def broken_parameter(self) -> str | None:
         """The name of a parameter that is NaN or infinite, the same in all processes."""
-        local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in self.network.named_parameters()}
+        local = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in self.network.named_parameters()}
         bad = torch.stack([~p.detach().isfinite().all() for p in local.values()])
         if self.fabric.world_size > 1:  # a shard is looked at by one process, and all must agree
             bad = self.fabric.all_reduce(bad.float(), reduce_op="sum") > 0
@@ -232,3 +211,39 @@ class TrainingStep:
         if found:
             return f"The first layer whose output is NaN or infinite is {found[0]!r}."
         return "All layers' outputs are finite, so it is the likelihood, the KL or the penalty that is not."
+
+
+# --- crops of full pictures, made where they are decoded ---
+
+
+@dataclass(frozen=True)
+class RandomCrops(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """An image folder in one epoch, cropped from the full pictures, before they become a batch without their sides.
+
+    A row's crop depends on seed, epoch and row alone, not on who decodes it.
+    """
+
+    rows: ImageFolder
+    crop: Callable[..., Tensor]
+    seed: int
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        cut = self.crop(self.rows.paths[index], generator=generator(self.seed, "crop", self.epoch, index))
+        return cut, int(self.rows.y[index])
+
+
+def crops_pictures(experiment: Experiment) -> bool:
+    """Whether the augmentation crops full pictures of image folders; others act on batches of their centres."""
+    return experiment.augment is not None and experiment.augment.kind == "resized_crop"
+
+
+def pictures(rows: ImageFolder, experiment: Experiment, epoch: int) -> ImageFolder | RandomCrops:
+    """What an epoch's loader reads: pictures cropped at random, or as the folder itself reads them."""
+    if experiment.augment is None or not crops_pictures(experiment):
+        return rows
+    crop = partial(read_crop, **experiment.augment.model_dump(exclude={"kind"}))
+    return RandomCrops(rows, crop, experiment.seed, epoch)

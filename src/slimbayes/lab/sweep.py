@@ -13,6 +13,7 @@ import math
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.launch import Run, train
 
 _UNNAMED = ("seed", "data.name")  # runs that differ by these alone share a name: reports tell them apart
-_COLOURS = {"finished": "green", "skipped": "dim", "failed": "red", "stopped": "yellow"}
+_COLOURS = {"finished": "green", "skipped": "dim", "failed": "red", "stopped": "yellow", "left": "yellow"}
 MOST = 10_000  # combinations
 _SHOWN = 20  # faults in one message
 
@@ -42,9 +43,9 @@ _SHOWN = 20  # faults in one message
 def sweep(
     config: Path, out: Path, over: Sequence[str] = (), jobs: int = 1, dry: bool = False,
     overrides: Sequence[str] = (), scale: str = "full", data_dir: Path | None = None, accelerator: str = "auto",
-    compile: bool | None = None,
+    compile: bool | None = None, limit_seconds: float = math.inf,
 ) -> int:  # fmt: skip
-    """Run all combinations; returns how many failed. Runs that have finished are skipped.
+    """Run all combinations, seed by seed; returns how many failed or were left. Runs that have finished are skipped.
 
     Args:
         config: a YAML file, all of whose rows are run, or one row of it: "table.yaml#row".
@@ -55,6 +56,8 @@ def sweep(
         overrides: "path=value" for every run.
         scale: "small" lays the file's `small` values over the others.
         compile: whether networks are compiled, as in `slimbayes fit`.
+        limit_seconds: when the call ends: runs under way are then asked to stop and keep a checkpoint, and none begins
+            that would take longer than is left, if it took as long as the longest that finished in this call.
 
     Example:
         >>> sweep(Path("rank1.yaml"), Path("runs"), ["seed=[0, 1, 2]"], jobs=4)  # doctest: +SKIP
@@ -72,10 +75,16 @@ def sweep(
     for number in range(jobs):
         slots.put({"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {})
 
+    end, took = time.monotonic() + limit_seconds, [0.0]  # seconds of runs that finished
+
     def work(run: Run) -> tuple[Run, str, str]:
-        slot = slots.get()
+        slot, start = slots.get(), time.monotonic()
         try:
-            return run, *train(run, words, slot, lambda: not stopped.is_set())
+            if start + max(took) >= end and run.state != "finished":
+                return run, "left", "there was no time for it: call again to go on"
+            state, reason = train(run, words, slot, lambda: not stopped.is_set() and time.monotonic() < end)
+            took.extend([time.monotonic() - start] if state == "finished" else [])
+            return run, state, reason
         finally:
             slots.put(slot)
 
@@ -112,7 +121,7 @@ def combinations(
             lines += [where[0] + (f" and {len(where) - 1} more:" if where[1:] else ":"), fault]
         raise ConfigError(cut("\n".join(lines), most=3500))
     _check_names(found.values())
-    return list(found.values())
+    return sorted(found.values(), key=lambda run: run.experiment.seed)  # what is cut short has whole seeds
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

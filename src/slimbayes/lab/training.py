@@ -23,10 +23,9 @@ from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution, Watcher, leave_together, noting_signals
 from slimbayes.lab.network import build_network, likelihood_of
-from slimbayes.lab.pictures import pictures
 from slimbayes.lab.run_folder import RunError, append_steps, forget_steps, tensorboard
 from slimbayes.lab.seeds import generator, seed_everything
-from slimbayes.lab.step import Batch, TrainingStep
+from slimbayes.lab.step import Batch, TrainingStep, pictures
 from slimbayes.lab.task import open_task
 from slimbayes.lab.tracking import Tracker
 from slimbayes.train.elbo import warn_of_dwarfed

@@ -10,9 +10,9 @@ from importlib import import_module
 from torch import nn
 
 from slimbayes.layers.anything import any_class, has_bias, matrices_of, scales_of
-from slimbayes.layers.base import LAYERS, BayesLayer, registered
+from slimbayes.layers.base import LAYERS, BayesLayer, made_once, registered
 from slimbayes.layers.base import register_layer as register_layer
-from slimbayes.layers.quantised import is_quantised, quantised_class
+from slimbayes.layers.linear import is_quantised, quantised_class
 from slimbayes.layers.site import Kind
 
 # Files for packages that may not be installed: where the types live -> our module, imported when such a layer is met.
@@ -24,7 +24,6 @@ for _module in pkgutil.iter_modules(__path__):
 
 # What a fast path calls of its plain class: a subclass that changes any of it is a type of its own.
 _CALLED = ("forward", "_conv_forward", "_output_padding", "_check_input_dim", "_get_no_batch_dim")
-_SUBCLASSES: dict[type[nn.Module], type[BayesLayer]] = {}
 
 
 def bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
@@ -47,21 +46,10 @@ def bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
     return None if changed else subclass(known, kind)
 
 
+@made_once
 def subclass(known: type[BayesLayer], kind: type[nn.Module]) -> type[BayesLayer]:
     """The converted class of a subclass that keeps the forward of its parent, whose converted class is `known`."""
-    if kind not in _SUBCLASSES:
-        space = {"plain": kind, "__module__": __name__, "__reduce_ex__": _reduce}
-        _SUBCLASSES[kind] = type(f"Bayes{kind.__name__}", (known, kind), space)
-    return _SUBCLASSES[kind]
-
-
-def _reduce(layer: BayesLayer, protocol: object) -> object:
-    return _empty, (type(layer).__bases__[0], layer.plain), layer.__getstate__()
-
-
-def _empty(known: type[BayesLayer], kind: type[nn.Module]) -> nn.Module:
-    cls = subclass(known, kind)
-    return cls.__new__(cls)
+    return type(f"Bayes{kind.__name__}", (known, kind), {"plain": kind, "__module__": __name__})
 
 
 def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | None:

@@ -20,11 +20,10 @@ from slimbayes.engine import passes
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.rows import sizes_of_blocks
 from slimbayes.engine.tree import arrays_of, map_arrays, tree_map
-from slimbayes.layers.base import BayesLayer, reading
+from slimbayes.layers.base import BayesLayer, made_once, reading
 from slimbayes.layers.parameters import has, mask_of, own_value
 from slimbayes.layers.site import Kind, LinearMap, Site
 
-_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...], str], type[BayesLayer]] = {}
 NOT_WORTH_IT = re.compile(
     r"posit|pos_?(emb|enc|bias|table)|wpe|(^|_)rel_|relative|_token$|bias_table|logit_scale", re.IGNORECASE
 )
@@ -195,23 +194,11 @@ def _site(layer: nn.Module, name: str, kind: Kind) -> Site:
     return Site(name, shape[1], shape[0], bias, name, shape, whole=True)
 
 
+@made_once
 def any_class(
     plain: type[nn.Module], names: tuple[str, ...], kind: Kind, read_names: tuple[str, ...]
 ) -> type[BayesLayer]:
     """The class of converted layers of one type, of which these parameters are drawn."""
-    at = (plain, names, kind)
-    if at not in _CLASSES:
-        attributes: dict[str, Any] = {"plain": plain, "drawn_names": names, "bayes_kind": kind}
-        attributes |= {"read_names": read_names, "__module__": __name__, "__reduce_ex__": _reduce}
-        attributes |= {name: reading(name) for name in read_names}
-        _CLASSES[at] = type(f"Bayes{plain.__name__}", (AnyLayer, plain), attributes)
-    return _CLASSES[at]
-
-
-def _reduce(layer: Any, protocol: Any) -> Any:
-    return _empty, (layer.plain, layer.drawn_names, layer.bayes_kind, layer.read_names), layer.__getstate__()
-
-
-def _empty(*arguments: Any) -> nn.Module:
-    cls = any_class(*arguments)
-    return cls.__new__(cls)
+    attributes: dict[str, Any] = {"plain": plain, "drawn_names": names, "bayes_kind": kind, "read_names": read_names}
+    attributes |= {"__module__": __name__, **{name: reading(name) for name in read_names}}
+    return type(f"Bayes{plain.__name__}", (AnyLayer, plain), attributes)

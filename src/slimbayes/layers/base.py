@@ -5,7 +5,7 @@ the posterior at `layer.posterior[site]` does the rest.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -210,6 +210,27 @@ def sites_of(cls: type[BayesLayer], layer: Any) -> list[Site]:
         return layer.sites()
     finally:
         layer.__class__ = plain
+
+
+def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function that makes classes on the spot: equal arguments give one class, and its modules are pickled
+    and copied as what it was made of.
+    """
+    made: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(make)
+    def class_of(*arguments: Any) -> Any:
+        if arguments not in made:
+            cls = made[arguments] = make(*arguments)
+            cls.__reduce_ex__ = lambda module, protocol: (_empty, (class_of, arguments), module.__getstate__())
+        return made[arguments]
+
+    return class_of
+
+
+def _empty(class_of: Callable[..., Any], arguments: tuple[Any, ...]) -> nn.Module:
+    cls = class_of(*arguments)
+    return cls.__new__(cls)
 
 
 LAYERS: dict[type[nn.Module], type[BayesLayer]] = {}  # by plain type; every file of layers registers its own

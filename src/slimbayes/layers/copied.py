@@ -21,10 +21,9 @@ from slimbayes.engine import noise, passes
 from slimbayes.engine.blocks import block_of_row, same
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
-from slimbayes.layers.base import Converted
+from slimbayes.layers.base import Converted, made_once
 from slimbayes.layers.methods import wrap_methods
 
-_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[Converted]] = {}
 _LOCK = threading.Lock()
 _PLAIN: dict[int, list[Any]] = {}  # modules that run as member 0 just now: how many calls, their class, their posterior
 
@@ -39,10 +38,6 @@ class Copied(Converted):
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return _call(self, self.posterior["members"], 0, args, kwargs, method=None)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class exists only here: it is made again from the plain one.
-        return _empty, (self.plain, self.copied_names), self.__getstate__()
 
 
 class _Hidden:
@@ -77,19 +72,12 @@ def _reading(name: str) -> property:
     return property(get, lambda module, value: module._parameters.__setitem__(name, value))
 
 
-def copied_class(plain: type[nn.Module], names: tuple[str, ...] = ()) -> type[Converted]:
+@made_once
+def copied_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[Converted]:
     """The class of copied modules of one type, with parameters of these names."""
-    if (plain, names) not in _CLASSES:
-        bases = (Copied, _Hidden, plain) if issubclass(plain, (nn.Sequential, nn.ModuleList)) else (Copied, plain)
-        attributes = {"plain": plain, "__module__": __name__, "copied_names": names} | wrap_methods(plain, _method)
-        attributes |= {name: _reading(name) for name in names}
-        _CLASSES[plain, names] = type(f"Copied{plain.__name__}", bases, attributes)
-    return _CLASSES[plain, names]
-
-
-def _empty(plain: type[nn.Module], names: tuple[str, ...] = ()) -> nn.Module:
-    cls = copied_class(plain, names)
-    return cls.__new__(cls)
+    bases = (Copied, _Hidden, plain) if issubclass(plain, (nn.Sequential, nn.ModuleList)) else (Copied, plain)
+    attributes = {"plain": plain, "__module__": __name__} | wrap_methods(plain, _method)
+    return type(f"Copied{plain.__name__}", bases, attributes | {name: _reading(name) for name in names})
 
 
 def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Modules around converted layers: a call of one, by forward or by another method, opens a pass if none is under way.
 
-Their class is swapped for one made on the spot that has the same name; `plain` is what it was.
+Their class is swapped for one made on the spot that has the same name; `plain` is what it was. torch's fused paths,
+which would read weights past our layers, are turned off.
 """
 
 import functools
@@ -11,17 +12,13 @@ from typing import Any
 from torch import nn
 
 from slimbayes.engine import calls
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+from slimbayes.layers.base import Converted, made_once
 
 
 class Opens(nn.Module):
     """Mixin of modules that hold converted layers."""
 
     plain: type[nn.Module]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (self.plain,), self.__getstate__()
 
 
 def wrap_methods(plain: type[nn.Module], run: Callable[[Any, str, Any, Any], Any]) -> dict[str, Any]:
@@ -50,24 +47,67 @@ def _scoped(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     return calls.scoped(module, own, args, kwargs, whole=name == "generate")
 
 
+@made_once
 def opening_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The class of modules of one type that open passes."""
-    if plain not in _CLASSES:
 
-        @functools.wraps(plain.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return calls.bare(self, functools.partial(plain.forward, self), args, kwargs)
+    @functools.wraps(plain.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return calls.bare(self, functools.partial(plain.forward, self), args, kwargs)
 
-        attributes = {
-            "plain": plain,
-            "forward": forward,
-            "__module__": plain.__module__,
-            "__qualname__": plain.__qualname__,
-        }
-        _CLASSES[plain] = type(plain.__name__, (Opens, plain), attributes | wrap_methods(plain, _scoped))
-    return _CLASSES[plain]
+    attributes = {
+        "plain": plain,
+        "forward": forward,
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+    }
+    return type(plain.__name__, (Opens, plain), attributes | wrap_methods(plain, _scoped))
 
 
-def _empty(plain: type[nn.Module]) -> nn.Module:
-    cls = opening_class(plain)
-    return cls.__new__(cls)
+def open_passes(model: nn.Module) -> None:
+    """Let calls of every module around converted layers open a pass; what lies inside a copied module belongs to it."""
+    for module in _around(model):
+        if not isinstance(module, (Converted, Opens)) and type(module).forward is not nn.Module.forward:
+            module.__class__ = opening_class(type(module))
+        own = module.__dict__.get("forward")  # set on the instance by somebody, it hides that of the class
+        if own is not None and not isinstance(own, _Instance):
+            module.forward = _Instance(module, own)
+
+
+class _Instance(functools.partial):  # type: ignore[type-arg]
+    """A forward that somebody set on a module, made to open a pass."""
+
+    def __new__(cls, module: nn.Module, function: Any) -> Any:
+        return super().__new__(cls, _call_instance, module, function)
+
+
+def _call_instance(module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return calls.bare(module, function, args, kwargs)
+
+
+def _around(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold converted layers."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> bool:
+        if isinstance(module, Converted):
+            return True
+        holds = [visit(child) for child in module.children()]
+        if any(holds):
+            found.append(module)
+        return any(holds)
+
+    visit(model)
+    return found
+
+
+def turn_off_fast_paths(model: nn.Module) -> list[tuple[str, str, Any]]:
+    """torch's fused encoder path in eval mode reads weights past our layers' forward: switch it off where it would."""
+    patched = []
+    switches = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
+    for name, module in model.named_modules():
+        attribute = next((a for cls, a in switches.items() if isinstance(module, cls)), None)
+        if attribute and hasattr(module, attribute) and any(isinstance(m, Converted) for m in module.modules()):
+            patched.append((name, attribute, getattr(module, attribute)))
+            setattr(module, attribute, 0 if attribute == "activation_relu_or_gelu" else False)
+    return patched

@@ -79,11 +79,6 @@ class _Gated(BayesLayer):
 
     read_names = ()
 
-    def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
-        getattr(plain, site.parameter).copy_(weight)
-        if bias is not None:
-            getattr(plain, site.bias_parameter).copy_(bias)
-
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = getattr(self, site.replace("weight", "bias")) if self.bias else None
         return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1)

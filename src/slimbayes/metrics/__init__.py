@@ -14,14 +14,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from slimbayes.metrics.calibration import Calibration as Calibration
-from slimbayes.metrics.calibration import TemperatureScaling as TemperatureScaling
 from slimbayes.metrics.calibration import calibration as calibration
-from slimbayes.metrics.calibration import temperature as temperature
 from slimbayes.metrics.corruption import ALEXNET as ALEXNET
 from slimbayes.metrics.corruption import ALEXNET_CLEAN as ALEXNET_CLEAN
 from slimbayes.metrics.corruption import CorruptionErrors as CorruptionErrors
 from slimbayes.metrics.corruption import corruption_errors as corruption_errors
-from slimbayes.metrics.crps import crps_gaussian as crps_gaussian
 from slimbayes.metrics.crps import crps_mixture as crps_mixture
 from slimbayes.metrics.crps import crps_samples as crps_samples
 

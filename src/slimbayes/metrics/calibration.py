@@ -1,4 +1,4 @@
-"""Does a model that is 60% sure turn out right 60% of the time, and which temperature makes it so?
+"""Does a model that is 60% sure turn out right 60% of the time?
 
 Calibration errors (Chang et al. 2019, appendix D.2). The probability of the predicted class falls into one of R bins of
 equal width, ((r-1)/R, r/R], zero into the first:
@@ -10,10 +10,6 @@ Bins of at most `drop` predictions are left out of both, while n stays. The pape
 ensemble model patching (the defaults here), 15 and 0 in rank-1 BNNs, whose code closes bins at the left end. They print
 percent, we return fractions. An edge is r/R in the precision of the probabilities: a float32 0.15 lies on it.
 
-Temperature scaling (Guo et al. 2017) divides logits z by T, the argmin of the held-out NLL. Averaged probabilities have
-z = log p: members are pooled first (Rahaman & Thiery 2021). With b = 1/T the NLL is convex, so bisection finds it.
-Where every row is right, or predictions are worse than uniform, T ends at 1e-3 or 1e3.
-
 Sizes: N rows, C classes, R bins, M = N times further dimensions.
 """
 
@@ -23,19 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimbayes.metrics.probabilities import (
-    Classes,
-    class_logs,
-    class_probabilities,
-    is_binary,
-    labelled,
-    need_labels,
-    need_tensor,
-)
-from slimbayes.prediction.prediction import Prediction
-
-LOWEST, HIGHEST = 1e-3, 1e3
-CHUNK = 2**22  # numbers in float64 at a time
+from slimbayes.metrics.probabilities import Classes, labelled
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,98 +115,3 @@ def bin_errors(sums: Tensor, drop: int) -> tuple[Tensor, Tensor]:
 def need_bins(bins: int, drop: int = 0) -> None:
     if bins < 1 or drop < 0:
         raise ValueError(f"At least one bin and drop >= 0 are needed, got bins={bins!r}, drop={drop!r}.")
-
-
-@torch.no_grad()
-def temperature(logits: Classes, target: Tensor) -> float:
-    """The temperature that makes held-out targets most probable: above 1 if the model was too sure.
-
-    Args:
-        logits: a Prediction of classes, whose log-probabilities are right at any logits; or logits, or probabilities.
-            Rows that are non-negative and all sum to one are read as probabilities, others as logits; (N,) is always
-            the probability of class one. Probabilities rounded to zero count as their type's smallest normal number.
-        target: class indices, of rows the model was not trained on.
-
-    Shape: logits (N, ..., C) with target (N, ...), or both (N,).
-
-    Example:
-        >>> logits = torch.tensor([[4.0, 0.0]] * 4)
-        >>> round(temperature(logits, torch.tensor([0, 0, 0, 1])), 4)  # 98% sure, 75% right: 4 / log 3
-        3.641
-    """
-    label = need_labels("Logits or probabilities", logits, target)
-    scores = _scores(logits).flatten(0, -2)
-    if bool(scores.gather(-1, label[:, None]).isinf().any()):
-        raise ValueError("A target has the logit -inf: no temperature makes it possible.")
-    if bool((scores.amax(-1) == scores.amin(-1)).all()):
-        return 1.0  # uniform at every temperature
-    return 1 / _sharpness(scores, label)
-
-
-def _sharpness(scores: Tensor, label: Tensor) -> float:
-    """b = 1 / T for scores (M, C): where the NLL's slope changes its sign, or the end on that side."""
-    low, high = 1 / HIGHEST, 1 / LOWEST
-    for _ in range(50):
-        b = math.sqrt(low * high)
-        low, high = (low, b) if _slope(scores, label, b) > 0 else (b, high)
-    return b
-
-
-def _slope(scores: Tensor, label: Tensor, b: float) -> float:
-    """Sum over rows of the NLL's derivative in b, E_p(b)[z] - z_y."""
-    total = 0.0
-    size = max(1, CHUNK // scores.shape[-1])
-    for part, y in zip(scores.split(size), label.split(size)):
-        z = part.double() - part.double().amax(-1, keepdim=True)
-        p = (b * z).softmax(-1)
-        mean = (p * z.masked_fill(p == 0, 0.0)).sum(-1, keepdim=True)  # -inf times zero
-        total += float((mean - z.gather(-1, y[:, None])).sum())
-    return total
-
-
-def _scores(logits: Classes) -> Tensor:
-    """Logits (N, ..., C), of probabilities their logarithms."""
-    if isinstance(logits, Prediction):
-        return class_logs(logits)
-    if not need_tensor("Logits", logits).is_floating_point():
-        raise ValueError(f"Logits or probabilities of a floating type are needed, got dtype {logits.dtype}.")
-    sums_to_one = bool((logits >= 0).all()) and bool(((logits.double().sum(-1) - 1).abs() < 1e-3).all())
-    if is_binary(logits) or sums_to_one:
-        rows = class_probabilities(logits)
-        return rows.clamp_min(torch.finfo(rows.dtype).tiny).double().log()
-    if bool((logits.isnan() | logits.isposinf()).any()):
-        raise ValueError("Logits must be numbers, got nan or infinity.")
-    return logits
-
-
-@dataclass(frozen=True)
-class TemperatureScaling:
-    """Probabilities at another temperature.
-
-    Attributes:
-        temperature: T; above 1 makes predictions less sure, below 1 more.
-
-    Shape: logits or probabilities (N, ..., C), or those of class one (N,), or a Prediction; returns that shape.
-
-    Example:
-        >>> scaling = TemperatureScaling.fit(torch.tensor([[4.0, 0.0]] * 4), torch.tensor([0, 0, 0, 1]))
-        >>> scaling(torch.tensor([[4.0, 0.0], [0.0, 8.0]]))
-        tensor([[0.7500, 0.2500],
-                [0.1000, 0.9000]])
-    """
-
-    temperature: float
-
-    def __post_init__(self) -> None:
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature must be positive and finite, got {self.temperature!r}.")
-
-    @classmethod
-    def fit(cls, logits: Classes, target: Tensor) -> "TemperatureScaling":
-        """Fit the temperature to rows the model was not trained on, as `temperature` does."""
-        return cls(temperature(logits, target))
-
-    def __call__(self, logits: Classes) -> Tensor:
-        given = logits.probs if isinstance(logits, Prediction) else logits
-        scaled = (_scores(logits).double() / self.temperature).softmax(-1)
-        return (scaled[..., 1] if is_binary(logits) else scaled).to(given.dtype)

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from slimbayes.prediction.averages import along_draws
+from slimbayes.prediction.accumulate import along_draws
 
 
 # torchmetrics' ContinuousRankedProbabilityScore compares all pairs of samples: O(M^2) memory, and it knows no weights.
@@ -53,18 +53,6 @@ def crps_mixture(means: Tensor, scales: Tensor, target: Tensor, weights: Tensor 
         later = share[i] * share[i:] * _mean_distance(off[i] - off[i:], variance[i] + variance[i:])
         spread = spread + later.sum(0) - later[0] / 2
     return (share * _mean_distance(off, variance)).sum(0) - spread
-
-
-def crps_gaussian(mean: Tensor, scale: Tensor | float, target: Tensor) -> Tensor:
-    """CRPS of a normal distribution: scale * (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi)) with z = (y - mean) / scale.
-
-    Shape: mean (N, ...), scale broadcasts against it, target (N, ...); returns (N, ...) in float64.
-
-    Example:
-        >>> crps_gaussian(torch.tensor([1.0]), 0.0, torch.tensor([3.0]))
-        tensor([2.], dtype=torch.float64)
-    """
-    return crps_mixture(mean[None], torch.as_tensor(scale, device=mean.device), target)
 
 
 def _mean_distance(m: Tensor, variance: Tensor) -> Tensor:

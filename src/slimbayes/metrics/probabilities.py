@@ -46,26 +46,16 @@ def labelled(probs: Classes, target: Tensor) -> tuple[Tensor, Tensor]:
         >>> labelled(torch.tensor([0.25]), torch.tensor([1]))
         (tensor([[0.7500, 0.2500]]), tensor([1]))
     """
-    label = need_labels("Probabilities", probs, target)
-    return class_probabilities(probs).flatten(0, -2), label
-
-
-def need_labels(role: str, scores: Classes, target: Tensor) -> Tensor:
-    """Targets that fit scores (N, ..., C), or both (N,), as class indices (M,)."""
-    given = scores.probs if isinstance(scores, Prediction) else need_tensor(role, scores)
-    rows = given.shape if is_binary(scores) else given.shape[:-1]
+    given = probs.probs if isinstance(probs, Prediction) else need_tensor("Probabilities", probs)
+    binary = probs.likelihood == "bernoulli" if isinstance(probs, Prediction) else probs.dim() == 1
+    rows = given.shape if binary else given.shape[:-1]
     if given.dim() == 0 or need_tensor("Targets", target).shape != rows or target.numel() == 0:
         raise ValueError(
-            f"{role} (N, ..., C) and targets (N, ...) are needed, or both (N,) for two classes, with N >= 1, "
+            f"Probabilities (N, ..., C) and targets (N, ...) are needed, or both (N,) for two classes, with N >= 1, "
             f"got shapes {tuple(given.shape)} and {tuple(target.shape)}."
         )
-    check_labels(target, None if is_binary(scores) else given.shape[-1])
-    return target.long().flatten()
-
-
-def is_binary(scores: Classes) -> bool:
-    """Whether they are those of class one alone."""
-    return scores.likelihood == "bernoulli" if isinstance(scores, Prediction) else scores.dim() == 1
+    check_labels(target, None if binary else given.shape[-1])
+    return class_probabilities(probs).flatten(0, -2), target.long().flatten()
 
 
 def member_probabilities(members: Classes) -> Tensor:

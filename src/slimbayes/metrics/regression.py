@@ -15,7 +15,7 @@ from torch import Tensor
 from slimbayes.metrics.crps import crps_mixture, crps_samples
 from slimbayes.metrics.probabilities import need_tensor
 from slimbayes.metrics.streaming import Mean
-from slimbayes.prediction.averages import along_draws, log_mean
+from slimbayes.prediction.accumulate import along_draws, log_mean
 from slimbayes.prediction.prediction import Prediction
 
 Scale = float | Tensor | None

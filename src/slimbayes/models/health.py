@@ -1,27 +1,18 @@
-"""The rank-1 paper's network for in-hospital mortality, and the seven variants of its Table 4.
+"""The rank-1 paper's network for in-hospital mortality, whose seven variants are `experiments/rank1/table4.yaml`.
 
     tokens --embedding, mean over a bag--> LSTM over bags --last output--> hidden layer, ReLU6 --> logit
 
 Starting weights are the reference code's: LSTM kernels Glorot uniform and orthogonal with the forget gate open, the
 hidden layer He normal. One table of vectors serves all features; the paper has one each, static ones after the LSTM.
 
-Sizes: B rows, T bags, L tokens in a bag, K members.
+Sizes: B rows, T bags, L tokens in a bag.
 """
-
-from collections.abc import Mapping
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Cauchy, Normal, Signs, dropout_scale
 from slimbayes.models.feedforward import he_normal
 from slimbayes.models.recurrent import start_lstm
-from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.configs.batch_ensemble import BatchEnsemble
-from slimbayes.posteriors.configs.deterministic import Deterministic
-from slimbayes.posteriors.ensemble import Ensemble
-from slimbayes.posteriors.mean_field import MeanField
-from slimbayes.posteriors.rank1 import Rank1
 
 
 class MortalityLSTM(nn.Module):
@@ -59,31 +50,8 @@ def mortality_lstm(vocabulary: int, embedding: int = 32, units: int = 512, hidde
     Shape: (B, T, L) token ids, 0 for padding -> (B,) logits of death.
 
     Example:
-        >>> import slimbayes as sb
         >>> import torch
-        >>> net = sb.bayesianize(mortality_lstm(50, units=8, hidden=8), VARIANTS["rank-1 Gaussian"])
-        >>> sb.sample(net, torch.randint(0, 50, (3, 48, 10)), draws=2).shape  # 4 members
-        torch.Size([8, 3])
+        >>> mortality_lstm(50, units=8, hidden=8)(torch.randint(0, 50, (3, 48, 10))).shape
+        torch.Size([3])
     """
     return MortalityLSTM(vocabulary, embedding, units, hidden)
-
-
-_TABLE = MeanField(prior=Normal(0.0, 1.0))  # one draw of the table for a pass, shared by members
-_REST = "lstm|hidden|output"
-
-# Table 4, with the priors and starts of Table 7 ("dropout_rate" is a rate, not a scale). Give one to `bayesianize`.
-VARIANTS: dict[str, Config | Mapping[str, Config]] = {
-    "deterministic": {".*": Deterministic()},
-    "BatchEnsemble": {_REST: BatchEnsemble(members=4, mean_init=Signs(0.5))},
-    "Bayesian embeddings": {"embedding": _TABLE},
-    "fully Bayesian": {f"embedding|{_REST}": _TABLE},
-    "rank-1 Gaussian": {
-        "embedding": _TABLE,
-        _REST: Rank1(members=4, prior=Normal(1.0, 0.1), mean_init=Signs(0.5), scale_init=dropout_scale(1e-3)),
-    },
-    "rank-1 Cauchy": {
-        "embedding": _TABLE,
-        _REST: Rank1(members=4, prior=Cauchy(0.5, 1e-4), mean_init=Signs(0.5), scale_init=dropout_scale(5e-7)),
-    },
-    "deep ensemble": Ensemble(members=4),
-}

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slimbayes.engine import passes
 from slimbayes.engine.groups import noise_type
+from slimbayes.engine.noise import kernel_seed
 from slimbayes.engine.passes import Keyed, Noise, Pass
 from slimbayes.layers.site import LinearMap
 from slimbayes.posteriors.configs.base import Config as Config
@@ -229,6 +230,16 @@ class Posterior(Keyed, ABC):
             made.append(make([n * current.total if d == dim else n for d, n in enumerate(sizes)]))
         return made[place].narrow(dim, current.index * sizes[dim], sizes[dim])
 
+    def seed_late(self, rows: int) -> tuple[Tensor, int]:
+        """What `drawn_late` gives to a kernel: a seed for numbers of rows, and which of them is the first here."""
+        current = self.current
+        if current.index is None:
+            return kernel_seed(self.device, current), 0
+        made, place = current.masks.setdefault(self.key, []), self.place_in_forward()
+        while len(made) <= place:
+            made.append(kernel_seed(self.device, current))
+        return made[place], current.index * rows
+
     def place_in_forward(self) -> int:
         """How many times this forward has asked before."""
         calls = self.current.calls
@@ -250,16 +261,24 @@ def recomputed() -> bool:
 
 
 class WeightPosterior(Posterior):
-    """A posterior whose draws are weight matrices."""
+    """A posterior whose draws are weight matrices; by default `values()` are deviations (n, *shape) from the layer's
+    own weight.
+    """
 
     @property
     def has_weights(self) -> bool:
         return not self.per_row
 
-    @abstractmethod
+    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """Weights (n, *shape) and biases (n, out) of this pass's draws, or of some."""
+        weights = linear.weight + self.values()[draws].to(linear.weight.dtype)
+        return weights, None if linear.bias is None else linear.bias.expand(weights.shape[0], -1)
+
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         """Apply this pass's draw of the linear map to x."""
+        return linear.blocks(x, *self.weights(linear), self.current)
 
-    @abstractmethod
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of draw `index` as plain tensors, for kernels that take nothing else."""
+        weights, biases = self.weights(linear, slice(index, index + 1))
+        return weights.squeeze(0), None if biases is None else biases.squeeze(0)

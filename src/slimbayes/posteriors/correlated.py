@@ -1,6 +1,10 @@
-"""What Gaussian posteriors with correlated weights share: draws, the exact KL, and triangular factors.
+"""Gaussian posteriors with correlated weights: draws, the exact KL, and triangular factors.
 
     w = mean + T e          e ~ Normal(0, 1) for each weight;  T lower triangular: the Cholesky factor of the covariance
+
+    MultivariateNormal      T (mn x mn) of all weights, row after row of the matrix view (Table 1 of Swiatkowski et al.)
+    FullMatrixNormal        W = mean + A E B^T: T = A (x) B, lower triangular, of rows and of columns (Louizos & Welling
+                            2016; Sun et al. 2017); with diagonal A and B it is `MatrixNormal`, the 1-tied Normal
 
     KL(q || Normal(m, s)) = (sum_ij T_ij^2 + |mean - m|^2) / (2 s^2) - D / 2 + D log s - sum_i log T_ii
 
@@ -24,7 +28,7 @@ from slimbayes.distributions.sums import exact
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
-from slimbayes.posteriors.configs.correlated import CorrelatedConfig
+from slimbayes.posteriors.configs.correlated import CorrelatedConfig, FullMatrixNormal, MultivariateNormal
 
 
 class Triangle(nn.Module):
@@ -91,14 +95,6 @@ class CorrelatedPosterior(WeightPosterior):
         every = torch.ones(self.site.shape, device=self.device, dtype=self.dtype)
         return self.site.to_matrix(linear.masked(every))
 
-    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        weights = linear.weight + self.values().to(linear.weight.dtype)
-        biases = None if linear.bias is None else linear.bias.expand(weights.shape[0], -1)
-        return linear.blocks(x, weights, biases, self.current)
-
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
-        return linear.weight + self.values()[index].to(linear.weight.dtype), linear.bias
-
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
         mean, free = self.site.to_matrix(wide(mapped.weight)), self._free(mapped)
@@ -123,3 +119,38 @@ class CorrelatedPosterior(WeightPosterior):
         mean, free = self.site.to_matrix(wide(linear.weight.detach())), self._free(linear)
         prior, deviation = self._prior(mean), self.variances(free).detach().sqrt()
         return [(((mean - prior.loc) / prior.scale)[free > 0], deviation[free > 0] / prior.scale)]
+
+
+class MultivariateNormalPosterior(CorrelatedPosterior):
+    """The factor T (mn, mn)."""
+
+    def __init__(self, config: MultivariateNormal, site: Site) -> None:
+        super().__init__(config, site)
+        m, n = site.matrix
+        self.factor = Triangle(m * n, config.scale_init)
+
+    def spread(self, noise: Tensor) -> Tensor:
+        return (noise.flatten(1) @ self.factor.matrix().T).view(noise.shape)
+
+    def variances(self, free: Tensor) -> Tensor:
+        return (self.factor.matrix().square() @ free.flatten()).view(free.shape)
+
+    def log_diagonal(self) -> Tensor:
+        return self.factor.log_scale.view(self.site.matrix)
+
+
+class FullMatrixNormalPosterior(CorrelatedPosterior):
+    """The factors A (m, m) and B (n, n)."""
+
+    def __init__(self, config: FullMatrixNormal, site: Site) -> None:
+        super().__init__(config, site)
+        self.rows, self.columns = (Triangle(size, math.sqrt(config.scale_init)) for size in site.matrix)
+
+    def spread(self, noise: Tensor) -> Tensor:
+        return self.rows.matrix() @ noise @ self.columns.matrix().T
+
+    def variances(self, free: Tensor) -> Tensor:
+        return self.rows.matrix().square() @ free @ self.columns.matrix().square().T
+
+    def log_diagonal(self) -> Tensor:
+        return self.rows.log_scale.unsqueeze(1) + self.columns.log_scale

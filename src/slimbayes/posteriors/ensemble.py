@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from slimbayes.engine.passes import Noise
 from slimbayes.layers import kind_of
 from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
-from slimbayes.posteriors.components import resets
-from slimbayes.posteriors.configs.ensemble import Ensemble as Ensemble
-from slimbayes.posteriors.configs.ensemble import Execution
+from slimbayes.posteriors.configs.ensemble import Ensemble, Execution
+from slimbayes.posteriors.picks import resets
 
 
 def copies(config: Ensemble, module: nn.Module) -> EnsemblePosterior:
@@ -121,7 +120,31 @@ def _respread(parameter: Tensor, own: Tensor) -> bool:
     return True
 
 
-class EnsemblePosterior(Posterior):
+class Members(Posterior):
+    """K whole modules of which one serves each block of rows: nothing is drawn, and there is no KL."""
+
+    selectable = True
+    countable = True  # type: ignore[assignment]
+    log_size = 0.0  # type: ignore[assignment]
+
+    def widths(self, rowwise: bool) -> tuple[int, int]:
+        return 0, 0
+
+    def realise(self, noise: Noise, pick: Pick) -> Tensor:
+        """The member of each block of rows, (n,)."""
+        return pick(torch.arange(self.members, device=self.device), len(noise.block))
+
+    def choices(self) -> Tensor | None:
+        return self.values()
+
+    def role(self, name: str) -> Role:
+        return "weight"
+
+    def kl(self, linear: MapOf) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=self.device)
+
+
+class EnsemblePosterior(Members):
     """Members 1 to K - 1 of a module; member 0 is the module itself."""
 
     weights: Tensor
@@ -135,8 +158,6 @@ class EnsemblePosterior(Posterior):
         self.register_buffer("weights", torch.full((self.members,), 1.0 / self.members))
         wanted = execution == "batched" or (execution == "auto" and batches_well(module, self.members))
         self.batched = len(others) > 0 and wanted
-
-    selectable = True
 
     @torch.no_grad()
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
@@ -157,30 +178,6 @@ class EnsemblePosterior(Posterior):
     def _load_from_state_dict(self, *args: Any) -> None:
         self.note = ""  # how members started no longer matters
         super()._load_from_state_dict(*args)
-
-    @property
-    def log_size(self) -> float:
-        return 0.0
-
-    def widths(self, rowwise: bool) -> tuple[int, int]:
-        return 0, 0
-
-    def realise(self, noise: Noise, pick: Pick) -> Tensor:
-        """The member of each block of rows, (n,)."""
-        return pick(torch.arange(self.members, device=self.device), len(noise.block))
-
-    def role(self, name: str) -> Role:
-        return "weight"
-
-    @property
-    def countable(self) -> bool:
-        return True
-
-    def choices(self) -> Tensor | None:
-        return self.values()
-
-    def kl(self, linear: MapOf) -> Tensor:
-        return self.weights.new_zeros(())
 
 
 _PLAIN: tuple[type[nn.Module], ...] = (

@@ -14,7 +14,7 @@ from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point
 from slimbayes.engine.blocks import same
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass
-from slimbayes.posteriors.configs.factors import FAMILY
+from slimbayes.posteriors.configs.rank1 import FAMILY
 
 
 class Factor(nn.Module):

@@ -25,7 +25,7 @@ from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
-from slimbayes.posteriors.configs.flow_patch import FlowPatch as FlowPatch
+from slimbayes.posteriors.configs.model_patch import FlowPatch
 
 _DRAWS = 256  # that a standard deviation is taken from
 
@@ -81,20 +81,13 @@ class FlowPosterior(WeightPosterior):
         own = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
         return torch.cat([wide(t).flatten() for t in own])
 
-    def _affine(self, linear: LinearMap) -> tuple[Tensor, Tensor | None]:
+    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """Scales and biases of this pass's draws, (n, *shape)."""
-        parts = self.values().split(self.size, 1)
+        parts = self.values()[draws].split(self.size, 1)
         weight = linear.weight + parts[0].view(-1, *self.site.shape).to(linear.weight.dtype)
         if linear.bias is None or len(parts) == 1:
             return weight, linear.bias
         return weight, linear.bias + parts[1].view(-1, *self.site.shape).to(linear.bias.dtype)
-
-    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        return linear.blocks(x, *self._affine(linear), self.current)
-
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self._affine(linear)
-        return weight[index], None if bias is None else bias[index]
 
     def _log_prior(self, values: Tensor) -> Tensor:
         """Log density of scales and biases (n, D) under their priors, (n,)."""

@@ -1,6 +1,10 @@
-"""What mean-field and k-tied Gaussian posteriors share: draws, three estimators, and the KL.
+"""Mean-field variational inference (Blundell et al. 2015; the baseline of both papers), and what k-tied posteriors
+share with it: draws, three estimators, and the KL.
 
-    W ~ Normal(mean, sigma)     mean: the layer's own weight;  sigma: the subclass's
+    W ~ Normal(mean, sigma)     mean: the layer's own weight;  log sigma: a parameter for each weight, or k_tied.py's
+
+The means are the layer's weights themselves, so a trained network stays itself and a base checkpoint loads. They train
+together with the posterior: save with base=True, unless the base is frozen.
 
 Estimators of the expected likelihood, all unbiased:
 
@@ -33,7 +37,7 @@ from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior, recomputed
-from slimbayes.posteriors.configs.gaussian import GaussianConfig as GaussianConfig
+from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
 
 _INDEPENDENT = "Set independent_positions=True to accept independent noise at each, or use 'flipout'"
 
@@ -137,7 +141,7 @@ class GaussianPosterior(WeightPosterior):
         if drawn.noise is None:
             return self._local(x, linear)
         if drawn.sign_in is None or drawn.sign_out is None:
-            return linear.blocks(x, drawn.weights(linear), self._biases(drawn, linear), self.current)
+            return super().forward(x, linear)
         deviation = linear.masked(drawn.weight).to(linear.weight.dtype)
         y = linear.op(x, linear.weight, linear.bias)
         if drawn.bias is not None:
@@ -149,13 +153,15 @@ class GaussianPosterior(WeightPosterior):
         z = linear.modulated(operator.mul, x, drawn.sign_in, None, self.current, weights=deviation)
         return linear.rows(onto, z, drawn.sign_out, self.current)
 
-    def _biases(self, drawn: Perturbation, linear: LinearMap) -> Tensor | None:
+    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        drawn: Perturbation = self.values()
         assert drawn.noise is not None
+        weights = drawn._replace(noise=drawn.noise[draws]).weights(linear)
         if linear.bias is None:
-            return None
+            return weights, None
         if drawn.bias is None:
-            return linear.bias.expand(drawn.noise.shape[0], -1)
-        return linear.bias + drawn.bias.to(linear.bias.dtype)
+            return weights, linear.bias.expand(weights.shape[0], -1)
+        return weights, linear.bias + drawn.bias[draws].to(linear.bias.dtype)
 
     def _local(self, x: Tensor, linear: LinearMap) -> Tensor:
         if not self.independent_positions:
@@ -234,12 +240,16 @@ class GaussianPosterior(WeightPosterior):
         prior = self.prior.of_weights(mean, log_scale, self.site.fan_in)
         return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []
 
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
-        drawn: Perturbation = self.values()
-        assert drawn.noise is not None
-        biases = self._biases(drawn, linear)
-        weight = drawn._replace(noise=drawn.noise[index : index + 1]).weights(linear).squeeze(0)
-        return weight, None if biases is None else biases[index]
+
+class MeanFieldPosterior(GaussianPosterior):
+    """One log scale for each weight."""
+
+    def __init__(self, config: MeanField, site: Site) -> None:
+        super().__init__(config, site)
+        self.weight_log_scale = nn.Parameter(initial_log_scale(config, site.shape))
+
+    def raw_log_scale(self) -> Tensor:
+        return self.weight_log_scale
 
 
 class _Cap(torch.autograd.Function):

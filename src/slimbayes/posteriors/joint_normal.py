@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -22,10 +22,9 @@ from slimbayes.distributions.families import Normal, wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
-from slimbayes.posteriors.configs.joint_normal import JointNormal as JointNormal
+from slimbayes.posteriors.configs.joint_normal import JointNormal
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Drawn
-from slimbayes.posteriors.gaussian import Perturbation
 from slimbayes.posteriors.rank1 import Rank1Posterior
 
 
@@ -36,6 +35,7 @@ class Joint(WeightPosterior):
     size: int  # D
     prior: Normal
     lower: nn.Parameter | None
+    factored = False  # whether the covariance is a Kronecker product
 
     def _begin(self, config: JointNormal, site: Site, size: int) -> None:
         assert isinstance(config.prior, Normal)
@@ -80,6 +80,14 @@ class Joint(WeightPosterior):
         index = (row * self.size + column).expand(len(scale), -1)
         unit = unit.flatten(1).scatter(1, index, wide(self.lower)).unflatten(1, (self.size, self.size))
         return scale.unsqueeze(2) * unit
+
+    def times_root(self, member: int) -> Callable[[Tensor], Tensor]:
+        """A function that takes derivatives (B, D) to (B, D) L."""
+        if self.lower is None:
+            scale = wide(self.log_scale[member]).exp()
+            return lambda lines: lines * scale
+        root = self.root()[member]
+        return lambda lines: lines @ root
 
     def covariance(self) -> Tensor:
         """L L^T (K, D, D)."""
@@ -194,13 +202,13 @@ class JointWeights(Joint):
         self._begin(config, site, math.prod(site.shape) + (site.n_out if site.bias else 0))
 
     def means(self, linear: LinearMap) -> Tensor:
-        own = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
+        own = [linear.weight, linear.bias] if self.site.bias and linear.bias is not None else [linear.weight]
         return torch.cat([wide(part).flatten() for part in own]).unsqueeze(0)
 
-    def at(self, deviation: Tensor, pick: Pick) -> Perturbation:
-        weight, bias = deviation.split([math.prod(self.site.shape), self.site.n_out if self.site.bias else 0], 1)
-        ones = torch.ones((), dtype=weight.dtype, device=weight.device)
-        return Perturbation(ones, weight.reshape(-1, *self.site.shape), bias if self.site.bias else None)
+    def at(self, deviation: Tensor, pick: Pick) -> tuple[Tensor, Tensor]:
+        """Deviations of the weights (n, *shape), and of the biases, (n, 0) where the layer has none."""
+        weight, bias = deviation.tensor_split([math.prod(self.site.shape)], 1)
+        return weight.reshape(-1, *self.site.shape), bias
 
     def _free(self, linear: LinearMap) -> Tensor | None:
         if linear.mask is None:
@@ -208,18 +216,10 @@ class JointWeights(Joint):
         weight = (linear.mask.expand(self.site.shape) != 0).flatten()
         return nn.functional.pad(weight, (0, self.size - len(weight)), value=True)
 
-    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        weights, biases = self._drawn(linear)
-        return linear.blocks(x, weights, biases, self.current)
-
-    def _drawn(self, linear: LinearMap) -> tuple[Tensor, Tensor | None]:
-        drawn: Perturbation = self.values()
-        weights = linear.weight + linear.masked(drawn.weight).to(linear.weight.dtype)
+    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        change, shift = (part[draws] for part in self.values())
+        weights = linear.weight + linear.masked(change).to(linear.weight.dtype)
         if linear.bias is None:
             return weights, None
-        change = 0.0 if drawn.bias is None else drawn.bias.to(linear.bias.dtype)
-        return weights, (linear.bias + change).expand(len(weights), -1)
-
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
-        weights, biases = self._drawn(linear)
-        return weights[index], None if biases is None else biases[index]
+        biases = linear.bias + shift.to(linear.bias.dtype) if self.site.bias else linear.bias
+        return weights, biases.expand(weights.shape[0], -1)

@@ -6,10 +6,10 @@
 U and V are kept as logs, and log sigma is their logsumexp. Convolutions count as (inputs x kernel) x outputs, an LSTM's
 matrices as one (inputs x 4 units) each. With k = 1 this is the matrix normal with diagonal covariances.
 
-The local estimator never forms sigma: sigma o sigma has rank q = k^2 at most, so the outputs' variance is two thin
-products,
+The local estimator never forms sigma: sigma o sigma has rank q = k (k + 1) / 2 at most, so the outputs' variance is
+two thin products,
 
-    x^2 (sigma o sigma) = [x^2 P] Q^T,    P_i,ab = u_ia u_ib,   Q_j,ab = v_ja v_jb
+    x^2 (sigma o sigma) = [x^2 P] Q^T,    P_i,ab = u_ia u_ib,   Q_j,ab = v_ja v_jb, twice that where a < b
 
 and neither does the KL, but for one logarithm of each weight where k > 1:
 
@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import wide
 from slimbayes.distributions.priors import Sums, by_sums, kl_of_sums
 from slimbayes.distributions.sums import exact, floor, outer, sum_log_outer
+from slimbayes.engine.fused import LARGE, product_type
+from slimbayes.kernels import ready
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf
-from slimbayes.posteriors.configs.k_tied import KTied as KTied
-from slimbayes.posteriors.configs.k_tied import MatrixNormal as MatrixNormal
-from slimbayes.posteriors.gaussian import GaussianConfig, GaussianPosterior
+from slimbayes.posteriors.configs.gaussian import KTied
+from slimbayes.posteriors.gaussian import GaussianPosterior
 
 
 class KTiedPosterior(GaussianPosterior):
@@ -43,9 +44,9 @@ class KTiedPosterior(GaussianPosterior):
         note: a word on what differs from the config, for summaries.
     """
 
-    def __init__(self, config: GaussianConfig, site: Site, rank: int) -> None:
+    def __init__(self, config: KTied, site: Site) -> None:
         super().__init__(config, site)
-        m, n = site.matrix
+        (m, n), rank = site.matrix, config.rank
         self.rank = min(rank, m, n)
         self.note = "" if self.rank == rank else f"rank lowered from {rank} to {self.rank}: the matrix is {m} x {n}"
         rank = self.rank
@@ -115,6 +116,29 @@ class KTiedPosterior(GaussianPosterior):
             out.append(Sums(m * n, log_scale, ((u.T @ u) * (v.T @ v)).sum()))
         return out
 
+    def _local(self, x: Tensor, linear: LinearMap) -> Tensor:
+        y = self._by_kernel(x, linear)
+        return super()._local(x, linear) if y is None else y
+
+    def _by_kernel(self, x: Tensor, linear: LinearMap) -> Tensor | None:
+        """`_local` of a dense layer in two kernels and a product; None where that cannot be, or had better not."""
+        few = linear.mask is None and self.log_cap is None and self.rank * (self.rank + 1) // 2 <= 6
+        if torch.compiler.is_compiling() or not few or linear.out_dim is None or linear.batch_dim != 0:
+            return None
+        weight: Any = linear.weight
+        dtype = product_type(x, weight) if ready(x) and x.numel() >= LARGE and x.is_contiguous() else None
+        if dtype is None or weight.shape[1 - linear.out_dim] != x.shape[-1]:
+            return None
+        from slimbayes.kernels.tied import tied_local
+
+        if not self.independent_positions:
+            self._check_met_once(x)
+        c = None if self.bias_log_scale is None else (2 * wide(self.bias_log_scale)).exp()
+        rows = x.view(-1, x.shape[-1])
+        seed, first = self.seed_late(len(rows))
+        y = tied_local(rows, weight, linear.out_dim, linear.bias, *self.variance_factors(), c, seed, first, dtype)
+        return y.view(*x.shape[:-1], y.shape[1])
+
     def output_variance(self, squared: Tensor, linear: LinearMap) -> Tensor:
         stored = self.site.shape
         grouped = (stored[1 - self.site.out_dim], stored[self.site.out_dim]) != (self.site.n_in, self.site.n_out)
@@ -127,5 +151,7 @@ class KTiedPosterior(GaussianPosterior):
 
     def variance_factors(self) -> tuple[Tensor, Tensor]:
         """P (m, q) and Q (n, q) with sigma o sigma = P Q^T."""
-        u, v = wide(self.log_u).exp(), wide(self.log_v).exp()
-        return (u[:, :, None] * u[:, None]).flatten(1), (v[:, :, None] * v[:, None]).flatten(1)
+        u, v = wide(self.log_u).exp().unbind(1), wide(self.log_v).exp().unbind(1)
+        pairs = [(a, b) for a in range(self.rank) for b in range(a, self.rank)]
+        p, q = [u[a] * u[b] for a, b in pairs], [(v[a] * v[b]) * (1 + (a < b)) for a, b in pairs]
+        return torch.stack(p, 1), torch.stack(q, 1)

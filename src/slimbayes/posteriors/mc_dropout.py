@@ -22,11 +22,10 @@ from slimbayes.engine.noise import kept_units, uniform
 from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import spread
 from slimbayes.layers import LAYERS, class_for
-from slimbayes.layers.dropout import DropMap
-from slimbayes.layers.functional_dropout import functional_dropout
+from slimbayes.layers.dropout import DropMap, functional_dropout
 from slimbayes.layers.site import LinearMap, Site, Unit
 from slimbayes.posteriors.base import MapOf, Pick, Posterior
-from slimbayes.posteriors.configs.mc_dropout import MCDropout as MCDropout
+from slimbayes.posteriors.configs.mc_dropout import MCDropout
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
 
@@ -54,9 +53,13 @@ class DropoutPosterior(Posterior):
     late = True
     size_is_bound = True  # how many positions there are, or what a dropout layer sees, shows only when it runs
 
-    def __init__(self, rate: float, unit: Unit, site: Site, fixed: bool) -> None:
+    def __init__(self, config: MCDropout, site: Site) -> None:
         super().__init__()
-        self.rate, self.unit, self.fixed = rate, unit, fixed
+        self.rate, self.unit, self.fixed = (
+            0.005 if config.rate is None else config.rate,
+            config.unit,
+            config.rate is not None,
+        )
         self.units = site.n_in
         self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device
 

@@ -27,13 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.engine.passes import Noise
 from slimbayes.engine.rows import sizes_of_blocks, spread
 from slimbayes.layers.base import LAYERS, registered
 from slimbayes.layers.norm import BayesNorm
 from slimbayes.layers.site import LinearMap, Site
-from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
-from slimbayes.posteriors.configs.member_norm import MemberNorm as MemberNorm
+from slimbayes.posteriors.configs.ensemble import MemberNorm
+from slimbayes.posteriors.ensemble import Members
 
 _ROW = "its statistics are those of one row: members have their own already"
 _WHY = {"row": _ROW, "channel": f"{_ROW}; running ones, if it keeps any, are shared", "batch": ""}
@@ -64,7 +63,7 @@ def _statistics(layer: nn.Module) -> str:
     return known.statistics if known is not None and issubclass(known, BayesNorm) else ""
 
 
-class MemberNormPosterior(Posterior):
+class MemberNormPosterior(Members):
     """Members 1 to K - 1 of a batch norm; member 0 is the layer itself."""
 
     place: Tensor
@@ -102,8 +101,6 @@ class MemberNormPosterior(Posterior):
             self.running_var.fill_(1)
             self.num_batches_tracked.zero_()
 
-    selectable = True
-
     @torch.no_grad()
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         self.members = len(members)
@@ -119,30 +116,6 @@ class MemberNormPosterior(Posterior):
     @property
     def anchor(self) -> Tensor:
         return self.place
-
-    def role(self, name: str) -> Role:
-        return "weight"
-
-    @property
-    def log_size(self) -> float:
-        return 0.0
-
-    @property
-    def countable(self) -> bool:
-        return True
-
-    def choices(self) -> Tensor | None:
-        return self.values()
-
-    def widths(self, rowwise: bool) -> tuple[int, int]:
-        return 0, 0
-
-    def realise(self, noise: Noise, pick: Pick) -> Tensor:
-        """The member of each block of rows, (n,)."""
-        return pick(torch.arange(self.members, device=self.device), len(noise.block))
-
-    def kl(self, linear: MapOf) -> Tensor:
-        return torch.zeros((), dtype=self.dtype, device=self.device)
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
         if self.members == 1:

@@ -35,9 +35,8 @@ from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors import picks
 from slimbayes.posteriors.base import MapOf, Pick, Role, Support, WeightPosterior
-from slimbayes.posteriors.components import resets, start_components
-from slimbayes.posteriors.configs.mixture import Mixture as Mixture
-from slimbayes.posteriors.picks import Assigned, bias_shape, select
+from slimbayes.posteriors.configs.mixture import Mixture
+from slimbayes.posteriors.picks import Assigned, bias_shape, resets, select, start_components
 
 
 class MixturePosterior(WeightPosterior):
@@ -179,22 +178,21 @@ class MixturePosterior(WeightPosterior):
             biases = picks.stacked(linear.bias, self.bias, None, None)
         return weights, biases
 
-    def _mixed(self, linear: LinearMap, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """Weights (n, *shape) and biases (n, out) of all draws, or of those in `rows`."""
+    def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         drawn: Assigned = self.values()
-        picked = drawn.weight[rows]
+        picked = drawn.weight[draws]
         if self.config.assignment == "input":
-            mask = torch.stack([linear.outer(s.new_ones(self.site.n_out), s) for s in self._mask()[rows]])
+            mask = torch.stack([linear.outer(s.new_ones(self.site.n_out), s) for s in self._mask()[draws]])
             weights, components = linear.weight * mask.to(linear.weight.dtype), None
         else:
             stacked, components = self._components(linear)
             weights = select(stacked, picked)
         biases = linear.bias if linear.bias is None else linear.bias.expand(picked.shape[0], *linear.bias.shape)
-        biases = biases if components is None else select(components, drawn.bias[rows])
+        biases = biases if components is None else select(components, drawn.bias[draws])
         if drawn.noise is None:
             return weights, biases
         # Eq. 1: sigma * e around the picked components
-        eps, size = self.config.sigma * drawn.noise[rows].to(weights.dtype), math.prod(self.site.shape)
+        eps, size = self.config.sigma * drawn.noise[draws].to(weights.dtype), math.prod(self.site.shape)
         if biases is not None and self.site.bias:
             biases = biases + eps[:, size:].view(biases.shape)
         return weights + eps[:, :size].view(weights.shape), biases
@@ -222,7 +220,7 @@ class MixturePosterior(WeightPosterior):
             if biases is None and linear.bias is not None:
                 biases = linear.bias.expand(self.components, -1)
             return linear.chosen(x, weights, biases, picked, self.current)
-        return linear.blocks(x, *self._mixed(linear), self.current)
+        return super().forward(x, linear)
 
     def served(self) -> tuple[Tensor, Tensor | None] | None:
         drawn: Assigned = self.values()
@@ -230,12 +228,11 @@ class MixturePosterior(WeightPosterior):
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Assigned = self.values()
-        if drawn.mixed is not None:
-            weight, bias = drawn.mixed
-            one = drawn.weight.shape[0] == 1
-            return (weight, bias) if one else (weight[index], None if bias is None else bias[index])
-        weights, biases = self._mixed(linear, slice(index, index + 1))
-        return weights[0], None if biases is None else biases[0]
+        if drawn.mixed is None:
+            return super().materialise(linear, index)
+        weight, bias = drawn.mixed
+        one = drawn.weight.shape[0] == 1
+        return (weight, bias) if one else (weight[index], None if bias is None else bias[index])
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:

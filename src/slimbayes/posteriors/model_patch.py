@@ -16,8 +16,14 @@ from torch import nn
 
 from slimbayes.layers import class_for, kind_of
 from slimbayes.layers.base import sites_of
-from slimbayes.posteriors.configs.model_patch import ModelPatch as ModelPatch
 from slimbayes.posteriors.configs.model_patch import words
+
+
+def patched(config: Any, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+    """Names of the layers that a config's `patch` means: by default norms, or all that are offered by name (None)."""
+    patch = config.patch or (None if named else "norm")
+    asker = f"{type(config).__name__}(patch={patch!r})"
+    return None if patch is None else chosen_layers(asker, patch, model, offered)
 
 
 def chosen_layers(

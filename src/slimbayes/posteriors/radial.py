@@ -23,8 +23,7 @@ from slimbayes.distributions.families import Normal, wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
-from slimbayes.posteriors.configs.radial import Radial as Radial
-from slimbayes.posteriors.gaussian import Perturbation
+from slimbayes.posteriors.configs.radial import Radial
 
 
 class RadialPosterior(WeightPosterior):
@@ -42,11 +41,12 @@ class RadialPosterior(WeightPosterior):
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return math.prod(self.site.shape) + 1, 0
 
-    def realise(self, noise: Noise, pick: Pick) -> Perturbation:
+    def realise(self, noise: Noise, pick: Pick) -> Tensor:
+        """Deviations from the mean, (n, *shape)."""
         direction = noise.block[:, :-1].reshape(-1, *self.site.shape)
         direction = self.layer.linear_map(self.site.name).masked(direction)  # padding and pruned weights do not move
         length = noise.block[:, -1] / direction.flatten(1).norm(dim=1)
-        return Perturbation(self.scale(), direction * length.view(-1, *[1] * len(self.site.shape)), None)
+        return self.scale() * (direction * length.view(-1, *[1] * len(self.site.shape)))
 
     def centre(self, block: Tensor) -> Tensor:
         """Any direction, of length zero."""
@@ -55,14 +55,6 @@ class RadialPosterior(WeightPosterior):
     def scale(self) -> Tensor:
         """sigma in the shape of the stored weight; a weight's standard deviation is sigma / sqrt(D)."""
         return wide(self.weight_log_scale).exp()
-
-    def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        weights = linear.weight + self.values().weight.to(linear.weight.dtype)
-        biases = None if linear.bias is None else linear.bias.expand(len(weights), -1)
-        return linear.blocks(x, weights, biases, self.current)
-
-    def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
-        return linear.weight + self.values().weight[index].to(linear.weight.dtype), linear.bias
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
         """How far means are from the prior's, in its scales, and standard deviations over the prior's."""

@@ -2,7 +2,7 @@
 
     Eq. 1   W' = W o r s^T          y = (W (x o s)) o r + b
     Eq. 2   K members, each with its own q(r_k) q(s_k); KL summed over members, the same prior for all
-            (`mixture_kl` has the KL of the mixture of members, too: posteriors/mixture_kl.py)
+            (`mixture_kl` has the KL of the mixture of members, too: distributions/kl.py)
 
 r scales outputs, s scales inputs (the paper's text; its code calls them gamma and alpha). W stays a point estimate.
 `rank=p` averages p such products, W' = W o (1/p) sum_j r_j s_j^T, the paper's future work: factors of one give W.
@@ -25,15 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Point
-from slimbayes.distributions.kl import summed_kl
+from slimbayes.distributions.kl import information, summed_kl
 from slimbayes.engine.fused import seeded
 from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
-from slimbayes.posteriors.configs.rank1 import Rank1 as Rank1
+from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, grouped, joint
-from slimbayes.posteriors.mixture_kl import information
 
 
 class Rank1Posterior(WeightPosterior):

@@ -1,6 +1,10 @@
-"""What predict is given, as calls of the model: tensors, arrays, mappings, Datasets, loaders; many rows are cut."""
+"""What predict is given, as calls of the model: tensors, arrays, mappings, Datasets, loaders; many rows are cut. And
+how far it is: one line on stderr, in terminals and notebooks.
+"""
 
 import inspect
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -122,3 +126,41 @@ def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | N
         return
     for start in range(0, rows, most):
         yield layout.narrow(inputs, start, min(most, rows - start))
+
+
+_PAUSE = 0.2  # seconds between two lines
+
+
+class Progress:
+    """Rows that are done, of how many where that is known, and the time it takes.
+
+    Args:
+        x: what `predict` was given; its length, or its dataset's, is the number of rows.
+        shown: whether anything is written.
+    """
+
+    def __init__(self, x: Any, shown: bool) -> None:
+        rows = getattr(x, "dataset", x)
+        many = hasattr(rows, "__len__") and not isinstance(rows, (dict, tuple, list))
+        self.total = len(rows) if shown and many else None
+        self.shown, self.done, self.start, self.told, self.width = shown, 0, time.monotonic(), 0.0, 0
+
+    def add(self, rows: int) -> None:
+        self.done += rows
+        now = time.monotonic()
+        if self.shown and (now - self.told > _PAUSE or self.done == self.total):
+            self.told = now
+            self._write(now - self.start)
+
+    def close(self) -> None:
+        if self.shown:
+            self._write(time.monotonic() - self.start)
+            sys.stderr.write("\n")
+
+    def _write(self, seconds: float) -> None:
+        of = "" if not self.total else f" of {self.total:,} ({self.done / self.total:.0%})"
+        left = f", {seconds * (self.total / self.done - 1):.0f} s left" if self.total and self.done < self.total else ""
+        line = f"predict: {self.done:,}{of} rows, {seconds:.1f} s{left}"
+        sys.stderr.write(f"\r{line:{self.width}}")
+        sys.stderr.flush()
+        self.width = len(line)

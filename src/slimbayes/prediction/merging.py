@@ -4,7 +4,6 @@ Sizes: K members.
 """
 
 import copy
-import math
 from typing import Literal, TypeVar
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from slimbayes.convert.convert import debayesianize
 from slimbayes.engine import passes
+from slimbayes.engine.calls import total_draws
 from slimbayes.prediction.sample import central_pass, posteriors_in, written
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,7 +38,7 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
     posteriors = posteriors_in(model)
     if not posteriors:
         return debayesianize(copy.deepcopy(model))
-    members = math.lcm(*(p.members for p in posteriors))
+    members = total_draws(posteriors, 1)
     if member != "mean" and not (isinstance(member, int) and 0 <= member < members):
         raise ValueError(f'merge: member must be "mean" or a number from 0 to {members - 1}, got {member!r}.')
     new = central_pass(posteriors)

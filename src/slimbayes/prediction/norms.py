@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from slimbayes.convert.convert import bayesianize, ensemble
 from slimbayes.engine.noise import Seed, seed_of
-from slimbayes.posteriors.configs.deterministic import Deterministic
+from slimbayes.posteriors.configs.base import Deterministic
 from slimbayes.prediction.batches import batches_of
 from slimbayes.prediction.predict import member_weights
 from slimbayes.prediction.sample import frozen, members, posteriors_in, sample, write_out

@@ -18,14 +18,11 @@ from slimbayes.engine.sharing import evaluating
 from slimbayes.engine.tree import arrays_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction.accumulate import Accumulator
-from slimbayes.prediction.batches import batches_of
+from slimbayes.prediction.batches import Progress, batches_of
 from slimbayes.prediction.checks import check_inputs, explained, refuse_outputs
-from slimbayes.prediction.draws import Draws
-from slimbayes.prediction.exact import Networks
-from slimbayes.prediction.far import Far
-from slimbayes.prediction.features import features_of
+from slimbayes.prediction.draws import Draws, Networks
+from slimbayes.prediction.far import Far, features_of
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.prediction.progress import Progress
 from slimbayes.prediction.sample import members
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName

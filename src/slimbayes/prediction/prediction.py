@@ -17,8 +17,15 @@ import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
 from slimbayes.prediction import figures
-from slimbayes.prediction.accumulate import Accumulator
-from slimbayes.prediction.averages import along_draws, for_a_row, log_at, log_mean, mixture_quantile, quantile
+from slimbayes.prediction.accumulate import (
+    Accumulator,
+    along_draws,
+    for_a_row,
+    log_at,
+    log_mean,
+    mixture_quantile,
+    quantile,
+)
 from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 from slimbayes.train.targets import check_labels

@@ -6,7 +6,6 @@ draw j, and draw j to member j mod K.
 """
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -33,7 +32,7 @@ def members(model: nn.Module) -> int:
     >>> members(sb.bayesianize(nn.Linear(2, 2), sb.BatchEnsemble(members=3)))
     3
     """
-    return math.lcm(*(p.members for p in posteriors_in(model)))
+    return calls.total_draws(posteriors_in(model), 1)
 
 
 def posteriors_in(model: nn.Module) -> list[Any]:

@@ -6,9 +6,8 @@ Everything is worked out from records; two calls with the same records and argum
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -16,11 +15,10 @@ from slimbayes.report.comparison_table import Comparison, ComparisonRow, Differe
 from slimbayes.report.groups import Group, LoadedRuns, Selection, load, main_set
 from slimbayes.report.metric import HEADLINE, metric, printable
 from slimbayes.report.record import Evaluation
-from slimbayes.report.statistics import Interval, bootstrap_interval, mean, sign_flip_p
+from slimbayes.report.statistics import bootstrap_interval, mean, sign_flip_p
 
 ROLES: tuple[str, ...] = get_args(Evaluation.model_fields["role"].annotation)
 FEW = 10  # below so many seeds a percentile interval holds the mean less than nine times in ten (docs/report.md)
-Bootstrap = Callable[[Sequence[float]], Interval | None]
 BySeed = dict[int, float]
 
 
@@ -32,8 +30,6 @@ def compare(
     on: str = "test",
     severity: int | None = None,
     draws: int | None = None,
-    resamples: int = 10_000,
-    seed: int = 0,
 ) -> Comparison:
     """Compare runs by name, with their seeds as replicates.
 
@@ -44,7 +40,6 @@ def compare(
         on: "test", "validation", "corrupted" (mean over corruptions), "shift", "ood", or the name of an evaluated set.
         severity: of corruptions; by default all.
         draws: of each member; by default the most that all runs of a name have.
-        resamples, seed: of the bootstrap.
 
     Example:
         >>> import tempfile
@@ -67,7 +62,6 @@ def compare(
     baseline = None if baseline is None else printable(baseline)  # as the names of groups
     if baseline is not None and baseline not in known:
         raise ValueError(f"baseline={baseline!r} is not among the runs; needed one of {known}.")
-    bootstrap = partial(bootstrap_interval, resamples=resamples, seed=seed)
     asked = Selection(severity=severity, draws=draws)
     rows, notes = [], list(loaded.notes)
     for data in loaded.data:
@@ -79,7 +73,7 @@ def compare(
                 f"On {data!r} the runs share {len(shared)} of {len(places)} evaluated places "
                 "(data, corruption, severity); only those are compared."
             )
-        found = _rows(groups, replace(selection, places=shared), metrics, baseline, bootstrap, seed)
+        found = _rows(groups, replace(selection, places=shared), metrics, baseline)
         left_out = [group for group in groups if group.name not in {row.name for row in found}] if found else []
         notes += [f"{group.name!r} on {data!r} has no such evaluation and is left out." for group in left_out]
         rows += found
@@ -103,12 +97,7 @@ def _selection(groups: Sequence[Group], on: str, asked: Selection) -> Selection:
 
 
 def _rows(
-    groups: Sequence[Group],
-    selection: Selection,
-    metrics: Sequence[str] | None,
-    baseline: str | None,
-    bootstrap: Bootstrap,
-    seed: int,
+    groups: Sequence[Group], selection: Selection, metrics: Sequence[str] | None, baseline: str | None
 ) -> list[ComparisonRow]:
     """A row for each group with any score, the best mean of each metric marked."""
     recorded = selection.metrics(groups)
@@ -120,8 +109,8 @@ def _rows(
         scores = {}
         for name, seeds in values[group.name].items():
             numbers = list(seeds.values())
-            difference = _difference(seeds, base.get(name, {}), bootstrap, seed)
-            scores[name] = MeanScore(mean(numbers), bootstrap(numbers), seeds, difference=difference)
+            difference = _difference(seeds, base.get(name, {}))
+            scores[name] = MeanScore(mean(numbers), bootstrap_interval(numbers), seeds, difference=difference)
         method, draws = group.records[0].method, selection.most_draws(group)
         rows.append(ComparisonRow(group.data, group.name, method, draws, scores))
     for name in names:
@@ -131,11 +120,13 @@ def _rows(
     return rows
 
 
-def _difference(seeds: BySeed, base: BySeed, bootstrap: Bootstrap, seed: int) -> Difference | None:
+def _difference(seeds: BySeed, base: BySeed) -> Difference | None:
     """Over the seeds that both have with a finite value; None where there are none."""
     gaps = {s: seeds[s] - base[s] for s in seeds if s in base and math.isfinite(seeds[s]) and math.isfinite(base[s])}
     values = list(gaps.values())
-    return Difference(mean(values), bootstrap(values), sign_flip_p(values, seed=seed), tuple(gaps)) if gaps else None
+    if not gaps:
+        return None
+    return Difference(mean(values), bootstrap_interval(values), sign_flip_p(values), tuple(gaps))
 
 
 def _warnings(rows: Sequence[ComparisonRow], baseline: str | None) -> Iterator[str]:

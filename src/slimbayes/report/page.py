@@ -27,6 +27,7 @@ from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import Figure
 from slimbayes.report.groups import CORRUPTED, Group, LoadedRuns, load, main_set
 from slimbayes.report.metric import printable
+from slimbayes.report.reasons import reasons
 from slimbayes.report.record import Example, Record
 from slimbayes.report.tables import PageTable
 
@@ -102,7 +103,7 @@ def _html(runs: LoadedRuns, title: str) -> str:
         title=title,
         runs=runs,
         chapters=chapters,
-        notes=[*runs.notes, *_notes(chapters)],
+        notes=[*runs.notes, *reasons(runs.groups), *_notes(chapters)],
         machines=_machines(runs.groups),
         colours=len(PALETTE),
         style=style,
@@ -172,12 +173,16 @@ def _notes(chapters: Sequence[Chapter]) -> Iterator[str]:
                 f"On {chapter.data!r} the runs share {len(shared)} of {len(places)} corrupted sets: "
                 "the summary uses only those, the charts use all that each run has."
             )
-        hardware = {record.environment.get("hardware", "") for group in chapter.groups for record in group.records}
+        hardware = {_hardware(record) for group in chapter.groups for record in group.records}
         if len(hardware - {""}) > 1:
             yield (
                 f"The runs on {chapter.data!r} were made on different hardware "
                 f"({'; '.join(sorted(hardware - {''}))}): their times and memory do not compare."
             )
+
+
+def _hardware(record: Record) -> str:
+    return record.environment.get("gpu") or record.environment.get("cpu", "")
 
 
 def _machines(groups: Sequence[Group]) -> dict[tuple[tuple[str, str], ...], list[str]]:

@@ -208,7 +208,7 @@ def read(run: Path | str) -> Record:
 
 def _check_seal(seal: Any, raw: bytes, file: Path) -> None:
     if seal is None:
-        _note_unsealed()
+        note_unsealed("Records without a sha256")
     elif not (end := _SEAL.search(raw, len(raw) - 80)) or hashlib.sha256(raw[: end.start()]).hexdigest() != seal:
         raise RecordError(
             f"{file} is damaged, or was edited: it does not fit its sha256. Restore it from a copy, or run `slimbayes "
@@ -217,5 +217,6 @@ def _check_seal(seal: Any, raw: bytes, file: Path) -> None:
 
 
 @cache
-def _note_unsealed() -> None:  # once: an old folder has hundreds
-    logging.getLogger("slimbayes").warning("Records without a sha256, of an older slimbayes, are read unchecked.")
+def note_unsealed(what: str) -> None:
+    """Say once that such files are not compared with a sum: an old folder has hundreds."""
+    logging.getLogger("slimbayes").warning(f"{what}, of an older slimbayes, are read unchecked.")

@@ -3,11 +3,13 @@
 Sizes: N rows, d columns, T targets.
 """
 
+import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from numbers import Real
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -25,13 +27,13 @@ from torch import nn
 
 from slimbayes.convert.convert import bayesianize
 from slimbayes.distributions.families import Normal, dropout_scale
-from slimbayes.errors import SlimbayesWarning
+from slimbayes.errors import SlimbayesWarning, brief
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.configs.ensemble import Ensemble
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.sklearn.columns import Missing, Scaling, Table, check_choice, is_frame, scaler
+from slimbayes.sklearn.columns import Known, Missing, Scaling, Table, check_choice, is_frame, merged, scaler
 from slimbayes.sklearn.fitting import Recipe, Rows, Trainer
 from slimbayes.sklearn.network import build
 from slimbayes.train.likelihoods import LikelihoodName
@@ -48,14 +50,6 @@ def default_method(own: bool, members: int = 8) -> Rank1 | dict[str, Config]:
     start, prior = Normal(1.0, 0.5), Normal(1.0, 0.3)
     factors = Rank1(members=members, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
     return {"dense.*": factors, "head": Ensemble(members=members)} if own else factors
-
-
-class Known(NamedTuple):
-    """A training set: numbers and codes (N, d), coded targets (N,) or (N, T) and weights (N,)."""
-
-    x: np.ndarray
-    y: np.ndarray
-    weight: np.ndarray
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
@@ -105,7 +99,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     @abstractmethod
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
-        """What the network's outputs mean, and the noise's scale in standardised units, where it is given."""
+        """What the network's outputs mean, and the scale of the noise, or of its bounds, in standardised units."""
 
     @abstractmethod
     def _learn_targets(self, y: Any, weight: np.ndarray) -> np.ndarray:
@@ -127,6 +121,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _fit(self, X: Any, y: Any, sample_weight: Any) -> Self:
         known = self._begin(X, y, sample_weight)
+        self.seen_ = known.weight.sum()  # of all rows so far, for `partial_fit`
         kept, held = self._split(known)
         self.__dict__.pop("trainer_", None)
         with self._seeded():
@@ -140,12 +135,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if new:
             known = self._begin(X, y, sample_weight)
         else:
-            known = self._merged(self._read(X, False), self._code_targets(y), self._weights(X, y, sample_weight))
+            weight, rows = self._weights(X, y, sample_weight)
+            known = merged(self._read(X, False, rows), self._code_targets(y)[rows], weight[rows])
             self.network_.float()
         with self._seeded():
             if not hasattr(self, "trainer_"):
                 self.trainer_ = self._trainer(None if new else self.network_)
-            self.trainer_.seen += float(known.weight.sum())
+            self.seen_ = known.weight.sum() + (0.0 if new else self.seen_)
+            self.trainer_.seen = float(self.seen_)
             self.trainer_.epoch(self._rows(known))
             self.seed_ = int(torch.randint(2**31 - 1, ()))  # of the next part, and of predictions until then
         return self._end()
@@ -156,9 +153,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
         self._check_parameters()
         self.seed_ = int(check_random_state(self.random_state).randint(2**31 - 1))
-        x = self._read(X, True)
-        weight = self._weights(X, y, sample_weight)
-        known = self._merged(x, self._learn_targets(y, weight), weight)
+        weight, rows = self._weights(X, y, sample_weight)
+        x = self._read(X, True, rows)
+        known = merged(x, self._learn_targets(y, weight)[rows], weight[rows])
         self.scaler_ = scaler(self.scaling, self.missing, len(known.x), self.seed_)
         if self.table_.numbers:
             self.scaler_.fit(known.x[:, : len(self.table_.numbers)])
@@ -218,8 +215,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     # --- rows ---
 
-    def _read(self, X: Any, reset: bool) -> np.ndarray:
-        """X as numbers and codes, after scikit-learn's checks of its shape and names."""
+    def _read(self, X: Any, reset: bool, rows: Any = slice(None)) -> np.ndarray:
+        """Rows of X as numbers and codes, after scikit-learn's checks of its shape and names."""
         auto = isinstance(self.categorical_features, str) and self.categorical_features == "auto"
         none = auto and not is_frame(X) if reset else not self.table_.categories
         if none:
@@ -230,25 +227,18 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                 raise ValueError(f"X must be a table with rows and columns, got an array of shape {X.shape}.")
             validate_data(self, X, reset=reset, skip_check_array=True)
         if not reset:
-            return self.table_.read(X)
+            return self.table_.read(X, rows)
         self.table_ = Table(self.categorical_features, self.missing)
-        return self.table_.fit(X)
+        return self.table_.fit(X, rows)
 
-    def _weights(self, X: Any, y: Any, sample_weight: Any) -> np.ndarray:
+    def _weights(self, X: Any, y: Any, sample_weight: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Weights of all rows, and which rows count: one that weighs nothing is as good as absent."""
         rows = np.empty((_num_samples(y), 1))
         check_consistent_length(X, rows)
         weight = _check_sample_weight(sample_weight, rows, dtype=np.float64, ensure_non_negative=True)
         if not weight.any():
             raise ValueError("sample_weight is zero for all rows: at least one must count.")
-        return weight
-
-    @staticmethod
-    def _merged(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Known:
-        """Equal rows once, with their weights added: a row of weight two is a row given twice, one of zero is none."""
-        x, y, weight = x[weight > 0], y[weight > 0], weight[weight > 0]
-        every = np.concatenate([x, y.reshape(len(y), -1)], 1)
-        _, first, same = np.unique(every, axis=0, return_index=True, return_inverse=True)
-        return Known(x[first], y[first], np.bincount(same.ravel(), weight))
+        return weight, weight > 0
 
     def _rows(self, known: Known) -> Rows:
         target = torch.as_tensor(known.y, device=self.device)
@@ -283,6 +273,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must lie in [0, 1), got {self.validation_fraction!r}.")
+        for name in ("lr", "weight_decay", "kl_weight"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+                raise ValueError(f"{name} must be a number that is not negative, got {brief(value)}.")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:  # torch built without the device asserts
+            raise ValueError(f"device={brief(self.device)} is not there ({error}): use device='cpu'.") from error
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

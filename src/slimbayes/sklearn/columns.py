@@ -1,13 +1,13 @@
 """Tables as arrays of numbers: which columns are categories, what is missing, and how numbers are scaled.
 
-Sizes: N rows; d columns, of which c hold categories. Read tables have their numbers first, then codes of categories:
-0 stands for what is missing or unknown, 1, 2, ... for the categories seen in training.
+Sizes: N rows; d columns, of which c hold categories; T targets. Read tables have their numbers first, then codes of
+categories: 0 stands for what is missing or unknown, 1, 2, ... for the categories seen in training.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from sklearn.impute import SimpleImputer
@@ -65,8 +65,8 @@ class Table:
         """How many codes each category has."""
         return () if self.encoder is None else tuple(len(found) + 1 for found in self.encoder.categories_)
 
-    def fit(self, X: Any) -> np.ndarray:
-        """Learn a table's columns and read it."""
+    def fit(self, X: Any, rows: Any = slice(None)) -> np.ndarray:
+        """Learn a table's columns from some of its rows, by default all, and read these."""
         frame = is_frame(X)
         self.names = [str(name) for name in X.columns] if frame else [str(j) for j in range(np.shape(X)[1])]
         if len(set(self.names)) < len(self.names):
@@ -74,16 +74,16 @@ class Table:
         self.categories = sorted(set(self._chosen(X, frame)))
         self.encoder = None
         if self.categories:
-            words = self._words(X)
+            words = self._words(X)[rows]
             known = [next((word for word in column if word is not None), "") for column in words.T]
             unknown = {"handle_unknown": "use_encoded_value", "unknown_value": UNKNOWN}
             self.encoder = OrdinalEncoder(**unknown).fit(_filled(words, known))
-        return self.read(X)
+        return self.read(X, rows)
 
-    def read(self, X: Any) -> np.ndarray:
-        """A table as numbers and codes, (N, d); NaN where a number is missing and was not refused."""
-        columns = [self._numbers(X, j) for j in self.numbers]
-        read = np.stack([*columns, *self._codes(X).T], 1)
+    def read(self, X: Any, rows: Any = slice(None)) -> np.ndarray:
+        """Rows of a table as numbers and codes, (N, d); NaN where a number is missing and was not refused."""
+        columns = [self._numbers(X, j)[rows] for j in self.numbers]
+        read = np.stack([*columns, *self._codes(X, rows).T], 1)
         if self.missing == "refuse":
             self._refuse(read)
         return read
@@ -107,11 +107,11 @@ class Table:
     def _words(self, X: Any) -> np.ndarray:
         return np.stack([_words(_column(X, j)) for j in self.categories], 1)
 
-    def _codes(self, X: Any) -> np.ndarray:
+    def _codes(self, X: Any, rows: Any) -> np.ndarray:
         """Codes of the categories, (N, c)."""
         if self.encoder is None:
-            return np.empty((len(X), 0))
-        words = self._words(X)
+            return np.empty((len(np.arange(len(X))[rows]), 0))
+        words = self._words(X)[rows]
         codes = self.encoder.transform(_filled(words, [found[0] for found in self.encoder.categories_]))
         for row, position in np.argwhere(codes == UNKNOWN)[: 1 if self.missing == "refuse" else 0]:
             raise ValueError(
@@ -147,6 +147,21 @@ class Table:
                 f"Input X contains NaN: values are missing in column {', '.join(told[:5])}"
                 f"{f' and {len(told) - 5} more' if len(told) > 5 else ''}. missing='impute' fills them in."
             )
+
+
+class Known(NamedTuple):
+    """A training set: numbers and codes (N, d), coded targets (N,) or (N, T) and weights (N,)."""
+
+    x: np.ndarray
+    y: np.ndarray
+    weight: np.ndarray
+
+
+def merged(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Known:
+    """Equal rows once, with their weights added: a row of weight two is a row given twice."""
+    every = np.concatenate([x, y.reshape(len(y), -1)], 1)
+    _, first, same = np.unique(every, axis=0, return_index=True, return_inverse=True)
+    return Known(x[first], y[first], np.bincount(same.ravel(), weight))
 
 
 def _column(X: Any, j: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from torch import nn
 from slimbayes.errors import brief
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.sklearn.base import TableEstimator
+from slimbayes.sklearn.columns import merged
 from slimbayes.sklearn.network import Noise, Targets
 from slimbayes.train.likelihoods import LikelihoodName
 
@@ -87,8 +88,13 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     def _learn_targets(self, y: Any, weight: np.ndarray) -> np.ndarray:
         labels = column_or_1d(y, warn=True)
         assert_all_finite(labels, input_name="y")
-        check_classification_targets(labels)
-        self.classes_ = getattr(self, "_announced", np.unique(labels))
+        try:
+            check_classification_targets(labels)
+            known = np.unique(labels)
+        except TypeError:
+            kinds = sorted({type(label).__name__ for label in labels.tolist()})
+            raise ValueError(f"Labels must be of one type, got {', '.join(kinds)}; rows without one must go.") from None
+        self.classes_ = getattr(self, "_announced", known)
         counting = len(np.unique(labels[weight > 0]))
         if len(self.classes_) < 2 or (counting < 2 and not hasattr(self, "_announced")):
             raise ValueError(f"Labels of at least two classes are needed, got {counting} class.")
@@ -192,9 +198,9 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         targets = self._checked(y)
         self._many = targets.ndim == 2
         rows = targets.reshape(len(targets), -1)
-        merged = self._merged(rows, rows[:, :0], weight)
-        self.y_mean_ = np.average(merged.x, axis=0, weights=merged.weight)
-        std = np.sqrt(np.average((merged.x - self.y_mean_) ** 2, axis=0, weights=merged.weight))
+        counted = merged(rows[weight > 0], rows[weight > 0][:, :0], weight[weight > 0])
+        self.y_mean_ = np.average(counted.x, axis=0, weights=counted.weight)
+        std = np.sqrt(np.average((counted.x - self.y_mean_) ** 2, axis=0, weights=counted.weight))
         self.y_std_ = np.where(std > 0, std, 1.0)
         return self._code_targets(targets)
 
@@ -215,10 +221,10 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         return Targets(network, targets, noise), network
 
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
-        noise = cast(Targets, self.network_).noise  # as fitted: `set_params` changes the next fit, not this one
-        if isinstance(noise, str):
-            return "heteroscedastic_gaussian", 1.0
-        return "gaussian", torch.as_tensor(noise / self.y_std_)
+        targets = cast(Targets, self.network_)  # as fitted: `set_params` changes the next fit, not this one
+        if isinstance(targets.noise, str):
+            return "heteroscedastic_gaussian", targets.spread
+        return "gaussian", torch.as_tensor(targets.noise / self.y_std_)
 
     def _checked_noise(self) -> float | Literal["heteroscedastic", "learned"]:
         known = self.noise in ("heteroscedastic", "learned") if isinstance(self.noise, str) else self.noise > 0

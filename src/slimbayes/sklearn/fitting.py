@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.prediction.averages import log_at
+from slimbayes.prediction.accumulate import log_at
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.sample import sample
 from slimbayes.train.elbo import elbo
@@ -44,7 +44,7 @@ class Recipe:
     weight_decay: float
     kl_weight: float
     patience: int
-    scale: float | Tensor = 0.0  # of the noise, where it is given
+    scale: float | Tensor = 0.0  # of the noise, where it is given, or of its bounds
 
 
 class Trainer:

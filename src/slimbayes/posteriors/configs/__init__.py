@@ -1,6 +1,5 @@
-"""One file per method: its Config. METHODS is the closed list that configs are read back from."""
+"""One file per method, or family of them: its Config. METHODS is the closed list that configs are read back from."""
 
-import inspect
 import pkgutil
 from importlib import import_module
 from typing import Any
@@ -9,12 +8,12 @@ from slimbayes.errors import brief, did_you_mean
 from slimbayes.posteriors.configs.base import Config
 
 _FOUND = [vars(import_module(f"{__name__}.{module.name}")) for module in pkgutil.iter_modules(__path__)]
-# Every config in a file of this package that can be made is a method: the file is all that one needs.
+# Every config in a file of this package that no other one extends is a method: the file is all that one needs.
 METHODS: dict[str, type[Config]] = {
     name: value
     for names in _FOUND
     for name, value in names.items()
-    if isinstance(value, type) and issubclass(value, Config) and value is not Config and not inspect.isabstract(value)
+    if isinstance(value, type) and issubclass(value, Config) and not value.__subclasses__()
 }
 
 

@@ -2,24 +2,78 @@
 put to use, so that configs can be read and checked without it.
 
     Config              what a user chooses
+    Deterministic       the plain model through the same API
+    check_choice, ...   checks of fields: each names the owner, the field, what it got and what it needs
     SiteConfig          a Config with a posterior for each weight matrix: the usual case
 """
 
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from slimbayes.distributions.families import Distribution, distribution_from_dict
-from slimbayes.errors import did_you_mean
+from slimbayes.errors import brief, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from slimbayes.layers.site import Kind, Site
+    from slimbayes.layers.site import Site
     from slimbayes.posteriors.base import Posterior
+
+MOST = 1_000_000
+
+
+def check_choice(owner: object, field: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse a value outside a closed set, naming the nearest valid choice."""
+    if value not in allowed:
+        raise ValueError(
+            f"{type(owner).__name__}: unknown {field} {brief(value)}{did_you_mean(str(value)[:80], allowed)}"
+        )
+
+
+def check_rate(owner: object, field: str, value: object) -> None:
+    """Refuse anything but a number in [0, 1)."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+        raise ValueError(f"{type(owner).__name__}: {field} must lie in [0, 1), got {brief(value)}.")
+
+
+def check_count(owner: object, field: str, value: object) -> None:
+    """Refuse anything but a whole number of at least one, and such as no memory holds."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{type(owner).__name__}: {field} must be a whole number of at least 1, got {brief(value)}.")
+    if value > MOST:
+        raise ValueError(f"{type(owner).__name__}: {field} must be {MOST:,} at most, got {brief(value)}.")
+
+
+def check_positive(owner: object, field: str, value: float) -> None:
+    """Refuse zero, numbers below it and NaN."""
+    if not value > 0:
+        raise ValueError(f"{type(owner).__name__}: {field} must be positive, got {brief(value)}.")
+
+
+def check_not_negative(owner: object, field: str, value: float | None, what: str = "") -> None:
+    """Refuse numbers below zero; `what` says what the number is. None is left alone."""
+    if value is not None and not value >= 0:
+        raise ValueError(f"{type(owner).__name__}: {field} {what}must not be negative, got {brief(value)}.")
+
+
+def check_number(owner: object, field: str, value: object) -> None:
+    """Refuse what is neither a number nor None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        got = f"{type(value).__name__} {brief(value)}"
+        raise TypeError(f"{type(owner).__name__}: {field} must be a number or None, got {got}.")
+
+
+def check_distribution(owner: object, field: str, value: object) -> None:
+    """Refuse what is neither a distribution nor None."""
+    if value is not None and not isinstance(value, Distribution):
+        example = f" Write {field}=Normal(1.0, {value!r})." if isinstance(value, (int, float)) else ""
+        needed, got = "a distribution such as Normal(1.0, 0.1), or None", f"{type(value).__name__} {brief(value)}"
+        raise TypeError(f"{type(owner).__name__}: {field} must be {needed}, got {got}.{example}")
 
 
 class Config:
@@ -27,12 +81,9 @@ class Config:
 
     members: int = 1
     converts: ClassVar[bool] = True
+    leaves_tables: ClassVar[str] = ""  # what to say of embeddings where a method leaves them alone by default
     whole: ClassVar[bool] = False  # whether it converts modules of any type as a whole
-
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        """The kinds of layer this method can convert."""
-        return ("matrix", "table")
+    covers: tuple[Any, ...] = ("matrix", "table")  # the kinds of layer it can convert (layers/site.py: Kind)
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         """Names of the layers to convert out of those offered; None for all. `named`: the user picked them by name."""
@@ -40,7 +91,12 @@ class Config:
 
     def leaves_alone(self, layer: nn.Module) -> str:
         """Why this method skips a layer unless it is included by name; nothing if it does not."""
-        return ""
+        if not self.leaves_tables:
+            return ""
+        from slimbayes.layers import kind_of
+
+        why = f"{self.leaves_tables}; include it by name to convert it"
+        return why if kind_of(layer) == "table" else ""
 
     def of_networks_from(self, factory: Callable[[], Any]) -> Config:
         """This config for a network that `factory` has built, and can build afresh."""
@@ -48,7 +104,8 @@ class Config:
 
     def describe(self) -> str:
         """The method in a few words, for summaries."""
-        return f"{type(self).__name__}(members={self.members})"
+        counts = any(f.name == "members" for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}(members={self.members})" if counts else type(self).__name__
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         """Parameters that converting a layer with these sites would add, as tensors whose numbers do not matter."""
@@ -82,12 +139,21 @@ class Config:
         return cls(**values)
 
 
-class SiteConfig(Config, ABC):
+class SiteConfig(Config):
     """A method that gives each weight matrix a posterior of its own."""
 
-    @abstractmethod
+    builds: ClassVar[str]  # which posterior: file and class under slimbayes/posteriors
+
+    def resolved(self) -> SiteConfig:
+        """What this config comes down to: with everything said that was left open, or another method's case."""
+        return self
+
     def build(self, site: Site) -> Posterior:
         """A new posterior for one weight matrix, on torch's default device and in its default dtype."""
+        config = self.resolved()
+        file, _, name = config.builds.partition(".")
+        posterior: Posterior = getattr(import_module(f"slimbayes.posteriors.{file}"), name)(config, site)
+        return posterior
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         import torch
@@ -95,3 +161,17 @@ class SiteConfig(Config, ABC):
         wide = torch.promote_types(next(layer.parameters(), torch.empty(0)).dtype, torch.float32)
         with torch.device("meta"):
             return [p for site in sites for p in self.build(site).to(dtype=wide).parameters()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deterministic(Config):
+    """Leave the model as it is, so that baselines run through `sample`, `elbo`, `predict`, `save` and `load` too.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.Deterministic())
+        >>> sb.sample(net, torch.randn(5, 3)).shape
+        torch.Size([1, 5, 2])
+    """
+
+    converts: ClassVar[bool] = False

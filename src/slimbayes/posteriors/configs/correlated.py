@@ -1,15 +1,15 @@
-"""What configs of posteriors with correlated weights share."""
+"""The configs of Gaussian posteriors with correlated weights; posteriors/correlated.py says what they are."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from slimbayes.distributions.families import Distribution, Normal
 from slimbayes.distributions.priors import HeNormal
 from slimbayes.errors import brief
-from slimbayes.posteriors.configs.base import SiteConfig
+from slimbayes.posteriors.configs.base import SiteConfig, check_positive
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site
@@ -27,8 +27,7 @@ class CorrelatedConfig(SiteConfig):
         name = type(self).__name__
         if not isinstance(self.prior, (Normal, HeNormal)):
             raise ValueError(f"{name}: the KL is known for a Normal or HeNormal prior, got {brief(self.prior)}.")
-        if not self.scale_init > 0:
-            raise ValueError(f"{name}: scale_init must be positive, got {brief(self.scale_init)}.")
+        check_positive(self, "scale_init", self.scale_init)
         if not isinstance(self.limit, int) or isinstance(self.limit, bool) or self.limit < 1:
             raise ValueError(f"{name}: limit must be a whole number of at least 1, got {brief(self.limit)}.")
 
@@ -45,5 +44,47 @@ class CorrelatedConfig(SiteConfig):
                 f"({4e-9 * self.numbers(m, n):,.2f} GB), and limit={self.limit:,}. Use KTied or MeanField, or raise it."
             )
 
-    def describe(self) -> str:
-        return type(self).__name__
+
+@dataclass(frozen=True, kw_only=True)
+class MultivariateNormal(CorrelatedConfig):
+    """Gaussian posterior with a full covariance of all weights of a matrix: for small layers.
+
+    An m x n matrix takes mn (mn + 1) / 2 numbers beside its mean. Biases stay points.
+
+    Args:
+        prior: `Normal` or `HeNormal`, independent for each weight.
+        scale_init: standard deviation of all weights at the start, uncorrelated.
+        limit: matrices that take more numbers are refused.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.MultivariateNormal())
+        >>> sum(p.numel() for p in net.posterior.parameters())
+        21
+    """
+
+    builds: ClassVar[str] = "correlated.MultivariateNormalPosterior"
+
+    def numbers(self, m: int, n: int) -> int:
+        return m * n * (m * n + 1) // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullMatrixNormal(CorrelatedConfig):
+    """Matrix normal posterior with full covariances of rows and of columns; `MatrixNormal` has diagonal ones.
+
+    An m x n matrix takes m (m + 1) / 2 + n (n + 1) / 2 numbers beside its mean. Biases stay points.
+
+    Args: as in `MultivariateNormal`.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.FullMatrixNormal())
+        >>> sum(p.numel() for p in net.posterior.parameters())
+        9
+    """
+
+    builds: ClassVar[str] = "correlated.FullMatrixNormalPosterior"
+
+    def numbers(self, m: int, n: int) -> int:
+        return m * (m + 1) // 2 + n * (n + 1) // 2

@@ -1,18 +1,19 @@
-"""The config of deep ensembles; posteriors/ensemble.py says what they are."""
+"""The configs of members that keep whole modules apart: deep ensembles and batch norm; posteriors/ensemble.py and
+posteriors/member_norm.py say what they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from slimbayes.posteriors.checks import check_choice, check_count
-from slimbayes.posteriors.configs.base import Config
+from slimbayes.posteriors.configs.base import Config, SiteConfig, check_choice, check_count
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from slimbayes.layers.site import Kind, Site
+    from slimbayes.layers.site import Site
     from slimbayes.posteriors.ensemble import EnsemblePosterior
 
 Execution = Literal["auto", "loop", "batched"]
@@ -61,9 +62,7 @@ class Ensemble(Config):
             needs = "jitter is noise on copies: it needs init='copies' and must not be negative"
             raise ValueError(f"Ensemble: {needs}, got {self.jitter!r}.")
 
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        return ("matrix", "table", "norm")
+    covers = ("matrix", "table", "norm")
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_dict().items() if name != "factory"}
@@ -79,3 +78,47 @@ class Ensemble(Config):
         from slimbayes.posteriors.ensemble import copies
 
         return copies(self, module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberNorm(SiteConfig):
+    """Batch norm with statistics, and perhaps a scale and a bias, for each member. It goes beside a method with as many
+    members.
+
+    In training every member that has rows needs two values or more for each channel, as batch norm itself does; a
+    member without rows keeps its running statistics.
+
+    Args:
+        members: K. The first is the layer itself; the others start as copies of it.
+        affine: members have scales and biases of their own, too, where the layer has any.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        >>> net = sb.bayesianize(net, {"1": MemberNorm(members=4), ".*": sb.Rank1(members=4)})
+        >>> sb.sample(net, torch.randn(5, 3)).shape, net[1].posterior["weight"].running_mean.shape
+        (torch.Size([4, 5, 2]), torch.Size([3, 8]))
+    """
+
+    members: int = 4
+    affine: bool = False
+    builds: ClassVar[str] = "member_norm.MemberNormPosterior"
+
+    def __post_init__(self) -> None:
+        check_count(self, "members", self.members)
+
+    covers = ("norm",)
+
+    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+        from slimbayes.posteriors.member_norm import batch_norms
+
+        return batch_norms(offered)
+
+    def leaves_alone(self, layer: nn.Module) -> str:
+        from slimbayes.posteriors.member_norm import why_not
+
+        return why_not(layer)
+
+    def describe(self) -> str:
+        return f"MemberNorm(members={self.members}{', affine' if self.affine else ''})"

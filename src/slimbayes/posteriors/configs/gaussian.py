@@ -1,13 +1,12 @@
-"""What mean-field and k-tied configs share."""
+"""The configs of Gaussian posteriors around a layer's own weights: mean-field, k-tied and matrix normal."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from slimbayes.distributions.families import Distribution, Normal
-from slimbayes.posteriors.checks import check_choice, check_not_negative
-from slimbayes.posteriors.configs.base import SiteConfig
+from slimbayes.posteriors.configs.base import SiteConfig, check_choice, check_count, check_not_negative, check_positive
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site
@@ -31,18 +30,14 @@ class GaussianConfig(SiteConfig):
         name = type(self).__name__
         check_choice(self, "estimator", self.estimator, ("reparam", "flipout", "local"))
         check_choice(self, "bias", self.bias, ("point", "gaussian"))
-        if not self.scale_init > 0:
-            raise ValueError(f"{name}: scale_init must be positive, got {self.scale_init!r}.")
+        check_positive(self, "scale_init", self.scale_init)
         check_not_negative(self, "scale_jitter", self.scale_jitter)
         if self.max_scale is not None and not self.max_scale > self.scale_init:
             start = f"scale_init={self.scale_init!r}, where scales start"
             raise ValueError(f"{name}: max_scale={self.max_scale!r} must be above {start}.")
         if not isinstance(self.prior, Normal) and not hasattr(self.prior, "gaussian_kl"):
-            known = "Normal, HeNormal, TiedMean, EmpiricalBayes or ScaleMixture"
+            known = "Normal, HeNormal, TiedMean, LaplacePrior, EmpiricalBayes or ScaleMixture"
             raise ValueError(f"{name}: {type(self.prior).__name__} is no prior for weights; use {known}.")
-
-    def describe(self) -> str:
-        return type(self).__name__
 
     def extra_flops(self, site: Site) -> float:
         """Beyond drawing weights, which happens once a pass: the second product of flipout and of local."""
@@ -59,3 +54,83 @@ class GaussianConfig(SiteConfig):
             return other
         shared = [f.name for f in fields(GaussianConfig) if f.name != "scale_jitter"]
         return cls(**{name: getattr(other, name) for name in shared})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanField(GaussianConfig):
+    """Mean-field Gaussian posterior over all weights: twice the parameters of the plain model.
+
+    Args:
+        prior: `Normal`, `HeNormal`, `TiedMean`, `LaplacePrior` (L1), `EmpiricalBayes` or `ScaleMixture`. Different
+            layers may have different ones: give bayesianize a mapping from name patterns to configs.
+        estimator: "reparam", "flipout" or "local" (see posteriors/gaussian.py).
+        scale_init, scale_jitter: scales start at Normal(scale_init, scale_jitter).
+        bias: "point" keeps biases point estimates, "gaussian" gives them posteriors too.
+        max_scale: cap on the scales.
+        independent_positions: lets "local" draw independent noise at positions that share their weights.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.MeanField(prior=sb.Normal(0.0, 0.3), estimator="flipout"))
+        >>> sb.sample(net, torch.randn(5, 3), draws=4).shape
+        torch.Size([4, 5, 2])
+    """
+
+    builds: ClassVar[str] = "gaussian.MeanFieldPosterior"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTied(GaussianConfig):
+    """k-tied Normal posterior: mean-field with standard deviations of rank k.
+
+    Args: as in `MeanField`, and
+        rank: k; a matrix narrower than that gets as much as it can have, and its posterior's `note` says so.
+        scale_jitter: standard deviation of the noise on the initial log U and log V.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(400, 400), sb.KTied(rank=2))
+        >>> sum(p.numel() for p in net.posterior.parameters())
+        1600
+    """
+
+    rank: int = 2
+    scale_jitter: float = 0.1
+    builds: ClassVar[str] = "k_tied.KTiedPosterior"
+
+    def __post_init__(self) -> None:
+        check_count(self, "rank", self.rank)
+        super().__post_init__()
+
+    def extra_flops(self, site: Site) -> float:
+        """Beyond drawing weights, which happens once a pass: flipout's second product, or the thin ones of local."""
+        if self.estimator != "local" or self.max_scale is not None:
+            return super().extra_flops(site)
+        m, n = site.matrix
+        k = min(self.rank, m, n)
+        return k * (k + 1) / 2 * (m + n)
+
+    def describe(self) -> str:
+        return f"KTied(rank={self.rank})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixNormal(GaussianConfig):
+    """Matrix normal posterior with diagonal row and column covariances (Louizos & Welling 2016): the 1-tied Normal.
+
+    Args: as in `KTied`.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.MatrixNormal())
+        >>> sum(p.numel() for p in net.posterior.parameters())
+        5
+    """
+
+    scale_jitter: float = 0.1
+
+    def resolved(self) -> KTied:
+        return KTied(rank=1, **{f.name: getattr(self, f.name) for f in fields(self)})
+
+    def extra_flops(self, site: Site) -> float:
+        return self.resolved().extra_flops(site)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slimbayes.distributions.families import Distribution, Normal, Point
-from slimbayes.posteriors.checks import check_choice, check_count, check_distribution
-from slimbayes.posteriors.configs.factors import FactorConfig
+from slimbayes.posteriors.configs.base import check_choice, check_count, check_distribution, check_positive
+from slimbayes.posteriors.configs.rank1 import FactorConfig
 
 if TYPE_CHECKING:
-    from slimbayes.layers.site import Kind, Site
+    from slimbayes.layers.site import Site
     from slimbayes.posteriors.base import Posterior
 
 Over = Literal["both", "r", "s", "weights"]
@@ -29,6 +29,8 @@ class JointNormal(FactorConfig):
         prior: a `Normal`, the same for every number.
         scale_init: where standard deviations start; correlations start at zero.
         full_up_to: matrices with more numbers than that have independent ones: a covariance holds their square.
+        beyond: what weights of such matrices have instead: "independent" numbers, or a covariance that is a "kronecker"
+            product, of dense layers and convolutions without groups.
         mean_init: where factors start: `Point(1)` keeps a network as it was.
         member_bias: whether members get their own biases.
 
@@ -44,24 +46,30 @@ class JointNormal(FactorConfig):
     prior: Distribution = Normal(1.0, 0.1)  # noqa: RUF009 (immutable)
     scale_init: float = 0.01
     full_up_to: int = 1024
+    beyond: Literal["independent", "kronecker"] = "independent"
     mean_init: Distribution = Point(1.0)  # noqa: RUF009 (immutable)
     member_bias: bool = True
 
     def __post_init__(self) -> None:
         check_choice(self, "over", self.over, ("both", "r", "s", "weights"))
+        check_choice(self, "beyond", self.beyond, ("independent", "kronecker"))
         check_count(self, "members", self.members)
         check_distribution(self, "mean_init", self.mean_init)
         if not isinstance(self.prior, Normal):
             raise ValueError(f"JointNormal: the KL is known for a Normal prior, got {self.prior!r}.")
-        if not self.scale_init > 0:
-            raise ValueError(f"JointNormal: scale_init must be positive, got {self.scale_init!r}.")
+        check_positive(self, "scale_init", self.scale_init)
         if isinstance(self.full_up_to, bool) or not isinstance(self.full_up_to, int) or self.full_up_to < 0:
             raise ValueError(f"JointNormal: full_up_to must be a whole number, got {self.full_up_to!r}.")
+        if self.beyond == "kronecker" and self.over != "weights":
+            raise ValueError(
+                f"JointNormal: a Kronecker product is of matrices, and factors are vectors: beyond='kronecker' needs "
+                f"over='weights', got {self.over!r}."
+            )
         if self.over == "weights" and self.members > 1:
             raise ValueError(f"JointNormal: weights have one member, got members={self.members!r}; use over='both'.")
 
     @property
-    def covers(self) -> tuple[Kind, ...]:
+    def covers(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("matrix", "table") if self.over == "weights" else super().covers
 
     def extra_flops(self, site: Site) -> float:
@@ -70,8 +78,11 @@ class JointNormal(FactorConfig):
 
     def build(self, site: Site) -> Posterior:
         from slimbayes.posteriors.joint_normal import JointFactors, JointWeights
+        from slimbayes.posteriors.kronecker_weights import KroneckerWeights, is_product
 
-        return JointWeights(self, site) if self.over == "weights" else JointFactors(self, site)
+        if self.over != "weights":
+            return JointFactors(self, site)
+        return KroneckerWeights(self, site) if is_product(self, site) else JointWeights(self, site)
 
     def describe(self) -> str:
         return f"JointNormal({self.over}, members={self.members})"

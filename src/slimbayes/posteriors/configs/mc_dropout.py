@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from slimbayes.posteriors.checks import check_choice, check_rate
-from slimbayes.posteriors.configs.base import SiteConfig
+from slimbayes.posteriors.configs.base import SiteConfig, check_choice, check_rate
 from slimbayes.posteriors.configs.mixture import Mixture, dropping
 from slimbayes.posteriors.configs.model_patch import check_layers
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slimbayes.layers.site import Kind, Site
+    from slimbayes.layers.site import Site
     from slimbayes.posteriors.base import Posterior
 
 
@@ -59,14 +58,13 @@ class MCDropout(SiteConfig):
                 "MCDropout: tau needs unit='channel', where a draw is a weight matrix; "
                 "use weight decay with unit='element'."
             )
-        self._mixture()  # checks tau and rho
+        self.resolved()  # checks tau and rho
 
-    def _mixture(self) -> Mixture:
+    def resolved(self) -> Mixture:
+        """Of whole channels in front of a matrix."""
         return dropping("input", 0.005 if self.rate is None else self.rate, "example", self.tau, self.rho)
 
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        return ("matrix", "table", "norm", "dropout")
+    covers = ("matrix", "table", "norm", "dropout")
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         from slimbayes.posteriors.mc_dropout import own_dropout
@@ -78,12 +76,10 @@ class MCDropout(SiteConfig):
 
     def build(self, site: Site) -> Posterior:
         from slimbayes.posteriors.mc_dropout import DropoutPosterior
-        from slimbayes.posteriors.mixture import MixturePosterior
 
-        rate = 0.005 if self.rate is None else self.rate
         if site.kind in ("matrix", "table") and self.unit == "channel":
-            return MixturePosterior(self._mixture(), site)
-        return DropoutPosterior(rate, self.unit, site, fixed=self.rate is not None)
+            return super().build(site)
+        return DropoutPosterior(self, site)
 
     def describe(self) -> str:
         return f"MCDropout(rate={'own or 0.005' if self.rate is None else self.rate})"

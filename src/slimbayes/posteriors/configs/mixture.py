@@ -1,18 +1,63 @@
-"""The config of the general family of Ensemble Model Patching; posteriors/mixture.py says what it is."""
+"""The configs of the general family of Ensemble Model Patching (posteriors/mixture.py), and of DropConnect."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import ClassVar, Literal
 
-from slimbayes.posteriors.checks import check_choice, check_not_negative
-from slimbayes.posteriors.configs.components import ComponentConfig, Draws
+from slimbayes.posteriors.configs.base import SiteConfig, check_choice, check_count, check_not_negative, check_rate
 
-if TYPE_CHECKING:
-    from slimbayes.layers.site import Kind, Site
-    from slimbayes.posteriors.base import Posterior
-
+Draws = Literal["forward", "example"]
 Assignment = Literal["layer", "element", "input", "model"]
+_INITS = ("copies", "fresh", "ones", "uniform")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentConfig(SiteConfig):
+    """K components, how often each is picked, how they start, and the precisions of their prior."""
+
+    components: int = 5
+    probs: tuple[float, ...] | None = None
+    learn_probs: bool = False
+    draws: Draws = "forward"
+    init: Literal["copies", "fresh", "ones", "uniform"] | float = "copies"
+    jitter: float = 0.05
+    tau: float | None = 1.0
+    rho: float | None = None
+    precision_shape: float | None = None
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        check_count(self, "components", self.components)
+        check_choice(self, "draws", self.draws, ("forward", "example"))
+        if not isinstance(self.init, (int, float)):
+            check_choice(self, "init", self.init, _INITS)
+        check_not_negative(self, "tau", self.tau, "is a precision and ")
+        check_not_negative(self, "rho", self.rho, "is a precision and ")
+        check_not_negative(self, "jitter", self.jitter)
+        if self.precision_shape is not None and not (self.tau and self.precision_shape > 0 and self.rho != 0):
+            given = f"got precision_shape={self.precision_shape!r}, tau={self.tau!r}, rho={self.rho!r}"
+            raise ValueError(f"{name}: a Gamma prior needs a positive shape and positive means tau and rho; {given}.")
+        if self.tau is None and self.rho is not None:
+            alone = "without tau would leave only the weights to weight decay; give both or neither"
+            raise ValueError(f"{name}: rho={self.rho!r} {alone}.")
+        if self.probs is not None:
+            self._check_probs(self.probs)
+
+    def _check_probs(self, probs: tuple[float, ...]) -> None:
+        name = type(self).__name__
+        if not isinstance(probs, tuple):
+            raise TypeError(f"{name}: probs must be a tuple of numbers, got {probs!r}.")
+        if len(probs) != self.components or not min(probs) >= 0 or not abs(sum(probs) - 1) < 1e-6:
+            needed = f"{self.components} numbers (one for each component), none negative, that sum to 1"
+            raise ValueError(f"{name}: probs must be {needed}; got {probs}, whose sum is {sum(probs):.6g}.")
+        if self.learn_probs and not min(probs) > 0:
+            raise ValueError(f"{name}: a probability that starts at zero cannot be learned; got probs={probs}.")
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """How often each component is picked, at the start if that is learned."""
+        return tuple(float(p) for p in self.probs or (1.0 / self.components,) * self.components)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +92,7 @@ class Mixture(ComponentConfig):
     assignment: Assignment = "layer"
     zero: bool = False
     sigma: float = 0.0
+    builds: ClassVar[str] = "mixture.MixturePosterior"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,13 +113,8 @@ class Mixture(ComponentConfig):
         return self.components if self.assignment == "model" else 1
 
     @property
-    def covers(self) -> tuple[Kind, ...]:
+    def covers(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("matrix", "table") if self.assignment == "input" else ("matrix", "table", "norm")
-
-    def build(self, site: Site) -> Posterior:
-        from slimbayes.posteriors.mixture import MixturePosterior
-
-        return MixturePosterior(self, site)
 
     def describe(self) -> str:
         return f"Mixture({self.assignment}, components={self.components}{', zero' if self.zero else ''})"
@@ -83,3 +124,42 @@ def dropping(assignment: Assignment, rate: float, draws: Draws, tau: float | Non
     """The two components of dropout: the layer's own weight, and zero with probability `rate`."""
     probs = (1 - rate, rate)
     return Mixture(components=2, assignment=assignment, zero=True, probs=probs, draws=draws, tau=tau, rho=rho)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropConnect(SiteConfig):
+    """DropConnect (Wan et al. 2013) as variational inference: every weight is set to zero with probability `rate`, in
+    eval mode too, and the others are divided by 1 - rate; biases are never dropped.
+
+    Table 2 of Chang et al. 2019: K = 2, M_2 = 0, one pick for every weight.
+
+    Args:
+        rate: probability of dropping a weight.
+        draws: "forward" drops once for each draw of a pass; "example" for every row, each with a weight matrix of its
+            own.
+        tau, rho: prior precisions of weights and biases, as in `Mixture`. By default the prior is left to weight decay.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), DropConnect(rate=0.2))
+        >>> sb.sample(net, torch.randn(5, 3), draws=4).shape
+        torch.Size([4, 5, 2])
+    """
+
+    leaves_tables = "DropConnect leaves embeddings alone"
+
+    rate: float = 0.1
+    draws: Draws = "forward"
+    tau: float | None = None
+    rho: float | None = None
+
+    def __post_init__(self) -> None:
+        check_rate(self, "rate", self.rate)
+        check_choice(self, "draws", self.draws, ("forward", "example"))
+        self.resolved()
+
+    def resolved(self) -> Mixture:
+        return dropping("element", self.rate, self.draws, self.tau, self.rho)
+
+    def describe(self) -> str:
+        return f"DropConnect(rate={self.rate})"

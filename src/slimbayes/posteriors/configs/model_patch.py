@@ -1,21 +1,21 @@
-"""The config of Ensemble Model Patching; posteriors/model_patch.py says where it goes."""
+"""The configs of methods for norms and the ends of a network: Ensemble Model Patching, and a planar flow.
+
+posteriors/model_patch.py says where they go, posteriors/flow_patch.py what the flow is.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from slimbayes.errors import brief
-from slimbayes.posteriors.configs.components import ComponentConfig
-from slimbayes.posteriors.configs.mixture import Mixture
+from slimbayes.posteriors.configs.base import SiteConfig, check_count, check_not_negative, check_positive
+from slimbayes.posteriors.configs.mixture import ComponentConfig, Mixture
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from slimbayes.layers.site import Kind, Site
-    from slimbayes.posteriors.base import Posterior
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +49,16 @@ class ModelPatch(ComponentConfig):
         if self.patch is not None:
             check_layers(self, "patch", self.patch)
 
-    @property
-    def covers(self) -> tuple[Kind, ...]:
-        return ("matrix", "table", "norm")
+    covers = ("matrix", "table", "norm")
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        from slimbayes.posteriors.model_patch import chosen_layers
+        from slimbayes.posteriors.model_patch import patched
 
-        patch = self.patch or (None if named else "norm")
-        return None if patch is None else chosen_layers(f"ModelPatch(patch={patch!r})", patch, model, offered)
+        return patched(self, model, offered, named)
 
-    def build(self, site: Site) -> Posterior:
+    def resolved(self) -> Mixture:
         shared = {f.name: getattr(self, f.name) for f in fields(ComponentConfig)}
-        from slimbayes.posteriors.mixture import MixturePosterior
-
-        return MixturePosterior(Mixture(assignment="element" if self.cross else "layer", **shared), site)
+        return Mixture(assignment="element" if self.cross else "layer", **shared)
 
     def describe(self) -> str:
         return f"ModelPatch({'ECMP' if self.cross else 'EMP'}, components={self.components})"
@@ -83,3 +78,55 @@ def words(value: str) -> list[str]:
     """A selection of layers by words; none if it is a regular expression."""
     given = value.split("+")
     return given if set(given) <= {"norm", "output", "input"} else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowPatch(SiteConfig):
+    """A normalizing flow over the scales and biases of each norm layer; everything else stays a point estimate.
+
+    Args:
+        steps: planar steps of the flow; none leaves an independent normal for each scale and bias.
+        patch: which norm layers, a regular expression for their names; all of them by default, or what `include` or a
+            mapping's pattern picks.
+        scale_init: standard deviation that the flow's base starts with.
+        tau, rho: prior precisions of scales and biases, as in `ModelPatch`; rho is tau by default.
+        samples: draws that the KL is averaged over, fresh ones whenever it is asked for.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        >>> net = sb.bayesianize(net, FlowPatch(steps=4))
+        >>> sb.sample(net, torch.randn(5, 3), draws=6).shape
+        torch.Size([6, 5, 2])
+    """
+
+    steps: int = 4
+    patch: str | None = None
+    scale_init: float = 0.05
+    tau: float = 1.0
+    rho: float | None = None
+    samples: int = 8
+    builds: ClassVar[str] = "flow_patch.FlowPosterior"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 0:
+            raise ValueError(f"FlowPatch: steps must be a whole number that is not negative, got {self.steps!r}.")
+        check_count(self, "samples", self.samples)
+        check_positive(self, "scale_init", self.scale_init)
+        for name, value in (("tau", self.tau), ("rho", self.rho)):
+            check_not_negative(self, name, value, "is a precision and ")
+            if value == 0:
+                raise ValueError(f"FlowPatch: {name} is the precision of a normal prior and must be positive, got 0.")
+        if self.patch is not None:
+            check_layers(self, "patch", self.patch)
+
+    covers = ("norm",)
+
+    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+        from slimbayes.posteriors.model_patch import patched
+
+        return patched(self, model, offered, named)
+
+    def describe(self) -> str:
+        return f"FlowPatch(steps={self.steps})"

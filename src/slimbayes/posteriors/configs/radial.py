@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from slimbayes.distributions.families import Distribution, Normal
-from slimbayes.posteriors.checks import check_not_negative
-from slimbayes.posteriors.configs.base import SiteConfig
-
-if TYPE_CHECKING:
-    from slimbayes.layers.site import Site
-    from slimbayes.posteriors.base import Posterior
+from slimbayes.posteriors.configs.base import SiteConfig, check_not_negative, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +28,10 @@ class Radial(SiteConfig):
     prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
     scale_init: float = 0.02
     scale_jitter: float = 0.002
+    builds: ClassVar[str] = "radial.RadialPosterior"
 
     def __post_init__(self) -> None:
         if not isinstance(self.prior, Normal):
             raise ValueError(f"Radial: the KL is known for a Normal prior, got {self.prior!r}.")
-        if not self.scale_init > 0:
-            raise ValueError(f"Radial: scale_init must be positive, got {self.scale_init!r}.")
+        check_positive(self, "scale_init", self.scale_init)
         check_not_negative(self, "scale_jitter", self.scale_jitter)
-
-    def describe(self) -> str:
-        return "Radial"
-
-    def build(self, site: Site) -> Posterior:
-        from slimbayes.posteriors.radial import RadialPosterior
-
-        return RadialPosterior(self, site)

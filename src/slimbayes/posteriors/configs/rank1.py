@@ -1,9 +1,9 @@
-"""The config of rank-1 Bayesian neural nets; posteriors/rank1.py says what they are."""
+"""The configs of rank-1 Bayesian neural nets and BatchEnsemble; posteriors/rank1.py says what they are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from slimbayes.distributions.families import (
     Cauchy,
@@ -12,22 +12,38 @@ from slimbayes.distributions.families import (
     LogNormal,
     LogUniform,
     Normal,
+    Point,
     Signs,
     check_pair,
     dropout_scale,
     rho_from_scale,
 )
-from slimbayes.posteriors.checks import check_choice, check_count, check_distribution, check_not_negative, check_number
-from slimbayes.posteriors.configs.factors import FAMILY, FactorConfig
+from slimbayes.posteriors.configs.base import (
+    SiteConfig,
+    check_choice,
+    check_count,
+    check_distribution,
+    check_not_negative,
+    check_number,
+)
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site
-    from slimbayes.posteriors.base import Posterior
 
 Family = Literal["normal", "cauchy", "lognormal", "point"]
 _FAMILY_OF_PRIOR = {
     Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal", LogUniform: "normal"
 }  # fmt: skip
+
+
+FAMILY: dict[str, type[Distribution]] = {"normal": Normal, "cauchy": Cauchy, "lognormal": LogNormal, "point": Point}
+
+
+class FactorConfig(SiteConfig):
+    """What configs of rank-1 methods share: where they go."""
+
+    covers = ("matrix", "quantised", "table")
+    leaves_tables = "rank-1 methods leave embeddings alone, as the paper does"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +73,7 @@ class Rank1(FactorConfig):
         draws: "example" draws fresh factors for every row (the paper); "member" once per member and pass.
         mixture_kl: "sum" adds up the members' KLs, as the paper's code does: K networks, each with a prior. "mean" and
             "exact" take the members for one mixture: "exact" is its KL, of which the part that has no closed form is
-            drawn once for each member and call; "mean" is at most log K above it (posteriors/mixture_kl.py).
+            drawn once for each member and call; "mean" is at most log K above it (distributions/kl.py).
 
     Example:
         >>> import slimbayes as sb, torch
@@ -80,6 +96,7 @@ class Rank1(FactorConfig):
     rank: int = 1
     draws: Literal["example", "member"] = "example"
     mixture_kl: Literal["sum", "mean", "exact"] = "sum"
+    builds: ClassVar[str] = "rank1.Rank1Posterior"
 
     def __post_init__(self) -> None:
         check_count(self, "members", self.members)
@@ -172,10 +189,52 @@ class Rank1(FactorConfig):
         rows, columns = site.matrix
         return 0.5 * self.rank * (site.n_in + site.n_out) + (self.rank - 1) * rows * columns
 
-    def build(self, site: Site) -> Posterior:
-        from slimbayes.posteriors.rank1 import Rank1Posterior
-
-        return Rank1Posterior(self.resolved(), site)
-
     def describe(self) -> str:
         return f"Rank1({self.family}, members={self.members})"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BatchEnsemble(FactorConfig):
+    """BatchEnsemble: K members that share W and differ by point-estimated rank-1 factors and biases.
+
+    Args: as in `Rank1`, but
+        mean_init: where factors start. By default Normal(1, 0.2), which a trained network survives; from scratch
+            Normal(1, 0.5) makes members differ more (docs/recipes.md), and Signs(0.5) is the paper's.
+
+    Point factors have no prior and no scale, and a member makes the same prediction every time.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.BatchEnsemble(members=4))
+        >>> sb.kl(net)
+        tensor(0.)
+    """
+
+    members: int = 4
+    perturbation: Literal["multiplicative", "additive"] = "multiplicative"
+    mean_init: Distribution | None = None
+    member_bias: bool = True
+    rank: int = 1
+
+    def __post_init__(self) -> None:
+        self.resolved()
+
+    def resolved(self) -> Rank1:
+        start = self.mean_init or Normal(0.0 if self.perturbation == "additive" else 1.0, 0.2)
+        return Rank1(
+            members=self.members, posterior="point", perturbation=self.perturbation, mean_init=start,
+            member_bias=self.member_bias, rank=self.rank, clip=None, draws="member",
+        ).resolved()  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, with the start that follows from the rest."""
+        return super(BatchEnsemble, replace(self, mean_init=self.resolved().mean_init)).to_dict()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BatchEnsemble) and self.resolved() == other.resolved()
+
+    def __hash__(self) -> int:
+        return hash(self.resolved())
+
+    def extra_flops(self, site: Site) -> float:
+        return self.resolved().extra_flops(site)

@@ -1,0 +1,148 @@
+"""The generated part of docs/fine_tuning.md, from the cells of benchmarks/fine_tune.py and fine_tune_tables.py.
+
+    python benchmarks/fine_tune_page.py docs/fine_tuning.md results/benchmarks/fine_tune.jsonl ...
+
+Only what stands between the page's two marks is written; the rest is text.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+MARKS = ("<!-- fine-tuning -->\n", "<!-- end of fine-tuning -->\n")
+OURS = ("rank-1 fine-tuned", "rank-1 Laplace")
+METHODS = ("plain", *OURS, "last-layer Laplace", "MC dropout", "LoRA ensemble", "deep ensemble")
+SCORES = {"nll": "NLL", "shifted_nll": "NLL, shifted", "ece": "ECE", "auroc": "OOD AUROC"}
+T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t, by the number of seeds
+Value = Callable[[dict[str, Any]], float]
+Cells = dict[tuple[str, str], dict[int, dict[str, Any]]]
+
+
+def read(lines: Sequence[str]) -> Cells:
+    """By task and method, then by seed; cells of tried settings have seed -1 and do not count."""
+    cells: Cells = {}
+    for cell in map(json.loads, lines):
+        if cell["seed"] >= 0:
+            cells.setdefault((cell["task"], cell["method"]), {})[cell["seed"]] = cell
+    return cells
+
+
+def page(text: str, lines: Sequence[str]) -> str:
+    """The page's text with tables of these lines between its marks."""
+    cells = read(lines)
+    before, _, rest = text.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    parts = [table(cells, title, score(name), name == "auroc") for name, title in SCORES.items()]
+    parts.append(table(cells, "seconds", lambda cell: float(cell["seconds"])))
+    parts.append(table(cells, "MB kept", lambda cell: cell["bytes"] / 1e6))
+    return before + MARKS[0] + "\n".join([verdict(cells), *parts]) + MARKS[1] + after
+
+
+def score(name: str) -> Value:
+    return lambda cell: float(cell["metrics"].get(name, float("nan")))
+
+
+def values(cells: Cells, task: str, method: str, of: Value) -> dict[int, float]:
+    """A number of each seed that has it."""
+    found = {seed: of(cell) for seed, cell in cells.get((task, method), {}).items()}
+    return {seed: value for seed, value in found.items() if value == value}
+
+
+def spent(cell: dict[str, Any]) -> float:
+    """Seconds of a method, of a pass over a network that is trained anyway those of the pass."""
+    return float(cell["metrics"].get("pass_seconds", cell["seconds"]))
+
+
+def tasks_of(cells: Cells) -> list[str]:
+    return list(dict.fromkeys(task for task, _ in cells))
+
+
+def table(cells: Cells, title: str, of: Value, most: bool = False) -> str:
+    """Means and standard errors over seeds, tasks by methods; the best mean of a row is bold."""
+    rows = [f"| {title} | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
+    for task in tasks_of(cells):
+        found = {method: list(values(cells, task, method, of).values()) for method in METHODS}
+        means = {method: mean(of) for method, of in found.items() if of}
+        if not means:
+            continue
+        best = (max if most else min)(means.values())
+        rows.append(f"| {task} | {' | '.join(entry(found[m], means.get(m) == best) for m in METHODS)} |")
+    return "\n".join(rows) + "\n" if len(rows) > 2 else ""
+
+
+def entry(found: Sequence[float], best: bool) -> str:
+    if not found:
+        return "-"
+    shown = f"**{mean(found):.3g}**" if best else f"{mean(found):.3g}"
+    return f"{shown} ± {stdev(found) / len(found) ** 0.5:.1g}" if len(found) > 1 else shown
+
+
+def compared(cells: Cells, task: str, ours: str, rival: str, of: Value) -> str | None:
+    """ "ahead", "behind" or "level": whether a 95 % interval of the paired difference over seeds holds zero. None where
+    fewer than two seeds have both. Less is better.
+    """
+    a, b = (values(cells, task, method, of) for method in (ours, rival))
+    differences = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
+    if len(differences) < 2:
+        return None
+    half = T.get(len(differences), 2.6) * stdev(differences) / len(differences) ** 0.5
+    middle = mean(differences)
+    return "level" if abs(middle) <= half else "ahead" if middle < 0 else "behind"
+
+
+def counted(cells: Cells, ours: str, rival: str, name: str) -> dict[str, list[str]]:
+    """Tasks by how they went."""
+    out: dict[str, list[str]] = {"ahead": [], "level": [], "behind": []}
+    for task in tasks_of(cells):
+        found = compared(cells, task, ours, rival, score(name))
+        if found is not None:
+            out[found].append(task)
+    return out
+
+
+def verdict(cells: Cells) -> str:
+    """The goal, point by point, as the cells have it."""
+    lines = [
+        "Paired by seed; ahead or behind where a 95 % interval of the difference leaves zero out, else level:",
+        "",
+        "| | against | score | ahead | level | behind |",
+        "|---|---|---|---|---|---|",
+    ]
+    for ours in OURS:
+        for rival in METHODS:
+            for name in ("nll", "shifted_nll"):
+                found = counted(cells, ours, rival, name)
+                if rival not in OURS and any(found.values()):
+                    counts = " | ".join(str(len(found[how])) for how in found)
+                    lines.append(f"| {ours} | {rival} | {SCORES[name]} | {counts} |")
+    return "\n".join([*lines, "", *(goal(cells, ours) for ours in OURS)]) + "\n"
+
+
+def goal(cells: Cells, ours: str) -> str:
+    """One paragraph: is the goal met?"""
+    worse = counted(cells, ours, "plain", "nll")["behind"]
+    held = [f"no worse than plain on clean NLL: {'met' if not worse else 'missed on ' + '; '.join(worse)}"]
+    for name in ("nll", "shifted_nll"):
+        found = counted(cells, ours, "last-layer Laplace", name)
+        won, of = len(found["ahead"]), sum(map(len, found.values()))
+        held.append(f"ahead of last-layer Laplace, {SCORES[name]}: {'met' if won == of else f'on {won} of {of} tasks'}")
+    for what, of_cell in (("time", lambda c: float(c["seconds"])), ("storage", lambda c: float(c["bytes"]))):
+        shares = [
+            mean(mine.values()) / mean(theirs.values())
+            for task in tasks_of(cells)
+            if (mine := values(cells, task, ours, of_cell))
+            and (theirs := values(cells, task, "deep ensemble", of_cell))
+        ]
+        if shares:
+            said = f"{min(shares):.2f} to {max(shares):.2f} of a deep ensemble's {what}"
+            held.append(f"a tenth of the cost: {said}, {'met' if max(shares) <= 0.1 else 'missed'}")
+    return f"Goal, {ours}: {'. '.join(part[0].upper() + part[1:] for part in held)}.\n"
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    found = [line for file in sys.argv[2:] if Path(file).exists() for line in Path(file).read_text().splitlines()]
+    out.write_text(page(out.read_text(), found))

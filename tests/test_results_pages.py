@@ -1,0 +1,186 @@
+"""Pages made of kept records: verdicts on the papers' claims, CIFAR-10's main table and how its rows were chosen."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import main_table
+import verdicts
+
+from slimbayes.lab.config_files import load, read_tree
+from slimbayes.lab.config_rows import row_names
+from slimbayes.report.record import Cost, Evaluation, Parameters, Record, read
+
+ROOT = Path(__file__).parents[1]
+METHODS = ROOT / "experiments" / "cifar10" / "methods.yaml"
+SOURCE = {"at": "here", "setting": "a test", "command": "run it", "records": "*.json"}
+
+
+def record(name: str, seed: int, nll: float, corrupted: float = 1.0, total: int = 101) -> Record:
+    def scored(role: Any, data: str, scores: dict[str, float], **about: Any) -> Evaluation:
+        return Evaluation(data=data, role=role, draws=1, rows=10, metrics=scores, **about)
+
+    scores = {"nll": nll, "accuracy": 0.9, "ece": 0.01}
+    made = [
+        scored("test", "cifar10", scores), scored("shift", "cifar10h", scores | {"nll": 2 * nll}),
+        scored("corruption", "cifar10", scores | {"nll": corrupted}, corruption="fog", severity=1),
+        scored("ood", "cifar100", {"auroc": 0.8}),
+    ]  # fmt: skip
+    return Record(
+        name=name, method=name, data="cifar10", seed=seed, config={"train": {"epochs": 40}}, config_hash="",
+        commands=[], parameters=Parameters(plain=100, total=total), cost=Cost(train_seconds=1, seconds_per_epoch=1),
+        evaluations=made,
+    )  # fmt: skip
+
+
+def keep(folder: Path, *records: Record) -> None:
+    for one in records:
+        (folder / f"{one.name}-{one.seed}.json").write_text(one.model_dump_json())
+
+
+# Verdicts
+
+
+def test_the_page_of_verdicts_is_what_the_records_say() -> None:
+    assert verdicts.PAGE.read_text() == verdicts.page(yaml.safe_load(verdicts.CLAIMS.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("ours", "more", "verdict"),
+    [
+        ((0.4, 0.41, 0.39), {}, "holds"),
+        ((0.6, 0.61, 0.59), {}, "does not hold"),
+        ((0.6, 0.4, 0.45), {}, "undecided"),
+        ((0.4, 0.41), {}, "undecided"),  # two seeds decide nothing
+        ((), {}, "not run"),
+        ((0.51, 0.515, 0.51), {"margin": 0.02}, "holds"),
+        ((0.51, 0.515, 0.51), {"than": 0.6}, "holds"),
+        ((0.4, 0.41, 0.39), {"less": False}, "does not hold"),
+    ],
+)
+def test_verdicts_by_paired_differences(
+    tmp_path: Path, ours: tuple[float, ...], more: dict[str, Any], verdict: str
+) -> None:
+    keep(tmp_path, *(record("plain", seed, 0.5) for seed in range(3)))
+    keep(tmp_path, *(record("mine", seed, nll) for seed, nll in enumerate(ours)))
+    evidence = {"source": "a", "better": "mine", "than": "plain", "score": "nll"} | more
+    (found,) = verdicts.judged(evidence, {"a": SOURCE}, tmp_path)
+    assert found.verdict == verdict and found.where == "here"
+
+
+def test_a_claim_holds_where_its_evidence_does(tmp_path: Path) -> None:
+    runs = [
+        {"data": data, "method": method, "split": split, "rmse": 1.0 + split + gap * (method == "EMP")}
+        for data, gap in (("yacht", -0.5), ("boston", 0.5)) for method in ("EMP", "Dropout") for split in range(4)
+    ]  # fmt: skip
+    (tmp_path / "runs.json").write_text(json.dumps({"runs": runs}))
+    lists = {"emp": [1.0, 2.0, 3.0], "dropout": [2.0, 3.0, 4.0]}
+    for method, rmse in lists.items():
+        (tmp_path / f"kin-{method}.splits").write_text(json.dumps({"set": "kin", "method": method, "rmse": rmse}))
+    source = SOURCE | {"runs": "runs.json", "splits": "*.splits"}
+    del source["records"]
+    evidence = {"source": "a", "data": "*", "better": "emp", "than": "dropout", "score": "rmse"}
+    every = verdicts.judged(evidence, {"a": source}, tmp_path)
+    assert [(one.where, one.verdict) for one in every] == [
+        ("yacht", "holds"), ("boston", "does not hold"), ("kin", "holds"),
+    ]  # fmt: skip
+    assert verdicts.summed(every) == "holds when: yacht; kin"
+    assert verdicts.summed(every[1:2]) == "does not hold" and verdicts.summed([]) == "not run"
+
+
+def test_stars_pair_rows_of_a_table(tmp_path: Path) -> None:
+    rows = [
+        {"row": f"{kind}-{step}", "seeds": [0], "files": [], "ours": {"snr": {"mean": factor * step}}}
+        for kind, factor in (("tied", 2.0), ("free", 1.0)) for step in (1, 5, 9)
+    ]  # fmt: skip
+    (tmp_path / "table.json").write_text(json.dumps({"rows": rows}))
+    source = {"at": "t", "setting": "", "command": "", "table": "table.json"}
+    evidence = {"source": "a", "better": "tied-*", "than": "free-*", "score": "snr", "less": False}
+    (found,) = verdicts.judged(evidence, {"a": source}, tmp_path)
+    assert found.verdict == "holds" and found.effect.startswith("+5 ") and found.effect.endswith("3 pairs")
+
+
+# The main table
+
+
+def test_readme_and_the_page_of_cifar10_are_made_of_the_records() -> None:
+    records = main_table.kept_records()
+    readme, page = (ROOT / "README.md").read_text(), (METHODS.parent / "README.md").read_text()
+    assert main_table.between(readme, main_table.block(records)) == readme
+    assert main_table.between(page, main_table.cifar_page()) == page
+    if records:
+        assert (ROOT / "docs" / "cifar10.svg").read_text() == main_table.figure(main_table.methods(records))
+
+
+def test_the_table_marks_what_differs_from_plain_beyond_noise() -> None:
+    seeds = range(4)
+    records = [record("plain", seed, 0.5 + 0.01 * seed, 1.0, total=100) for seed in seeds]
+    records += [record("rank-1", seed, 0.4 + 0.01 * seed, 1.2 + 0.01 * seed) for seed in seeds]
+    records += [record("noisy", seed, 0.5 + 0.03 * (-1) ** seed, 0.9) for seed in seeds]
+    text = main_table.block(records, {"rank-1": 41.6})
+    assert (
+        "| rank-1 | 1.0% | 42 | 0.415 + | 90.00 | 0.0100 | 1.215 - |" in text and "| noisy | 1.0% |  | 0.500 |" in text
+    )
+    assert (
+        "clean images rank-1 is best (0.415, plain 0.515). Better than plain beyond noise: rank-1. Worse: none" in text
+    )
+    assert "ones noisy is best (0.900, plain 1.000). Better than plain beyond noise: noisy. Worse: rank-1." in text
+    assert "4 seeds" in text and "cost of 40 epochs" in text
+    assert "no records yet" in main_table.block([], {})
+    drawn = main_table.figure(main_table.methods(records))
+    assert drawn.count("<circle") == 6 and ">rank-1</text>" in drawn and ">0.90</text>" in drawn
+    few = main_table.block([one for one in records if one.seed < 2], {})
+    assert "Fewer than 3 seeds" in few and "Better than plain: rank-1; noisy. Worse: none." in few
+
+
+def test_costs_are_epochs_times_what_one_takes(tmp_path: Path) -> None:
+    assert main_table.costs(tmp_path) == {}
+    timed = [{"case": "plain", "seconds_per_epoch": 0.5}, {"case": "ensemble", "seconds_per_epoch": 2.5}]
+    (tmp_path / "cost.json").write_text(json.dumps({"results": timed}))
+    epochs = load(f"{METHODS}#ensemble").train.epochs
+    plain = load(f"{METHODS}#plain").train.epochs
+    assert main_table.costs(tmp_path) == {"plain": plain, "deep ensemble": 5.0 * epochs}
+
+
+def test_records_are_taken_from_run_directories(tmp_path: Path) -> None:
+    run = tmp_path / "from" / "methods" / "rank-1-Normal-0123"
+    run.mkdir(parents=True)
+    (run / "record.json").write_text(record("rank-1 Normal", 3, 0.4).model_dump_json())
+    main_table.take(tmp_path / "from", tmp_path / "to")
+    assert read(tmp_path / "to" / "methods" / "rank-1-normal-3.json").seed == 3
+
+
+def test_the_rows_are_the_candidates_that_validation_rows_chose() -> None:
+    tuned = [read(file) for file in sorted((ROOT / "results" / "cifar10" / "tune").glob("*.json"))]
+
+    def loss(one: Record) -> float:
+        return min(e.metrics["nll"] for e in one.evaluations if e.role == "validation")
+
+    for row in row_names(read_tree(METHODS)):
+        experiment = load(f"{METHODS}#{row}")
+        mine = [one for one in tuned if one.name.startswith(f"tune-{row.removesuffix('-tiled')}-")]
+        best = min(mine, key=loss)
+        assert len(mine) == 3 and experiment.resolved["method"] | best.config["method"] == experiment.resolved["method"]
+        share = 4 if best.config["method"]["kind"] == "Ensemble" else 1  # recorded with the mean over members
+        assert experiment.train.weight_decay == pytest.approx(share * best.config["train"]["weight_decay"])
+        assert experiment.train.kl.weight == best.config["train"]["kl"]["weight"]
+
+
+def test_all_rows_cost_the_same_by_measured_epochs() -> None:
+    """Epochs times the seconds of one that has the GPU to itself, within a tenth of the plain network's."""
+    timed = json.loads((ROOT / "results" / "benchmarks" / "lab_h200.json").read_text())["results"]
+    seconds = {one["case"]: one["seconds_per_epoch"] for one in timed if one["mode"] == "graph"}
+    cases = {
+        "rank1-normal": "rank1-split", "rank1-cauchy": "rank1-split", "batchensemble": "rank1-split",
+        "rank1-normal-tiled": "rank1", "rank1-cauchy-tiled": "rank1", "emp": "emp", "ecmp": "ecmp",
+    }  # fmt: skip
+    budget = load(f"{METHODS}#plain").train.epochs
+    for row, case in cases.items():
+        cost = load(f"{METHODS}#{row}").train.epochs * seconds[case] / seconds["plain"]
+        assert cost == pytest.approx(budget, rel=0.1), row
+    assert load(f"{METHODS}#ensemble").train.epochs == budget // 4
