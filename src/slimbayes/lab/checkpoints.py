@@ -132,7 +132,7 @@ def sharded_like(tensor: Tensor, here: Tensor) -> Tensor:
 
 def _laid_out_like(tensor: Tensor, here: Tensor) -> Tensor:
     """A whole tensor, sharded and in memory as another one is: fused optimizers refuse channels in another order."""
-    if isinstance(here, DTensor):
+    if hasattr(here, "device_mesh"):
         return sharded_like(tensor, here)
     return torch.empty_like(here, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
