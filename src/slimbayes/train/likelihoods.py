@@ -14,7 +14,6 @@ Sizes: S draws, B rows, C classes.
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -23,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimbayes.errors import SlimbayesWarning, did_you_mean
+from slimbayes.errors import did_you_mean
 from slimbayes.train import Form as Form
 from slimbayes.train.fisher import BINARY, CLASSES, MEANS, MEANS_AND_SCALES, Fisher
-from slimbayes.train.targets import check_classes_of, check_real, check_shares, check_some, check_spread, readable
+from slimbayes.train.targets import check_classes_of, check_real, check_shares, check_some, check_spread, readable, unit
 
 LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
 _FORMS = ("average", "mixture", "probs", "logits")
@@ -246,15 +245,7 @@ def _means(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tup
 
 def _means_and_scales(outputs: Tensor, scale: float | Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
     check_two_outputs(outputs)
-    if isinstance(scale, float) and scale == 0:  # nothing was given
-        warnings.warn(
-            "heteroscedastic_gaussian needs scale, the targets' standard deviation as in training: without, noise is "
-            "in units of 1. Say scale=1.0 if the targets were standardised.",
-            SlimbayesWarning,
-            stacklevel=2,
-        )
-        scale = 1.0
-    spread = torch.as_tensor(scale, dtype=outputs.dtype, device=outputs.device)
+    spread = torch.as_tensor(unit(scale), dtype=outputs.dtype, device=outputs.device)
     return outputs[..., 0], noise_scale(outputs[..., 1], spread).square()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.engine.quiet import inside_func
-from slimbayes.errors import did_you_mean
+from slimbayes.errors import SlimbayesWarning, did_you_mean
 
 _KINDS = ("categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian")
 
@@ -128,3 +128,16 @@ def _refuse(bad: Tensor, target: Tensor, needed: str) -> None:
         " Rows without a label must be left out, or given to categorical(..., ignore_index=)." if value == -100 else ""
     )
     raise ValueError(f"Targets must be {needed}, got {value!r} in row {row}{at}.{hint}")
+
+
+def unit(scale: float | Tensor) -> float | Tensor:
+    """The unit of noise: the targets' spread that a prediction was given; 1, with a warning, where none was (0.0)."""
+    if not isinstance(scale, float) or scale:
+        return scale
+    warnings.warn(
+        "heteroscedastic_gaussian needs scale, the targets' standard deviation as in training: without, noise is in "
+        "units of 1. Say scale=1.0 if the targets were standardised.",
+        SlimbayesWarning,
+        stacklevel=2,
+    )
+    return 1.0
