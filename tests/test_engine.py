@@ -421,6 +421,7 @@ def test_a_deep_copied_block_put_twice_into_one_model_draws_apart() -> None:
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["tile", "split"])
 def test_rows_of_a_compiled_model_inside_another_are_found_without_compiling_every_trial(rows: Any) -> None:
     graphs = []

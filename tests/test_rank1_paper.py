@@ -182,6 +182,12 @@ def test_padded_borders_carry_the_input_factors_too(mode: str) -> None:
         np.testing.assert_allclose(y[b], expected, atol=1e-12)
 
 
+def test_additive_factors_of_convolutions_cannot_be_written_out() -> None:
+    net = sb.bayesianize(nn.Conv2d(2, 3, 3, padding=1), sb.Rank1(members=2, perturbation="additive"))
+    with pytest.raises(ValueError, match="weight: additive factors do not shift a convolution's padding"):
+        sb.merge(net)
+
+
 @pytest.mark.parametrize("draws", ["example", "member"])
 def test_additive_form_shifts_inputs_and_outputs(draws: str) -> None:
     """F1, A.2: y = W (x + s) + r + b."""

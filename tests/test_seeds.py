@@ -273,6 +273,7 @@ def with_frozen(model: nn.Module) -> Tensor:
         return sb.sample(model, rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FORKED)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_children_draw_differently_and_reproducibly(what: str) -> None:

@@ -1,4 +1,4 @@
-"""Rank-1 Bayesian neural nets (Dusenberry et al. 2020); batch_ensemble.py has their point-estimate case.
+"""Rank-1 Bayesian neural nets (Dusenberry et al. 2020); BatchEnsemble is their point-estimate case.
 
     Eq. 1   W' = W o r s^T          y = (W (x o s)) o r + b
     Eq. 2   K members, each with its own q(r_k) q(s_k); KL summed over members, the same prior for all
@@ -199,6 +199,8 @@ class Rank1Posterior(WeightPosterior):
         bias = linear.bias
         if bias is not None and drawn.bias is not None:
             bias = bias + drawn.bias[index].to(weight.dtype)
+        if self.additive and weight.dim() > 2:
+            raise ValueError(f"{self.name}: additive factors do not shift a convolution's padding: no weight has them.")
         if self.additive:
             # W (x + s) + r = W x + (W s + r): the perturbation is a shift of the bias
             shift = (torch.nn.functional.linear(s.to(weight.dtype), weight) + r.to(weight.dtype)).mean(0)
