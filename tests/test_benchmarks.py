@@ -22,7 +22,7 @@ CASES = {name: case for name, case in gpu_cases.CASES.items() if name not in ("p
 
 
 def run(name: str) -> list[dict[str, Any]]:
-    args = argparse.Namespace(sizes="tiny", device="cpu", rounds=1, lock=None, part=None)
+    args = argparse.Namespace(sizes="tiny", device="cpu", rounds=1, lock=None, part=None, build=False, until=0.0)
     return gpu.run_job(name, args)
 
 

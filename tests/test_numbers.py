@@ -120,8 +120,10 @@ def test_predictions_join_along_rows() -> None:
     outputs, target = torch.randn(6, 9, 4), torch.randint(4, (9,))
     for likelihood in ("categorical", "heteroscedastic_gaussian"):
         given = outputs if likelihood == "categorical" else outputs[..., :2]
-        whole = predicted(given, likelihood, members=3, weights=[0.5, 0.3, 0.2])
-        parts = [predicted(part, likelihood, members=3, weights=[0.5, 0.3, 0.2]) for part in given.split([4, 5], 1)]
+        options: dict[str, Any] = {"members": 3, "weights": [0.5, 0.3, 0.2]}
+        options |= {} if likelihood == "categorical" else {"scale": 1.0}
+        whole = predicted(given, likelihood, **options)
+        parts = [predicted(part, likelihood, **options) for part in given.split([4, 5], 1)]
         joined = sb.Prediction.joined(parts)
         for name in ("mean", "member_mean", "samples", "aleatoric", "epistemic", "weights"):
             torch.testing.assert_close(getattr(joined, name), getattr(whole, name), msg=name)

@@ -235,6 +235,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """Weights of all rows, and which rows count: one that weighs nothing is as good as absent."""
         rows = np.empty((_num_samples(y), 1))
         check_consistent_length(X, rows)
+        if not len(rows):
+            raise ValueError(f"X must be a table with rows and columns, got an array of shape {np.shape(X)}.")
         weight = _check_sample_weight(sample_weight, rows, dtype=np.float64, ensure_non_negative=True)
         if not weight.any():
             raise ValueError("sample_weight is zero for all rows: at least one must count.")
