@@ -51,6 +51,12 @@ def values(cells: Cells, task: str, method: str, of: Value) -> dict[int, float]:
     return {seed: value for seed, value in found.items() if value == value}
 
 
+def seeds(cells: Cells) -> str:
+    counts = [len(found) for found in cells.values()]
+    least, most = min(counts, default=0), max(counts, default=0)
+    return str(most) if least == most else f"{least} to {most}"
+
+
 def spent(cell: dict[str, Any]) -> float:
     """Seconds of a method, of a pass over a network that is trained anyway those of the pass."""
     return float(cell["metrics"].get("pass_seconds", cell["seconds"]))
@@ -76,8 +82,13 @@ def table(cells: Cells, title: str, of: Value, most: bool = False) -> str:
 def entry(found: Sequence[float], best: bool) -> str:
     if not found:
         return "-"
-    shown = f"**{mean(found):.3g}**" if best else f"{mean(found):.3g}"
-    return f"{shown} ± {stdev(found) / len(found) ** 0.5:.1g}" if len(found) > 1 else shown
+    shown = f"**{number(mean(found))}**" if best else number(mean(found))
+    error = stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+    return f"{shown} ± {error:.0f}" if error >= 1 else f"{shown} ± {error:.1g}" if error else shown
+
+
+def number(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def compared(cells: Cells, task: str, ours: str, rival: str, of: Value) -> str | None:
@@ -106,7 +117,8 @@ def counted(cells: Cells, ours: str, rival: str, name: str) -> dict[str, list[st
 def verdict(cells: Cells) -> str:
     """The goal, point by point, as the cells have it."""
     lines = [
-        "Paired by seed; ahead or behind where a 95 % interval of the difference leaves zero out, else level:",
+        f"{len(tasks_of(cells))} tasks, {seeds(cells)} seeds each. Paired by seed; ahead or behind where a 95 % "
+        f"interval of the difference leaves zero out, else level; numbers of tasks:",
         "",
         "| | against | score | ahead | level | behind |",
         "|---|---|---|---|---|---|",
