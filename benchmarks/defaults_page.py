@@ -175,6 +175,7 @@ def page(record: Mapping[str, Any]) -> str:
         f"training's. 'Ahead by' is the validation score's lead over the method's next candidate; where it is a "
         f"few hundredths another seed could choose the other, below zero the next one harms more tasks. The second "
         f"round of candidates was made up after the validation scores of the first were known.",
+        *(line for remark in record.get("remarks", ()) for line in ("", remark)),
     ]
     for start in (start for start in STARTS if found.methods(start)):
         lines += ["", f"## {WORDS[start].capitalize()}", "", _reading(found, chosen, start), ""]

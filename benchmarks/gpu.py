@@ -6,9 +6,9 @@
     python benchmarks/gpu.py --sizes cpu       cases that a CPU can do (make bench); --sizes tiny for a look at all
 
 A job is a case in one mode. Jobs that compile run in several processes at once, since compiling keeps one core busy and
-no GPU; they time one after another, once all have compiled, for whatever else runs slows what is timed. Eager jobs
-follow. The record is written after every job, so that a run that is cut short keeps what it has, and --resume goes on
-from it.
+no GPU; they time one after another, once all have compiled, for whatever else runs slows what is timed. Those that
+still compile when half of the time is over are not waited for. Eager jobs follow. The record is written after every
+job, so that a run that is cut short keeps what it has, and --resume goes on from it.
 timing.py says how it is timed, gpu_cases.py what.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import os
 import re
 import signal
@@ -64,7 +65,7 @@ class Job:
         self.sizes, self.device, self.rounds, self.lock = sizes, device, rounds, lock
         self.rows: Rows = {}
         self.graphs: Rows = {}  # the same variants as CUDA graphs
-        self.text, self.has_turn, self.only_build = "", False, False
+        self.text, self.has_turn, self.only_build, self.until = "", False, False, math.inf
         self.save: Callable[[], None] = lambda: None
 
     def run(self) -> None:
@@ -174,7 +175,7 @@ class Job:
         if self.lock is None or self.has_turn:
             yield
             return
-        while any(self.lock.parent.glob("building-*")):
+        while any(self.lock.parent.glob("building-*")) and time.time() < self.until:
             time.sleep(0.2)
         with self.lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -204,7 +205,7 @@ def run_job(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         if args.part:
             write(args.part, job.results())
 
-    job.save, job.only_build = save, args.build
+    job.save, job.only_build, job.until = save, args.build, args.until
     try:
         job.run()
     except Exception as error:  # a package that is missing, or a case that cannot be built: the others go on
@@ -266,7 +267,7 @@ def run_apart(name: str, args: argparse.Namespace, folder: Path, deadline: float
     if time.time() > deadline - 5:
         return []
     command = [sys.executable, __file__, "--job", name, "--part", part, "--lock", folder / "lock"]
-    command += ["--build"] if args.build else []
+    command += ["--until", deadline - args.limit_seconds / 2, *(["--build"] if args.build else [])]
     command += ["--sizes", args.sizes, "--device", args.device, "--rounds", args.rounds]
     if not name.endswith(":eager"):
         building(folder, name).touch()
@@ -322,6 +323,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     parser.add_argument("--resume", type=Path, help="a record: jobs it has without errors are not run again")
     parser.add_argument("--table", type=Path, help="write the page from this record, and measure nothing")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md")
+    parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     for name in ("--job", "--part", "--lock"):  # how this script calls itself
         parser.add_argument(name, type=str if name == "--job" else Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

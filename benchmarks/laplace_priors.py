@@ -2,10 +2,11 @@
 
     python benchmarks/laplace_priors.py FOLDER docs/fine_tuning.md     # with UCI's sets as .npz files of X and y
 
-Classes: scikit-learn's digits with few labels, its breast cancers and its wines. Real targets: UCI. The default is the
-prior of lowest mean NLL on validation rows, which neither train nor test; means are over tasks of the difference to
-the plain network, five seeds each, and over both predictives: linearised and sampled, which share a default. Then test
-rows, clean and shifted (noise of one standard deviation on every feature of classes; the first feature moved by five
+Classes: scikit-learn's digits with few labels, by a network of three layers and one of 22, its breast cancers and its
+wines. Real targets: UCI. All priors are tried on validation rows, which neither train nor test, three seeds each,
+linearised and sampled, which share a default: that of classes is the widest prior which is nowhere, in the mean over
+seeds, more than 0.01 nats worse than the plain network. For real targets it is by evidence. Then test rows, clean and
+shifted (noise of one standard deviation on every feature of classes; the first feature moved by five
 standard deviations for real targets), are read with that choice, linearised.
 """
 
@@ -25,15 +26,35 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 
-SEEDS = 5
+SEEDS, MARGIN = 3, 0.01
 LAST: dict[str, Any] = {"over": "weights", "layers": "last"}
-SCALES = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+SCALES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 FACTORS: dict[str, dict[str, Any]] = {f"factors, Normal(1, {s:g})": {"prior": sb.Normal(1.0, s)} for s in SCALES}
 FACTORS["factors, by evidence"] = {"prior": "layer"}
 METHODS: dict[str, dict[str, Any] | None] = {"plain": None, **FACTORS, "last layer, by evidence": LAST}
 MARKS = ("<!-- priors -->\n", "<!-- end of priors -->\n")
 Rows = tuple[Tensor, Tensor]
 Run = tuple[nn.Module, Rows, list[Rows]]  # a trained network, its rows, and validation, clean and shifted rows
+
+
+class Residual(nn.Module):
+    """Blocks of two layers that add to what goes in, behind a norm each."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        width, blocks = sizes[1], (len(sizes) - 3) // 2
+        self.first = nn.Linear(sizes[0], width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+            for _ in range(blocks)
+        )
+        self.last = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, sizes[-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
 
 
 def trained(
@@ -43,7 +64,7 @@ def trained(
     layers: list[nn.Module] = []
     for n_in, n_out in pairwise(sizes):
         layers += [nn.Linear(n_in, n_out), nn.ReLU()]
-    net = nn.Sequential(*layers[:-1])
+    net = nn.Sequential(*layers[:-1]) if len(sizes) < 10 else Residual(sizes)
     optimizer = torch.optim.AdamW(net.parameters(), 3e-3, weight_decay=1e-2)
     for _ in range(epochs):
         for index in torch.randperm(len(rows[0])).split(64):
@@ -72,7 +93,7 @@ def judged(
     return [-float(p.log_prob(y).mean()) for p, (_, y) in rows]
 
 
-def classes(made: Callable[..., Any], labels: int, seed: int) -> Run:
+def classes(made: Callable[..., Any], labels: int, seed: int, hidden: int = 2) -> Run:
     """So many labels of one of scikit-learn's sets; a quarter of the rest are validation rows."""
     features, targets = made(return_X_y=True)
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))
@@ -83,7 +104,7 @@ def classes(made: Callable[..., Any], labels: int, seed: int) -> Run:
     noisy = x[held:] + torch.randn(x[held:].shape, generator=torch.Generator().manual_seed(seed))
     epochs = max(12800 // labels, 1)  # as many steps for each number of labels
     train = x[:labels], y[:labels]
-    net = trained([x.shape[1], 64, 64, int(y.max()) + 1], train, nn.functional.cross_entropy, epochs, seed)
+    net = trained([x.shape[1], *[64] * hidden, int(y.max()) + 1], train, nn.functional.cross_entropy, epochs, seed)
     return net, train, [(x[labels:held], y[labels:held]), (x[held:], y[held:]), (noisy, y[held:])]
 
 
@@ -108,14 +129,17 @@ def part(title: str, likelihood: str, cases: dict[str, Callable[[int], Run]]) ->
         for method, options in METHODS.items()
     }
     gains = {
-        m: [mean(scores[m][name][way] - scores["plain"][name][way] for name in cases) for way in (0, 3)]
-        for m in FACTORS
+        m: [[scores[m][name][way] - scores["plain"][name][way] for name in cases] for way in (0, 3)] for m in FACTORS
     }
-    chosen = min(gains, key=lambda m: sum(gains[m]))
-    tried = ", ".join(f"{m.removeprefix('factors, ')} {gains[m][0]:+.3f} / {gains[m][1]:+.3f}" for m in FACTORS)
+    held = [m for m in list(FACTORS)[:-1] if max(map(max, gains[m])) <= MARGIN]
+    chosen = list(FACTORS)[-1] if likelihood == "gaussian" else held[-1]
     lines = [
-        f"{title}. Mean NLL on validation rows, less that of the plain network, linearised / sampled: {tried}. Lowest: "
-        f"**{chosen}**. Test rows, NLL on clean / shifted ones, linearised:",
+        f"{title}, NLL on validation rows less that of the plain network, mean and worst of the tasks:",
+        "",
+        "| | linearised | sampled |\n|---|---|---|",
+        *(f"| {m} | {' | '.join(f'{mean(g):+.3f}, {max(g):+.3f}' for g in gains[m])} |" for m in FACTORS),
+        "",
+        f"{title}, by default **{chosen}**, on test rows, NLL on clean / shifted ones, linearised:",
         "",
         f"| | {' | '.join(cases)} |",
         f"|---{'|---' * len(cases)}|",
@@ -132,6 +156,8 @@ def main(folder: Path, page: Path) -> None:
     labels: dict[str, Callable[[int], Run]] = {
         f"{name}, {n} labels": partial(classes, sets[name], n) for name, sizes in few.items() for n in sizes
     }
+    for n in (200, 800):
+        labels[f"digits, {n} labels, 22 layers"] = partial(classes, load_digits, n, hidden=21)
     names = ("concrete", "energy", "wine-quality-red", "bostonhousing", "yacht")
     real: dict[str, Callable[[int], Run]] = {name: partial(uci, folder / f"{name}.npz") for name in names}
     found = [part("Classes", "categorical", labels), part("Real targets", "gaussian", real)]

@@ -25,6 +25,7 @@ CONFIG = ROOT / "experiments" / "cifar10" / "methods.yaml"
 MARKS = ("<!-- results -->\n", "<!-- /results -->\n")
 COMMAND = 'slimbayes sweep experiments/cifar10/methods.yaml --over "seed=[0, 1, 2, 3, 4]" --jobs 8'
 PLAIN = "plain"
+ENSEMBLE, SMALL = "deep ensemble", 0.02
 FEWEST = 3  # seeds that can decide anything
 # Of a column: the score, its title, what it is multiplied by, decimals, and whether less is better.
 COLUMNS = (
@@ -106,8 +107,30 @@ def reading(found: Mapping[str, Scores]) -> str:
             f"By NLL {words} {best} is best ({means[best]:.3f}{first}). Better than plain{noise}: "
             f"{'; '.join(ahead) or 'none'}. Worse: {'; '.join(behind) or 'none'}."
         )
-    few = "" if sure else f"Fewer than {FEWEST} seeds are common to plain and any method: nothing is beyond noise yet. "
-    return few + " ".join(out)
+    out += _against_ensemble(found)
+    few = [name for name in others if difference(found, name, "nll") is None]
+    if not sure:
+        out.insert(0, f"Fewer than {FEWEST} seeds are common to plain and any method: nothing is beyond noise yet.")
+    elif few:
+        out.append(f"Not judged yet, with fewer than {FEWEST} seeds: {'; '.join(few)}.")
+    return " ".join(out)
+
+
+def _against_ensemble(found: Mapping[str, Scores]) -> list[str]:
+    """Which methods of nearly the plain network's size are ahead of an ensemble, on clean and corrupted images."""
+    if ENSEMBLE not in found:
+        return []
+    means = {
+        name: [mean([one[score] for one in mine.values()]) for score in ("nll", "corrupted_nll", "overhead")]
+        for name, mine in found.items()
+    }
+    clean, corrupted, _ = means[ENSEMBLE]
+    small = [n for n, (a, b, more) in means.items() if n != PLAIN and more <= SMALL and a < clean and b < corrupted]
+    return [
+        f"Of the methods with at most {SMALL:.0%} more parameters, {'; '.join(small) or 'none'} "
+        f"{'is' if len(small) < 2 else 'are'} below the deep ensemble's means ({clean:.3f} and {corrupted:.3f}) on "
+        f"both; at equal cost its four members train for a quarter of the epochs each."
+    ]
 
 
 def block(records: Sequence[Record], cost: Mapping[str, float] | None = None) -> str:

@@ -51,7 +51,8 @@ def rows_of(source: Mapping[str, Any], root: Path = ROOT) -> dict[str, Rows]:
     found: dict[str, Rows] = {}
     for run in json.loads((root / source["runs"]).read_text())["runs"]:
         found.setdefault(run["data"], {}).setdefault(run["method"].lower(), {})[run["split"]] = run
-    return found | _splits(sorted(root.glob(source["splits"])))
+    whole = _splits(sorted(root.glob(source["splits"])))  # by short names: boston, not bostonhousing
+    return {name: rows for name, rows in found.items() if not name.startswith(tuple(whole))} | whole
 
 
 def _splits(files: Sequence[Path]) -> dict[str, Rows]:

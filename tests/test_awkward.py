@@ -25,7 +25,6 @@ METHODS: dict[str, Any] = {
     "rank1-member": sb.Rank1(members=3, scale_init=0.3, mean_init=sb.Normal(1.0, 0.5), draws="member"),
     "flipout": sb.MeanField(scale_init=0.2, estimator="flipout"),
     "ensemble": sb.Ensemble(members=3, init="copies", jitter=0.5),
-    "k-tied": sb.KTied(rank=1, scale_init=0.2),
     "drop-connect": sb.DropConnect(rate=0.4),
     "ensemble-layers": {".+": sb.Ensemble(members=3, init="copies", jitter=0.5)},
 }

@@ -113,6 +113,18 @@ def test_places_that_nothing_can_be_written_to(out: str, run: Path) -> None:
     assert code in (1, 2, 3) and message
 
 
+def test_files_that_are_no_model() -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("onnxruntime")
+    Path("bad.onnx").write_bytes(b"\x08\x01 nothing")
+    Path("empty.onnx").touch()
+    os.mkfifo("pipe.onnx")
+    for name, expected in {"bad": 1, "empty": 1, "pipe": 1, "none": 3}.items():
+        code, message = told("serve", f"{name}.onnx")
+        assert code == expected and f"{name}.onnx" in message and len(message) < 400
+
+
 def test_a_link_is_written_to_by_its_name_alone(run: Path) -> None:
     """What it points to stays as it was."""
     Path("kept.csv").write_text("mine")

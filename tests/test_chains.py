@@ -207,6 +207,8 @@ def test_chains_that_diverge_say_so_and_change_nothing() -> None:
         ({"step_size": 0.0}, "step_size must be positive"),
         ({"data": []}, "the loader is empty"),
         ({"data": [torch.randn(3, 4)]}, "without targets"),
+        ({"data": iter([(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))])}, "can be read once: give a list"),
+        ({"data": [(torch.randn(3, 4), torch.tensor([0, 7, 1]))]}, r"class indices from 0 to \d, got 7 in row 1"),
     ],
 )
 def test_bad_input_is_said_in_words(options: dict[str, Any], message: str) -> None:
@@ -216,6 +218,10 @@ def test_bad_input_is_said_in_words(options: dict[str, Any], message: str) -> No
     assert not posteriors_of(model)
     with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
         sb.sample_posterior(net().train(), blobs())
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="are NaN or infinite"):  # not that a step is too long
+        sb.sample_posterior(model, blobs())
 
 
 @pytest.mark.slow

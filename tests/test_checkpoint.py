@@ -13,6 +13,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes import files as atomic
+from slimbayes.convert.saved_config import read_config
 
 
 def plain() -> nn.Sequential:
@@ -252,3 +253,10 @@ def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path) -> None:
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(sb.CheckpointError, match="is not a checkpoint directory"):
         sb.load(plain(), tmp_path / "nowhere")
+
+
+def test_modules_to_be_saved_are_names_or_the_config_is_damaged(tmp_path: Path) -> None:
+    record = {"module": "", "batch_dim": None, "groups": [], "saved": ["head", 3]}
+    data = json.dumps({"conversions": [record], "base": {"shapes": {}, "sha256": ""}}).encode()
+    with pytest.raises(sb.CheckpointError, match=r"conversions\.0\.saved\.1 must be str, got 3"):
+        read_config(data, tmp_path / "config.json")

@@ -754,21 +754,7 @@ def test_channel_dropout_of_an_embedding_drops_words() -> None:
     assert frequency_p(dropped[:, :2], 0.5) > RARE
 
 
-# Compiled, and in models nobody here wrote ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [sb.MCDropout(), sb.DropConnect(rate=0.5)])
-def test_compiles_as_one_graph(config: sb.Config) -> None:
-    net = sb.bayesianize(stack(), config).eval()
-    torch._dynamo.reset()
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    x = torch.randn(4, 3)
-    y = sb.sample(compiled, x, draws=6)
-    y.sum().backward()
-    assert len(y.detach().flatten(1).unique(dim=0)) > 1
-    z = torch.stack([compiled(x) for _ in range(6)]).detach()
-    assert len(z.flatten(1).unique(dim=0)) > 1
+# In models nobody here wrote ------------------------------------------------------------------------------------------
 
 
 transformers = pytest.importorskip("transformers")

@@ -143,6 +143,7 @@ def test_coordinate_descent_ends_where_descent_ends():
         )
         nn.init.ones_(net[0].weight), nn.init.ones_(net[1].weight), nn.init.zeros_(net[1].bias)
         groups = sb.param_groups(net, apart=True)
+        assert [p is net[0].weight for g in groups if g["part"] == "shared" for p in g["params"]] == [True]
         optimizer = torch.optim.SGD(groups, lr=0.2)
         for step in range(150):
             part = None if every is None else sb.schedules.alternating(every)(step)

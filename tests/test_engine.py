@@ -175,7 +175,7 @@ def test_a_compiled_model_after_interleaved_tasks_draws_afresh() -> None:
     asyncio.run(both())
     assert traced() is None
     model(x)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert differ(compiled(x), compiled(x))
 
 
@@ -454,7 +454,7 @@ def test_whole_graphs_after_one_call(method: str, call: str, monkeypatch: pytest
     model, x = converted(mlp(), METHODS[method]), torch.randn(6, 4)
     sb.sample(model, x)
     model(x)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         for rows in (9, 1):
             x = torch.randn(rows, 4)
@@ -483,18 +483,18 @@ def test_a_whole_graph_before_any_call_asks_for_one() -> None:
     torch._dynamo.reset()
     model = converted(mlp(), RANDOM)
     with pytest.raises(Exception, match="once"):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(6, 4))
+        torch.compile(model, backend="eager", fullgraph=True)(torch.randn(6, 4))
     assert passes.current() is None
     model(torch.randn(6, 4))
     torch._dynamo.reset()
-    assert torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(6, 4)).shape == (6, 3)
+    assert torch.compile(model, backend="eager", fullgraph=True)(torch.randn(6, 4)).shape == (6, 3)
 
 
 @pytest.mark.slow
 def test_graphs_in_parts_need_no_call_before() -> None:
     torch._dynamo.reset()
     model, x = converted(mlp(), METHODS["rank1"]), torch.randn(6, 4)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
         assert compiled(x).shape == (6, 3)
         torch.manual_seed(2)

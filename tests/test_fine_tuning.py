@@ -89,6 +89,11 @@ def test_norms_that_are_named_as_heads_train(tmp_path: Path) -> None:
     assert "heads" not in (sb.save(fitted, tmp_path / "other") / "config.json").read_text()
 
 
+def test_whole_names_and_last_parts_of_names_go_together() -> None:
+    net = sb.bayesianize(Net(), sb.Rank1(members=2), include="classifier|0")
+    assert {row.name for row in sb.summary(net).rows if row.status == "converted"} == {"classifier", "body.0"}
+
+
 def test_heads_of_parts_and_of_single_layers_come_back(tmp_path: Path) -> None:
     layer = nn.Linear(4, 3)
     alone = sb.bayesianize(copy.deepcopy(layer), sb.Rank1(members=1), train="posterior+head")

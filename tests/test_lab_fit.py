@@ -201,10 +201,8 @@ def test_an_unwritable_run_directory_is_told(tmp_path: Path) -> None:
 
 
 def test_two_processes_cannot_share_a_run_directory(tmp_path: Path) -> None:
-    lock = open_run(tmp_path / "run", experiment(), resume=False)
-    with pytest.raises(RunError, match="in use"):
+    with open_run(tmp_path / "run", experiment(), resume=False), pytest.raises(RunError, match="in use"):
         fit(experiment(), tmp_path / "run", CPU)
-    lock.close()
     fit(experiment(), tmp_path / "run", CPU)
 
 

@@ -1116,8 +1116,10 @@ def test_the_core_imports_no_torchmetrics_and_no_matplotlib() -> None:
 import sys
 import slimbayes, slimbayes.metrics, slimbayes.diagnostics
 assert not {"torchmetrics", "lightning_utilities", "scipy", "sklearn", "matplotlib", "numpy.f2py"} & set(sys.modules)
-import slimbayes.lab.fit, slimbayes.lab.predict_file  # which need it only where rows are scored
-assert "torchmetrics" not in sys.modules
+slimbayes.bayesianize(slimbayes.models.mlp(), slimbayes.Rank1())
+assert "torch._dynamo" not in sys.modules  # as long as nothing is compiled
+import slimbayes.lab.fit, slimbayes.lab.predict_file  # which need more only where rows are scored, or shared out
+assert not {"torchmetrics", "torch.distributed.tensor"} & set(sys.modules)
 sys.modules["torchmetrics"] = None  # as if it were not installed
 from slimbayes.metrics import calibration, crps_samples
 try:

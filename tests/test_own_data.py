@@ -357,6 +357,7 @@ def test_paths_lead_to_files_here_or_in_the_data_folder(tmp_path: Path, monkeypa
         open_task(chosen)
 
 
+@pytest.mark.slow
 def test_decimal_commas_and_dates_are_read_as_at_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table as spreadsheets write it in much of Europe, and the same with points."""
     monkeypatch.chdir(tmp_path)
@@ -384,6 +385,7 @@ def test_decimal_commas_and_dates_are_read_as_at_training(tmp_path: Path, monkey
     assert not Path("none.csv").exists()
 
 
+@pytest.mark.slow
 def test_large_targets_keep_their_digits(tmp_path: Path) -> None:
     """Times in seconds, which float32 has to the nearest two minutes."""
     draw = np.random.default_rng(0)

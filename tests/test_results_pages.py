@@ -90,6 +90,9 @@ def test_a_claim_holds_where_its_evidence_does(tmp_path: Path) -> None:
         ("yacht", "holds"), ("boston", "does not hold"), ("kin", "holds"),
     ]  # fmt: skip
     assert verdicts.summed(every) == "holds when: yacht; kin"
+    for method, rmse in lists.items():  # in place of the four splits
+        (tmp_path / f"bos-{method}.splits").write_text(json.dumps({"set": "bos", "method": method, "rmse": rmse}))
+    assert [one.where for one in verdicts.judged(evidence, {"a": source}, tmp_path)] == ["yacht", "bos", "kin"]
     assert verdicts.summed(every[1:2]) == "does not hold" and verdicts.summed([]) == "not run"
 
 
@@ -134,6 +137,13 @@ def test_the_table_marks_what_differs_from_plain_beyond_noise() -> None:
     assert "no records yet" in main_table.block([], {})
     drawn = main_table.figure(main_table.methods(records))
     assert drawn.count("<circle") == 6 and ">rank-1</text>" in drawn and ">0.90</text>" in drawn
+    assert "Not judged" not in text and "deep ensemble" not in text
+    rival = [record("deep ensemble", seed, 0.52, 1.3, total=400) for seed in seeds]
+    large = [record("large", seed, 0.3, 0.3, total=150) for seed in seeds]
+    beside = main_table.block(records + rival + large, {})
+    assert "at most 2% more parameters, rank-1; noisy are below the deep ensemble's means (0.520 and 1.300)" in beside
+    some = main_table.block([one for one in records if one.name != "noisy" or one.seed < 2], {})
+    assert "Not judged yet, with fewer than 3 seeds: noisy." in some
     few = main_table.block([one for one in records if one.seed < 2], {})
     assert "Fewer than 3 seeds" in few and "Better than plain: rank-1; noisy. Worse: none." in few
 

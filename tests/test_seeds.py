@@ -4,8 +4,10 @@ draws and the process."""
 import os
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch._dynamo.testing
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
+from slimbayes.engine import noise
 from slimbayes.engine.noise import kept_units, key
 from slimbayes.prediction.predict import predict_prefixes
 
@@ -305,28 +308,22 @@ def test_a_child_that_seeds_itself_draws_what_anybody_with_that_seed_draws() -> 
     assert in_child(lambda: torch.rand(3).tolist()) == expected
 
 
-@pytest.mark.slow
-def test_equal_runs_count_their_forks_alike() -> None:
-    import subprocess
-    import sys
+def _forking_run() -> None:
+    noise._FORKS.children = noise._FORKS.own = 0  # as in a process that nobody forked
+    torch.manual_seed(0)
+    model = sb.bayesianize(nn.Linear(2, 2), sb.Rank1(members=1))
+    for _ in range(2):
+        if os.fork() == 0:
+            print(sb.predict(model, torch.ones(1, 2)).samples.tolist(), flush=True)
+            os._exit(0)
+        os.wait()
 
-    program = """
-import os, torch, slimbayes as sb
-for run in range(2):
-    if os.fork() == 0:  # a run of its own, before anything was drawn
-        torch.manual_seed(0)
-        net = sb.bayesianize(torch.nn.Linear(2, 2), sb.Rank1(members=1))
-        for i in range(2):
-            if os.fork() == 0:
-                print(i, sb.predict(net, torch.ones(1, 2)).samples.tolist(), flush=True)
-                os._exit(0)
-            os.wait()
-        os._exit(0)
-    os.wait()
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 4 and lines[:2] == lines[2:] and lines[0][2:] != lines[1][2:]
+
+def test_equal_runs_count_their_forks_alike(tmp_path: Path) -> None:
+    runs = [forks.start(_forking_run, log=tmp_path / str(i)) for i in range(2)]
+    assert forks.exit_codes(runs, seconds=60) == [0, 0]
+    first, second = ((tmp_path / str(i)).read_text().splitlines() for i in range(2))
+    assert first == second and len(first) == 2 and first[0] != first[1]
 
 
 def test_loaders_of_any_kind_give_the_same_draws() -> None:

@@ -234,6 +234,10 @@ def test_modules_of_one_s_own() -> None:
     assert not hasattr(net, "_slimbayes")  # it was copied
     with pytest.raises(TypeError, match=r"must give a torch.nn.Module, got int"):
         BayesRegressor(module=lambda inputs, outputs: 3).fit(X, y)
+    with pytest.raises(ValueError, match=r"must give 2 outputs for each row, \(1, 2\) for one, got \(1, 1\)"):
+        BayesRegressor(module=nn.Linear(2, 1)).fit(X, y)
+    with pytest.raises(ValueError, match=r"must give 2 outputs for each row, .* got \(1, 5\)"):
+        BayesClassifier(module=nn.Linear(2, 5)).fit(X, y > 100)
 
 
 @pytest.mark.parametrize(

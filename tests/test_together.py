@@ -70,6 +70,7 @@ def test_held_draws_have_gradients_and_follow_parameters(config: Any) -> None:
         torch.testing.assert_close(held, sb.sample(net, X))
 
 
+@pytest.mark.slow
 def test_stacking_weights_survive_export_and_refreshed_norms(tmp_path: Path) -> None:
     net = sb.ensemble(
         [moved(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))).eval() for _ in range(3)]

@@ -263,7 +263,8 @@ def _tie(decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool
 def selected(argument: str, selection: Selection, layers: Mapping[str, nn.Module]) -> set[str]:
     """Names of the layers that patterns, types or predicates mean. A pattern that means none is a slip, and refused.
 
-    A string is a regular expression for a whole name; where no whole name matches, for the last parts of names.
+    A string is a regular expression for a whole name; where no whole name matches, for the last parts of names. Of
+    several plain names ("classifier|q_proj") each counts for itself.
     """
     if selection is None:
         return set()
@@ -279,6 +280,8 @@ def selected(argument: str, selection: Selection, layers: Mapping[str, nn.Module
 
 def _matching(pattern: Pattern, layers: Mapping[str, nn.Module]) -> set[str]:
     if isinstance(pattern, str):
+        if re.fullmatch(r"[\w.]+(\|[\w.]+)+", pattern):
+            return set().union(*(_matching(name, layers) for name in pattern.split("|")))
         whole = {n for n in layers if re.fullmatch(pattern, n)}
         return whole or {n for n in layers if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", n)}
     if isinstance(pattern, type):

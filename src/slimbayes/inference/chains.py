@@ -30,6 +30,7 @@ from slimbayes.inference.density import Density, Loss
 from slimbayes.inference.means import member_factors, set_factors
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Drawn
+from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 Method = Literal["sghmc", "sgld", "cyclical", "hmc"]
@@ -127,6 +128,7 @@ def sample_posterior(
         (torch.Size([2, 3, 23]), torch.Size([6, 5, 3]))
     """
     _check(model, method, likelihood, chains, draws, burn_in, thin, step_size, cycles)
+    check_finite(model)
     plain = not passes.posteriors_of(model)
     means = {} if plain else member_factors(model)
     say = None if plain else said_again(model)

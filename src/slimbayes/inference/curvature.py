@@ -95,7 +95,7 @@ def accumulate(
                 total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood, scale) / members
         total.targets += int(_kept(target, target).sum())
     if not total.targets:
-        raise ValueError("laplace was given no targets: the loader is empty.")
+        raise ValueError("laplace was given no targets: the loader is empty, or all of them are -100.")
     _check_finite(total, joints)
     return total
 

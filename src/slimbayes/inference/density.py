@@ -20,6 +20,7 @@ from slimbayes.inference.curvature import IGNORED, labelled
 from slimbayes.prediction.predict import select
 from slimbayes.prediction.sample import sample
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
+from slimbayes.train.targets import check_labels
 
 Loss = Callable[[nn.Module], Tensor]  # negative log-likelihood of all data under each member, (K,)
 
@@ -39,9 +40,27 @@ class Density:
     def __post_init__(self) -> None:
         posteriors: list[Any] = passes.posteriors_of(self.model)
         self.factors = [f.loc for p in posteriors for f in (p.r, p.s)]  # (K, 1, channels) each
-        self.size = 1 if callable(self.data) else sum(self._count(y) for _, _, y in labelled(self.model, self.data))
-        if not self.size:
-            raise ValueError("sample_posterior was given no targets: the loader is empty.")
+        self.size = 1 if callable(self.data) else self._size(self.data)
+
+    def _size(self, data: Iterable[Any]) -> int:
+        """How many targets there are, all of which are looked at once."""
+        if iter(data) is data:
+            raise ValueError(
+                f"sample_posterior reads its data many times, but a {type(data).__name__} can be read once: give a "
+                f"list of batches or a DataLoader."
+            )
+        size, classes = 0, None
+        for args, kwargs, target in labelled(self.model, data):
+            if classes is None and self.likelihood == "categorical":
+                with torch.no_grad():
+                    outputs = select(sample(self.model, *args, **kwargs), self.output)
+                classes = outputs.shape[-1] if outputs.shape[1:-1] == target.shape else 2**62
+            if classes is not None:
+                check_labels(target, classes, IGNORED)
+            size += self._count(target)
+        if not size:
+            raise ValueError("sample_posterior was given no targets: the loader is empty, or all of them are -100.")
+        return size
 
     def _count(self, target: Tensor) -> int:
         """How many targets the likelihood averages over."""

@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slimbayes.files import CheckpointError, as_json, read_folder, write_folder
 from slimbayes.untrusted import parse_json
@@ -34,7 +33,7 @@ def state_of(network: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[s
     for index, values in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer/{index}/{n}": t for n, t in values.items() if isinstance(t, Tensor)}
     tensors |= {f"extra/{n}": t for n, t in extra.items()}
-    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
 
 
 def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -123,14 +122,17 @@ def restore(tensors: dict[str, Tensor], network: nn.Module, optimizer: torch.opt
 
 def sharded_like(tensor: Tensor, here: Tensor) -> Tensor:
     """A whole tensor, sharded as another one is."""
-    if not isinstance(here, DTensor):
+    if not hasattr(here, "device_mesh"):
         return tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor  # takes a quarter of the lab's start
+
+    assert isinstance(here, DTensor)
     return distribute_tensor(tensor.to(here.device), here.device_mesh, here.placements)
 
 
 def _laid_out_like(tensor: Tensor, here: Tensor) -> Tensor:
     """A whole tensor, sharded and in memory as another one is: fused optimizers refuse channels in another order."""
-    if isinstance(here, DTensor):
+    if hasattr(here, "device_mesh"):
         return sharded_like(tensor, here)
     return torch.empty_like(here, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 

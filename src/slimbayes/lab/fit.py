@@ -8,10 +8,9 @@ from __future__ import annotations
 import copy
 import json
 import math
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +81,7 @@ def fit(
     fabric.launch()
     first = fabric.global_rank == 0
     watcher = watcher if watcher and first else Nobody()
-    new = first and not folder.exists()
     with ExitStack() as stack:
-        stack.enter_context(_nothing_left(folder, new))
         stack.enter_context(code_allowed())  # whoever calls this has chosen the experiment
         if first:
             stack.enter_context(open_run(folder, experiment, resume))
@@ -109,17 +106,6 @@ def fit(
         if first:
             seal(folder)
     return folder
-
-
-@contextmanager
-def _nothing_left(folder: Path, new: bool) -> Iterator[None]:
-    """Remove a new run directory whose data or network were refused: there is no run."""
-    try:
-        yield
-    except Exception:
-        if new and not (folder / "data.json").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _check_finished(

@@ -35,7 +35,8 @@ def as_columns(prediction: Prediction, classes: Sequence[str], level: float | No
     if not LIKELIHOODS[prediction.likelihood].discrete:
         found = {"mean": whole("mean"), "std": whole("std"), "epistemic_std": whole("epistemic").sqrt()}
         if level is not None:
-            found |= {name: end.double().cpu() for name, end in zip(("low", "high"), prediction.interval(level))}
+            low, high = prediction.to(torch.float64).interval(level)  # in which other rows of a block do not matter
+            found |= {"low": low.cpu(), "high": high.cpu()}
         targets = range(found["mean"].shape[1])
         ends = [f"_{target}" if len(targets) > 1 else "" for target in targets]
         return {f"{name}{ends[i]}": values[:, i].numpy() for i in targets for name, values in found.items()}

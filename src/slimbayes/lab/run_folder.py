@@ -16,9 +16,11 @@ import hashlib
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -51,8 +53,10 @@ def default_folder(experiment: Experiment, root: Path | str = "runs") -> Path:
     return Path(root) / f"{slug}-{experiment.hash}"
 
 
-def open_run(folder: Path, experiment: Experiment, resume: bool) -> IO[str]:
-    """Make or reopen a run's directory; returns a lock that lasts as long as the process or until it is closed."""
+@contextmanager
+def open_run(folder: Path, experiment: Experiment, resume: bool) -> Iterator[None]:
+    """Make or reopen a run's directory and hold its lock. A new one whose data or network are refused is removed."""
+    new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a")  # noqa: SIM115 (held on to)
@@ -60,12 +64,14 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> IO[str]:
         raise RunError(
             f"The run directory {folder} cannot be written to: {error.strerror}. Choose another with --out."
         ) from error
-    try:
-        _prepare(folder, experiment, resume, lock)
-    except BaseException:
-        lock.close()
-        raise
-    return lock
+    with lock:
+        try:
+            _prepare(folder, experiment, resume, lock)
+            yield
+        except Exception:
+            if new and not (folder / "data.json").exists():  # which is written once both are known to do
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def _prepare(folder: Path, experiment: Experiment, resume: bool, lock: IO[str]) -> None:

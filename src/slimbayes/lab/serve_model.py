@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from slimbayes.data import Split
 from slimbayes.errors import brief
@@ -20,8 +19,7 @@ from slimbayes.lab.predict_file import fitted, own_columns, read_predictor
 from slimbayes.lab.predict_input import check_names
 from slimbayes.lab.predict_output import LABEL, as_columns, class_names
 from slimbayes.lab.run_folder import RunError
-from slimbayes.prediction.prediction import Prediction
-from slimbayes.untrusted import parse_json
+from slimbayes.untrusted import check_regular, parse_json
 
 if TYPE_CHECKING:
     from slimbayes.lab.own_task import OwnColumns
@@ -88,11 +86,7 @@ class RunModel:
         x, classes = torch.as_tensor(rows), self.predictor.task.classes
         batches = [(x, x.new_zeros(len(x)))]
         made, _ = next(self.predictor.predict_batches(batches, "the rows", "predict", [draws]))
-        found, columns = made[draws], as_columns(made[draws], classes)
-        if level is not None and found.noise is not None:
-            for name, end in zip(("low", "high"), interval(found, level)):
-                many = end.shape[1] > 1
-                columns |= {f"{name}_{t}" if many else name: end[:, t].numpy() for t in range(end.shape[1])}
+        columns = as_columns(made[draws], classes, level)
         names = class_names(classes, len(columns))
         return {k: [names[i] for i in v.tolist()] if k == LABEL else v.tolist() for k, v in columns.items()}
 
@@ -107,14 +101,18 @@ class OnnxModel:
             import onnxruntime
         except ModuleNotFoundError as error:
             raise ImportError('An exported model needs onnxruntime: pip install "slimbayes[serve]"') from error
-        self.session = onnxruntime.InferenceSession(str(file))
+        check_regular(file)
+        try:
+            self.session = onnxruntime.InferenceSession(str(file))
+        except Exception as error:  # its exceptions have no class in common
+            raise RunError(f"{file} cannot be opened by onnxruntime: {brief(str(error))}.") from error
         try:
             about = parse_json(self.session.get_modelmeta().custom_metadata_map["slimbayes"])
             (self.name,), self.likelihood = about["inputs"], about["likelihood"]
             self.row, outputs = tuple(map(int, about["inputs"][self.name][1:])), tuple(about["outputs"])
             self.kind = _TYPES[self.session.get_inputs()[0].type]
             self.own = None if about.get("own") is None else own_columns(about["own"])
-        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
             raise RunError(f"{file} was not written by sb.export, or takes several inputs.") from error
         if outputs != ("mean", "aleatoric", "epistemic"):
             raise RunError(f"{file} gives draws, no predictions: export it with likelihood=.")
@@ -181,16 +179,3 @@ def open_model(path: Path, draws: int, accelerator: Any = "auto") -> Served:
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is neither a run's folder nor an .onnx file.")
     return RunModel(path, draws, accelerator)
-
-
-def interval(found: Prediction, level: float) -> tuple[Tensor, Tensor]:
-    """Ends (N, T) of the central interval, as `slimbayes predict` writes them.
-
-    Example:
-        >>> one = Prediction.from_outputs(torch.zeros(3, 2, 1), "gaussian", scale=1.0)
-        >>> interval(one, 0.9)[1].round(decimals=3)
-        tensor([[1.6450],
-                [1.6450]], dtype=torch.float64)
-    """
-    low, high = found.to(torch.float64).interval(level)
-    return low.cpu(), high.cpu()

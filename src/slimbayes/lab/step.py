@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
 from slimbayes.data import Split
@@ -179,7 +178,7 @@ class TrainingStep:
 
     def broken_parameter(self) -> str | None:
         """The name of a parameter that is NaN or infinite, the same in all processes."""
-        local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in self.network.named_parameters()}
+        local = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in self.network.named_parameters()}
         bad = torch.stack([~p.detach().isfinite().all() for p in local.values()])
         if self.fabric.world_size > 1:  # a shard is looked at by one process, and all must agree
             bad = self.fabric.all_reduce(bad.float(), reduce_op="sum") > 0

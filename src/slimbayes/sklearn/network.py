@@ -141,13 +141,30 @@ def table_net(numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence
 def build(module: Module, numbers: int, sizes: Sequence[int], outputs: int, default: Sequence[int]) -> nn.Module:
     """A new network of so many outputs: a copy of a module, what a function gives, or dense layers of these widths."""
     if isinstance(module, nn.Module):
-        return copy.deepcopy(module)
+        return _checked(copy.deepcopy(module), numbers + len(sizes), outputs)
     if callable(module):
         made: Any = module(numbers + len(sizes), outputs)
         if not isinstance(made, nn.Module):
             raise TypeError(f"module(inputs, outputs) must give a torch.nn.Module, got {type(made).__name__}.")
-        return made
+        return _checked(made, numbers + len(sizes), outputs)
     widths = default if module is None else module
     if isinstance(widths, str) or not all(isinstance(width, int) and width > 0 for width in widths):
         raise ValueError(f"module must be a torch.nn.Module, a function that builds one or widths, got {module!r}.")
     return TableNet(numbers, sizes, widths, outputs)
+
+
+@torch.no_grad()
+def _checked(network: nn.Module, inputs: int, outputs: int) -> nn.Module:
+    """Refuse a network with another number of outputs, which would train as if there were more classes."""
+    like = next(network.parameters(), torch.zeros(()))
+    training = network.training
+    try:
+        found: Any = network.eval()(torch.zeros(1, inputs, dtype=like.dtype, device=like.device))
+    except RuntimeError:  # of other inputs: the pass over the rows says which
+        return network
+    finally:
+        network.train(training)
+    shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if shape != (1, outputs):
+        raise ValueError(f"module must give {outputs} outputs for each row, (1, {outputs}) for one, got {shape}.")
+    return network
