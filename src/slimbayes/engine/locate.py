@@ -18,7 +18,7 @@ from slimbayes.engine.layout import Layout
 from slimbayes.engine.modules import tree_of
 from slimbayes.engine.probe import Visit
 from slimbayes.engine.quiet import inside_func
-from slimbayes.engine.tree import tree_map
+from slimbayes.engine.tree import tree_map, without_cache
 from slimbayes.engine.trial import first_line, probed, undisturbed
 
 _PROVING = threading.RLock()
@@ -76,7 +76,7 @@ def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout:
         return
     if not _cannot_look(inputs):
         with _PROVING:
-            inputs = tree_map(proof.without_cache, inputs)
+            inputs = tree_map(without_cache, inputs)
             why = _called_alike(unwrapped(model), inputs, posteriors, layout, draws)
             if why:
                 layout.folds, layout.apart, layout.why = False, False, why

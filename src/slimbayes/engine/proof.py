@@ -39,7 +39,7 @@ from slimbayes.engine.probe import (
     stands_for_all,
 )
 from slimbayes.engine.quiet import Quiet, inside_func
-from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, padded, tree_map
+from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, padded, tree_map, without_cache
 from slimbayes.engine.trial import buffers_kept, copied, first_line, no_autocast, probed, undisturbed
 
 
@@ -91,11 +91,6 @@ def _fails(model: nn.Module, inputs: Any, posteriors: Sequence[Any]) -> bool:
 def captured(inputs: Any) -> bool:
     """Whether a CUDA graph is being recorded of a call with these inputs."""
     return any(a.is_cuda for a in map(padded, arrays_of(inputs))) and torch.cuda.is_current_stream_capturing()
-
-
-def without_cache(leaf: Any) -> Any:
-    """Caches of earlier steps and lazy arguments cannot be repeated: trials run without them."""
-    return None if hasattr(leaf, "get_seq_length") or type(leaf).__name__ == "NotJoined" else leaf
 
 
 class _Proof:

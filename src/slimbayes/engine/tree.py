@@ -101,3 +101,8 @@ def index_rows(leaf: Any, dim: int, index: Tensor) -> Any:
     whole, lengths = pad_packed_sequence(leaf)
     chosen = whole.index_select(1, index.to(whole.device))
     return pack_padded_sequence(chosen, lengths[index.cpu()], enforce_sorted=False)
+
+
+def without_cache(leaf: Any) -> Any:
+    """Caches of earlier steps and lazy arguments cannot be repeated: trials run without them."""
+    return None if hasattr(leaf, "get_seq_length") or type(leaf).__name__ == "NotJoined" else leaf
