@@ -154,6 +154,12 @@ def test_a_table_has_intervals_and_what_became_of_the_claims() -> None:
     assert better in shown and "Deterministic better than Fully-Bayesian in nll: **not run**" in shown
 
 
+def test_printed_counts_keep_their_digits() -> None:
+    table = Reproduction("k_tied/table5", "full", find("k_tied/table5")).summary()
+    assert "*9,814,026*" in markdown(table)
+    assert "*36.5M*" in markdown(Reproduction("rank1/table2", "full", find("rank1/table2")).summary())
+
+
 @pytest.mark.parametrize("name", listings())
 def test_claims_name_rows_and_scores_that_are_there(name: str) -> None:
     rows = {row.stem: row for row in find(name)}

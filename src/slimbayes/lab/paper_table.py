@@ -204,7 +204,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         if row["paper"]:
             theirs = [_printed(row, name, digits) for name, digits in decimals.items()]
             size = [
-                f"*{row['paper'][name]:,g}{row['units'].get(name, '')}*" if name in row["paper"] else ""
+                f"*{row['paper'][name]:,.10g}{row['units'].get(name, '')}*" if name in row["paper"] else ""
                 for name in _SIZES
             ]
             lines.append(_line(["*paper*", *theirs, "", "", *size]))
