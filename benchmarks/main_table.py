@@ -78,8 +78,8 @@ def costs(results: Path = RESULTS) -> dict[str, float]:
 
 
 def table(found: Mapping[str, Scores], cost: Mapping[str, float]) -> list[str]:
-    lines = [f"| method | more parameters | cost | {' | '.join(column[1] for column in COLUMNS)} | seeds |"]
-    lines.append("|---|" + "---:|" * (len(COLUMNS) + 3))
+    heads = ["method", "more parameters", *(["cost"] if cost else []), *(column[1] for column in COLUMNS), "seeds"]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for name, mine in found.items():
         cells = []
         for score, _, unit, digits, less in COLUMNS:
@@ -87,8 +87,8 @@ def table(found: Mapping[str, Scores], cost: Mapping[str, float]) -> list[str]:
             mark = {True: " +", False: " -", None: ""}[better(found, name, score, less)]
             cells.append(f"{mean(values):.{digits}f}{mark}" if values else "")
         more = mean([one["overhead"] for one in mine.values()])
-        told = f"{cost[name]:.0f}" if name in cost else ""
-        lines.append(f"| {name} | {more:.1%} | {told} | {' | '.join(cells)} | {len(mine)} |")
+        cells[:0] = [f"{cost[name]:.0f}" if name in cost else ""] if cost else []
+        lines.append(f"| {name} | {more:.1%} | {' | '.join(cells)} | {len(mine)} |")
     return lines
 
 
@@ -135,7 +135,7 @@ def _against_ensemble(found: Mapping[str, Scores]) -> list[str]:
 
 def block(records: Sequence[Record], cost: Mapping[str, float] | None = None) -> str:
     """What stands between README's marks."""
-    found = methods(records)
+    found, cost = methods(records), costs() if cost is None else cost
     if PLAIN not in found:
         return f"The table of all methods on CIFAR-10 at equal cost has no records yet: `{COMMAND}`.\n"
     seeds = sorted({len(mine) for mine in found.values()})
@@ -143,9 +143,10 @@ def block(records: Sequence[Record], cost: Mapping[str, float] | None = None) ->
         f"**Every method at one cost.** CIFAR-10, WRN-16-4, the cost of {_budget(records)} epochs of the plain network "
         f"for each, settings chosen on validation images with the same effort, four forward passes at test, "
         f"{'-'.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds. + and -: better or worse than plain beyond noise "
-        f"(95 % interval of paired differences); cost: measured, in plain epochs. Corrupted: 15 corruptions x 5 "
+        f"(95 % interval of paired differences){'; cost: measured, in plain epochs' if cost else ''}. Corrupted: 15 "
+        f"corruptions x 5 "
         f"severities; OOD: CIFAR-100 ([how](experiments/cifar10/README.md)).",
-        "", *table(found, costs() if cost is None else cost), "",
+        "", *table(found, cost), "",
         "![NLL of every method on clean and corrupted images](docs/cifar10.svg)", "",
         reading(found), "",
         f"What the papers claim and what came out here: [docs/reproduction.md](docs/reproduction.md), "

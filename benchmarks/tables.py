@@ -34,6 +34,7 @@ OUTSIDE = ["kin8nm", "naval-propulsion-plant", "protein-tertiary-structure"]  # 
 OWN = {"diabetes": load_diabetes, "breast-cancer": load_breast_cancer, "wine": load_wine, "digits": load_digits}
 SETS = [*UCI, *OWN]
 MOST_ROWS = 4_000  # of training, so that large sets do not take all the time
+SPLITS = 5
 LEVEL = 0.9  # of the intervals whose coverage is counted
 
 
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit-seconds", type=float, default=float("inf"))
-    parser.add_argument("--splits", type=int, default=5)
+    parser.add_argument("--splits", type=int, default=SPLITS)
     parser.add_argument("--sets", nargs="*", default=SETS)
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--choose", action="store_true")

@@ -13,7 +13,7 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from scipy.stats import t as student
-from tables import outdated
+from tables import METHODS, SETS, SPLITS, outdated
 
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
 NAMES = {
@@ -97,11 +97,18 @@ def reading(cells: Cells) -> str:
 
 
 def older(cells: Cells) -> list[str]:
-    """A sentence on nets that are not as they are now."""
+    """What the record lacks, and nets that are not as they are now."""
     found = [cell for by_split in cells.values() for cell in by_split.values()]
+    whole = len(SETS) * SPLITS
+    had = {method: sum(cell["method"] == method for cell in found) for method in METHODS}
+    lacking = [f"{method} has {count} of {whole} cells" for method, count in had.items() if count < whole]
     count = sum(outdated(cell) for cell in found)
-    told = f"{count} of these {len(found)} cells are of nets that learnt their noise within other bounds than now.\n"
-    return [told] if count else []
+    told = [f"The record is not whole: {', '.join(lacking)}.\n"] if lacking else []
+    if count:
+        told.append(
+            f"{count} of these {len(found)} cells are of nets that learnt their noise within other bounds than now.\n"
+        )
+    return told
 
 
 def ahead(cells: Cells, rivals: Sequence[str], score: str) -> str:

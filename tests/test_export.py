@@ -68,6 +68,32 @@ def test_onnx_predicts_as_the_model_does(method: str, tmp_path: Path) -> None:
     assert about["likelihood"] == "categorical" and about["inputs"] == {"input": [None, 4]}
 
 
+def members_of_a_head() -> nn.Module:
+    """As `slimbayes init` writes networks: factors, and a head of members."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    return sb.bayesianize(layers, {"0": sb.Rank1(members=2), "2": sb.Ensemble(members=2, init="fresh")}).eval()
+
+
+def test_members_of_a_head_are_exported_one_by_one(tmp_path: Path) -> None:
+    model, x = members_of_a_head(), torch.randn(5, 4)
+    for member in (0, 1):
+        made = sb.export(model, x, tmp_path / "net.pt2", draws=1, seed=5, members=[member], likelihood="categorical")
+        mean = torch.export.load(made.path).module()(x)[0]
+        want = sb.predict(model, x, draws=1, seed=5).by_member[member].exp()
+        np.testing.assert_allclose(mean.detach(), want, atol=1e-5)
+
+
+def test_members_of_a_head_are_exported_to_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model = members_of_a_head()
+    made = sb.export(model, torch.randn(5, 4), tmp_path / "net.onnx", draws=3, seed=5, likelihood="categorical")
+    session, x = runtime.InferenceSession(str(made.path)), torch.randn(7, 4)
+    for got, want in zip(session.run(None, {"input": x.numpy()}), summaries(model, x), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
 def test_noise_as_an_input_decides_the_draws(tmp_path: Path) -> None:
     model, x = net(), torch.randn(6, 4)
     made = sb.export(model, x, tmp_path / "net.pt2", draws=2, noise="input")

@@ -87,6 +87,8 @@ def test_norms_that_are_named_as_heads_train(tmp_path: Path) -> None:
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
     fitted = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2), train="posterior+head", head="classifier")
     assert "heads" not in (sb.save(fitted, tmp_path / "other") / "config.json").read_text()
+    del fitted.body[1]  # a norm that was taken out since is no obstacle
+    assert sb.save(fitted, tmp_path / "less").exists()
 
 
 def test_whole_names_and_last_parts_of_names_go_together() -> None:

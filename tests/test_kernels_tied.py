@@ -71,6 +71,15 @@ def test_local_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype,
 
 
 @needs_triton
+def test_small_scales_stay_small() -> None:
+    """A floor under the variance must be lost beside any scale that somebody trains."""
+    x, w, _, p, q, _ = numbers(4, 5, 6, 1, 0)
+    y = tied_local(x, 0 * w, 0, None, 1e-12 * p, q, None, SEED, 0, torch.float32).double()
+    scale = (x.double().square() @ (1e-12 * p.double()) @ q.double().T).sqrt()
+    torch.testing.assert_close(y, scale * noise_of(4, 6, 0), rtol=1e-3, atol=1e-12)
+
+
+@needs_triton
 def test_noise_is_standard() -> None:
     noise = noise_of(128, 128, 0)
     assert abs(float(noise.mean())) < 0.04 and abs(float(noise.std()) - 1) < 0.04

@@ -235,7 +235,7 @@ def test_the_evidence_is_largest_where_it_says() -> None:
 def test_priors_left_open_are_those_of_factors_or_of_weights() -> None:
     net, batches = mlp(), data()
     fit = sb.laplace(copy.deepcopy(net), batches)
-    assert fit.prior_precision == pytest.approx({"0": 100.0, "2": 100.0})
+    assert fit.prior_precision == pytest.approx({"0": 0.15**-2, "2": 0.15**-2})
     assert fit.model[0].posterior["weight"].prior.loc == 1.0
     tuned = sb.laplace(copy.deepcopy(net), batches, over="weights")
     assert tuned.log_evidence == sb.laplace(copy.deepcopy(net), batches, over="weights", prior="layer").log_evidence

@@ -15,7 +15,7 @@ from lab_configs import CPU
 from typer.testing import CliRunner
 
 import slimbayes as sb
-from slimbayes.data.table_files import Frame, frames, look
+from slimbayes.data.table_files import Frame, frame_of, frames, look
 from slimbayes.lab.command import app
 from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import ConfigError, merged, validate
@@ -642,3 +642,8 @@ def test_init_of_arrays_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert a.model.kind == pets.model.kind == "small_cnn" and b.model.kind == "regression_net"
     assert a.data.task == "classes" and b.noise == "learned" and pets.data.image_size == 20
     assert sb.Rank1(members=4, prior=sb.Normal(1.0, 0.3)) == a.method.build()
+
+
+def test_rows_without_a_file_have_a_decimal_point() -> None:
+    with pytest.raises(ValueError, match=r"'1,5' is no number with a decimal point\.$"):
+        frame_of({"size": ["1,5"]}, {"size": "number"})

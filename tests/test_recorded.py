@@ -1,10 +1,18 @@
 """`sb.recorded`: the same steps as without it."""
 
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import slimbayes as sb
+from slimbayes.train import recorded
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
@@ -78,3 +86,141 @@ def test_optimizers_that_a_graph_cannot_hold_are_refused() -> None:
     for optimizer in (torch.optim.NAdam(net.parameters()), torch.optim.Adam(net.parameters())):
         with pytest.raises(ValueError, match="fused=True"):
             sb.recorded(lambda x: x, net, optimizer)
+
+
+def test_sgd_that_leaves_out_its_first_step_is_refused() -> None:
+    net = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="dampening"):
+        sb.recorded(lambda x: x, net, torch.optim.SGD(net.parameters(), momentum=0.9, dampening=0.5, fused=True))
+
+
+# --- what is recorded anew, and what is not: a CPU that plays GPU ---
+
+
+class Replayed:
+    """A graph that runs the step again and writes into the same outputs, as replays do."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work, self.found = work, work()
+
+    def replay(self) -> None:
+        for old, new in zip(tree_leaves(self.found), tree_leaves(self.work()), strict=True):
+            if isinstance(old, Tensor):
+                old.copy_(new)
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    """All that were made so far."""
+    made: list[Replayed] = []
+
+    def record(work: Callable[[], Any], state: list[Tensor], optimizer: object) -> tuple[Replayed, Any]:
+        made.append(Replayed(work))
+        return made[-1], made[-1].found
+
+    monkeypatch.setattr(recorded, "record", record)
+    monkeypatch.setattr(recorded, "_on_gpu", lambda leaf: isinstance(leaf, Tensor))
+    return made
+
+
+def test_arguments_of_all_kinds(recordings: list[Replayed]) -> None:
+    def step(batch: dict[str, Tensor], *, weight: Any = 1.0, twice: bool = False, name: str | None = None) -> Any:
+        return {"y": batch["x"] * weight * (1 + twice)}, name
+
+    call, x = sb.recorded(step, nn.Linear(1, 1)), torch.ones(2)
+    first = call({"x": x}, weight=2.0)
+    assert first[0]["y"].tolist() == [2, 2] and first[1] is None
+    assert call({"x": 2 * x}, weight=np.float32(3.0))[0]["y"].tolist() == [6, 6]
+    assert call({"x": x}, weight=np.float64(4.0))[0]["y"].tolist() == [4, 4] and len(recordings) == 1
+    assert first[0]["y"].tolist() == [2, 2], "results are the caller's own"
+    assert call({"x": x}, weight=2.0, twice=True)[0]["y"].tolist() == [4, 4] and len(recordings) == 2
+    assert call({"x": x}, name="a")[1] == "a" and len(recordings) == 3
+
+
+@dataclass
+class Batch:
+    x: Tensor
+
+
+def test_what_a_recording_cannot_see_is_run_and_said(recordings: list[Replayed]) -> None:
+    net, one = nn.Linear(1, 1), torch.ones(1)
+    call = sb.recorded(lambda batch, y: batch.x.sum() + y, net)
+    with pytest.warns(sb.SlimbayesWarning, match="an argument is a Batch"):
+        assert float(call(Batch(torch.zeros(2000)), one)) == 1
+    far = torch.zeros(2000)
+    far[1000] = 5  # not printed
+    assert float(call(Batch(far), one)) == 6
+    call = sb.recorded(lambda x: Batch(2 * x), net)
+    with pytest.warns(sb.SlimbayesWarning, match="returns a Batch"):
+        first = call(one)
+    call(5 * one)
+    assert float(first.x) == 2, "results are the caller's own"
+    x = one.clone().requires_grad_()
+    with pytest.warns(sb.SlimbayesWarning, match="requires a gradient"):
+        sb.recorded(lambda x: (3 * x).sum().backward(), net)(x)
+    assert x.grad is not None and float(x.grad) == 3
+
+
+def test_numbers_of_the_cpu_are_moved() -> None:
+    assert recorded._static(torch.tensor(0.5), torch.device("meta")).is_meta
+
+
+def test_what_a_graph_has_fixed_is_recorded_anew(recordings: list[Replayed]) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    call, x = sb.recorded(lambda x: net(x), net), torch.ones(3, 2)
+    call(x), call(x)
+    assert len(recordings) == 1
+    net[1].eval()
+    call(x)
+    assert len(recordings) == 2, "a part's mode"
+    net[0].weight.requires_grad_(False)
+    call(x)
+    assert len(recordings) == 3, "what is trained"
+    with torch.autocast("cuda", torch.bfloat16) if torch.cuda.is_available() else torch.inference_mode():
+        call(x)
+    assert len(recordings) == 4
+    net.double()
+    call(x.double()), net.float(), call(x)
+    assert len(recordings) == 6, "weights that lie elsewhere"
+
+
+@pytest.mark.parametrize("start", [0.1, torch.tensor(0.1)])
+def test_rates_are_those_of_the_optimizer(recordings: list[Replayed], start: float | Tensor) -> None:
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=start, fused=True)
+
+    def step(x: Tensor) -> None:
+        optimizer.step()
+
+    call, x = sb.recorded(step, net, optimizer), torch.ones(1)
+    rate = optimizer.param_groups[0]["lr"]
+    assert rate is not start
+    for new in (0.5, torch.tensor(0.25), np.float64(0.125)):
+        optimizer.param_groups[0]["lr"] = new
+        call(x)
+        assert optimizer.param_groups[0]["lr"] is rate and float(rate) == float(new)
+    assert len(recordings) == 1
+    other = nn.Linear(1, 1)
+    optimizer.add_param_group({"params": other.parameters(), "lr": 0.5})
+    call(x)
+    assert isinstance(optimizer.param_groups[1]["lr"], Tensor) and len(recordings) == 2
+
+
+def test_moments_that_were_loaded_are_recorded_anew(recordings: list[Replayed]) -> None:
+    net, x = nn.Linear(1, 1), torch.ones(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9, fused=True)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
+
+    call = sb.recorded(step, net, optimizer)
+    rate = optimizer.param_groups[0]["lr"]
+    call(x)
+    call(x)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.25
+    optimizer.load_state_dict(saved)
+    call(x)
+    assert len(recordings) == 2 and optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.25

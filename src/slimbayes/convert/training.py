@@ -41,7 +41,8 @@ def _moves(module: nn.Module) -> bool:
 
 def unmoved(model: nn.Module, saved: Sequence[str]) -> list[str]:
     """The heads among saved modules where nothing else says them: checkpoints name them if a norm is one."""
-    return [name for name in saved if not _moves(model.get_submodule(name))]
+    modules = dict(model.named_modules())
+    return [name for name in saved if name in modules and not _moves(modules[name])]
 
 
 def _heads(modules: dict[str, nn.Module], head: Selection) -> list[str]:

@@ -48,7 +48,7 @@ def _value(place: str, number: int, name: str, kind: Kind, cell: Any, decimal: D
         except ValueError as error:
             fault = str(error)
     elif value is None and number_in(text, "comma" if decimal == "point" else "point") is not None:
-        fault = f"is no number with a decimal {decimal}, as the run's data have them"
+        fault = f"is no number with a decimal {decimal}{'' if place == 'row' else ', as the run is told to read'}"
     elif value is not None and abs(value) > _LARGEST:
         fault, value = "is infinite, or too large for float32", None
     if value is None:

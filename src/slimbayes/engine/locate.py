@@ -17,7 +17,7 @@ from slimbayes.engine import passes, proof
 from slimbayes.engine.layout import Layout
 from slimbayes.engine.modules import tree_of
 from slimbayes.engine.probe import Visit
-from slimbayes.engine.quiet import inside_func
+from slimbayes.engine.quiet import captured, inside_func
 from slimbayes.engine.tree import tree_map, without_cache
 from slimbayes.engine.trial import first_line, probed, undisturbed
 
@@ -100,7 +100,7 @@ def _called_alike(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layo
 
 def _cannot_look(inputs: Any) -> bool:
     """Inside torch.func, and while a CUDA graph is captured."""
-    return inside_func() or proof.captured(inputs)
+    return inside_func() or captured(inputs)
 
 
 def _alike(few: Visit | None, many: Visit | None, rows_few: int, rows_many: int) -> bool:

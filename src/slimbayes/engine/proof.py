@@ -38,7 +38,7 @@ from slimbayes.engine.probe import (
     some_rows,
     stands_for_all,
 )
-from slimbayes.engine.quiet import Quiet, inside_func
+from slimbayes.engine.quiet import Quiet, captured, inside_func
 from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, padded, tree_map, without_cache
 from slimbayes.engine.trial import buffers_kept, copied, first_line, no_autocast, probed, undisturbed
 
@@ -86,11 +86,6 @@ def _fails(model: nn.Module, inputs: Any, posteriors: Sequence[Any]) -> bool:
     except Exception as error:
         return not isinstance(error, Mixed)
     return False
-
-
-def captured(inputs: Any) -> bool:
-    """Whether a CUDA graph is being recorded of a call with these inputs."""
-    return any(a.is_cuda for a in map(padded, arrays_of(inputs))) and torch.cuda.is_current_stream_capturing()
 
 
 class _Proof:

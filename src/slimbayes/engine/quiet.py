@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from slimbayes.engine.tree import arrays_of, padded
+
 _DROPOUT = {"dropout1d", "dropout2d", "dropout3d", "native_dropout"}
 _DROPOUT |= {f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
 _RANDOM: dict[str, float | None] = {
@@ -111,6 +113,11 @@ class Quiet(TorchFunctionMode):
 def inside_func() -> bool:
     """Whether torch.func transforms are under way, where nothing can be looked at."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def captured(inputs: Any) -> bool:
+    """Whether a CUDA graph is being recorded of a call with these inputs."""
+    return any(a.is_cuda for a in map(padded, arrays_of(inputs))) and torch.cuda.is_current_stream_capturing()
 
 
 def check_bounds(name: str, args: Any, kwargs: Any) -> None:

@@ -8,8 +8,8 @@ has to cut corners.
 
 A prior around one cannot be tuned by the marginal likelihood: a trained network lies there already, so that the
 evidence always votes for no posterior at all. Tuned priors have mean zero, as those of weights have, and come out wide.
-That is best for real targets; for classes Normal(1, 0.1) is better by far (docs/fine_tuning.md has the numbers), hence
-the defaults.
+That is best for real targets, if predictions are linearised; for classes Normal(1, 0.15) is better by far, hence the
+defaults (docs/fine_tuning.md has the numbers).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def laplace(
             "diagonal"; or "k-tied", a `KTied` posterior over the weights whose scales of low rank are fitted to the
             diagonal.
         prior: a Normal for every number; or one of mean zero whose precision maximises the marginal likelihood, for
-            each "layer" or "shared" by all. By default Normal(1, 0.1) for factors under a likelihood of classes, else
+            each "layer" or "shared" by all. By default Normal(1, 0.15) for factors under a likelihood of classes, else
             "layer".
         noise: standard deviation of the targets' noise for "gaussian"; by default the one of most evidence. For
             "heteroscedastic_gaussian" that of the targets, the `scale` of training; by default 1.
@@ -120,7 +120,7 @@ def laplace(
     _check(model, likelihood, layers, structure, prior, noise, samples, over)
     weights = over == "weights" or structure == "k-tied"
     if prior is None:
-        prior = Normal(1.0, 0.1) if likelihood_named(likelihood).discrete and not weights else "layer"
+        prior = Normal(1.0, 0.15) if likelihood_named(likelihood).discrete and not weights else "layer"
     start = prior if isinstance(prior, Normal) else Normal(0.0, 1.0)
     numbers: Over = "weights" if weights else over
     say = said_again(model) if passes.posteriors_of(model) else None

@@ -21,7 +21,7 @@ from slimbayes.kernels.draws import noise
 from slimbayes.kernels.launch import aligned, launch
 from slimbayes.kernels.scale import refuse_second_derivatives
 
-LEAST = 1e-7  # variance whose root still has a gradient
+LEAST = torch.finfo(torch.float32).tiny * 1e4  # variance whose root still has a gradient
 RANKS = 6  # columns of P and Q that are worth a kernel
 TALL, WIDE = 32, 64
 

@@ -66,7 +66,7 @@ def _reading(name: str) -> property:
         if found.blocks(members) > 1:
             return own
         found.met[members.key] = None
-        index = int(members.values()[0])
+        index = int(found.first) % members.members
         return members.others[index - 1].get_parameter(name) if index else own
 
     return property(get, lambda module, value: module._parameters.__setitem__(name, value))
@@ -211,7 +211,7 @@ def _deal(
 ) -> tuple[list[Tensor], Tensor]:
     """Row numbers of each member, and where among the outputs of all members each row's lies, (R,)."""
     member = (block_of_row(rows, blocks, device) + first) % members
-    order = torch.argsort(member, stable=True)
+    order = torch.argsort(member * rows + torch.arange(rows, device=device))  # stable, which ONNX has no word for
     back = torch.empty_like(order).scatter(0, order, torch.arange(rows, device=device))
     if not torch.compiler.is_compiling():
         if rows % blocks == 0 and blocks % members == 0:

@@ -20,7 +20,7 @@ Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
 _GAIN = 10.0
 
 # Learnt noise lies between 0.03 and 3 standard deviations of the targets, a third of the likelihood's own bounds: here
-# held-out rows stop training before the noise runs away. Chosen on kin8nm, naval and protein (docs/tables.md).
+# held-out rows stop training before the noise runs away. docs/tables.md has on what evidence.
 SPREAD = 0.3
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
+from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from slimbayes.errors import SlimbayesWarning
 
@@ -41,8 +43,10 @@ def record(work: Callable[[], T], state: list[Tensor], optimizer: Optimizer | No
         with torch.cuda.stream(stream), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="torch")  # on streams; what slimbayes says is for the user
             for _ in range(WARM_UP):
+                torch.clear_autocast_cache()  # else the graph would read weights that were lowered before it
                 work()
         torch.cuda.current_stream().wait_stream(stream)
+        torch.clear_autocast_cache()
         with torch.cuda.graph(graph):
             found = work()
         return graph, found
@@ -52,6 +56,7 @@ def record(work: Callable[[], T], state: list[Tensor], optimizer: Optimizer | No
         generator.graphsafe_set_state(generator.clone_state())
         raise
     finally:
+        torch.clear_autocast_cache()
         torch.cuda.synchronize()
         torch.cuda.set_rng_state(random)
         with torch.no_grad():
@@ -72,78 +77,126 @@ class Recorded:
     """See `recorded`."""
 
     def __init__(self, step: Callable[..., Any], model: nn.Module, optimizer: Optimizer | None) -> None:
-        self.step, self.model, self.optimizer = step, model, optimizer
+        self.step, self.optimizer = step, optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        self.modules, every = list(model.modules()), [*model.parameters(), *(p for g in groups for p in g["params"])]
+        self.state, self.parameters = [*every, *model.buffers()], list(dict.fromkeys(every))
+        self.rates: list[Tensor] = []
+        self.moments = None if optimizer is None else optimizer.state
         self.recordings: dict[Hashable, _Recording | None] = {}
+        self._tie_rates()
 
-    def __call__(self, *args: Any) -> Any:
-        leaves, spec = tree_flatten(args)
-        if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
-            return self.step(*args)
-        key = (spec, *map(_kind, leaves), self.model.training, torch.is_grad_enabled(), *self._settings())
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        leaves, spec = tree_flatten((args, named))
+        if not any(_on_gpu(leaf) for leaf in leaves):
+            return self.step(*args, **named)
+        self._tie_rates()
+        if self.optimizer is not None and self.moments is not self.optimizer.state:  # others were loaded
+            self.recordings.clear()
+            self.moments = self.optimizer.state
+        key = (spec, *map(_kind, leaves), *self._settings())
         if key not in self.recordings:
             self.recordings[key] = self._recorded(leaves, spec)
         found = self.recordings[key]
         if found is None:
-            return self.step(*args)
+            return self.step(*args, **named)
         for static, given in zip(found.inputs, filter(_varies, leaves), strict=True):
-            static.copy_(given, non_blocking=True) if isinstance(given, Tensor) else static.fill_(given)
+            static.copy_(given) if isinstance(given, Tensor) else static.fill_(float(given))
         found.graph.replay()
         return tree_map_only(Tensor, Tensor.clone, found.outputs)
 
-    def _settings(self) -> list[Any]:
-        """What a graph has fixed of the optimizer: everything but tensors' values, among them the learning rates."""
+    def _tie_rates(self) -> None:
+        """Have graphs read each group's learning rate, whoever has replaced it by another number or tensor."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        values = [v for group in groups for name, v in group.items() if name != "params" and not isinstance(v, Tensor)]
-        return [*map(repr, values), *(p.data_ptr() for group in groups for p in group["params"])]
+        for i, group in enumerate(groups):
+            if "capturable" in group:
+                group["capturable"] = True  # steps are counted on the device
+            device = next((p.device for p in group["params"]), torch.device("cpu"))
+            if i == len(self.rates):
+                self.rates.append(torch.zeros((), device=device))
+            if group["lr"] is not self.rates[i] or group["lr"].device != device:
+                self.rates[i] = self.rates[i].to(device).copy_(torch.as_tensor(group["lr"]).reshape(()))
+                group["lr"] = self.rates[i]
+
+    def _settings(self) -> list[Hashable]:
+        """What a graph has fixed besides arguments: everything but values of tensors on the device."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        values = [v for group in groups for name, v in group.items() if name != "params" and not _on_gpu(v)]
+        how = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        auto = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        trained = [id(p) for group in groups for p in group["params"]]
+        modes = [(p.requires_grad, p.data_ptr()) for p in self.parameters]
+        return [*how, *auto, *map(repr, values), *trained, *modes, *(m.training for m in self.modules)]
 
     def _recorded(self, leaves: list[Any], spec: Any) -> _Recording | None:
-        device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda)
-        static = [_static(leaf, device) for leaf in leaves]
-        state = [*self.model.parameters(), *self.model.buffers()]
+        device = next(leaf.device for leaf in leaves if _on_gpu(leaf))
 
         def work() -> Any:
-            return tree_map_only(Tensor, Tensor.detach, self.step(*spec.unflatten(static)))
+            args, named = spec.unflatten(static)
+            outputs = tree_map_only(Tensor, Tensor.detach, self.step(*args, **named))
+            for leaf in tree_leaves(outputs):
+                if not _on_gpu(leaf) and not isinstance(leaf, float | _CONSTANTS):
+                    raise TypeError(f"it returns a {type(leaf).__name__}; tensors on the GPU can be returned")
+            return outputs
 
         try:
-            graph, outputs = record(work, state, self.optimizer)
+            static = [_static(leaf, device) for leaf in leaves]
+            graph, outputs = record(work, self.state, self.optimizer)
         except Exception as error:  # whatever a step does that cannot be recorded, it can still be run
             lines = str(error).splitlines() or [""]
             warnings.warn(
                 f"slimbayes cannot record this step as a CUDA graph and runs it operation by operation "
                 f"({type(error).__name__}: {lines[0]}).",
                 SlimbayesWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
             return None
         return _Recording(graph, [s for s, leaf in zip(static, leaves, strict=True) if _varies(leaf)], outputs)
 
 
+_CONSTANTS = int | str | None | np.integer | np.bool_ | torch.dtype | torch.device | Enum
+
+
+def _on_gpu(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_cuda
+
+
 def _varies(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor | float)
+    return isinstance(leaf, Tensor | float | np.floating)
 
 
 def _kind(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    return float if isinstance(leaf, float) else repr(leaf)
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return float if _varies(leaf) else (type(leaf), leaf if isinstance(leaf, _CONSTANTS) else None)
 
 
 def _static(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, float):
-        return torch.tensor(leaf, device=device)
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    """What a graph reads in an argument's place. On the device, whose kernels take a CPU's number as it was once."""
+    if isinstance(leaf, Tensor):
+        if leaf.requires_grad:
+            raise TypeError("an argument requires a gradient, which a recording cannot give back; detach it")
+        return leaf.detach().to(device, copy=True)
+    if not _varies(leaf) and not isinstance(leaf, _CONSTANTS):
+        raise TypeError(
+            f"an argument is a {type(leaf).__name__}, whose contents cannot be seen; pass tensors, numbers, words, or "
+            f"tuples, lists and dicts of them"
+        )
+    return torch.tensor(float(leaf), device=device) if _varies(leaf) else leaf
 
 
 def recorded(step: Callable[..., Any], model: nn.Module, optimizer: Optimizer | None = None) -> Recorded:
     """The same step, which a GPU repeats without Python: a CUDA graph, recorded when shapes are new.
 
-    All that differs between calls must come as an argument. Tensors are copied into the graph, and floats, a KL's
-    weight say, become tensors of no dimension; what the step takes from elsewhere stays what it was at the first call.
-    The learning rate may change, also by a scheduler: it becomes a tensor here. On other devices, and where a step
-    cannot be recorded, which is said, it runs as it is.
+    All that differs between calls must come as an argument, in tuples, lists or dicts if you like. Tensors are copied
+    into the graph, and floats, a KL's weight say, become tensors of no dimension; for each other value, a whole number
+    say, there is a recording of its own. What the step takes from elsewhere stays what it was at the first call. The
+    learning rate may change, also by a scheduler: it becomes a tensor here. On other devices, and where a step cannot
+    be recorded, which is said, it runs as it is.
 
     Args:
-        step: what is done with a batch: `step(x, y)`, with all of zero_grad, forward, backward, optimizer.step.
+        step: what is done with a batch: `step(x, y)`, with all of zero_grad, forward, backward, optimizer.step. It may
+            return tensors, and tuples, lists or dicts of them.
         model: whatever the step trains; its parameters and buffers are all that the step changes, but for
         optimizer: SGD, Adam or AdamW made with `fused=True`; None for a step that trains nothing, a prediction say.
 
@@ -167,8 +220,6 @@ def recorded(step: Callable[..., Any], model: nn.Module, optimizer: Optimizer | 
                 f"recorded needs torch's SGD, Adam or AdamW made with fused=True, whose steps a graph can hold; got "
                 f"{type(optimizer).__name__}."
             )
-        if "capturable" in group:
-            group["capturable"] = True  # steps are counted on the device
-        if not isinstance(group["lr"], Tensor) and group["params"]:
-            group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+        if group.get("dampening"):
+            raise ValueError("recorded cannot hold SGD's dampening, which leaves out the first step; use 0.")
     return Recorded(step, model, optimizer)
