@@ -19,7 +19,6 @@ from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import fit
 from slimbayes.lab.reproduce import reproduce
-from slimbayes.report import compare
 from slimbayes.report.record import read
 
 ROOT = Path(__file__).parents[1]
@@ -158,15 +157,3 @@ def test_the_health_page_shows_the_kept_records() -> None:
         (line,) = [line for line in page.splitlines() if line.startswith(f"| {variant} |")]
         for role in ("validation", "test"):
             assert f" {sum(one[role]['nll'] for one in mine) / len(mine):.4f} ± " in line
-
-
-def test_the_cifar10_page_shows_the_kept_records() -> None:
-    page = (FOLDER / "cifar10" / "README.md").read_text()
-    records = sorted((ROOT / "results" / "cifar10").glob("*.json"))
-    shown = {
-        "test": ["accuracy", "nll", "ece", "brier"],
-        "corrupted": ["accuracy", "nll", "ece"],
-        "ood": ["auroc", "fpr95"],
-    }
-    for on, metrics in shown.items():
-        assert compare(records, on=on, metrics=metrics).to_markdown() in page
