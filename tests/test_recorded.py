@@ -77,6 +77,34 @@ def test_what_cannot_be_recorded_runs() -> None:
     assert call(x) == pytest.approx(net(x).sum().item(), rel=1e-4)
 
 
+@on_gpu
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_changes_between_replays(autocast: bool) -> None:
+    """Weights as tensors of the CPU, rates by hand, moments that are loaded; autocast around the steps."""
+    found = []
+    for record in (False, True):
+        torch.manual_seed(0)
+        net, x = nn.Linear(3, 2).cuda(), torch.randn(8, 3, device="cuda")
+        optimizer = torch.optim.SGD(net.parameters(), lr=torch.tensor(0.1), momentum=0.9, fused=True)
+
+        def step(x: Tensor, weight: Tensor, net: Any = net, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = net(x).float().square().mean() * weight
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        call, losses = sb.recorded(step, net, optimizer) if record else step, []
+        for i in range(6):
+            optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+            if i == 3:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                losses.append(float(call(x, torch.tensor(1.0 + i))))
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-2 if autocast else 1e-4)
+
+
 def test_without_a_gpu_it_is_the_step() -> None:
     assert trained("cpu", True)[0] == trained("cpu", False)[0]
 

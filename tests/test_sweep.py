@@ -272,6 +272,16 @@ def test_a_limit_stops_what_runs_and_begins_nothing_that_would_not_finish(
     assert call(["seed=[0, 1, 2]"], limit_seconds=100) == 2 and begun[3:] == [0, 1] and now[0] == 190
     assert "3 runs: 1 finished, 1 stopped, 1 left" in capsys.readouterr().out
     assert call(["seed=[1]"]) == 0
+    for never in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="--limit-seconds must be positive"):
+            call(["seed=[5]"], limit_seconds=never)
+
+
+def test_a_checkpoint_that_is_kept_is_there(tmp_path: Path) -> None:
+    (run,) = planned(tmp_path, "seed=[0]")
+    assert launch._outcome(run, launch.STOPPED) == ("stopped", "was asked to stop; there is no checkpoint yet")
+    (run.folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert launch._outcome(run, launch.STOPPED) == ("stopped", "was asked to stop; its checkpoint is kept")
 
 
 DRIVER = """

@@ -133,7 +133,8 @@ def _outcome(run: Run, code: int) -> tuple[str, str]:
     if code == 0 and run.state == "finished":
         return "finished", ""
     if code == STOPPED:
-        return "stopped", "was asked to stop; its checkpoint is kept"
+        kept = any((run.folder / "checkpoints").glob("step-*"))
+        return "stopped", f"was asked to stop; {'its checkpoint is kept' if kept else 'there is no checkpoint yet'}"
     if code < 0:
         memory = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
         return "failed", f"was killed by {signal.Signals(-code).name}{memory}"

@@ -65,6 +65,8 @@ def sweep(
     """
     if jobs < 1:
         raise ConfigError(f"A sweep runs at least one job at a time, got --jobs {jobs}.")
+    if not limit_seconds > 0:  # NaN neither
+        raise ConfigError(f"--limit-seconds must be positive, got {limit_seconds}.")
     runs = combinations(config, out, over, overrides, scale)
     if dry:
         _show([(run, run.state, "") for run in runs])
