@@ -219,8 +219,6 @@ def test_a_category_of_test_rows_alone_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_served_intervals_weigh_members() -> None:
-    from slimbayes.lab.serve_model import interval
-
+def test_intervals_weigh_members() -> None:
     p = Prediction.from_outputs(torch.tensor([[[0.0]], [[100.0]]]), "gaussian", 2, 1.0, weights=[1.0, 0.0])
-    assert float(interval(p, 0.9)[1]) < 2
+    assert float(p.interval(0.9)[1]) < 2
