@@ -17,7 +17,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
-from slimbayes.lab.config_files import validate
+from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.fit import fit
 from slimbayes.lab.predict_file import read_predictor
 from slimbayes.lab.predict_output import as_columns
@@ -380,6 +380,27 @@ def test_a_run_is_exported_and_predicts_as_it_does(kind: str, table_run: Path, t
     np.testing.assert_allclose(mean, [row["mean"] for row in want], rtol=1e-9)
     np.testing.assert_allclose(aleatoric + epistemic, [row["std"] ** 2 for row in want], rtol=1e-3)
     np.testing.assert_allclose(epistemic, [row["epistemic_std"] ** 2 for row in want], rtol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning", "ignore::UserWarning:torch.*")
+def test_noise_of_each_row_and_large_targets_are_exported(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "a.csv").write_text("size,price\n" + "".join(f"{40 + i % 50},{5e8 + i % 50}\n" for i in range(80)))
+    data = {"csv": str(tmp_path / "a.csv"), "target": "price", "scaling": "standard"}
+    tree = merged(BASE, {"train": {"noise": "heteroscedastic"}})
+    tree |= {"data": data, "model": {"kind": "table_net", "hidden": [4]}}
+    run, rows = fit(validate(tree), tmp_path / "run", CPU, judge=False), [{"size": 60.0}, {"size": 45.0}]
+    done = call("export", run, "-o", tmp_path / "net.onnx", "--draws", 4, "--accelerator", "cpu")
+    assert done.exit_code == 0, done.output
+    with client(model=open_model(tmp_path / "net.onnx", 1)) as server:
+        got = server.post("/predict", json={"rows": rows}).json()["predictions"]
+    with client(model=RunModel(run, draws=4, accelerator="cpu")) as server:
+        want = server.post("/predict", json={"rows": rows}).json()["predictions"]
+    np.testing.assert_allclose(np.array(got["mean"])[:, 0], want["mean"], rtol=1e-9)
+    variance = np.array(got["aleatoric"]) + np.array(got["epistemic"])
+    np.testing.assert_allclose(variance[:, 0], np.square(want["std"]), rtol=1e-3)
 
 
 def test_exports_that_cannot_be(table_run: Path, tmp_path: Path) -> None:

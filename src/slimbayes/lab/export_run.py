@@ -46,7 +46,8 @@ class InUnits(nn.Module):
             return out
         if not self.noisy:
             return self.y_mean + self.y_std * out
-        return torch.stack([self.y_mean + self.y_std * out[..., 0], out[..., 1]], -1)
+        mean = self.y_mean + self.y_std * out[..., 0]
+        return torch.stack([mean, out[..., 1].to(mean.dtype)], -1)  # of one type, which ONNX asks for
 
 
 def export_run(run: Path, file: Path, draws: int = 16, accelerator: Any = "auto") -> Exported:

@@ -149,7 +149,9 @@ def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
         >>> noise_scale(torch.tensor([-100.0, 0.0, 100.0]), spread=2.0)
         tensor([ 0.2000,  1.3985, 20.0010])
     """
-    wide = MOST_NOISE * torch.tanh(F.softplus(raw) / MOST_NOISE)
+    # written out in graphs that are exported: onnxruntime has no softplus of float64
+    out = raw.relu() + torch.log1p((-raw.abs()).exp()) if torch.compiler.is_exporting() else F.softplus(raw)
+    wide = MOST_NOISE * torch.tanh(out / MOST_NOISE)
     return spread * (LEAST_NOISE**2 + wide.square()).sqrt()
 
 
