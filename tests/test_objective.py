@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from slimbayes.train import schedules
+from slimbayes.train.elbo import silent_of_dwarfed
 from slimbayes.train.likelihoods import noise_scale
 
 S, B, C = 5, 7, 4
@@ -343,6 +344,8 @@ def test_a_kl_that_dwarfs_the_likelihood_is_told_once_for_a_model() -> None:
     with warnings.catch_warnings(action="error", category=sb.SlimbayesWarning):
         sb.elbo(nll, net, num_data=20)
     other = sb.bayesianize(nn.Linear(40, 30), sb.MeanField())
+    with silent_of_dwarfed(other), warnings.catch_warnings(action="error", category=sb.SlimbayesWarning):
+        sb.elbo(nll, other, num_data=20)
     with pytest.warns(sb.SlimbayesWarning, match="nats for each datum, "):
         sb.elbo(nll / 4, other, num_data=20, micro_batches=4)
 

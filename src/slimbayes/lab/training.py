@@ -28,7 +28,7 @@ from slimbayes.lab.seeds import generator, seed_everything
 from slimbayes.lab.step import Batch, TrainingStep, pictures
 from slimbayes.lab.task import open_task
 from slimbayes.lab.tracking import Tracker
-from slimbayes.train.elbo import warn_of_dwarfed
+from slimbayes.train.elbo import silent_of_dwarfed, warn_of_dwarfed
 
 MINUTE = 60.0
 _ADVICE = "lower the learning rate or clip gradients."
@@ -107,9 +107,12 @@ class Training:
                 self.watcher.say(
                     f"The step cannot be recorded as a CUDA graph, so it runs operation by operation ({reason})."
                 )
-        with noting_signals(self.signals):
+        # A start far from the prior comes nearer by itself: the last epoch tells, not the first step.
+        with noting_signals(self.signals), silent_of_dwarfed(self.network):
             while self.step < total and not self._stops_early():
                 self._epoch()
+        if self.curve:
+            warn_of_dwarfed(self.network, self.curve[-1]["kl_weight"] * self.curve[-1]["kl"])
         if self.step != self.saved_step:
             self._save()  # should the evaluation be cut short, nothing is trained again
         self._finish()
@@ -172,7 +175,6 @@ class Training:
                 weights = {n: t.detach().clone() for n, t in self.network.state_dict().items()}
                 self.best = {"nll": row["validation_nll"], "epoch": epoch + 1, "weights": weights}
         self.curve.append(row)
-        warn_of_dwarfed(self.network, row["kl_weight"] * row["kl"])  # steps on a GPU read nothing back
         self.watcher.move(self.step, f"nll {row['nll']:.4f}, kl {row['kl']:.4f} x {row['kl_weight']:.3g} per datum")
         if self.fabric.global_rank == 0:
             if time.monotonic() - self.written_at > 0.5:  # rewritten whole: not for each of thousands of short epochs

@@ -6,6 +6,8 @@ loss = nll + temperature * kl_weight * KL / num_data
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -17,9 +19,8 @@ from slimbayes.engine.modules import Keyed, anchors_of, modules_of, planned, pos
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer
 
-_MOST = (
-    10.0  # nats that a datum can tell: 7 of one in 1,000 classes, 5 of a target between its noise's floor and ceiling
-)
+# Nats that a datum can tell: 7 of one in 1,000 classes, 5 of a target between its noise's floor and ceiling.
+_MOST = 10.0
 _warned: WeakSet[nn.Module] = WeakSet()  # models whose KL was said to dwarf the likelihood
 
 
@@ -108,6 +109,18 @@ def warn_of_dwarfed(model: nn.Module, weighed_kl: float) -> None:
     if said:
         _warned.add(model)
         warnings.warn(said, SlimbayesWarning, stacklevel=3)
+
+
+@contextmanager
+def silent_of_dwarfed(model: nn.Module) -> Iterator[None]:
+    """No word from single steps on a large KL: whoever trains looks at it when done."""
+    said = model in _warned
+    _warned.add(model)
+    try:
+        yield
+    finally:
+        if not said:
+            _warned.discard(model)
 
 
 def kl(model: nn.Module) -> Tensor:
