@@ -13,7 +13,7 @@ RUN = .venv/bin/python
 # Which build of torch is right, and so its hash, depends on the machine: it is the one package that is not locked.
 TORCH = torch==2.13.0
 
-.PHONY: demo digits test suite quick mutations faults lint supply build lock audit bench bench-gpu bench-lab figure3 zoo coverage reproduction
+.PHONY: demo digits test suite quick mutations faults lint supply build lock audit bench bench-gpu bench-lab zoo coverage reproduction
 
 demo: .venv/ready
 	$(RUN) examples/demo.py
@@ -90,9 +90,6 @@ coverage: .venv/ready
 reproduction: .venv/ready
 	$(RUN) benchmarks/verdicts.py
 	$(RUN) benchmarks/main_table.py
-
-figure3: .venv/ready
-	$(RUN) -m slimbayes.diagnostics.prior_functions --out docs/figure3.png
 
 .PHONY: docs gallery release-check
 
