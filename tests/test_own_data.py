@@ -628,6 +628,17 @@ def test_no_name_in_a_file_adds_to_its_config(tmp_path: Path, monkeypatch: pytes
     assert tree["model"]["kind"] == "table_net" and tree["data"]["task"] == "classes"
 
 
+def test_init_takes_the_method_of_the_estimators() -> None:
+    """Which scored best on tables; written down twice, since a config has no scikit-learn."""
+    pytest.importorskip("sklearn")
+    from slimbayes.lab.init_config import _FACTORS
+    from slimbayes.posteriors import config_from_dict
+    from slimbayes.sklearn.base import default_method
+
+    estimators: Any = default_method(own=True)
+    assert config_from_dict(yaml.safe_load(_FACTORS)) == estimators["dense.*"]
+
+
 def test_init_of_arrays_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     image = pytest.importorskip("PIL.Image")

@@ -21,9 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
-from slimbayes.kernels import ready
-
-LARGE = 2**18  # below so many elements launching a kernel costs more than it saves
+from slimbayes.kernels import LARGE, ready
 
 
 def outer(u: Tensor, v: Tensor) -> Tensor:

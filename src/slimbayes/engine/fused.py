@@ -13,9 +13,8 @@ from torch import Tensor
 
 from slimbayes.engine.blocks import same
 from slimbayes.engine.passes import Noise
-from slimbayes.kernels import ready
+from slimbayes.kernels import LARGE, ready
 
-LARGE = 2**18  # below so many activations launching a kernel costs more than it saves
 SEEDED = 2**20  # from so many numbers on, noise of rows is made where it is used
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from slimbayes.engine.blocks import block_of_row, block_sizes, same
-from slimbayes.engine.fused import LARGE, Seeded, dense, fused
+from slimbayes.engine.fused import Seeded, dense, fused
 from slimbayes.engine.passes import Pass, Unproven
-from slimbayes.kernels import ready
+from slimbayes.kernels import LARGE, ready
 
 
 def spread(x: Tensor, rows: int, dim: int) -> tuple[Tensor, int]:

@@ -12,6 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+LARGE = 2**18  # below so many elements launching a kernel costs more than it saves
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _POSSIBLE = find_spec("triton") is not None and (INTERPRETED or torch.cuda.is_available())
 _ALLOWED = [True]

@@ -22,7 +22,6 @@ from slimbayes.kernels.launch import aligned, launch
 from slimbayes.kernels.scale import refuse_second_derivatives
 
 LEAST = torch.finfo(torch.float32).tiny * 1e4  # variance whose root still has a gradient
-RANKS = 6  # columns of P and Q that are worth a kernel
 TALL, WIDE = 32, 64
 
 
@@ -145,7 +144,7 @@ class _SumLogOuter(torch.autograd.Function):
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["p", "thin"])
 def _thin(x, p, thin, M, IN: tl.constexpr, K: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """thin = (x o x) P, one column after the other from tiles that stay in registers."""
+    """thin = (x o x) P, one column after the other: x is read again for each, from the cache as a rule."""
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     for a in tl.static_range(K):
         total = tl.zeros((TALL, WIDE), tl.float32)

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import wide
 from slimbayes.distributions.priors import Sums, by_sums, kl_of_sums
 from slimbayes.distributions.sums import exact, floor, outer, sum_log_outer
-from slimbayes.engine.fused import LARGE, product_type
-from slimbayes.kernels import ready
+from slimbayes.engine.fused import product_type
+from slimbayes.kernels import LARGE, ready
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf
 from slimbayes.posteriors.configs.gaussian import KTied
