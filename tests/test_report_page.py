@@ -19,7 +19,14 @@ from report_records import METHODS, hostile, record, regression, save
 
 from slimbayes.report import write_page
 from slimbayes.report.charts import PALETTE
-from slimbayes.report.figures import by_corruption, checkpoints, corruption_boxes, reliability, risk_coverage
+from slimbayes.report.figures import (
+    by_corruption,
+    by_severity,
+    checkpoints,
+    corruption_boxes,
+    reliability,
+    risk_coverage,
+)
 from slimbayes.report.groups import load
 from slimbayes.report.record import Evaluation, RecordError, read
 
@@ -343,6 +350,18 @@ def test_boxes_are_quartiles_over_corruption_types_of_seed_means(group):
         )
         assert row["q1"] == pytest.approx((values[0] + values[1]) / 2, rel=1e-3)
     assert sorted(by_corruption(group, "nll")) == [1, 2, 3, 4, 5]
+
+
+def test_bands_of_shares_end_at_none_and_all(tmp_path):
+    """Digits that some corruptions leave alone and others wreck: their mean and a deviation are beyond 100 %."""
+    one = record("rank1-cauchy", 0, corruptions=3)
+    share = iter(itertools.cycle((1.0, 1.0, 0.1)))
+    bent = [
+        e.model_copy(update={"metrics": e.metrics | {"accuracy": next(share)}}) if e.role == "corruption" else e
+        for e in one.evaluations
+    ]
+    label, (chart,) = by_severity(load(save(tmp_path, one.model_copy(update={"evaluations": bent}))).groups).variants[0]
+    assert label == "Accuracy" and max(row["hi"] for row in chart.rows) == 1.0
 
 
 def marks(node, kinds):

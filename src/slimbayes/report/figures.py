@@ -110,7 +110,10 @@ def by_severity(groups: Sequence[Group]) -> Figure | None:
                 rows.append({"n": group.name, "x": 0, **_around("y", mean(clean), 0.0)})
             for severity, values in by_corruption(group, name).items():
                 spread = float(np.std(values)) if np.isfinite(values).all() else math.nan
-                rows.append({"n": group.name, "x": severity, **_around("y", mean(values), spread)})
+                point = _around("y", mean(values), spread)
+                if metric(name).percent:  # no share is below none or above all
+                    point |= {"lo": max(point["lo"], 0.0), "hi": min(point["hi"], 1.0)}
+                rows.append({"n": group.name, "x": severity, **point})
         severity_axis = Axis("Severity", values=sorted({int(row["x"]) for row in rows}))
         return lines(rows, _places(groups), severity_axis, _axis(name), band="standard deviation")
 
