@@ -47,6 +47,13 @@ def test_scores_are_those_of_predict(tmp_path: Path) -> None:
     assert row.risk_coverage is not None and row.risk_coverage.risk[-1] == pytest.approx(1 - row.metrics["accuracy"])
 
 
+def test_curves_score_likelihood_and_errors_alone_by_the_draws_of_all_scores(run: Path) -> None:
+    predictor = Predictor(*load_run(run, CPU))
+    (full,), notes = predictor.score(predictor.task.test, [1], "rows", "validation")
+    (brief,), none = predictor.score(predictor.task.test, [1], "rows", "validation", brief=True)
+    assert brief.metrics == {name: full.metrics[name] for name in ("accuracy", "nll")} and notes and not none
+
+
 def test_validation_rows_and_noise_in_the_targets_own_units(tmp_path: Path) -> None:
     """Gaussian targets: the record's densities and errors against a plain network's predictions by hand."""
     import math
