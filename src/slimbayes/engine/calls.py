@@ -37,13 +37,19 @@ class Scope(Pass):
         self.module, self.posteriors, self.whole = module, posteriors, whole
         self.first = noise.random_member(posteriors[0].device)
         self.inner: Pass | None = None
+        self.layouts: dict[nn.Module, Layout] = {}  # of the modules that were called inside
+
+    def located(self, module: nn.Module, args: Any, kwargs: Any) -> Layout:
+        """Where rows lie in a call inside; in a whole scope as at the module's first call."""
+        found = self.layouts.get(module) if self.whole else None  # later steps carry a cache that no proof can repeat
+        if found is None:
+            found = self.layouts[module] = layout_of(module, args, kwargs, passes.posteriors_of(module))
+        return found
 
     def call(self, rows: int, layout: Layout) -> Pass:
         """The pass for one call inside."""
         if self.whole and rows and self.rows and rows % self.rows == 0:
             rows = self.rows
-        if self.whole and self.inner is not None and self.inner.layout is not None:
-            layout = self.inner.layout  # later steps carry a cache that no proof can repeat
         if self.inner is None or self.inner.spent or (self.inner.rows != rows and self.inner.draws is None):
             self.inner = _bare_pass(self.posteriors, rows, layout, self.first)
         return self.inner.view(rows, layout if self.inner.draws is None else None)
@@ -157,10 +163,7 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
     """A call while draws are held: its rows are shared out among them."""
     posteriors = passes.posteriors_of(module)
     if isinstance(held, Scope):
-        layout = (
-            layout_of(module, args, kwargs, posteriors) if held.inner is None or not held.whole else held.inner.layout
-        )
-        layout = layout or Layout()
+        layout = held.located(module, args, kwargs)
         new = held.call(layout.rows((args, kwargs)), layout)
     elif held.draws == 1 and not any(p.late for p in posteriors):
         new = held.view(1, None)
