@@ -462,3 +462,49 @@ def test_a_precision_that_runs_away_and_curvature_that_is_not_finite() -> None:
         sb.laplace(net, [(torch.full((3, 4), math.nan), torch.zeros(3, dtype=torch.long))])
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert list(before) == list(net.state_dict())
+
+
+class Masked(nn.Module):
+    """The mean over some of a row's steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden: Tensor = torch.tanh(self.inside(x)) * mask.unsqueeze(2)
+        out: Tensor = self.out(hidden.sum(1) / mask.sum(1, keepdim=True))
+        return out
+
+
+def test_batches_of_several_inputs_come_flat_or_nested() -> None:
+    x, mask, y = torch.randn(6, 5, 4), torch.ones(6, 5), torch.randint(3, (6,))
+    mask[:, 3:] = 0
+    net = Masked().eval()
+    flat, nested = (sb.laplace(copy.deepcopy(net), [b]).log_evidence for b in ((x, mask, y), ((x, mask), y)))
+    assert flat == nested
+    with pytest.raises(ValueError, match=r"does not fit Sequential\.forward.*weights of rows are not taken"):
+        sb.laplace(mlp(), [(torch.randn(6, 4).double(), y, torch.rand(6))])
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
+def test_wrapped_models_are_fitted_inside(wrap: Any, tmp_path: Path) -> None:
+    plain, batches = mlp(), data()
+    wrapped = wrap(copy.deepcopy(plain)).eval()
+    fit = sb.laplace(wrapped, batches)
+    assert fit.model is wrapped and sorted(fit.prior_precision) == ["0", "2"]
+    again = sb.load(copy.deepcopy(plain), sb.save(wrapped, tmp_path / "posterior"))
+    x = batches[0][0]
+    torch.testing.assert_close(sb.predict(again, x, 5, seed=0).probs, sb.predict(wrapped, x, 5, seed=0).probs)
+
+
+def test_weights_elsewhere_and_last_layers_that_stay_are_said() -> None:
+    with pytest.raises(ValueError, match="load it without offloading"):
+        sb.laplace(mlp().to("meta"), data())
+    net = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=False)).eval()
+    net[2].weight = net[0].weight
+    batch = torch.randint(7, (6,)), torch.randint(7, (6,))
+    with pytest.raises(ValueError, match=r'runs last, 2, cannot be the one of layers="last": its weight is tied to 0'):
+        sb.laplace(net, [batch], layers="last")
+    with pytest.raises(ValueError, match="the loader is empty"):
+        sb.laplace(mlp(), [], layers="last")
