@@ -40,6 +40,7 @@ import slimbayes as sb
 from slimbayes.train import likelihoods
 
 RECORD = Path(__file__).parents[1] / "results" / "defaults" / "cells.json"
+EARLIER = RECORD.with_name("earlier.json")  # rounds before, of which only the validation scores are shown
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 DRAWS = 16  # of a prediction, over all members
 
@@ -225,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.page:
         write_record(compact(args.page, CANDIDATES), RECORD)
     if args.page is not None:
-        PAGE.write_text(page(json.loads(RECORD.read_text())))
+        PAGE.write_text(page(json.loads(RECORD.read_text()), json.loads(EARLIER.read_text())))
     if args.out:
         finished = done(args.out)
         waiting = [cell for cell in cells(args.seeds, args.only) if cell not in finished]
