@@ -254,7 +254,8 @@ class Record:
                     raise SystemExit(f"--resume: its {key} is {old[key]}, here it is {self.data[key]}.")
             again = (row for row in old["results"] if not row.get("error", ABSENT).startswith(ABSENT))
             failed = {f"{row['case']}:{row['mode']}" for row in again}
-            self.data["results"] = old["results"]
+            mark = {"older": True} if args.again else {}  # of an earlier version, until it is measured anew
+            self.data["results"] = [row | mark for row in old["results"]]
             self.start -= old["seconds"]
         self.known = {f"{row['case']}:{row['mode']}" for row in self.data["results"]}
         anew = {name for name in self.known if args.again and re.search(args.again, name)}

@@ -153,11 +153,17 @@ def _head(record: dict[str, Any], rows: Table) -> list[str]:
         "compiled target is met if either number reaches it.",
         "",
         "`before` is an earlier version on the same kind of GPU, in other runs.",
-        *([record["note"]] if "note" in record else []),
+        *([record["note"]] if "note" in record else _older(record)),
         "",
         f"**Of {len(TARGETS)} targets {reached} are met, {len(TARGETS) - reached - unknown} missed, "
         f"{unknown} not measured.**",
     ]  # fmt: skip
+
+
+def _older(record: dict[str, Any]) -> list[str]:
+    """Which rows were not measured again when others were."""
+    found = sorted({f"{row['case']} ({row['mode']})" for row in record["results"] if row.get("older")})
+    return [f"Of an earlier version, and not measured since: {', '.join(found)}."] if found else []
 
 
 def _targets(rows: Table) -> list[str]:

@@ -90,6 +90,8 @@ def prepare(
         trials[name] = trial
         rows[name] = {"peak_mib": peak, "build_seconds": time.perf_counter() - start}
         rows[name]["graph_breaks"] = graph_breaks() - breaks
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # others build beside us
     return trials, rows
 
 

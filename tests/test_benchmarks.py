@@ -129,6 +129,8 @@ def test_a_cut_run_keeps_what_it_has_and_is_resumed(tmp_path: Path, monkeypatch:
     gpu.main([*some, "--only", "scale-(draws|ranks)", "--resume", str(out), "--again", "draws"])
     assert ran[1:] == ["scale-ranks:eager", "scale-draws:eager"]  # what was never measured comes first
     assert json.loads(out.read_text())["results"] == new
+    gpu.main([*some, "--only", "scale-ranks", "--resume", str(out), "--again", "."])
+    assert "not measured since: scale-draws (eager)." in performance_page.page(json.loads(out.read_text()))
 
 
 @pytest.mark.slow

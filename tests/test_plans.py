@@ -49,6 +49,23 @@ def test_a_penalty_follows_the_parameters() -> None:
     assert abs(float(sb.l2(net, shared_biases=1.0).detach()) - 3.0) < 1e-6
 
 
+def test_biases_of_dense_layers_are_joined_beside_other_layers() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 2))
+    net = sb.bayesianize(net, sb.Rank1(members=2, draws="member"))
+    with torch.no_grad():
+        for p in net.parameters():
+            p.normal_()
+    posteriors, seen = posteriors_of(net), []
+    handle = net.register_forward_hook(lambda *_: seen.append(dict(passes.current().biases)))  # type: ignore[union-attr]
+    y = sb.sample(net, torch.randn(3, 2, 3), seed=1)
+    handle.remove()
+    assert list(seen[-1]) == [p.key for p in posteriors[1:]]  # not the convolution's
+    offset = torch.cat([torch.zeros(1, 2), posteriors[2].bias])
+    torch.testing.assert_close(seen[-1][posteriors[2].key][1], net[3].bias + offset)
+    assert y.shape == (2, 3, 2)
+
+
 def test_the_kl_follows_the_modules() -> None:
     model = stack()
     whole, last = sb.kl(model), sb.kl(model[2])

@@ -178,7 +178,8 @@ def realise_alike(posteriors: Sequence[Any]) -> None:
             if p.site.kind == "norm":
                 own = p.layer.linear_map(p.site.name) if p.site.whole else None
                 weight, bias = p.layer.own_affine() if own is None else (own.weight, own.bias)
-                norms.setdefault(weight.dtype, []).append(Norm(p, weight, bias, *p.others(), z))
+                weights, biases = p.others()
+                norms.setdefault(weight.dtype, []).append(Norm(p, weight, bias, weights, biases, z))
             else:
                 current.values[p.key] = Assigned(z, z, None)
         for some in norms.values():

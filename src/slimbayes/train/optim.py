@@ -37,7 +37,7 @@ def described(model: nn.Module) -> list[Described]:
         return _described(model, modules)
     names = list(chain.from_iterable([m._parameters for m in modules]))
     parameters = list(chain.from_iterable([m._parameters.values() for m in modules]))
-    found = planned(posteriors_of(model), "described", list)  # penalties ask in every step
+    found: list[Any] = planned(posteriors_of(model), "described", list)  # penalties ask in every step
     if found and found[0] == names and len(found[1]) == len(parameters) and all(map(is_, found[1], parameters)):
         return found[2]
     found[:] = names, parameters, _described(model, modules)
