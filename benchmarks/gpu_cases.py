@@ -94,7 +94,7 @@ class Variant:
     """A way to change a network, what it adds to the loss, and how it is called.
 
     sampled: `sb.sample` shows every row to every member; otherwise the network is called on all rows.
-    whole: the compiled mode compiles the loss with its KL, not the network alone.
+    whole: the compiled mode compiles the loss with its draws and its KL, not the network alone.
     """
 
     convert: Callable[[nn.Module], nn.Module] = lambda net: net
@@ -131,10 +131,12 @@ class Trial:
         compiler = partial(torch.compile, dynamic=False) if compiled else lambda f: f
         self.call = self.model
         if variant.whole and compiled:  # rows are located on real inputs: not while the compiler traces
-            self.predict()
+            with torch.no_grad(), self.autocast:
+                self.outputs()
         self.call = self.model if variant.whole else compiler(self.model)
         self.nll = compiler(sb.categorical if variant.sampled else cross_entropy)
         self.objective = compiler(self.loss) if variant.whole else self.loss
+        self.forward = compiler(self.outputs) if variant.whole else self.outputs
 
     def mode(self, kind: str) -> None:
         self.model.train(kind == "train")
@@ -156,7 +158,7 @@ class Trial:
     @torch.no_grad()
     def predict(self) -> Tensor:
         with self.autocast:
-            return self.outputs()
+            return self.forward()
 
     def recorded(self, kind: str) -> Callable[[], Any]:
         """`train` or `predict` as one CUDA graph, as the lab trains: Python has no part in what is timed."""
@@ -304,6 +306,10 @@ CASES = {
         _DENSE,
         PLAIN | DENSE | BAYESIAN_TORCH | TU_BAYES | whole(DENSE_TIED | BAYESIAN_TORCH | TU_BAYES),
     ),
-    "mlp": Case(_MLP, PLAIN | RANK1 | BATCH | BAYESIAN_TORCH, ("train", "predict")),
+    "mlp": Case(
+        _MLP,
+        PLAIN | RANK1 | BATCH | BAYESIAN_TORCH | whole(RANK1 | BATCH | BAYESIAN_TORCH),
+        ("train", "predict"),
+    ),
     "small": Case({"gpu": _SMALL, "cpu": _SMALL, "tiny": _SMALL}, PLAIN | RANK1, modes=("eager",), device="cpu"),
 }  # fmt: skip
