@@ -38,6 +38,7 @@ class Joint(WeightPosterior):
     prior: Normal
     lower: nn.Parameter | None
     factored = False  # whether the covariance is a Kronecker product
+    rounded = False  # whether correlations may be rounded
 
     def _begin(self, config: JointNormal, site: Site, size: int) -> None:
         assert isinstance(config.prior, Normal)
@@ -107,8 +108,8 @@ class Joint(WeightPosterior):
     def set_root(self, root: Tensor) -> None:
         """Take over Cholesky factors (K, D, D) with positive diagonals, or standard deviations (K, D).
 
-        T in float32 is rounded to half precision, which `save` needs half the room for, where that changes the standard
-        deviation of no combination of the numbers by more than `ROUNDING`.
+        T of factors in float32 is rounded to half precision, which `save` needs half the room for, where that changes
+        the standard deviation of no combination of the numbers by more than `ROUNDING`.
         """
         scale = root if self.lower is None else root.diagonal(dim1=1, dim2=2)
         self.log_scale.copy_(scale.log())
@@ -116,7 +117,7 @@ class Joint(WeightPosterior):
             return
         row, column = torch.tril_indices(self.size, self.size, -1, device=root.device)
         unit = root / scale.unsqueeze(2)
-        if self.lower.dtype == torch.float32:
+        if self.rounded and self.lower.dtype == torch.float32:
             short = unit.half().to(unit.dtype)
             # Of L (1 + E) and any a, |a^T L (1 + E)| is |a^T L| within a share of |E|.
             change = torch.linalg.solve_triangular(root, scale.unsqueeze(2) * (short - unit), upper=False)
@@ -166,6 +167,8 @@ class JointFactors(Joint, Rank1Posterior):
     """Factors r (K, out) and s (K, in), and biases (K, out), of which some are drawn together, in this order. The prior
     of biases has mean zero.
     """
+
+    rounded = True
 
     def __init__(self, config: JointNormal, site: Site) -> None:
         points = Rank1(
