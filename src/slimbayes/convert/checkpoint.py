@@ -96,6 +96,10 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
         >>> torch.equal(again.posterior["weight"].r.loc, net.posterior["weight"].r.loc)
         True
     """
+    inner = unwrapped(model)
+    if inner is not model:
+        load(inner, path, check_base)
+        return model
     folder = _present(Path(path))
     files = read_folder(folder, {"config.json", "posterior.safetensors"})
     config = read_config(files["config.json"], folder / "config.json")
