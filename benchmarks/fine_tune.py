@@ -157,7 +157,7 @@ class Bench:
         prior = setting if isinstance(setting, str) else sb.Normal(0.0 if last else 1.0, setting)
         data = list(zip(x.split(250), y.split(250), strict=True))
         sb.laplace(own, data, prior=prior, **(LAST if last else {}))
-        return partial(linearised, own), size(own.state_dict().values())
+        return partial(linearised, own), size(net.state_dict().values()) + saved_size(own)
 
 
 def predicted(net: nn.Module, x: Tensor, draws: int = 1) -> sb.Prediction:

@@ -65,7 +65,7 @@ def laplace(
     model: nn.Module,
     loader: Iterable[Any],
     likelihood: LikelihoodName = "categorical",
-    over: Over = "both",
+    over: Over | None = None,
     include: Selection = None,
     exclude: Selection = None,
     layers: Literal["all", "last"] = "all",
@@ -87,7 +87,8 @@ def laplace(
             methods, or the weights of mean-field ones.
         loader: batches (inputs, targets), or mappings with "labels".
         likelihood: what the outputs parameterise, as in `predict`.
-        over: "both" rank-1 factors, "r" (outputs) or "s" (inputs) alone, or the "weights" and biases themselves.
+        over: "both" rank-1 factors, by default for classes; "both+bias" with the layer's bias, by default for others;
+            "r" (outputs) or "s" (inputs) alone; or the "weights" and biases themselves.
         include, exclude: which layers, as in `bayesianize`.
         layers: "last" takes the layer that runs last alone.
         structure: "full" covariances within each layer; "kronecker" products of two small ones, for weights;
@@ -118,6 +119,7 @@ def laplace(
         >>> sb.predict(net, torch.randn(5, 4), draws=10).probs.shape, sorted(fit.prior_precision)
         (torch.Size([5, 3]), ['0', '2'])
     """
+    over = over or ("both" if likelihood_named(likelihood).discrete else "both+bias")
     _check(model, likelihood, layers, structure, prior, noise, samples, over)
     given, model = model, unwrapped(model)
     weights = over == "weights" or structure == "k-tied"
@@ -179,7 +181,7 @@ def _check(
     for name, value, known in (
         ("layers", layers, ("all", "last")),
         ("structure", structure, ("full", "kronecker", "diagonal", "k-tied")),
-        ("over", over, ("both", "r", "s", "weights")),
+        ("over", over, ("both", "both+bias", "r", "s", "weights")),
     ):
         if value not in known:
             raise ValueError(f"laplace: unknown {name} {value!r}{did_you_mean(str(value), known)}")
@@ -254,7 +256,7 @@ def _fit(
     scaled = likelihood == "gaussian"  # one noise for all; a heteroscedastic head has its own
     spectra = []
     for p, block in zip(joints, curvature.blocks, strict=True):
-        far = (p.means(p.layer.linear_map(p.site.name)).detach().double() - p.prior.loc).square().sum()
+        far = (p.means(p.layer.linear_map(p.site.name)).detach().double() - p.locs()).square().sum()
         spectra.append(Spectrum(p.name, block.spectrum(), float(far) / p.members))
     given = [float(prior.scale) ** -2] * len(joints) if isinstance(prior, Normal) else None
     groups = [0 if prior == "shared" else id(p.layer) for p in joints]
