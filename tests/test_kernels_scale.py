@@ -207,3 +207,19 @@ def test_fused_factors_equal_plain_torch(monkeypatch: pytest.MonkeyPatch) -> Non
         for a, b in zip(got[:-1], want[:-1], strict=True):
             torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
     assert any(y is not None for y in used) and any(y is None for y in used)
+
+
+@pytest.mark.skipif(not CUDA, reason="too many programs for the interpreter")
+@pytest.mark.parametrize("family", [0, 1])
+def test_many_blocks_of_many_rows(family: int) -> None:
+    """Blocks times rows beyond 2^31, which a convolution of a few thousand rows with factors of their own has."""
+    rows, blocks, channels = 2**21, 2**12, 4
+    x, loc, scale, bias, seed = numbers(rows, blocks, channels, family)
+    leaves = [t.requires_grad_() for t in (x, loc, bias)]
+    y = scaled(x, loc, scale, bias, seed, How(family))
+    z = noise(rows, channels, seed, How(family)) if family else torch.zeros((), device=DEVICE)
+    expected = twin(x, loc, scale, bias, z, How(family))
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+    weight = torch.randn_like(x)
+    found, wanted = (torch.autograd.grad((t * weight).sum(), leaves) for t in (y, expected))
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)

@@ -192,7 +192,7 @@ def _forward(  # type: ignore[no-untyped-def]
     C: tl.constexpr, X_STEP: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, FAMILY: tl.constexpr,
     BIASED: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
+    block = tl.program_id(0).to(tl.int64)  # times M, and lines times their step, may pass 2^31
     start = (block * M + B - 1) // B + tl.program_id(1) * rows
     stop = tl.minimum(((block + 1) * M + B - 1) // B, start + rows)
     column = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
@@ -210,9 +210,9 @@ def _forward(  # type: ignore[no-untyped-def]
         factor = middle
         if FAMILY != 0:
             factor, _by_loc, _by_scale = drawn(
-                middle, width, noise(key, row + first_row, quad, salt, FAMILY), clip, FAMILY
+                middle, width, noise(key, (row + first_row).to(tl.int32), quad, salt, FAMILY), clip, FAMILY
             )
-        at = row.to(tl.int64)[:, None]
+        at = row[:, None]
         value = tl.load(x + at * X_STEP + column[None, :], mask=mask, other=0.0).to(tl.float32) * factor
         if BIASED:
             value += shift
@@ -225,7 +225,7 @@ def _backward(  # type: ignore[no-untyped-def]
     C: tl.constexpr, X_STEP: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, FAMILY: tl.constexpr,
     DX: tl.constexpr, LOC: tl.constexpr, SCALE: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
+    block = tl.program_id(0).to(tl.int64)  # times M, and lines times their step, may pass 2^31
     start = (block * M + B - 1) // B + tl.program_id(1) * rows
     stop = tl.minimum(((block + 1) * M + B - 1) // B, start + rows)
     column = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
@@ -241,12 +241,12 @@ def _backward(  # type: ignore[no-untyped-def]
     for top in range(start, stop, TALL):
         row = top + tl.arange(0, TALL)
         mask = (row < stop)[:, None] & there[None, :]
-        at = row.to(tl.int64)[:, None]
+        at = row[:, None]
         gradient = tl.load(g + at * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
         factor = middle
         if FAMILY != 0:
             factor, by_loc, by_scale = drawn(
-                middle, width, noise(key, row + first_row, quad, salt, FAMILY), clip, FAMILY
+                middle, width, noise(key, (row + first_row).to(tl.int32), quad, salt, FAMILY), clip, FAMILY
             )
         if DX:
             tl.store(dx + at * C + column[None, :], (gradient * factor).to(dx.dtype.element_ty), mask=mask)
@@ -260,7 +260,7 @@ def _backward(  # type: ignore[no-untyped-def]
         if BIASED:
             sum_bias += gradient
     to = (block * chunks + tl.program_id(1)) * C + column
-    apart = B * chunks * C
+    apart = B.to(tl.int64) * chunks * C
     if LOC:
         tl.store(parts + to, tl.sum(sum_loc, 0), mask=there)
         to += apart

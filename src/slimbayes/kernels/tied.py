@@ -170,7 +170,9 @@ def _thin_backward(  # type: ignore[no-untyped-def]
     for a in tl.static_range(K):
         given = tl.load(d_thin + a * M + row, mask=here, other=0.0)[:, None]
         slope += given * tl.load(p + column * K + a, mask=there, other=0.0)[None, :]
-        tl.store(parts + (tl.program_id(0) * K + a) * IN + column, tl.sum(value * value * given, 0), mask=there)
+        tl.store(
+            parts + (tl.program_id(0).to(tl.int64) * K + a) * IN + column, tl.sum(value * value * given, 0), mask=there
+        )
     if DX:
         before = tl.load(dx + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + at, (before + 2.0 * value * slope).to(dx.dtype.element_ty), mask=mask)
@@ -223,10 +225,10 @@ def _spread_backward(  # type: ignore[no-untyped-def]
     gradient = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
     slope = 0.5 * gradient * noise(tl.load(seed), row + first_row, quad, 0, 1) / tl.sqrt(tl.maximum(variance, least))
     slope = tl.where(variance > least, slope, 0.0)
-    to = of_out + tl.program_id(0) * (K + 2) * OUT + column
+    to = of_out + tl.program_id(0).to(tl.int64) * (K + 2) * OUT + column
     for a in tl.static_range(K):
         right = tl.load(q + column * K + a, mask=there, other=0.0)[None, :]
-        tl.store(of_thin + (tl.program_id(1) * K + a) * M + row, tl.sum(slope * right, 1), mask=here)
+        tl.store(of_thin + (tl.program_id(1).to(tl.int64) * K + a) * M + row, tl.sum(slope * right, 1), mask=here)
         left = tl.load(thin + row * K + a, mask=here, other=0.0)[:, None]
         tl.store(to + a * OUT, tl.sum(slope * left, 0), mask=there)
     tl.store(to + K * OUT, tl.sum(slope, 0), mask=there)
