@@ -261,9 +261,17 @@ def test_the_window_shrinks_while_answers_are_late_and_opens_again() -> None:
             server.post("/predict", json={"rows": [[1, 2]]})
         shrunk = app.window
         assert shrunk == pytest.approx(0.9**5 * start)
-        for _ in range(5):
+        for _ in range(5):  # what is refused says nothing of what is answered, nor does one alone of many
             server.post("/predict", json={"rows": []})
-        assert app.window > shrunk
+        app.wait = 5.0
+        server.post("/predict", json={"rows": [[1, 2]]})
+        assert app.window == shrunk
+        app.window = 2.0
+        server.post("/predict", json={"rows": [[1, 2]]})
+        assert app.window == 3.0
+        app.window = 2.0
+        app._learn(2.0)  # in time, but not at once
+        assert app.window == 2.5
         app.active = 1000
         assert server.post("/predict", json={"rows": [[1, 2]]}).status_code == 503
         assert server.get("/healthz").status_code == 200
