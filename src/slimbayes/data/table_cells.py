@@ -7,6 +7,7 @@ Sizes: n rows of a block.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from slimbayes.errors import brief
 Kind = Literal["number", "word", "date"]
 Decimal = Literal["point", "comma"]
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})
+# Signs of money or per cent, and what parts thousands: "$1,005.24", "12 €", "1 234,5", "7 %".
+_DRESSED = re.compile(r"[-+]?[$€£¥₹]?\s*[-+]?\d+(?:[ ,.'\u00a0\u202f]\d{3})*(?:[.,]\d+)?\s*[$€£¥₹%]?")
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -31,7 +34,7 @@ def read_column(
     out = np.empty(len(block), dtype=object)
     for row, (number, cell) in enumerate(cells):
         text = text_of(cell)
-        check_text(f"{place} {number}", text, name)
+        check_text(f"{place} {number}", text, f"a text of column {brief(name)}")
         out[row] = None if text.lower() in MISSING else text
     return out
 
@@ -77,6 +80,15 @@ def number_in(cell: str, decimal: Decimal = "point") -> float | None:
         return None
 
 
+def nearly_number(cell: str) -> bool:
+    """Whether a text that is no number would be one without signs of money, per cent or thousands.
+
+    >>> nearly_number("$1,005.24"), nearly_number("12 €"), nearly_number("BMW 320")
+    (True, True, False)
+    """
+    return _DRESSED.fullmatch(cell) is not None
+
+
 def text_of(value: Any) -> str:
     """A cell of a parquet file as a csv has it."""
     if isinstance(value, str):
@@ -84,9 +96,11 @@ def text_of(value: Any) -> str:
     return "" if value is None else repr(value) if isinstance(value, float) else str(value)
 
 
-def check_text(place: str, cell: str, name: str) -> None:
+def check_text(place: str, cell: str, what: str) -> None:
     """Refuse a text with bytes that are no UTF-8."""
     try:
         cell.encode("utf8")
     except UnicodeEncodeError:
-        raise ValueError(f"{place}, column {brief(name)}: a text is not UTF-8. Save the file as UTF-8.") from None
+        raise ValueError(
+            f"{place}: {what} is not UTF-8. Save the file as UTF-8; Latin-1 becomes it by `iconv -f latin1 -t utf8`."
+        ) from None

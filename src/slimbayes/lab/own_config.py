@@ -126,7 +126,7 @@ class PythonNet(Options):
 
     def network(self, facts: Mapping[str, Any], data: str) -> Any:
         """What the function makes of its arguments and of what the data say."""
-        if not _ALLOWED.get():
+        if not code_is_allowed():
             raise OwnCodeError(
                 f"The network is made by code that the run names ({self.python}), not by slimbayes. If you trust that "
                 f"code, say --allow-code."
@@ -137,6 +137,11 @@ class PythonNet(Options):
 
 
 _ALLOWED = ContextVar("_ALLOWED", default=False)
+
+
+def code_is_allowed() -> bool:
+    """Whether the user trusts files that may run code."""
+    return _ALLOWED.get()
 
 
 @contextmanager
