@@ -1431,7 +1431,7 @@ def test_rows_that_held_draws_cannot_share_evenly_lie_in_blocks() -> None:
         close(net(x), torch.cat([alone[0][:3], alone[1][3:]]))
 
 
-# A model that goes another way later -----------------------------------------------------------------------------------
+# A model that goes another way later ----------------------------------------------------------------------------------
 
 
 class Ways(nn.Module):
@@ -1443,11 +1443,11 @@ class Ways(nn.Module):
 
     def forward(self, x: Tensor, number: int = 0) -> Tensor:
         h = self.centre(self.a(x))
-        return self.b(h - h.mean(0) if self.mixes or number or not self.centre.training else h)
+        return self.b(h - h.mean(0) if self.mixes or number or self.centre.training else h)
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
-    "mode of a part": lambda model: model.centre.eval(),
+    "mode of a part": lambda model: model.centre.train(),
     "flag": lambda model: setattr(model, "mixes", True),
     "hook": lambda model: model.centre.register_forward_hook(lambda part, args, out: out - out.mean(0)),
     "number": lambda model: None,

@@ -82,7 +82,7 @@ class Tree:
         return list(chain.from_iterable([module._modules.values() for module in self.modules]))
 
     def modes(self) -> int:
-        """What may lead the same modules another way: training or not, hooks, and flags, modes and numbers they keep."""
+        """What may lead the same modules another way: whether they train, hooks, flags and numbers they keep."""
         hooks = tuple(chain.from_iterable(filter(None, self.hooks)))
         try:
             return hash((hooks, *[read(kept) for read, kept in self.flags]))
