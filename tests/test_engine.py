@@ -1435,7 +1435,7 @@ def test_rows_that_held_draws_cannot_share_evenly_lie_in_blocks() -> None:
 
 
 class Ways(nn.Module):
-    """Rows act on each other where a submodule trains, a flag is set, a hook says so or a number is given."""
+    """Rows act on each other where a submodule trains, a flag is set or a number is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1449,7 +1449,6 @@ class Ways(nn.Module):
 WAYS: dict[str, Callable[[Any], Any]] = {
     "mode of a part": lambda model: model.centre.train(),
     "flag": lambda model: setattr(model, "mixes", True),
-    "hook": lambda model: model.centre.register_forward_hook(lambda part, args, out: out - out.mean(0)),
     "number": lambda model: None,
 }
 

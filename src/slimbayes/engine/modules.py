@@ -73,7 +73,6 @@ class Tree:
         self.number = hash(tuple(map(id, self.modules)))
         run = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
         self.flags = [(itemgetter("training", *_flags_of(m)), m.__dict__) for m in run]
-        self.hooks = [hooks for m in run for hooks in (m._forward_pre_hooks, m._forward_hooks)]
 
     def __reduce__(self) -> Any:
         return Tree, ()
@@ -82,12 +81,13 @@ class Tree:
         return list(chain.from_iterable([module._modules.values() for module in self.modules]))
 
     def modes(self) -> int:
-        """What may lead the same modules another way: whether they train, hooks, flags and numbers they keep."""
-        hooks = tuple(chain.from_iterable(filter(None, self.hooks)))
+        """What may lead the same modules another way: whether they train, and flags and numbers that they keep. Not
+        hooks: most only look, and a proof would show them inputs that nobody gave.
+        """
         try:
-            return hash((hooks, *[read(kept) for read, kept in self.flags]))
+            return hash(tuple([read(kept) for read, kept in self.flags]))
         except (KeyError, TypeError):  # a flag that was taken away, or became an array
-            return hash((hooks, *[str(kept.get("training")) for _, kept in self.flags]))
+            return hash(tuple([str(kept.get("training")) for _, kept in self.flags]))
 
     def stands(self, root: nn.Module) -> bool:
         """Whether the root is the same and has the same modules under it."""
