@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -48,6 +49,11 @@ def plan(
 ) -> list[Decision]:
     """Decide for every layer with parameters what a conversion does to it, without changing anything."""
     check_config(config)
+    if isinstance(model, torch.jit.ScriptModule) or any(isinstance(m, torch.fx.GraphModule) for m in model.modules()):
+        raise ValueError(
+            "The model is TorchScript or has modules of torch.fx in it, whose code is fixed and whose copies forget "
+            "what became of them: convert the module that they were made of."
+        )
     if (
         isinstance(config, Config)
         and config.whole
@@ -211,6 +217,8 @@ def _decide(decision: Decision, layer: nn.Module, targets: Mapping[Config, set[s
 
 
 def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decision:
+    if isinstance(layer, torch.jit.ScriptModule):
+        return decision.stay("it is TorchScript, which cannot be changed; convert the module it was made of", True)
     known = bayes_class(layer)
     container = known is None and any(True for child in layer.children() for _ in child.parameters())
     if config.whole:
@@ -219,6 +227,8 @@ def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decisi
             if not container
             else decision.stay("its own parameters, beside those of its submodules, stay as they are")
         )
+    if any(p.is_complex() for p in layer.parameters(recurse=False)):
+        return decision.stay("its weights are complex, and methods draw real numbers", problem=True)
     if "posterior" in layer._modules or hasattr(type(layer), "posterior"):
         return decision.stay("it has an attribute `posterior` of its own, where its posterior would go", problem=True)
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
