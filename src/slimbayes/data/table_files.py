@@ -17,8 +17,17 @@ from typing import Any
 import numpy as np
 
 from slimbayes.data.csv_rows import cell_lines
-from slimbayes.data.dates import looks_like_date
-from slimbayes.data.table_cells import MISSING, Decimal, Kind, check_text, decimal_of, number_in, read_column, text_of
+from slimbayes.data.table_cells import (
+    MISSING,
+    Decimal,
+    Kind,
+    check_text,
+    decimal_of,
+    looks_like_date,
+    number_in,
+    read_column,
+    text_of,
+)
 from slimbayes.errors import brief
 from slimbayes.untrusted import check_regular
 
