@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,7 @@ def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[int, tup
         raise ValueError(f"{file} is empty.")
     named = _is_header(file, first, decimal) if header is None else header
     if not named:
-        return len(first), tuple(str(i + 1) for i in range(len(first))), False, _again((number, first), stream)
+        return len(first), tuple(str(i + 1) for i in range(len(first))), False, chain([(number, first)], stream)
     if "" in first:
         raise ValueError(f"{file}, line {number}: column {first.index('') + 1} has no name: give it one.")
     if odd := next((name for name in first if first.count(name) > 1), None):
@@ -203,11 +203,6 @@ def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[int, tup
     for name in first:
         check_text(f"{file}, line {number}", name, "names")
     return len(first), tuple(first), True, stream
-
-
-def _again(first: tuple[int, list[str]], rest: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
-    yield first
-    yield from rest
 
 
 def _is_header(file: Path, first: Sequence[str], decimal: Decimal) -> bool:

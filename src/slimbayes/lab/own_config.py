@@ -19,8 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from slimbayes.errors import brief, did_you_mean
-from slimbayes.lab.choices import Options
-from slimbayes.lab.networks import Named, Size
+from slimbayes.lab.choices import Named, Options, Size
 
 
 def _no_controls(text: str) -> str:
