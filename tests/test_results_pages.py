@@ -46,6 +46,7 @@ def keep(folder: Path, *records: Record) -> None:
 # Verdicts
 
 
+@pytest.mark.slow
 def test_the_page_of_verdicts_is_what_the_records_say() -> None:
     assert verdicts.PAGE.read_text() == verdicts.page(yaml.safe_load(verdicts.CLAIMS.read_text()))
 
@@ -105,6 +106,7 @@ def test_stars_pair_rows_of_a_table(tmp_path: Path) -> None:
 # The main table
 
 
+@pytest.mark.slow
 def test_readme_and_the_page_of_cifar10_are_made_of_the_records() -> None:
     records = main_table.kept_records()
     readme, page = (ROOT / "README.md").read_text(), (METHODS.parent / "README.md").read_text()
