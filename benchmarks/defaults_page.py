@@ -150,7 +150,7 @@ def page(record: Mapping[str, Any], earlier: Mapping[str, Any] | None = None) ->
     """docs/recipes.md; `earlier` rounds are only listed."""
     found, chosen = Results(record), choice(record)
     seeds = len({row[3] for row in record["cells"]})
-    single = sum(len(found.cells.get((task, "scratch", "plain"), {})) < 2 for task in found.tasks)
+    counts = [len(found.cells.get((task, start, "plain"), {})) for task in found.tasks for start in STARTS]
     lines = [
         "# Recipes: what to use when",
         "",
@@ -170,8 +170,8 @@ def page(record: Mapping[str, Any], earlier: Mapping[str, Any] | None = None) ->
         f"{ENOUGH:.0%} of the plain net's trainings can be chosen. What follows are test rows. A method harms a task "
         f"if its NLL is above the plain net's by more than {NOISE} with every seed there is.",
         "",
-        f"Read with care: {single} of {len(found.tasks)} tasks have one seed only, so that harm and gain there are one "
-        f"training's. 'Ahead by' is the validation score's lead over the method's next candidate; where it is a "
+        f"Read with care: a task has {min(counts)} to {max(counts)} seeds, which with so few rows leaves harm and gain "
+        f"in doubt. 'Ahead by' is the validation score's lead over the method's next candidate; where it is a "
         f"few hundredths another seed could choose the other, below zero the next one harms more tasks. Candidates "
         f"of this round were made up after the validation scores of earlier ones were known.",
         *(line for remark in record.get("remarks", ()) for line in ("", remark)),
