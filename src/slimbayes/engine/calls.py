@@ -53,6 +53,11 @@ class Scope(Pass):
             rows = self.rows
         if self.inner is None or self.inner.spent or (self.inner.rows != rows and self.inner.draws is None):
             self.inner = _bare_pass(self.posteriors, rows, layout, self.first)
+        if self.whole and self.inner.draws is None and not layout.apart and rows > 1:
+            raise ValueError(
+                f"Sequences cannot each have a draw: the rows of a part of {type(self.module).__name__} cannot be told "
+                f"apart ({layout.why}). Hold one draw for all of them: with frozen(model, draws=1)."
+            )
         return self.inner.view(rows, layout if self.inner.draws is None else None)
 
 
