@@ -1477,3 +1477,38 @@ def test_a_model_that_counts_its_calls_is_proven_a_few_times(monkeypatch: pytest
         assert len(proofs) == 8
         with sb.frozen(model):
             assert_draws(sb.sample(model, x, 99), held(model, 1), (x, 99), {})
+
+
+class Lazy(nn.Module):
+    """Methods that only begin when they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        h = self.a(x).tanh()
+        yield h
+        yield self.b(h)
+
+    async def later(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        await asyncio.sleep(0)
+        return self.b(h)
+
+
+@pytest.mark.parametrize("method", ["batch-ensemble", "ensemble"])
+@torch.no_grad()
+def test_steps_of_generators_and_coroutines_belong_to_one_draw(method: str) -> None:
+    model, x = sb.bayesianize(Lazy(), METHODS[method]).eval(), torch.randn(8, 4)
+    with sb.frozen(model):
+        expected = [plain(x) for plain in held(model, 1)]
+    for _ in range(3):  # where the members begin is random
+        steps = model.stream(x)
+        assert next(steps).shape == (8, 6)
+        model(x)  # another call in between
+        assert_rows_of_draws(next(steps), expected, 0)
+        assert_rows_of_draws(asyncio.run(model.later(x)), expected, 0)

@@ -1088,3 +1088,19 @@ def test_a_thread_finds_an_ensemble_while_another_runs_member_0() -> None:
         other.join()
     assert torch.equal(here, wanted) and torch.equal(found[0], wanted)
     assert net.calls > before  # what a forward sets stays
+
+
+def test_tied_layers_are_not_copied_one_by_one() -> None:
+    def tied() -> nn.Sequential:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+        net[2].weight = net[0].weight
+        return net
+
+    net = sb.bayesianize(tied(), {".+": sb.Ensemble(members=2, init="copies", jitter=0.5)})
+    assert "untie" in str(sb.summary(net)) and [isinstance(m, Converted) for m in net] == [False, False, False, True]
+    with pytest.raises(ValueError, match="untie"):
+        sb.bayesianize(tied(), {".+": sb.Ensemble(members=2)}, strict=True)
+    net = sb.bayesianize(tied(), sb.Ensemble(members=2))
+    with sb.frozen(net):
+        other = sb.write_out(net, 1)
+    assert other[0].weight is other[2].weight

@@ -49,11 +49,6 @@ def plan(
 ) -> list[Decision]:
     """Decide for every layer with parameters what a conversion does to it, without changing anything."""
     check_config(config)
-    if isinstance(model, torch.jit.ScriptModule) or any(isinstance(m, torch.fx.GraphModule) for m in model.modules()):
-        raise ValueError(
-            "The model is TorchScript or has modules of torch.fx in it, whose code is fixed and whose copies forget "
-            "what became of them: convert the module that they were made of."
-        )
     if (
         isinstance(config, Config)
         and config.whole
@@ -257,7 +252,11 @@ def _tie(decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool
                 users.setdefault(id(parameter), []).append(decision)
     for group in users.values():
         converted = [d for d in group if d.config is not None]
-        if len(group) < 2 or not converted or converted[0].config.whole:  # type: ignore[union-attr]
+        if len(group) < 2 or not converted:
+            continue
+        if converted[0].config.whole:  # type: ignore[union-attr]
+            for d in converted if len(converted) > 1 else []:
+                d.stay("its weight is tied, and copies of single layers would untie it; copy the whole model", True)
             continue
         if len(converted) < len(group) and not named:
             left = next(d for d in group if d.config is None)

@@ -78,12 +78,18 @@ def bare(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
 
 def scoped(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any, whole: bool) -> Any:
     """Call a method other than forward."""
+    scope = scope_of(module, args, kwargs, whole)
+    return function(*args, **kwargs) if scope is None else passes.run(scope, function, *args, **kwargs)
+
+
+def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> Scope | None:
+    """The scope that a call of a method opens; None where a pass is under way, or nothing is drawn."""
     key = passes.first_key(module)
     if key is None or torch.compiler.is_compiling() or passes.of(key) is not None:
-        return function(*args, **kwargs)
+        return None
     arrays = arrays_of((args, kwargs)) if whole else []
     rows = padded(arrays[0]).shape[0] if arrays and padded(arrays[0]).dim() else 1
-    return passes.run(Scope(module, passes.posteriors_of(module), whole, rows), function, *args, **kwargs)
+    return Scope(module, passes.posteriors_of(module), whole, rows)
 
 
 def batch_dim_of(model: nn.Module) -> int | None:

@@ -21,7 +21,7 @@ from slimbayes.engine.blocks import block_of_row, same
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
 from slimbayes.layers.base import Converted, made_once
-from slimbayes.layers.methods import wrap_methods
+from slimbayes.layers.methods import runs_later, wrap_methods
 
 
 class Copied(Converted):
@@ -84,6 +84,8 @@ def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
         return _call(module, members, 0, args, kwargs, method=name)
     rows = arrays[0].shape[0]
     first = noise.random_member(members.device)
+    if runs_later(module.plain, name):  # there is nothing to join yet
+        return _call(module, members, int(first) % members.members, args, kwargs, method=name)
     lines, back = _deal(rows, members.members, first, members.members, members.device)
     dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
     taken = {k: _take((args, kwargs), line, rows, dims) for k, line in enumerate(lines) if line.numel()}
