@@ -80,11 +80,11 @@ def bayesianize(
         >>> type(net[0]).__name__, type(net[2]).__name__
         ('BayesLinear', 'Linear')
     """
+    refuse_fixed_code(model)
     inner = unwrapped(model)
     if inner is not model:  # names as `save` writes them, without the wrapper's prefix
         bayesianize(inner, config, include, exclude, batch_dim, strict, train, head)
         return model
-    refuse_fixed_code(model)
     saved, heads = modules_to_save(model, train, head)
     decisions = plan(model, config, include, exclude, strict)
     report_functional_dropout(model, decisions)
