@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lab_configs import BASE, CPU, METHODS, MINE, ONCE, X, dense, experiment, mine
+from lab_configs import BASE, CPU, METHODS, MINE, ONCE, X, dense, experiment, mine, regression
 from torch import nn
 
 import slimbayes as sb
@@ -225,15 +225,6 @@ def test_records_keep_numbers_that_json_does_not_have(run: Path, tmp_path: Path)
         and math.isnan(again.evaluations[0].metrics["mce"])
         and again.evaluations[0].metrics["nll"] == math.inf
     )
-
-
-def regression(**changes: Any) -> dict[str, Any]:
-    tree = merged(BASE, {
-        "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None},
-        "model": {"kind": "regression_net", "hidden": 8}, "method": {"kind": "BatchEnsemble", "members": 2},
-        "train": {"epochs": 2, "batch": 24, "noise": 0.1}, "evaluate": {"draws": [1]},
-    })  # fmt: skip
-    return merged(tree, changes)
 
 
 class Exact(nn.Module):
