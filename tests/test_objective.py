@@ -668,3 +668,34 @@ def test_predict_finds_the_classes_of_images() -> None:
     pred = sb.predict(net, x, class_dim=2)
     torch.testing.assert_close(pred.probs, expected.movedim(1, -1))
     assert pred.entropy.shape == (B, 6, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        sb.Rank1(members=2),
+        sb.BatchEnsemble(members=2),
+        *(sb.KTied(rank=2, estimator=e) for e in ("reparam", "flipout", "local")),
+        sb.ModelPatch(components=2, patch="norm+output", tau=1.0),
+    ],
+    ids=lambda config: f"{type(config).__name__}-{getattr(config, 'estimator', '')}",
+)
+def test_a_loss_with_its_draws_and_kl_is_one_graph_once_rows_are_located(config: sb.Config) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    net = sb.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)), config)
+    x, y = torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 0, 1])
+
+    def loss() -> Tensor:
+        return sb.elbo(sb.categorical(sb.sample(net, x), y), net, num_data=100).loss
+
+    with torch.no_grad():
+        sb.sample(net, x)
+    graphs: list[int] = []
+    count = lambda graph, _: graphs.append(len(graph.graph.nodes)) or graph.forward  # noqa: E731
+    found = torch.compile(loss, fullgraph=True, backend=count, dynamic=False)()
+    found.backward()
+    assert len(graphs) == 1 and bool(found.isfinite())
+    trained = [p for p in net.parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in trained)
