@@ -47,6 +47,7 @@ def test_chains_find_a_posterior_that_is_known(method: Any, temperature: float, 
         assert 0.6 < found.acceptance < 0.99 and found.step_size != 0.05
 
 
+@pytest.mark.slow
 def test_chains_without_noise_end_at_the_mode_where_laplace_takes_over() -> None:
     model, batches = net(), [tuple(map(torch.cat, zip(*blobs(), strict=True)))]
     start = copy.deepcopy(model)

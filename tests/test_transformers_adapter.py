@@ -150,6 +150,7 @@ def test_sizes_that_cannot_be_known_are_asked_for(tmp_path: Path) -> None:
         BayesTrainer(model, arguments(tmp_path), num_data=0)
 
 
+@pytest.mark.slow
 def test_a_kl_that_leaves_the_data_no_say_is_told_of(tmp_path: Path) -> None:
     for weight, told in ((1.0, 1), (1e-3, 0)):
         model = sb.bayesianize(bert(), sb.Rank1(members=4), train="posterior")
