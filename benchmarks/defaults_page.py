@@ -146,12 +146,11 @@ def choice(record: Mapping[str, Any]) -> dict[tuple[str, str], str]:
 # --- the page ---
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """docs/recipes.md."""
+def page(record: Mapping[str, Any], earlier: Mapping[str, Any] | None = None) -> str:
+    """docs/recipes.md; `earlier` rounds are only listed."""
     found, chosen = Results(record), choice(record)
     seeds = len({row[3] for row in record["cells"]})
-    single = sum(len(found.cells.get((task, "scratch", "plain"), {})) < 2 for task in found.tasks)
-    versions = "; ".join(f"torch {run['torch']}, commit {run['commit'][:7]}, {run['date']}" for run in record["runs"])
+    counts = [len(found.cells.get((task, start, "plain"), {})) for task in found.tasks for start in STARTS]
     lines = [
         "# Recipes: what to use when",
         "",
@@ -163,7 +162,7 @@ def page(record: Mapping[str, Any]) -> str:
         f"{seeds} seeds, equal epochs; from scratch, and from a plain net that was trained as long before. Tables have "
         f"a heteroscedastic head. Shifted rows: tables with noise of half a feature's spread, pictures with six "
         f"corruptions of severity 3, reviews with a third of their words replaced, stays with half of their parameters "
-        f"missing. {versions}.",
+        f"missing. {_versions(record)}.",
         "",
         f"Candidates were chosen by the NLL of validation rows, less the plain net's of the same seed, within "
         f"{MOST:.0f} nat for each task: first who harms the fewest tasks, then by the mean, in which harm counts "
@@ -171,10 +170,10 @@ def page(record: Mapping[str, Any]) -> str:
         f"{ENOUGH:.0%} of the plain net's trainings can be chosen. What follows are test rows. A method harms a task "
         f"if its NLL is above the plain net's by more than {NOISE} with every seed there is.",
         "",
-        f"Read with care: {single} of {len(found.tasks)} tasks have one seed only, so that harm and gain there are one "
-        f"training's. 'Ahead by' is the validation score's lead over the method's next candidate; where it is a "
-        f"few hundredths another seed could choose the other, below zero the next one harms more tasks. The second "
-        f"round of candidates was made up after the validation scores of the first were known.",
+        f"Read with care: a task has {min(counts)} to {max(counts)} seeds, which with so few rows leaves harm and gain "
+        f"in doubt. 'Ahead by' is the validation score's lead over the method's next candidate; where it is a "
+        f"few hundredths another seed could choose the other, below zero the next one harms more tasks. Candidates "
+        f"of this round were made up after the validation scores of earlier ones were known.",
         *(line for remark in record.get("remarks", ()) for line in ("", remark)),
     ]
     for start in (start for start in STARTS if found.methods(start)):
@@ -185,7 +184,19 @@ def page(record: Mapping[str, Any]) -> str:
             lines += _by_task(found, chosen, start, what)
     lines += ["", "## Where the plain net stays ahead, and why", "", *_reasons(found, chosen)]
     lines += ["", "## Every candidate", "", *_every(found, chosen)]
+    if earlier:
+        old = Results(earlier)
+        lines += [
+            "",
+            "Of earlier rounds, on the tasks with classes alone, up to 2 seeds: the noise of real targets had ",
+        ]
+        lines[-1] += f"other bounds then. {_versions(earlier)}."
+        lines += ["", *_every(old, {})]
     return "\n".join(lines) + "\n"
+
+
+def _versions(record: Mapping[str, Any]) -> str:
+    return "; ".join(f"torch {run['torch']}, commit {run['commit'][:7]}, {run['date']}" for run in record["runs"])
 
 
 def _reading(found: Results, chosen: Mapping[tuple[str, str], str], start: str) -> str:

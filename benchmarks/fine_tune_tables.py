@@ -27,6 +27,7 @@ import argparse
 import copy
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -37,6 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import slimbayes as sb
@@ -142,7 +144,9 @@ def laplace(net: nn.Module, data: Data, setting: Any, last: bool) -> Fitted:
         found = sb.predict_linearised(net, x, "gaussian")
         return found.mean[:, 0][None], found.epistemic[:, 0][None]
 
-    return Fitted(predict, size(p for name, p in net.state_dict().items() if "posterior" in name))
+    with tempfile.TemporaryDirectory() as folder:  # as it is saved: correlations in half precision
+        kept = load_file(sb.save(net, f"{folder}/posterior") / "posterior.safetensors")
+    return Fitted(predict, size(kept.values()))
 
 
 def fine_tuned(net: nn.Module, data: Data, temperature: float, seed: int, steps: int, noise: float) -> Fitted:

@@ -46,11 +46,18 @@ def several(
     return out
 
 
-_BATCH = ("torch-uncertainty BatchEnsemble",)
 _BT = ("bayesian-torch reparam", "bayesian-torch flipout")
-_WAYS = ("{}", "{}, loss compiled")
-_BAYES = tuple(way.format(name) for name in (*_BT, "torch-uncertainty BayesLinear") for way in _WAYS)
-_TIED = tuple(way.format(f"2-tied {e}") for e in ("reparam", "flipout", "local") for way in _WAYS)
+_WAYS = ("{}", "{}, loss compiled")  # the network, or all that gives the loss
+
+
+def both(*names: str) -> tuple[str, ...]:
+    """The methods compiled in both ways."""
+    return tuple(way.format(name) for name in names for way in _WAYS)
+
+
+_BATCH = both("torch-uncertainty BatchEnsemble")
+_BAYES = both(*_BT, "torch-uncertainty BayesLinear")
+_TIED = both("2-tied reparam", "2-tied flipout", "2-tied local")
 _LORA = ("LoRA", "LoRA (all layers)")
 TARGETS: list[Target] = [
     *several(
@@ -60,15 +67,15 @@ TARGETS: list[Target] = [
     ),
     *several("WRN-28-10, rank-1 per member", "wrn-rank1", "rank-1 per member", {"step": (1.06, 1.24)}),
     *several(
-        "MLP 4 x 4096, rank-1 per example", "mlp", "rank-1 per example",
-        {"step": (1.20, 2.5), "step eager": (1.4, 3.1), "prediction": (1.10, 3.75), "memory": (1.15, 3.7)}, _BT,
+        "MLP 4 x 4096, rank-1 per example", "mlp", both("rank-1 per example"),
+        {"step": (1.20, 2.5), "step eager": (1.4, 3.1), "prediction": (1.10, 3.75), "memory": (1.15, 3.7)}, both(*_BT),
     ),
     *several(
-        "MLP 4 x 4096, BatchEnsemble", "mlp", "BatchEnsemble",
+        "MLP 4 x 4096, BatchEnsemble", "mlp", both("BatchEnsemble"),
         {"step": (1.10, 1.85), "prediction": (1.00, 2.1)}, _BATCH,
     ),
     *several(
-        "MLP 4 x 4096, rank-1 per member", "mlp", "rank-1 per member",
+        "MLP 4 x 4096, rank-1 per member", "mlp", both("rank-1 per member"),
         {"step": (1.10, 2.4), "prediction": (1.00, 2.4)},
     ),
     *several(
@@ -153,11 +160,17 @@ def _head(record: dict[str, Any], rows: Table) -> list[str]:
         "compiled target is met if either number reaches it.",
         "",
         "`before` is an earlier version on the same kind of GPU, in other runs.",
-        *([record["note"]] if "note" in record else []),
+        *([record["note"]] if "note" in record else _older(record)),
         "",
         f"**Of {len(TARGETS)} targets {reached} are met, {len(TARGETS) - reached - unknown} missed, "
         f"{unknown} not measured.**",
     ]  # fmt: skip
+
+
+def _older(record: dict[str, Any]) -> list[str]:
+    """Which rows were not measured again when others were."""
+    found = sorted({f"{row['case']} ({row['mode']})" for row in record["results"] if row.get("older")})
+    return [f"Of an earlier version, and not measured since: {', '.join(found)}."] if found else []
 
 
 def _targets(rows: Table) -> list[str]:

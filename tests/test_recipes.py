@@ -34,7 +34,7 @@ def test_recipes_are_what_the_record_chooses() -> None:
 
 
 def test_the_page_in_docs_is_made_of_the_record() -> None:
-    assert defaults.PAGE.read_text() == defaults_page.page(RECORD)
+    assert defaults.PAGE.read_text() == defaults_page.page(RECORD, json.loads(defaults.EARLIER.read_text()))
 
 
 def test_recipes_of_unknown_methods_and_starts_are_told() -> None:

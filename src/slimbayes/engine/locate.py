@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes, proof
 from slimbayes.engine.layout import Layout
-from slimbayes.engine.modules import tree_of
+from slimbayes.engine.modules import Posteriors, tree_of
 from slimbayes.engine.probe import Visit
 from slimbayes.engine.quiet import captured, inside_func
 from slimbayes.engine.tree import tree_map, without_cache
@@ -56,10 +56,11 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
     """The layout of a call: the one proven for its kind, or a proof now. It is kept with the model it was proven
     for.
     """
-    model = unwrapped(model)
+    given, model = model, unwrapped(model)
     kind, modes = kind_of(model, args, kwargs)
     known: dict[Any, Layout] = model.__dict__.setdefault("_slimbayes_rows", {}).setdefault(kind, {})
-    tree = tree_of(model).number
+    tree = posteriors.number if model is given and isinstance(posteriors, Posteriors) else 0
+    tree = tree or tree_of(model).number
     with _PROVING:  # threads that meet a model together wait for the first
         layout = known.get(modes)
         if layout is None or layout.tree != tree:

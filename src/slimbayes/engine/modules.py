@@ -37,6 +37,7 @@ class Posteriors(list[Any]):
         super().__init__(found)
         self.plans: dict[Hashable, Any] = {}
         self.anchors: list[tuple[dict[str, Any], str]] | None = None  # where each posterior keeps its anchor
+        self.number = 0  # of the tree they are all the posteriors of
 
 
 def planned(posteriors: Sequence[Any], key: Hashable, make: Callable[[], T]) -> T:
@@ -70,7 +71,7 @@ class Tree:
         self.modules = [] if root is None else _walked(root)
         self.children = self._children()
         self.posteriors = Posteriors([m for m in self.modules if isinstance(m, Keyed)])
-        self.number = hash(tuple(map(id, self.modules)))
+        self.number = self.posteriors.number = hash(tuple(map(id, self.modules)))
         run = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
         self.flags = [(itemgetter("training", *_flags_of(m)), m.__dict__) for m in run]
 
