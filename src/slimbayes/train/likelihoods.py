@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimbayes.engine.blocks import exporting
 from slimbayes.errors import did_you_mean
 from slimbayes.train import Form as Form
 from slimbayes.train.fisher import BINARY, CLASSES, MEANS, MEANS_AND_SCALES, Fisher
@@ -152,7 +153,7 @@ def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
         tensor([0.0600, 0.4195, 6.0003])
     """
     # written out in graphs that are exported: onnxruntime has no softplus of float64
-    out = raw.relu() + torch.log1p((-raw.abs()).exp()) if torch.compiler.is_exporting() else F.softplus(raw)
+    out = raw.relu() + torch.log1p((-raw.abs()).exp()) if exporting() else F.softplus(raw)
     wide = MOST_NOISE * torch.tanh(UNIT_NOISE * out / MOST_NOISE)
     return spread * (LEAST_NOISE**2 + wide.square()).sqrt()
 
