@@ -3,12 +3,14 @@
     python benchmarks/gpu.py [--only REGEX] [--limit-seconds 520] [--out FILE] [--resume FILE]
     python benchmarks/gpu.py --table FILE      write docs/performance.md from a record
     python benchmarks/gpu.py --build           only fill the compiler's cache, while the machine is busy otherwise
+    python benchmarks/gpu.py --resume FILE --again REGEX      measure some jobs of a record anew
     python benchmarks/gpu.py --sizes cpu       cases that a CPU can do (make bench); --sizes tiny for a look at all
 
 A job is a case in one mode. Jobs that compile run in several processes at once, since compiling keeps one core busy and
 no GPU; they time one after another, once all have compiled, for whatever else runs slows what is timed. Those that
-still compile when half of the time is over are not waited for. Eager jobs follow. The record is written after every
-job, so that a run that is cut short keeps what it has, and --resume goes on from it.
+still compile when half of the time is over are not waited for. Eager jobs follow, those that a record lacks first. The
+record is written after every job, so that a run that is cut short keeps what it has, and --resume goes on from it. To
+build, every variant is a job of its own, "case:compiled:method".
 timing.py says how it is timed, gpu_cases.py what.
 """
 
@@ -27,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -54,6 +56,23 @@ def job_names(sizes: str) -> list[str]:
     return sorted(cases + others, key=lambda name: name.endswith(":eager"))
 
 
+def build_names(names: Sequence[str]) -> list[str]:
+    """ "case:mode:method" of what compiles: variants of targets first, since time may run out, then rivals and plain
+    networks, which the same graphs serve in several cases.
+    """
+    aims = {(target.case, method) for target in performance_page.TARGETS for method in target.methods}
+    pairs = [
+        (name, method)
+        for name in names
+        if not name.endswith(":eager")
+        for method in (LAB if name.startswith("lab:") else CASES[name.split(":")[0]].variants)
+    ]
+    once = {"wrn-batch", "wrn-gaussian", "pyramid-ecmp"}  # their plain networks are those of other cases
+    pairs = [(name, method) for name, method in pairs if method != "plain" or name.split(":")[0] not in once]
+    pairs.sort(key=lambda pair: (pair[0].split(":")[0], pair[1]) not in aims and pair[1] != "plain")
+    return [f"{name}:{method}" for name, method in pairs]
+
+
 # --- one job
 
 
@@ -61,7 +80,8 @@ class Job:
     """Runs one case in one mode and keeps its rows."""
 
     def __init__(self, name: str, sizes: str, device: torch.device, rounds: int, lock: Path | None) -> None:
-        self.case, self.mode = name.split(":")
+        self.case, self.mode, *methods = name.split(":")
+        self.methods = methods  # those to build; all where none is named
         self.sizes, self.device, self.rounds, self.lock = sizes, device, rounds, lock
         self.rows: Rows = {}
         self.graphs: Rows = {}  # the same variants as CUDA graphs
@@ -81,12 +101,12 @@ class Job:
         builds = {
             name: partial(Trial, network, variant, device, self.mode == "compiled")
             for name, variant in case.variants.items()
-            if self.mode == "compiled" or not variant.whole
+            if (self.mode == "compiled" or not variant.whole) and (not self.methods or name in self.methods)
         }
         # Eager variants are built quickly, with work for the GPU that would slow what others time.
         with self.turn() if self.mode == "eager" else nullcontext():
             trials, self.rows = prepare(builds, Trial.train, device, self.patience)
-            plain = self.rows["plain"].get("peak_mib")
+            plain = self.rows.get("plain", {}).get("peak_mib")
             for row in self.rows.values():
                 row["peak_ratio"] = row["peak_mib"] / plain if plain and row.get("peak_mib") else None
             ready = {
@@ -137,8 +157,8 @@ class Job:
 
     @property
     def patience(self) -> float:
-        """Seconds for a variant to build and compile; as long as it takes in the caller's own process."""
-        return BUILD_SECONDS if self.lock else 0.0
+        """Seconds for a variant to build and compile; as long as it takes where nobody waits for it."""
+        return BUILD_SECONDS if self.lock and not self.only_build else 0.0
 
     def run_scale(self) -> None:
         function, self.text = gpu_scale.SCALES[self.case.removeprefix("scale-")]
@@ -153,7 +173,7 @@ class Job:
         self.text = f"{'WRN-10-1, eager' if tiny else 'WRN-16-4, the step as one CUDA graph'}, batches of 128"
         mode, network = ("eager", lab.NETWORK | {"depth": 10, "width": 1}) if tiny else ("graph", lab.NETWORK)
         small, large = lab.images(256), lab.images(256 if tiny else 50_000)
-        for name in () if tiny else LAB:
+        for name in () if tiny else self.methods or LAB:
             lab.run(name, mode, small, 1, network)
         self.built()
         for name in () if self.only_build else LAB:
@@ -226,20 +246,26 @@ class Record:
             "machine": machine(torch.device(args.device)) | gpu_rivals.versions(),
             "sizes": args.sizes, "rounds": args.rounds, "seconds": 0.0, "results": [], "not_run": [],
         }  # fmt: skip
+        failed: set[str] = set()
         if args.resume:
             old = json.loads(args.resume.read_text())
             for key in ("machine", "sizes"):  # numbers of one page come from one machine
                 if old[key] != self.data[key]:
                     raise SystemExit(f"--resume: its {key} is {old[key]}, here it is {self.data[key]}.")
             again = (row for row in old["results"] if not row.get("error", ABSENT).startswith(ABSENT))
-            failed = {(row["case"], row["mode"]) for row in again}
-            self.data["results"] = [row for row in old["results"] if (row["case"], row["mode"]) not in failed]
+            failed = {f"{row['case']}:{row['mode']}" for row in again}
+            mark = {"older": True} if args.again else {}  # of an earlier version, until it is measured anew
+            self.data["results"] = [row | mark for row in old["results"]]
             self.start -= old["seconds"]
-        self.done = {f"{row['case']}:{row['mode']}" for row in self.data["results"]}
+        self.known = {f"{row['case']}:{row['mode']}" for row in self.data["results"]}
+        anew = {name for name in self.known if args.again and re.search(args.again, name)}
+        self.done = self.known - failed - anew
 
     def add(self, name: str, rows: list[dict[str, Any]]) -> None:
         with self.guard:
-            self.data["results"] += rows
+            anew = {(row["case"], row["mode"]) for row in rows if "error" not in row}
+            self.data["results"] = [row for row in self.data["results"] if (row["case"], row["mode"]) not in anew]
+            self.data["results"] += rows if anew or name not in self.known else []
             self.data["not_run"] += [] if rows else [name]
             self.data["seconds"] = round(time.time() - self.start, 1)
             show(name, rows)
@@ -269,7 +295,7 @@ def run_apart(name: str, args: argparse.Namespace, folder: Path, deadline: float
     command = [sys.executable, __file__, "--job", name, "--part", part, "--lock", folder / "lock"]
     command += ["--until", deadline - args.limit_seconds / 2, *(["--build"] if args.build else [])]
     command += ["--sizes", args.sizes, "--device", args.device, "--rounds", args.rounds]
-    if not name.endswith(":eager"):
+    if not name.endswith(":eager") and not args.build:
         building(folder, name).touch()
     # Several processes compile at once; each starts as many helpers as this.
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
@@ -287,24 +313,26 @@ def run_apart(name: str, args: argparse.Namespace, folder: Path, deadline: float
     building(folder, name).unlink(missing_ok=True)
     rows = json.loads(part.read_text()) if part.exists() else []
     if why:
-        case, mode = name.split(":")
+        case, mode = name.split(":")[:2]
         rows.append({"case": case, "mode": mode, "sizes": "", "method": "rest" if rows else "all", "error": why})
     return rows
 
 
 def run_all(names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     record, deadline = Record(args), time.time() + args.limit_seconds
-    names = [name for name in names if name not in record.done]
+    names = build_names(names) if args.build else [name for name in names if name not in record.done]
+    names.sort(key=lambda name: name in record.known)
     if args.workers == 0:
         for name in names:
             record.add(name, run_job(name, args) if time.time() < deadline else [])
         return record.data
-    waves = ([n for n in names if not n.endswith(":eager")], [n for n in names if n.endswith(":eager")])
-    with tempfile.TemporaryDirectory() as folder:
-        for wave, workers in zip(waves, (args.workers, min(2, args.workers)), strict=True):
-            with ThreadPoolExecutor(workers) as pool:
-                work = partial(run_apart, args=args, folder=Path(folder), deadline=deadline)
-                list(pool.map(lambda name: record.add(name, work(name)), wave))  # noqa: B023 - used at once
+    eager = [name for name in names if name.endswith(":eager")]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.workers) as many:
+        work = partial(run_apart, args=args, folder=Path(folder), deadline=deadline)
+        jobs = [many.submit(lambda name: record.add(name, work(name)), name) for name in names if name not in eager]
+        wait(jobs, None if args.build else max(0.0, deadline - args.limit_seconds / 2 - time.time()))
+        with ThreadPoolExecutor(min(2, args.workers)) as few:
+            list(few.map(lambda name: record.add(name, work(name)), eager))
     return record.data
 
 
@@ -321,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     parser.add_argument("--build", action="store_true", help="time nothing")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", type=Path, help="a record: jobs it has without errors are not run again")
+    parser.add_argument("--again", default="", help="a regular expression for jobs of that record to run all the same")
     parser.add_argument("--table", type=Path, help="write the page from this record, and measure nothing")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md")
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)

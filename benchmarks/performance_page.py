@@ -46,11 +46,18 @@ def several(
     return out
 
 
-_BATCH = ("torch-uncertainty BatchEnsemble",)
 _BT = ("bayesian-torch reparam", "bayesian-torch flipout")
-_WAYS = ("{}", "{}, loss compiled")
-_BAYES = tuple(way.format(name) for name in (*_BT, "torch-uncertainty BayesLinear") for way in _WAYS)
-_TIED = tuple(way.format(f"2-tied {e}") for e in ("reparam", "flipout", "local") for way in _WAYS)
+_WAYS = ("{}", "{}, loss compiled")  # the network, or all that gives the loss
+
+
+def both(*names: str) -> tuple[str, ...]:
+    """The methods compiled in both ways."""
+    return tuple(way.format(name) for name in names for way in _WAYS)
+
+
+_BATCH = both("torch-uncertainty BatchEnsemble")
+_BAYES = both(*_BT, "torch-uncertainty BayesLinear")
+_TIED = both("2-tied reparam", "2-tied flipout", "2-tied local")
 _LORA = ("LoRA", "LoRA (all layers)")
 TARGETS: list[Target] = [
     *several(
@@ -60,15 +67,15 @@ TARGETS: list[Target] = [
     ),
     *several("WRN-28-10, rank-1 per member", "wrn-rank1", "rank-1 per member", {"step": (1.06, 1.24)}),
     *several(
-        "MLP 4 x 4096, rank-1 per example", "mlp", "rank-1 per example",
-        {"step": (1.20, 2.5), "step eager": (1.4, 3.1), "prediction": (1.10, 3.75), "memory": (1.15, 3.7)}, _BT,
+        "MLP 4 x 4096, rank-1 per example", "mlp", both("rank-1 per example"),
+        {"step": (1.20, 2.5), "step eager": (1.4, 3.1), "prediction": (1.10, 3.75), "memory": (1.15, 3.7)}, both(*_BT),
     ),
     *several(
-        "MLP 4 x 4096, BatchEnsemble", "mlp", "BatchEnsemble",
+        "MLP 4 x 4096, BatchEnsemble", "mlp", both("BatchEnsemble"),
         {"step": (1.10, 1.85), "prediction": (1.00, 2.1)}, _BATCH,
     ),
     *several(
-        "MLP 4 x 4096, rank-1 per member", "mlp", "rank-1 per member",
+        "MLP 4 x 4096, rank-1 per member", "mlp", both("rank-1 per member"),
         {"step": (1.10, 2.4), "prediction": (1.00, 2.4)},
     ),
     *several(
@@ -146,7 +153,8 @@ def _head(record: dict[str, Any], rows: Table) -> list[str]:
         f"{', '.join(f'{name} {version}' for name, version in said.items())}; {record['seconds']:.0f} seconds in all.",
         "",
         "A ratio is to the plain network on as many rows, in the same mode (compiled or eager), within one run: the",
-        "median over rounds in which all take turns. A step is draw, forward, KL, backward and Adam, in bfloat16",
+        "median over rounds in which all take turns, ± half of the distance between the quartiles. A step is draw,",
+        "forward, KL, backward and Adam, in bfloat16",
         "autocast; memory is the peak of a step, parameters and optimizer included. Rivals run on the same network and",
         "rows, beside ours. `recorded` is the compiled step, plain and ours, as one CUDA graph, which is how the lab",
         "trains, and `sb.recorded(step, model, optimizer)` does it to a loop of your own: Python has no part in it. A",
@@ -154,10 +162,17 @@ def _head(record: dict[str, Any], rows: Table) -> list[str]:
         "",
         "`before` is an earlier version on the same kind of GPU, in other runs.",
         *([record["note"]] if "note" in record else []),
+        *_older(record),
         "",
         f"**Of {len(TARGETS)} targets {reached} are met, {len(TARGETS) - reached - unknown} missed, "
         f"{unknown} not measured.**",
     ]  # fmt: skip
+
+
+def _older(record: dict[str, Any]) -> list[str]:
+    """Which rows were not measured again when others were."""
+    found = sorted({f"{row['case']} ({row['mode']})" for row in record["results"] if row.get("older")})
+    return [f"Of an earlier version, and not measured since: {', '.join(found)}."] if found else []
 
 
 def _targets(rows: Table) -> list[str]:
@@ -166,7 +181,8 @@ def _targets(rows: Table) -> list[str]:
         found = measured(target, rows)
         state = "not measured" if found is None else "met" if met(target, rows) else "**missed**"
         cells = [target.workload, target.what, _number(target.before), _number(target.goal)]
-        cells += [_number(found[1] if found else None), _number(recorded(target, rows)), state, _rivals(target, rows)]
+        now = _number(found[1]) + _spread(found[0], target.number) if found else "-"
+        cells += [now, _number(recorded(target, rows)), state, _rivals(target, rows)]
         lines.append(f"| {' | '.join(cells)} |")
     return ["## Targets", "", *lines]
 
@@ -182,6 +198,12 @@ def _rivals(target: Target, rows: Table) -> str:
         elif eager.get(target.number) is not None:
             cells.append(f"{name} {_number(eager[target.number])} eager")
     return ", ".join(cells)
+
+
+def _spread(row: Row, number: str) -> str:
+    """Half of the distance between the quartiles of a ratio over rounds, where it matters."""
+    half = (row.get(number.replace("ratio", "spread")) or 0.0) / 2
+    return f" ± {half:.2f}" if number != "peak_ratio" and half >= 0.05 else ""
 
 
 def _number(value: float | None) -> str:
@@ -215,6 +237,8 @@ def _reading(target: Target, row: Row, plain: Row) -> str:
     text += f" and {row['graph_breaks']} graph breaks" if row.get("graph_breaks") else ""
     if "busy_ms" in theirs:
         text += f", plain {theirs['busy_ms']:.2f} of {plain[f'{kind}_ms']:.2f} ms with {theirs['kernels']}"
+    if busy > 1.1 * wall:
+        return f"{text}: others used the GPU while it was profiled, which says nothing then."
     if busy < BUSY * wall:
         return f"{text}: bound by Python."
     longest = ", ".join(f"`{name[:48]}` x {count} {ms:.2f} ms" for name, count, ms in ours["longest"][:3])
@@ -231,7 +255,7 @@ def _steps(rows: Table) -> list[str]:
         names = [f"{COLUMNS[kind]}, {mode}" for mode, kind in heads]
         sizes = next(iter(mine.values()))["sizes"]
         lines += ["", f"### {sizes}", "", f"| | {' | '.join(names)} |", "|---" * (len(heads) + 1) + "|"]
-        for method in dict.fromkeys(key[2] for key in mine):
+        for method in dict.fromkeys(key[2] for key in mine if key[2] not in ("rest", "all")):
             cells = [_cell(rows.get((case, mode, method), {}), kind) for mode, kind in heads]
             lines.append(f"| {method} | {' | '.join(cells)} |")
     lab = [row for key, row in rows.items() if key[0] == "lab" and "seconds" in row]
@@ -249,11 +273,11 @@ def _cell(row: Row, kind: str) -> str:
     if row.get(f"{kind}_ratio") is None:
         return "fails" if "error" in row else "-"
     size = f"{row['peak_mib']:.0f} MiB" if kind == "peak" else f"{row[f'{kind}_ms']:.2f}"
-    return f"{row[f'{kind}_ratio']:.2f} ({size})"
+    return f"{row[f'{kind}_ratio']:.2f}{_spread(row, f'{kind}_ratio')} ({size})"
 
 
 def _scale(results: Iterable[Row]) -> list[str]:
-    found = [row for row in results if row["case"].startswith("scale")]
+    found = [row for row in results if row["case"].startswith("scale") and row["sizes"]]
     if not found:
         return []
     lines = ["## Scale"]
@@ -276,7 +300,7 @@ def _scale(results: Iterable[Row]) -> list[str]:
             "|---" * (len(heads) + 1) + "|",
         ]
         for row in mine:
-            cells = [_number(row.get(key)) if "error" not in row else "fails" for key in heads]
+            cells = [_number(row.get(key)) + _spread(row, key) if "error" not in row else "fails" for key in heads]
             lines.append(f"| {row['method']} | {' | '.join(cells)} |")
     return lines
 
@@ -287,8 +311,9 @@ def _rest(record: dict[str, Any]) -> list[str]:
         for row in record["results"] if "error" in row
     ]  # fmt: skip
     lines += [f"- {name}: no time was left." for name in record["not_run"]]
-    lines += [
-        f"- {row['case']}, {row['mode']}, {row['method']}, prediction: {row['predict_error'].replace('|', '/')[:160]}"
-        for row in record["results"] if "predict_error" in row
-    ]  # fmt: skip
+    for row in record["results"]:
+        for kind in ("train", "predict"):
+            if f"{kind}_error" in row:
+                why = row[f"{kind}_error"].replace("|", "/")[:160]
+                lines.append(f"- {row['case']}, {row['mode']}, {row['method']}, {COLUMNS[kind]}: {why}")
     return ["## Not measured", "", *lines] if lines else []

@@ -42,7 +42,7 @@ def milliseconds(work: Callable[[], Any], device: torch.device, repeats: int = 1
 
 
 def race(
-    works: Mapping[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int, seconds: float = 5.0
+    works: Mapping[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int, seconds: float = 3.0
 ) -> Rows:
     """{name: {ms, ratio, spread}} of so many rounds; once `seconds` are over, five are enough.
 
@@ -90,6 +90,8 @@ def prepare(
         trials[name] = trial
         rows[name] = {"peak_mib": peak, "build_seconds": time.perf_counter() - start}
         rows[name]["graph_breaks"] = graph_breaks() - breaks
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # others build beside us
     return trials, rows
 
 

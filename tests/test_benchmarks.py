@@ -82,6 +82,13 @@ def test_jobs_that_compile_come_first_and_a_cpu_has_its_own() -> None:
     assert "gpt2:eager" not in gpu.job_names("cpu")
 
 
+def test_variants_of_targets_are_built_first_and_plain_networks_once() -> None:
+    names = gpu.build_names(gpu.job_names("gpu"))
+    assert not [name for name in names if ":eager" in name] and "lab:graph:rank1-split" in names
+    assert sum(name.startswith("wrn") and name.endswith(":plain") for name in names) == 1
+    assert names.index("wrn-rank1:compiled:rank-1 per member") < names.index("mlp:compiled:bayesian-torch reparam")
+
+
 def test_what_fails_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(net: nn.Module) -> nn.Module:
         raise RuntimeError("no such network")
@@ -117,6 +124,13 @@ def test_a_cut_run_keeps_what_it_has_and_is_resumed(tmp_path: Path, monkeypatch:
     gpu.main([*some, "--only", "scale-(draws|ranks)", "--resume", str(out)])
     assert ran == ["scale-ranks:eager"]
     assert json.loads(out.read_text())["results"] == first
+    new = [first[0] | {"predict_ms": 7.0}]
+    monkeypatch.setattr(gpu, "run_job", lambda name, args: ran.append(name) or (new if "draws" in name else []))
+    gpu.main([*some, "--only", "scale-(draws|ranks)", "--resume", str(out), "--again", "draws"])
+    assert ran[1:] == ["scale-ranks:eager", "scale-draws:eager"]  # what was never measured comes first
+    assert json.loads(out.read_text())["results"] == new
+    gpu.main([*some, "--only", "scale-ranks", "--resume", str(out), "--again", "."])
+    assert "not measured since: scale-draws (eager)." in performance_page.page(json.loads(out.read_text()))
 
 
 @pytest.mark.slow

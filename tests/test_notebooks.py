@@ -94,6 +94,7 @@ def axes(tmp_path: Path) -> Any:
     return drawn
 
 
+@pytest.mark.slow
 def test_bands_are_the_intervals_over_x(axes: Any) -> None:
     pred, y = real()
     x = torch.randn(N, 1)

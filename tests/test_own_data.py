@@ -569,6 +569,7 @@ def test_code_is_named_by_module_and_function(name: str) -> None:
 # --- noise ---
 
 
+@pytest.mark.slow
 def test_noise_is_learnt(tmp_path: Path) -> None:
     """A line with noise of standard deviation 7: that is found, the same for all rows or not."""
     draw = np.random.default_rng(0)
@@ -601,6 +602,7 @@ def test_runs_keep_the_names_they_had_when_noise_was_one() -> None:
 # --- init ---
 
 
+@pytest.mark.slow
 def test_init_writes_a_config_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [[i, f"2024-01-{i % 28 + 1:02}", f"name {i}", s, t, y] for i, (s, t, y) in enumerate(houses())]

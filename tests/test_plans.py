@@ -36,6 +36,36 @@ def test_a_tree_is_read_again_when_modules_change() -> None:
     assert sb.sample(model, torch.randn(4, 3)).shape[1:] == (4, 3)
 
 
+def test_a_penalty_follows_the_parameters() -> None:
+    net = sb.bayesianize(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), sb.ModelPatch(components=3, init="ones"))
+    shared = {"shared_weights": 1.0, "shared_biases": 1.0}
+    first = float(sb.l2(net, **shared).detach())
+    net[0].bias = nn.Parameter(torch.full((2,), 10.0))  # a parameter that was not there when the roles were worked out
+    second = float(sb.l2(net, **shared).detach())
+    assert abs(second - float(net[0].weight.square().sum().detach()) - 200.0) < 1e-3 and second != first
+    net[0].bias.data.fill_(0.0)
+    assert abs(float(sb.l2(net, **shared).detach()) - float(net[0].weight.square().sum().detach())) < 1e-5
+    net[0].register_parameter("extra", nn.Parameter(torch.ones(3)))
+    assert abs(float(sb.l2(net, shared_biases=1.0).detach()) - 3.0) < 1e-6
+
+
+def test_biases_of_dense_layers_are_joined_beside_other_layers() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 2))
+    net = sb.bayesianize(net, sb.Rank1(members=2, draws="member"))
+    with torch.no_grad():
+        for p in net.parameters():
+            p.normal_()
+    posteriors, seen = posteriors_of(net), []
+    handle = net.register_forward_hook(lambda *_: seen.append(dict(passes.current().biases)))  # type: ignore[union-attr]
+    y = sb.sample(net, torch.randn(3, 2, 3), seed=1)
+    handle.remove()
+    assert list(seen[-1]) == [p.key for p in posteriors[1:]]  # not the convolution's
+    offset = torch.cat([torch.zeros(1, 2), posteriors[2].bias])
+    torch.testing.assert_close(seen[-1][posteriors[2].key][1], net[3].bias + offset)
+    assert y.shape == (2, 3, 2)
+
+
 def test_the_kl_follows_the_modules() -> None:
     model = stack()
     whole, last = sb.kl(model), sb.kl(model[2])

@@ -54,6 +54,7 @@ def colours(table: Any) -> np.ndarray:
     return np.where(np.asarray(table["colour"]) == "red", "warm", "cold")
 
 
+@pytest.mark.slow
 def test_searches_pipelines_and_calibration_take_an_estimator() -> None:
     X, y = line()
     pipeline = make_pipeline(StandardScaler(), BayesRegressor(**SEEDED | {"epochs": 20}))

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slimbayes.data.csv_rows import cell_lines
-from slimbayes.data.dates import looks_like_date
 from slimbayes.data.table_cells import (
     MISSING,
     Decimal,
     Kind,
     check_text,
     decimal_of,
+    looks_like_date,
     nearly_number,
     number_in,
     read_column,
@@ -205,18 +205,13 @@ def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[int, tup
         raise ValueError(f"{file} is empty.")
     named = _is_header(file, first, decimal) if header is None else header
     if not named:
-        return len(first), tuple(str(i + 1) for i in range(len(first))), False, _again((number, first), stream)
+        return len(first), tuple(str(i + 1) for i in range(len(first))), False, chain([(number, first)], stream)
     first = [name or str(i + 1) for i, name in enumerate(first)]  # one that pandas wrote has an index without a name
     if odd := next((name for name in first if first.count(name) > 1), None):
         raise ValueError(f"{file}, line {number}: two columns are called {brief(odd)}.")
     for name in first:
         check_text(f"{file}, line {number}", name, "a column's name")
     return len(first), tuple(first), True, stream
-
-
-def _again(first: tuple[int, list[str]], rest: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
-    yield first
-    yield from rest
 
 
 def _is_header(file: Path, first: Sequence[str], decimal: Decimal) -> bool:

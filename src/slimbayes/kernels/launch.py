@@ -12,7 +12,7 @@ _COMPILED: dict[Any, Any] = {}
 
 def aligned(*tensors: Tensor) -> tuple[bool, ...]:
     """Which tensors start at a multiple of 16 bytes, as part of a key; nothing while torch.compile traces."""
-    return () if torch.compiler.is_compiling() else tuple(t.data_ptr() % 16 == 0 for t in tensors)
+    return () if torch.compiler.is_compiling() else tuple([t.data_ptr() % 16 == 0 for t in tensors])
 
 
 def launch(

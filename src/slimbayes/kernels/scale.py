@@ -10,6 +10,7 @@ Sizes: M rows, C channels, B blocks of rows: row i belongs to block i * B // M.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ def scale_rows(
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.shape[0]:
         family, clip, salt, first_row = how
-        grid, rows, sizes, constants, warps = _plan(x, loc, *_forward_tile(x.shape[1]))
+        grid, rows, sizes, constants, warps = _plan(x.shape[0], x.shape[1], x.stride(0), loc.shape[0], False)
         launch(
             _forward,
             grid,
@@ -93,7 +94,7 @@ def gradients_of_rows(
     Shape: g (M, C), columns side by side; `bias` has the number of its lines, and its type.
     """
     need_x, need_loc, need_scale, need_bias = needs
-    grid, rows, sizes, constants, warps = _plan(x, loc, 8, 32 if x.shape[1] <= 32 else 64)
+    grid, rows, sizes, constants, warps = _plan(x.shape[0], x.shape[1], x.stride(0), loc.shape[0], True)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
     count = need_loc + need_scale + need_bias
     # Sums that are needed lie in a row: of loc, of scale, of bias.
@@ -161,25 +162,37 @@ def _steps(*lines: Tensor | None) -> list[int]:
     return [0 if line is None or line.shape[0] == 1 else line.stride(0) for line in lines]
 
 
-def _forward_tile(channels: int) -> tuple[int, int]:
+def _tile(channels: int, sums: bool) -> tuple[int, int]:
     """Rows and columns of a tile: the fastest of a sweep on an H200. Sums want smaller ones, for their registers."""
+    if sums:
+        return 8, 32 if channels <= 32 else 64
     if channels <= 64:
         return 32, 32 if channels <= 32 else 64
     return (16, 256) if 128 < channels <= 256 else (32, 128)
 
 
-def _plan(
-    x: Tensor, loc: Tensor, tall: int, wide: int
-) -> tuple[tuple[int, int, int], int, tuple[int, int], tuple[int, ...], int]:
+Plan = tuple[tuple[int, int, int], int, tuple[int, int], tuple[int, ...], int]
+
+
+def _planned(rows: int, channels: int, step: int, count: int, sums: bool) -> Plan:
     """Grid (blocks of rows, chunks of a block, tiles of columns), rows of a chunk, sizes (M, B), constants, and warps.
 
     There are as many chunks as keep a GPU busy; without any there is nothing to add up afterwards.
     """
-    (rows, channels), count = x.shape, loc.shape[0]
+    tall, wide = _tile(channels, sums)
     tiles, largest = -(-channels // wide), -(-rows // count)
     chunks = max(1, min(-(-largest // tall), -(-BUSY // (count * tiles))))
     warps = 8 if tall * wide > 2048 and wide == 128 else 4
-    return (count, chunks, tiles), -(-largest // chunks), (rows, count), (channels, x.stride(0), tall, wide), warps
+    return (count, chunks, tiles), -(-largest // chunks), (rows, count), (channels, step, tall, wide), warps
+
+
+_KEPT = lru_cache(maxsize=1024)(_planned)  # a launch asks each time, and arithmetic in Python costs as much as it
+
+
+def _plan(rows: int, channels: int, step: int, count: int, sums: bool) -> Plan:
+    if torch.compiler.is_compiling():  # sizes may be symbols
+        return _planned(rows, channels, step, count, sums)
+    return _KEPT(rows, channels, step, count, sums)
 
 
 _NUMBERS = ["salt", "first_row", "clip", "rows", "M", "B", "loc_step", "scale_step", "bias_step", "chunks"]

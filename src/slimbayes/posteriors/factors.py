@@ -102,8 +102,13 @@ class Alike:
         self.families: list[list[Factor]] = grouped([f for pair in self.factors for f in pair], lambda f: f.family)
         self.random = [family for family in self.families if family[0].family is not Point]
         self.offsets = [None if p.bias is None else p._parameters for p in posteriors]
-        dense = all(p.layer is not None and p.layer.bayes_out_dim is not None for p in posteriors)
-        self.layers = [p.layer._parameters for p in posteriors] if dense and None not in self.offsets else []
+        # Of dense layers with offsets: their own parameters.
+        self.layers = [
+            p.layer._parameters
+            if p.bias is not None and p.layer is not None and p.layer.bayes_out_dim is not None
+            else {}
+            for p in posteriors
+        ]
 
     def draw(self, current: Pass) -> None:
         """Make this pass's draws."""
@@ -168,15 +173,16 @@ class Alike:
             for f, loc, scale in zip(factors, locs, scales, strict=True)
         ]
 
-    def _own_biases(self) -> list[Tensor]:
-        """The biases of dense layers, where they are at hand and of the offsets' type; else none."""
-        found = [layer.get("bias") for layer in self.layers]
-        for bias, offset in zip(found, self.offsets, strict=False):
-            like: Any = None if offset is None else offset["bias"]
-            if type(bias) is not nn.Parameter or bias.dtype != like.dtype or bias.device != like.device:
-                return []
-            if bias.shape != like.shape[1:]:  # somebody gathers it when the layer runs
-                return []
+    def _own_biases(self) -> dict[str, Tensor]:
+        """The biases of dense layers, by key of their posterior, where they are at hand and of the offsets' type."""
+        found: dict[str, Tensor] = {}
+        for key, layer, offset in zip(self.keys, self.layers, self.offsets, strict=True):
+            bias = layer.get("bias")
+            if type(bias) is nn.Parameter and offset is not None:
+                like = offset["bias"]
+                whole = bias.shape == like.shape[1:]  # else somebody gathers it when the layer runs
+                if whole and bias.dtype == like.dtype and bias.device == like.device:
+                    found[key] = bias
         return found
 
     def _biases(self, current: Pass, count: int) -> Iterator[Tensor]:
@@ -189,9 +195,12 @@ class Alike:
         lines = current.pick(self.lead, F.pad(others, (0, 0, 1, 0)), blocks if nested else count)
         lines = lines.repeat_interleave(count // blocks, 0) if nested else lines
         sizes = [offset.shape[1] for offset in offsets]
-        if own := self._own_biases():
-            whole = (lines + torch.cat(own)).split(sizes, dim=1)
-            current.biases.update(zip(self.keys, zip(own, whole, strict=True), strict=True))
+        if known := self._own_biases():
+            keys = [key for key, offset in zip(self.keys, self.offsets, strict=True) if offset is not None]
+            own = [known[k] if k in known else o.new_zeros(o.shape[1]) for k, o in zip(keys, offsets, strict=True)]
+            for key, part in zip(keys, (lines + torch.cat(own)).split(sizes, dim=1), strict=True):
+                if key in known:
+                    current.biases[key] = known[key], part
         return iter(lines.split(sizes, dim=1))
 
 

@@ -50,8 +50,8 @@ class Perturbation(NamedTuple):
     scale: Tensor | None
     noise: Tensor | None
     bias: Tensor | None
-    sign_in: Tensor | None = None
-    sign_out: Tensor | None = None
+    sign_in: Tensor | None
+    sign_out: Tensor | None
 
     @property
     def weight(self) -> Tensor:
@@ -125,13 +125,13 @@ class GaussianPosterior(WeightPosterior):
 
     def realise(self, noise: Noise, pick: Pick) -> Perturbation:
         if not noise.block.shape[1]:
-            return Perturbation(None, None, None)
+            return Perturbation(None, None, None, None, None)
         size, bias = math.prod(self.site.shape), None
         scale, normal = self.scale(), noise.block[:, :size].reshape(-1, *self.site.shape)
         if self.bias_log_scale is not None:
             bias = self._capped(self.bias_log_scale).exp() * noise.block[:, size:]
         if not self.per_row:
-            return Perturbation(scale, normal, bias)
+            return Perturbation(scale, normal, bias, None, None)
         signs = rademacher(noise.row)
         spare = signs.shape[1] - self.site.n_in - self.site.n_out
         return Perturbation(scale, normal, bias, *signs.split([self.site.n_in, self.site.n_out, spare], 1)[:2])
@@ -156,7 +156,7 @@ class GaussianPosterior(WeightPosterior):
     def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         drawn: Perturbation = self.values()
         assert drawn.noise is not None
-        weights = drawn._replace(noise=drawn.noise[draws]).weights(linear)
+        weights = Perturbation(drawn.scale, drawn.noise[draws], None, None, None).weights(linear)
         if linear.bias is None:
             return weights, None
         if drawn.bias is None:

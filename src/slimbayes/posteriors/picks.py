@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
+from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Pass
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import Support
@@ -168,26 +169,36 @@ class Norm(NamedTuple):
 def realise_alike(posteriors: Sequence[Any]) -> None:
     """Draw the picks of layers in a handful of operations for all that are alike, and mix the scales of norms."""
     current: Pass = posteriors[0].current
-    alike: dict[Any, list[Any]] = {}
-    for p in posteriors:
-        if p.joins:
-            anchor, by_row = p.anchor, current.noise[p.key].row.shape[1] > 0
-            kind = (p.config.assignment, p.components, by_row, anchor.device, anchor.dtype)
-            alike.setdefault(kind, []).append(p)
-    for (assignment, _, by_row, *_), same in alike.items():
-        picked = _pick_together(
-            same, [noise.row if by_row else noise.block for noise in (current.noise[p.key] for p in same)]
-        )
+    for assignment, by_row, same in _alike(posteriors, current):
+        noise = [current.noise[p.key] for p in same]
+        picked = _pick_together(same, [n.row if by_row else n.block for n in noise])
         parts = picked.unbind(1) if assignment == "layer" else picked.split([p.picks for p in same], 1)
         norms: dict[torch.dtype, list[Norm]] = {}
         for p, z in zip(same, parts, strict=True):
             if p.site.kind == "norm":
-                own, (weights, biases) = p.layer.linear_map(p.site.name), p.others()
-                norms.setdefault(own.weight.dtype, []).append(Norm(p, own.weight, own.bias, weights, biases, z))
+                own = p.layer.linear_map(p.site.name) if p.site.whole else None
+                weight, bias = p.layer.own_affine() if own is None else (own.weight, own.bias)
+                weights, biases = p.others()
+                norms.setdefault(weight.dtype, []).append(Norm(p, weight, bias, weights, biases, z))
             else:
                 current.values[p.key] = Assigned(z, z, None)
         for some in norms.values():
             _mix_together(some, current)
+
+
+def _alike(posteriors: Sequence[Any], current: Pass) -> list[tuple[str, bool, list[Any]]]:
+    """Posteriors whose picks are drawn together: how they are assigned, and whether rows have picks of their own."""
+    by_row = tuple([current.noise[p.key].row.shape[1] > 0 for p in posteriors])
+    places = tuple([(anchor.device, anchor.dtype) for anchor in anchors_of(posteriors)])
+
+    def make() -> list[tuple[str, bool, list[Any]]]:
+        alike: dict[Any, list[Any]] = {}
+        for p, rows, place in zip(posteriors, by_row, places, strict=True):
+            if p.joins:
+                alike.setdefault((p.config.assignment, rows, p.components, place), []).append(p)
+        return [(assignment, rows, same) for (assignment, rows, *_), same in alike.items()]
+
+    return planned(posteriors, ("picks", by_row, places), make)
 
 
 def _pick_together(same: Sequence[Any], lines: list[Tensor]) -> Tensor:

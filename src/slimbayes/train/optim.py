@@ -4,13 +4,15 @@ Both follow from what a parameter is (`Role`), which its posterior says.
 """
 
 from collections.abc import Callable, Mapping
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.sums import squared_norms
-from slimbayes.engine.passes import modules_of
+from slimbayes.engine.modules import modules_of, planned, posteriors_of
 from slimbayes.layers import kind_of
 from slimbayes.layers.base import BayesLayer
 from slimbayes.layers.copied import Copied
@@ -29,14 +31,23 @@ class Described(NamedTuple):
 
 
 def described(model: nn.Module) -> list[Described]:
-    """What every parameter of a model is, in the model's order."""
-    known: dict[int, Described] = {}
+    """What every parameter of a model is, in the model's order: worked out when parameters are others than before."""
     modules = modules_of(model)
+    if torch.compiler.is_compiling():
+        return _described(model, modules)
+    names = list(chain.from_iterable([m._parameters for m in modules]))
+    parameters = list(chain.from_iterable([m._parameters.values() for m in modules]))
+    found: list[Any] = planned(posteriors_of(model), "described", list)  # penalties ask in every step
+    if found and found[0] == names and len(found[1]) == len(parameters) and all(map(is_, found[1], parameters)):
+        return found[2]
+    found[:] = names, parameters, _described(model, modules)
+    return found[2]
+
+
+def _described(model: nn.Module, modules: list[nn.Module]) -> list[Described]:
+    known: dict[int, Described] = {}
     for posterior in (m for m in modules if isinstance(m, Posterior)):
-        # What holds no modules names its parameters itself, several times as fast: penalties ask in every step.
-        for name, p in posterior.named_parameters() if posterior._modules else posterior._parameters.items():
-            if p is None:
-                continue
+        for name, p in posterior.named_parameters():
             role, in_kl = posterior.role(name), posterior.regularises_mean
             weight = name == "weight" if role == "component" else _is_weight(name, p)
             known[id(p)] = Described(name, p, True, role, in_kl, weight)
@@ -190,4 +201,4 @@ def l2(
         groups.setdefault(factor, []).append(p.parameter)
     # One sum for each factor: a network has hundreds of small parameters.
     terms = [factor * squared_norms(same) for factor, same in groups.items() if factor]
-    return sum(terms, torch.zeros((), device=next(model.parameters()).device))
+    return sum(terms[1:], terms[0]) if terms else torch.zeros((), device=next(model.parameters()).device)
