@@ -1,7 +1,6 @@
 """Likelihoods: what a model's outputs mean, in training (`nll`) and in prediction (`predictive`).
 
-Each function takes S draws of the model's outputs and combines them in one of the four forms of the rank-1 paper's
-Appendix D:
+Each function takes S draws of outputs and combines them in one of four forms (rank-1 paper, Appendix D):
 
     "average"   Eq. 13   mean over draws of -log p(y | draw)          the paper's training loss
     "mixture"   Eq. 14   -log mean over draws of p(y | draw)          the evaluation loss, by logsumexp
@@ -9,7 +8,6 @@ Appendix D:
     "logits"    Eq. 11   -log p(y | mean over draws of the outputs)
 
 `LIKELIHOODS` joins each with what its draws predict; nothing else in the library decides by a likelihood's name.
-
 Sizes: S draws, B rows, C classes.
 """
 
