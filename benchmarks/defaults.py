@@ -2,6 +2,7 @@
 
     python benchmarks/defaults.py --pack DIR [--root DATA]           once: the arrays, from the data sets in DATA
     python benchmarks/defaults.py --data DIR --out FILE [--workers 16] [--limit-seconds 500] [--seeds 3] [--only REGEX]
+                                  [--noise FLOOR,UNIT,MOST]  other bounds of the noise, for docs/far.md
     python benchmarks/defaults.py --page FILE [FILE ...]             writes docs/recipes.md from finished cells
 
 A cell is a task, a start, a candidate and a seed. Each writes one line of FILE; cells that are there are not run again.
@@ -36,9 +37,10 @@ from defaults_tasks import TASKS, Rows, Task, load, pack
 from torch import nn
 
 import slimbayes as sb
-from slimbayes.train.likelihoods import LIKELIHOODS
+from slimbayes.train import likelihoods
 
 RECORD = Path(__file__).parents[1] / "results" / "defaults" / "cells.json"
+EARLIER = RECORD.with_name("earlier.json")  # rounds before, of which only the validation scores are shown
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 DRAWS = 16  # of a prediction, over all members
 
@@ -119,7 +121,7 @@ def train(net: nn.Module, task: Task, rows: Rows, epochs: int, temperature: floa
     steps = len(rows.x) // task.batch
     optimizer = torch.optim.AdamW(sb.param_groups(net, task.decay, task.lr), lr=task.lr)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
-    anneal, nll_of = sb.schedules.linear(max(1, epochs * steps // 2)), LIKELIHOODS[task.likelihood].nll
+    anneal, nll_of = sb.schedules.linear(max(1, epochs * steps // 2)), likelihoods.LIKELIHOODS[task.likelihood].nll
     generator, step, last = torch.Generator().manual_seed(seed), 0, []
     net.train()
     for epoch in range(epochs):
@@ -159,25 +161,25 @@ def done(file: Path) -> dict[Cell, dict[str, Any]]:
     return {Cell(*(row[name] for name in Cell._fields)): row for row in lines_of(file) if "run" not in row}
 
 
-def run_all(waiting: Sequence[Cell], data: Path, out: Path, workers: int, deadline: float) -> None:
+def run_all(waiting: Sequence[Cell], data: Path, out: Path, workers: int, deadline: float, noise: str = "") -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as trained, out.open("a") as file:
         file.write("\n" + json.dumps({"run": _made_by()}) + "\n")  # on a new line, should the last be cut off
-        for count, row in enumerate(_results(waiting, data, Path(trained), workers, deadline), 1):
+        for count, row in enumerate(_results(waiting, data, Path(trained), workers, deadline, noise), 1):
             file.write(json.dumps(row) + "\n")
             file.flush()
             print(f"{count} of {len(waiting)}", json.dumps(row)[:150], file=sys.stderr, flush=True)
 
 
 def _results(
-    waiting: Sequence[Cell], data: Path, trained: Path, workers: int, deadline: float
+    waiting: Sequence[Cell], data: Path, trained: Path, workers: int, deadline: float, noise: str
 ) -> Iterator[dict[str, Any]]:
     if workers <= 1:
-        _set_up()
+        _set_up(noise)
         yield from (run_cell(cell, data, trained) for cell in waiting if time.time() < deadline)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_set_up) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_set_up, initargs=(noise,)) as pool:
         futures = [pool.submit(_in_time, cell, data, trained, deadline) for cell in waiting]
         for future in as_completed(futures):
             if future.exception() is not None:
@@ -197,9 +199,12 @@ def _made_by() -> dict[str, str]:
     return {"commit": commit, **versions, "processor": platform.machine(), "date": time.strftime("%Y-%m-%d")}
 
 
-def _set_up() -> None:
+def _set_up(noise: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if noise:
+        bounds = map(float, noise.split(","))
+        likelihoods.LEAST_NOISE, likelihoods.UNIT_NOISE, likelihoods.MOST_NOISE = bounds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -212,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit-seconds", type=float, default=math.inf)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--page", type=Path, nargs="*", metavar="FILE", help="of these, or of the kept record")
+    parser.add_argument("--noise", default="", metavar="FLOOR,UNIT,MOST", help="of heteroscedastic heads")
     parser.add_argument("--only", default="", help="regular expression for task/start/candidate/seed")
     args = parser.parse_args(arguments)
     deadline = time.time() + args.limit_seconds
@@ -220,12 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.page:
         write_record(compact(args.page, CANDIDATES), RECORD)
     if args.page is not None:
-        PAGE.write_text(page(json.loads(RECORD.read_text())))
+        PAGE.write_text(page(json.loads(RECORD.read_text()), json.loads(EARLIER.read_text())))
     if args.out:
         finished = done(args.out)
         waiting = [cell for cell in cells(args.seeds, args.only) if cell not in finished]
         print(f"{len(waiting)} cells to run, {len(finished)} done", file=sys.stderr)
-        run_all(waiting, args.data, args.out, args.workers, deadline)
+        run_all(waiting, args.data, args.out, args.workers, deadline, args.noise)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,9 @@ def _rank1(temperature: float, spread: float, rate: float | None = None, scale: 
     return _fixed("rank-1 Normal", config, temperature)
 
 
-def _cauchy(temperature: float, spread: float, clip: float) -> Candidate:
-    config = sb.Rank1(prior=sb.Cauchy(1.0, 0.1), mean_init=sb.Normal(1.0, spread), clip=clip)
+def _cauchy(temperature: float, spread: float, clip: float, scale: float | None = None) -> Candidate:
+    """Tails are heavy: of some hundred factors with the default start, 0.001, one in six rows has one off by a half."""
+    config = sb.Rank1(prior=sb.Cauchy(1.0, 0.1), mean_init=sb.Normal(1.0, spread), clip=clip, scale_init=scale)
     return _fixed("rank-1 Cauchy", config, temperature)
 
 
@@ -86,6 +87,7 @@ CANDIDATES: dict[str, Candidate] = {
     "be-0.05": _ensemble(0.05),
     "be-0.1": _ensemble(0.1),
     "be-0.2": _ensemble(0.2),
+    "be-0.3": _ensemble(0.3),
     "be-0.5": _ensemble(0.5),
     "r1n-default": _rank1(1.0, 0.05),
     "r1n-0.2": _rank1(1.0, 0.2),
@@ -94,6 +96,9 @@ CANDIDATES: dict[str, Candidate] = {
     "r1n-0.5-wide": _rank1(1.0, 0.5, 0.05, 0.3),
     "r1n-0.2-wide-t0.1": _rank1(0.1, 0.2, 0.05, 0.3),
     "r1n-0.3": _rank1(1.0, 0.3),
+    "r1n-0.2-t0.3": _rank1(0.3, 0.2),
+    "r1n-0.2-t0.1": _rank1(0.1, 0.2),
+    "r1n-0.2-t0.03": _rank1(0.03, 0.2),
     "r1n-0.1-quiet": _rank1(1.0, 0.1, 1e-6),
     "r1n-0.2-quiet-t0.1": _rank1(0.1, 0.2, 1e-6),
     "r1c-default": _cauchy(1.0, 0.05, 10.0),
@@ -103,6 +108,11 @@ CANDIDATES: dict[str, Candidate] = {
     "r1c-clip2-0.5-t0.01": _cauchy(0.01, 0.5, 2.0),
     "r1c-clip2-0.2": _cauchy(1.0, 0.2, 2.0),
     "r1c-clip2-0.2-t0.1": _cauchy(0.1, 0.2, 2.0),
+    "r1c-clip2-0.2-t0.03": _cauchy(0.03, 0.2, 2.0),
+    "r1c-clip2-0.2-t0.01": _cauchy(0.01, 0.2, 2.0),
+    "r1c-clip2-0.2-quiet-t0.3": _cauchy(0.3, 0.2, 2.0, 1e-4),
+    "r1c-clip2-0.2-quiet-t0.1": _cauchy(0.1, 0.2, 2.0, 1e-4),
+    "r1c-clip2-0.2-quiet-t0.01": _cauchy(0.01, 0.2, 2.0, 1e-4),
     "r1c-clip2-0.1-t0.01": _cauchy(0.01, 0.1, 2.0),
     "r1c-clip2-0.1-t0.001": _cauchy(0.001, 0.1, 2.0),
     "kt-default": _gaussian(sb.KTied, 1.0, sb.Normal(0.0, 1.0)),
@@ -111,6 +121,8 @@ CANDIDATES: dict[str, Candidate] = {
     "kt-he-t0.01": _gaussian(sb.KTied, 0.01),
     "kt-he-t0.001": _gaussian(sb.KTied, 0.001),
     "kt-he-flip-t0.01": _gaussian(sb.KTied, 0.01, estimator="flipout"),
+    "kt-he-flip-t0.001": _gaussian(sb.KTied, 0.001, estimator="flipout"),
+    "kt-he-flip-t0.003": _gaussian(sb.KTied, 0.003, estimator="flipout"),
     "kt-he-flip-t0.03": _gaussian(sb.KTied, 0.03, estimator="flipout"),
     "kt-he-flip-t0.1": _gaussian(sb.KTied, 0.1, estimator="flipout"),
     "kt-he-quiet-t0.01": _gaussian(sb.KTied, 0.01, estimator="flipout", scale_init=1e-3),
@@ -121,8 +133,12 @@ CANDIDATES: dict[str, Candidate] = {
     "mf-he-t0.1": _gaussian(sb.MeanField, 0.1),
     "mf-he-t0.01": _gaussian(sb.MeanField, 0.01),
     "mf-he-t0.001": _gaussian(sb.MeanField, 0.001),
+    "mf-he-flip-t0.001": _gaussian(sb.MeanField, 0.001, estimator="flipout"),
+    "mf-he-flip-t0.003": _gaussian(sb.MeanField, 0.003, estimator="flipout"),
     "mf-he-flip-t0.01": _gaussian(sb.MeanField, 0.01, estimator="flipout"),
     "mf-he-flip-t0.1": _gaussian(sb.MeanField, 0.1, estimator="flipout"),
+    "mf-he-small-t0.01": _gaussian(sb.MeanField, 0.01, estimator="flipout", scale_init=3e-3, scale_jitter=3e-4),
+    "mf-he-small-t0.03": _gaussian(sb.MeanField, 0.03, estimator="flipout", scale_init=3e-3, scale_jitter=3e-4),
     "mf-he-quiet-t0.01": _gaussian(sb.MeanField, 0.01, estimator="flipout", scale_init=1e-3, scale_jitter=1e-4),
     "mf-he-quiet-t0.001": _gaussian(sb.MeanField, 0.001, estimator="flipout", scale_init=1e-3, scale_jitter=1e-4),
     "mf-n1-flip-t0.01": _gaussian(sb.MeanField, 0.01, sb.Normal(0.0, 1.0), estimator="flipout"),
@@ -132,7 +148,10 @@ CANDIDATES: dict[str, Candidate] = {
     "emp-decay-rows-0.5": _patch("EMP", tau=None, draws="example", jitter=0.5),
     "emp-3-rows-0.2": _patch("EMP", components=3, draws="example", jitter=0.2),
     "emp-norm-rows": _patch("EMP", "norm", draws="example"),
+    "emp-norm-3-rows-0.2": _patch("EMP", "norm", components=3, draws="example", jitter=0.2),
+    "emp-norm-2-rows-0.05": _patch("EMP", "norm", components=2, draws="example"),
     "emp-norm-3-rows-0.05": _patch("EMP", "norm", components=3, draws="example"),
+    "emp-2-rows-0.2": _patch("EMP", components=2, draws="example", jitter=0.2),
     "emp-2-rows-0.05": _patch("EMP", components=2, draws="example"),
     "ecmp-default": _patch("ECMP"),
     "ecmp-decay": _patch("ECMP", tau=None),
@@ -140,6 +159,9 @@ CANDIDATES: dict[str, Candidate] = {
     "ecmp-decay-rows-0.5": _patch("ECMP", tau=None, draws="example", jitter=0.5),
     "ecmp-3-rows-0.2": _patch("ECMP", components=3, draws="example", jitter=0.2),
     "ecmp-norm-rows": _patch("ECMP", "norm", draws="example"),
+    "ecmp-norm-3-rows-0.2": _patch("ECMP", "norm", components=3, draws="example", jitter=0.2),
+    "ecmp-norm-2-rows-0.05": _patch("ECMP", "norm", components=2, draws="example"),
     "ecmp-norm-3-rows-0.05": _patch("ECMP", "norm", components=3, draws="example"),
+    "ecmp-2-rows-0.2": _patch("ECMP", components=2, draws="example", jitter=0.2),
     "ecmp-2-rows-0.05": _patch("ECMP", components=2, draws="example"),
 }

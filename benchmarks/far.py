@@ -32,7 +32,7 @@ CLASSES = ("breast_cancer", "wine", "digits")
 FRESH = ("naval-propulsion-plant", "protein-tertiary-structure", "diabetes", "iris")  # looked at in no choice of a rule
 REAL = (*REGRESSION, *FRESH[:3])
 SEEDS, EPOCHS, MOST = 5, 40, 1000
-FLOORS = (1e-4, 0.03, 0.1, 0.3)
+BOUNDS = ((1e-4, 0.3), (0.03, 0.3), (0.1, 0.3), (0.03, 1.0), (0.1, 1.0))  # least noise, and a softplus of one
 METHODS: dict[str, Callable[[], Any]] = {
     "plain": sb.Deterministic,
     "rank-1 Normal": lambda: sb.Rank1(members=4, mean_init=sb.Normal(1.0, 0.5)),
@@ -153,8 +153,8 @@ def run(data: Path, out: Path) -> None:
         for seed in range(SEEDS):
             parts = split(name, data, seed)
             rows += compare(name, seed, data, parts, list(METHODS))
-            for floor in FLOORS if name in REGRESSION else ():
-                floors.append(with_floor(floor, name, parts, seed))
+            for floor, unit in BOUNDS if name in REGRESSION else ():
+                floors.append(with_noise(floor, unit, name, parts, seed))
         print(f"{name} {time.time() - began:.0f} s", file=sys.stderr, flush=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     versions = {"torch": torch.__version__, "seeds": SEEDS, "epochs": EPOCHS, "rows": MOST}
@@ -163,25 +163,28 @@ def run(data: Path, out: Path) -> None:
     out.write_text(json.dumps({"about": versions, "rows": rows, "floors": floors}, indent=0) + "\n")
 
 
-def with_floor(floor: float, name: str, parts: dict[str, Any], seed: int) -> dict[str, Any]:
-    """NLL of validation and far rows of a plain network whose noise has another floor."""
-    before, likelihoods.LEAST_NOISE = likelihoods.LEAST_NOISE, floor
+def with_noise(floor: float, unit: float, name: str, parts: dict[str, Any], seed: int) -> dict[str, Any]:
+    """NLL of validation and far rows of a plain network whose noise has another floor and unit."""
+    before = likelihoods.LEAST_NOISE, likelihoods.UNIT_NOISE
+    likelihoods.LEAST_NOISE, likelihoods.UNIT_NOISE = floor, unit
     try:
         net = train(sb.Deterministic(), parts["train"], 2, seed, "heteroscedastic_gaussian")
-        cell: dict[str, Any] = {"set": name, "seed": seed, "floor": floor}
+        cell: dict[str, Any] = {"set": name, "seed": seed, "floor": floor, "unit": unit}
         for part in ("validation", "far"):
             pred = sb.predict(net, parts[part][0], likelihood="heteroscedastic_gaussian", scale=1.0)
             cell[part] = float(-pred.log_prob(parts[part][1]).mean())
         return cell
     finally:
-        likelihoods.LEAST_NOISE = before
+        likelihoods.LEAST_NOISE, likelihoods.UNIT_NOISE = before
 
 
 def page(found: dict[str, Any]) -> str:
     """docs/far.md: words around tables of means over seeds."""
     text = (Path(__file__).parent / "far_page.md").read_text()
     tables = {"main": main_table(found["rows"]), "fresh": main_table(found["fresh"])}
-    return text.format(**tables, floors=floor_table(found["floors"]), **found["about"])
+    longer = json.loads((ROOT / "results" / "defaults" / "noise.json").read_text())
+    tables |= {"floors": floor_table(found["floors"]), "longer": longer_table(longer["cells"])}
+    return text.format(**tables, command=longer["about"]["command"], **found["about"])
 
 
 def mean(cells: list[dict[str, Any]], field: str, **where: Any) -> float:
@@ -210,13 +213,31 @@ def main_table(rows: list[dict[str, Any]]) -> str:
 
 def floor_table(cells: list[dict[str, Any]]) -> str:
     sets = list(dict.fromkeys(c["set"] for c in cells))
-    floors = list(dict.fromkeys(c["floor"] for c in cells))
-    lines = ["| set | " + " | ".join(f"floor {f:g}" for f in floors) + " |", "|---" * (len(floors) + 1) + "|"]
+    bounds = [{"floor": floor, "unit": unit} for floor, unit in dict.fromkeys((c["floor"], c["unit"]) for c in cells)]
+    heads = [f"floor {b['floor']:g}, unit {b['unit']:g}" for b in bounds]
+    lines = ["| set | " + " | ".join(heads) + " |", "|---" * (len(bounds) + 1) + "|"]
     for name in sets:
-        pairs = [[mean(cells, part, set=name, floor=f) for part in ("validation", "far")] for f in floors]
+        pairs = [[mean(cells, part, set=name, **b) for part in ("validation", "far")] for b in bounds]
         lines.append(f"| {name} | " + " | ".join(" / ".join(map(shown, pair)) for pair in pairs) + " |")
-    every = [shown(mean(cells, "validation", floor=f)) for f in floors]
+    every = [shown(mean(cells, "validation", **b)) for b in bounds]
     lines.append("| mean, validation | " + " | ".join(every) + " |")
+    return "\n".join(lines)
+
+
+def longer_table(cells: list[dict[str, Any]]) -> str:
+    """Means over the regression tasks of benchmarks/defaults.py, for each rule, method and start."""
+    rules = [{"floor": f, "unit": u} for f, u in dict.fromkeys((c["floor"], c["unit"]) for c in cells)]
+    heads = [f"floor {r['floor']:g}, unit {r['unit']:g}" for r in rules]
+    lines = ["| method | " + " | ".join(heads) + " |", "|---" * (len(rules) + 1) + "|"]
+    names = {"plain": "plain", "r1n-0.2": "rank-1 Normal", "mf-he-flip-t0.01": "mean-field"}
+    for candidate, method in names.items():
+        for start, words in (("scratch", "from scratch"), ("trained", "trained on")):
+            of = {"candidate": candidate, "start": start}
+            pairs = [
+                [shown(mean(cells, f"validation_{what}", **of, **rule)) for what in ("nll", "shifted_nll")]
+                for rule in rules
+            ]
+            lines.append(f"| {method}, {words} | " + " | ".join(" / ".join(pair) for pair in pairs) + " |")
     return "\n".join(lines)
 
 

@@ -4,8 +4,8 @@
 
 A base is trained once (two networks on CIFAR-100, a language model on IMDB's reviews), then every method takes it to a
 new task with few labels, five seeds each. A seed draws the labels, starts the head and orders the batches. Each method
-has four settings to choose from; the one of lowest NLL on 2,000 validation rows, with labels of a seed of their own, is
-used for all five. Test rows choose nothing.
+has two settings to choose from, plain three; the one of lowest NLL on 2,000 validation rows, with labels of a seed of
+their own, is used for all five (of LoRA's ensemble with two members). Test rows choose nothing.
 
 - plain: all weights, AdamW; MC dropout: the same with dropout in front of some layers.
 - last-layer Laplace: of the plain network, a full covariance up to 1,024 weights, then a Kronecker product; linearised,
@@ -24,20 +24,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import tempfile
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from fine_tune_cells import Cells, Predict, clock, nll_of, run_all, saved_size, scores, size
 from fine_tune_tasks import (
-    DEVICE,
     FULL,
     HEADS,
     SMOKE,
@@ -58,7 +57,6 @@ from fine_tune_tasks import (
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.metrics import AUROC, calibration
 
 MEMBERS, DRAWS = 4, 64
 DROPPED = "conv2|fc|dense|o_proj|down_proj|score"  # layers whose inputs MC dropout drops
@@ -67,15 +65,14 @@ LAST = {"over": "weights", "layers": "last"}
 SETTINGS: dict[
     str, list[Any]
 ] = {  # rates; rates and shares; rates, temperatures and whether rows are split; rates; priors
-    "plain": [1e-4, 3e-4, 1e-3, 3e-3],
-    "MC dropout": [(3e-4, 0.1), (1e-3, 0.1), (3e-4, 0.3), (1e-3, 0.3)],
-    "rank-1 fine-tuned": [(3e-3, 0.01, True), (1e-2, 0.01, True), (1e-2, 0.001, True), (1e-2, 0.001, False)],
-    "LoRA ensemble": [3e-4, 1e-3, 3e-3, 1e-2],
-    "last-layer Laplace": ["layer", 0.03, 0.1, 0.3],
-    "rank-1 Laplace": [0.05, 0.1, 0.2, 0.4],
+    "plain": [3e-5, 1e-4, 3e-4],
+    "MC dropout": [(1e-4, 0.1), (3e-4, 0.3)],
+    "rank-1 fine-tuned": [(3e-3, 0.01, True), (1e-2, 0.01, True)],
+    "LoRA ensemble": [1e-3, 3e-3],
+    "last-layer Laplace": ["layer", 0.1],
+    "rank-1 Laplace": [0.15, 0.3],
 }
 TRAINED, FITTED = list(SETTINGS)[:4], list(SETTINGS)[4:]
-Predict = Callable[[Tensor], sb.Prediction]
 
 
 def train(
@@ -111,7 +108,7 @@ class Bench:
 
     def __init__(self, task: Task, work: Path, scale: Scale) -> None:
         steps = max(2, round(task.steps * scale.steps))
-        self.task = replace(task, labels=min(task.labels, scale.tests), steps=steps)
+        self.task = replace(task, labels=min(task.labels, scale.rows), steps=steps)
         self.work, self.scale, self.head = work, scale, HEADS[task.base]
         self.material: Material = material_of(task.base, work)
 
@@ -141,14 +138,17 @@ class Bench:
         train(net, self.rows(seed), task, rate, 10 * seed, temperature, split)
         return partial(predicted, net, draws=4), saved_size(net)
 
-    def lora(self, seed: int, rate: float) -> tuple[Predict, int]:
+    def lora(self, seed: int, rate: float, members: int = MEMBERS) -> tuple[Predict, int]:
         nets, kept = [], 0
-        for member in range(MEMBERS):
+        for member in range(members):
             net = with_adapters(self.net(10 * seed + member), self.head)
             train(net, self.rows(seed), self.task, rate, 10 * seed + member)
             kept += size([p for p in net.parameters() if p.requires_grad]) + size(net.buffers())
             nets.append(net)
         return partial(predicted, sb.ensemble(nets)), kept
+
+    def way(self, method: str) -> Callable[[int, Any], tuple[Predict, int]]:
+        return {"MC dropout": self.dropout, "rank-1 fine-tuned": self.rank1, "LoRA ensemble": self.lora}[method]
 
     def laplace(self, net: nn.Module, seed: int, method: str, setting: Any) -> tuple[Predict, int]:
         """A posterior around a plain network, by one pass over the labels as they are."""
@@ -157,7 +157,7 @@ class Bench:
         prior = setting if isinstance(setting, str) else sb.Normal(0.0 if last else 1.0, setting)
         data = list(zip(x.split(250), y.split(250), strict=True))
         sb.laplace(own, data, prior=prior, **(LAST if last else {}))
-        return partial(linearised, own), size(own.state_dict().values())
+        return partial(linearised, own), size(net.state_dict().values()) + saved_size(own)
 
 
 def predicted(net: nn.Module, x: Tensor, draws: int = 1) -> sb.Prediction:
@@ -167,55 +167,6 @@ def predicted(net: nn.Module, x: Tensor, draws: int = 1) -> sb.Prediction:
 
 def linearised(net: nn.Module, x: Tensor) -> sb.Prediction:
     return sb.Prediction.joined([sb.predict_linearised(net, part, draws=DRAWS, seed=0) for part in x.split(500)])
-
-
-def size(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def saved_size(net: nn.Module) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        return sum(file.stat().st_size for file in sb.save(net, f"{folder}/adapter").rglob("*") if file.is_file())
-
-
-def nll_of(predict: Predict, rows: Rows) -> float:
-    return -float(predict(rows[0]).log_prob(rows[1]).mean())
-
-
-def scores(predict: Predict, material: Material) -> dict[str, float]:
-    """NLL, ECE, accuracy and seconds on clean rows, NLL and ECE on shifted ones, and how well entropy tells others."""
-    began = clock()
-    clean = predict(material.clean[0])
-    seconds = clock() - began
-    target = material.clean[1]
-    found = {
-        "nll": -float(clean.log_prob(target).mean()),
-        "ece": calibration(clean, target).ece,
-        "accuracy": float((clean.label == target).float().mean()),
-        "predict_seconds": seconds,
-    }
-    shifted = {name: (predict(x), y) for name, (x, y) in material.shifted.items()}
-    nlls = {f"nll {name}": -float(p.log_prob(y).mean()) for name, (p, y) in shifted.items()}
-    eces = [calibration(p, y).ece for p, y in shifted.values()]
-    other = predict(material.other)
-    metric = AUROC()
-    for p, is_other in ((clean, 0), (other, 1)):
-        metric.update(p.total.cpu(), torch.full((len(p.total),), is_other))
-    return (
-        found
-        | nlls
-        | {
-            "shifted_nll": sum(nlls.values()) / len(nlls),
-            "shifted_ece": sum(eces) / len(eces),
-            "auroc": float(metric.compute()),
-        }
-    )
-
-
-def clock() -> float:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def cell(task: str, method: str, seed: int, metrics: dict[str, float], seconds: float, kept: int, **more: Any) -> Any:
@@ -233,8 +184,7 @@ def tried(task: str, method: str, work: Path, scale: Scale, choice: int) -> list
         net, kept = bench.plain(99, setting)
         predict = deterministic(net)
     else:
-        way = {"MC dropout": bench.dropout, "rank-1 fine-tuned": bench.rank1, "LoRA ensemble": bench.lora}[method]
-        predict, kept = way(99, setting)
+        predict, kept = bench.lora(99, setting, 2) if method == "LoRA ensemble" else bench.way(method)(99, setting)
     return [
         cell(task, method, -1, {"nll": nll_of(predict, bench.material.valid)}, clock() - began, kept, choice=choice)
     ]
@@ -254,11 +204,17 @@ def tried_fits(task: str, work: Path, scale: Scale, rate: float) -> list[Any]:
     return found
 
 
-def judged(task: str, work: Path, scale: Scale, seed: int, chosen: dict[str, int]) -> list[Any]:
-    """All methods on the labels of one seed, on test rows."""
-    bench, found = Bench(TASKS[task], work, scale), []
-    setting = {method: SETTINGS[method][choice] for method, choice in chosen.items()}
-    began = clock()
+def judged(task: str, method: str, work: Path, scale: Scale, seed: int, setting: Any) -> list[Any]:
+    """A method that trains on its own, on the labels of one seed and on test rows."""
+    bench, began = Bench(TASKS[task], work, scale), clock()
+    predict, kept = bench.way(method)(seed, setting)
+    seconds = clock() - began
+    return [cell(task, method, seed, scores(predict, bench.material), seconds, kept)]
+
+
+def judged_plain(task: str, work: Path, scale: Scale, seed: int, setting: dict[str, Any]) -> list[Any]:
+    """The plain network, what is fitted around it, and the ensemble of which it is the first."""
+    bench, found, began = Bench(TASKS[task], work, scale), [], clock()
     net, kept = bench.plain(seed, setting["plain"])
     plain_seconds = clock() - began
     found.append(cell(task, "plain", seed, scores(deterministic(net), bench.material), plain_seconds, kept))
@@ -266,17 +222,8 @@ def judged(task: str, work: Path, scale: Scale, seed: int, chosen: dict[str, int
         began = clock()
         predict, own = bench.laplace(net, seed, method, setting[method])
         passed = clock() - began
-        metrics = scores(predict, bench.material) | {"pass_seconds": passed}
+        metrics = scores(predict, bench.material) | {"pass_seconds": passed, "pass_bytes": own - kept}
         found.append(cell(task, method, seed, metrics, plain_seconds + passed, own))
-    for method, way in (
-        ("rank-1 fine-tuned", bench.rank1),
-        ("MC dropout", bench.dropout),
-        ("LoRA ensemble", bench.lora),
-    ):
-        began = clock()
-        predict, own = way(seed, setting[method])
-        seconds = clock() - began
-        found.append(cell(task, method, seed, scores(predict, bench.material), seconds, own))
     began = clock()
     nets = [net, *(bench.plain(seed, setting["plain"], member)[0] for member in range(1, MEMBERS))]
     seconds = plain_seconds + clock() - began
@@ -285,53 +232,22 @@ def judged(task: str, work: Path, scale: Scale, seed: int, chosen: dict[str, int
     return found
 
 
-class Cells:
-    """The lines of a file, as they come."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def add(self, lines: list[Any]) -> None:
-        with self.file.open("a") as out:
-            out.writelines(json.dumps(line) + "\n" for line in lines)
-        self.lines += lines
-
-    def has(self, task: str, method: str, seed: int, choice: int | None = None) -> bool:
-        wanted = (task, method, seed, choice)
-        return any((c["task"], c["method"], c["seed"], c.get("choice")) == wanted for c in self.lines)
-
-    def best(self, task: str, method: str) -> int:
-        """The setting of lowest NLL on validation rows; NaN never wins."""
-        tries = [c for c in self.lines if (c["task"], c["method"], c["seed"]) == (task, method, -1)]
-        return int(
-            min(tries, key=lambda c: (c["metrics"]["nll"] != c["metrics"]["nll"], c["metrics"]["nll"]))["choice"]
-        )
-
-
 def begin() -> None:
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
 
 
-def run_all(pool: ProcessPoolExecutor, jobs: list[tuple[Any, ...]], cells: Cells, until: float) -> bool:
-    """Run jobs side by side, the first ones first, and keep what they give; whether all of them were run."""
-    left, running, clean = list(jobs), set[Future[Any]](), True
-    workers: int = pool._max_workers  # type: ignore[attr-defined]
-    while left or running:
-        while left and len(running) < workers and time.monotonic() < until:
-            running.add(pool.submit(*left.pop(0)))
-        if not running:
-            return False
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        for job in done:
-            if job.exception() is not None:
-                print(f"LOST: {job.exception()!r}", flush=True)
-                clean = False
-            elif isinstance(job.result(), list):
-                cells.add(job.result())
-    return clean
+def judgements(cells: Cells, tasks: list[str], seeds: int, work: Path, scale: Scale) -> list[tuple[Any, ...]]:
+    """What is left to run on test rows, seed by seed."""
+    jobs: list[tuple[Any, ...]] = []
+    for seed, task in product(range(seeds), tasks):
+        chosen = {method: SETTINGS[method][cells.best(task, method)] for method in SETTINGS}
+        if not cells.has(task, "deep ensemble", seed):
+            jobs.append((judged_plain, task, work, scale, seed, chosen))
+        own = [m for m in TRAINED[1:] if not cells.has(task, m, seed)]
+        jobs += [(judged, task, m, work, scale, seed, chosen[m]) for m in own]
+    return jobs
 
 
 def main() -> None:
@@ -360,19 +276,14 @@ def main() -> None:
         say("data")
         run_all(pool, [(train_base, b, work, scale) for b in bases if not (work / f"{b}.pt").exists()], cells, until)
         say("bases")
-        tries = [(tried, task, m, work, scale, i) for task in tasks for m in TRAINED for i in range(4)]
+        tries = [(tried, t, m, work, scale, i) for t in tasks for m in TRAINED for i in range(len(SETTINGS[m]))]
         run_all(pool, [job for job in tries if not cells.has(job[1], job[2], -1, job[5])], cells, until)
         say("settings")
-        fits = [
-            (tried_fits, task, work, scale, SETTINGS["plain"][cells.best(task, "plain")])
-            for task in tasks
-            if not cells.has(task, FITTED[-1], -1, 3)
-        ]
+        rates = {task: SETTINGS["plain"][cells.best(task, "plain")] for task in tasks}
+        fits = [(tried_fits, t, work, scale, rates[t]) for t in tasks if not cells.has(t, FITTED[-1], -1, 1)]
         run_all(pool, fits, cells, until)
         say("priors")
-        chosen = {task: {method: cells.best(task, method) for method in SETTINGS} for task in tasks}
-        jobs = [(judged, task, work, scale, seed, chosen[task]) for seed in range(args.seeds) for task in tasks]
-        done = run_all(pool, [j for j in jobs if not cells.has(j[1], "deep ensemble", j[4])], cells, until)
+        done = run_all(pool, judgements(cells, tasks, args.seeds, work, scale), cells, until)
         say("all cells are there" if done else "STOPPED: call again to go on")
 
 

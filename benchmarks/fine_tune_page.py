@@ -57,9 +57,9 @@ def seeds(cells: Cells) -> str:
     return str(most) if least == most else f"{least} to {most}"
 
 
-def spent(cell: dict[str, Any]) -> float:
-    """Seconds of a method, of a pass over a network that is trained anyway those of the pass."""
-    return float(cell["metrics"].get("pass_seconds", cell["seconds"]))
+def spent(what: str) -> Value:
+    """Seconds or bytes of a method; of a pass over a network that is there anyway those of the pass."""
+    return lambda cell: float(cell["metrics"].get(f"pass_{what}", cell[what]))
 
 
 def tasks_of(cells: Cells) -> list[str]:
@@ -141,7 +141,7 @@ def goal(cells: Cells, ours: str) -> str:
         found = counted(cells, ours, "last-layer Laplace", name)
         won, of = len(found["ahead"]), sum(map(len, found.values()))
         held.append(f"ahead of last-layer Laplace, {SCORES[name]}: {'met' if won == of else f'on {won} of {of} tasks'}")
-    for what, of_cell in (("time", lambda c: float(c["seconds"])), ("storage", lambda c: float(c["bytes"]))):
+    for what, of_cell in (("time", spent("seconds")), ("storage", spent("bytes"))):
         shares = [
             mean(mine.values()) / mean(theirs.values())
             for task in tasks_of(cells)

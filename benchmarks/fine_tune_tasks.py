@@ -43,8 +43,8 @@ class Scale:
     """How much of everything: of the whole benchmark, or of a trial of its code."""
 
     epochs: dict[str, int]
-    tests: int = 5000
-    shifted: int = 1000
+    tests: int = 2000
+    shifted: int = 500
     steps: float = 1.0
     width: int = 4
     rows: int = 50_000
@@ -56,9 +56,9 @@ TASKS = {
     task.name: task
     for task in (
         Task("WRN-16-4, 1 %", "wrn", 500, 150),
-        Task("WRN-16-4, 10 %", "wrn", 5000, 500),
+        Task("WRN-16-4, 10 %", "wrn", 5000, 300),
         Task("ResNet, 1 %", "resnet", 500, 150),
-        Task("ResNet, 10 %", "resnet", 5000, 500),
+        Task("ResNet, 10 %", "resnet", 5000, 300),
         Task("IMDB, 200", "llama", 200, 150),
         Task("IMDB, 2,000", "llama", 2000, 300),
     )

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from math import nan
 from pathlib import Path
 
 from slimbayes.lab.config_files import load, read_tree
@@ -24,6 +25,7 @@ RESULTS = ROOT / "results" / "cifar10"
 CONFIG = ROOT / "experiments" / "cifar10" / "methods.yaml"
 MARKS = ("<!-- results -->\n", "<!-- /results -->\n")
 COMMAND = 'slimbayes sweep experiments/cifar10/methods.yaml --over "seed=[0, 1, 2, 3, 4]" --jobs 8'
+MOONSHOT = "slimbayes sweep experiments/cifar10/moonshot.yaml --over seed=[0]"
 PLAIN = "plain"
 ENSEMBLE, SMALL = "deep ensemble", 0.02
 FEWEST = 3  # seeds that can decide anything
@@ -42,6 +44,7 @@ def scores(record: Record) -> dict[str, float]:
     found = measured(record, draws)
     for e in (e for e in record.evaluations if e.draws == draws):
         found |= {"human_nll": e.metrics["nll"]} if e.role == "shift" else {}
+        found |= {"validation_nll": e.metrics["nll"]} if e.role == "validation" else {}
         found |= {"ood_auroc": e.metrics["auroc"]} if e.role == "ood" else {}
     return found
 
@@ -169,12 +172,48 @@ def cifar_page(results: Path = RESULTS) -> str:
             parts.append(compare(kept["methods"], baseline=PLAIN, on=on).to_markdown())
     else:
         parts.append("There are no records of methods.yaml yet.\n")
-    words = {"tune": "Candidates of tune.yaml, by validation rows", "moonshot": "Every attempt of moonshot.yaml"}
-    for name, title in words.items():
-        if kept[name]:
-            shown = compare(kept[name], on="validation", metrics=["nll", "accuracy", "ece"]).to_markdown()
-            parts.append(f"{title}:\n\n{shown}")
+    if kept["tune"]:
+        shown = compare(kept["tune"], on="validation", metrics=["nll", "accuracy", "ece"]).to_markdown()
+        parts.append(f"Candidates of tune.yaml, by validation rows:\n\n{shown}")
+    parts.append(attempts([read(file) for file in kept["moonshot"]]))
     return "\n".join(parts) + "\n"
+
+
+def attempts(records: Sequence[Record]) -> str:
+    """Every attempt of moonshot.yaml, best first by validation rows, and whether the goal is reached."""
+    found = {name.removeprefix("moonshot-"): mine for name, mine in methods(records).items()}
+    if not found:
+        return f"Attempts of moonshot.yaml: none has been run yet. `{MOONSHOT}`\n"
+    names = ("overhead", "validation_nll", "nll", "accuracy", "corrupted_nll")
+    means = {one: {n: mean([s[n] for s in mine.values() if n in s] or [nan]) for n in names}
+             for one, mine in found.items()}  # fmt: skip
+    order = sorted(means, key=lambda one: means[one]["validation_nll"])
+    lines = ["| attempt | more parameters | validation NLL | NLL | accuracy, % | corrupted NLL | seeds |"]
+    lines.append("|---|" + "---:|" * 6)
+    for one in order:
+        m = means[one]
+        lines.append(
+            f"| {one} | {m['overhead']:.1%} | {m['validation_nll']:.3f} | {m['nll']:.3f} | {100 * m['accuracy']:.2f} | "
+            f"{m['corrupted_nll']:.3f} | {len(found[one])} |"
+        )
+    title = f"Every attempt of moonshot.yaml that was run, by validation rows; `{MOONSHOT}`:"
+    return "\n".join([title, "", *lines, "", _goal(means, order)]) + "\n"
+
+
+def _goal(means: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> str:
+    """Who is below the ensemble on clean and on corrupted images, and what that ensemble is."""
+    if "ensemble" not in means:
+        return "The deep ensemble has not been run with these rows: nothing can be said about the goal."
+    clean, corrupted = means["ensemble"]["nll"], means["ensemble"]["corrupted_nll"]
+    small = [one for one in order if not one.startswith("plain") and means[one]["overhead"] <= SMALL]
+    there = [one for one in small if means[one]["nll"] <= clean and means[one]["corrupted_nll"] < corrupted]
+    return (
+        f"The goal, no more than {SMALL:.0%} more parameters and below the deep ensemble of the same cost on clean and "
+        f"on corrupted images ({clean:.3f} and {corrupted:.3f}), is reached by {', '.join(there) or 'none'}. It is an "
+        f"easy one at this cost: four members train for a quarter of the epochs each, and the plain network alone is "
+        f"{'below' if means.get(PLAIN, {}).get('nll', clean) < clean else 'not below'} them on clean images. Four "
+        f"members trained as long as the plain network, at four times the cost, were not run."
+    )
 
 
 def figure(found: Mapping[str, Scores]) -> str:

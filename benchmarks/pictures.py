@@ -5,8 +5,8 @@
 Pictures of 500 x 375 pixels are written as JPEG files into ten class folders, then read by a DataLoader of the same
 batches and workers: `RandomResizedCrop(224)` and a flip, and `Resize(256)`, `CenterCrop(224)`. Pipelines take turns on
 ten slices of the folder, each goes first in every other one, and files are read once before, so that neither the disk
-nor what else the machine does favours one. `--each` reads only so many of a slice. Without torchvision the lab is timed
-alone.
+nor what else the machine does favours one. `--each` reads only so many of a slice. The third pipeline is what one
+writes with Pillow alone: convert, crop, resize, transpose, array. Without torchvision the lab is timed beside it.
 """
 
 from __future__ import annotations
@@ -79,6 +79,47 @@ def torchvisions(folder: Path) -> dict[str, Any]:
     return made
 
 
+class WithPillow(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """The same crops by hand: Pillow's calls one after another, and torch's random numbers."""
+
+    def __init__(self, folder: Path, random: bool) -> None:
+        rows = ImageFolder(folder)
+        self.paths, self.y, self.random = rows.paths, rows.y.tolist(), random
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        picture = Image.open(self.paths[index]).convert("RGB")
+        picture = _random_crop(picture) if self.random else _centre(picture)
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous(), self.y[index]
+
+
+def _random_crop(picture: Image.Image) -> Image.Image:
+    width, height = picture.size
+    for _ in range(10):
+        area, shape, *corner, side = torch.rand(5).tolist()
+        area, shape = (0.08 + 0.92 * area) * width * height, (3 / 4) * (16 / 9) ** shape
+        wide, tall = round((area * shape) ** 0.5), round((area / shape) ** 0.5)
+        if wide <= width and tall <= height:
+            left, top = int(corner[0] * (width - wide + 1)), int(corner[1] * (height - tall + 1))
+            cut = picture.crop((left, top, left + wide, top + tall)).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+            return cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if side < 0.5 else cut
+    return _centre(picture)
+
+
+def _centre(picture: Image.Image) -> Image.Image:
+    width, height = picture.size
+    ratio = 256 / min(width, height)
+    small = picture.resize((round(width * ratio), round(height * ratio)), Image.Resampling.BILINEAR)
+    left, top = (small.width - SIZE) // 2, (small.height - SIZE) // 2
+    return small.crop((left, top, left + SIZE, top + SIZE))
+
+
+def by_hand(folder: Path) -> dict[str, Any]:
+    return {"train": WithPillow(folder, True), "test": WithPillow(folder, False)}
+
+
 def rate(rows: Any, index: range, workers: int) -> float:
     """Images per second of some rows, the loader's start included."""
     start, seen = time.perf_counter(), 0
@@ -90,7 +131,9 @@ def rate(rows: Any, index: range, workers: int) -> float:
 def measure(folder: Path, count: int, workers: int, each: int | None, slices: int = 10) -> dict[str, Any]:
     """Medians over slices, by pipeline and purpose, and their ratios."""
     found: dict[str, dict[str, list[float]]] = {}
-    makers: dict[str, Callable[[Path], dict[str, Any]]] = {"slimbayes": ours, "torchvision": torchvisions}
+    makers: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "slimbayes": ours, "torchvision": torchvisions, "pillow": by_hand,
+    }  # fmt: skip
     sets = {name: make(folder) for name, make in makers.items()}
     part = max(1, count // slices)
     for number in range(slices):
@@ -104,8 +147,8 @@ def measure(folder: Path, count: int, workers: int, each: int | None, slices: in
                     found.setdefault(purpose, {}).setdefault(name, []).append(got)
     out: dict[str, Any] = {p: {name: round(median(r), 1) for name, r in by.items()} for p, by in found.items()}
     for by in out.values():
-        if "torchvision" in by:
-            by["ratio"] = round(by["slimbayes"] / by["torchvision"], 3)
+        by |= {f"slimbayes/{name}": round(by["slimbayes"] / value, 3) for name, value in by.items() if name in makers}
+        del by["slimbayes/slimbayes"]
     return out
 
 

@@ -27,7 +27,7 @@ from tables_rivals import Found, Method, Split, boosting, deep_ensemble, ours, p
 
 import slimbayes as sb
 from slimbayes.metrics.crps import crps_mixture
-from slimbayes.sklearn.network import SPREAD
+from slimbayes.train.likelihoods import UNIT_NOISE
 
 UCI = ["bostonhousing", "concrete", "energy", "power-plant", "wine-quality-red", "yacht"]
 OUTSIDE = ["kin8nm", "naval-propulsion-plant", "protein-tertiary-structure"]  # defaults are chosen on these
@@ -107,7 +107,7 @@ def cell(name: str, method: str, split: int, data: Path, choose: bool) -> dict[s
     line: dict[str, Any] = {"data": name, "method": method, "split": split}
     rows, start = read(name, split, data, choose), time.time()
     line |= {"rows": len(rows.x), "columns": rows.x.shape[1], "real": rows.real}
-    line |= {"spread": SPREAD} if rows.real and method not in OTHERS else {}
+    line |= {"spread": UNIT_NOISE} if rows.real and method not in OTHERS else {}
     try:
         line |= scores(rows, (METHODS | CANDIDATES)[method](rows, split))
     except (ValueError, FloatingPointError, RuntimeError) as error:
@@ -117,7 +117,7 @@ def cell(name: str, method: str, split: int, data: Path, choose: bool) -> dict[s
 
 def outdated(line: dict[str, Any]) -> bool:
     """Whether a net learnt its noise within other bounds than nets do now."""
-    return bool(line.get("real")) and line["method"] not in OTHERS and line.get("spread") != SPREAD
+    return bool(line.get("real")) and line["method"] not in OTHERS and line.get("spread") != UNIT_NOISE
 
 
 def missing_cells(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:

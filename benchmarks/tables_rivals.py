@@ -28,7 +28,6 @@ import slimbayes as sb
 from slimbayes.sklearn import BayesClassifier, BayesRegressor
 from slimbayes.sklearn.columns import scaler
 from slimbayes.sklearn.fitting import batch_size, log_likelihood
-from slimbayes.sklearn.network import SPREAD
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
 GRID = [(lr, decay) for lr in (2e-3, 6e-3) for decay in (1e-2, 1e-4)]  # the first is the estimators' own
@@ -112,7 +111,7 @@ def tabm(split: Split, seed: int) -> Found:
         out = net.eval()(test).transpose(0, 1)
     if not split.real:
         return np.asarray(out.log_softmax(-1).logsumexp(0) - math.log(len(out)))
-    mean, variance = LIKELIHOODS["heteroscedastic_gaussian"].predictive(out.unflatten(-1, (1, 2)), SPREAD, None)
+    mean, variance = LIKELIHOODS["heteroscedastic_gaussian"].predictive(out.unflatten(-1, (1, 2)), 1.0, None)
     return np.asarray(mean[..., 0]), np.asarray(variance[..., 0].sqrt())
 
 
@@ -120,7 +119,7 @@ def _logp(out: Tensor, y: Tensor, real: bool) -> Tensor:
     """Log-likelihoods (k, B) of outputs (B, k, C) or (B, k, 2)."""
     out = out.transpose(0, 1)
     name: LikelihoodName = "heteroscedastic_gaussian" if real else "categorical"
-    return log_likelihood(name, out.unflatten(-1, (1, 2)) if real else out, y[:, None] if real else y, SPREAD)
+    return log_likelihood(name, out.unflatten(-1, (1, 2)) if real else out, y[:, None] if real else y, 1.0)
 
 
 def _train(net: nn.Module, rows: Any, held: Any, real: bool, lr: float, decay: float) -> None:

@@ -48,11 +48,7 @@ def rows_of(source: Mapping[str, Any], root: Path = ROOT) -> dict[str, Rows]:
         return {"": _records(sorted(root.glob(source["records"])))}
     if "table" in source:
         return {"": _table(root / source["table"])}
-    found: dict[str, Rows] = {}
-    for run in json.loads((root / source["runs"]).read_text())["runs"]:
-        found.setdefault(run["data"], {}).setdefault(run["method"].lower(), {})[run["split"]] = run
-    whole = _splits(sorted(root.glob(source["splits"])))  # by short names: boston, not bostonhousing
-    return {name: rows for name, rows in found.items() if not name.startswith(tuple(whole))} | whole
+    return _splits(sorted(root.glob(source["splits"])))
 
 
 def _splits(files: Sequence[Path]) -> dict[str, Rows]:

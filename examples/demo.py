@@ -21,6 +21,7 @@ from slimbayes.report.groups import load as load_records
 from slimbayes.report.reasons import reasons
 
 CONFIGS = Path(__file__).parents[1] / "experiments" / "demo" / "digits.yaml"
+WIDE = 140  # columns of a terminal
 
 
 def run(place: str, changes: Sequence[str], out: Path) -> Path:
@@ -55,7 +56,8 @@ def main() -> None:
     runs = run_all(args.seeds, changes, args.out, args.jobs, console)
     for on in ("test", "corrupted", "ood"):
         metrics = ("auroc",) if on == "ood" else ("accuracy", "nll", "ece")
-        console.print(compare(runs, on=on, baseline="plain", metrics=metrics).render())
+        baseline = "plain" if console.width >= WIDE else None  # differences take as much room again
+        console.print(compare(runs, on=on, baseline=baseline, metrics=metrics).render())
     for note in reasons(load_records(runs).groups):
         console.print(note, highlight=False)
     page = write_page(runs, args.out / "report.html", "Five ways to know what one does not know")

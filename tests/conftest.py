@@ -11,6 +11,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+# torch's graphs make many objects and few cycles: Python's own pace takes a tenth of the suite to look for them.
+gc.set_threshold(100_000, 20, 20)
+
 collect_ignore = ["fakes"]  # stand-ins for programs, run by tests
 
 

@@ -57,6 +57,16 @@ def experiment(**changes: Any) -> Experiment:
     return validate(merged(BASE, changes))
 
 
+def regression(**changes: Any) -> dict[str, Any]:
+    """The tree of a small network for yachts, with changes laid over it."""
+    tree = merged(BASE, {
+        "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None},
+        "model": {"kind": "regression_net", "hidden": 8}, "method": {"kind": "BatchEnsemble", "members": 2},
+        "train": {"epochs": 2, "batch": 24, "noise": 0.1}, "evaluate": {"draws": [1]},
+    })  # fmt: skip
+    return merged(tree, changes)
+
+
 def weights(run: Path) -> bytes:
     """What was learned, as stored: posterior and network."""
     return (run / "model" / "posterior.safetensors").read_bytes() + (run / "model" / "base.safetensors").read_bytes()

@@ -32,7 +32,7 @@ BAD: dict[str, tuple[bytes, str, str]] = {  # what a file holds; what `fit` says
     "header only": (b"size,town,price\n", "has no rows below", "has no rows"),
     "duplicate column": (b"size,size,price\n1,2,3\n", "two columns are called 'size'", "two columns are called 'size'"),
     "wrong column": (b"sise,town\n1,a\n", "no column 'price'", "columns missing: 'size'; not known to the run: 'sise'"),
-    "latin-1": (GOOD.replace("a", "\xe9").encode("latin-1"), "rows.csv, line 2, column 'town'", "not UTF-8"),
+    "latin-1": (GOOD.replace("a", "\xe9").encode("latin-1"), "rows.csv, line 2: a text of column 'town'", "not UTF-8"),
     "utf-16": (GOOD.encode("utf-16"), "not UTF-8. Save the file as UTF-8", "not UTF-8. Save the file as UTF-8"),
     "a NUL": (GOOD.replace("41,", "4\0,").encode(), "not in line 3: '4\\x00'", "'4\\x00' is not a number"),
     "words for numbers": (GOOD.replace("41,", "big,").encode(), "not in line 3: 'big'", "line 3, column 'size': 'big'"),
@@ -92,7 +92,7 @@ def test_a_target_of_one_class() -> None:
     Path("rows.csv").write_text("size,price\n" + "".join(f"{i},x\n" for i in range(30)))
     Path("mine.yaml").write_text(yaml.safe_dump(TREE))
     code, message = told("fit", "mine.yaml", "--out", "new", "--accelerator", "cpu")
-    assert code == 1 and "all rows have the class 'x'" in message
+    assert code == 1 and "is 'x' in all rows" in message
 
 
 @pytest.mark.parametrize("path", ["loop.csv", "pipe.csv", "folder.csv", "nothing.csv", "../../../nothing.csv"])

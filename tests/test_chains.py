@@ -47,6 +47,7 @@ def test_chains_find_a_posterior_that_is_known(method: Any, temperature: float, 
         assert 0.6 < found.acceptance < 0.99 and found.step_size != 0.05
 
 
+@pytest.mark.slow
 def test_chains_without_noise_end_at_the_mode_where_laplace_takes_over() -> None:
     model, batches = net(), [tuple(map(torch.cat, zip(*blobs(), strict=True)))]
     start = copy.deepcopy(model)
@@ -205,6 +206,12 @@ def test_chains_that_diverge_say_so_and_change_nothing() -> None:
         ({"chains": 0}, "chains must be a whole number of at least 1, got 0"),
         ({"chains": 100, "draws": 100}, "more members than a model holds"),
         ({"step_size": 0.0}, "step_size must be positive"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"noise": 0.0}, "noise must be positive"),
+        ({"friction": -1.0}, "friction must be above 0 and at most 1, got -1.0"),
+        ({"method": "hmc", "leapfrog": 0}, "leapfrog must be a whole number of at least 1"),
+        ({"method": "hmc", "base_lr": 0.1}, "method='hmc' leaves the weights alone"),
+        ({"burn_in": -1}, "burn_in must be a whole number, not negative"),
         ({"data": []}, "the loader is empty"),
         ({"data": [torch.randn(3, 4)]}, "without targets"),
         ({"data": iter([(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))])}, "can be read once: give a list"),

@@ -6,6 +6,7 @@ import os
 import random
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -260,3 +261,14 @@ def test_modules_to_be_saved_are_names_or_the_config_is_damaged(tmp_path: Path) 
     data = json.dumps({"conversions": [record], "base": {"shapes": {}, "sha256": ""}}).encode()
     with pytest.raises(sb.CheckpointError, match=r"conversions\.0\.saved\.1 must be str, got 3"):
         read_config(data, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
+def test_wrapped_models_are_converted_saved_and_loaded_inside(wrap: Any, tmp_path: Path) -> None:
+    plain, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).eval(), torch.randn(5, 4)
+    wrapped = wrap(copy.deepcopy(plain)).eval()
+    assert sb.bayesianize(wrapped, sb.Rank1(members=2), include="1") is wrapped
+    path = sb.save(wrapped, tmp_path / "posterior")
+    wanted = sb.predict(wrapped, x, seed=0).probs
+    for base in (plain, wrap(copy.deepcopy(plain)).eval()):
+        torch.testing.assert_close(sb.predict(sb.load(base, path), x, seed=0).probs, wanted)

@@ -472,3 +472,34 @@ def test_random_signs_never_wreck_a_trained_network_in_silence(tmp_path: Path) -
         sb.load(copy.deepcopy(trained), tmp_path / "net", check_base="structure")
     with pytest.warns(sb.SlimbayesWarning, match=r"^0: factors that start at random signs .* undo what"):
         sb.bayesianize(trained, signs)
+
+
+@pytest.mark.parametrize("made", [torch.jit.script, torch.fx.symbolic_trace])
+@pytest.mark.parametrize("config", [sb.Rank1(), sb.Ensemble()])
+def test_code_that_is_fixed_is_refused_in_words(made: Any, config: sb.Config) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        model = made(nn.Sequential(nn.Linear(4, 3)))
+    with pytest.raises(ValueError, match="convert the module that they were made of"):
+        sb.bayesianize(model, config)
+
+
+def test_parts_whose_weights_cannot_be_drawn_stay_and_the_summary_says_why() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.script = torch.jit.script(nn.Linear(4, 4))
+            self.complex, self.real = nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.real(self.complex(self.script(x).to(torch.complex64)).abs())
+
+    model, x = sb.bayesianize(Halves(), sb.Rank1(members=2, scale_init=0.3)).eval(), torch.randn(5, 4)
+    text = str(sb.summary(model))
+    assert "TorchScript" in text and "complex" in text
+    folded = sb.sample(model, x, seed=1)
+    torch.testing.assert_close(folded, sb.sample(model, x, seed=1, fold=False))
+    with pytest.raises(ValueError, match="complex"):
+        sb.bayesianize(Halves(), sb.Rank1(members=2), strict=True)

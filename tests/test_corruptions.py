@@ -17,7 +17,7 @@ from scipy import ndimage
 from torch import Tensor
 
 from slimbayes.data import CORRUPTIONS, EXTRA, corrupt
-from slimbayes.data.corruptions import blur, digital, filters, spatter, weather
+from slimbayes.data.corruptions import blur, digital, filters, weather
 from slimbayes.data.corruptions.noise import RandomNumbers
 from slimbayes.data.corruptions.strengths import STRENGTHS
 
@@ -558,22 +558,22 @@ def test_water_equals_opencv() -> None:
     layer = wet_layer()
     assert layer.sum() == 54296 and (layer * np.arange(576).reshape(24, 24)).sum() == 14897415  # the layer OpenCV saw
     wet = torch.tensor(layer).float().unsqueeze(0)
-    edges = spatter.canny(wet, 50, 150)[0].long()
+    edges = weather.canny(wet, 50, 150)[0].long()
     assert (edges * 2 ** torch.arange(23, -1, -1)).sum(1).tolist() == CANNY
     light = layer * np.frombuffer(RELIEF, np.uint8).reshape(24, 24).astype(float)
-    np.testing.assert_allclose(numpy(spatter.water(wet))[0], light / light.max(), atol=1e-6)
+    np.testing.assert_allclose(numpy(weather.water(wet))[0], light / light.max(), atol=1e-6)
 
 
 def test_water_without_edges_leaves_the_image() -> None:
-    assert float(spatter.water(torch.zeros(1, 8, 8)).abs().max()) == 0
-    assert bool(spatter.water(torch.full((1, 8, 8), 200.0)).isfinite().all())
+    assert float(weather.water(torch.zeros(1, 8, 8)).abs().max()) == 0
+    assert bool(weather.water(torch.full((1, 8, 8), 200.0)).isfinite().all())
 
 
 def test_edge_distance_is_exact_on_a_line_and_close_to_euclid() -> None:
     edges = torch.zeros(2, 30, 41, dtype=torch.bool)
     edges[0, :, 3] = True
     edges[1, 12, 17] = edges[1, 25, 30] = True
-    got = numpy(spatter.edge_distance(edges))
+    got = numpy(weather.edge_distance(edges))
     np.testing.assert_allclose(got[0], np.broadcast_to(np.abs(np.arange(41) - 3).clip(max=20), (30, 41)), atol=1e-5)
     true = ndimage.distance_transform_edt(~edges[1].cpu().numpy()).clip(max=20)
     assert np.abs(got[1] - true).max() < 0.025 * 20
@@ -589,14 +589,14 @@ def test_spatter_only_adds_water_or_paints_mud(style: str) -> None:
         touched = (change.abs() > 1e-6).any(1)
         assert 0.001 < float(touched.double().mean()) < 0.7
         if strength[-1]:
-            mud = torch.tensor(spatter.MUD).view(3, 1, 1)
+            mud = torch.tensor(weather.MUD).view(3, 1, 1)
             assert float((y - mud).abs().movedim(1, -1)[touched].max()) <= 0.2 * 0.2 + 0.2 * float(mud.max())
         else:  # nowhere darker, more by at most the strength, in the colour of water
             assert float(change.min()) >= -1e-6
             torch.testing.assert_close(
-                change[:, 0] / spatter.WATER[0], change[:, 1] / spatter.WATER[1], atol=1e-5, rtol=0
+                change[:, 0] / weather.WATER[0], change[:, 1] / weather.WATER[1], atol=1e-5, rtol=0
             )
-            assert float(change[:, 1].amax()) == pytest.approx(strength[4] * spatter.WATER[1], abs=1e-5)
+            assert float(change[:, 1].amax()) == pytest.approx(strength[4] * weather.WATER[1], abs=1e-5)
 
 
 # What is refused ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from coverage_page import COLUMNS, DEVIATIONS, LIST, PAGE, PAPERS, deviations, f
 ROWS = read_list()
 
 
+@pytest.mark.slow
 def test_every_target_of_the_list_exists() -> None:
     assert [fault for row in ROWS for fault in faults(row)] == []
 

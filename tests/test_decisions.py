@@ -169,6 +169,7 @@ def test_cv_plus_covers_at_least_what_it_promises() -> None:
 # Abstention -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_promise_of_abstention_fails_no_more_often_than_delta() -> None:
     """Confidences c uniform on (1/2, 1) of which a share 0.8 (1 - c) is wrong: the risk above t is 0.4 (1 - t)."""
     generator, risk, failed, trials, answered = torch.Generator().manual_seed(0), 0.15, 0, 80, []

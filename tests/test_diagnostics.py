@@ -17,7 +17,7 @@ import slimbayes as sb
 from slimbayes import diagnostics as dg
 from slimbayes.diagnostics.prior_functions import plot_prior_functions, prior_functions
 from slimbayes.diagnostics.sites import gaussian_sites
-from slimbayes.diagnostics.truncation import low_rank
+from slimbayes.diagnostics.spectra import low_rank
 from slimbayes.distributions.families import Distribution
 from slimbayes.distributions.kl import kl
 

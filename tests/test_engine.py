@@ -862,6 +862,7 @@ def test_layouts_are_kept_and_found_again_after_surgery(monkeypatch: pytest.Monk
         close(sb.sample(model, values), sb.sample(model, values, fold=False))
     assert len(proofs) == 5
     model[1] = nn.Tanh()
+    model.eval()  # new parts would train
     check(6)
     model.train()
     check(7)  # another mode is another kind of call
@@ -1428,3 +1429,86 @@ def test_rows_that_held_draws_cannot_share_evenly_lie_in_blocks() -> None:
     with torch.no_grad(), sb.frozen(net):
         alone = [sb.write_out(net, j)(x) for j in range(2)]
         close(net(x), torch.cat([alone[0][:3], alone[1][3:]]))
+
+
+# A model that goes another way later ----------------------------------------------------------------------------------
+
+
+class Ways(nn.Module):
+    """Rows act on each other where a submodule trains, a flag is set or a number is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.centre, self.b, self.mixes = nn.Linear(4, 6), nn.Identity(), nn.Linear(6, 3), False
+
+    def forward(self, x: Tensor, number: int = 0) -> Tensor:
+        h = self.centre(self.a(x))
+        return self.b(h - h.mean(0) if self.mixes or number or self.centre.training else h)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "mode of a part": lambda model: model.centre.train(),
+    "flag": lambda model: setattr(model, "mixes", True),
+    "number": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_was_led_another_way_is_looked_at_again(way: str) -> None:
+    model, x, given = converted(Ways()), torch.randn(5, 4), [1] if way == "number" else []
+    with torch.no_grad(), quietly() as said:
+        sb.sample(model, x, *[0 for _ in given])  # rows are apart, and draws fold
+    assert said == []
+    WAYS[way](model)
+    with torch.no_grad(), quietly() as said, sb.frozen(model):
+        assert_draws(sb.sample(model, x, *given), held(model, 1), (x, *given), {})
+    assert len(said) == 1 and "draw by draw" in said[0]
+
+
+def test_a_model_that_counts_its_calls_is_proven_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs at every call is no mode: after eight of them the layouts found serve, the most careful one."""
+    proofs: list[int] = []
+    right = proof.prove
+    monkeypatch.setattr(proof, "prove", lambda *args: (proofs.append(1), right(*args))[1])
+    model, x = converted(Ways()), torch.randn(5, 4)
+    with torch.no_grad(), quietly():
+        for step in range(12):
+            sb.sample(model, x, step)
+        assert len(proofs) == 8 and [len(known) for known in model._slimbayes_rows.values()] == [8]
+        with sb.frozen(model):
+            assert_draws(sb.sample(model, x, 99), held(model, 1), (x, 99), {})
+
+
+class Lazy(nn.Module):
+    """Methods that only begin when they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        h = self.a(x).tanh()
+        yield h
+        yield self.b(h)
+
+    async def later(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        await asyncio.sleep(0)
+        return self.b(h)
+
+
+@pytest.mark.parametrize("method", ["batch-ensemble", "ensemble"])
+@torch.no_grad()
+def test_steps_of_generators_and_coroutines_belong_to_one_draw(method: str) -> None:
+    model, x = sb.bayesianize(Lazy(), METHODS[method]).eval(), torch.randn(8, 4)
+    with sb.frozen(model):
+        expected = [plain(x) for plain in held(model, 1)]
+    for _ in range(3):  # where the members begin is random
+        steps = model.stream(x)
+        assert next(steps).shape == (8, 6)
+        model(x)  # another call in between
+        assert_rows_of_draws(next(steps), expected, 0)
+        assert_rows_of_draws(asyncio.run(model.later(x)), expected, 0)

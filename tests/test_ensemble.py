@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -1041,3 +1042,65 @@ def test_every_posterior_of_an_ensemble_is_found_once() -> None:
     groups = sb.param_groups(net, weight_decay=0.1)
     assert {g["weight_decay"] for g in groups} == {0.1}
     assert sum(p.numel() for g in groups for p in g["params"]) == sum(p.numel() for p in net.parameters())
+
+
+# The module itself, member 0 ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [sb.Ensemble(members=3, init="copies", jitter=0.5), {"0": sb.Ensemble(members=3)}])
+def test_hooks_that_were_there_before_run_once_for_every_member(config: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    for module in (net, net[0]):
+        module.register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
+        module.register_forward_hook(lambda module, args, out: out * 3.0)
+    net, x = sb.bayesianize(net, config).eval(), torch.randn(5, 4)
+    with torch.no_grad(), sb.frozen(net):
+        wanted = torch.stack([sb.write_out(net, j)(x) for j in range(3)])
+        torch.testing.assert_close(sb.sample(net, x), wanted)
+        torch.testing.assert_close(sb.sample(net, x, fold=False), wanted)
+
+
+def test_a_thread_finds_an_ensemble_while_another_runs_member_0() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.calls = nn.Linear(4, 2), 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1.0
+            if threading.current_thread() is not threading.main_thread() and not inside.is_set():
+                inside.set()
+                assert go_on.wait(20)
+            return self.a(x)
+
+    net, x = sb.bayesianize(Waits(), sb.Ensemble(members=3, init="copies", jitter=0.5)).eval(), torch.randn(5, 4)
+    wanted, found = sb.predict(net, x, likelihood="gaussian").samples, []
+    before = net.calls
+    other = threading.Thread(target=lambda: found.append(sb.predict(net, x, likelihood="gaussian").samples))
+    other.start()
+    try:
+        assert inside.wait(20)
+        here = sb.predict(net, x, likelihood="gaussian").samples
+    finally:
+        go_on.set()
+        other.join()
+    assert torch.equal(here, wanted) and torch.equal(found[0], wanted)
+    assert net.calls > before  # what a forward sets stays
+
+
+def test_tied_layers_are_not_copied_one_by_one() -> None:
+    def tied() -> nn.Sequential:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+        net[2].weight = net[0].weight
+        return net
+
+    net = sb.bayesianize(tied(), {".+": sb.Ensemble(members=2, init="copies", jitter=0.5)})
+    assert "untie" in str(sb.summary(net)) and [isinstance(m, Converted) for m in net] == [False, False, False, True]
+    with pytest.raises(ValueError, match="untie"):
+        sb.bayesianize(tied(), {".+": sb.Ensemble(members=2)}, strict=True)
+    net = sb.bayesianize(tied(), sb.Ensemble(members=2))
+    with sb.frozen(net):
+        other = sb.write_out(net, 1)
+    assert other[0].weight is other[2].weight

@@ -70,7 +70,7 @@ def ids(row: PaperRow) -> str:
 def test_every_table_and_figure_is_there() -> None:
     wanted = {
         "rank1": {"table": (1, 2, 3, 4, 8), "figure": (1, 2, 3, 4, 5, 6, 9)},
-        "k_tied": {"table": (2, 3, 4, 5), "figure": (3, 4, 5, 6, 7, 9, 10)},
+        "k_tied": {"table": (2, 3, 4, 5), "figure": (3, 4, 5, 6, 7, 9, 10, 11, 12)},
         "emp": {"table": (4, 5, 6, 7, 8, *range(9, 14)), "figure": (3, 4, 5, 6)},
     }
     names = {f"{paper}/{kind}{n}" for paper, kinds in wanted.items() for kind, which in kinds.items() for n in which}
@@ -81,12 +81,12 @@ def test_every_table_and_figure_is_there() -> None:
         for name, (place, _) in found.items()
         if name in names
     )
-    assert sum(rows for name, (_, rows) in found.items() if name.startswith(tuple(wanted))) == 388
+    assert sum(rows for name, (_, rows) in found.items() if name.startswith(tuple(wanted))) == 402
 
 
 def test_files_say_what_they_are_for() -> None:
     files = list(FOLDER.rglob("*.yaml"))
-    assert len(files) < 65 and all(file.read_text().startswith("# ") for file in files)
+    assert len(files) < 68 and all(file.read_text().startswith("# ") for file in files)
 
 
 # Hashes of configs: records are found by them. Rows that were never run before their settings changed have new ones.
@@ -306,3 +306,21 @@ def test_figure_3_keeps_the_rows_of_a_step() -> None:
     rows = [row.experiment() for row in find("rank1/figure3", [FOLDER])]
     assert [e.method.members for e in rows] == [1, 2, 4, 8, 16]
     assert {e.method.members * e.train.batch for e in rows} == {512}
+
+
+def test_settings_that_are_printed_without_a_table() -> None:
+    """k-tied, D.2 and D.4: batches, candidates, no annealing where gradients are looked at. EMP, 5 and C.1: five
+    components, Adam's defaults, L2 of 0.001 / batch size for all four sums."""
+    tied = {row.stem: row.experiment() for row in find("k_tied/figure7")}
+    batches = {e.data.name: e.train.batch for e in tied.values()}
+    assert batches == {"mnist": 1024, "cifar100": 1024, "imdb": 128}
+    assert all(e.train.kl_weight(step, 48) == 1.0 for e in tied.values() for step in (0, 1000, 14_399))
+    tried = [row.experiment() for row in find("k_tied/selection/mnist-*")]
+    chosen = {(e.method.model_dump()["prior"]["scale"], e.train.optimizer.lr) for e in tried}
+    assert chosen == {(scale, rate) for scale in (0.2, 0.3) for rate in (1e-4, 3e-4, 1e-3, 3e-3)}
+    slopes = [row.experiment().train.kl_weight for row in find("k_tied/selection-slope/mnist-2-tied-*")]
+    assert sorted(at(1000, 48) for at in slopes) == pytest.approx([0.005, 0.05])
+    for row in (row for name in ("emp/table4", "emp/table6") for row in find(name)):
+        train, method = row.experiment().train, row.experiment().method.model_dump()
+        assert method.get("components", 5) == 5 and train.optimizer.kind == "Adam" and train.optimizer.lr == 1e-3
+        assert train.l2 is not None and set(train.l2.model_dump().values()) == {0.001 / 256}

@@ -132,3 +132,25 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has not been converted"):
         sb.export(nn.Linear(4, 3), x, tmp_path / "net.pt2")
     assert not list(tmp_path.iterdir())
+
+
+class _Decides(nn.Module):
+    """A network whose forward depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum() > 0 else -self.layer(x)
+
+
+def test_what_torch_cannot_export_is_told_in_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = sb.bayesianize(_Decides(), sb.Rank1(members=2))
+    with pytest.raises(
+        ValueError, match="torch cannot write this model as a graph for net.pt2: Could not guard"
+    ) as told:
+        sb.export(model, torch.randn(5, 4), tmp_path / "net.pt2")
+    assert "by values" in str(told.value) and len(str(told.value)) < 500
+    out, err = capfd.readouterr()
+    assert "forward" not in out + err and not list(tmp_path.iterdir())

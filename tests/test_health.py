@@ -19,7 +19,7 @@ from slimbayes.data.physionet import FEATURES, bags, physionet2012
 from slimbayes.data.stays import Stays, mortality
 from slimbayes.lab.papers import find
 from slimbayes.models import keras_count
-from slimbayes.models.health import mortality_lstm
+from slimbayes.models.recurrent import mortality_lstm
 
 # The methods of the paper's Table 4, as the papers' names are in kept records.
 NAMES = (

@@ -15,9 +15,9 @@ from lab_configs import experiment
 
 import slimbayes as sb
 from slimbayes.lab import recipes
+from slimbayes.lab.choices import Augmentation, Named, Network
 from slimbayes.lab.config import CORRUPTIONS, EXTRA, Experiment
 from slimbayes.lab.config_files import ConfigError, load, merged, parse_override, read_tree, validate
-from slimbayes.lab.networks import Augmentation, Named, Network
 from slimbayes.posteriors import METHODS
 
 BASE: dict[str, Any] = {

@@ -15,6 +15,7 @@ from slimbayes.lab.fit import fit, load_run
 DENSE = {"model": {"kind": "mlp", "hidden": [8]}, "train": {"epochs": 1}}
 
 
+@pytest.mark.slow
 def test_a_gaussian_posterior_is_asked_everything(tmp_path: Path) -> None:
     run = fit(experiment(method={"kind": "KTied", "rank": 2}, **DENSE), tmp_path / "run", CPU)
     found = json.loads(call("diagnose", run, "--draws", 4, "--json", "--accelerator", "cpu").stdout)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lab_configs import BASE, CPU, METHODS, MINE, ONCE, X, dense, experiment, mine
+from lab_configs import BASE, CPU, METHODS, MINE, ONCE, X, dense, experiment, mine, regression
 from torch import nn
 
 import slimbayes as sb
@@ -45,6 +45,13 @@ def test_scores_are_those_of_predict(tmp_path: Path) -> None:
     assert row.metrics["nll"] == pytest.approx(float(-probs.gather(1, task.test.y[:, None]).log().mean()), abs=1e-6)
     assert row.reliability is not None and sum(row.reliability.count) == 100
     assert row.risk_coverage is not None and row.risk_coverage.risk[-1] == pytest.approx(1 - row.metrics["accuracy"])
+
+
+def test_curves_score_likelihood_and_errors_alone_by_the_draws_of_all_scores(run: Path) -> None:
+    predictor = Predictor(*load_run(run, CPU))
+    (full,), notes = predictor.score(predictor.task.test, [1], "rows", "validation")
+    (brief,), none = predictor.score(predictor.task.test, [1], "rows", "validation", brief=True)
+    assert brief.metrics == {name: full.metrics[name] for name in ("accuracy", "nll")} and notes and not none
 
 
 def test_validation_rows_and_noise_in_the_targets_own_units(tmp_path: Path) -> None:
@@ -218,15 +225,6 @@ def test_records_keep_numbers_that_json_does_not_have(run: Path, tmp_path: Path)
         and math.isnan(again.evaluations[0].metrics["mce"])
         and again.evaluations[0].metrics["nll"] == math.inf
     )
-
-
-def regression(**changes: Any) -> dict[str, Any]:
-    tree = merged(BASE, {
-        "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None},
-        "model": {"kind": "regression_net", "hidden": 8}, "method": {"kind": "BatchEnsemble", "members": 2},
-        "train": {"epochs": 2, "batch": 24, "noise": 0.1}, "evaluate": {"draws": [1]},
-    })  # fmt: skip
-    return merged(tree, changes)
 
 
 class Exact(nn.Module):

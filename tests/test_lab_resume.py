@@ -24,7 +24,7 @@ from slimbayes.report import record
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["rank1-cauchy", "2-tied", "emp", "dropout", "ensemble", "member-norm"])
 def test_a_run_killed_anywhere_and_resumed_ends_in_the_same_weights(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from slimbayes.report.record import read
 HELD_OUT = {"train_limit": 150, "test_limit": 50, "validation": 0.4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [{"kind": "Ensemble", "members": 2}, {"kind": "ModelPatch", "components": 2}])
 def test_a_stacked_run_has_the_weights_of_stack(tmp_path: Path, method: dict[str, object]) -> None:
     run = fit(experiment(data=HELD_OUT, method=method, train={"epochs": 1}), tmp_path / "run", CPU)

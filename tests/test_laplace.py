@@ -462,3 +462,110 @@ def test_a_precision_that_runs_away_and_curvature_that_is_not_finite() -> None:
         sb.laplace(net, [(torch.full((3, 4), math.nan), torch.zeros(3, dtype=torch.long))])
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert list(before) == list(net.state_dict())
+
+
+class Masked(nn.Module):
+    """The mean over some of a row's steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden: Tensor = torch.tanh(self.inside(x)) * mask.unsqueeze(2)
+        out: Tensor = self.out(hidden.sum(1) / mask.sum(1, keepdim=True))
+        return out
+
+
+def test_batches_of_several_inputs_come_flat_or_nested() -> None:
+    x, mask, y = torch.randn(6, 5, 4), torch.ones(6, 5), torch.randint(3, (6,))
+    mask[:, 3:] = 0
+    net = Masked().eval()
+    flat, nested = (sb.laplace(copy.deepcopy(net), [b]).log_evidence for b in ((x, mask, y), ((x, mask), y)))
+    assert flat == nested
+    with pytest.raises(ValueError, match=r"does not fit Sequential\.forward.*weights of rows are not taken"):
+        sb.laplace(mlp(), [(torch.randn(6, 4).double(), y, torch.rand(6))])
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
+def test_wrapped_models_are_fitted_inside(wrap: Any, tmp_path: Path) -> None:
+    plain, batches = mlp(), data()
+    wrapped = wrap(copy.deepcopy(plain)).eval()
+    fit = sb.laplace(wrapped, batches)
+    assert fit.model is wrapped and sorted(fit.prior_precision) == ["0", "2"]
+    again = sb.load(copy.deepcopy(plain), sb.save(wrapped, tmp_path / "posterior"))
+    x = batches[0][0]
+    torch.testing.assert_close(sb.predict(again, x, 5, seed=0).probs, sb.predict(wrapped, x, 5, seed=0).probs)
+
+
+def test_weights_elsewhere_and_last_layers_that_stay_are_said() -> None:
+    with pytest.raises(ValueError, match="load it without offloading"):
+        sb.laplace(mlp().to("meta"), data())
+    net = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=False)).eval()
+    net[2].weight = net[0].weight
+    batch = torch.randint(7, (6,)), torch.randint(7, (6,))
+    with pytest.raises(ValueError, match=r'runs last, 2, cannot be the one of layers="last": its weight is tied to 0'):
+        sb.laplace(net, [batch], layers="last")
+    with pytest.raises(ValueError, match="the loader is empty"):
+        sb.laplace(mlp(), [], layers="last")
+
+
+@pytest.mark.parametrize(("rate", "dtype"), [(1.0, "F16"), (1e-6, "F32")])
+def test_correlations_are_kept_in_half_precision_where_that_changes_little(
+    rate: float, dtype: str, tmp_path: Path
+) -> None:
+    """A wide prior leaves directions that differ by orders of magnitude, and then rounding would not do."""
+    from safetensors import safe_open
+
+    net = nn.Sequential(nn.Linear(30, 20)).eval()
+    x = torch.randn(200, 30)
+    batches = [(x, net(x).detach() + torch.randn(200, 20))]
+    wide = copy.deepcopy(net).double()
+    prior = sb.Normal(1.0, rate**-0.5)
+    sb.laplace(net, batches, "gaussian", prior=prior, noise=1.0)
+    sb.laplace(wide, [(a.double(), b.double()) for a, b in batches], "gaussian", prior=prior, noise=1.0)
+    own, exact = (m[0].posterior["weight"].root()[0].double() for m in (net, wide))
+    spread = torch.linalg.svdvals(torch.linalg.solve(exact, own)).detach()
+    assert float((spread - 1).abs().max()) < 3e-3
+    path = sb.save(net, tmp_path / "posterior")
+    with safe_open(path / "posterior.safetensors", "pt") as file:
+        assert file.get_slice("0.posterior.weight.lower").get_dtype() == dtype
+    again = sb.load(sb.debayesianize(copy.deepcopy(net)), path)
+    mine, theirs = (m[0].posterior["weight"].state_dict() for m in (net, again))
+    assert all(theirs[n].dtype == t.dtype and torch.equal(theirs[n], t) for n, t in mine.items())
+
+
+def test_biases_beside_factors_have_the_curvature_of_brute_force() -> None:
+    """Real targets take them in: J^T J / noise^2 + precision by derivatives of each layer's own numbers."""
+    net, (x, y) = mlp(1), data(classes=None, outputs=1)[0]
+    plain = copy.deepcopy(net)
+    fit = sb.laplace(net, [(x, y)], "gaussian", prior=sb.Normal(0.0, 2.0), noise=0.5)
+    far = 0.0
+    for name in ("0", "2"):
+        weight, bias = plain.get_parameter(f"{name}.weight"), plain.get_parameter(f"{name}.bias")
+        n = len(bias)
+
+        def outputs(numbers: Tensor, name: str = name, weight: Tensor = weight, n: int = n) -> Tensor:
+            r, s, b = numbers.split([n, weight.shape[1], n])
+            return functional_call(plain, {f"{name}.weight": weight * torch.outer(r, s), f"{name}.bias": b}, (x,))[:, 0]
+
+        numbers = torch.cat([torch.ones(n + weight.shape[1]).double(), bias.detach()])
+        jacobian = jacrev(outputs)(numbers).detach()
+        exact = jacobian.mT @ jacobian / 0.25 + torch.eye(len(numbers)) / 4.0
+        torch.testing.assert_close(net.get_submodule(name).posterior["weight"].covariance()[0], exact.inverse())  # type: ignore[operator, index]
+        far += float(0.5 * (numbers.square().sum() / 4 + exact.logdet() - len(numbers) * math.log(0.25)))
+    assert fit.log_evidence == pytest.approx(fit.log_likelihood - far)
+    drawn = sb.predict_linearised(net, x, "gaussian", scale=0.5, draws=4000, seed=0).samples.var(0)
+    torch.testing.assert_close(drawn, sb.predict_linearised(net, x, "gaussian").epistemic, rtol=0.15, atol=1e-3)
+
+
+def test_noise_is_found_where_layers_determine_more_than_there_are_targets() -> None:
+    """Each by its own account; the evidence still has a maximum."""
+    net, x = mlp(1), torch.randn(12, 4).double()
+    fit = sb.laplace(net, [(x, net(x).detach() + 1e-3 * torch.randn(12, 1).double())], "gaussian")
+    curvature = accumulate(net, labelled(net, [(x, torch.zeros(12, 1).double())]), "gaussian")
+    given = [s / fit.noise**2 for block in curvature.blocks for s in block.spectrum()]
+    gamma = sum(float((s / (s + p)).sum()) for s, p in zip(given, fit.prior_precision.values(), strict=True))
+    assert sum(map(len, given)) > 12 and gamma < 12
+    squares = -2 * fit.noise**2 * (fit.log_likelihood + 12 * math.log(fit.noise * math.sqrt(2 * math.pi)))
+    assert fit.noise**2 == pytest.approx(squares / (12 - gamma), rel=1e-6)

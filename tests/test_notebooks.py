@@ -94,6 +94,7 @@ def axes(tmp_path: Path) -> Any:
     return drawn
 
 
+@pytest.mark.slow
 def test_bands_are_the_intervals_over_x(axes: Any) -> None:
     pred, y = real()
     x = torch.randn(N, 1)
@@ -169,3 +170,9 @@ def test_posterior_scales_have_a_box_for_each_layer(axes: Any, config: Any) -> N
     assert "1 more are not shown" in axes(sb.plot.posterior_scales(net, most=1))[0].get_xlabel()
     with pytest.raises(ValueError, match="no posterior with scales"):
         sb.plot.posterior_scales(sb.bayesianize(nn.Linear(3, 2), sb.BatchEnsemble()))
+
+
+def test_a_notebook_shows_a_figure_without_pyplot() -> None:
+    pytest.importorskip("matplotlib")
+    shown: Any = classes()[0].plot()
+    assert shown._repr_png_().startswith(b"\x89PNG")

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def test_a_first_line_of_numbers_is_a_row(tmp_path: Path) -> None:
         (b"", "is empty"),
         (b"a,b\n", "has no rows below"),
         (b"a,a\n1,2\n", "two columns are called 'a'"),
-        (b"a,\n1,2\n", "column 2 has no name"),
+        (b"2,\n1,2\n", "holds numbers"),
         (b"a,b\n1,2\n1\n", "line 3: 1 cells, but there are 2"),
         (b"a,b\n1,\xff\n", "not UTF-8"),
     ],
@@ -223,7 +224,7 @@ def test_rows_that_do_not_fit_are_refused(
 def test_a_run_on_a_table_takes_tables(place: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((2, 2), np.float32))
     done = call("predict", place / "run", tmp_path / "a.npy", "-o", tmp_path / "out.csv")
-    assert done.exit_code == 1 and ".csv or .parquet" in done.output
+    assert done.exit_code == 1 and ".csv, .tsv, .parquet" in done.output
     assert call("predict", place / "run", tmp_path / "b.csv", "-o", tmp_path / "out.csv").exit_code == 3
 
 
@@ -232,7 +233,7 @@ def test_runs_of_before_there_were_dates_are_read(place: Path) -> None:
     rows = {"town": ["mid", "north"], "size": [50.0, 60.0]}
     now = OwnColumns.from_facts(facts)
     former = OwnColumns.from_facts({name: facts[name] for name in ("preparation", "passed", "header")})
-    assert former.kinds == now.kinds and torch.equal(former.rows(rows), now.rows(rows))
+    assert former.kinds == now.kinds and torch.equal(former.rows(rows)[0], now.rows(rows)[0])
 
 
 def test_classes_gaps_and_new_categories(tmp_path: Path) -> None:
@@ -245,7 +246,8 @@ def test_classes_gaps_and_new_categories(tmp_path: Path) -> None:
     done = call("fit", config, "--out", tmp_path / "run", "--accelerator", "cpu")
     assert done.exit_code == 0, done.output
     new = write(tmp_path / "b.csv", ["size", "town"], [["", "east"], [50, "mid"]])
-    assert call("predict", tmp_path / "run", new, "-o", tmp_path / "out.csv", "--draws", 2).exit_code == 0
+    with pytest.warns(sb.SlimbayesWarning, match=r"'town' \(1 of 2 rows\)"):
+        assert call("predict", tmp_path / "run", new, "-o", tmp_path / "out.csv", "--draws", 2).exit_code == 0
     found = columns(tmp_path / "out.csv")
     assert set(found["label"]) <= {"cheap", "dear"} and {"p(cheap)", "p(dear)", "entropy", "epistemic"} <= found.keys()
     assert call("evaluate", tmp_path / "run", "--accelerator", "cpu").exit_code == 0
@@ -306,8 +308,8 @@ def test_a_table_without_names(tmp_path: Path) -> None:
         ({}, {"price": lambda i: "" if i == 5 else i}, "is missing in 1 rows"),
         ({}, {"price": lambda i: i % 5}, "classes or counts: say data.task"),
         ({"task": "regression"}, {"price": lambda i: "abc"[i % 3]}, "must hold numbers .* got 'a' in line 2"),
-        ({"task": "classes"}, {"price": lambda i: 1}, "all rows have the class '1'"),
-        ({"task": "regression"}, {"price": lambda i: 1}, "the target is 1 in all"),
+        ({"task": "classes"}, {"price": lambda i: 1}, "is '1' in all rows"),
+        ({"task": "regression"}, {"price": lambda i: 1}, "is '1' in all rows"),
         ({"drop": ["size", "town"]}, {}, "has no column beside"),
     ],
 )
@@ -567,6 +569,7 @@ def test_code_is_named_by_module_and_function(name: str) -> None:
 # --- noise ---
 
 
+@pytest.mark.slow
 def test_noise_is_learnt(tmp_path: Path) -> None:
     """A line with noise of standard deviation 7: that is found, the same for all rows or not."""
     draw = np.random.default_rng(0)
@@ -599,6 +602,7 @@ def test_runs_keep_the_names_they_had_when_noise_was_one() -> None:
 # --- init ---
 
 
+@pytest.mark.slow
 def test_init_writes_a_config_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [[i, f"2024-01-{i % 28 + 1:02}", f"name {i}", s, t, y] for i, (s, t, y) in enumerate(houses())]
@@ -658,3 +662,93 @@ def test_init_of_arrays_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_rows_without_a_file_have_a_decimal_point() -> None:
     with pytest.raises(ValueError, match=r"'1,5' is no number with a decimal point\.$"):
         frame_of({"size": ["1,5"]}, {"size": "number"})
+
+
+def odd_file(file: Path, kind: str) -> Path:
+    """A table as people have them, 40 rows of two numbers and a price."""
+    draw = np.random.default_rng(0).normal(size=(40, 3)).round(3)
+    rows = [[str(v) for v in row] for row in draw]
+    head = ["a", "b", "price"]
+    column = {
+        "money": lambda v: f"${abs(float(v)) * 5000:,.2f}", "per cent": lambda v: f"{v}%", "euro": lambda v: f"{v} €",
+        "thousands": lambda v: f"{1234 + int(abs(float(v)) * 5000):,}", "american": lambda v: "1/2/2024",
+        "same": lambda v: "5.5", "texts": lambda v: f"house {v}",
+    }  # fmt: skip
+    for name, make in column.items():
+        if kind.startswith(name):
+            at = 2 if kind.endswith("target") else 1
+            rows = [[make(c) if i == at else c for i, c in enumerate(row)] for row in rows]
+    if kind == "index":
+        head, rows = ["", *head], [[str(i), *row] for i, row in enumerate(rows)]
+    parts = ";" if kind in ("semicolons below an empty line", "german") else ","
+    if kind == "german":
+        rows = [[c.replace(".", ",") for c in row] for row in rows]
+    if kind == "mixed":
+        head, rows = [], [[row[0], "red", row[2]] for row in rows]
+    write(file, head, rows, parts)
+    if kind == "semicolons below an empty line":
+        file.write_text("\n" + file.read_text())
+    if kind == "latin":
+        file.write_bytes(file.read_text().replace("price", "größe").encode("latin-1"))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("index", 'drop: ["1"]\n    # "1": it numbers the rows'),
+        ("euro", 'drop: ["b"]\n    # "b": numbers with signs, such as "-0.132 €"'),
+        ("thousands", 'drop: ["b"]\n    # "b": numbers with signs, such as "1,894"'),
+        ("american", '"b": dates, but "1/2/2024" may be the day or the month first'),
+        ("semicolons below an empty line", '"a": numbers'),
+        ("german", "decimal: comma"),
+    ],
+)
+def test_init_of_tables_as_people_have_them(tmp_path: Path, kind: str, told: str) -> None:
+    if kind == "american":  # more than one day, or the column would be the same in all rows
+        file = odd_file(tmp_path / "odd.csv", kind)
+        file.write_text(file.read_text().replace("1/2/2024", "3/4/2024", 5))
+        told = told.replace("1/2", "3/4")
+    else:
+        file = odd_file(tmp_path / "odd.TSV", kind)
+    found = call("init", file, "-o", tmp_path / "odd.yaml")
+    assert found.exit_code == 0, found.output
+    text = (tmp_path / "odd.yaml").read_text()
+    assert told in text and "numbers. The last column" in text
+    assert call("config", "check", tmp_path / "odd.yaml").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("money target", r"the target, holds '\$[\d,.]+', a number but for signs of money"),
+        ("per cent target", "take the signs out, or say data.task: classes"),
+        ("same target", "the target, is '5.5' in all rows: nothing is to be learnt"),
+        ("texts target", "40 different texts in 40 rows, too many for classes"),
+        ("latin", "line 1: a column's name is not UTF-8"),
+        ("mixed", "--header or --no-header"),
+    ],
+)
+def test_tables_that_init_refuses_in_words(tmp_path: Path, kind: str, told: str) -> None:
+    found = call("init", odd_file(tmp_path / "odd.csv", kind), "-o", tmp_path / "odd.yaml")
+    assert found.exit_code in (1, 2) and not (tmp_path / "odd.yaml").exists()
+    assert re.search(told, found.output), found.output
+
+
+def test_init_is_told_whether_there_are_names(tmp_path: Path) -> None:
+    file = odd_file(tmp_path / "odd.csv", "mixed")
+    assert call("init", file, "-o", tmp_path / "odd.yaml", "--no-header").exit_code == 0
+    assert 'target: "3"' in (tmp_path / "odd.yaml").read_text()
+
+
+def test_numbers_with_signs_are_no_categories_unless_it_is_said(tmp_path: Path) -> None:
+    file = odd_file(tmp_path / "odd.csv", "per cent")
+
+    def config(missing: str, **more: Any) -> Any:
+        return validate(BASE | {"data": {"csv": str(file), "target": "price", "missing": missing} | more})
+
+    with pytest.raises(ValueError, match="column 'b' holds '-0.132%', a number but for signs"):
+        open_data(config("refuse").data)
+    with pytest.warns(sb.SlimbayesWarning, match=r"'b' \(8 of 40 rows\)"):  # of the rows that are tested on
+        named, _ = open_data(config("impute", categories=["b"]).data)
+    assert "b" in named.columns

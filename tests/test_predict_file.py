@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lab_configs import BASE, CPU, ONCE, call, experiment, mine
+from lab_configs import CPU, ONCE, call, experiment, mine, regression
 
 from slimbayes.data import csv_rows
 from slimbayes.lab import predict_input
 from slimbayes.lab.config import Data
-from slimbayes.lab.config_files import merged
 from slimbayes.lab.fit import fit
 from slimbayes.lab.predict_file import fitted, predict_file
 from slimbayes.lab.predict_input import row_blocks
@@ -29,15 +28,6 @@ def read_rows(file: Path, columns: tuple[str, ...] = ()) -> torch.Tensor:
 
 
 NAMES = ("length", "beam", "draught")
-
-
-def regression(**changes: Any) -> dict[str, Any]:
-    tree = merged(BASE, {
-        "data": {"name": "uci/yacht", "train_limit": None, "test_limit": None},
-        "model": {"kind": "regression_net", "hidden": 8}, "method": {"kind": "BatchEnsemble", "members": 2},
-        "train": {"epochs": 2, "batch": 24, "noise": 0.1}, "evaluate": {"draws": [1]},
-    })  # fmt: skip
-    return merged(tree, changes)
 
 
 @pytest.fixture(scope="module")

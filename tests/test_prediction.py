@@ -374,3 +374,19 @@ def test_predict_reports_densities_in_the_targets_units() -> None:
     means = 50 + 4 * sb.sample(net, x).detach()
     expected = np.log(stats.norm.pdf(y.numpy(), means.numpy(), math.sqrt(10)).mean(0))
     np.testing.assert_allclose(pred.log_prob(y).numpy(), expected, atol=1e-5)
+
+
+def test_a_model_that_gives_no_rows_is_refused_in_words() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x).square().mean(), torch.complex(self.a(x), self.a(x))
+
+    model, x = sb.bayesianize(Loss(), sb.MeanField()), torch.randn(5, 4)
+    with pytest.raises(ValueError, match="need a row axis.*output="):
+        sb.predict(model, x, likelihood="gaussian")
+    with pytest.raises(ValueError, match="No likelihood takes complex outputs"):
+        sb.predict(model, x, likelihood="gaussian", output=1)

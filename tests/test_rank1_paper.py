@@ -443,6 +443,7 @@ def test_noise_of_different_examples_is_uncorrelated_and_of_one_member_draw_shar
         assert np.corrcoef(y.T)[0, 1] == pytest.approx(expected, abs=4 / math.sqrt(n))
 
 
+@pytest.mark.slow
 def test_draws_for_each_example_divide_the_variance_of_gradients_by_the_rows() -> None:
     """Section 3.1: against weights that are drawn once for the batch. Of B equal rows the gradient is then a mean of B
     independent ones, so its variance is exactly a B-th, and its expectation the same."""

@@ -671,13 +671,15 @@ def test_gradient_checkpointing_recomputes_the_same_draw(name: str, method: str,
     block = model.bert.encoder.layer[0].output.dense if name == "bert" else model.transformer.h[0].mlp.c_fc
     block.register_forward_hook(lambda *_: calls.append(1))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    LOSSES[loss](model, batch)  # a flag has changed: rows are located again
+    calls.clear()
     found = posterior_gradients(model, lambda: LOSSES[loss](model, batch))
     assert len(calls) == 2 * {"looped": 2, "two passes": 2}.get(loss, 1)  # once forward and once more in backward
     assert_same(found, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("method", ["normal", "member"])
+@pytest.mark.parametrize("method", ["normal", "batchensemble"])
 def test_checkpoint_around_a_block_of_an_mlp(method: str, reentrant: bool) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -692,10 +694,6 @@ def test_checkpoint_around_a_block_of_an_mlp(method: str, reentrant: bool) -> No
     model, x = scatter(sb.bayesianize(Net(), METHODS[method])), torch.randn(6, 4)
     expected = posterior_gradients(model, lambda: sb.sample(model, x).square().mean())
     model.saving = True
-    if reentrant:  # runs backward twice through what all layers share; torch advises against it
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            posterior_gradients(model, lambda: sb.sample(model, x).square().mean())
-        return
     assert_same(posterior_gradients(model, lambda: sb.sample(model, x).square().mean()), expected)
 
 

@@ -240,6 +240,7 @@ def test_a_bare_record_makes_a_page(tmp_path):
     assert titles(reader, 3) == ["Summary", "Cost", "Commands"]
 
 
+@pytest.mark.slow
 def test_times_of_other_machines_are_said_not_to_compare(tmp_path):
     """The environment is as the lab writes it: a GPU's name, or else the CPU's."""
     runs = [record("a", 0, environment={"cpu": "x", "gpu": "g"}), record("b", 0, environment={"cpu": "y"})]

@@ -138,6 +138,7 @@ def test_seeds_that_are_none_are_told(text: str) -> None:
         parse_seeds(text)
 
 
+@pytest.mark.slow
 def test_an_overview_counts_rows_with_records() -> None:
     found = {line.split()[0]: line.split()[1:] for line in overview([Path(__file__).parents[1] / "results" / "rank1"])}
     assert found["rank1/table2"] == ["8", "0", "8"] and found["rank1/table3"][2] == "0"
@@ -305,6 +306,7 @@ rows:
 """
 
 
+@pytest.mark.slow
 def test_corrupted_rows_of_a_run_that_was_not_asked_for_them(folder: Path, tmp_path: Path) -> None:
     (folder / "toy" / "table1.yaml").write_text(CORRUPTED)
     out = reproduce("toy/table1", tmp_path / "out", CPU, folders=[folder])

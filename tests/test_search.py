@@ -74,6 +74,7 @@ def test_wrong_searches_are_refused(tmp_path: Path, config: Path) -> None:
         tune_trainable(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_optuna_study(tmp_path: Path, config: Path, quick: list[float]) -> None:
     study = optuna.create_study(storage=f"sqlite:///{tmp_path}/search.db", sampler=optuna.samplers.RandomSampler(0))
     study.optimize(optuna_objective(config, tmp_path / "runs", rates), n_trials=4)

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 import sys
 import threading
 import time
@@ -19,10 +20,11 @@ import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.fit import fit
+from slimbayes.lab.own_config import OwnCodeError, code_allowed
 from slimbayes.lab.predict_file import read_predictor
 from slimbayes.lab.predict_output import as_columns
 from slimbayes.lab.run_folder import RunError
-from slimbayes.lab.serve_model import RunModel, _array, open_model
+from slimbayes.lab.serve_model import Checked, RunModel, _array, open_model
 from slimbayes.lab.serve_queue import Busy, Queue
 
 pytest.importorskip("fastapi")
@@ -43,10 +45,10 @@ class Doubles:
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.batches = seconds, []
 
-    def check(self, rows: np.ndarray) -> np.ndarray:
+    def check(self, rows: np.ndarray) -> Checked:
         if rows.shape[1:] != self.row or not np.isfinite(rows).all():
             raise ValueError(f"rows: finite rows of shape {self.row} are needed.")
-        return rows
+        return Checked(rows)
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> dict[str, list[Any]]:
         self.batches.append((len(rows), draws))
@@ -155,7 +157,7 @@ def test_arrow_goes_in_and_out() -> None:
         assert server.post("/predict", json={"rows": [{"b": 1, "a": 3}]}).json()["predictions"]["mean"] == [6.0]
     listed = stream({"x": arrow.array([[1.0, 5.0], [2.0, 5.0]], arrow.list_(arrow.float32(), 2))})
     with client() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Doubles, "check", lambda self, rows: _array(rows, ()))
+        patch.setattr(Doubles, "check", lambda self, rows: Checked(_array(rows, ())))
         got = server.post("/predict", content=listed, headers={"content-type": STREAM})
         assert got.json()["predictions"]["mean"] == [2.0, 4.0]
 
@@ -259,9 +261,17 @@ def test_the_window_shrinks_while_answers_are_late_and_opens_again() -> None:
             server.post("/predict", json={"rows": [[1, 2]]})
         shrunk = app.window
         assert shrunk == pytest.approx(0.9**5 * start)
-        for _ in range(5):
+        for _ in range(5):  # what is refused says nothing of what is answered, nor does one alone of many
             server.post("/predict", json={"rows": []})
-        assert app.window > shrunk
+        app.wait = 5.0
+        server.post("/predict", json={"rows": [[1, 2]]})
+        assert app.window == shrunk
+        app.window = 2.0
+        server.post("/predict", json={"rows": [[1, 2]]})
+        assert app.window == 3.0
+        app.window = 2.0
+        app._learn(2.0)  # in time, but not at once
+        assert app.window == 2.5
         app.active = 1000
         assert server.post("/predict", json={"rows": [[1, 2]]}).status_code == 503
         assert server.get("/healthz").status_code == 200
@@ -358,6 +368,40 @@ def test_a_run_on_a_table_is_served_by_its_columns_names(table_run: Path, tmp_pa
             assert answer.status_code == 422 and told in answer.json()["error"], (told, answer.text)
 
 
+def test_answers_as_npy(table_run: Path, tmp_path: Path) -> None:
+    accept = {"accept": "application/x-npy"}
+    with client(model=RunModel(table_run, draws=2, accelerator="cpu")) as server:
+        want = server.post("/predict", json={"rows": ROWS, "level": 0.8}).json()["predictions"]
+        answer = server.post("/predict", json={"rows": ROWS, "level": 0.8}, headers=accept)
+        assert answer.headers["content-type"] == "application/x-npy"
+        got = np.load(io.BytesIO(answer.content), allow_pickle=False)
+        assert {name: got[name].tolist() for name in got.dtype.names} == want and "high" in want
+    with client(model=RunModel(run_of(tmp_path / "run"), draws=2, accelerator="cpu")) as server:
+        want = server.post("/predict", json={"rows": [[0, 1, 2]]}).json()["predictions"]
+        content = server.post("/predict", json={"rows": [[0, 1, 2]]}, headers=accept).content
+        got = np.load(io.BytesIO(content), allow_pickle=False)
+        assert {name: got[name].tolist() for name in got.dtype.names} == want and isinstance(want["label"][0], str)
+
+
+def test_categories_that_training_did_not_see_are_told(tmp_path: Path) -> None:
+    lines = [f"{40 + i % 50},{('north', 'mid')[i % 2]},{i % 50 + i % 7}" for i in range(80)]
+    (tmp_path / "a.csv").write_text("\n".join(["size,town,price", *lines]))
+    data = {"csv": str(tmp_path / "a.csv"), "target": "price", "missing": "impute"}
+    tree = {**BASE, "data": data, "model": {"kind": "table_net", "hidden": [4]}}
+    run = fit(validate(tree), tmp_path / "run", CPU, judge=False)
+    told = "Categories that training did not see count as missing: in column 'town' (1 of 2 rows)."
+    rows = [{"size": 60.0, "town": "mid"}, {"size": 45.0, "town": "east"}]
+    with client(model=RunModel(run, draws=2, accelerator="cpu")) as server:
+        assert "notes" not in server.post("/predict", json={"rows": rows[:1]}).json()
+        answer = server.post("/predict", json={"rows": rows})
+        assert answer.json()["notes"] == [told] == json.loads(answer.headers["x-notes"])
+        missing = server.post("/predict", json={"rows": [{**rows[1], "town": None}]}).json()
+        assert missing["predictions"]["mean"][0] == pytest.approx(answer.json()["predictions"]["mean"][1])
+    (tmp_path / "b.csv").write_text("size,town\n60,mid\n45,east\n")
+    with pytest.warns(sb.SlimbayesWarning, match=re.escape(f"b.csv: {told}")):
+        call("predict", run, tmp_path / "b.csv", "-o", tmp_path / "out.csv")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning", "ignore::UserWarning:torch.*")
 @pytest.mark.parametrize("kind", ["pt2", "onnx"])
@@ -369,14 +413,20 @@ def test_a_run_is_exported_and_predicts_as_it_does(kind: str, table_run: Path, t
     done = call("export", table_run, "--to", kind, "-o", file, "--draws", 4, "--accelerator", "cpu")
     assert done.exit_code == 0 and "rows x 7 -> mean, aleatoric, epistemic" in done.output, done.output
     want = predicted(table_run, tmp_path)
-    if kind == "onnx":
-        with client(model=open_model(file, 1)) as server:
-            got = server.post("/predict", json={"rows": ROWS}).json()["predictions"]
-            assert server.post("/predict", json={"rows": [{**ROWS[0], "town": "east"}]}).status_code == 422
-        mean, aleatoric, epistemic = (np.array(got[n])[:, 0] for n in ("mean", "aleatoric", "epistemic"))
-    else:
-        rows = read_predictor(table_run, torch.device("cpu")).task.own.rows({n: [r[n] for r in ROWS] for n in ROWS[0]})
-        mean, aleatoric, epistemic = (out[:, 0].detach().numpy() for out in torch.export.load(file).module()(rows))
+    if kind == "pt2":
+        with pytest.raises(OwnCodeError, match="If you trust it, say --allow-code"):
+            open_model(file, 1)
+    with code_allowed(), client(model=open_model(file, 1)) as server:
+        got = server.post("/predict", json={"rows": ROWS}).json()["predictions"]
+        assert server.post("/predict", json={"rows": [{**ROWS[0], "town": "east"}]}).status_code == 422
+        refused = server.post("/predict", json={"rows": ROWS, "level": 0.9})
+        assert refused.status_code == 422 and "no intervals" in refused.text
+    mean, aleatoric, epistemic = (np.array(got[n])[:, 0] for n in ("mean", "aleatoric", "epistemic"))
+    if kind == "pt2":  # without slimbayes
+        rows, _ = read_predictor(table_run, torch.device("cpu")).task.own.rows(
+            {n: [r[n] for r in ROWS] for n in ROWS[0]}
+        )
+        assert torch.export.load(file).module()(rows)[0][:, 0].tolist() == mean.tolist()
     np.testing.assert_allclose(mean, [row["mean"] for row in want], rtol=1e-9)
     np.testing.assert_allclose(aleatoric + epistemic, [row["std"] ** 2 for row in want], rtol=1e-3)
     np.testing.assert_allclose(epistemic, [row["epistemic_std"] ** 2 for row in want], rtol=1e-2)
@@ -446,8 +496,14 @@ def test_the_command_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="may hold pickles"):
-        open_model(tmp_path / "net.pt2", 1)
+    for name in ("net.pt2", "net.onnx"):
+        if name == "net.onnx":
+            pytest.importorskip("onnxruntime")
+        with pytest.raises(FileNotFoundError, match="neither a run's folder"):
+            open_model(tmp_path / name, 1)
+        (tmp_path / name).write_bytes(b"PK junk")
+        with code_allowed(), pytest.raises(RunError, match="cannot be opened|is no .pt2 file"):
+            open_model(tmp_path / name, 1)
     with pytest.raises(FileNotFoundError, match="neither a run's folder"):
         open_model(tmp_path / "nothing", 1)
 

@@ -57,6 +57,7 @@ def test_finished_cells_are_skipped(tmp_path: Path) -> None:
     assert ("b", "m", 0) in list(tables.missing_cells(args))  # within other bounds of the noise
 
 
+@pytest.mark.slow
 def test_a_cell_is_a_line(tmp_path: Path) -> None:
     line = tables.cell("wine", "boosted trees", 0, tmp_path, choose=False)
     assert 0 < line["nll"] < 1 and line["rows"] == 160
@@ -88,6 +89,7 @@ def test_methods_are_paired_by_split_with_student_s_intervals() -> None:
     assert "| slimbayes | 0 / 1 / 0 |" in made and "| plain, tuned | 1 / 0 / 0 |" not in made
 
 
+@pytest.mark.slow
 def test_rivals_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each beats a constant on a line; TabM only where its package is installed."""
     rng = np.random.default_rng(0)

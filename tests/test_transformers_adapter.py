@@ -23,6 +23,8 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
     TrainingArguments,
 )
 
@@ -53,6 +55,15 @@ def gpt() -> GPT2LMHeadModel:
         attn_pdrop=0.0, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     return GPT2LMHeadModel(config).eval()
+
+
+def t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=WORDS, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=1, dropout_rate=0.0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config).eval()
 
 
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
@@ -139,6 +150,7 @@ def test_sizes_that_cannot_be_known_are_asked_for(tmp_path: Path) -> None:
         BayesTrainer(model, arguments(tmp_path), num_data=0)
 
 
+@pytest.mark.slow
 def test_a_kl_that_leaves_the_data_no_say_is_told_of(tmp_path: Path) -> None:
     for weight, told in ((1.0, 1), (1e-3, 0)):
         model = sb.bayesianize(bert(), sb.Rank1(members=4), train="posterior")
@@ -216,8 +228,9 @@ def test_generated_tokens_have_uncertainty() -> None:
     # By hand: the second new token of the first sequence, under each of the same draws.
     whole = found.sequences[:, : 3 + 2]
     mask = torch.cat([prompts["attention_mask"].repeat_interleave(2, 0), torch.ones_like(whole[:, 3:])], 1)
+    places = (mask.cumsum(1) - 1).clamp_min(0)
     with sb.frozen(model, draws=4, seed=0), torch.no_grad():
-        logits = sb.sample(model, input_ids=whole, attention_mask=mask).logits
+        logits = sb.sample(model, input_ids=whole, attention_mask=mask, position_ids=places).logits
     p = logits[:, 0, 3].softmax(-1)
     total = -(p.mean(0) * p.mean(0).log()).sum()
     within = -(p * p.log()).sum(-1).mean()
@@ -235,3 +248,54 @@ def test_what_comes_after_the_end_does_not_count() -> None:
     new = torch.tensor([[5, 1, 0, 0], [5, 6, 7, 8], [1, 1, 1, 1]])
     expected = [[True, True, False, False], [True] * 4, [True, False, False, False]]
     assert _alive(gpt(), GenerationConfig(eos_token_id=1), new).tolist() == expected
+
+
+@pytest.mark.parametrize("make", [gpt, t5])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_sequences_are_those_of_their_members_alone(make: Any, beams: int) -> None:
+    """Padded prompts, with a cache: what each member writes by itself, judged by the average over members."""
+    config = sb.Rank1(members=3, posterior="point", mean_init=sb.Normal(1.0, 1.0), clip=None, draws="member")
+    model = sb.bayesianize(make(), config)
+    prompts = {"input_ids": torch.randint(2, WORDS, (6, 4)), "attention_mask": torch.ones(6, 4, dtype=torch.long)}
+    prompts["attention_mask"][::2, :2] = 0
+    how = GenerationConfig(max_new_tokens=5, num_beams=beams, do_sample=False, pad_token_id=0, decoder_start_token_id=0)
+    found = generate(model, prompts, how, draws=1)
+    alone = [sb.merge(copy.deepcopy(model), member=k) for k in range(3)]
+    written = [one.generate(**prompts, generation_config=how) for one in alone]
+    own = [{k for k in range(3) if torch.equal(written[k][i], found.sequences[i])} for i in range(6)]
+    assert all(own) and any(k in own[0] and (k + 1) % 3 in own[2] and (k + 2) % 3 in own[4] for k in range(3))
+    assert any(len(members) < 3 for members in own)  # else members would not differ
+    given, start = dict(prompts), 1
+    if make is t5:
+        given["decoder_input_ids"] = found.sequences
+    else:
+        mask, start = nn.functional.pad(prompts["attention_mask"], (0, 5), value=1), 4
+        places = (mask.cumsum(1) - 1).clamp_min(0)
+        given = {"input_ids": found.sequences, "attention_mask": mask, "position_ids": places}
+    with torch.no_grad():
+        probs = torch.stack([one(**given).logits.softmax(-1) for one in alone]).mean(0)
+    told = probs[:, start - 1 : -1].gather(-1, found.sequences[:, start:, None]).squeeze(-1).log()
+    torch.testing.assert_close(found.log_prob, told, rtol=1e-4, atol=1e-5)
+
+
+def test_one_pass_takes_models_that_read_and_write() -> None:
+    labels = torch.randint(2, WORDS, (4, 3))
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in ROWS[:4]]), "labels": labels}  # type: ignore[misc]
+    plain = t5()
+    with torch.no_grad():
+        logs = plain(**batch).logits.log_softmax(-1)
+    fit = sb.laplace(t5(), [batch], output="logits")
+    assert fit.log_likelihood == pytest.approx(logs.gather(-1, labels.unsqueeze(-1)).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("over", ["both", "weights"])
+def test_padding_changes_no_curvature(over: Any) -> None:
+    """Also not where layers have a Kronecker product of what they are given on average."""
+    words, labels = torch.randint(2, WORDS, (4, LENGTH)), torch.tensor([0, 1, 1, 0])
+    options: dict[str, Any] = {"output": "logits", "prior": sb.Normal(1.0, 0.3), "over": over, "full_up_to": 30}
+    evidence = []
+    for pads in (0, 3):
+        mask = nn.functional.pad(torch.ones_like(words), (0, pads))
+        batch = {"input_ids": nn.functional.pad(words, (0, pads)), "attention_mask": mask, "labels": labels}
+        evidence.append(sb.laplace(bert(), [batch], **options).log_evidence)
+    assert evidence[0] == pytest.approx(evidence[1], rel=1e-6)

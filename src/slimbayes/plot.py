@@ -144,7 +144,9 @@ def disagreement(prediction: Prediction) -> Figure:
     """
     members = prediction.by_member.detach()
     if len(members) < 2:
-        raise ValueError("Members can disagree if there are at least two, got 1: see bayesianize(..., members=).")
+        raise ValueError(
+            "Members can disagree if there are at least two, got 1: take a method with members, as Rank1(members=4)."
+        )
     if likelihood_named(prediction.likelihood).discrete:
         labels, name = members.argmax(-1).flatten(1), "share of rows with different labels"
         apart = torch.stack([(labels != row).double().mean(1) for row in labels])

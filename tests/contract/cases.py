@@ -25,6 +25,7 @@ METHODS: dict[str, sb.Config] = {
     "mean-field-flipout": sb.MeanField(estimator="flipout", scale_init=0.1),
     "mean-field-local": sb.MeanField(estimator="local", scale_init=0.1, bias="gaussian", independent_positions=True),
     "joint-factors": sb.JointNormal(members=2, scale_init=0.05),
+    "joint-biases": sb.JointNormal(over="both+bias", members=2, scale_init=0.05),
     "joint-weights": sb.JointNormal(over="weights", prior=sb.Normal(0.0, 0.3), scale_init=0.1, full_up_to=200),
     "radial": sb.Radial(scale_init=0.5),
     "multivariate-normal": sb.MultivariateNormal(scale_init=0.1),

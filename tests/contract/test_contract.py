@@ -366,7 +366,8 @@ def posterior_and_prior(model: nn.Module) -> list[tuple[Any, Any, Any]]:
     for layer in model.modules():
         for site, posterior in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
             if isinstance(posterior, Joint):
-                out.append((JointDensity(posterior, layer), posterior.prior, lambda: None))
+                prior = type(posterior.prior)(posterior.locs(), posterior.prior.scale)
+                out.append((JointDensity(posterior, layer), prior, lambda: None))
                 continue
             if isinstance(posterior, Rank1Posterior):
                 factors = [f for f in (posterior.r, posterior.s) if f.family is not sb.Point]
@@ -645,7 +646,8 @@ def _extra(method: str, config: Any, site: tuple[int, int, bool], matrix: tuple[
     if method.startswith(("k-tied", "matrix-normal")):
         return getattr(config, "rank", 1) * (m + n) + n_out * (bias and config.bias == "gaussian")
     if method.startswith("joint"):  # means beside the layer's own, standard deviations, and what lies below a diagonal
-        size = m * n + n_out * bias if config.over == "weights" else n_in + n_out
+        drawn_bias = n_out * bias * (config.over in ("weights", "both+bias"))
+        size = (m * n if config.over == "weights" else n_in + n_out) + drawn_bias
         means = 0 if config.over == "weights" else config.members * (n_in + n_out) + (config.members - 1) * n_out * bias
         return means + config.members * (size + size * (size - 1) // 2 * (size <= config.full_up_to))
     numbers = {"batch-ensemble": n_in + n_out, "rank1-r-only": n_in + 2 * n_out, "rank1-s-only": 2 * n_in + n_out}

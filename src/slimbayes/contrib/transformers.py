@@ -5,6 +5,7 @@ Sizes: B rows, T tokens, C classes or words, S draws.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,8 +256,9 @@ def generate(
     """Generate text, each sequence with a draw of its own, and say how sure all draws are of every token of it.
 
     Args:
-        model: a converted causal language model.
-        inputs: what a tokenizer gives: "input_ids" (B, prompt), padded on the left, and "attention_mask".
+        model: a converted causal language model, or one that reads a sequence and writes another (T5, BART).
+        inputs: what a tokenizer gives: "input_ids" (B, prompt), of causal models padded on the left, and
+            "attention_mask".
         config: how to generate; with `num_return_sequences` a prompt gets several, of different members.
         draws: of every member, in judging.
         seed: of the draws in judging.
@@ -264,17 +266,31 @@ def generate(
     prompt: Tensor = inputs["input_ids"]
     given = {"input_ids": prompt, "attention_mask": inputs.get("attention_mask", torch.ones_like(prompt))}
     sequences = model.generate(**given, generation_config=config)
-    new = sequences[:, prompt.shape[1] :]
-    seen = given["attention_mask"].repeat_interleave(len(sequences) // len(prompt), 0)
-    whole = torch.cat([seen, torch.ones_like(new)], 1)
-    judged = predict(
-        model, {"input_ids": sequences, "attention_mask": whole}, draws, keep_samples=False, output="logits", seed=seed
-    )
-    tells = slice(prompt.shape[1] - 1, sequences.shape[1] - 1)  # each token tells the next
+    times = len(sequences) // len(prompt)
+    told = {name: tensor.repeat_interleave(times, 0) for name, tensor in given.items()}
+    begun = prompt.shape[1]
+    if model.config.is_encoder_decoder:
+        told, begun = told | {"decoder_input_ids": sequences}, 1
+    else:
+        told = _continued(model, told["attention_mask"], sequences)
+    new = sequences[:, begun:]
+    judged = predict(model, told, draws, keep_samples=False, output="logits", seed=seed)
+    tells = slice(begun - 1, sequences.shape[1] - 1)  # each token tells the next
     log_prob = judged.log_probs[:, tells].gather(-1, new.unsqueeze(-1)).squeeze(-1)
     return Generated(
         sequences, log_prob, judged.total[:, tells], judged.epistemic[:, tells], _alive(model, config, new)
     )
+
+
+def _continued(model: Any, seen: Tensor, sequences: Tensor) -> dict[str, Tensor]:
+    """Prompts and what follows as one input, with the positions that tokens had when they were generated: padding on
+    the left counts for nothing.
+    """
+    mask = nn.functional.pad(seen, (0, sequences.shape[1] - seen.shape[1]), value=1)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    placed = "position_ids" in inspect.signature(inner.forward).parameters
+    where = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)} if placed else {}
+    return {"input_ids": sequences, "attention_mask": mask} | where
 
 
 def _alive(model: Any, config: GenerationConfig | None, new: Tensor) -> Tensor:

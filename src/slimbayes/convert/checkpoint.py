@@ -3,7 +3,7 @@
 A checkpoint is a directory:
 
     posterior.safetensors   every parameter with ".posterior." in its name, and the state of modules that train beside
-                            a frozen model
+                            a frozen model; in half precision where that holds a tensor exactly
     config.json             which layers are converted with which config, and the base model's fingerprint
     base.safetensors        the network's own parameters and buffers, if asked for
     manifest.json           format version and the sha256 of each other file
@@ -96,6 +96,10 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
         >>> torch.equal(again.posterior["weight"].r.loc, net.posterior["weight"].r.loc)
         True
     """
+    inner = unwrapped(model)
+    if inner is not model:
+        load(inner, path, check_base)
+        return model
     folder = _present(Path(path))
     files = read_folder(folder, {"config.json", "posterior.safetensors"})
     config = read_config(files["config.json"], folder / "config.json")
@@ -127,9 +131,17 @@ def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     # Members of an ensemble may have tied weights, which safetensors wants apart.
     inside = belongs(model, _saved(model))
     posterior = {
-        n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in state.items() if inside(n)
+        n: _narrowed(t.detach().cpu()).clone(memory_format=torch.contiguous_format)
+        for n, t in state.items()
+        if inside(n)
     }
     return posterior, {n: t for n, t in state.items() if not inside(n)}
+
+
+def _narrowed(tensor: Tensor) -> Tensor:
+    """The same numbers in half precision, where it holds them all: loading widens them again."""
+    short = tensor.half() if tensor.dtype == torch.float32 else tensor
+    return short if torch.equal(short.to(tensor.dtype), tensor) else tensor
 
 
 def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from slimbayes.convert.plan import Decision, Selection, plan, refuse
-from slimbayes.convert.remarks import report_functional_dropout, report_members, report_signs
+from slimbayes.convert.remarks import refuse_fixed_code, report_functional_dropout, report_members, report_signs
 from slimbayes.convert.training import Train, freeze, modules_to_save
 from slimbayes.engine import passes
+from slimbayes.engine.locate import unwrapped
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
@@ -79,6 +80,11 @@ def bayesianize(
         >>> type(net[0]).__name__, type(net[2]).__name__
         ('BayesLinear', 'Linear')
     """
+    refuse_fixed_code(model)
+    inner = unwrapped(model)
+    if inner is not model:  # names as `save` writes them, without the wrapper's prefix
+        bayesianize(inner, config, include, exclude, batch_dim, strict, train, head)
+        return model
     saved, heads = modules_to_save(model, train, head)
     decisions = plan(model, config, include, exclude, strict)
     report_functional_dropout(model, decisions)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -211,6 +212,8 @@ def _decide(decision: Decision, layer: nn.Module, targets: Mapping[Config, set[s
 
 
 def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decision:
+    if isinstance(layer, torch.jit.ScriptModule):
+        return decision.stay("it is TorchScript, which cannot be changed; convert the module it was made of", True)
     known = bayes_class(layer)
     container = known is None and any(True for child in layer.children() for _ in child.parameters())
     if config.whole:
@@ -219,6 +222,8 @@ def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decisi
             if not container
             else decision.stay("its own parameters, beside those of its submodules, stay as they are")
         )
+    if any(p.is_complex() for p in layer.parameters(recurse=False)):
+        return decision.stay("its weights are complex, and methods draw real numbers", problem=True)
     if "posterior" in layer._modules or hasattr(type(layer), "posterior"):
         return decision.stay("it has an attribute `posterior` of its own, where its posterior would go", problem=True)
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
@@ -247,7 +252,11 @@ def _tie(decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool
                 users.setdefault(id(parameter), []).append(decision)
     for group in users.values():
         converted = [d for d in group if d.config is not None]
-        if len(group) < 2 or not converted or converted[0].config.whole:  # type: ignore[union-attr]
+        if len(group) < 2 or not converted:
+            continue
+        if converted[0].config.whole:  # type: ignore[union-attr]
+            for d in converted if len(converted) > 1 else []:
+                d.stay("its weight is tied, and copies of single layers would untie it; copy the whole model", True)
             continue
         if len(converted) < len(group) and not named:
             left = next(d for d in group if d.config is None)

@@ -1,7 +1,8 @@
-"""What bayesianize says about a model that is converted, and probably not as it was meant."""
+"""What bayesianize says about a model that is converted, and probably not as it was meant, or cannot be."""
 
 import warnings
 
+import torch
 from torch import nn
 
 from slimbayes.convert.plan import Decision
@@ -11,6 +12,15 @@ from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.dropout import functional_dropout
 from slimbayes.posteriors.configs.mc_dropout import MCDropout
 from slimbayes.posteriors.ensemble import EnsemblePosterior
+
+
+def refuse_fixed_code(model: nn.Module) -> None:
+    """Raise for a model whose forward cannot be changed, or whose copies would have their old one."""
+    if isinstance(model, torch.jit.ScriptModule) or any(isinstance(m, torch.fx.GraphModule) for m in model.modules()):
+        raise ValueError(
+            "The model is TorchScript or has modules of torch.fx in it, whose code is fixed and whose copies forget "
+            "what became of them: convert the module that they were made of."
+        )
 
 
 def report_functional_dropout(model: nn.Module, decisions: list[Decision]) -> None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,7 +98,7 @@ def read_npz(path: Path, *names: str, content: IO[bytes] | None = None) -> dict[
 
 def _header(place: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
     """Shape, order and dtype of an .npy file."""
-    npy = require("numpy").lib.format
+    npy = np.lib.format
     try:
         first = npy.read_magic(stream) == (1, 0)
         return npy.read_array_header_1_0(stream) if first else npy.read_array_header_2_0(stream)
@@ -107,14 +108,14 @@ def _header(place: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
 
 def _array(path: Path, name: str, content: bytes) -> Any:
     """An array from the bytes of an .npy file whose length is what its header says."""
-    numpy, stream, place = require("numpy"), io.BytesIO(content), f"{path}: entry {name!r}"
+    stream, place = io.BytesIO(content), f"{path}: entry {name!r}"
     shape, fortran, dtype = _header(place, stream)
     if dtype.hasobject:
         raise ValueError(f"{place} holds pickled Python objects (dtype {dtype}); only plain numbers and text are read.")
     have, need = len(content) - stream.tell(), math.prod(shape) * dtype.itemsize
     if have != need:
         raise ValueError(f"{place} has {have} bytes of data where its shape {shape} needs {need}.")
-    flat = numpy.frombuffer(content, dtype, offset=stream.tell()) if need else numpy.empty(shape, dtype)
+    flat = np.frombuffer(content, dtype, offset=stream.tell()) if need else np.empty(shape, dtype)
     return flat.reshape(shape, order="F" if fortran else "C").copy()
 
 
@@ -125,7 +126,7 @@ def map_npy(path: Path, shape: tuple[int | None, ...], kinds: str) -> Any:
     """
     try:
         check_regular(path)
-        array = require("numpy").lib.format.open_memmap(path, mode="c")
+        array = np.lib.format.open_memmap(path, mode="c")
     except FileNotFoundError:
         raise
     except (ValueError, OSError, EOFError) as error:

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,12 +146,12 @@ def _read_sheets(pieces: list[Path], numbers: Path, split: str, classes: int) ->
 
 def _sheet(piece: Path, name: str, content: bytes) -> Tensor:
     """A hundred images (100, 3, 32, 32) of one sheet."""
-    image, numpy = require("PIL.Image"), require("numpy")
+    image = require("PIL.Image")
     try:
         with image.open(io.BytesIO(content), formats=("WEBP", "PNG")) as sheet:
             if sheet.size != (320, 320):
                 raise ValueError(f"it is {sheet.size[0]} x {sheet.size[1]} pixels, a sheet is 320 x 320")
-            pixels = numpy.array(sheet.convert("RGB"))
+            pixels = np.array(sheet.convert("RGB"))
     except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
         raise ValueError(f"{piece}: entry {name!r} is not a sheet of images: {error}") from error
     return torch.from_numpy(pixels).view(10, 32, 10, 32, 3).permute(0, 2, 4, 1, 3).reshape(100, 3, 32, 32)

@@ -162,7 +162,7 @@ def _numbered(file: Path, stream: IO[str], delimiter: str = ",") -> Iterator[tup
 def cell_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
     """The cells of every line that is not empty, without blanks around them, and its number.
 
-    Cells are parted by whichever of comma, semicolon and tab the first line has most of.
+    Cells are parted by whichever of comma, semicolon and tab the first line that is not empty has most of.
 
     Example:
         >>> import tempfile
@@ -172,7 +172,7 @@ def cell_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
         [(1, ['a', 'b']), (2, ['1,5', 'red'])]
     """
     with _open_table(file) as stream:
-        first = stream.readline(LINE)
+        first = next((line for line in iter(lambda: stream.readline(LINE), "") if line.strip()), "")
         stream.seek(0)
         delimiter = max(",;\t", key=first.count)
         for number, line in _numbered(file, stream, delimiter):

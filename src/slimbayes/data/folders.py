@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,4 +130,4 @@ def _resized(picture: Any, box: tuple[float, float, float, float], size: int) ->
 
 
 def _pixels(picture: Any) -> Tensor:
-    return torch.from_numpy(require("numpy").array(picture)).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()

@@ -10,18 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slimbayes.data.csv_rows import cell_lines
-from slimbayes.data.dates import looks_like_date
-from slimbayes.data.table_cells import MISSING, Decimal, Kind, check_text, decimal_of, number_in, read_column, text_of
+from slimbayes.data.table_cells import (
+    MISSING,
+    Decimal,
+    Kind,
+    check_text,
+    decimal_of,
+    looks_like_date,
+    nearly_number,
+    number_in,
+    read_column,
+    text_of,
+)
 from slimbayes.errors import brief
 from slimbayes.untrusted import check_regular
 
+TABLES = (".csv", ".tsv", ".parquet")  # ends of files' names
 MOST_VALUES = 1000  # different ones of a column that are kept
 _ROWS = 1 << 14  # of a block
 Lines = Iterable[tuple[int, Sequence[Any]]]  # numbers of lines (or rows of a parquet file) and their cells
@@ -29,8 +40,8 @@ Lines = Iterable[tuple[int, Sequence[Any]]]  # numbers of lines (or rows of a pa
 
 @dataclass
 class Column:
-    """What a column holds: how many values are missing, numbers, or numbers but for their decimal mark, and up to 1,001
-    different ones."""
+    """What a column holds: how many values are missing, numbers, numbers but for their decimal mark, or but for some
+    sign, and up to 1,001 different ones."""
 
     name: str
     missing: int = 0
@@ -38,6 +49,7 @@ class Column:
     others: int = 0
     dates: int = 0
     marked: int = 0
+    nearly: int = 0
     whole: bool = True
     values: set[str] = field(default_factory=set)
     odd: tuple[int, str] = (0, "")  # the first line with something else than a number
@@ -54,19 +66,26 @@ class Column:
         """Whether what is no number would be one with the other decimal mark."""
         return bool(self.marked) and self.marked == self.others
 
+    @property
+    def dressed(self) -> bool:
+        """Whether what is no number would be one without signs of money, per cent or thousands."""
+        return bool(self.nearly) and self.nearly == self.others
+
     def add(self, cell: str, line: int, file: Path, decimal: Decimal = "point") -> None:
         if cell.lower() in MISSING:
             self.missing += 1
             return
         if len(self.values) <= MOST_VALUES and cell not in self.values:
-            check_text(f"{file}, line {line}", cell, self.name)
+            check_text(f"{file}, line {line}", cell, f"a text of column {brief(self.name)}")
             self.values.add(cell)
         value = number_in(cell, decimal)
         if value is None:
             self.odd = self.odd if self.others else (line, cell)
             self.others += 1
             self.dates += looks_like_date(cell)
-            self.marked += number_in(cell, "comma" if decimal == "point" else "point") is not None
+            other = number_in(cell, "comma" if decimal == "point" else "point") is not None
+            self.marked += other
+            self.nearly += other or nearly_number(cell)
         else:
             self.numbers += 1
             self.whole = self.whole and value.is_integer()
@@ -121,8 +140,8 @@ def look(file: Path, header: bool | None = None, decimal: Decimal = "point") -> 
     """Read a table through and say what is in it.
 
     Args:
-        header: whether the first line of a csv has the columns' names; without them they are called 1, 2, ... By
-            default it has if none of its cells is a number, and has not if all are.
+        header: whether the first line of a csv has the columns' names; without one a column is called by its number,
+            1, 2, ... By default it has if none of its cells is a number, and has not if all are.
         decimal: what parts a number's whole from its fraction.
     """
     first, names, named, lines = _opened(file, header, decimal)
@@ -177,7 +196,7 @@ def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[int, tup
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there.")
     check_regular(file)
-    if file.suffix == ".parquet":
+    if file.suffix.lower() == ".parquet":
         names, lines = _parquet(file)
         return len(names), names, True, lines
     stream = iter(cell_lines(file))
@@ -186,19 +205,13 @@ def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[int, tup
         raise ValueError(f"{file} is empty.")
     named = _is_header(file, first, decimal) if header is None else header
     if not named:
-        return len(first), tuple(str(i + 1) for i in range(len(first))), False, _again((number, first), stream)
-    if "" in first:
-        raise ValueError(f"{file}, line {number}: column {first.index('') + 1} has no name: give it one.")
+        return len(first), tuple(str(i + 1) for i in range(len(first))), False, chain([(number, first)], stream)
+    first = [name or str(i + 1) for i, name in enumerate(first)]  # one that pandas wrote has an index without a name
     if odd := next((name for name in first if first.count(name) > 1), None):
         raise ValueError(f"{file}, line {number}: two columns are called {brief(odd)}.")
     for name in first:
-        check_text(f"{file}, line {number}", name, "names")
+        check_text(f"{file}, line {number}", name, "a column's name")
     return len(first), tuple(first), True, stream
-
-
-def _again(first: tuple[int, list[str]], rest: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
-    yield first
-    yield from rest
 
 
 def _is_header(file: Path, first: Sequence[str], decimal: Decimal) -> bool:
@@ -206,7 +219,7 @@ def _is_header(file: Path, first: Sequence[str], decimal: Decimal) -> bool:
     if 0 < len(numbers) < len(first):
         raise ValueError(
             f"{file}, line 1 holds numbers ({brief(numbers[0])}) and other cells: it may be a row, or the names of "
-            f"columns. Say `header: true` or `header: false`."
+            f"columns. Say `header: true` or `header: false` in a config, --header or --no-header to `slimbayes init`."
         )
     return not numbers
 

@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from slimbayes.data.archives import read_npz, require
+from slimbayes.data.archives import read_npz
 from slimbayes.data.csv_rows import first_cells, number_blocks
 from slimbayes.data.dataset import Dataset, Found, Split
 
@@ -139,7 +140,7 @@ def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
     """
     if index < 0 or rows < 2:
         raise ValueError(f"A standard split needs an index from 0 on and two rows, got index {index} of {rows} rows.")
-    generator = require("numpy").random.RandomState(1)
+    generator = np.random.RandomState(1)
     for _ in range(index + 1):
         order = generator.permutation(rows)
     cut = round(rows * 0.9)

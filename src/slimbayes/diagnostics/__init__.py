@@ -18,5 +18,5 @@ from slimbayes.diagnostics.psis import pareto_k as pareto_k
 from slimbayes.diagnostics.spectra import SiteSpectrum as SiteSpectrum
 from slimbayes.diagnostics.spectra import Spectrum as Spectrum
 from slimbayes.diagnostics.spectra import spectrum as spectrum
-from slimbayes.diagnostics.truncation import truncate as truncate
-from slimbayes.diagnostics.truncation import truncation_errors as truncation_errors
+from slimbayes.diagnostics.spectra import truncate as truncate
+from slimbayes.diagnostics.spectra import truncation_errors as truncation_errors

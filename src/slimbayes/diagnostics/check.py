@@ -72,8 +72,9 @@ class Check:
             yield said
         if self.at_prior > 0.5:
             yield (
-                f"{self.at_prior:.0%} of the posterior is still at its prior: it has learned nothing there. Lower the "
-                f"KL's weight, start from smaller scales, or train longer."
+                f"{self.at_prior:.0%} of the posterior is still at its prior: the data did not move it, so the prior "
+                f"says how much draws differ. That is well where they predict no worse than the plain network (factors "
+                f"beside weights that learn); else lower the KL's weight, or start from smaller scales."
             )
         if self.collapsed > 0.5:
             yield (

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.plan import Selection
 from slimbayes.diagnostics.sites import gaussian_sites
-from slimbayes.diagnostics.spectra import Of, SiteSpectrum, spectrum
-from slimbayes.diagnostics.truncation import low_rank
+from slimbayes.diagnostics.spectra import Of, SiteSpectrum, low_rank, spectrum
 from slimbayes.errors import did_you_mean
 from slimbayes.prediction.figures import bare, empty_figure
 

@@ -38,15 +38,26 @@ class Scope(Pass):
         self.module, self.posteriors, self.whole = module, posteriors, whole
         self.first = noise.random_member(posteriors[0].device)
         self.inner: Pass | None = None
+        self.layouts: dict[nn.Module, Layout] = {}  # of the modules that were called inside
+
+    def located(self, module: nn.Module, args: Any, kwargs: Any) -> Layout:
+        """Where rows lie in a call inside; in a whole scope as at the module's first call."""
+        found = self.layouts.get(module) if self.whole else None  # later steps carry a cache that no proof can repeat
+        if found is None:
+            found = self.layouts[module] = layout_of(module, args, kwargs, passes.posteriors_of(module))
+        return found
 
     def call(self, rows: int, layout: Layout) -> Pass:
         """The pass for one call inside."""
         if self.whole and rows and self.rows and rows % self.rows == 0:
             rows = self.rows
-        if self.whole and self.inner is not None and self.inner.layout is not None:
-            layout = self.inner.layout  # later steps carry a cache that no proof can repeat
         if self.inner is None or self.inner.spent or (self.inner.rows != rows and self.inner.draws is None):
             self.inner = _bare_pass(self.posteriors, rows, layout, self.first)
+        if self.whole and self.inner.draws is None and not layout.apart and rows > 1:
+            raise ValueError(
+                f"Sequences cannot each have a draw: the rows of a part of {type(self.module).__name__} cannot be told "
+                f"apart ({layout.why}). Hold one draw for all of them: with frozen(model, draws=1)."
+            )
         return self.inner.view(rows, layout if self.inner.draws is None else None)
 
 
@@ -67,12 +78,18 @@ def bare(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
 
 def scoped(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any, whole: bool) -> Any:
     """Call a method other than forward."""
+    scope = scope_of(module, args, kwargs, whole)
+    return function(*args, **kwargs) if scope is None else passes.run(scope, function, *args, **kwargs)
+
+
+def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> Scope | None:
+    """The scope that a call of a method opens; None where a pass is under way, or nothing is drawn."""
     key = passes.first_key(module)
     if key is None or torch.compiler.is_compiling() or passes.of(key) is not None:
-        return function(*args, **kwargs)
+        return None
     arrays = arrays_of((args, kwargs)) if whole else []
     rows = padded(arrays[0]).shape[0] if arrays and padded(arrays[0]).dim() else 1
-    return passes.run(Scope(module, passes.posteriors_of(module), whole, rows), function, *args, **kwargs)
+    return Scope(module, passes.posteriors_of(module), whole, rows)
 
 
 def batch_dim_of(model: nn.Module) -> int | None:
@@ -158,10 +175,7 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
     """A call while draws are held: its rows are shared out among them."""
     posteriors = passes.posteriors_of(module)
     if isinstance(held, Scope):
-        layout = (
-            layout_of(module, args, kwargs, posteriors) if held.inner is None or not held.whole else held.inner.layout
-        )
-        layout = layout or Layout()
+        layout = held.located(module, args, kwargs)
         new = held.call(layout.rows((args, kwargs)), layout)
     elif held.draws == 1 and not any(p.late for p in posteriors):
         new = held.view(1, None)

@@ -22,17 +22,20 @@ from slimbayes.engine.tree import tree_map, without_cache
 from slimbayes.engine.trial import first_line, probed, undisturbed
 
 _PROVING = threading.RLock()
+_MODES = 8  # of a model for which rows are located, for each kind of input
 _WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
 
 
-def kind_of(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What makes two calls alike: the mode, the nesting, types and numbers of dimensions, flags."""
+def kind_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """What makes two calls alike: the nesting, types and numbers of dimensions, flags; and modes and whole numbers."""
+    modes = tree_of(model).modes()
     if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
-        return model.training, args[0].dim(), args[0].is_floating_point()
+        return (model.training, args[0].dim(), args[0].is_floating_point()), modes
     import torch.utils._pytree as pytree
 
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
-    return model.training, str(spec), tuple(_kind(leaf) for leaf in leaves)
+    numbers = [leaf for leaf in leaves if isinstance(leaf, int)]
+    return (model.training, str(spec), tuple(_kind(leaf) for leaf in leaves)), (modes, *numbers)
 
 
 def _kind(leaf: Any) -> Any:
@@ -54,17 +57,29 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
     for.
     """
     given, model = model, unwrapped(model)
-    known: dict[Any, Layout] = model.__dict__.setdefault("_slimbayes_rows", {})
+    kind, modes = kind_of(model, args, kwargs)
+    known: dict[Any, Layout] = model.__dict__.setdefault("_slimbayes_rows", {}).setdefault(kind, {})
     tree = posteriors.number if model is given and isinstance(posteriors, Posteriors) else 0
-    kind, tree = kind_of(model, args, kwargs), tree or tree_of(model).number
+    tree = tree or tree_of(model).number
     with _PROVING:  # threads that meet a model together wait for the first
-        layout = known.get(kind)
+        layout = known.get(modes)
         if layout is None or layout.tree != tree:
-            layout = proof.prove(model, (args, kwargs), posteriors, batch_dim)
+            for former in [m for m, old in known.items() if old.tree != tree]:
+                del known[former]
+            layout = _of_many(known) or proof.prove(model, (args, kwargs), posteriors, batch_dim)
             layout.tree, layout.key = tree, passes.first_key(model)
         if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
-            known[kind] = model.__dict__["_slimbayes_latest"] = layout
+            model.__dict__["_slimbayes_latest"] = layout
+            if len(known) < _MODES:
+                known[modes] = layout
         return layout
+
+
+def _of_many(known: dict[Any, Layout]) -> Layout | None:
+    """The most careful of the layouts of many modes, for a further one: a model that counts its calls, or is told which
+    step it is at, would be proven anew each time.
+    """
+    return None if len(known) < _MODES else min(known.values(), key=lambda layout: (layout.folds, layout.apart))
 
 
 def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int = 1) -> None:

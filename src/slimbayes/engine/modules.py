@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain, count
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -72,6 +72,8 @@ class Tree:
         self.children = self._children()
         self.posteriors = Posteriors([m for m in self.modules if isinstance(m, Keyed)])
         self.number = self.posteriors.number = hash(tuple(map(id, self.modules)))
+        run = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
+        self.flags = [(itemgetter("training", *_flags_of(m)), m.__dict__) for m in run]
 
     def __reduce__(self) -> Any:
         return Tree, ()
@@ -79,12 +81,32 @@ class Tree:
     def _children(self) -> list[nn.Module | None]:
         return list(chain.from_iterable([module._modules.values() for module in self.modules]))
 
+    def modes(self) -> int:
+        """What may lead the same modules another way: whether they train, and flags and numbers that they keep. Not
+        hooks: most only look, and a proof would show them inputs that nobody gave.
+        """
+        try:
+            return hash(tuple([read(kept) for read, kept in self.flags]))
+        except (KeyError, TypeError):  # a flag that was taken away, or became an array
+            return hash(tuple([str(kept.get("training")) for _, kept in self.flags]))
+
     def stands(self, root: nn.Module) -> bool:
         """Whether the root is the same and has the same modules under it."""
         if not self.modules or self.modules[0] is not root or self.changes != _CHANGES[0]:
             return False
         found = self._children()
         return len(found) == len(self.children) and all(map(is_, found, self.children))
+
+
+_OF_ALL = {"training", *nn.Module().__dict__}  # attributes that every module has
+
+
+def _flags_of(module: nn.Module) -> list[str]:
+    """Names of flags, modes and numbers that a module keeps; those of torch's and our own lead no rows to others."""
+    if getattr(type(module), "plain", type(module)).__module__.startswith(("torch.nn.", "slimbayes.")):
+        return []
+    kept = [n for n, value in module.__dict__.items() if isinstance(value, (bool, int, str, type(None)))]
+    return [n for n in kept if n not in _OF_ALL and not n.startswith("_slimbayes")]
 
 
 def _walked(root: nn.Module) -> list[nn.Module]:

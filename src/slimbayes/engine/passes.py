@@ -192,8 +192,19 @@ def current() -> Pass | None:
     found, task = _PASS.get(), torch._C._current_graph_task_id()
     if task != -1 and (found is None or found.task != task):
         recorded = _BACKWARD.get(task)
-        return found if recorded is None else recorded()
+        return found if recorded is None else _again(recorded())
     return found
+
+
+def _again(done: Pass | None) -> Pass | None:
+    """What a checkpoint meets that runs parts of a pass again. A reentrant one, the kind without hooks for saved
+    tensors, goes backwards through all that it makes: draws that layers share are then made anew for each.
+    """
+    if done is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return done
+    new = copy.copy(done)
+    new.values, new.biases = {}, {}
+    return new
 
 
 def recomputing(found: Pass) -> bool:

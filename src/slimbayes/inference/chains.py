@@ -23,6 +23,7 @@ from slimbayes.convert.convert import bayesianize, debayesianize
 from slimbayes.convert.plan import Selection
 from slimbayes.distributions.families import Distribution, Normal, Point
 from slimbayes.engine import passes
+from slimbayes.engine.locate import unwrapped
 from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.errors import did_you_mean
 from slimbayes.inference import hmc, langevin
@@ -127,7 +128,10 @@ def sample_posterior(
         >>> chains.states.shape, sb.predict(net, torch.randn(5, 4)).member_probs.shape
         (torch.Size([2, 3, 23]), torch.Size([6, 5, 3]))
     """
-    _check(model, method, likelihood, chains, draws, burn_in, thin, step_size, cycles)
+    _check(model, method, likelihood)
+    _check_counts(chains=chains, draws=draws, thin=thin, cycles=cycles, leapfrog=leapfrog)
+    _check_numbers(burn_in, base_lr, method, friction, step_size=step_size, temperature=temperature, noise=noise)
+    given, model = model, unwrapped(model)
     check_finite(model)
     plain = not passes.posteriors_of(model)
     means = {} if plain else member_factors(model)
@@ -164,41 +168,41 @@ def sample_posterior(
     if say is not None:
         say(model)
     states = torch.stack([torch.cat(factors, 1) for factors, _ in kept], 1)
-    return Chains(model, states, torch.stack([value for _, value in kept], 1), acceptance, step_size)
+    return Chains(given, states, torch.stack([value for _, value in kept], 1), acceptance, step_size)
 
 
-def _check(
-    model: nn.Module,
-    method: str,
-    likelihood: str,
-    chains: int,
-    draws: int,
-    burn_in: int,
-    thin: int,
-    step: float,
-    cycles: int,
-) -> None:
+def _check(model: nn.Module, method: str, likelihood: str) -> None:
     likelihood_named(likelihood)
     if method not in _METHODS:
         raise ValueError(f"sample_posterior: unknown method {method!r}{did_you_mean(str(method), _METHODS)}")
-    for name, value, least in (
-        ("chains", chains, 1),
-        ("draws", draws, 1),
-        ("burn_in", burn_in, 0),
-        ("thin", thin, 1),
-        ("cycles", cycles, 1),
-    ):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"sample_posterior: {name} must be a whole number of at least {least}, got {value!r}.")
-    if chains * draws > _MOST:
-        raise ValueError(
-            f"sample_posterior: {chains} chains of {draws} draws are more members than a model holds ({_MOST:,}). "
-            f"Keep fewer states with a larger thin=."
-        )
-    if not 0 < step < math.inf:
-        raise ValueError(f"sample_posterior: step_size must be positive, got {step!r}.")
     if any(m.training for m in model.modules()):
         raise ValueError("sample_posterior needs the network as it predicts: call model.eval() first.")
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"sample_posterior: {name} must be a whole number of at least 1, got {value!r}.")
+    if counts["chains"] * counts["draws"] > _MOST:
+        raise ValueError(
+            f"sample_posterior: {counts['chains']} chains of {counts['draws']} draws are more members than a model "
+            f"holds ({_MOST:,}). Keep fewer states with a larger thin=."
+        )
+
+
+def _check_numbers(burn_in: int, base_lr: float, method: str, friction: float, **positive: float) -> None:
+    if not isinstance(burn_in, int) or burn_in < 0:
+        raise ValueError(f"sample_posterior: burn_in must be a whole number, not negative, got {burn_in!r}.")
+    for name, value in positive.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"sample_posterior: {name} must be positive and finite, got {value!r}.")
+    if not 0 < friction <= 1:
+        raise ValueError(f"sample_posterior: friction must be above 0 and at most 1, got {friction!r}.")
+    if not 0 <= base_lr < math.inf or (base_lr and method == "hmc"):
+        raise ValueError(
+            f"sample_posterior: base_lr must not be negative, and method='hmc' leaves the weights alone: got "
+            f"base_lr={base_lr!r} for {method!r}."
+        )
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ Sizes: K members, D numbers of one posterior, B rows.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 MOST_ROOTS = 1000  # backward passes for each piece of a batch
 IGNORED = -100  # a target that does not count
+NO_TARGETS = "laplace was given no targets: the loader is empty, or all of them are -100."
 
 
 @dataclass
@@ -46,9 +48,17 @@ def is_causal(model: nn.Module) -> bool:
     return any("CausalLM" in c.__name__ or "LMHead" in c.__name__ for c in type(inner).__mro__)
 
 
+def _decodes(model: nn.Module) -> bool:
+    """Whether a model of transformers reads one sequence and tells another, whose start it makes of the labels."""
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False)) and hasattr(
+        model, "prepare_decoder_input_ids_from_labels"
+    )
+
+
 def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     """Batches as arguments, keyword arguments and targets, on the model's device; refuses batches without targets."""
-    first = next(model.parameters())
+    first, accepted = next(model.parameters()), inspect.signature(model.forward)
     for number, batch in enumerate(loader):
         if isinstance(batch, Mapping):
             rest, target = dict(batch), None
@@ -56,9 +66,12 @@ def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any
                 target = rest.pop(name, None) if target is None else target
             if target is not None and is_causal(model) and target.dim() > 1:  # transformers' labels are the inputs
                 target = nn.functional.pad(target[:, 1:], (0, 1), value=IGNORED)
+            if target is not None and target.dim() > 1 and _decodes(model) and "decoder_input_ids" not in rest:
+                rest["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(target)  # type: ignore[operator]
             args, kwargs = call_batch(model, rest)
         elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-            args, kwargs = call_batch(model, batch, len(batch) - 1)
+            inputs = batch[0] if len(batch) == 2 and isinstance(batch[0], (tuple, list)) else batch[:-1]
+            args, kwargs = call_batch(model, inputs, len(inputs))
             target = batch[-1]
         else:
             target = None
@@ -67,6 +80,13 @@ def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any
                 f"Batch {number} of the loader is a {type(batch).__name__} without targets: give batches (inputs, "
                 f"targets), or mappings with 'labels'."
             )
+        try:
+            accepted.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ValueError(
+                f"Batch {number} of the loader does not fit {type(model).__name__}.forward: {error}. The last part of "
+                f"a batch is its targets, all before are inputs; weights of rows are not taken."
+            ) from error
         yield (
             *torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to(first.device), (args, dict(kwargs))),
             (torch.as_tensor(target).to(first.device)),
@@ -95,7 +115,7 @@ def accumulate(
                 total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood, scale) / members
         total.targets += int(_kept(target, target).sum())
     if not total.targets:
-        raise ValueError("laplace was given no targets: the loader is empty, or all of them are -100.")
+        raise ValueError(NO_TARGETS)
     _check_finite(total, joints)
     return total
 

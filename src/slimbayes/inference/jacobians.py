@@ -99,6 +99,12 @@ def _row(model: nn.Module, at: int, many: int, i: int, leaf: Any) -> Any:
     return leaf.narrow(dim, at, 1) if leaf.dim() > dim and leaf.shape[dim] == many else leaf
 
 
+def _mask(kwargs: Any, rows: int) -> Tensor | None:
+    """Which tokens (B, T) count, of models of transformers: padding must not change what layers get on average."""
+    mask = kwargs.get("attention_mask")
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == rows else None
+
+
 def _run(
     model: nn.Module,
     joints: Sequence[Any],
@@ -122,7 +128,7 @@ def _run(
             return parameter.detach()[member : member + 1].expand(n, *parameter.shape[1:])
 
         with torch.enable_grad():
-            watched.append(Watched(deviation, []) if factored and p.factored else None)
+            watched.append(Watched(deviation, [], _mask(inputs[1], count)) if factored and p.factored else None)
             new.values[p.key] = watched[-1] or p.at(deviation, pick)
         deviations.append(deviation)
     with torch.enable_grad():

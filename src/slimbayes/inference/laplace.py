@@ -30,8 +30,9 @@ from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, d
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
+from slimbayes.engine.locate import unwrapped
 from slimbayes.errors import did_you_mean
-from slimbayes.inference.curvature import Curvature, accumulate, labelled
+from slimbayes.inference.curvature import NO_TARGETS, Curvature, accumulate, labelled
 from slimbayes.inference.evidence import Spectrum, maximise
 from slimbayes.inference.k_tied_fit import fit_k_tied
 from slimbayes.inference.means import member_factors, set_factors
@@ -64,7 +65,7 @@ def laplace(
     model: nn.Module,
     loader: Iterable[Any],
     likelihood: LikelihoodName = "categorical",
-    over: Over = "both",
+    over: Over | None = None,
     include: Selection = None,
     exclude: Selection = None,
     layers: Literal["all", "last"] = "all",
@@ -86,7 +87,8 @@ def laplace(
             methods, or the weights of mean-field ones.
         loader: batches (inputs, targets), or mappings with "labels".
         likelihood: what the outputs parameterise, as in `predict`.
-        over: "both" rank-1 factors, "r" (outputs) or "s" (inputs) alone, or the "weights" and biases themselves.
+        over: "both" rank-1 factors, by default for classes; "both+bias" with the layer's bias, by default for others;
+            "r" (outputs) or "s" (inputs) alone; or the "weights" and biases themselves.
         include, exclude: which layers, as in `bayesianize`.
         layers: "last" takes the layer that runs last alone.
         structure: "full" covariances within each layer; "kronecker" products of two small ones, for weights;
@@ -117,7 +119,9 @@ def laplace(
         >>> sb.predict(net, torch.randn(5, 4), draws=10).probs.shape, sorted(fit.prior_precision)
         (torch.Size([5, 3]), ['0', '2'])
     """
+    over = over or ("both" if likelihood_named(likelihood).discrete else "both+bias")
     _check(model, likelihood, layers, structure, prior, noise, samples, over)
+    given, model = model, unwrapped(model)
     weights = over == "weights" or structure == "k-tied"
     if prior is None:
         prior = Normal(1.0, 0.15) if likelihood_named(likelihood).discrete and not weights else "layer"
@@ -139,8 +143,11 @@ def laplace(
     batches = iter(labelled(work, loader))
     try:
         if layers == "last":
-            first = next(batches)
-            include, batches = _last(work, plan(work, config, include, exclude), first), chain([first], batches)
+            first = next(batches, None)
+            if first is None:
+                raise ValueError(NO_TARGETS)
+            free, decisions = include is None and exclude is None, plan(work, config, include, exclude)
+            include, batches = _last(work, decisions, first, free), chain([first], batches)
         bayesianize(work, config, include=(lambda name, _: name in means) if means else include, exclude=exclude)
         if say is not None:
             say(work)
@@ -157,7 +164,7 @@ def laplace(
         _move(work, model)
     if say is not None:
         say(model)
-    return replace(report, model=model)
+    return replace(report, model=given)
 
 
 def _check(
@@ -174,7 +181,7 @@ def _check(
     for name, value, known in (
         ("layers", layers, ("all", "last")),
         ("structure", structure, ("full", "kronecker", "diagonal", "k-tied")),
-        ("over", over, ("both", "r", "s", "weights")),
+        ("over", over, ("both", "both+bias", "r", "s", "weights")),
     ):
         if value not in known:
             raise ValueError(f"laplace: unknown {name} {value!r}{did_you_mean(str(value), known)}")
@@ -188,6 +195,11 @@ def _check(
         raise ValueError(f"laplace: noise is a standard deviation and must be positive, got {noise!r}.")
     if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise ValueError(f"laplace: samples must be a whole number of at least 1, or None, got {samples!r}.")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "laplace needs all weights in memory, but some of the model's are elsewhere (device 'meta', offloaded): "
+            "load it without offloading."
+        )
     training = next((name for name, m in model.named_modules() if m.training), None)
     if training is not None:
         raise ValueError(
@@ -206,13 +218,15 @@ def _means_apart(model: nn.Module, over: str) -> tuple[nn.Module, dict[str, Any]
     return debayesianize(copy.deepcopy(model)), means
 
 
-def _last(model: nn.Module, decisions: list[Decision], batch: tuple[Any, Any, Tensor]) -> str:
-    """The name of the layer to be converted that runs last, as a pattern."""
-    ran: list[str] = []
+def _last(model: nn.Module, decisions: list[Decision], batch: tuple[Any, Any, Tensor], free: bool) -> str:
+    """The name of the layer to be converted that runs last, as a pattern; where the user was `free` to leave none out,
+    it must be the last of all that have a matrix.
+    """
+    ran: list[Decision] = []
     handles = [
-        model.get_submodule(d.name).register_forward_hook(lambda *_, name=d.name: ran.append(name))
+        model.get_submodule(d.name).register_forward_hook(lambda *_, d=d: ran.append(d))
         for d in decisions
-        if d.config is not None
+        if d.config is not None or (free and any(p.dim() > 1 for p in model.get_submodule(d.name).parameters()))
     ]
     try:
         with torch.no_grad():
@@ -220,7 +234,13 @@ def _last(model: nn.Module, decisions: list[Decision], batch: tuple[Any, Any, Te
     finally:
         for handle in handles:
             handle.remove()
-    return re.escape(ran[-1])
+    last = ran[-1]
+    if last.config is None:
+        raise ValueError(
+            f'laplace: the layer that runs last, {last.name}, cannot be the one of layers="last": {last.reason}. Name '
+            f"another one with include=, or untie the weights."
+        )
+    return re.escape(last.name)
 
 
 def _fit(
@@ -236,7 +256,7 @@ def _fit(
     scaled = likelihood == "gaussian"  # one noise for all; a heteroscedastic head has its own
     spectra = []
     for p, block in zip(joints, curvature.blocks, strict=True):
-        far = (p.means(p.layer.linear_map(p.site.name)).detach().double() - p.prior.loc).square().sum()
+        far = (p.means(p.layer.linear_map(p.site.name)).detach().double() - p.locs()).square().sum()
         spectra.append(Spectrum(p.name, block.spectrum(), float(far) / p.members))
     given = [float(prior.scale) ** -2] * len(joints) if isinstance(prior, Normal) else None
     groups = [0 if prior == "shared" else id(p.layer) for p in joints]

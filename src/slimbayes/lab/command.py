@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from slimbayes.errors import SlimbayesWarning
 from slimbayes.lab.data_command import app as data_app
 from slimbayes.lab.run_commands import Accelerator, AllowCode, DataDir, diagnose, export, init, predict, stack
 
@@ -132,7 +134,7 @@ app.command()(export)
 
 @app.command()
 def serve(
-    model: Annotated[Path, typer.Argument(metavar="RUN_OR_EXPORT", help="Run directory, or an .onnx of sb.export.")],
+    model: Annotated[Path, typer.Argument(metavar="RUN_OR_EXPORT", help="Run directory, or a file of sb.export.")],
     host: Annotated[str, typer.Option(help="Address; others than this machine's need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     key_file: Annotated[Path | None, typer.Option(help="File with the API key; or $SLIMBAYES_API_KEY.")] = None,
@@ -283,6 +285,10 @@ def config_schema(
 
 def main() -> None:
     """The entry point, under one name: completion of `python -m slimbayes` would be a script for python itself."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, kind, *place: (
+        f"! {message}\n" if issubclass(kind, SlimbayesWarning) else usual(message, kind, *place)
+    )
     app(prog_name="slimbayes")
 
 

@@ -20,8 +20,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from slimbayes.errors import brief, did_you_mean
-from slimbayes.lab.choices import Choice, OneOf, Options
-from slimbayes.lab.networks import Augmentation, Network
+from slimbayes.lab.choices import Augmentation, Choice, Network, OneOf, Options
 from slimbayes.lab.own_config import OwnFiles, PythonNet, TableNet
 from slimbayes.lab.recipes import Count, Positive, Train
 from slimbayes.posteriors import METHODS

@@ -18,7 +18,7 @@ import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.evaluation_scores import Scores, class_scores, ood_scores, regression_scores
+from slimbayes.lab.evaluation_scores import Scores, class_scores, curve_scores, ood_scores, regression_scores
 from slimbayes.lab.execution import Execution, Nobody, Watcher
 from slimbayes.lab.other_sets import check, corrupted, fitting, unfamiliar
 from slimbayes.lab.seeds import key, seed_everything
@@ -137,16 +137,20 @@ class Predictor(NamedTuple):
         role: Literal["test", "validation", "corruption", "shift", "ood"],
         about: Mapping[str, Any] | None = None,
         workers: int = 0,
+        brief: bool = False,
     ) -> tuple[list[Evaluation], dict[int, Tensor]]:
-        """Evaluations of one set by number of draws, and what `note` says of rows of classes, (N, 5)."""
+        """Evaluations of one set by number of draws, and what `note` says of rows of classes, (N, 5).
+
+        `brief` is for every epoch: likelihood and errors alone, and no notes.
+        """
         about = dict(about or {})
-        scores = {count: self._scores() for count in draws}
+        scores = {count: curve_scores(self.discrete, self.device) if brief else self._scores() for count in draws}
         notes: dict[int, list[Tensor]] = {count: [] for count in draws}
         name = " ".join([data, role, *map(str, about.values())])
         for found, y in self.predictions(rows, f"{data} {role} {about}", draws, workers, name):
             for count, prediction in found.items():
                 scores[count].update(prediction, y)
-                if self.discrete:
+                if self.discrete and not brief:
                     notes[count].append(note(prediction, y))
         curves = role in ("test", "shift")
         made = [Evaluation(data=data, role=role, draws=n, **about, **s.result(curves)) for n, s in scores.items()]
@@ -175,7 +179,8 @@ class Predictor(NamedTuple):
         chosen = self.experiment.evaluate.model_copy(update={"noise": None})
         experiment = self.experiment.model_copy(update={"evaluate": chosen})
         standardised = self._replace(task=replace(self.task, y_mean=None, y_std=None), experiment=experiment)
-        (made,), _ = standardised.score(self.task.validation, [1], self.task.name, "validation", workers=workers)
+        rows, name = self.task.validation, self.task.name
+        (made,), _ = standardised.score(rows, [1], name, "validation", workers=workers, brief=True)
         if not self.discrete:
             return {"validation_nll": -made.metrics["lpd"], "validation_rmse": made.metrics["rmse"]}
         return {f"validation_{name}": made.metrics[name] for name in ("nll", "accuracy")}

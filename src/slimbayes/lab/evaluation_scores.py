@@ -136,6 +136,14 @@ def regression_scores(device: torch.device) -> Scores:
     return Scores(whole=_alone({**whole, "coverage95": metrics.IntervalCoverage(0.95)}, device))
 
 
+def curve_scores(discrete: bool, device: torch.device) -> Scores:
+    """What curves show of each epoch: a short epoch of a small network takes less time than all scores do."""
+    whole = {"accuracy": metrics.Accuracy(), "nll": metrics.NLL()}
+    real = {"rmse": metrics.RMSE(), "lpd": metrics.LPD()}
+    soft = _alone({"soft_nll": metrics.SoftLabelNLL()}, device) if discrete else {}
+    return Scores(whole=_alone(whole if discrete else real, device), soft=soft)
+
+
 def ood_scores(familiar: Tensor, unfamiliar: Tensor) -> dict[str, float]:
     """How well an uncertainty tells unfamiliar rows from familiar ones: auroc, aucpr, fpr95."""
     scores = torch.cat([familiar, unfamiliar])

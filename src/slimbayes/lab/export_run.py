@@ -2,7 +2,7 @@
 
 The file takes rows as the run's data have them, and gives real targets in their own units. Rows of a table of one's own
 are the exception: categories are codes and numbers are scaled, by what stands in the run's inputs.json, before the
-file sees them; `slimbayes serve` does that for an .onnx file, which has a copy of it.
+file sees them; `slimbayes serve` does that, for the file has a copy of it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from slimbayes.data.folders import ImageFolder, decode
-from slimbayes.data.table_files import Column, TableFile, look
+from slimbayes.data.table_cells import days_of
+from slimbayes.data.table_files import TABLES, Column, TableFile, look
 from slimbayes.distributions.families import dropout_scale
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.config_files import ConfigError, validate
@@ -41,23 +42,24 @@ class Plan:
     classes: bool
 
 
-def config_text(path: Path, out: Path, target: str | None = None) -> str:
-    """The config for a table (.csv, .parquet), arrays (.npz) or a folder of pictures.
+def config_text(path: Path, out: Path, target: str | None = None, header: bool | None = None) -> str:
+    """The config for a table (.csv, .tsv, .parquet), arrays (.npz) or a folder of pictures.
 
     Args:
         target: the column that is predicted, by default the last one.
+        header: whether a csv's first line has names, as `look` takes it.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there.")
     if path.is_dir():
         plan = _pictures(path)
-    elif path.suffix in (".csv", ".parquet"):
-        plan = _table(path, target)
-    elif path.suffix == ".npz":
+    elif path.suffix.lower() in TABLES:
+        plan = _table(path, target, header)
+    elif path.suffix.lower() == ".npz":
         plan = _arrays(path)
     else:
         raise ConfigError(
-            f"{path}: data come as .csv, .parquet, .npz or a folder with a folder of pictures each class."
+            f"{path}: data come as {', '.join(TABLES)}, .npz or a folder with a folder of pictures for each class."
         )
     lines = [f"name: {_quoted(path.stem[:200] or 'data')}", "seed: 0", "data:", *plan.data]
     lines += ["", f"model: {plan.model}", "method:", *plan.method, "", *_training(plan)]
@@ -94,10 +96,11 @@ def _common() -> Iterator[str]:
 # --- tables ---
 
 
-def _table(path: Path, target: str | None) -> Plan:
-    found = look(path)
+def _table(path: Path, target: str | None, header: bool | None) -> Plan:
+    found, csv = look(path, header), path.suffix.lower() != ".parquet"
     if any(column.other_mark for column in found.columns):
-        found = look(path, decimal="comma")
+        other = look(path, header, decimal="comma")
+        found = found if any(column.other_mark for column in other.columns) else other  # commas that part thousands
     name = found.names[-1] if target is None else target
     if name not in found.names:
         raise ConfigError(f"--target: {path} has no column {_quoted(name[:80])}{did_you_mean(name, found.names)}")
@@ -106,11 +109,11 @@ def _table(path: Path, target: str | None) -> Plan:
     classes = target_is_class(column, path, "classes" if doubtful else None)
     dropped = {c.name: why for c in found.columns if c.name != name and (why := _unusable(found, c))}
     data = [
-        f"  {'parquet' if path.suffix == '.parquet' else 'csv'}: {_quoted(str(path))}  # {found.rows:,} rows",
-        f"  target: {_quoted(name)}  # {_values(column)}" + (" The last column: --target chooses" * (target is None)),
+        f"  {'csv' if csv else 'parquet'}: {_quoted(str(path))}  # {found.rows:,} rows",
+        f"  target: {_quoted(name)}  # {_values(column)}" + (". The last column: --target chooses" * (target is None)),
         f"  task: {'classes' if classes else 'regression'}" + ("  # regression, if they are counts" * doubtful),
     ]
-    data += [f"  header: {str(found.header).lower()}"] if path.suffix == ".csv" else []
+    data += [f"  header: {str(found.header).lower()}"] if csv else []
     data += ["  decimal: comma  # in '1,5' it parts the fraction, not thousands"] if found.decimal == "comma" else []
     if dropped:
         data.append(f"  drop: [{', '.join(map(_quoted, dropped))}]")
@@ -132,21 +135,32 @@ def _unusable(found: TableFile, column: Column) -> str:
     if len(column.values) < 2:
         return "it is the same in all rows"
     lower = column.name.lower()
+    nameless = found.header and column is found.columns[0] and lower == "1"
     if (
         column.whole
         and len(column.values) >= min(1000, found.rows)
-        and (lower in ("id", "index") or lower[-3:] == "_id")
+        and (lower in ("id", "index", "unnamed: 0") or lower[-3:] == "_id" or nameless)
     ):
         return "it numbers the rows"
     try:
         feature_kind(found, column)
     except ValueError:
-        kinds = {
-            "date": "dates; used, if not dropped, with `dates: encode`",
-            "word": "texts that hardly repeat, or a few texts among numbers",
-        }
-        return kinds[column.kind]
+        return _dates(column) if column.kind == "date" else _texts(column)
     return ""
+
+
+def _dates(column: Column) -> str:
+    try:
+        days_of(column.odd[1])
+    except ValueError as error:
+        return f"dates, but {_quoted(column.odd[1][:40])} {error}"
+    return "dates; used, if not dropped, with `dates: encode`"
+
+
+def _texts(column: Column) -> str:
+    if column.dressed:
+        return f"numbers with signs, such as {_quoted(column.odd[1][:40])}: take the signs out to use them"
+    return "texts that hardly repeat, or a few texts among numbers"
 
 
 def _values(column: Column) -> str:

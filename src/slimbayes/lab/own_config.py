@@ -6,16 +6,20 @@ model: {python: "my_package.nets:build", args: {width: 64}}
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import PurePath
+from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from slimbayes.lab.choices import Options
-from slimbayes.lab.networks import Named, Size
+from slimbayes.errors import brief, did_you_mean
+from slimbayes.lab.choices import Named, Options, Size
 
 
 def _no_controls(text: str) -> str:
@@ -126,17 +130,69 @@ class PythonNet(Options):
 
     def network(self, facts: Mapping[str, Any], data: str) -> Any:
         """What the function makes of its arguments and of what the data say."""
-        if not _ALLOWED.get():
+        if not code_is_allowed():
             raise OwnCodeError(
                 f"The network is made by code that the run names ({self.python}), not by slimbayes. If you trust that "
                 f"code, say --allow-code."
             )
-        from slimbayes.lab.own_network import call
+        return _called(self.python, self.args, facts)
 
-        return call(self.python, self.args, facts)
+
+def _called(place: str, args: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
+    """What the function at "package.module:function" makes of arguments, and of those facts that it has names for.
+
+    Example:
+        >>> _called("torch.nn:Linear", {"in_features": 3, "out_features": 1}, {"inputs": 3})
+        Linear(in_features=3, out_features=1, bias=True)
+    """
+    from torch import nn  # configs are checked without it
+
+    function = _found(place)
+    known = inspect.signature(function).parameters
+    given = {name: value for name, value in facts.items() if name in known} | dict(args)
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        raise OwnCodeError(
+            f"model.python: {place} cannot be called: {error}. model.args gives arguments; the data say "
+            f"{', '.join(facts)}."
+        ) from error
+    try:
+        made = function(**given)
+    except Exception as error:  # whatever the user's code raises, it is told where
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"{type(error).__name__}: {brief(str(error))}, in {at.filename}, line {at.lineno}"
+        raise OwnCodeError(f"model.python: {place} raised {told}.") from error
+    if not isinstance(made, nn.Module):
+        raise OwnCodeError(f"model.python: {place} must give a torch.nn.Module, got {type(made).__name__}.")
+    return made
+
+
+def _found(place: str) -> Callable[..., Any]:
+    module_name, _, name = place.partition(":")
+    here = str(pathlib.Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # at the end: what is installed cannot be replaced by a file that lies about
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # one that the user's module needs
+        raise OwnCodeError(f"model.python: there is no module {brief(error.name)}, installed or in {here}.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value)]
+        raise OwnCodeError(f"model.python: {module_name} has no function {brief(name)}{did_you_mean(name, known)}")
+    found: Callable[..., Any] = function
+    return found
 
 
 _ALLOWED = ContextVar("_ALLOWED", default=False)
+
+
+def code_is_allowed() -> bool:
+    """Whether the user trusts files that may run code."""
+    return _ALLOWED.get()
 
 
 @contextmanager
@@ -169,7 +225,7 @@ def filled(tree: Mapping[str, Any]) -> dict[str, Any]:
         paths = [data[kind] for kind in SOURCES if isinstance(data.get(kind), str)]
         usual = {"scaling": "quantile"} if {"csv", "parquet"} & data.keys() else {}
         numbers = {n: str(data[n]) for n in ("target",) if isinstance(data.get(n), int)}
-        named = {"name": PurePath(paths[0]).stem[:200] or "data"} if paths and not data.get("name") else {}
+        named = {"name": pathlib.PurePath(paths[0]).stem[:200] or "data"} if paths and not data.get("name") else {}
         data = usual | data | numbers | named
     if isinstance(model, dict) and "python" in model:
         model = {"kind": "code"} | model

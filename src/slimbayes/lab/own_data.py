@@ -17,9 +17,8 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split
 from slimbayes.data.catalog import root_folder
-from slimbayes.data.dates import date_columns
 from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.data.table_cells import Decimal, Kind
+from slimbayes.data.table_cells import Decimal, Kind, date_columns
 from slimbayes.data.table_files import MOST_VALUES, Column, Frame, TableFile, frames, look
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab import config
@@ -104,7 +103,7 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
     target: Kind = "word" if discrete else "number"
     whole = _joined(list(frames(path, kinds | {chosen.target: target}, found.header, found.decimal)))
     table = Table([name for name, kind in kinds.items() if kind == "word"], chosen.missing)
-    y, classes = _targets(whole[chosen.target], discrete, f"{path}, column {brief(chosen.target)}")
+    y, classes = _targets(whole[chosen.target], discrete)
     places = _split(Split(torch.arange(len(y)), y), chosen)
     try:
         every, kept = with_dates(whole, kinds), places["train"].x.numpy()
@@ -155,28 +154,39 @@ def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = (
             f"{place} holds dates ({brief(column.odd[1])}): say data.dates: encode, turn them into numbers, such as "
             f"days since a date, or leave it out with data.drop."
         )
-    _refuse_mark(column, place)
+    _refuse_signs(column, place, "name it in data.categories")
     if column.kind == "word" and column.numbers >= column.others:
         line, cell = column.odd
         raise ValueError(
             f"{place} holds numbers, but not in line {line}: {brief(cell)}. Mend it, or name the column in "
             f"data.categories if it holds categories."
         )
-    if column.kind == "word" and len(column.values) > max(FEW, min(MOST_VALUES, found.rows / 2)):
-        many = f"more than {MOST_VALUES:,}" if len(column.values) > MOST_VALUES else str(len(column.values))
+    if column.kind == "word" and (many := _hardly_repeats(column)):
         raise ValueError(
-            f"{place} holds {many} different texts in {found.rows:,} rows, too many for categories: leave it out with "
-            f"data.drop, or name it in data.categories if it is meant."
+            f"{place} holds {many}, too many for categories: leave it out with data.drop, or name it in "
+            f"data.categories if it is meant."
         )
     return column.kind
 
 
-def _refuse_mark(column: Column, place: str) -> None:
-    """Numbers with another decimal mark are no categories."""
+def _hardly_repeats(column: Column) -> str:
+    """How many texts there are, if too many for categories; nothing if they repeat."""
+    rows, count = column.numbers + column.others + column.missing, len(column.values)
+    many = f"more than {MOST_VALUES:,}" if count > MOST_VALUES else str(count)
+    return f"{many} different texts in {rows:,} rows" if count > max(FEW, min(MOST_VALUES, rows / 2)) else ""
+
+
+def _refuse_signs(column: Column, place: str, unless: str) -> None:
+    """Numbers with another decimal mark, or with signs, are no categories, unless it is said that they are."""
     if column.other_mark:
         raise ValueError(
             f"{place} holds {brief(column.odd[1])}, a number but for its decimal mark: set data.decimal to comma or "
             f"point, as the file has it, or take out what parts thousands."
+        )
+    if column.dressed:
+        raise ValueError(
+            f"{place} holds {brief(column.odd[1])}, a number but for signs of money, per cent or thousands: take the "
+            f"signs out, or {unless} if these are names of things."
         )
 
 
@@ -185,16 +195,18 @@ def target_is_class(column: Column, path: Path, task: str | None) -> bool:
     place = f"{path}, column {brief(column.name)}, the target,"
     if column.missing:
         raise ValueError(f"{place} is missing in {column.missing} rows: drop these rows.")
-    _refuse_mark(column, place)
+    if len(column.values) == 1:
+        raise ValueError(f"{place} is {brief(next(iter(column.values)))} in all rows: nothing is to be learnt.")
+    if task != "classes":
+        _refuse_signs(column, place, "say data.task: classes")
     if task == "regression" and column.kind != "number":
         line, cell = column.odd
         raise ValueError(f"{place} must hold numbers for data.task: regression, got {brief(cell)} in line {line}.")
     if task is not None:
         return task == "classes"
-    if column.kind == "date" or (column.kind == "word" and len(column.values) > MOST_VALUES):
-        raise ValueError(
-            f"{place} holds {'dates' if column.kind == 'date' else 'too many different texts for classes'}."
-        )
+    if column.kind == "date" or (column.kind == "word" and _hardly_repeats(column)):
+        held = "dates" if column.kind == "date" else f"{_hardly_repeats(column)}, too many for classes"
+        raise ValueError(f"{place} holds {held}. Choose another column, or say data.task: classes if it is meant.")
     if column.kind == "word" or len(column.values) == 2:
         return True
     if column.whole and len(column.values) <= FEW:
@@ -205,12 +217,10 @@ def target_is_class(column: Column, path: Path, task: str | None) -> bool:
     return False
 
 
-def _targets(values: np.ndarray, discrete: bool, place: str) -> tuple[Tensor, tuple[str, ...]]:
+def _targets(values: np.ndarray, discrete: bool) -> tuple[Tensor, tuple[str, ...]]:
     if not discrete:
         return _real(values), ()
     words: Mapping[str, int] = {word: i for i, word in enumerate(sorted(set(values.tolist()), key=_by_number))}
-    if len(words) < 2:
-        raise ValueError(f"{place}: all rows have the class {brief(next(iter(words)))}, and nothing is to be learnt.")
     return torch.tensor([words[word] for word in values.tolist()]), tuple(words)
 
 

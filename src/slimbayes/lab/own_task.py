@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +14,11 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split
 from slimbayes.data.table_cells import Decimal, Kind
-from slimbayes.data.table_files import Frame, column_names, frame_of, frames
+from slimbayes.data.table_files import TABLES, Frame, column_names, frame_of, frames
+from slimbayes.errors import SlimbayesWarning
 from slimbayes.lab.own_data import OwnTable, told, with_dates
 from slimbayes.lab.predict_input import check_names
+from slimbayes.sklearn.columns import unseen_text
 from slimbayes.sklearn.preparation import Preparation
 
 if TYPE_CHECKING:
@@ -60,24 +64,30 @@ class OwnColumns:
         kinds = dict(facts["kinds"]) if "kinds" in facts else kinds
         return cls(found, tuple(facts["passed"]), kinds, bool(facts["header"]), facts.get("decimal", "point"))
 
-    def prepared(self, frame: Frame) -> Tensor:
-        """Columns as they were read, as the network takes them: float32 (n, w + c)."""
+    def prepared(self, frame: Frame, unseen: Counter[str]) -> Tensor:
+        """Columns as they were read, as the network takes them: float32 (n, w + c). Unknown categories that count as
+        missing are added to `unseen`."""
         table = self.preparation.table
-        return torch.from_numpy(self.preparation(table.read(with_dates(frame, self.kinds, table.names))))
+        read = table.read(with_dates(frame, self.kinds, table.names), unseen=unseen)
+        return torch.from_numpy(self.preparation(read))
 
-    def rows(self, values: Mapping[str, Sequence[Any]]) -> Tensor:
-        """Rows of values by column's name as the network takes them, or a ValueError that says what does not fit."""
+    def rows(self, values: Mapping[str, Sequence[Any]]) -> tuple[Tensor, tuple[str, ...]]:
+        """Rows of values by column's name as the network takes them, and what is to be said of them, or a ValueError
+        that says what does not fit."""
         check_names("rows", list(values), list(self.kinds), self.passed)
+        unseen: Counter[str] = Counter()
         try:
-            return self.prepared(frame_of(values, self.kinds))
+            made = self.prepared(frame_of(values, self.kinds), unseen)
         except ValueError as error:
             raise ValueError(told(error)) from error
+        return made, (unseen_text(unseen, len(made)),) if unseen else ()
 
 
 def table_blocks(file: Path, own: OwnColumns) -> Iterator[Tensor]:
-    """Rows of a table's file as the network takes them, float32 (n, w + c), block by block."""
-    if file.suffix not in (".csv", ".parquet"):
-        raise ValueError(f"{file}: the run was trained on a table, so rows come as .csv or .parquet.")
+    """Rows of a table's file as the network takes them, float32 (n, w + c), block by block; a warning at the end tells
+    of categories that training did not see."""
+    if file.suffix.lower() not in TABLES:
+        raise ValueError(f"{file}: the run was trained on a table, so rows come as {', '.join(TABLES)}.")
     names, needed = column_names(file, own.header, own.decimal), list(own.kinds)
     here = {name: name for name in needed}
     if not own.header and len(names) == len(needed):  # without names and without the target: by their order
@@ -88,16 +98,18 @@ def table_blocks(file: Path, own: OwnColumns) -> Iterator[Tensor]:
 
 
 def _prepared_blocks(file: Path, own: OwnColumns, here: Mapping[str, str]) -> Iterator[Tensor]:
-    first = 0
+    first, unseen = 0, Counter[str]()
     for frame in frames(file, {here[name]: kind for name, kind in own.kinds.items()}, own.header, own.decimal):
         try:
-            rows = own.prepared(Frame({name: frame[here[name]] for name in own.kinds}))
+            rows = own.prepared(Frame({name: frame[here[name]] for name in own.kinds}), unseen)
         except ValueError as error:
             raise ValueError(f"{file}, rows {first} to {first + len(frame) - 1}: {told(error)}") from error
         first += len(frame)
         yield rows
     if not first:
         raise ValueError(f"{file} has no rows.")
+    if unseen:
+        warnings.warn(f"{file}: {unseen_text(unseen, first)}", SlimbayesWarning, stacklevel=2)
 
 
 def finished(task: Task, data: Dataset, chosen: Data) -> Task:

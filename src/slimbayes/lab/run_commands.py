@@ -11,14 +11,19 @@ import typer
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; $SLIMBAYES_DATA by default.")]
 Accelerator = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 AllowCode = Annotated[
-    bool, typer.Option("--allow-code", help="Let a run whose config names code (model.python) import and run it.")
+    bool, typer.Option("--allow-code", help="Trust files that may run code: runs with model.python, .pt2 files.")
 ]
 
 
 def init(
-    data: Annotated[Path, typer.Argument(metavar="FILE", help="A .csv, .parquet or .npz, or a folder of pictures.")],
+    data: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A .csv, .tsv, .parquet or .npz, or a folder of pictures.")
+    ],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The config; ./<name>.yaml by default.")] = None,
     target: Annotated[str | None, typer.Option(help="Column to predict; the last one by default.")] = None,
+    header: Annotated[
+        bool | None, typer.Option("--header/--no-header", help="Whether a csv's first line has names; else it is seen.")
+    ] = None,
 ) -> None:
     """Look at data of your own and write a commented config for them."""
     from slimbayes.files import write_text
@@ -28,7 +33,7 @@ def init(
     file = output or Path(f"{data.resolve().stem or 'data'}.yaml")
     if file.exists():
         raise ConfigError(f"{file} is there already. Choose another name with -o.")
-    write_text(file, config_text(data, file, target))
+    write_text(file, config_text(data, file, target, header))
     typer.echo(f"{file} is written. Look through it, then: slimbayes fit {file}")
 
 

@@ -189,20 +189,19 @@ def forget_steps(file: Path, first: int) -> None:
 
 def read_curve(folder: Path) -> list[dict[str, float]]:
     """The lines of metrics.csv, one for each epoch."""
-    file = folder / "metrics.csv"
-    if not file.exists():
-        return []
-    with open(file, newline="") as handle:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(handle)]
+    return _numbers(folder / "metrics.csv")
 
 
 def read_losses(folder: Path) -> list[float]:
     """The loss of each step, from steps.csv."""
-    file = folder / "steps.csv"
+    return [row["loss"] for row in _numbers(folder / "steps.csv")]
+
+
+def _numbers(file: Path) -> list[dict[str, float]]:
     if not file.exists():
         return []
     with open(file, newline="") as handle:
-        return [float(row["loss"]) for row in csv.DictReader(handle)]
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(handle)]
 
 
 def tensorboard(folder: Path, row: dict[str, float]) -> None:

@@ -5,15 +5,14 @@ A trial is an ordinary run in out/<name>-<hash>: equal values are one run, and o
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimbayes.lab.config_files import ConfigError, load
 from slimbayes.lab.launch import Run, train
+from slimbayes.lab.run_folder import read_curve
 from slimbayes.lab.sweep import with_values
 from slimbayes.report.record import read
 
@@ -117,10 +116,7 @@ def _search(
 
 def epochs(folder: Path, metric: str) -> list[tuple[int, float]]:
     """A metric after each epoch that a run has noted, where it is finite."""
-    with suppress(OSError, ValueError), open(folder / "metrics.csv", newline="") as handle:
-        found = [(int(row["epoch"]), float(row.get(metric) or math.nan)) for row in csv.DictReader(handle)]
-        return [(epoch, value) for epoch, value in found if math.isfinite(value)]
-    return []
+    return [(int(row["epoch"]), row[metric]) for row in read_curve(folder) if math.isfinite(row.get(metric, math.nan))]
 
 
 def kept_value(folder: Path, metric: str) -> float:

@@ -5,13 +5,14 @@ POST /predict    rows as JSON {"rows": [[...], ...], "draws": 16, "level": 0.9},
 GET  /about      what the model takes;  GET /metrics  for Prometheus;  GET /openapi.json  the interface
 GET  /healthz    200 while it serves: the only address that needs no key
 
-Answers are JSON, or Arrow where that is accepted. 4xx says what is wrong with a request, 503 with Retry-After that too
-many wait. Nothing is unpickled.
+Answers are JSON, or Arrow or .npy where that is accepted. 4xx says what is wrong with a request, 503 with Retry-After
+that too many wait. Of what comes over the network nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -115,7 +116,7 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
     async def predict(request: Request) -> Response:
         start = time.perf_counter()
         body, kind = await body_of(request, limits), request.headers.get("content-type", "")
-        rows, draws, level = asked(body, kind, request.query_params, model, limits.rows, limits.draws)
+        (rows, notes), draws, level = asked(body, kind, request.query_params, model, limits.rows, limits.draws)
         try:
             found = await asyncio.wait_for(queue.ask(rows, draws, level), limits.answer)
         except Busy:
@@ -126,8 +127,9 @@ def build_app(model: Served, limits: Limits = Limits(), key: str | None = None) 
             raise HTTPException(422, cut(str(error))) from error
         metrics.rows.inc(len(rows))
         metrics.seconds.observe(time.perf_counter() - start)
-        content, kind = answer(found, request.headers.get("accept", ""))
-        return Response(content, media_type=kind)
+        content, kind = answer(found, request.headers.get("accept", ""), notes)
+        told = {"X-Notes": json.dumps(notes)} if notes else None
+        return Response(content, media_type=kind, headers=told)
 
     return guard
 

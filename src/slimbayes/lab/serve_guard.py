@@ -1,8 +1,8 @@
 """What stands before a server's application: the key, and how many requests are let in at once.
 
-The number let in follows the time they take, as TCP's window does: a little more after each that was answered in time,
-a tenth less after each that was not. So an overloaded server says 503 instead of being late for everyone,
-whatever it is that takes the time.
+The number let in follows the time they take, as TCP's window does: while it is reached, a little more after each that
+was answered in time, and one more after each that was answered at once; a tenth less after each that was late. So an
+overloaded server says 503 instead of being late for everyone, whatever it is that takes the time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Guard:
 
     def __init__(self, app: Application, key: str | None, wait: float) -> None:
         self.app, self.key, self.wait = app, key, wait
-        self.active, self.window = 0, 32.0
+        self.active, self.window = 0, 16.0
         self.statuses: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,8 +61,15 @@ class Guard:
         finally:
             self.active -= 1
             self.statuses[status] += 1
-            late = status == 200 and time.perf_counter() - start > self.wait
-            self.window = max(_FEWEST, 0.9 * self.window) if late else min(_MOST, self.window + 1 / self.window)
+            if status == 200:
+                self._learn(time.perf_counter() - start)
+
+    def _learn(self, seconds: float) -> None:
+        """Let in more or fewer after one that took so long."""
+        if seconds > self.wait:
+            self.window = max(_FEWEST, 0.9 * self.window)
+        elif self.active + 1 >= self.window - 1:  # that few are quick says nothing of many
+            self.window = min(_MOST, self.window + (1 if seconds < self.wait / 4 else 1 / self.window))
 
     async def _refuse(self, send: Send, status: int, why: str, *headers: tuple[bytes, bytes]) -> None:
         self.statuses[status] += 1

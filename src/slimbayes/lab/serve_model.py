@@ -1,13 +1,14 @@
-"""What a server asks: a finished run, or an ONNX file that `sb.export` wrote. Nothing of either is unpickled.
+"""What a server asks: a finished run, or a file that `sb.export` wrote. Nothing is unpickled, unless a .pt2 file is
+trusted.
 
 Sizes: N rows, S draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,10 +16,12 @@ import torch
 from slimbayes.data import Split
 from slimbayes.errors import brief
 from slimbayes.lab.execution import Execution
+from slimbayes.lab.own_config import OwnCodeError, code_is_allowed
 from slimbayes.lab.predict_file import fitted, own_columns, read_predictor
 from slimbayes.lab.predict_input import check_names
 from slimbayes.lab.predict_output import LABEL, as_columns, class_names
 from slimbayes.lab.run_folder import RunError
+from slimbayes.prediction.export import SUMMARIES
 from slimbayes.untrusted import check_regular, parse_json
 
 if TYPE_CHECKING:
@@ -38,6 +41,13 @@ Columns = dict[str, list[Any]]
 Named = dict[str, list[Any]]  # rows' values by column's name
 
 
+class Checked(NamedTuple):
+    """Rows as a model takes them, and what whoever asked should know of them."""
+
+    rows: np.ndarray
+    notes: tuple[str, ...] = ()
+
+
 class Served(Protocol):
     """A model behind a server."""
 
@@ -53,7 +63,7 @@ class Served(Protocol):
     def draws(self) -> int | None:
         """Draws of each member by default, where a request may choose them."""
 
-    def check(self, rows: np.ndarray | Named) -> np.ndarray:
+    def check(self, rows: np.ndarray | Named) -> Checked:
         """Rows (N, ...), or values by column's name, as the model takes them, or a ValueError."""
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
@@ -74,13 +84,13 @@ class RunModel:
         task = self.predictor.task
         return dict.fromkeys(task.columns, "number") if task.own is None else dict(task.own.kinds)
 
-    def check(self, rows: np.ndarray | Named) -> np.ndarray:
+    def check(self, rows: np.ndarray | Named) -> Checked:
         task = self.predictor.task
         if task.own is not None:
             return _own_rows(rows, task.own)
         x = fitted(torch.as_tensor(_array(rows, task.columns)), task, "rows")
         _refuse_infinite(x.numpy())
-        return x.numpy()
+        return Checked(x.numpy())
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
         x, classes = torch.as_tensor(rows), self.predictor.task.classes
@@ -91,37 +101,33 @@ class RunModel:
         return {k: [names[i] for i in v.tolist()] if k == LABEL else v.tolist() for k, v in columns.items()}
 
 
-class OnnxModel:
-    """An exported graph with the draws it was written with; onnxruntime runs it."""
+class ExportedModel:
+    """What `sb.export` wrote, with the draws in it.
+
+    Args:
+        about: what the file says of itself.
+        kind: type of its input.
+        run: the graph, rows (N, ...) to mean, aleatoric and epistemic uncertainty.
+    """
 
     draws: int | None = None
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, about: Any, kind: np.dtype[Any], run: Callable[[np.ndarray], Sequence[Any]]) -> None:
+        self.kind, self.run = kind, run
         try:
-            import onnxruntime
-        except ModuleNotFoundError as error:
-            raise ImportError('An exported model needs onnxruntime: pip install "slimbayes[serve]"') from error
-        check_regular(file)
-        try:
-            self.session = onnxruntime.InferenceSession(str(file))
-        except Exception as error:  # its exceptions have no class in common
-            raise RunError(f"{file} cannot be opened by onnxruntime: {brief(str(error))}.") from error
-        try:
-            about = parse_json(self.session.get_modelmeta().custom_metadata_map["slimbayes"])
-            (self.name,), self.likelihood = about["inputs"], about["likelihood"]
-            self.row, outputs = tuple(map(int, about["inputs"][self.name][1:])), tuple(about["outputs"])
-            self.kind = _TYPES[self.session.get_inputs()[0].type]
+            (name,) = about["inputs"]
+            self.row, outputs = tuple(map(int, about["inputs"][name][1:])), tuple(about["outputs"])
             self.own = None if about.get("own") is None else own_columns(about["own"])
         except (KeyError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
             raise RunError(f"{file} was not written by sb.export, or takes several inputs.") from error
-        if outputs != ("mean", "aleatoric", "epistemic"):
+        if outputs != SUMMARIES:
             raise RunError(f"{file} gives draws, no predictions: export it with likelihood=.")
 
     @property
     def columns(self) -> dict[str, str]:
         return {} if self.own is None else dict(self.own.kinds)
 
-    def check(self, rows: np.ndarray | Named) -> np.ndarray:
+    def check(self, rows: np.ndarray | Named) -> Checked:
         if self.own is not None:
             return _own_rows(rows, self.own)
         rows = _array(rows, ())
@@ -132,21 +138,64 @@ class OnnxModel:
         _refuse_infinite(cast)
         if cast.dtype.kind != "f" and (cast != rows).any():
             raise ValueError(f"rows: whole numbers are needed, of {self.kind.name}.")
-        return cast
+        return Checked(cast)
 
     def predict(self, rows: np.ndarray, draws: int, level: float | None) -> Columns:
-        mean, aleatoric, epistemic = self.session.run(None, {self.name: rows})
-        names = ("mean", "aleatoric", "epistemic")
-        return {name: values.tolist() for name, values in zip(names, (mean, aleatoric, epistemic), strict=True)}
+        return {name: values.tolist() for name, values in zip(SUMMARIES, self.run(rows), strict=True)}
 
 
-def _own_rows(rows: np.ndarray | Named, own: OwnColumns) -> np.ndarray:
+def open_onnx(file: Path) -> ExportedModel:
+    """A graph that onnxruntime runs."""
+    try:
+        import onnxruntime
+    except ModuleNotFoundError as error:
+        raise ImportError('An exported model needs onnxruntime: pip install "slimbayes[serve]"') from error
+    check_regular(file)
+    try:
+        session = onnxruntime.InferenceSession(str(file))
+    except Exception as error:  # its exceptions have no class in common
+        raise RunError(f"{file} cannot be opened by onnxruntime: {brief(str(error))}.") from error
+    first = session.get_inputs()[0]
+    try:
+        about = parse_json(session.get_modelmeta().custom_metadata_map["slimbayes"])
+        kind = _TYPES[first.type]
+    except (KeyError, ValueError) as error:
+        raise RunError(f"{file} was not written by sb.export.") from error
+    return ExportedModel(file, about, kind, lambda rows: session.run(None, {first.name: rows}))
+
+
+def open_pt2(file: Path) -> ExportedModel:
+    """A graph that torch runs; opening such a file may run code of whoever wrote it."""
+    if not code_is_allowed():
+        raise OwnCodeError(
+            f"{file}: torch may unpickle parts of a .pt2 file, which can run code. If you trust it, say --allow-code; "
+            f"an .onnx file needs no trust."
+        )
+    check_regular(file)
+    words = {"slimbayes.json": ""}
+    try:
+        program = torch.export.load(file, extra_files=words)
+        about = parse_json(words["slimbayes.json"])
+    except Exception as error:  # whatever torch meets in a file that is none
+        raise RunError(f"{file} is no .pt2 file of sb.export: {brief(str(error))}.") from error
+    graph, given = program.module(), program.graph_signature.user_inputs[0]
+    like = next(node.meta["val"] for node in program.graph.nodes if node.name == given)
+
+    def run(rows: np.ndarray) -> Sequence[Any]:
+        with torch.no_grad():
+            return [found.cpu().numpy() for found in graph(torch.as_tensor(rows, device=like.device))]
+
+    return ExportedModel(file, about, torch.empty(0, dtype=like.dtype).numpy().dtype, run)
+
+
+def _own_rows(rows: np.ndarray | Named, own: OwnColumns) -> Checked:
     """Rows of a table of one's own, by column's name, as its network takes them."""
     if not isinstance(rows, dict):
         some = {"number": 1.5, "word": "text", "date": "2024-01-31"}
         example = {name: some[kind] for name, kind in own.kinds.items()}
         raise ValueError(f"rows: each must have its columns' names, as in {brief(example)}.")
-    return own.rows(rows).numpy()
+    made, notes = own.rows(rows)
+    return Checked(made.numpy(), notes)
 
 
 def _array(rows: np.ndarray | Named, names: Sequence[str]) -> np.ndarray:
@@ -171,11 +220,9 @@ def _refuse_infinite(rows: np.ndarray) -> None:
 
 
 def open_model(path: Path, draws: int, accelerator: Any = "auto") -> Served:
-    """The model of a run's folder or of an .onnx file."""
-    if path.suffix == ".onnx":
-        return OnnxModel(path)
-    if path.suffix == ".pt2":
-        raise RunError(f"{path}: a .pt2 file may hold pickles, so it is not served. Export to .onnx instead.")
+    """The model of a run's folder, of an .onnx file or, if code is allowed, of a .pt2 file."""
+    if path.suffix in (".onnx", ".pt2") and path.is_file():
+        return open_onnx(path) if path.suffix == ".onnx" else open_pt2(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is neither a run's folder nor an .onnx file.")
+        raise FileNotFoundError(f"{path} is neither a run's folder nor an .onnx or .pt2 file.")
     return RunModel(path, draws, accelerator)

@@ -1,4 +1,4 @@
-"""What a request asks, and how it is answered: rows as JSON, .npy or Arrow, predictions as JSON or Arrow.
+"""What a request asks, and how it is answered: rows and predictions as JSON, .npy or Arrow.
 
 Nothing is unpickled. Whoever wrote a body may lie in it, so no more is made room for than it has bytes, and Arrow is
 taken only of plain types, uncompressed and validated.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from fastapi import HTTPException
 
 from slimbayes.errors import brief, cut
 from slimbayes.lab.predict_input import DAMAGE, blocks_of
-from slimbayes.lab.serve_model import Columns, Named, Served
+from slimbayes.lab.serve_model import Checked, Columns, Named, Served
 from slimbayes.untrusted import parse_json
 
 JSON, NPY, ARROW = "application/json", "application/x-npy", "application/vnd.apache.arrow.stream"
@@ -35,7 +35,7 @@ def media(kind: str) -> str:
 
 def asked(
     body: bytes, kind: str, query: Mapping[str, str], model: Served, most_rows: int, most_draws: int
-) -> tuple[np.ndarray, int, float | None]:
+) -> tuple[Checked, int, float | None]:
     """Rows, draws and level of a request, from its body or its address."""
     readers: dict[str, Callable[[bytes, int], tuple[np.ndarray | Named, dict[str, Any]]]]
     readers = {NPY: _npy, ARROW: _arrow, JSON: _json, "": _json}
@@ -57,18 +57,35 @@ def asked(
         checked = model.check(rows)
     except (ValueError, RuntimeError, TypeError) as error:
         raise HTTPException(422, cut(str(error))) from error
-    return checked, _draws(options, model, most_draws), _level(options)
+    return checked, _draws(options, model, most_draws), _level(options, model)
 
 
-def answer(found: Columns, accept: str) -> tuple[bytes, str]:
-    """Predictions as Arrow if a client accepts that, or as JSON, and their content type."""
-    if ARROW not in [media(one) for one in accept.split(",")]:
-        return json.dumps({"predictions": found}, separators=(",", ":"), allow_nan=False).encode(), JSON
+def answer(found: Columns, accept: str, notes: Sequence[str]) -> tuple[bytes, str]:
+    """Predictions as Arrow or .npy if a client accepts that, or as JSON with notes, and their content type."""
+    wanted = [media(one) for one in accept.split(",")]
+    if NPY in wanted:
+        return _npy_of(found), NPY
+    if ARROW not in wanted:
+        told = {"predictions": found} | ({"notes": notes} if notes else {})
+        return json.dumps(told, separators=(",", ":"), allow_nan=False).encode(), JSON
     arrow, out = _pyarrow(), io.BytesIO()
     table = arrow.table(found)
     with arrow.ipc.new_stream(out, table.schema) as stream:
         stream.write_table(table)
     return out.getvalue(), ARROW
+
+
+def _npy_of(found: Columns) -> bytes:
+    """An array (N,) with a field for each column: np.load(...)["mean"]."""
+    columns = {name: np.asarray(values) for name, values in found.items()}
+    table = np.empty(
+        len(next(iter(columns.values()))), [(name, one.dtype, one.shape[1:]) for name, one in columns.items()]
+    )
+    for name, one in columns.items():
+        table[name] = one
+    out = io.BytesIO()
+    np.save(out, table, allow_pickle=False)
+    return out.getvalue()
 
 
 # --- bodies ---
@@ -208,10 +225,12 @@ def _draws(options: dict[str, Any], model: Served, most: int) -> int:
     return draws
 
 
-def _level(options: dict[str, Any]) -> float | None:
+def _level(options: dict[str, Any], model: Served) -> float | None:
     level = options.get("level")
     if level is None:
         return None
+    if model.draws is None:
+        raise HTTPException(422, "level: an exported model has means and variances, no intervals; serve the run.")
     if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
         raise HTTPException(422, f"level must lie strictly between 0 and 1, got {brief(level)}.")
     return float(level)

@@ -7,7 +7,6 @@ its children, since nothing is known about what it calls its own methods and chi
 Sizes: K members, n blocks of rows in a pass, R rows.
 """
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,10 +21,7 @@ from slimbayes.engine.blocks import block_of_row, same
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
 from slimbayes.layers.base import Converted, made_once
-from slimbayes.layers.methods import wrap_methods
-
-_LOCK = threading.Lock()
-_PLAIN: dict[int, list[Any]] = {}  # modules that run as member 0 just now: how many calls, their class, their posterior
+from slimbayes.layers.methods import runs_later, wrap_methods
 
 
 class Copied(Converted):
@@ -88,6 +84,8 @@ def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
         return _call(module, members, 0, args, kwargs, method=name)
     rows = arrays[0].shape[0]
     first = noise.random_member(members.device)
+    if runs_later(module.plain, name):  # there is nothing to join yet
+        return _call(module, members, int(first) % members.members, args, kwargs, method=name)
     lines, back = _deal(rows, members.members, first, members.members, members.device)
     dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
     taken = {k: _take((args, kwargs), line, rows, dims) for k, line in enumerate(lines) if line.numel()}
@@ -142,37 +140,52 @@ def _run(module: Any, members: Any, args: Any, kwargs: Any, method: str | None) 
 def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, *, method: str | None) -> Any:
     if index:
         other = members.others[index - 1]
+        if method is None and _hooked(module) & _hooked(other):
+            return _past_hooks(other, args, kwargs)
         return (other if method is None else getattr(other, method))(*args, **kwargs)
     if torch.compiler.is_compiling():  # which cannot follow a change of class
         return module.plain.forward(module, *args, **kwargs)
-    with _as_it_was(module):
-        return getattr(module, method or "forward")(*args, **kwargs)
+    with _as_it_was(module) as plain:
+        return getattr(plain, method or "forward")(*args, **kwargs)
+
+
+def _hooked(module: Any) -> set[int]:
+    """Numbers of the hooks on a module itself."""
+    return {*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks}
+
+
+def _past_hooks(other: Any, args: Any, kwargs: Any) -> Any:
+    """The forward of a copy whose hooks the module's own call runs: only those that compute weights are the copy's."""
+    for hook in other._forward_pre_hooks.values():
+        if type(hook).__module__.startswith("torch.nn.utils."):
+            hook(other, args)
+    return other.forward(*args, **kwargs)
 
 
 @contextmanager
-def _as_it_was(module: Any) -> Iterator[None]:
-    """The module in its plain class, without the posterior among its children; for all threads that ask at a time."""
-    with _LOCK:
-        waiting = _PLAIN.setdefault(id(module), [0, type(module), module._modules.get("posterior")])
-        waiting[0] += 1
-        if waiting[0] == 1:
-            del module._modules["posterior"]
-            module.__class__ = waiting[1].plain
+def _as_it_was(module: Any) -> Iterator[Any]:
+    """The module in its plain class, without the posterior among its children: one that shares all it holds with the
+    module, which other threads call meanwhile. What the call sets on it is set on the module.
+    """
+    own, children = module.__dict__, {n: child for n, child in module._modules.items() if n != "posterior"}
+    before, born = own | {"_modules": children}, dict(children)
+    plain = object.__new__(module.plain)
+    plain.__dict__.update(before)
     try:
-        yield
+        yield plain
     finally:
-        with _LOCK:
-            waiting[0] -= 1
-            if waiting[0] == 0:
-                module.__class__ = waiting[1]
-                module._modules["posterior"] = waiting[2]
-                del _PLAIN[id(module)]
+        own.update({n: value for n, value in plain.__dict__.items() if n not in before or before[n] is not value})
+        for name in {n for n in born | children if born.get(n) is not children.get(n)}:
+            module._modules.pop(name, None)
+            module._modules.update({name: children[name]} if name in children else {})
 
 
 def _needs_loop(module: Any, members: Any) -> bool:
-    """vmap cannot follow batch norm's updates of its statistics in training, and it runs past autocast."""
-    autocast = torch.is_autocast_enabled(members.device.type)
-    return autocast or any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in module.modules())
+    """vmap cannot follow batch norm's updates of its statistics in training, and it runs past autocast; and members
+    share the hooks of the module itself.
+    """
+    alone = torch.is_autocast_enabled(members.device.type) or bool(_hooked(module))
+    return alone or any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in module.modules())
 
 
 def _batched(module: Any, members: Any, inputs: list[Any]) -> list[Any]:

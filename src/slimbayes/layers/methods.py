@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from slimbayes.engine import calls
+from slimbayes.engine import calls, passes
 from slimbayes.layers.base import Converted, made_once
 
 
@@ -29,7 +29,7 @@ def wrap_methods(plain: type[nn.Module], run: Callable[[Any, str, Any, Any], Any
             continue
         for name, value in vars(cls).items():
             public = not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)
-            if public and inspect.isfunction(value) and name not in found and not inspect.isgeneratorfunction(value):
+            if public and inspect.isfunction(value) and name not in found:
                 found[name] = _wrapped(name, value, run)
     return found
 
@@ -42,9 +42,35 @@ def _wrapped(name: str, value: Any, run: Callable[[Any, str, Any, Any], Any]) ->
     return method
 
 
+def runs_later(plain: type[nn.Module], name: str) -> bool:
+    """Whether calling a method only begins it: generators and coroutines."""
+    value = inspect.unwrap(getattr(plain, name))
+    return inspect.isgeneratorfunction(value) or inspect.iscoroutinefunction(value)
+
+
 def _scoped(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     own = functools.partial(getattr(module.plain, name), module)
-    return calls.scoped(module, own, args, kwargs, whole=name == "generate")
+    if not runs_later(module.plain, name):
+        return calls.scoped(module, own, args, kwargs, whole=name == "generate")
+    scope = calls.scope_of(module, args, kwargs)
+    begun = own(*args, **kwargs)
+    return begun if scope is None else (_stepwise if inspect.isgenerator(begun) else _awaited)(scope, begun)
+
+
+def _stepwise(scope: Any, steps: Any) -> Any:
+    """A generator each of whose steps belongs to one scope, whatever happens in between."""
+    given = None
+    while True:
+        try:
+            made = passes.run(scope, steps.send, given)
+        except StopIteration as end:
+            return end.value
+        given = yield made
+
+
+async def _awaited(scope: Any, begun: Any) -> Any:
+    with passes.holding(scope):
+        return await begun
 
 
 @made_once

@@ -178,15 +178,15 @@ class Posterior(Keyed, ABC):
         return [posterior.kl(linear) for posterior, linear in zip(posteriors, linears, strict=True)]
 
     def values(self) -> Any:
-        """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here."""
+        """This pass's draw. Sharded parameters are whole only while their layer runs, so they are realised here, as are
+        draws that a reentrant checkpoint meets again.
+        """
         current = self.current
-        if self.key not in current.values:
-            self.keep(self.realise(self.noise, partial(current.pick, self)))
-        return current.values[self.key]
-
-    def keep(self, values: Any) -> None:
-        """Set this pass's draw."""
-        self.current.values[self.key] = values
+        if self.key in current.values:
+            return current.values[self.key]
+        values = self.realise(self.noise, partial(current.pick, self))
+        current.values[self.key] = values
+        return values
 
     @property
     def noise(self) -> Noise:

@@ -27,6 +27,8 @@ from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.posteriors.rank1 import Rank1Posterior
 
+ROUNDING = 2e-3  # relative
+
 
 class Joint(WeightPosterior):
     """log sigma (K, D) and the elements of T below the diagonal (K, D (D - 1) / 2), row by row; None if independent."""
@@ -36,6 +38,7 @@ class Joint(WeightPosterior):
     prior: Normal
     lower: nn.Parameter | None
     factored = False  # whether the covariance is a Kronecker product
+    rounded = False  # whether correlations may be rounded
 
     def _begin(self, config: JointNormal, site: Site, size: int) -> None:
         assert isinstance(config.prior, Normal)
@@ -48,6 +51,10 @@ class Joint(WeightPosterior):
     @abstractmethod
     def means(self, linear: LinearMap) -> Tensor:
         """Means (K, D)."""
+
+    def locs(self) -> float | Tensor:
+        """Means of the prior: one for all numbers, or of each (D,)."""
+        return self.prior.loc
 
     @abstractmethod
     def at(self, deviation: Tensor, pick: Pick) -> Any:
@@ -99,12 +106,24 @@ class Joint(WeightPosterior):
 
     @torch.no_grad()
     def set_root(self, root: Tensor) -> None:
-        """Take over Cholesky factors (K, D, D) with positive diagonals, or standard deviations (K, D)."""
+        """Take over Cholesky factors (K, D, D) with positive diagonals, or standard deviations (K, D).
+
+        T of factors in float32 is rounded to half precision, which `save` needs half the room for, where that changes
+        the standard deviation of no combination of the numbers by more than `ROUNDING`.
+        """
         scale = root if self.lower is None else root.diagonal(dim1=1, dim2=2)
         self.log_scale.copy_(scale.log())
-        if self.lower is not None:
-            row, column = torch.tril_indices(self.size, self.size, -1, device=root.device)
-            self.lower.copy_((root / scale.unsqueeze(2))[:, row, column])
+        if self.lower is None:
+            return
+        row, column = torch.tril_indices(self.size, self.size, -1, device=root.device)
+        unit = root / scale.unsqueeze(2)
+        if self.rounded and self.lower.dtype == torch.float32:
+            short = unit.half().to(unit.dtype)
+            # Of L (1 + E) and any a, |a^T L (1 + E)| is |a^T L| within a share of |E|.
+            change = torch.linalg.solve_triangular(root, scale.unsqueeze(2) * (short - unit), upper=False)
+            if bool((torch.linalg.matrix_norm(change) <= ROUNDING).all()):
+                unit = short
+        self.lower.copy_(unit[:, row, column])
 
     def kl(self, linear: MapOf) -> Tensor:
         mapped, prior = linear(), self.prior
@@ -112,7 +131,8 @@ class Joint(WeightPosterior):
         if free is not None:
             mean, variance = mean[:, free], variance[:, free]
             log_scale = log_scale[:, free] if self.lower is None else self._log_scale_of(free)
-        far = (wide(mean) - prior.loc).square() + variance
+        loc = self.locs() if free is None else prior.loc
+        far = (wide(mean) - loc).square() + variance
         return (0.5 * (far / prior.scale**2 - 1) + math.log(prior.scale)).sum() - log_scale.sum()
 
     def _free(self, linear: LinearMap) -> Tensor | None:
@@ -131,16 +151,24 @@ class Joint(WeightPosterior):
         pick: Pick = lambda parameter, n: self.current.pick(self, parameter, n)  # noqa: E731
         x = pick(self.means(linear), len(lines)).double() + self._deviation(self.noise.block, pick).double()
         log_q = -0.5 * lines.square().sum(1) - pick(wide(self.log_scale), len(lines)).double().sum(1)
-        return self.prior.log_prob(x).sum(1) - log_q + 0.5 * math.log(2 * math.pi) * self.size
+        return (
+            self.prior.log_prob(x - self.locs() + self.prior.loc).sum(1)
+            - log_q
+            + 0.5 * math.log(2 * math.pi) * self.size
+        )
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
         """How far means are from the prior's, in its scales, and standard deviations over the prior's."""
-        far = (wide(self.means(linear).detach()) - self.prior.loc) / self.prior.scale
+        far = (wide(self.means(linear).detach()) - self.locs()) / self.prior.scale
         return [(far, self.variances().detach().sqrt() / self.prior.scale)]
 
 
 class JointFactors(Joint, Rank1Posterior):
-    """Factors r (K, out) and s (K, in) of which some are drawn together, in this order."""
+    """Factors r (K, out) and s (K, in), and biases (K, out), of which some are drawn together, in this order. The prior
+    of biases has mean zero.
+    """
+
+    rounded = True
 
     def __init__(self, config: JointNormal, site: Site) -> None:
         points = Rank1(
@@ -152,7 +180,8 @@ class JointFactors(Joint, Rank1Posterior):
             draws="member",
         )
         Rank1Posterior.__init__(self, points.resolved(), site)
-        self.parts = [0 if config.over == "s" else site.n_out, 0 if config.over == "r" else site.n_in]
+        biases = site.n_out if config.over == "both+bias" and site.bias else 0
+        self.parts = [0 if config.over == "s" else site.n_out, 0 if config.over == "r" else site.n_in, biases]
         self._begin(config, site, sum(self.parts))
 
     @property
@@ -170,13 +199,26 @@ class JointFactors(Joint, Rank1Posterior):
 
     def means(self, linear: LinearMap) -> Tensor:
         r, s = wide(self.r.loc).squeeze(1), wide(self.s.loc).squeeze(1)
-        return torch.cat([r[:, : self.parts[0]], s[:, : self.parts[1]]], 1)
+        numbers = [r[:, : self.parts[0]], s[:, : self.parts[1]]]
+        if self.parts[2]:
+            assert linear.bias is not None
+            own = wide(linear.bias).expand(self.members, -1)
+            numbers.append(own if self.bias is None else own + nn.functional.pad(wide(self.bias), (0, 0, 1, 0)))
+        return torch.cat(numbers, 1)
+
+    def locs(self) -> float | Tensor:
+        if not self.parts[2]:
+            return self.prior.loc
+        factors = torch.arange(self.size, device=self.device) < self.size - self.parts[2]
+        return factors * self.prior.loc
 
     def at(self, deviation: Tensor, pick: Pick) -> Drawn:
         count = len(deviation)
         r, s = (pick(wide(factor.loc).squeeze(1), count) for factor in (self.r, self.s))
-        change_r, change_s = deviation.split(self.parts, 1)
+        change_r, change_s, change = deviation.split(self.parts, 1)
         bias = None if self.bias is None else pick(nn.functional.pad(self.bias, (0, 0, 1, 0)), count)
+        if self.parts[2]:
+            bias = change if bias is None else bias + change
         return Drawn(r + change_r if self.parts[0] else r, s + change_s if self.parts[1] else s, bias)
 
     @classmethod

@@ -27,11 +27,12 @@ from slimbayes.posteriors.joint_normal import JointWeights
 @dataclass
 class Watched:
     """Stands for draws of a pass that runs at the mean: adds a line (B, n) to the outputs of each row, and keeps what
-    the layer was given, (B, m) for each time it ran.
+    the layer was given, (B, m) for each time it ran, averaged over positions, of those that a mask (B, T) has.
     """
 
     shift: Tensor
     seen: list[Tensor]
+    mask: Tensor | None = None
 
     def inputs(self, rows: int) -> Tensor:
         """Inputs of the rows, averaged over the times that the layer ran."""
@@ -120,24 +121,28 @@ class KroneckerWeights(JointWeights):
         if not isinstance(drawn, Watched):
             return super().forward(x, linear)
         self._free(linear)
-        drawn.seen.append(self._inputs(x.detach(), linear, len(drawn.shift)))
+        drawn.seen.append(self._inputs(x.detach(), linear, len(drawn.shift), drawn.mask))
         y = linear.op(x, linear.weight, linear.bias)
         return linear.rows(operator.add, y, drawn.shift.to(y.dtype), self.current)
 
-    def _inputs(self, x: Tensor, linear: LinearMap, rows: int) -> Tensor:
+    def _inputs(self, x: Tensor, linear: LinearMap, rows: int, mask: Tensor | None) -> Tensor:
         """What each row gives the matrix, averaged over positions, with a one for the bias, (B, m).
 
         The layer is linear, so it is the derivative of its mean output in the weights of one output.
         """
         one = linear.weight.detach().narrow(self.site.out_dim, 0, 1)
 
-        def mean(weight: Tensor, row: Tensor) -> Tensor:
-            return linear.op(row, weight, None).mean()
+        def mean(weight: Tensor, row: Tensor, kept: Tensor) -> Tensor:
+            y = linear.op(row, weight, None)
+            if y.numel() != kept.numel():  # not a number for each token: no mask is known
+                return y.mean()
+            return (y.flatten() * kept).sum() / kept.sum().clamp_min(1)
 
+        kept = x.new_zeros(rows, 0) if mask is None else mask.to(x.dtype)
         if linear.batch_dim == -1 or rows == 1:
-            found = torch.func.grad(mean)(one, x).unsqueeze(0).expand(rows, *one.shape)
+            found = torch.func.grad(mean)(one, x, kept[0]).unsqueeze(0).expand(rows, *one.shape)
         else:
             blocks = x.unflatten(linear.batch_dim, (rows, -1))
-            found = torch.vmap(torch.func.grad(mean), (None, linear.batch_dim))(one, blocks)
+            found = torch.vmap(torch.func.grad(mean), (None, linear.batch_dim, 0))(one, blocks, kept)
         lines = found.flatten(1)
         return torch.cat([lines, lines.new_ones(rows, 1)], 1) if self.site.bias else lines

@@ -112,8 +112,9 @@ class Rank1Posterior(WeightPosterior):
         return not self.per_row or self.drawn == 1
 
     def realise(self, noise: Noise, pick: Pick) -> Drawn:
-        self.realise_together([self])
-        return self.current.values[self.key]
+        current = self.current
+        Alike([self]).draw(current)
+        return current.values[self.key]
 
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:

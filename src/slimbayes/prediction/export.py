@@ -7,8 +7,11 @@ written into the file (the same S functions at every call) or an input of the gr
 Sizes: S draws, K members, B rows, W normals of one draw.
 """
 
+import io
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,6 +24,7 @@ from slimbayes.engine.layout import Layout
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.sharing import evaluating
+from slimbayes.errors import cut
 from slimbayes.files import replacing
 from slimbayes.prediction.checks import check_inputs
 from slimbayes.prediction.predict import member_weights, select
@@ -31,6 +35,10 @@ from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 SUMMARIES = ("mean", "aleatoric", "epistemic")
+
+
+class ExportError(ValueError):
+    """torch found no graph of a model, or a format has no words for it."""
 
 
 class Exported(NamedTuple):
@@ -90,7 +98,7 @@ def export(
         made = _describe(path, args, inputs, graph)
         try:
             _write(graph, inputs, made, notes or {})
-        except Exception:
+        except ExportError:
             if not graph.folded:
                 raise
             graph.folded = False  # what a format has no word for in many draws at once, it may have in one at a time
@@ -199,7 +207,8 @@ def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported, notes: Mapp
     """The file, whole or not there, with a word on what it holds."""
     about = json.dumps({**notes, "format": 1, **made._asdict(), "path": made.path.name})
     shapes = tuple({0: torch.export.Dim.DYNAMIC} if size[0] is None else None for size in made.inputs.values())
-    program = torch.export.export(graph, inputs, dynamic_shapes=(shapes,), strict=False)
+    with _told(made.path.name):
+        program = torch.export.export(graph, inputs, dynamic_shapes=(shapes,), strict=False)
     with replacing(made.path) as draft:
         if made.path.suffix == ".pt2":
             with open(draft, "wb") as file:
@@ -207,11 +216,33 @@ def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported, notes: Mapp
             return
         if find_spec("onnxscript") is None:
             raise ImportError('A .onnx file needs onnx and onnxscript: pip install "slimbayes[export]"')
-        onnx = torch.onnx.export(program, input_names=list(made.inputs), output_names=list(made.outputs), verbose=False)
+        with _told(made.path.name, " A .pt2 file can hold it."):
+            names = {"input_names": list(made.inputs), "output_names": list(made.outputs)}
+            onnx = torch.onnx.export(program, **names, verbose=False)
         assert onnx is not None
         _rename_inner(onnx.model.graph, made.outputs)
         onnx.model.metadata_props["slimbayes"] = about
         onnx.save(draft, external_data=False)
+
+
+@contextmanager
+def _told(file: str, remedy: str = "") -> Iterator[None]:
+    """What torch cannot put into a graph, in words. Its own report, of pages, is the cause of the error; it is not
+    printed."""
+    log = logging.getLogger("torch")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    except Exception as error:  # of torch's export there are many kinds, most of them private
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ExportError(
+            f"torch cannot write this model as a graph for {file}: {cut(first, 200)} What its forward decides by "
+            f"values or by the number of rows (if x.sum() > 0, x.item(), len(x)) has no graph.{remedy}"
+        ) from error
+    finally:
+        log.setLevel(level)
 
 
 def _rename_inner(graph: Any, names: Sequence[str]) -> None:

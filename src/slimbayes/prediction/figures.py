@@ -1,6 +1,7 @@
 """Pictures of one Prediction: bands of real targets, uncertainties of classes. matplotlib is imported on call.
 
-Figures are made without pyplot: no window opens, none stays open, and `figure.savefig(path)` writes one.
+Figures are made without pyplot: no window opens, none stays open, notebooks show what a cell ends with, and
+`figure.savefig(path)` writes one.
 
 Sizes: N rows.
 """
@@ -24,11 +25,11 @@ _PANELS = 4
 def empty_figure(caller: str, width: float, height: float) -> Figure:
     """A figure of so many inches."""
     try:
-        from matplotlib.figure import Figure
+        from slimbayes.prediction.shown import ShownFigure
     except ImportError as error:
         advice = "which slimbayes does not bring along: pip install matplotlib"
         raise ImportError(f"{caller} needs matplotlib, {advice}.") from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return ShownFigure(figsize=(width, height), layout="constrained")
 
 
 def bare(panel: Any) -> None:

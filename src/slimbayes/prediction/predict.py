@@ -187,11 +187,15 @@ def member_weights(model: nn.Module) -> Tensor | None:
 
 
 def _checked(outputs: Tensor, likelihood: str) -> Tensor:
-    if likelihood == "categorical" and outputs.dim() < 3:
+    """Refuse outputs that have no rows, or no numbers that a likelihood knows."""
+    if outputs.dim() < (3 if likelihood == "categorical" else 2):
+        what = "Class scores need" if likelihood == "categorical" else "Predictions need"
         raise ValueError(
-            f"Class scores need a row axis: the draws gave {tuple(outputs.shape)}, without one. Give predict a batch, "
-            f"such as x[None], or a model whose output has one row for each input."
+            f"{what} a row axis: the draws gave {tuple(outputs.shape)}, without one. Give predict a batch, "
+            f"such as x[None], or a model whose output has one row for each input; name it with output= if it has more."
         )
+    if outputs.is_complex():
+        raise ValueError(f"No likelihood takes complex outputs, and the model gave {outputs.dtype}: split them inside.")
     return outputs
 
 

@@ -4,6 +4,8 @@ Sizes: N rows; d columns, of which c hold categories; T targets. Read tables hav
 categories: 0 stands for what is missing or unknown, 1, 2, ... for the categories seen in training.
 """
 
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -14,7 +16,7 @@ from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, OrdinalEncoder, QuantileTransformer, StandardScaler
 
-from slimbayes.errors import brief, did_you_mean
+from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 
 Missing = Literal["refuse", "impute"]
 Scaling = Literal["quantile", "standard", "none"]
@@ -39,7 +41,8 @@ class Table:
     Args:
         wanted: "auto" takes the columns of a DataFrame that hold texts, booleans or categories; or names or positions.
         missing: "refuse" raises on missing values and unknown categories; "impute" fills numbers with their median,
-            beside a column that says where, and gives categories one more value.
+            beside a column that says where, and gives categories one more value, which unknown ones are too: a
+            warning tells how many.
 
     Example:
         >>> import pandas as pd
@@ -80,10 +83,18 @@ class Table:
             self.encoder = OrdinalEncoder(**unknown).fit(_filled(words, known))
         return self.read(X, rows)
 
-    def read(self, X: Any, rows: Any = slice(None)) -> np.ndarray:
-        """Rows of a table as numbers and codes, (N, d); NaN where a number is missing and was not refused."""
+    def read(self, X: Any, rows: Any = slice(None), unseen: Counter[str] | None = None) -> np.ndarray:
+        """Rows of a table as numbers and codes, (N, d); NaN where a number is missing and was not refused.
+
+        Unknown categories that count as missing are added to `unseen` by column or, without it, told by a warning.
+        """
         columns = [self._numbers(X, j)[rows] for j in self.numbers]
-        read = np.stack([*columns, *self._codes(X, rows).T], 1)
+        found: Counter[str] = Counter()
+        read = np.stack([*columns, *self._codes(X, rows, found).T], 1)
+        if found and unseen is None:
+            warnings.warn(unseen_text(found, len(read)), SlimbayesWarning, stacklevel=2)
+        elif unseen is not None:
+            unseen.update(found)
         if self.missing == "refuse":
             self._refuse(read)
         return read
@@ -107,13 +118,15 @@ class Table:
     def _words(self, X: Any) -> np.ndarray:
         return np.stack([_words(_column(X, j)) for j in self.categories], 1)
 
-    def _codes(self, X: Any, rows: Any) -> np.ndarray:
-        """Codes of the categories, (N, c)."""
+    def _codes(self, X: Any, rows: Any, unseen: Counter[str]) -> np.ndarray:
+        """Codes of the categories, (N, c); unknown ones are counted by column, or refused."""
         if self.encoder is None:
             return np.empty((len(np.arange(len(X))[rows]), 0))
         words = self._words(X)[rows]
         codes = self.encoder.transform(_filled(words, [found[0] for found in self.encoder.categories_]))
-        for row, position in np.argwhere(codes == UNKNOWN)[: 1 if self.missing == "refuse" else 0]:
+        new = codes == UNKNOWN
+        unseen.update({self.names[j]: int(count) for j, count in zip(self.categories, new.sum(0)) if count})
+        for row, position in np.argwhere(new)[: 1 if self.missing == "refuse" else 0]:
             raise ValueError(
                 f"Column {self.names[self.categories[position]]!r} holds {brief(words[row, position])}, a category "
                 f"that training did not see. missing='impute' treats such values as missing."
@@ -147,6 +160,17 @@ class Table:
                 f"Input X contains NaN: values are missing in column {', '.join(told[:5])}"
                 f"{f' and {len(told) - 5} more' if len(told) > 5 else ''}. missing='impute' fills them in."
             )
+
+
+def unseen_text(unseen: Counter[str], rows: int) -> str:
+    """What to say of unknown categories by column.
+
+    >>> unseen_text(Counter({"town": 2}), 100)
+    "Categories that training did not see count as missing: in column 'town' (2 of 100 rows)."
+    """
+    told = [f"{brief(name)} ({count:,} of {rows:,} rows)" for name, count in unseen.most_common(5)]
+    more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
+    return f"Categories that training did not see count as missing: in column {', '.join(told)}{more}."
 
 
 class Known(NamedTuple):

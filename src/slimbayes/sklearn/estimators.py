@@ -223,7 +223,7 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
         targets = cast(Targets, self.network_)  # as fitted: `set_params` changes the next fit, not this one
         if isinstance(targets.noise, str):
-            return "heteroscedastic_gaussian", targets.spread
+            return "heteroscedastic_gaussian", 1.0
         return "gaussian", torch.as_tensor(targets.noise / self.y_std_)
 
     def _checked_noise(self) -> float | Literal["heteroscedastic", "learned"]:

@@ -19,10 +19,6 @@ Module = nn.Module | Callable[[int, int], nn.Module] | Sequence[int] | None
 # A scale by itself takes as many steps of Adam as it has learning rates to go; a network's outputs take far fewer.
 _GAIN = 10.0
 
-# Learnt noise lies between 0.03 and 3 standard deviations of the targets, a third of the likelihood's own bounds: here
-# held-out rows stop training before the noise runs away. docs/tables.md has on what evidence.
-SPREAD = 0.3
-
 
 class TableNet(nn.Sequential):
     """Dense layers `dense1`, `dense2`, ... with ReLU and the last one, `head`; `table` embeds categories.
@@ -107,7 +103,7 @@ class Targets(nn.Module):
         super().__init__()
         self.network, self.targets = network, targets
         self.raw: nn.Parameter | None = None
-        self.noise, self.gain, self.spread = noise, _GAIN, SPREAD
+        self.noise, self.gain = noise, _GAIN
         if noise == "learned":
             self.raw = nn.Parameter(torch.zeros(targets))
 

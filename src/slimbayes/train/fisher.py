@@ -90,11 +90,11 @@ def _mean_and_scale_score(outputs: Tensor, scale: float) -> Tensor:
 
 def _slope(outputs: Tensor, spread: float = 1.0) -> tuple[Tensor, Tensor]:
     """d noise / d raw, and the noise scale."""
-    from slimbayes.train.likelihoods import MOST_NOISE, noise_scale
+    from slimbayes.train.likelihoods import MOST_NOISE, UNIT_NOISE, noise_scale
 
     raw, noise = outputs[..., 1], noise_scale(outputs[..., 1], spread)
-    bent = torch.tanh(torch.nn.functional.softplus(raw) / MOST_NOISE)
-    return spread**2 * MOST_NOISE * bent / noise * (1 - bent.square()) * raw.sigmoid(), noise
+    wide = torch.tanh(UNIT_NOISE * torch.nn.functional.softplus(raw) / MOST_NOISE)
+    return spread**2 * MOST_NOISE * wide / noise * UNIT_NOISE * (1 - wide.square()) * raw.sigmoid(), noise
 
 
 CLASSES = Fisher(_class_roots, _class_score)

@@ -30,7 +30,8 @@ from slimbayes.train.targets import check_classes_of, check_real, check_shares, 
 
 LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
 _FORMS = ("average", "mixture", "probs", "logits")
-LEAST_NOISE, MOST_NOISE = 0.1, 10.0  # of a heteroscedastic head, in units of the targets' standard deviation
+# Of a heteroscedastic head, in units of the targets' standard deviation: its bounds, and what a softplus of one is.
+LEAST_NOISE, MOST_NOISE, UNIT_NOISE = 0.03, 3.0, 0.3
 
 
 def categorical(
@@ -115,15 +116,15 @@ def heteroscedastic_gaussian(
     """Mean negative log-likelihood of real targets under S draws of means and noise scales.
 
     The network gives two numbers for each target: the mean, and the noise scale before `noise_scale`, which keeps it
-    between a tenth of the targets' spread and ten times it.
+    between 0.03 and 3 times the targets' spread.
 
     Shape: output (S, B, ..., 2), target (B, ...), scale the targets' own standard deviation: 1 if they are
     standardised, else a float or a tensor that broadcasts against target; returns a scalar, as `gaussian`. "probs"
     averages the mean and the variance, "logits" the raw outputs.
 
     Example:
-        >>> heteroscedastic_gaussian(torch.zeros(2, 3, 2), torch.zeros(3)).round(decimals=4)  # log 2 and the floor
-        tensor(0.5612)
+        >>> heteroscedastic_gaussian(torch.zeros(2, 3, 2), torch.zeros(3)).round(decimals=4)  # noise 0.21
+        tensor(-0.6428)
     """
     check_two_outputs(output)
     spread = torch.as_tensor(scale, dtype=output.dtype, device=output.device)
@@ -138,21 +139,22 @@ def heteroscedastic_gaussian(
 
 
 def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
-    """The noise scale behind a raw network output, between a tenth of the targets' spread and ten times it.
+    """The noise scale behind a raw network output, between 0.03 and 3 times the targets' spread.
 
-    It is the softplus of the output, in units of the spread, added in quadrature to the floor. A network that fits its
-    training rows ever better would otherwise shrink the noise there without end, and one mistake elsewhere then costs
-    any number of nats. docs/far.md has what floors cost and gain on held-out rows.
+    It is the softplus of the output, in units of 0.3 of the spread, added in quadrature to the floor. A network that
+    fits its training rows ever better would otherwise shrink the noise there without end, and one mistake elsewhere
+    then costs any number of nats. The unit makes the noise start at a fifth of the spread. docs/far.md has what other
+    floors and units cost and gain on held-out rows.
 
     Shape: raw (...), spread broadcasts against it; returns (...).
 
     Example:
         >>> noise_scale(torch.tensor([-100.0, 0.0, 100.0]), spread=2.0)
-        tensor([ 0.2000,  1.3985, 20.0010])
+        tensor([0.0600, 0.4195, 6.0003])
     """
     # written out in graphs that are exported: onnxruntime has no softplus of float64
     out = raw.relu() + torch.log1p((-raw.abs()).exp()) if exporting() else F.softplus(raw)
-    wide = MOST_NOISE * torch.tanh(out / MOST_NOISE)
+    wide = MOST_NOISE * torch.tanh(UNIT_NOISE * out / MOST_NOISE)
     return spread * (LEAST_NOISE**2 + wide.square()).sqrt()
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slimbayes.data.corruptions import blur, digital, filters, noise, spatter, weather
+from slimbayes.data.corruptions import blur, digital, filters, noise, weather
 from slimbayes.data.corruptions.noise import RandomNumbers
 from slimbayes.data.corruptions.strengths import CORRUPTIONS as CORRUPTIONS
 from slimbayes.data.corruptions.strengths import EXTRA as EXTRA
@@ -32,7 +32,7 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     for function in (
         noise.gaussian_noise, noise.shot_noise, noise.impulse_noise, noise.speckle_noise,
         blur.defocus_blur, blur.glass_blur, blur.motion_blur, blur.zoom_blur, blur.gaussian_blur,
-        weather.snow, weather.frost, weather.fog, weather.brightness, spatter.spatter,
+        weather.snow, weather.frost, weather.fog, weather.brightness, weather.spatter,
         digital.contrast, digital.elastic_transform, digital.pixelate, digital.jpeg_compression, digital.saturate,
     )
 }  # fmt: skip

@@ -5,6 +5,7 @@ Shape, everywhere: images (B, C, H, W) in [0, 1], result alike and not yet clipp
 
 import io
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,11 +115,11 @@ def jpeg_compression(x: Tensor, draw: RandomNumbers, quality: float) -> Tensor:
 
     Shape: x (B, C, H, W) in [0, 1] with C 1 or 3, result alike.
     """
-    image, numpy = require("PIL.Image"), require("numpy")
+    image = require("PIL.Image")
     out = torch.empty(x.shape, dtype=torch.uint8, device="cpu")
     pixels = filters.round_levels(x).to("cpu", torch.uint8).permute(0, 2, 3, 1).numpy()
     for picture, result in zip(pixels, out):
         file = io.BytesIO()
         image.fromarray(picture[..., 0] if x.shape[1] == 1 else picture).save(file, "JPEG", quality=int(quality))
-        result.copy_(torch.from_numpy(numpy.array(image.open(file))).view(*picture.shape).permute(2, 0, 1))
+        result.copy_(torch.from_numpy(np.array(image.open(file))).view(*picture.shape).permute(2, 0, 1))
     return out.to(x) / 255

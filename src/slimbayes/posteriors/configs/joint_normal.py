@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slimbayes.layers.site import Site
     from slimbayes.posteriors.base import Posterior
 
-Over = Literal["both", "r", "s", "weights"]
+Over = Literal["both", "both+bias", "r", "s", "weights"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,10 @@ class JointNormal(FactorConfig):
     """A Gaussian with a full covariance over the rank-1 factors of a layer, or over its weights: what `laplace` fits.
 
     Args:
-        over: "both" factors, "r" (outputs) or "s" (inputs), the other one a point estimate; or the "weights" and biases
-            themselves.
+        over: "both" factors, "both+bias", "r" (outputs) or "s" (inputs), the other one a point estimate; or the
+            "weights" and biases themselves.
         members: K Gaussians that are mixed; of weights there is one.
-        prior: a `Normal`, the same for every number.
+        prior: a `Normal`, the same for every number; beside factors that of biases has mean zero.
         scale_init: where standard deviations start; correlations start at zero.
         full_up_to: matrices with more numbers than that have independent ones: a covariance holds their square.
         beyond: what weights of such matrices have instead: "independent" numbers, or a covariance that is a "kronecker"
@@ -51,7 +51,7 @@ class JointNormal(FactorConfig):
     member_bias: bool = True
 
     def __post_init__(self) -> None:
-        check_choice(self, "over", self.over, ("both", "r", "s", "weights"))
+        check_choice(self, "over", self.over, ("both", "both+bias", "r", "s", "weights"))
         check_choice(self, "beyond", self.beyond, ("independent", "kronecker"))
         check_count(self, "members", self.members)
         check_distribution(self, "mean_init", self.mean_init)
