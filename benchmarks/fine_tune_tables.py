@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -49,11 +50,12 @@ SETS = [
     "protein-tertiary-structure", "wine-quality-red", "yacht",
 ]  # fmt: skip
 SEEDS, MEMBERS, MASKS, STEPS, BATCH, WIDTH, RANK, MOST_ROWS = 5, 4, 32, 3000, 64, 50, 4, 4000
+NEAR = {"mean_init": sb.Normal(1.0, 0.03), "scale_init": 0.01}  # members that begin near the trained network
 SETTINGS: dict[str, list[Any]] = {
     "plain": [None],
     "last-layer Laplace": ["layer", sb.Normal(0.0, 1.0)],  # priors
     "rank-1 Laplace": ["layer", sb.Normal(1.0, 0.2)],
-    "rank-1 fine-tuned": [1.0, 0.1],  # temperatures
+    "rank-1 fine-tuned": [(1.0, {}), (0.1, NEAR)],  # temperatures, and what differs from the recipe
     "MC dropout": [0.05, 0.2],  # rates
     "deep ensemble": [None],
     "LoRA ensemble": [3e-3, 1e-2],  # learning rates
@@ -149,9 +151,9 @@ def laplace(net: nn.Module, data: Data, setting: Any, last: bool) -> Fitted:
     return Fitted(predict, size(kept.values()))
 
 
-def fine_tuned(net: nn.Module, data: Data, temperature: float, seed: int, steps: int, noise: float) -> Fitted:
-    config, _ = sb.recipe("rank-1 Normal", start="trained")
-    sb.bayesianize(net, config, train="posterior")
+def fine_tuned(net: nn.Module, data: Data, setting: Any, seed: int, steps: int, noise: float) -> Fitted:
+    (config, _), (temperature, changes) = sb.recipe("rank-1 Normal", start="trained"), setting
+    sb.bayesianize(net, replace(config, **changes), train="posterior")
     count = len(data.train[0])
 
     def loss(x: Tensor, y: Tensor) -> Tensor:

@@ -557,3 +557,15 @@ def test_biases_beside_factors_have_the_curvature_of_brute_force() -> None:
     assert fit.log_evidence == pytest.approx(fit.log_likelihood - far)
     drawn = sb.predict_linearised(net, x, "gaussian", scale=0.5, draws=4000, seed=0).samples.var(0)
     torch.testing.assert_close(drawn, sb.predict_linearised(net, x, "gaussian").epistemic, rtol=0.15, atol=1e-3)
+
+
+def test_noise_is_found_where_layers_determine_more_than_there_are_targets() -> None:
+    """Each by its own account; the evidence still has a maximum."""
+    net, x = mlp(1), torch.randn(12, 4).double()
+    fit = sb.laplace(net, [(x, net(x).detach() + 1e-3 * torch.randn(12, 1).double())], "gaussian")
+    curvature = accumulate(net, labelled(net, [(x, torch.zeros(12, 1).double())]), "gaussian")
+    given = [s / fit.noise**2 for block in curvature.blocks for s in block.spectrum()]
+    gamma = sum(float((s / (s + p)).sum()) for s, p in zip(given, fit.prior_precision.values(), strict=True))
+    assert sum(map(len, given)) > 12 and gamma < 12
+    squares = -2 * fit.noise**2 * (fit.log_likelihood + 12 * math.log(fit.noise * math.sqrt(2 * math.pi)))
+    assert fit.noise**2 == pytest.approx(squares / (12 - gamma), rel=1e-6)

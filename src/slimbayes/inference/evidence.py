@@ -4,7 +4,7 @@
 
 In log lambda it has one maximum, where lambda |mean - loc|^2 = gamma, the number of directions that the data determine
 (MacKay 1992), gamma = sum e / (e + lambda) over eigenvalues e of H. For Gaussian targets H falls with the noise
-variance, whose best value is (sum of squared residuals) / (targets - gamma).
+variance, whose best value is (sum of squared residuals) / (targets - gamma), with gamma at that noise.
 """
 
 import math
@@ -103,7 +103,7 @@ def maximise(
             found = [best[g] for g in groups]
         if not scaled or noise is not None:
             break
-        before, sigma = sigma, _noise(squares, targets, now, found)
+        before, sigma = sigma, _noise(squares, targets, spectra, found)
         if abs(sigma - before) < 1e-10 * before:
             break
     if scaled:
@@ -113,13 +113,29 @@ def maximise(
 
 
 def _noise(squares: float, targets: int, spectra: Sequence[Spectrum], precisions: Sequence[float]) -> float:
-    spare = targets - sum(s.determined(p) for s, p in zip(spectra, precisions, strict=True))
-    if not (spare > 0 and squares > 1e-12 * targets):
+    """The noise of most evidence at these precisions, of spectra at unit noise: where squares / sigma^2 = targets -
+    gamma. Both sides fall and rise with sigma, also where layers by themselves, each by its own account, determine more
+    directions than there are targets.
+    """
+    if not squares > 1e-12 * targets:
         raise ValueError(
-            f"laplace: {targets} targets do not tell the noise: they are met exactly, or fewer than the "
-            f"directions they determine. Give noise=, the standard deviation of the targets' noise."
+            f"laplace: {targets} targets do not tell the noise: they are met exactly. Give noise=, the standard "
+            f"deviation of the targets' noise."
         )
-    return math.sqrt(squares / spare)
+
+    def slope(log_sigma: float) -> float:
+        variance = math.exp(2 * log_sigma)  # e / variance + lambda is (e + lambda variance) / variance
+        gamma = sum(s.determined(p * variance) for s, p in zip(spectra, precisions, strict=True))
+        return squares / variance - targets + gamma
+
+    low = 0.5 * math.log(squares / targets)  # without any direction determined
+    high = low + 1.0
+    while slope(high) > 0:
+        high += 1.0
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if slope(middle) > 0 else (low, middle)
+    return math.exp(0.5 * (low + high))
 
 
 def inverse_root(curvature: Tensor, precision: float) -> Tensor:
