@@ -1532,3 +1532,7 @@ def test_a_compiled_model_that_changes_its_mode_has_the_layout_of_that_mode() ->
         expected = [plain(x) for plain in held(model, 1)]
     with quietly():
         assert_rows_of_draws(compiled(x), expected, None)
+        model.train()(x)
+        model.eval()(x)
+        torch._dynamo.reset()  # both modes are known: neither has to be looked at while it is traced
+        torch.compile(model.train(), backend="eager", fullgraph=True)(x)

@@ -22,6 +22,7 @@ from slimbayes.engine.tree import tree_map, without_cache
 from slimbayes.engine.trial import first_line, probed, undisturbed
 
 _PROVING = threading.RLock()
+LATEST = {True: "_slimbayes_training", False: "_slimbayes_evaluating"}  # where a model keeps the layout it used last
 _MODES = 8  # of a model for which rows are located, for each kind of input
 _WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
 
@@ -67,9 +68,9 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
             for former in [m for m, old in known.items() if old.tree != tree]:
                 del known[former]
             layout = _of_many(known) or proof.prove(model, (args, kwargs), posteriors, batch_dim)
-            layout.tree, layout.key, layout.training = tree, passes.first_key(model), model.training
+            layout.tree, layout.key = tree, passes.first_key(model)
         if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
-            model.__dict__["_slimbayes_latest"] = layout
+            model.__dict__[LATEST[model.training]] = layout
             if len(known) < _MODES:
                 known[modes] = layout
         return layout
