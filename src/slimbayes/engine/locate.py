@@ -67,7 +67,7 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
             for former in [m for m, old in known.items() if old.tree != tree]:
                 del known[former]
             layout = _of_many(known) or proof.prove(model, (args, kwargs), posteriors, batch_dim)
-            layout.tree, layout.key = tree, passes.first_key(model)
+            layout.tree, layout.key, layout.training = tree, passes.first_key(model), model.training
         if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
             model.__dict__["_slimbayes_latest"] = layout
             if len(known) < _MODES:
