@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 STARTS = ("scratch", "trained")
 WORDS = {"scratch": "from scratch", "trained": "from a trained net"}
 HARM, MOST, NOISE = 3.0, 1.0, 0.02  # what harm counts; nats that one task can count; nats below which nobody argues
+MOST_SEEDS = 0.75  # all of up to three, three of four
 ENOUGH = 0.9  # of the plain net's trainings, for a candidate that can be chosen
 _WHAT = ("test_nll", "test_shifted_nll")
 COLUMNS = (
@@ -95,9 +96,9 @@ class Results:
         return mean(every) if every else None
 
     def harms(self, task: str, start: str, candidate: str, what: str = "test_nll") -> bool:
-        """Worse than the plain net beyond noise: by more than NOISE, with every seed."""
+        """Worse by more than NOISE in the median and with MOST_SEEDS: one failed plain net hides nothing."""
         every = self.differences(task, start, candidate, what)
-        return bool(every) and mean(every) > NOISE and min(every) > 0
+        return bool(every) and median(every) > NOISE and sum(d > 0 for d in every) >= MOST_SEEDS * len(every)
 
     def harmed(self, start: str, candidate: str, what: str = "test_nll") -> list[str]:
         return [task for task in self.tasks if self.harms(task, start, candidate, what)]
@@ -166,9 +167,10 @@ def page(record: Mapping[str, Any], earlier: Mapping[str, Any] | None = None) ->
         "",
         f"Candidates were chosen by the NLL of validation rows, less the plain net's of the same seed, within "
         f"{MOST:.0f} nat for each task: first who harms the fewest tasks, then by the mean, in which harm counts "
-        f"{HARM:.0f} times what helps. Only candidates with "
-        f"{ENOUGH:.0%} of the plain net's trainings can be chosen. What follows are test rows. A method harms a task "
-        f"if its NLL is above the plain net's by more than {NOISE} with every seed there is.",
+        f"{HARM:.0f} times what helps. Only candidates with {ENOUGH:.0%} of the plain net's trainings can be chosen. "
+        f"What follows are test rows. A method harms a task "
+        f"if its NLL is above the plain net's with {MOST_SEEDS:.0%} of the seeds at least, and in the median by more "
+        f"than {NOISE}.",
         "",
         f"Read with care: a task has {min(counts)} to {max(counts)} seeds, which with so few rows leaves harm and gain "
         f"in doubt. 'Ahead by' is the validation score's lead over the method's next candidate; where it is a "
@@ -185,13 +187,12 @@ def page(record: Mapping[str, Any], earlier: Mapping[str, Any] | None = None) ->
     lines += ["", "## Where the plain net stays ahead, and why", "", *_reasons(found, chosen)]
     lines += ["", "## Every candidate", "", *_every(found, chosen)]
     if earlier:
-        old = Results(earlier)
         lines += [
             "",
             "Of earlier rounds, on the tasks with classes alone, up to 2 seeds: the noise of real targets had ",
         ]
         lines[-1] += f"other bounds then. {_versions(earlier)}."
-        lines += ["", *_every(old, {})]
+        lines += ["", *_every(Results(earlier), {})]
     return "\n".join(lines) + "\n"
 
 
@@ -259,10 +260,10 @@ def _cell(found: Results, task: str, start: str, name: str, what: str) -> str:
 
 def _reasons(found: Results, chosen: Mapping[tuple[str, str], str]) -> list[str]:
     """The harmed tasks of chosen candidates, and whether they fit the training rows less or predict others worse."""
-    rows = [["method", "start", "task", "seeds", "NLL less plain's", "training NLL less plain's", "KL a row", "so"]]
+    rows = [["method", "start", "task", "seeds", "NLL less plain's, median", "of training rows", "KL a row", "so"]]
     for (method, start), name in chosen.items():
         for task in found.harmed(start, name):
-            gap, fit = (found.difference(task, start, name, what) or 0.0 for what in ("test_nll", "train_nll"))
+            gap, fit = (median(found.differences(task, start, name, what)) for what in ("test_nll", "train_nll"))
             kl = (found.mean_of(task, start, name, "kl") or 0.0) * found.candidates[name]["temperature"]
             seeds = len(found.differences(task, start, name, "test_nll"))
             rows.append([method, WORDS[start], task, str(seeds), f"{gap:+.3f}", f"{fit:+.3f}", f"{kl:.3f}"])

@@ -153,14 +153,16 @@ def _head(record: dict[str, Any], rows: Table) -> list[str]:
         f"{', '.join(f'{name} {version}' for name, version in said.items())}; {record['seconds']:.0f} seconds in all.",
         "",
         "A ratio is to the plain network on as many rows, in the same mode (compiled or eager), within one run: the",
-        "median over rounds in which all take turns. A step is draw, forward, KL, backward and Adam, in bfloat16",
+        "median over rounds in which all take turns, ± half of the distance between the quartiles. A step is draw,",
+        "forward, KL, backward and Adam, in bfloat16",
         "autocast; memory is the peak of a step, parameters and optimizer included. Rivals run on the same network and",
         "rows, beside ours. `recorded` is the compiled step, plain and ours, as one CUDA graph, which is how the lab",
         "trains, and `sb.recorded(step, model, optimizer)` does it to a loop of your own: Python has no part in it. A",
         "compiled target is met if either number reaches it.",
         "",
         "`before` is an earlier version on the same kind of GPU, in other runs.",
-        *([record["note"]] if "note" in record else _older(record)),
+        *([record["note"]] if "note" in record else []),
+        *_older(record),
         "",
         f"**Of {len(TARGETS)} targets {reached} are met, {len(TARGETS) - reached - unknown} missed, "
         f"{unknown} not measured.**",
@@ -179,7 +181,8 @@ def _targets(rows: Table) -> list[str]:
         found = measured(target, rows)
         state = "not measured" if found is None else "met" if met(target, rows) else "**missed**"
         cells = [target.workload, target.what, _number(target.before), _number(target.goal)]
-        cells += [_number(found[1] if found else None), _number(recorded(target, rows)), state, _rivals(target, rows)]
+        now = _number(found[1]) + _spread(found[0], target.number) if found else "-"
+        cells += [now, _number(recorded(target, rows)), state, _rivals(target, rows)]
         lines.append(f"| {' | '.join(cells)} |")
     return ["## Targets", "", *lines]
 
@@ -195,6 +198,13 @@ def _rivals(target: Target, rows: Table) -> str:
         elif eager.get(target.number) is not None:
             cells.append(f"{name} {_number(eager[target.number])} eager")
     return ", ".join(cells)
+
+
+def _spread(row: Row, number: str) -> str:
+    """Half of the distance between the quartiles of a ratio over rounds, where it matters."""
+    name, _, unit = number.rpartition("_")
+    half = (row.get(f"{name}_spread") or 0.0) / 2 if unit == "ratio" else 0.0
+    return f" ± {half:.2f}" if half >= 0.05 else ""
 
 
 def _number(value: float | None) -> str:
@@ -228,6 +238,8 @@ def _reading(target: Target, row: Row, plain: Row) -> str:
     text += f" and {row['graph_breaks']} graph breaks" if row.get("graph_breaks") else ""
     if "busy_ms" in theirs:
         text += f", plain {theirs['busy_ms']:.2f} of {plain[f'{kind}_ms']:.2f} ms with {theirs['kernels']}"
+    if busy > 1.1 * wall:
+        return f"{text}: others used the GPU while it was profiled, which says nothing then."
     if busy < BUSY * wall:
         return f"{text}: bound by Python."
     longest = ", ".join(f"`{name[:48]}` x {count} {ms:.2f} ms" for name, count, ms in ours["longest"][:3])
@@ -244,7 +256,7 @@ def _steps(rows: Table) -> list[str]:
         names = [f"{COLUMNS[kind]}, {mode}" for mode, kind in heads]
         sizes = next(iter(mine.values()))["sizes"]
         lines += ["", f"### {sizes}", "", f"| | {' | '.join(names)} |", "|---" * (len(heads) + 1) + "|"]
-        for method in dict.fromkeys(key[2] for key in mine):
+        for method in dict.fromkeys(key[2] for key in mine if key[2] not in ("rest", "all")):
             cells = [_cell(rows.get((case, mode, method), {}), kind) for mode, kind in heads]
             lines.append(f"| {method} | {' | '.join(cells)} |")
     lab = [row for key, row in rows.items() if key[0] == "lab" and "seconds" in row]
@@ -262,11 +274,11 @@ def _cell(row: Row, kind: str) -> str:
     if row.get(f"{kind}_ratio") is None:
         return "fails" if "error" in row else "-"
     size = f"{row['peak_mib']:.0f} MiB" if kind == "peak" else f"{row[f'{kind}_ms']:.2f}"
-    return f"{row[f'{kind}_ratio']:.2f} ({size})"
+    return f"{row[f'{kind}_ratio']:.2f}{_spread(row, f'{kind}_ratio')} ({size})"
 
 
 def _scale(results: Iterable[Row]) -> list[str]:
-    found = [row for row in results if row["case"].startswith("scale")]
+    found = [row for row in results if row["case"].startswith("scale") and row["method"] != "all"]
     if not found:
         return []
     lines = ["## Scale"]
@@ -289,7 +301,7 @@ def _scale(results: Iterable[Row]) -> list[str]:
             "|---" * (len(heads) + 1) + "|",
         ]
         for row in mine:
-            cells = [_number(row.get(key)) if "error" not in row else "fails" for key in heads]
+            cells = [_number(row.get(key)) + _spread(row, key) if "error" not in row else "fails" for key in heads]
             lines.append(f"| {row['method']} | {' | '.join(cells)} |")
     return lines
 
@@ -300,8 +312,9 @@ def _rest(record: dict[str, Any]) -> list[str]:
         for row in record["results"] if "error" in row
     ]  # fmt: skip
     lines += [f"- {name}: no time was left." for name in record["not_run"]]
-    lines += [
-        f"- {row['case']}, {row['mode']}, {row['method']}, prediction: {row['predict_error'].replace('|', '/')[:160]}"
-        for row in record["results"] if "predict_error" in row
-    ]  # fmt: skip
+    for row in record["results"]:
+        for kind in ("train", "predict"):
+            if f"{kind}_error" in row:
+                why = row[f"{kind}_error"].replace("|", "/")[:160]
+                lines.append(f"- {row['case']}, {row['mode']}, {row['method']}, {COLUMNS[kind]}: {why}")
     return ["## Not measured", "", *lines] if lines else []

@@ -600,6 +600,16 @@ add(
     lambda: call(ids(B, B), torch.rand(B, B) > 0.3),
 )
 add(
+    "boxes",  # whose widths are looked up: corners in another order have none
+    net(
+        lambda m, t: m.fc(torch.tanh(m.table(t[..., 2] - t[..., 0])).mean(1)),
+        table=lambda: nn.Embedding(7, H),
+        fc=lin(H, C),
+    ),
+    lambda: call(torch.randint(2, (B, 5, 4)).cumsum(-1)),
+    folds=True,
+)
+add(
     "row-index",
     two(lambda m, x, i: m.b(torch.tanh(m.a(x))).gather(1, i.unsqueeze(1))),
     lambda: call(tensor(B, D), ids(B, most=C)),

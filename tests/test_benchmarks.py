@@ -195,6 +195,17 @@ def test_the_page_says_what_is_met_and_why_the_rest_is_not() -> None:
     assert "| WRN-28-10, rank-1 per member | step | 1.24 | 1.06 | - | - | not measured |  |" in text
 
 
+def test_the_page_says_how_far_ratios_spread_and_which_profiles_say_nothing() -> None:
+    record = made_up()
+    for row in record["results"]:
+        if (row["mode"], row["method"]) == ("compiled", "rank-1 per example"):
+            row |= {"train_spread": 0.4, "older": True}
+            row["train_profile"] |= {"busy_ms": 2 * row["train_ms"]}
+    text = performance_page.page(record)
+    assert "| 1.50 ± 0.20 |" in text and "others used the GPU" in text
+    assert "Of an earlier version, and not measured since: mlp (compiled)." in text
+
+
 def test_a_step_as_a_cuda_graph_can_meet_a_compiled_target_and_no_eager_one() -> None:
     of = {t.mode: t for t in performance_page.TARGETS if t.workload == "GPT-2 small, frozen base"}
     rows = {

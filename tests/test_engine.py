@@ -1474,7 +1474,7 @@ def test_a_model_that_counts_its_calls_is_proven_a_few_times(monkeypatch: pytest
     with torch.no_grad(), quietly():
         for step in range(12):
             sb.sample(model, x, step)
-        assert len(proofs) == 8
+        assert len(proofs) == 8 and [len(known) for known in model._slimbayes_rows.values()] == [8]
         with sb.frozen(model):
             assert_draws(sb.sample(model, x, 99), held(model, 1), (x, 99), {})
 
@@ -1512,3 +1512,23 @@ def test_steps_of_generators_and_coroutines_belong_to_one_draw(method: str) -> N
         model(x)  # another call in between
         assert_rows_of_draws(next(steps), expected, 0)
         assert_rows_of_draws(asyncio.run(model.later(x)), expected, 0)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_model_that_changes_its_mode_has_the_layout_of_that_mode() -> None:
+    """Compiled in eval mode, where rows are apart; rows of the training mode act on each other."""
+
+    class Centred(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0) if self.training else x
+
+    torch._dynamo.reset()
+    model, x = converted(nn.Sequential(nn.Linear(4, 6), Centred(), nn.Linear(6, 3))), torch.randn(5, 4)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    model.train()
+    with sb.frozen(model):
+        expected = [plain(x) for plain in held(model, 1)]
+    with quietly():
+        assert_rows_of_draws(compiled(x), expected, None)

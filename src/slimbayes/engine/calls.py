@@ -102,11 +102,11 @@ def batch_dim_of(model: nn.Module) -> int | None:
 
 
 def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) -> Layout:
-    """The proven layout of a call. While torch.compile traces, the one of the last call of this model."""
+    """The proven layout of a call. While torch.compile traces, the one of the last call of this model in its mode."""
     if not torch.compiler.is_compiling():
         return locate(model, args, kwargs, posteriors, batch_dim_of(model))
     latest = getattr(model, "_slimbayes_latest", None)
-    if latest is None or latest.key != posteriors[0].key:
+    if latest is None or latest.key != posteriors[0].key or latest.training != model.training:
         latest = _locate_outside(model, args, kwargs)
     return latest
 

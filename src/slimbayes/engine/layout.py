@@ -32,7 +32,7 @@ class Layout:
             all.
         arguments: the same for all arguments and outputs of modules that run as a whole.
         ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
-        tree: which modules the model had.
+        tree, key, training: which modules the model had, its first posterior, and whether it trained.
         random: the model draws random numbers of its own.
         told: the user knows why it does not fold.
         most: rows and numbers of the largest inputs for which layers were seen to be called alike.
@@ -49,6 +49,7 @@ class Layout:
     ahead: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
     tree: int = 0
     key: str | None = None
+    training: bool = False
     random: bool = False
     told: bool = False
     most: tuple[int, ...] = (0, 0)

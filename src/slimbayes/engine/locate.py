@@ -62,21 +62,24 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
     tree = posteriors.number if model is given and isinstance(posteriors, Posteriors) else 0
     tree = tree or tree_of(model).number
     with _PROVING:  # threads that meet a model together wait for the first
-        layout = known.get(modes) or _of_others(known, tree)
+        layout = known.get(modes)
         if layout is None or layout.tree != tree:
-            layout = proof.prove(model, (args, kwargs), posteriors, batch_dim)
-            layout.tree, layout.key = tree, passes.first_key(model)
+            for former in [m for m, old in known.items() if old.tree != tree]:
+                del known[former]
+            layout = _of_many(known) or proof.prove(model, (args, kwargs), posteriors, batch_dim)
+            layout.tree, layout.key, layout.training = tree, passes.first_key(model), model.training
         if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
-            known[modes] = model.__dict__["_slimbayes_latest"] = layout
+            model.__dict__["_slimbayes_latest"] = layout
+            if len(known) < _MODES:
+                known[modes] = layout
         return layout
 
 
-def _of_others(known: dict[Any, Layout], tree: int) -> Layout | None:
+def _of_many(known: dict[Any, Layout]) -> Layout | None:
     """The most careful of the layouts of many modes, for a further one: a model that counts its calls, or is told which
     step it is at, would be proven anew each time.
     """
-    proven = [layout for layout in known.values() if layout.tree == tree]
-    return min(proven, key=lambda layout: (layout.folds, layout.apart)) if len(proven) >= _MODES else None
+    return None if len(known) < _MODES else min(known.values(), key=lambda layout: (layout.folds, layout.apart))
 
 
 def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int = 1) -> None:

@@ -202,4 +202,6 @@ def other_numbers(x: Tensor, dim: int, moved: bool) -> Tensor:
     if x.is_floating_point():
         return x * 0.7 + 0.37
     x = x.roll(1, dim) if moved else x
-    return x.roll(1, -1) if x.dim() > 1 and dim % x.dim() != x.dim() - 1 and x.dtype != torch.bool else x
+    if x.dim() < 2 or dim % x.dim() == x.dim() - 1 or x.dtype == torch.bool:
+        return x
+    return x.roll(1, 0 if dim % x.dim() else 1)  # steps, not what each holds: the corners of a box have an order

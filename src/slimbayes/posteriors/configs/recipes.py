@@ -39,17 +39,14 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "scratch": _rank1(Cauchy(1.0, 0.1), 0.3, scale_init=1e-4),
         "trained": _rank1(Cauchy(1.0, 0.1), 0.1, scale_init=1e-4),
     },
-    "BatchEnsemble": {
-        "scratch": Recipe(BatchEnsemble(mean_init=Normal(1.0, 0.3))),
-        "trained": Recipe(BatchEnsemble(mean_init=Normal(1.0, 0.2))),
-    },
+    "BatchEnsemble": dict.fromkeys(_STARTS, Recipe(BatchEnsemble(mean_init=Normal(1.0, 0.3)))),
     "2-tied": dict.fromkeys(_STARTS, Recipe(KTied(prior=HeNormal(), estimator="flipout"), 0.01)),
     "mean-field": {
         "scratch": Recipe(MeanField(prior=HeNormal(), estimator="flipout"), 0.01),
         "trained": Recipe(MeanField(prior=HeNormal(), estimator="flipout", scale_init=3e-3, scale_jitter=3e-4), 0.03),
     },
-    "EMP": {"scratch": _patch(2), "trained": _patch(3)},
-    "ECMP": {"scratch": _patch(2, cross=True), "trained": _patch(3, cross=True)},
+    "EMP": {"scratch": _patch(3), "trained": _patch(2)},
+    "ECMP": dict.fromkeys(_STARTS, _patch(3, cross=True)),
 }
 
 
