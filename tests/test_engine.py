@@ -1536,3 +1536,32 @@ def test_a_compiled_model_that_changes_its_mode_has_the_layout_of_that_mode() ->
         model.eval()(x)
         torch._dynamo.reset()  # both modes are known: neither has to be looked at while it is traced
         torch.compile(model.train(), backend="eager", fullgraph=True)(x)
+
+
+def test_a_model_that_goes_another_way_for_other_numbers_is_found_out_later() -> None:
+    """Rows act on each other only where numbers are large: what the first call shows holds no longer."""
+
+    class Full(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.before(x)
+            return self.after(h - h.mean(0) if bool((x > 10).any()) else h)
+
+    torch.manual_seed(0)
+    net = sb.bayesianize(Full().eval(), sb.Rank1(members=2))
+    small, large = torch.randn(4, 3), 20 + torch.randn(4, 3)
+    sb.sample(net, small, seed=0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            found = sb.sample(net, large, seed=0)
+    assert sum("looked again" in str(warning.message) for warning in told) == 1
+    torch.testing.assert_close(found, sb.sample(net, large, seed=0, fold=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = sb.bayesianize(Full().eval(), sb.Rank1(members=2))
+        for _ in range(70):
+            sb.sample(other, small)

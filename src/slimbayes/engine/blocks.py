@@ -16,8 +16,8 @@ def same(a: int, b: int) -> bool:
 
 
 def exporting() -> bool:
-    """Whether torch.export traces: the flag itself, since torch's compiler lists `torch.compiler.is_exporting()` as true
-    for all that it traces, of which 2.13 makes an exception.
+    """Whether torch.export traces: the flag itself, since torch's compiler takes `torch.compiler.is_exporting()` for
+    true wherever it traces, of which 2.13 makes an exception.
 
     >>> exporting()
     False
