@@ -202,8 +202,9 @@ def _rivals(target: Target, rows: Table) -> str:
 
 def _spread(row: Row, number: str) -> str:
     """Half of the distance between the quartiles of a ratio over rounds, where it matters."""
-    half = (row.get(number.replace("ratio", "spread")) or 0.0) / 2
-    return f" ± {half:.2f}" if number != "peak_ratio" and half >= 0.05 else ""
+    name, _, unit = number.rpartition("_")
+    half = (row.get(f"{name}_spread") or 0.0) / 2 if unit == "ratio" else 0.0
+    return f" ± {half:.2f}" if half >= 0.05 else ""
 
 
 def _number(value: float | None) -> str:
@@ -277,7 +278,7 @@ def _cell(row: Row, kind: str) -> str:
 
 
 def _scale(results: Iterable[Row]) -> list[str]:
-    found = [row for row in results if row["case"].startswith("scale") and row["sizes"]]
+    found = [row for row in results if row["case"].startswith("scale") and row["method"] != "all"]
     if not found:
         return []
     lines = ["## Scale"]

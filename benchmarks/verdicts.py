@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import yaml
 from paired import t_interval
 
-from slimbayes.lab.claims import Claim
+from slimbayes.lab.claims import FEWEST, Claim
 from slimbayes.lab.paper_table import draws_of, measured
 from slimbayes.report.record import read
 from slimbayes.report.statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS, PAGE = ROOT / "experiments" / "claims.yaml", ROOT / "docs" / "reproduction.md"
-FEWEST = 3  # pairs that can decide anything
 COUNTED = ("overhead", "parameters")  # the same with every seed
 Rows = dict[str, dict[Any, dict[str, float]]]  # scores by row and by what pairs are made of
 

@@ -11,7 +11,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-# torch's graphs make many objects and few cycles: Python's own pace takes a tenth of the suite to look for them.
+# torch's graphs make many objects and few cycles. Looking for them seldom saves some 4 % of a processor's time: sums of
+# seven pairs of runs on a busy machine, whose differences went from 12 % less to 7 % more.
 gc.set_threshold(100_000, 20, 20)
 
 collect_ignore = ["fakes"]  # stand-ins for programs, run by tests

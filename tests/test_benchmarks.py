@@ -204,6 +204,17 @@ def test_peaks_of_memory_below_the_plain_ones_are_left_out(peak: float, shown: b
     assert (f"{peak:.2f}" in text, "peaks of memory are wrong" in text) == (shown, not shown)
 
 
+def test_the_page_says_how_far_ratios_spread_and_which_profiles_say_nothing() -> None:
+    record = made_up()
+    for row in record["results"]:
+        if (row["mode"], row["method"]) == ("compiled", "rank-1 per example"):
+            row |= {"train_spread": 0.4, "older": True}
+            row["train_profile"] |= {"busy_ms": 2 * row["train_ms"]}
+    text = performance_page.page(record)
+    assert "| 1.50 ± 0.20 |" in text and "others used the GPU" in text
+    assert "Of an earlier version, and not measured since: mlp (compiled)." in text
+
+
 def test_a_step_as_a_cuda_graph_can_meet_a_compiled_target_and_no_eager_one() -> None:
     of = {t.mode: t for t in performance_page.TARGETS if t.workload == "GPT-2 small, frozen base"}
     rows = {

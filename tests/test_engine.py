@@ -1519,3 +1519,56 @@ def test_steps_of_generators_and_coroutines_belong_to_one_draw(method: str) -> N
         model(x)  # another call in between
         assert_rows_of_draws(next(steps), expected, 0)
         assert_rows_of_draws(asyncio.run(model.later(x)), expected, 0)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_model_that_changes_its_mode_has_the_layout_of_that_mode() -> None:
+    """Compiled in eval mode, where rows are apart; rows of the training mode act on each other."""
+
+    class Centred(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0) if self.training else x
+
+    torch._dynamo.reset()
+    model, x = converted(nn.Sequential(nn.Linear(4, 6), Centred(), nn.Linear(6, 3))), torch.randn(5, 4)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    model.train()
+    with sb.frozen(model):
+        expected = [plain(x) for plain in held(model, 1)]
+    with quietly():
+        assert_rows_of_draws(compiled(x), expected, None)
+        model.train()(x)
+        model.eval()(x)
+        torch._dynamo.reset()  # both modes are known: neither has to be looked at while it is traced
+        torch.compile(model.train(), backend="eager", fullgraph=True)(x)
+
+
+def test_a_model_that_goes_another_way_for_other_numbers_is_found_out_later() -> None:
+    """Rows act on each other only where numbers are large: what the first call shows holds no longer."""
+
+    class Full(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.before(x)
+            return self.after(h - h.mean(0) if bool((x > 10).any()) else h)
+
+    torch.manual_seed(0)
+    net = sb.bayesianize(Full().eval(), sb.Rank1(members=2))
+    small, large = torch.randn(4, 3), 20 + torch.randn(4, 3)
+    sb.sample(net, small, seed=0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            found = sb.sample(net, large, seed=0)
+    assert sum("looked again" in str(warning.message) for warning in told) == 1
+    torch.testing.assert_close(found, sb.sample(net, large, seed=0, fold=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = sb.bayesianize(Full().eval(), sb.Rank1(members=2))
+        for _ in range(70):
+            sb.sample(other, small)

@@ -134,6 +134,9 @@ def test_claims_are_judged_by_paired_differences() -> None:
     assert judge("low", "base", "ece")["verdict"] == "not run"
     one = Claim(better="low", than="base", score="nll").judged({"base": {0: base[0]}, "low": {0: low[0]}})
     assert one["verdict"] == "one seed, which agrees" and one["interval"] is None
+    for theirs, word in (({0: low[0], 1: low[1]}, "agree"), ({0: low[0], 1: {"nll": 0.2}}, "do not both agree")):
+        two = Claim(better="low", than="base", score="nll").judged({"base": base, "low": theirs})
+        assert two["verdict"] == f"two seeds, which {word}"
     odd = {0: {"nll": float("nan")}, 1: {"nll": 0.0}}
     assert "not finite" in Claim(better="a", than="b", score="nll").judged({"a": odd, "b": base})["verdict"]
     with pytest.raises(ValueError, match="kl_weight"):

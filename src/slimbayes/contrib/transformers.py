@@ -283,9 +283,7 @@ def generate(
 
 
 def _continued(model: Any, seen: Tensor, sequences: Tensor) -> dict[str, Tensor]:
-    """Prompts and what follows as one input, with the positions that tokens had when they were generated: padding on
-    the left counts for nothing.
-    """
+    """Prompts and what follows as one input, with positions as they were generated: padding does not count."""
     mask = nn.functional.pad(seen, (0, sequences.shape[1] - seen.shape[1]), value=1)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     placed = "position_ids" in inspect.signature(inner.forward).parameters

@@ -16,7 +16,7 @@ from slimbayes.convert.plan import Decision, Selection, plan, refuse
 from slimbayes.convert.remarks import refuse_fixed_code, report_functional_dropout, report_members, report_signs
 from slimbayes.convert.training import Train, freeze, modules_to_save
 from slimbayes.engine import passes
-from slimbayes.engine.locate import unwrapped
+from slimbayes.engine.locate import LATEST, unwrapped
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
@@ -175,7 +175,7 @@ def debayesianize(model: Model) -> Model:
             _restore(layer, layer.posterior)
         elif isinstance(layer, Opens):
             layer.__class__ = layer.plain  # type: ignore[assignment]
-        for kept in ("_slimbayes_rows", "_slimbayes_latest", "_slimbayes_tree"):
+        for kept in ("_slimbayes_rows", *LATEST.values(), "_slimbayes_tree"):
             layer.__dict__.pop(kept, None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
         for name, attribute, former in [] if conversion is None else conversion.patched:

@@ -1,4 +1,4 @@
-"""How rows are cut into blocks, one for each draw."""
+"""How rows are cut into blocks, one for each draw, and what compilers have to say about it."""
 
 from itertools import pairwise
 
@@ -13,6 +13,16 @@ def same(a: int, b: int) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
 
     return statically_known_true(a == b)
+
+
+def exporting() -> bool:
+    """Whether torch.export traces: the flag itself, since torch's compiler takes `torch.compiler.is_exporting()` for
+    true wherever it traces, of which 2.13 makes an exception.
+
+    >>> exporting()
+    False
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def block_of_row(rows: int, blocks: int, device: torch.device | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 
 from slimbayes.engine import noise, passes
 from slimbayes.engine.layout import Layout, stack_draws
-from slimbayes.engine.locate import check_size, locate, unwrapped
+from slimbayes.engine.locate import LATEST, check_size, locate, unwrapped
 from slimbayes.engine.modules import planned
 from slimbayes.engine.passes import Pass, Unproven
 from slimbayes.engine.tree import arrays_of, padded
@@ -66,9 +66,8 @@ def bare(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
     key = passes.first_key(module)
     found = None if key is None else passes.of(key)
     if found is not None and found.opener is module and passes.recomputing(found):
-        return _open(
-            module, function, args, kwargs
-        )  # a checkpoint around the whole call: it restores the random state, too
+        # A checkpoint around the whole call: it restores the random state, too.
+        return _open(module, function, args, kwargs)
     if key is None or (found is not None and not found.held):
         return function(*args, **kwargs)
     if found is None or (isinstance(found, Scope) and found.module is module and not found.whole):
@@ -102,10 +101,10 @@ def batch_dim_of(model: nn.Module) -> int | None:
 
 
 def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) -> Layout:
-    """The proven layout of a call. While torch.compile traces, the one of the last call of this model."""
+    """The proven layout of a call. While torch.compile traces, the one of the last call of this model in its mode."""
     if not torch.compiler.is_compiling():
         return locate(model, args, kwargs, posteriors, batch_dim_of(model))
-    latest = getattr(model, "_slimbayes_latest", None)
+    latest = getattr(model, LATEST[model.training], None)
     if latest is None or latest.key != posteriors[0].key:
         latest = _locate_outside(model, args, kwargs)
     return latest
@@ -184,9 +183,8 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
         rows = layout.rows((args, kwargs))
         check_size(module, (args, kwargs), posteriors, layout)
         if not layout.apart and held.total > 1:
-            tell(
-                layout, f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all"
-            )
+            what = f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all"
+            tell(layout, what)
         new = held.view(rows, layout) if layout.apart else held.single(0, layout if layout.folds else None)
     return finish(new, posteriors, function, args, kwargs)
 

@@ -36,6 +36,7 @@ class Layout:
         random: the model draws random numbers of its own.
         told: the user knows why it does not fold.
         most: rows and numbers of the largest inputs for which layers were seen to be called alike.
+        calls: how many used it.
     """
 
     folds: bool = False
@@ -52,6 +53,7 @@ class Layout:
     random: bool = False
     told: bool = False
     most: tuple[int, ...] = (0, 0)
+    calls: int = 0
 
     def rows(self, inputs: Any) -> int:
         """How many rows these inputs have; 1 where nothing holds rows."""

@@ -4,7 +4,9 @@ sizes it was not proven for.
 
 from __future__ import annotations
 
+import math
 import threading
+import warnings
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -22,6 +24,7 @@ from slimbayes.engine.tree import tree_map, without_cache
 from slimbayes.engine.trial import first_line, probed, undisturbed
 
 _PROVING = threading.RLock()
+LATEST = {True: "_slimbayes_training", False: "_slimbayes_evaluating"}  # where a model keeps the layout it used last
 _MODES = 8  # of a model for which rows are located, for each kind of input
 _WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
 
@@ -68,8 +71,10 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
                 del known[former]
             layout = _of_many(known) or proof.prove(model, (args, kwargs), posteriors, batch_dim)
             layout.tree, layout.key = tree, passes.first_key(model)
+        elif layout.folds:
+            _look_again(model, (args, kwargs), posteriors, batch_dim, layout)
         if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
-            model.__dict__["_slimbayes_latest"] = layout
+            model.__dict__[LATEST[model.training]] = layout
             if len(known) < _MODES:
                 known[modes] = layout
         return layout
@@ -80,6 +85,27 @@ def _of_many(known: dict[Any, Layout]) -> Layout | None:
     step it is at, would be proven anew each time.
     """
     return None if len(known) < _MODES else min(known.values(), key=lambda layout: (layout.folds, layout.apart))
+
+
+def _look_again(
+    model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None, layout: Layout
+) -> None:
+    """Prove it anew at the 16th, 64th, 256th ... call: other numbers may lead a model another way, as when experts are
+    full and pass rows on.
+    """
+    layout.calls += 1
+    if layout.calls < 16 or 4 ** round(math.log(layout.calls, 4)) != layout.calls or _cannot_look(inputs):
+        return
+    found = proof.prove(model, inputs, posteriors, batch_dim)
+    if found.told or (found.folds, found.apart) >= (layout.folds, layout.apart):
+        return
+    layout.folds, layout.apart, layout.why = found.folds, found.apart, found.why
+    warnings.warn(
+        f"slimbayes looked again at how this model treats rows, after {layout.calls} calls, and found what the first "
+        f"ones did not show: {found.why}. From now on it is respected; results since the model began to do so may mix "
+        f"draws of different rows. Pass fold=False, or exclude that layer, to be sure from the first call on.",
+        stacklevel=6,
+    )
 
 
 def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int = 1) -> None:

@@ -2,7 +2,8 @@
 
 claims: [{better: rank1-gaussian, than: deterministic, score: nll}]
 
-A claim holds where the 95 % bootstrap interval of the paired differences over seeds lies on its side of zero.
+A claim holds where the 95 % bootstrap interval of the paired differences lies on its side of zero, over three seeds at
+least.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from slimbayes.report.metric import metric
 from slimbayes.report.statistics import bootstrap_interval, mean
 
+FEWEST = 3  # seeds that can decide: two agree by chance half of the time
 BySeed = Mapping[int, Mapping[str, float]]  # scores of a row, for each seed
 PREFIXES = ("corrupted_", "validation_", "member_")
 _LOWER = ("corruption_error", "relative_corruption_error", "error_", "neg_elbo")  # how such names begin
@@ -59,11 +61,14 @@ class Claim(BaseModel):
         average = mean(differences)
         if not math.isfinite(average):
             return found | {"verdict": "undecided: a score is not finite"}
-        return found | {"difference": average, "verdict": self._verdict(average, interval)}
+        return found | {"difference": average, "verdict": self._verdict(differences, interval)}
 
-    def _verdict(self, average: float, interval: tuple[float, float] | None) -> str:
+    def _verdict(self, differences: Sequence[float], interval: tuple[float, float] | None) -> str:
+        agrees = all(self.sign * difference > 0 for difference in differences)
         if interval is None:
-            return f"one seed, which {'agrees' if self.sign * average > 0 else 'does not agree'}"
+            return f"one seed, which {'agrees' if agrees else 'does not agree'}"
+        if len(differences) < FEWEST:
+            return f"two seeds, which {'agree' if agrees else 'do not both agree'}"
         low, high = sorted(self.sign * end for end in interval)
         return "holds" if low > 0 else "does not hold: it is the other way round" if high < 0 else "undecided"
 

@@ -87,7 +87,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {_LABELS.get(name, name):<16}{scores[name]:>12.4f}{error}"
     if check := found.get("check"):
         yield ""
-        yield "Fit, on 128 training rows"
+        yield "Fit, on some training rows (128 at most)"
         yield from (f"  {line}" for line in check_lines(check))
         yield from (f"  ! {warning}" for warning in check["warnings"])
     yield from _gaussian(found)

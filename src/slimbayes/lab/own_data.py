@@ -108,9 +108,7 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
     try:
         every, kept = with_dates(whole, kinds), places["train"].x.numpy()
         table.fit(every)  # refuses gaps of all rows
-        table.fit(
-            Frame({name: every[name][kept] for name in every.columns})
-        )  # of test rows alone, categories stay unseen
+        table.fit(every, kept)  # categories of test rows alone stay unseen
         read = torch.from_numpy(table.read(every))
     except ValueError as error:
         raise ValueError(f"{path}: {told(error)}") from error

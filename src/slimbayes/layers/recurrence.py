@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimbayes.engine.blocks import exporting
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import per_row
 from slimbayes.kernels import ready, recurrent_torch
@@ -26,7 +27,7 @@ KERNEL_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 def applies(x: Tensor) -> bool:
     """Whether `lstm` can take the place of a loop: compilers see through the loop, torch.func only through the loop."""
     if torch.compiler.is_compiling():
-        return ready(x) and not torch.compiler.is_exporting()
+        return ready(x) and not exporting()
     return not torch._C._are_functorch_transforms_active()
 
 

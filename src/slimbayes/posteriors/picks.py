@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
+from slimbayes.engine.blocks import exporting
 from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Pass
 from slimbayes.layers.site import LinearMap, Site
@@ -106,7 +107,7 @@ def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
     Sent to a GPU once: a recorded CUDA graph may not wait for the host.
     """
-    if torch.compiler.is_exporting():  # ONNX has no repeat_interleave of a known size
+    if exporting():  # ONNX has no repeat_interleave of a known size
         return torch.tensor([owner for owner, count in enumerate(counts) for _ in range(count)], device=device)
     if torch.compiler.is_compiling():
         repeats = torch.tensor(counts, device=device)

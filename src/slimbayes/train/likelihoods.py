@@ -1,7 +1,6 @@
 """Likelihoods: what a model's outputs mean, in training (`nll`) and in prediction (`predictive`).
 
-Each function takes S draws of the model's outputs and combines them in one of the four forms of the rank-1 paper's
-Appendix D:
+Each function takes S draws of outputs and combines them in one of four forms (rank-1 paper, Appendix D):
 
     "average"   Eq. 13   mean over draws of -log p(y | draw)          the paper's training loss
     "mixture"   Eq. 14   -log mean over draws of p(y | draw)          the evaluation loss, by logsumexp
@@ -9,7 +8,6 @@ Appendix D:
     "logits"    Eq. 11   -log p(y | mean over draws of the outputs)
 
 `LIKELIHOODS` joins each with what its draws predict; nothing else in the library decides by a likelihood's name.
-
 Sizes: S draws, B rows, C classes.
 """
 
@@ -22,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slimbayes.engine.blocks import exporting
 from slimbayes.errors import did_you_mean
 from slimbayes.train import Form as Form
 from slimbayes.train.fisher import BINARY, CLASSES, MEANS, MEANS_AND_SCALES, Fisher
@@ -152,7 +151,7 @@ def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
         tensor([0.0600, 0.4195, 6.0003])
     """
     # written out in graphs that are exported: onnxruntime has no softplus of float64
-    out = raw.relu() + torch.log1p((-raw.abs()).exp()) if torch.compiler.is_exporting() else F.softplus(raw)
+    out = raw.relu() + torch.log1p((-raw.abs()).exp()) if exporting() else F.softplus(raw)
     wide = MOST_NOISE * torch.tanh(UNIT_NOISE * out / MOST_NOISE)
     return spread * (LEAST_NOISE**2 + wide.square()).sqrt()
 
