@@ -1501,6 +1501,16 @@ class Lazy(nn.Module):
         yield h
         yield self.b(h)
 
+    def guarded(self, x: Tensor, left: list[str]) -> Iterator[Tensor]:
+        try:
+            while True:
+                try:
+                    yield self.a(x)
+                except KeyError:
+                    left.append("caught")
+        finally:
+            left.append("closed")
+
     async def later(self, x: Tensor) -> Tensor:
         h = self.a(x).tanh()
         await asyncio.sleep(0)
@@ -1519,6 +1529,15 @@ def test_steps_of_generators_and_coroutines_belong_to_one_draw(method: str) -> N
         model(x)  # another call in between
         assert_rows_of_draws(next(steps), expected, 0)
         assert_rows_of_draws(asyncio.run(model.later(x)), expected, 0)
+
+
+def test_generators_get_what_is_thrown_into_them() -> None:
+    model, left = converted(Lazy()), list[str]()
+    steps = model.guarded(torch.randn(8, 4), left)
+    first = next(steps)
+    assert torch.equal(steps.throw(KeyError()), first) and left == ["caught"]  # the same draw
+    steps.close()
+    assert left == ["caught", "closed"]
 
 
 @pytest.mark.slow
