@@ -165,7 +165,7 @@ def _past_hooks(other: Any, args: Any, kwargs: Any) -> Any:
 @contextmanager
 def _as_it_was(module: Any) -> Iterator[Any]:
     """The module in its plain class, without the posterior among its children: one that shares all it holds with the
-    module, which other threads call meanwhile. What the call sets on it is set on the module.
+    module, which other threads call meanwhile. What the call sets on it, or takes away, is on the module, too.
     """
     own, children = module.__dict__, {n: child for n, child in module._modules.items() if n != "posterior"}
     before, born = own | {"_modules": children}, dict(children)
@@ -175,6 +175,8 @@ def _as_it_was(module: Any) -> Iterator[Any]:
         yield plain
     finally:
         own.update({n: value for n, value in plain.__dict__.items() if n not in before or before[n] is not value})
+        for name in before.keys() - plain.__dict__.keys():
+            own.pop(name, None)
         for name in {n for n in born | children if born.get(n) is not children.get(n)}:
             module._modules.pop(name, None)
             module._modules.update({name: children[name]} if name in children else {})
