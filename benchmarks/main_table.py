@@ -13,12 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import nan
 from pathlib import Path
 
+from paired import t_interval
+
 from slimbayes.lab.config_files import load, read_tree
 from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.paper_table import draws_of, measured
 from slimbayes.report import compare
 from slimbayes.report.record import Record, read, write
-from slimbayes.report.statistics import bootstrap_interval, mean
+from slimbayes.report.statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "cifar10"
@@ -60,7 +62,7 @@ def difference(found: Mapping[str, Scores], name: str, score: str) -> tuple[floa
     """The 95 % interval of a method's differences from the plain network over the seeds that both have."""
     ours, plain = found[name], found.get(PLAIN, {})
     shared = [s for s in ours if s in plain and score in ours[s] and score in plain[s]]
-    return bootstrap_interval([ours[s][score] - plain[s][score] for s in shared]) if len(shared) >= FEWEST else None
+    return t_interval([ours[s][score] - plain[s][score] for s in shared]) if len(shared) >= FEWEST else None
 
 
 def better(found: Mapping[str, Scores], name: str, score: str, less: bool) -> bool | None:
@@ -146,7 +148,7 @@ def block(records: Sequence[Record], cost: Mapping[str, float] | None = None) ->
         f"**Every method at one cost.** CIFAR-10, WRN-16-4, the cost of {_budget(records)} epochs of the plain network "
         f"for each, settings chosen on validation images with the same effort, four forward passes at test, "
         f"{'-'.join(map(str, sorted({seeds[0], seeds[-1]})))} seeds. + and -: better or worse than plain beyond noise "
-        f"(95 % interval of paired differences){'; cost: measured, in plain epochs' if cost else ''}. Corrupted: 15 "
+        f"(95 % t interval of paired differences){'; cost: measured, in plain epochs' if cost else ''}. Corrupted: 15 "
         f"corruptions x 5 "
         f"severities; OOD: CIFAR-100 ([how](experiments/cifar10/README.md)).",
         "", *table(found, cost), "",
@@ -217,7 +219,7 @@ def _goal(means: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> str
 
 
 def figure(found: Mapping[str, Scores]) -> str:
-    """NLL of clean and of corrupted images, a dot and its 95 % interval for each method, the plain one's as a line."""
+    """NLL of clean and of corrupted images, a dot and the span of its seeds for each method, plain as a line."""
     high = 60 + 24 * len(found)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {high}" font-family="sans-serif" font-size="13">',
@@ -233,7 +235,7 @@ def figure(found: Mapping[str, Scores]) -> str:
 def _panel(found: Mapping[str, Scores], score: str, title: str, left: int, high: int) -> Iterator[str]:
     """A row of dots for each method, from `left` on 260 wide."""
     values = {name: [one[score] for one in mine.values() if score in one] for name, mine in found.items()}
-    spans = {name: bootstrap_interval(v) or (mean(v), mean(v)) for name, v in values.items() if v}
+    spans = {name: (min(v), max(v)) for name, v in values.items() if v}
     least, most = min(span[0] for span in spans.values()), max(span[1] for span in spans.values())
 
     def x(value: float) -> float:

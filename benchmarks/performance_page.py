@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
@@ -290,9 +290,8 @@ def _scale(results: Iterable[Row]) -> list[str]:
             "predict_ms": "prediction, ms",
             "predict_ratio": "ratio",
         }
-        heads = {
-            key: head for key, head in (heads | {"peak_mib": "peak MiB"}).items() if any(row.get(key) for row in mine)
-        }
+        heads |= {"peak_mib": "peak MiB"} if _sound(mine) else {}
+        heads = {key: head for key, head in heads.items() if any(row.get(key) for row in mine)}
         lines += [
             "",
             f"### {mine[0]['sizes']}",
@@ -303,7 +302,20 @@ def _scale(results: Iterable[Row]) -> list[str]:
         for row in mine:
             cells = [_number(row.get(key)) + _spread(row, key) if "error" not in row else "fails" for key in heads]
             lines.append(f"| {row['method']} | {' | '.join(cells)} |")
+        if not _sound(mine):
+            lines += ["", "Its peaks of memory are wrong and left out: what builds before had taken was given back."]
     return lines
+
+
+def _sound(rows: Sequence[Row]) -> bool:
+    """Whether peaks may be right: above zero, and no row's below that of the plain network of its size before it."""
+    least = 0.0
+    for row in rows:
+        peak = row.get("peak_mib")
+        least = (peak or 0.0) if row["method"].endswith("plain") else least
+        if peak is not None and (peak <= 0 or peak < least):
+            return False
+    return True
 
 
 def _rest(record: dict[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ Variants take turns in every round, so that whatever else the machine does slows
 over rounds, a ratio is the median of the ratios to a reference within a round. On a GPU its own events are read.
 """
 
+import gc
 import os
 import platform
 import signal
@@ -76,6 +77,7 @@ def prepare(
     trials: dict[str, T] = {}
     rows: Rows = {}
     for name, build in builds.items():
+        gc.collect()  # what is given back only later would make the peak too small
         before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         start, breaks = time.perf_counter(), graph_breaks()
         try:

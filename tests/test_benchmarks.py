@@ -195,6 +195,15 @@ def test_the_page_says_what_is_met_and_why_the_rest_is_not() -> None:
     assert "| WRN-28-10, rank-1 per member | step | 1.24 | 1.06 | - | - | not measured |  |" in text
 
 
+@pytest.mark.parametrize(("peak", "shown"), [(120.0, True), (99.0, False), (-3.0, False)])
+def test_peaks_of_memory_below_the_plain_ones_are_left_out(peak: float, shown: bool) -> None:
+    """They say that something else was given back, not what a step takes."""
+    rows = [("K=2 plain", 100.0), ("K=2 rank-1", peak)]
+    about = {"case": "scale-members", "mode": "eager", "sizes": "many", "train_ms": 1.0}
+    text = performance_page.page(made_up() | {"results": [about | {"method": m, "peak_mib": p} for m, p in rows]})
+    assert (f"{peak:.2f}" in text, "peaks of memory are wrong" in text) == (shown, not shown)
+
+
 def test_the_page_says_how_far_ratios_spread_and_which_profiles_say_nothing() -> None:
     record = made_up()
     for row in record["results"]:

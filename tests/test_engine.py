@@ -1440,24 +1440,31 @@ class Ways(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.centre, self.b, self.mixes = nn.Linear(4, 6), nn.Identity(), nn.Linear(6, 3), False
+        self.axis, self.share = -1, 0.0
 
-    def forward(self, x: Tensor, number: int = 0) -> Tensor:
+    def forward(self, x: Tensor, number: float = 0) -> Tensor:
         h = self.centre(self.a(x))
-        return self.b(h - h.mean(0) if self.mixes or number or self.centre.training else h)
+        h = h - h.mean(self.axis, keepdim=True) - self.share * h.mean(0)
+        mixes = self.mixes or number or self.centre.training or ("late" in self.__dict__ and self.late)
+        return self.b(h - h.mean(0) if mixes else h)
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "mode of a part": lambda model: model.centre.train(),
     "flag": lambda model: setattr(model, "mixes", True),
+    "axis with the same hash": lambda model: setattr(model, "axis", -2),
+    "share": lambda model: setattr(model, "share", 0.5),
+    "flag that was not there": lambda model: setattr(model, "late", True),
     "number": lambda model: None,
+    "fraction": lambda model: None,
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_that_was_led_another_way_is_looked_at_again(way: str) -> None:
-    model, x, given = converted(Ways()), torch.randn(5, 4), [1] if way == "number" else []
+    model, x, given = converted(Ways()), torch.randn(5, 4), {"number": [1], "fraction": [0.5]}.get(way, [])
     with torch.no_grad(), quietly() as said:
-        sb.sample(model, x, *[0 for _ in given])  # rows are apart, and draws fold
+        sb.sample(model, x, *[0 * number for number in given])  # rows are apart, and draws fold
     assert said == []
     WAYS[way](model)
     with torch.no_grad(), quietly() as said, sb.frozen(model):
@@ -1494,6 +1501,16 @@ class Lazy(nn.Module):
         yield h
         yield self.b(h)
 
+    def guarded(self, x: Tensor, left: list[str]) -> Iterator[Tensor]:
+        try:
+            while True:
+                try:
+                    yield self.a(x)
+                except KeyError:
+                    left.append("caught")
+        finally:
+            left.append("closed")
+
     async def later(self, x: Tensor) -> Tensor:
         h = self.a(x).tanh()
         await asyncio.sleep(0)
@@ -1512,6 +1529,15 @@ def test_steps_of_generators_and_coroutines_belong_to_one_draw(method: str) -> N
         model(x)  # another call in between
         assert_rows_of_draws(next(steps), expected, 0)
         assert_rows_of_draws(asyncio.run(model.later(x)), expected, 0)
+
+
+def test_generators_get_what_is_thrown_into_them() -> None:
+    model, left = converted(Lazy()), list[str]()
+    steps = model.guarded(torch.randn(8, 4), left)
+    first = next(steps)
+    assert torch.equal(steps.throw(KeyError()), first) and left == ["caught"]  # the same draw
+    steps.close()
+    assert left == ["caught", "closed"]
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def test_the_page_of_verdicts_is_what_the_records_say() -> None:
         ((0.4, 0.41, 0.39), {}, "holds"),
         ((0.6, 0.61, 0.59), {}, "does not hold"),
         ((0.6, 0.4, 0.45), {}, "undecided"),
+        ((0.49, 0.4, 0.3), {}, "undecided"),  # three on one side are what chance gives once in four times
         ((0.4, 0.41), {}, "undecided"),  # two seeds decide nothing
         ((), {}, "not run"),
         ((0.51, 0.515, 0.51), {"margin": 0.02}, "holds"),
@@ -94,7 +95,7 @@ def test_a_claim_holds_where_its_evidence_does(tmp_path: Path) -> None:
 def test_stars_pair_rows_of_a_table(tmp_path: Path) -> None:
     rows = [
         {"row": f"{kind}-{step}", "seeds": [0], "files": [], "ours": {"snr": {"mean": factor * step}}}
-        for kind, factor in (("tied", 2.0), ("free", 1.0)) for step in (1, 5, 9)
+        for kind, factor in (("tied", 2.0), ("free", 1.0)) for step in (4, 5, 6)
     ]  # fmt: skip
     (tmp_path / "table.json").write_text(json.dumps({"rows": rows}))
     source = {"at": "t", "setting": "", "command": "", "table": "table.json"}

@@ -30,14 +30,14 @@ _WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric ke
 
 
 def kind_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """What makes two calls alike: the nesting, types and numbers of dimensions, flags; and modes and whole numbers."""
+    """What makes two calls alike: the nesting, types and numbers of dimensions, flags; and modes and numbers."""
     modes = tree_of(model).modes()
     if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
         return (model.training, args[0].dim(), args[0].is_floating_point()), modes
     import torch.utils._pytree as pytree
 
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
-    numbers = [leaf for leaf in leaves if isinstance(leaf, int)]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, (int, float))]
     return (model.training, str(spec), tuple(_kind(leaf) for leaf in leaves)), (modes, *numbers)
 
 

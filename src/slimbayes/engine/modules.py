@@ -7,6 +7,7 @@ a tree with the one of the call before takes a tenth of the time of walking thro
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from enum import Enum
 from itertools import chain, count
 from operator import is_, itemgetter
 from typing import Any, TypeVar
@@ -72,8 +73,9 @@ class Tree:
         self.children = self._children()
         self.posteriors = Posteriors([m for m in self.modules if isinstance(m, Keyed)])
         self.number = self.posteriors.number = hash(tuple(map(id, self.modules)))
-        run = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
-        self.flags = [(itemgetter("training", *_flags_of(m)), m.__dict__) for m in run]
+        self.run = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
+        self.own = [m.__dict__ for m in self.run]
+        self._read_flags()
 
     def __reduce__(self) -> Any:
         return Tree, ()
@@ -81,14 +83,27 @@ class Tree:
     def _children(self) -> list[nn.Module | None]:
         return list(chain.from_iterable([module._modules.values() for module in self.modules]))
 
-    def modes(self) -> int:
+    def _read_flags(self) -> None:
+        self.attributes = sum(map(len, self.own))
+        kept = zip(map(_flags_of, self.run), self.own, strict=True)
+        self.flags = [
+            (itemgetter(names[0], *names), own) for names, own in kept if names
+        ]  # of at least two, for a tuple
+
+    def modes(self) -> Hashable:
         """What may lead the same modules another way: whether they train, and flags and numbers that they keep. Not
         hooks: most only look, and a proof would show them inputs that nobody gave.
         """
+        if sum(map(len, self.own)) != self.attributes:  # a flag that was not there before, or is no more
+            self._read_flags()
         try:
-            return hash(tuple([read(kept) for read, kept in self.flags]))
-        except (KeyError, TypeError):  # a flag that was taken away, or became an array
-            return hash(tuple([str(kept.get("training")) for _, kept in self.flags]))
+            flags = tuple(chain.from_iterable([read(own) for read, own in self.flags]))
+        except KeyError:  # one was taken away and another added
+            self._read_flags()
+            flags = tuple(chain.from_iterable([read(own) for read, own in self.flags]))
+        if not _PLAIN.issuperset(map(type, flags)):  # what became an array is not to be kept
+            flags = tuple([flag if isinstance(flag, _FLAGS) else type(flag) for flag in flags])
+        return tuple([own.get("training") for own in self.own]), flags
 
     def stands(self, root: nn.Module) -> bool:
         """Whether the root is the same and has the same modules under it."""
@@ -99,13 +114,15 @@ class Tree:
 
 
 _OF_ALL = {"training", *nn.Module().__dict__}  # attributes that every module has
+_PLAIN = {bool, int, float, str, type(None)}
+_FLAGS = (*_PLAIN, Enum)
 
 
 def _flags_of(module: nn.Module) -> list[str]:
     """Names of flags, modes and numbers that a module keeps; those of torch's and our own lead no rows to others."""
     if getattr(type(module), "plain", type(module)).__module__.startswith(("torch.nn.", "slimbayes.")):
         return []
-    kept = [n for n, value in module.__dict__.items() if isinstance(value, (bool, int, str, type(None)))]
+    kept = [n for n, value in module.__dict__.items() if isinstance(value, _FLAGS)]
     return [n for n in kept if n not in _OF_ALL and not n.startswith("_slimbayes")]
 
 

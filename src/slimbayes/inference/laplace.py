@@ -50,7 +50,7 @@ class Laplace:
         model: the converted model.
         log_evidence: marginal likelihood of all targets, in nats; with several members their average.
         log_likelihood: of all targets at the means.
-        noise: standard deviation of the targets' noise, to give to `predict(..., scale=)`; 0 for other likelihoods.
+        noise: standard deviation of the targets' noise, the `scale` of predictions; 0 for other likelihoods.
         prior_precision: of each layer, by name.
     """
 
@@ -80,7 +80,9 @@ def laplace(
     """Give a trained network a Gaussian posterior in one pass over its training data; its weights stay as they are.
 
     The model is then an ordinary converted one, in place: `sample`, `predict`, `save` and `summary` work.
-    `predict_linearised` is the predictive of the network's linearisation, without sampling.
+    `predict_linearised` is the predictive of the network's linearisation, without sampling. Real targets need it: with
+    priors by evidence factors that undo each other are as wide as the prior, and sampled their products are too small
+    (means of a linear layer by a quarter). `prior=Normal(1.0, 0.2)` can be sampled (docs/fine_tuning.md).
 
     Args:
         model: a plain model in eval mode, or a converted one, whose means are taken: factors of all members of rank-1

@@ -59,13 +59,19 @@ def _scoped(module: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 def _stepwise(scope: Any, steps: Any) -> Any:
     """A generator each of whose steps belongs to one scope, whatever happens in between."""
-    given = None
+    step, given = steps.send, None
     while True:
         try:
-            made = passes.run(scope, steps.send, given)
+            made = passes.run(scope, step, given)
         except StopIteration as end:
             return end.value
-        given = yield made
+        try:
+            step, given = steps.send, (yield made)
+        except GeneratorExit:
+            steps.close()
+            raise
+        except BaseException as error:  # thrown in from outside: it is for the steps
+            step, given = steps.throw, error
 
 
 async def _awaited(scope: Any, begun: Any) -> Any:
