@@ -477,6 +477,20 @@ class Masked(nn.Module):
         return out
 
 
+def test_a_pair_is_one_input_of_a_forward_that_takes_it_as_one() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+            return self.layer(both[0] + both[1])
+
+    net, x, y = Pair().eval(), torch.randn(8, 4), torch.randint(3, (8,))
+    pair = sb.laplace(copy.deepcopy(net), [((x, x), y)]).log_evidence
+    assert pair == sb.laplace(copy.deepcopy(net.layer), [(2 * x, y)]).log_evidence
+
+
 def test_batches_of_several_inputs_come_flat_or_nested() -> None:
     x, mask, y = torch.randn(6, 5, 4), torch.ones(6, 5), torch.randint(3, (6,))
     mask[:, 3:] = 0

@@ -56,6 +56,15 @@ def _decodes(model: nn.Module) -> bool:
     )
 
 
+def _fits(accepted: inspect.Signature, args: Iterable[Any]) -> bool:
+    """Whether a forward takes these one by one, and not as one."""
+    try:
+        accepted.bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
 def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     """Batches as arguments, keyword arguments and targets, on the model's device; refuses batches without targets."""
     first, accepted = next(model.parameters()), inspect.signature(model.forward)
@@ -70,7 +79,8 @@ def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any
                 rest["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(target)  # type: ignore[operator]
             args, kwargs = call_batch(model, rest)
         elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-            inputs = batch[0] if len(batch) == 2 and isinstance(batch[0], (tuple, list)) else batch[:-1]
+            nested = len(batch) == 2 and isinstance(batch[0], (tuple, list)) and _fits(accepted, batch[0])
+            inputs = batch[0] if nested else batch[:-1]
             args, kwargs = call_batch(model, inputs, len(inputs))
             target = batch[-1]
         else:
