@@ -510,10 +510,10 @@ class Guarded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, C))
-        self.limit, self.modes = 10**9, []
+        self.limits, self.modes = [10**9], []  # in a list, which is no flag of the model
 
     def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        assert len(x) <= self.limit, f"{len(x)} rows"
+        assert len(x) <= self.limits[0], f"{len(x)} rows"
         self.modes.append(self.training)
         return self.layers(x if shift is None else x + shift)
 
@@ -529,7 +529,7 @@ def test_chunks_bound_the_rows_of_a_forward_and_change_nothing(chunk: int, draws
     """At most `chunk` rows at once, the same numbers as in one go."""
     net, x = guarded(), torch.randn(11, 3)
     whole = sb.predict(net, x, draws=draws)
-    net.limit = chunk
+    net.limits[0] = chunk
     pieces = sb.predict(net, x, draws=draws, chunk=chunk, keep_samples=keep)
     assert pieces.count == whole.count == 3 * draws
     for name in ("mean", "member_mean", "total", "aleatoric", "epistemic"):
@@ -541,7 +541,7 @@ def test_chunks_bound_the_rows_of_a_forward_and_change_nothing(chunk: int, draws
 def test_chunks_smaller_than_the_ensemble_are_respected_or_refused() -> None:
     """The bound is a promise about memory."""
     net = guarded()
-    net.limit = 2
+    net.limits[0] = 2
     try:
         sb.predict(net, torch.randn(4, 3), chunk=2)
     except ValueError as error:
@@ -629,7 +629,7 @@ def test_predict_runs_in_eval_mode_without_gradients_and_restores_flags() -> Non
     assert net.modes and not any(net.modes)  # the proof of rows calls it too
     assert [m.training for m in net.modules()] == flags
     assert torch.equal(net.layers[1].running_mean, statistics)
-    net.limit = 1
+    net.limits[0] = 1
     with pytest.raises(AssertionError, match="rows"):
         sb.predict(net, torch.randn(6, 3))
     assert [m.training for m in net.modules()] == flags

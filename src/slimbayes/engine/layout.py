@@ -35,6 +35,7 @@ class Layout:
         tree: which modules the model had.
         random: the model draws random numbers of its own.
         told: the user knows why it does not fold.
+        mixed: rows, or draws, were seen to act on each other.
         most: rows and numbers of the largest inputs for which layers were seen to be called alike.
         calls: how many used it.
     """
@@ -52,6 +53,7 @@ class Layout:
     key: str | None = None
     random: bool = False
     told: bool = False
+    mixed: bool = False
     most: tuple[int, ...] = (0, 0)
     calls: int = 0
 

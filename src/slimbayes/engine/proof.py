@@ -53,7 +53,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         raise RuntimeError(
             "The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured."
         )
-    first = ""
+    first, mixed = "", False
     inputs = tree_map(without_cache, inputs)
     with undisturbed(model, inputs):
         for tried, guess in enumerate(hypotheses(inputs, batch_dim)):
@@ -61,7 +61,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                 proof = _Proof(model, inputs, posteriors, guess)
                 layout = proof.run()
             except Mixed as error:
-                first = first or str(error)
+                first, mixed = first or str(error), True
             except Exception as error:
                 first = first or f"{type(error).__name__} when every row came twice: {first_line(error)}"
             else:
@@ -69,7 +69,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                     proof.verify()
                     return layout
                 except (Mixed, passes.Unproven) as error:
-                    first = first or str(error)
+                    first, mixed = first or str(error), True
                 except ValueError:
                     return layout  # a posterior refuses what it met: the call itself will say so
             if tried > 20:
@@ -77,7 +77,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         fails = _fails(model, inputs, posteriors)
     lead = next((h.lead for h in hypotheses(inputs, batch_dim)), None)
     # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
-    return Layout(why=first or "no input has a dimension that could hold rows", lead=lead, told=fails)
+    return Layout(why=first or "no input has a dimension that could hold rows", lead=lead, told=fails, mixed=mixed)
 
 
 def _fails(model: nn.Module, inputs: Any, posteriors: Sequence[Any]) -> bool:
