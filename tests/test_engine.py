@@ -1486,6 +1486,18 @@ def test_a_model_that_counts_its_calls_is_proven_a_few_times(monkeypatch: pytest
             assert_draws(sb.sample(model, x, 99), held(model, 1), (x, 99), {})
 
 
+def test_modes_beyond_those_that_are_proven_are_looked_at_now_and_then() -> None:
+    model, x = converted(Ways()), torch.randn(6, 4)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(40):
+            model.mode, model.mixes = step, step > 9
+            sb.sample(model, x)
+        assert sum("looked again" in str(one.message) for one in said) == 1
+        with sb.frozen(model):
+            assert_draws(sb.sample(model, x), held(model, 1), (x,), {})
+
+
 class Lazy(nn.Module):
     """Methods that only begin when they are called."""
 

@@ -69,7 +69,9 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
         if layout is None or layout.tree != tree:
             for former in [m for m, old in known.items() if old.tree != tree]:
                 del known[former]
-            layout = _of_many(known) or proof.prove(model, (args, kwargs), posteriors, batch_dim)
+            layout = _of_many(known)
+        if layout is None:
+            layout = proof.prove(model, (args, kwargs), posteriors, batch_dim)
             layout.tree, layout.key = tree, passes.first_key(model)
         elif layout.folds:
             _look_again(model, (args, kwargs), posteriors, batch_dim, layout)
