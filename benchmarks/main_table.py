@@ -13,14 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import nan
 from pathlib import Path
 
-from paired import t_interval
-
 from slimbayes.lab.config_files import load, read_tree
 from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.paper_table import draws_of, measured
 from slimbayes.report import compare
 from slimbayes.report.record import Record, read, write
-from slimbayes.report.statistics import mean
+from slimbayes.report.statistics import mean, t_interval
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "cifar10"

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from paired import t_interval
 
 from slimbayes.lab.claims import FEWEST, Claim
 from slimbayes.lab.paper_table import draws_of, measured
 from slimbayes.report.record import read
-from slimbayes.report.statistics import mean
+from slimbayes.report.statistics import mean, t_interval
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS, PAGE = ROOT / "experiments" / "claims.yaml", ROOT / "docs" / "reproduction.md"

@@ -137,6 +137,9 @@ def test_claims_are_judged_by_paired_differences() -> None:
     for theirs, word in (({0: low[0], 1: low[1]}, "agree"), ({0: low[0], 1: {"nll": 0.2}}, "do not both agree")):
         two = Claim(better="low", than="base", score="nll").judged({"base": base, "low": theirs})
         assert two["verdict"] == f"two seeds, which {word}"
+    apart = {seed: {"nll": base[seed]["nll"] - gap} for seed, gap in enumerate((0.01, 0.1, 0.2))}
+    three = Claim(better="low", than="base", score="nll").judged({"base": base, "low": apart})
+    assert three["verdict"] == "undecided"  # on one side, which chance alone does once in four times
     odd = {0: {"nll": float("nan")}, 1: {"nll": 0.0}}
     assert "not finite" in Claim(better="a", than="b", score="nll").judged({"a": odd, "b": base})["verdict"]
     with pytest.raises(ValueError, match="kl_weight"):

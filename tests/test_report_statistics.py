@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from slimbayes.report.statistics import EXACT, bootstrap_interval, mean, sign_flip_p, standard_error
+from slimbayes.report.statistics import EXACT, bootstrap_interval, mean, sign_flip_p, standard_error, t_interval
 
 
 def all_resamples(values):
@@ -102,3 +102,11 @@ def test_p_values_are_uniform_where_nothing_differs():
     rng = np.random.default_rng(0)
     levels = Counter(sign_flip_p(rng.normal(0, 1, 6).tolist()) <= 0.25 for _ in range(4000))
     assert levels[True] / 4000 == pytest.approx(0.25, abs=0.03)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 20, 31, 32, 60, 200])
+def test_the_t_interval_is_scipys(count):
+    values = np.random.default_rng(count).normal(size=count)
+    wanted = stats.t.interval(0.95, count - 1, values.mean(), stats.sem(values))
+    assert t_interval(list(values)) == pytest.approx(wanted, rel=1e-3, abs=1e-3)
+    assert t_interval([1.0]) is None and t_interval([1.0, math.nan]) is None

@@ -2,7 +2,7 @@
 
 claims: [{better: rank1-gaussian, than: deterministic, score: nll}]
 
-A claim holds where the 95 % bootstrap interval of the paired differences lies on its side of zero, over three seeds at
+A claim holds where the 95 % t interval of the paired differences lies on its side of zero, over three seeds at
 least.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from slimbayes.report.metric import metric
-from slimbayes.report.statistics import bootstrap_interval, mean
+from slimbayes.report.statistics import mean, t_interval
 
 FEWEST = 3  # seeds that can decide: two agree by chance half of the time
 BySeed = Mapping[int, Mapping[str, float]]  # scores of a row, for each seed
@@ -54,7 +54,7 @@ class Claim(BaseModel):
         ours, theirs = rows.get(self.better, {}), rows.get(self.than, {})
         shared = [s for s in ours if s in theirs and self.score in ours[s] and self.score in theirs[s]]
         differences = [ours[s][self.score] - theirs[s][self.score] for s in shared]
-        interval = bootstrap_interval(differences)
+        interval = t_interval(differences)
         found = {**self.model_dump(), "seeds": len(shared), "difference": None, "interval": interval}
         if not shared:
             return found | {"verdict": "not run"}
