@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,7 @@ def test_more_products_come_nearer() -> None:
     assert 0 <= distance(4) < distance(2) < distance(1)
 
 
+@pytest.mark.filterwarnings("ignore:laplace. factors of")
 def test_large_layers_have_a_diagonal_and_say_so() -> None:
     net, batches = mlp(), data()
     sb.laplace(net, batches, full_up_to=8)
@@ -583,3 +585,25 @@ def test_noise_is_found_where_layers_determine_more_than_there_are_targets() -> 
     assert sum(map(len, given)) > 12 and gamma < 12
     squares = -2 * fit.noise**2 * (fit.log_likelihood + 12 * math.log(fit.noise * math.sqrt(2 * math.pi)))
     assert fit.noise**2 == pytest.approx(squares / (12 - gamma), rel=1e-6)
+
+
+def test_draws_that_are_off_on_average_say_so() -> None:
+    """Of r and s that vary against each other, the mean of the product is the product of means plus a covariance."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 3, dtype=torch.float64)
+    y = x @ torch.tensor([[1.0], [2.0], [-1.0]], dtype=torch.float64) + 0.3
+    net = nn.Linear(3, 1).double().eval()
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[1.0, 2.0, -1.0]]))
+        net.bias.fill_(0.3)
+    sb.laplace(net, [(x, y)], "gaussian", noise=0.1)
+    sb.predict_linearised(net, x, likelihood="gaussian", scale=0.1)  # says nothing
+    (posterior,) = posteriors_of(net)
+    with torch.no_grad(), pytest.warns(UserWarning, match="vary against each other .* predict_linearised"):
+        drawn = sb.sample(net, torch.eye(3, dtype=torch.float64), draws=20_000, seed=0).mean(0) - 0.3
+    off = (drawn[:, 0] / torch.tensor([1.0, 2.0, -1.0]) - 1).abs().max()
+    torch.testing.assert_close(float(off), posterior.entangled(), rtol=0.1, atol=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sb.laplace(net, [(x, y)], "gaussian", noise=0.1, prior=sb.Normal(1.0, 0.2))
+        sb.predict(net, x, draws=2, likelihood="gaussian")

@@ -11,6 +11,7 @@ Sizes: K members, n draws of a pass, D numbers of the matrix.
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -28,6 +29,7 @@ from slimbayes.posteriors.factors import Drawn
 from slimbayes.posteriors.rank1 import Rank1Posterior
 
 ROUNDING = 2e-3  # relative
+MOST_ENTANGLED = 0.1  # share of a weight by which its draws may be off on average
 
 
 class Joint(WeightPosterior):
@@ -169,6 +171,7 @@ class JointFactors(Joint, Rank1Posterior):
     """
 
     rounded = True
+    fitted = False  # to curvature, and not drawn from since
 
     def __init__(self, config: JointNormal, site: Site) -> None:
         points = Rank1(
@@ -206,6 +209,26 @@ class JointFactors(Joint, Rank1Posterior):
             numbers.append(own if self.bias is None else own + nn.functional.pad(wide(self.bias), (0, 0, 1, 0)))
         return torch.cat(numbers, 1)
 
+    @torch.no_grad()
+    def entangled(self) -> float:
+        """The largest covariance of an r and an s: by so much the mean of r s is off from that of their means."""
+        if self.lower is None or not self.parts[0] or not self.parts[1]:
+            return 0.0
+        r, s, _ = self.root().split(self.parts, 1)
+        return float((r @ s.mT).abs().max())
+
+    def realise(self, noise: Noise, pick: Pick) -> Any:
+        if self.fitted and not torch.compiler.is_compiling():
+            self.fitted, off = False, self.entangled()
+            if off > MOST_ENTANGLED:
+                warnings.warn(
+                    f"laplace: factors of {self.name} vary against each other so much that drawn weights are up to "
+                    f"{off:.0%} off from the network's on average. Use predict_linearised, which is not concerned, or "
+                    f"laplace(..., prior=Normal(1.0, 0.2)) or over='r'.",
+                    stacklevel=2,
+                )
+        return Joint.realise(self, noise, pick)
+
     def locs(self) -> float | Tensor:
         if not self.parts[2]:
             return self.prior.loc
@@ -225,8 +248,6 @@ class JointFactors(Joint, Rank1Posterior):
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         for posterior in posteriors:
             posterior.values()
-
-    realise = Joint.realise
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
