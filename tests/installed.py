@@ -35,7 +35,7 @@ def check_command(bin: Path, folder: Path) -> None:
     run(folder, slimbayes, "config", "check", "mine.yaml")
     tables = run(folder, bin / "python", "-m", "slimbayes", "reproduce", "--list")
     assert "rank1/table2" in tables, tables
-    script = run(folder, slimbayes, "--show-completion", "bash")
+    script = run(folder, "bash", "-c", f"{slimbayes} --show-completion; exit $?")  # for the shell that calls it
     assert "complete -o default -F _slimbayes_completion slimbayes" in script, script
 
 

@@ -114,7 +114,7 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_completion_of_the_module_is_for_the_command_not_for_python() -> None:
-    script = run(sys.executable, "-m", "slimbayes", "--show-completion", "bash").stdout
+    script = run("bash", "-c", f"{sys.executable} -m slimbayes --show-completion; exit $?").stdout
     assert "complete -o default -F _slimbayes_completion slimbayes" in script and "python" not in script
     words = {"_SLIMBAYES_COMPLETE": "complete_bash", "COMP_WORDS": "slimbayes re", "COMP_CWORD": "1"}
     done = run(sys.executable, "-m", "slimbayes", env={**os.environ, **words})
