@@ -209,3 +209,10 @@ def test_all_rows_cost_the_same_by_measured_epochs() -> None:
         cost = load(f"{METHODS}#{row}").train.epochs * seconds[case] / seconds["plain"]
         assert cost == pytest.approx(budget, rel=0.1), row
     assert load(f"{METHODS}#ensemble").train.epochs == budget // 4
+
+
+def test_no_kept_record_names_a_folder_of_the_machine_that_made_it() -> None:
+    """A command is to be run by others, from the root of a checkout."""
+    files = [file for file in (ROOT / "results").rglob("*.json") if '"commands":' in file.read_text()]
+    told = {word for file in files for line in json.loads(file.read_text())["commands"] for word in line.split()}
+    assert files and not [word for word in told if word.startswith(("/", "~", "--out=/", "--data-dir=/"))]
