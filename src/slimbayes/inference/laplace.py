@@ -265,7 +265,6 @@ def _fit(
     best = maximise(spectra, curvature.log_likelihood, curvature.targets, noise, scaled, given, groups)
     for p, block, precision in zip(joints, curvature.blocks, best.precisions, strict=True):
         block.fit(best.noise**2 if scaled else 1.0, precision)
-        p.fitted = True  # whether draws are around the means is looked at when there are any
         p.prior = Normal(p.prior.loc, precision**-0.5)
     _set_priors(model, config)
     precisions = {p.layer.bayes_name: precision for p, precision in zip(joints, best.precisions, strict=True)}
@@ -289,4 +288,4 @@ def _move(work: nn.Module, model: nn.Module) -> None:
     state = {n: t for n, t in work.state_dict().items() if ".posterior." in f".{n}"}
     model.load_state_dict(state, strict=False)
     for p in passes.posteriors_of(model):
-        p.fitted = True
+        p.fitted = True  # as the copy's were

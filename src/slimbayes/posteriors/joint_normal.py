@@ -41,6 +41,7 @@ class Joint(WeightPosterior):
     lower: nn.Parameter | None
     factored = False  # whether the covariance is a Kronecker product
     rounded = False  # whether correlations may be rounded
+    fitted = False  # whether the covariance was set, and nothing drawn since
 
     def _begin(self, config: JointNormal, site: Site, size: int) -> None:
         assert isinstance(config.prior, Normal)
@@ -115,6 +116,7 @@ class Joint(WeightPosterior):
         """
         scale = root if self.lower is None else root.diagonal(dim1=1, dim2=2)
         self.log_scale.copy_(scale.log())
+        self.fitted = True
         if self.lower is None:
             return
         row, column = torch.tril_indices(self.size, self.size, -1, device=root.device)
@@ -171,7 +173,6 @@ class JointFactors(Joint, Rank1Posterior):
     """
 
     rounded = True
-    fitted = False  # to curvature, and not drawn from since
 
     def __init__(self, config: JointNormal, site: Site) -> None:
         points = Rank1(
