@@ -1,5 +1,5 @@
-"""The layout of a call: proven once for each kind of input a model meets, kept with the model, and checked again on
-sizes it was not proven for.
+"""The layout of a call: proven for each kind of input and mode of a model, kept with the model, and checked again on
+sizes it was not proven for, and now and then.
 """
 
 from __future__ import annotations

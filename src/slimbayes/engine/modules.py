@@ -86,9 +86,8 @@ class Tree:
     def _read_flags(self) -> None:
         self.attributes = sum(map(len, self.own))
         kept = zip(map(_flags_of, self.run), self.own, strict=True)
-        self.flags = [
-            (itemgetter(names[0], *names), own) for names, own in kept if names
-        ]  # of at least two, for a tuple
+        # Of at least two names each, so that it gives a tuple.
+        self.flags = [(itemgetter(names[0], *names), own) for names, own in kept if names]
 
     def modes(self) -> Hashable:
         """What may lead the same modules another way: whether they train, and flags and numbers that they keep. Not
