@@ -8,7 +8,7 @@ import copy
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -1530,6 +1530,18 @@ class Lazy(nn.Module):
         await asyncio.sleep(0)
         return self.b(h)
 
+    async def stream_later(self, x: Tensor, left: list[str]) -> AsyncIterator[Tensor]:
+        try:
+            h = self.a(x).tanh()
+            yield h
+            await asyncio.sleep(0)
+            yield self.b(h)
+        except KeyError:
+            left.append("caught")
+            yield self.b(h)
+        finally:
+            left.append("closed")
+
 
 @pytest.mark.parametrize("method", ["batch-ensemble", "ensemble"])
 @torch.no_grad()
@@ -1543,6 +1555,30 @@ def test_steps_of_generators_and_coroutines_belong_to_one_draw(method: str) -> N
         model(x)  # another call in between
         assert_rows_of_draws(next(steps), expected, 0)
         assert_rows_of_draws(asyncio.run(model.later(x)), expected, 0)
+
+
+@pytest.mark.parametrize("method", ["batch-ensemble", "ensemble"])
+@torch.no_grad()
+def test_steps_that_are_awaited_belong_to_one_draw(method: str) -> None:
+    model, x = sb.bayesianize(Lazy(), METHODS[method]).eval(), torch.randn(8, 4)
+    with sb.frozen(model):
+        expected = [plain(x) for plain in held(model, 1)]
+
+    async def run(left: list[str]) -> list[Tensor]:
+        whole, broken = model.stream_later(x, left), model.stream_later(x, left)
+        assert (await anext(whole)).shape == (await anext(broken)).shape == (8, 6)
+        model(x)  # another call in between
+        caught, second = await broken.athrow(KeyError()), await anext(whole)
+        assert [step async for step in broken] == []
+        await whole.aclose()
+        return [caught, second]
+
+    for _ in range(3):  # where the members begin is random
+        left: list[str] = []
+        caught, second = asyncio.run(run(left))
+        assert_rows_of_draws(caught, expected, 0)
+        assert_rows_of_draws(second, expected, 0)
+        assert left == ["caught", "closed", "closed"] and passes.current() is None
 
 
 def test_generators_get_what_is_thrown_into_them() -> None:
