@@ -6,6 +6,7 @@ Sizes: S draws, K members, N rows.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -23,9 +24,10 @@ from slimbayes.prediction.checks import check_inputs, explained, refuse_outputs
 from slimbayes.prediction.draws import Draws, Networks
 from slimbayes.prediction.far import Far, features_of
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.prediction.sample import members
+from slimbayes.prediction.sample import check_draws, members
 from slimbayes.train.elbo import check_finite
-from slimbayes.train.likelihoods import LikelihoodName
+from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
+from slimbayes.train.targets import check_positive
 
 MOST_DRAWS = 1_000_000  # an average of more says nothing new, and would take for ever
 
@@ -97,8 +99,13 @@ def predict(
         >>> pred.probs.shape, pred.samples.shape
         (torch.Size([7, 3]), torch.Size([16, 7, 3]))
     """
-    if (draws != "exact" and not (isinstance(draws, int) and draws >= 1)) or (chunk is not None and chunk < 1):
-        raise ValueError(f'predict needs draws >= 1, or "exact", and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.')
+    if draws != "exact" or fold != "auto":
+        check_draws("predict", 1 if draws == "exact" else draws, fold)
+    if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
+        raise ValueError(f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}.")
+    check_positive("scale", torch.as_tensor(scale), zero=True)
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("The model has parameters on the meta device, which have no numbers: load its weights first.")
     if draws != "exact" and draws > MOST_DRAWS:
         raise ValueError(f"predict takes at most {MOST_DRAWS:,} draws of each member, got draws={draws!r}.")
     if chunk is not None and chunk < members(model):
@@ -115,7 +122,7 @@ def predict(
             sums = Accumulator(likelihood, count, scale, keep, class_dim, weights)
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
-                    sums.add(_checked(select(outputs, output), likelihood))
+                    sums.add(_checked(select(outputs, output), likelihood, scale))
             part = Prediction(**sums.fields())
             if far is not None:
                 part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
@@ -186,8 +193,8 @@ def member_weights(model: nn.Module) -> Tensor | None:
     return found[0].repeat(members(model) // len(found[0])) * len(found[0]) / members(model)
 
 
-def _checked(outputs: Tensor, likelihood: str) -> Tensor:
-    """Refuse outputs that have no rows, or no numbers that a likelihood knows."""
+def _checked(outputs: Tensor, likelihood: str, scale: float | Tensor) -> Tensor:
+    """Refuse outputs that have no rows, or no numbers that a likelihood knows, and a scale that is not for one row."""
     if outputs.dim() < (3 if likelihood == "categorical" else 2):
         what = "Class scores need" if likelihood == "categorical" else "Predictions need"
         raise ValueError(
@@ -196,11 +203,23 @@ def _checked(outputs: Tensor, likelihood: str) -> Tensor:
         )
     if outputs.is_complex():
         raise ValueError(f"No likelihood takes complex outputs, and the model gave {outputs.dtype}: split them inside.")
+    if isinstance(scale, Tensor) and scale.numel() > 1:
+        each = likelihood_named(likelihood).predictive(outputs[:1, :1], 1.0, None)[0].shape[2:]
+        spare = len(each) - scale.dim()
+        if spare < 0 or any(a not in (1, b) for a, b in zip(scale.shape, each[spare:], strict=True)):
+            raise ValueError(
+                f"scale of shape {tuple(scale.shape)} does not broadcast against one row's targets, shape "
+                f"{tuple(each)}: rows cannot have noise of their own, but by a heteroscedastic head."
+            )
     return outputs
 
 
 def select(outputs: Any, output: str | int | None) -> Tensor:
     """The tensor of predictions in whatever a model returns."""
+    if output is not None and isinstance(outputs, Tensor):
+        raise ValueError(
+            f"output={output!r} names one of several outputs, but the model returns one tensor: leave it out."
+        )
     if output is not None:
         return getattr(outputs, output) if isinstance(output, str) and hasattr(outputs, output) else outputs[output]
     if isinstance(outputs, Tensor):
