@@ -353,7 +353,9 @@ def test_likelihoods_take_scales_of_targets_and_rows() -> None:
     ("options", "match"),
     [
         ({"likelihood": "gaussian", "scale": -1.0}, "not negative, got -1.0"),
-        ({"likelihood": "gaussian", "scale": torch.ones(5, 1)}, "one row's targets"),
+        ({"likelihood": "gaussian", "scale": torch.ones(4, 3)}, "nor has it a line for each row"),
+        ({"likelihood": "gaussian", "scale": torch.ones(6, 3)}, "6 rows, but 5 were predicted"),
+        ({"likelihood": "gaussian", "scale": torch.ones(5, 2)}, "one row's targets"),
         ({"likelihood": "gaussian", "output": 0}, "returns one tensor"),
         ({"class_dim": 0}, "class_dim=0"),
         ({"class_dim": 1}, "class_dim=1"),
@@ -397,3 +399,30 @@ def test_a_model_without_numbers_is_refused_in_words() -> None:
     model = sb.bayesianize(nn.Linear(4, 3, device="meta"), sb.Rank1(members=2))
     with pytest.raises(ValueError, match="meta device"):
         sb.predict(model, torch.randn(5, 4))
+
+
+def test_rows_may_have_noise_of_their_own_however_they_are_cut() -> None:
+    model, x, scale = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2)), torch.randn(7, 4), 1 + torch.rand(7, 1)
+    for options in ({}, {"chunk": 4}):
+        found = sb.predict(model, x, likelihood="gaussian", scale=scale, seed=0, **options)
+        torch.testing.assert_close(found.aleatoric, scale.square().expand(7, 3))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=2)
+    found = sb.predict(model, loader, likelihood="gaussian", scale=scale, inputs=1)
+    torch.testing.assert_close(found.aleatoric, scale.square().expand(7, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: sb.metrics.crps_samples(torch.zeros(6, 6), torch.zeros(6, 1)), "target of shape"),
+        (lambda: sb.metrics.crps_mixture(torch.zeros(6, 6), torch.ones(6, 6), torch.zeros(6, 1)), "target of shape"),
+        (lambda: sb.metrics.crps_mixture(torch.zeros(2, 6), -torch.ones(2, 6), torch.zeros(6)), "not negative"),
+        (lambda: sb.Prediction.from_outputs(torch.zeros(2, 6), "gaussian", scale=-1.0), "not negative"),
+        (lambda: sb.Prediction.from_outputs(torch.zeros(4, 6, 3), members=3), "each of 3 members"),
+        (lambda: sb.Prediction.from_outputs(torch.zeros(4, 6)), "one of rows"),
+        (lambda: sb.Prediction.from_outputs(torch.zeros(4, 6), "gaussian", scale=1.0).log_prob([0.0] * 6), "got list"),
+    ],
+)
+def test_predictions_and_scores_refuse_what_would_broadcast(call: Any, match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=match):
+        call()

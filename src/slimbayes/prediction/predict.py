@@ -27,7 +27,7 @@ from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import check_draws, members
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
-from slimbayes.train.targets import check_positive
+from slimbayes.train.targets import broadcasts, check_positive
 
 MOST_DRAWS = 1_000_000  # an average of more says nothing new, and would take for ever
 
@@ -72,7 +72,8 @@ def predict(
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
             "heteroscedastic_gaussian" means and raw scales.
         scale: standard deviation of the observation noise, for "gaussian"; for "heteroscedastic_gaussian" that of the
-            targets, as in training (1 if nothing is given, with a warning); a tensor for several targets.
+            targets, as in training (1 if nothing is given, with a warning); a tensor for several targets, or (N, ...)
+            for rows that have noise of their own.
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or
             the first tensor.
@@ -115,14 +116,17 @@ def predict(
     if not allow_nonfinite:
         check_finite(model)
     source, count, weights = _source(model, draws, chunk, share, fold, seed)
-    number, parts, bar = 1 if draws == "exact" else draws, [], Progress(x, progress)
+    number, bar = 1 if draws == "exact" else draws, Progress(x, progress)
+    parts: list[Prediction] = []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
             keep = keep_samples or far is not None
             sums = Accumulator(likelihood, count, scale, keep, class_dim, weights)
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
-                    sums.add(_checked(select(outputs, output), likelihood, scale))
+                    found = _checked(select(outputs, output), likelihood)
+                    sums.scale = _scale_of(scale, found, likelihood, sum(map(len, parts)))
+                    sums.add(found)
             part = Prediction(**sums.fields())
             if far is not None:
                 part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
@@ -132,7 +136,10 @@ def predict(
                 refuse_outputs(sums, (select(o, output) for o in source.outputs(args, kwargs, number)), before)
             bar.add(len(part))
     bar.close()
-    return Prediction.joined(parts)
+    whole = Prediction.joined(parts)
+    if isinstance(scale, Tensor) and scale.dim() == whole.by_member.dim() - 1 and len(scale) != len(whole):
+        raise ValueError(f"scale has one line for each of {len(scale)} rows, but {len(whole)} were predicted.")
+    return whole
 
 
 def _source(
@@ -193,8 +200,8 @@ def member_weights(model: nn.Module) -> Tensor | None:
     return found[0].repeat(members(model) // len(found[0])) * len(found[0]) / members(model)
 
 
-def _checked(outputs: Tensor, likelihood: str, scale: float | Tensor) -> Tensor:
-    """Refuse outputs that have no rows, or no numbers that a likelihood knows, and a scale that is not for one row."""
+def _checked(outputs: Tensor, likelihood: str) -> Tensor:
+    """Refuse outputs that have no rows, or no numbers that a likelihood knows."""
     if outputs.dim() < (3 if likelihood == "categorical" else 2):
         what = "Class scores need" if likelihood == "categorical" else "Predictions need"
         raise ValueError(
@@ -203,15 +210,23 @@ def _checked(outputs: Tensor, likelihood: str, scale: float | Tensor) -> Tensor:
         )
     if outputs.is_complex():
         raise ValueError(f"No likelihood takes complex outputs, and the model gave {outputs.dtype}: split them inside.")
-    if isinstance(scale, Tensor) and scale.numel() > 1:
-        each = likelihood_named(likelihood).predictive(outputs[:1, :1], 1.0, None)[0].shape[2:]
-        spare = len(each) - scale.dim()
-        if spare < 0 or any(a not in (1, b) for a, b in zip(scale.shape, each[spare:], strict=True)):
-            raise ValueError(
-                f"scale of shape {tuple(scale.shape)} does not broadcast against one row's targets, shape "
-                f"{tuple(each)}: rows cannot have noise of their own, but by a heteroscedastic head."
-            )
     return outputs
+
+
+def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, before: int) -> float | Tensor:
+    """The noise of these rows, which come after so many others: one scale for all, or lines of one for each."""
+    if not isinstance(scale, Tensor) or scale.numel() == 1:
+        return scale
+    each, rows = likelihood_named(likelihood).predictive(outputs[:1, :1], 1.0, None)[0].shape[2:], outputs.shape[1]
+    if broadcasts(scale.shape, each):
+        return scale
+    own = scale[before : before + rows]
+    if scale.dim() != len(each) + 1 or not broadcasts(own.shape, (rows, *each)) or len(own) != rows:
+        raise ValueError(
+            f"scale of shape {tuple(scale.shape)} does not broadcast against one row's targets, shape {tuple(each)}, "
+            f"nor has it a line for each row."
+        )
+    return own
 
 
 def select(outputs: Any, output: str | int | None) -> Tensor:

@@ -7,6 +7,7 @@ Sizes: N rows, C classes.
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -118,14 +119,24 @@ def scale_for(scale: float | Tensor, target: Tensor, outputs: Tensor) -> Tensor:
     floating(target)
     given = torch.as_tensor(scale, dtype=outputs.dtype, device=outputs.device)
     given = given.reshape(()) if given.numel() == 1 else given
-    spare = target.dim() - given.dim()
-    if spare < 0 or any(a not in (1, b) for a, b in zip(given.shape, target.shape[spare:], strict=True)):
+    if not broadcasts(given.shape, target.shape):
         raise ValueError(
             f"scale of shape {tuple(given.shape)} does not broadcast against targets of shape {tuple(target.shape)}."
         )
     if readable(given):
         check_positive("scale", given)
     return given
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether a tensor of one shape can be expanded to another.
+
+    Example:
+        >>> broadcasts((3,), (6, 3)), broadcasts((6, 1), (6,))
+        (True, False)
+    """
+    spare = len(to) - len(shape)
+    return spare >= 0 and all(a in (1, b) for a, b in zip(shape, to[spare:], strict=True))
 
 
 def check_positive(name: str, values: Tensor, zero: bool = False) -> None:
