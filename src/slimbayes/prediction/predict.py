@@ -20,7 +20,7 @@ from slimbayes.engine.tree import arrays_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.batches import Progress, batches_of
-from slimbayes.prediction.checks import check_inputs, explained, refuse_outputs
+from slimbayes.prediction.checks import check_inputs, check_noise_rule, explained, refuse_outputs
 from slimbayes.prediction.draws import Draws, Networks
 from slimbayes.prediction.far import Far, features_of
 from slimbayes.prediction.prediction import Prediction
@@ -113,6 +113,7 @@ def predict(
         raise ValueError(
             f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}."
         )
+    check_noise_rule(model, likelihood)
     if not allow_nonfinite:
         check_finite(model)
     source, count, weights = _source(model, draws, chunk, share, fold, seed)
@@ -125,7 +126,7 @@ def predict(
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
                     found = _checked(select(outputs, output), likelihood)
-                    sums.scale = _scale_of(scale, found, likelihood, sum(map(len, parts)))
+                    sums.scale = _scale_of(scale, found, likelihood, parts)
                     sums.add(found)
             part = Prediction(**sums.fields())
             if far is not None:
@@ -177,6 +178,7 @@ def predict_prefixes(
     """
     if not draws or min(draws) < 1:
         raise ValueError(f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}.")
+    check_noise_rule(model, likelihood)
     check_finite(model)
     if not allow_nonfinite:
         check_inputs(model, ((x,), {}), before)
@@ -213,13 +215,14 @@ def _checked(outputs: Tensor, likelihood: str) -> Tensor:
     return outputs
 
 
-def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, before: int) -> float | Tensor:
-    """The noise of these rows, which come after so many others: one scale for all, or lines of one for each."""
+def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, earlier: list[Prediction]) -> float | Tensor:
+    """The noise of these rows, which come after others: one scale for all, or lines of one for each."""
     if not isinstance(scale, Tensor) or scale.numel() == 1:
         return scale
     each, rows = likelihood_named(likelihood).predictive(outputs[:1, :1], 1.0, None)[0].shape[2:], outputs.shape[1]
     if broadcasts(scale.shape, each):
         return scale
+    before = sum(map(len, earlier))
     own = scale[before : before + rows]
     if scale.dim() != len(each) + 1 or not broadcasts(own.shape, (rows, *each)) or len(own) != rows:
         raise ValueError(

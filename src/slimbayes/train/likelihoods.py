@@ -41,7 +41,7 @@ from slimbayes.train.targets import (
 
 LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
 # Of a heteroscedastic head, in units of the targets' standard deviation: its bounds, and what a softplus of one is.
-LEAST_NOISE, MOST_NOISE, UNIT_NOISE = 0.03, 3.0, 0.3
+LEAST_NOISE, MOST_NOISE, UNIT_NOISE = NOISE_RULE = (0.03, 3.0, 0.3)
 
 
 def categorical(
@@ -242,6 +242,7 @@ class Likelihood:
         fisher: their information about the outputs.
         discrete: whether targets are classes, not real numbers.
         option: what `function` takes besides the form: "scale", "class_dim" or nothing.
+        learns_noise: whether outputs have the noise in them, by `noise_scale`.
     """
 
     function: Callable[..., Tensor]
@@ -249,6 +250,7 @@ class Likelihood:
     fisher: Fisher
     discrete: bool
     option: Literal["scale", "class_dim", ""] = ""
+    learns_noise: bool = False
 
     def nll(
         self, outputs: Tensor, target: Tensor, form: Form, scale: float | Tensor = 1.0, class_dim: int | None = None
@@ -263,7 +265,7 @@ LIKELIHOODS: dict[str, Likelihood] = {
     "bernoulli": Likelihood(bernoulli, _two_classes, BINARY, discrete=True),
     "gaussian": Likelihood(gaussian, _means, MEANS, discrete=False, option="scale"),
     "heteroscedastic_gaussian": Likelihood(
-        heteroscedastic_gaussian, _means_and_scales, MEANS_AND_SCALES, discrete=False, option="scale"
+        heteroscedastic_gaussian, _means_and_scales, MEANS_AND_SCALES, False, option="scale", learns_noise=True
     ),
 }
 
