@@ -15,7 +15,7 @@ Pair = tuple[str, str]  # (method, layer)
 Case = tuple[str, str, str]  # (method, layer, property)
 
 
-def pairs_in(case: Case, alike: Mapping[str, str] = {}) -> set[tuple[str, str, str]]:  # noqa: B006 (only read)
+def pairs_in(case: Case, alike: Mapping[str, str] = {}) -> set[tuple[str, str, str]]:
     """The three pairs of a case, each marked by what it is a pair of; to layers, `alike` methods are one."""
     method, layer, name = case
     to_layer = alike.get(method, method)
@@ -23,9 +23,7 @@ def pairs_in(case: Case, alike: Mapping[str, str] = {}) -> set[tuple[str, str, s
 
 
 def covering(
-    grid: dict[str, list[Pair]],
-    kept: Callable[[str, Pair], bool],
-    alike: Mapping[str, str] = {},  # noqa: B006
+    grid: dict[str, list[Pair]], kept: Callable[[str, Pair], bool], alike: Mapping[str, str] = {}
 ) -> dict[str, list[Pair]]:
     """The cases of a grid, {property: (method, layer) pairs}, to run: those `kept`, then greedily those with new pairs.
 
