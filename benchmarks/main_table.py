@@ -181,9 +181,9 @@ def cifar_page(results: Path = RESULTS) -> str:
 
 
 def attempts(records: Sequence[Record]) -> str:
-    """Every attempt of moonshot.yaml and moonshot_long.yaml, by cost, then best first by validation rows."""
+    """Every attempt of moonshot.yaml, by cost, then best first by validation rows."""
     if not records:
-        return f"Attempts of moonshot.yaml and moonshot_long.yaml: none has been run yet. `{MOONSHOT}`\n"
+        return f"Attempts of moonshot.yaml: none has been run yet. `{MOONSHOT}`\n"
     lines = ["| cost | attempt | more parameters | validation NLL | NLL | accuracy, % | corrupted NLL | seeds |"]
     lines.append("|---:|---|" + "---:|" * 6)
     goals = []
@@ -199,9 +199,7 @@ def attempts(records: Sequence[Record]) -> str:
                 f"{100 * m['accuracy']:.2f} | {m['corrupted_nll']:.3f} | {len(found[start + one])} |"
             )
         goals += [_goal(means, order, mine)] if mine else []
-    title = (
-        f"Every attempt that was run, by cost in plain epochs, then by validation rows; `{MOONSHOT}`, long ones alike:"
-    )
+    title = f"Every attempt that was run, by cost in plain epochs, then by validation rows; `{MOONSHOT}`:"
     return "\n".join([title, "", *lines, "", *goals]) + "\n"
 
 
