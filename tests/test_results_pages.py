@@ -111,7 +111,7 @@ def test_stars_pair_rows_of_a_table(tmp_path: Path) -> None:
 def test_readme_and_the_page_of_cifar10_are_made_of_the_records() -> None:
     records = main_table.kept_records()
     readme, page = (ROOT / "README.md").read_text(), (METHODS.parent / "README.md").read_text()
-    assert main_table.between(readme, main_table.block(records)) == readme
+    assert main_table.between(readme, main_table.block(records, longer=main_table.kept_attempts())) == readme
     assert main_table.between(page, main_table.cifar_page()) == page
     if records:
         assert (ROOT / "docs" / "cifar10.svg").read_text() == main_table.figure(main_table.methods(records))
@@ -158,17 +158,21 @@ def test_every_attempt_is_shown_by_cost_and_validation_rows_and_held_against_the
     longer.append(attempt("long-emp", 150, 0.17, 0.15, 0.85))
     text = main_table.attempts([*longer, rival, plain, *mine])
     assert [line.split(" | ")[:2] for line in text.splitlines() if " | " in line] == [
-        ["| cost", "attempt"], ["| 40", "near"], ["| 40", "emp"], ["| 40", "plain"], ["| 40", "ensemble"],
-        ["| 160", "ensemble"], ["| 160", "emp"], ["| 160", "plain"],
+        ["| cost", "attempt"], *(["| 40 plain epochs", name] for name in ("near", "emp", "plain", "ensemble")),
+        *(["| 160 plain epochs", name] for name in ("ensemble", "emp", "plain")),
     ]  # fmt: skip
-    assert "| 40 | emp | 1.0% | 0.210 | 0.180 | 90.00 | 0.930 | 1 |" in text
+    assert "| 40 plain epochs | emp | 1.0% | 0.210 | 0.180 | 90.00 | 0.930 | 1 |" in text
     short, long = (line for line in text.splitlines() if line.startswith("- "))
-    assert "cost of 40 plain epochs" in short and "for 10 epochs each: NLL 0.250 on clean images, 0.980" in short
-    assert "parameters: on both emp; on clean images alone plain; on neither near. " in short
+    assert "Cost 40 plain epochs: " in short and "for 10 epochs each, NLL 0.250 and 0.980 on" in short
+    assert "parameters: on both emp; on clean ones alone plain; on neither near. " in short
     assert short.endswith("is reached by emp.")
-    assert "160 plain epochs" in long and "on corrupted ones alone emp; on neither plain. " in long
+    assert "Cost 160 plain epochs" in long and "on corrupted ones alone emp; on neither plain. " in long
     assert "for 40 epochs each" in long and long.endswith("is reached by none.")
     assert "nothing can be said" in main_table.attempts(mine) and "none has been run" in main_table.attempts([])
+    told = main_table.summit([rival, *longer, plain, *mine])
+    assert "0.140 and 0.900 for the ensemble of four, 0.160 and 1.100 for the plain network" in told
+    assert "0.150 and 0.850 for emp," in told and "(1 seed, on nine tenths" in told
+    assert main_table.summit([]) == main_table.summit(longer[1:]) == ""
 
 
 def test_costs_are_epochs_times_what_one_takes(tmp_path: Path) -> None:
