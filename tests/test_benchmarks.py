@@ -243,7 +243,7 @@ def test_the_page_says_how_far_ratios_spread_and_which_profiles_say_nothing() ->
             row["train_profile"] |= {"busy_ms": 2 * row["train_ms"]}
     text = performance_page.page(record)
     assert "| 1.50 ± 0.20 |" in text and "others used the GPU" in text
-    assert "Of an earlier version, and not measured since: mlp (compiled)." in text
+    assert "Of an earlier version, and not measured since: mlp (compiled: rank-1 per example)." in text
 
 
 def test_a_step_as_a_cuda_graph_can_meet_a_compiled_target_and_no_eager_one() -> None:
