@@ -273,21 +273,22 @@ class Record:
             "sizes": args.sizes, "rounds": args.rounds, "seconds": 0.0, "results": [], "not_run": [],
         }  # fmt: skip
         if args.resume:
-            self._go_on(json.loads(args.resume.read_text()), bool(args.again))
+            self._go_on(json.loads(args.resume.read_text()), args.again)
         self.good = {f"{row['case']}:{row['mode']}" for row in self.data["results"] if timed([row])}
-        again = (row for row in self.data["results"] if not row.get("error", ABSENT).startswith(ABSENT))
-        failed = {f"{row['case']}:{row['mode']}" for row in again}
-        anew = {name for name in self.good if args.again and re.search(args.again, name)}
-        self.done = self.good - failed - anew
+        again = (r for r in self.data["results"] if r.get("older") or not r.get("error", ABSENT).startswith(ABSENT))
+        self.done = self.good - {f"{row['case']}:{row['mode']}" for row in again}
 
-    def _go_on(self, old: dict[str, Any], again: bool) -> None:
+    def _go_on(self, old: dict[str, Any], again: str) -> None:
         here = self.data["machine"] | {"sizes": self.data["sizes"]}
         for key, value in (old["machine"] | {"sizes": old["sizes"]}).items():  # numbers of a page are of one machine
             if key in ("device", "sizes") and value != here[key]:
                 raise SystemExit(f"--resume: its {key} is {value}, here it is {here[key]}.")
-            again |= here.get(key) != value
+            again = again if here.get(key) == value else "."
         # Rows are of an earlier version, of us or of others, until they are measured anew.
-        self.data["results"] = [row | {"older": True} if again else row for row in old["results"]]
+        self.data["results"] = [
+            row | {"older": True} if again and re.search(again, f"{row['case']}:{row['mode']}") else row
+            for row in old["results"]
+        ]
         self.data["seconds"] = 0.0 if again else old["seconds"]
         self.start -= self.data["seconds"]
 
@@ -423,8 +424,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     parser.add_argument("--workers", type=int, help="processes that compile at once; 0 runs all in this one")
     parser.add_argument("--build", action="store_true", help="time nothing")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--resume", type=Path, help="a record: jobs it has without errors are not run again")
-    parser.add_argument("--again", default="", help="a regular expression for jobs of that record to run all the same")
+    parser.add_argument(
+        "--resume", type=Path, help="a record: what it has, of this version and whole, is not run again"
+    )
+    parser.add_argument("--again", default="", help="a regular expression for what of it is of an earlier version")
     parser.add_argument("--table", type=Path, help="write the page from this record, and measure nothing")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md")
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
