@@ -782,7 +782,7 @@ def test_regression_reaches_its_analytic_optimum(name: str, correlated: bool, es
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["reparam", "local"])
 def test_two_tied_reaches_an_optimum_of_rank_two(estimator: Any) -> None:
     """R13: every block of scales within 3 % of the analytic optimum."""
     method = sb.KTied(rank=2, prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3)
@@ -800,7 +800,7 @@ def test_one_tied_cannot_reach_an_optimum_of_rank_two() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("estimator", "kl_weight", "name"), pairwise(["reparam", "local"], [2.0, 0.5], METHODS))
+@pytest.mark.parametrize(("estimator", "kl_weight", "name"), [("reparam", 2.0, "mean-field"), ("local", 0.5, "1-tied")])
 def test_a_misweighted_kl_misses_the_optimum(name: str, kl_weight: float, estimator: Any) -> None:
     """R13: the oracle has teeth: scales are off by about sqrt(kl_weight)."""
     method = METHODS[name](prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3)

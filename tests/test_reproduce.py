@@ -52,6 +52,7 @@ BROKEN = """  broken:
     data: {name: cifar10}
     paper: {row: Broken}
 """
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
 
 
 class Listener:

@@ -24,6 +24,8 @@ from slimbayes.lab.run_folder import RunError
 from slimbayes.report import record
 from slimbayes.report.record import RecordError
 
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
+
 
 def table(root: Path, slope: float) -> Path:
     """A folder of data with a table in it."""

@@ -26,7 +26,7 @@ SEEDED = QUICK | {"epochs": 8, "random_state": 0}
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
-@pytest.mark.parametrize(("estimator", "epochs"), [(BayesClassifier, 8), (BayesRegressor, 25)])
+@pytest.mark.parametrize(("estimator", "epochs"), [(BayesClassifier, 6), (BayesRegressor, 25)])
 def test_scikit_learn_approves(estimator: Any, epochs: int) -> None:
     check_estimator(estimator(epochs=epochs, **QUICK))
 
