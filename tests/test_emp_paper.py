@@ -986,6 +986,18 @@ def test_parameter_counts_of_tables_1_and_3(
     assert round(100 * (after - before) / before, digits) == round(percent, digits)
 
 
+@pytest.mark.parametrize(("network", "printed"), [(11_689_512, 3_510), (28_511_307, 8_550)])
+def test_multiplicative_flows_of_table_1_have_300_numbers_for_each_weight(network: int, printed: int) -> None:
+    """Table 1 prints millions and [29900 %]: two steps of a flow over all weights, each with three maps to or from 50
+    hidden units (masked RealNVP), and no count for means and scales."""
+    weights = 7
+    steps = [nn.Linear(weights, 50, bias=False), *(nn.Linear(50, weights, bias=False) for _ in range(2))] * 2
+    each = sum(p.numel() for step in steps for p in step.parameters()) / weights
+    assert 100 * (each - 1) == 29900
+    assert float(f"{each * network / 1e6:.3g}") == printed
+    assert float(f"{(each + 2) * network / 1e6:.3g}") != printed
+
+
 @pytest.mark.parametrize("k", [1, 2, 7])
 def test_overhead_formulas_of_section_3_3(k: int) -> None:
     """2 (K - 1) N_2 for a norm layer; (K - 1) (I + 1) O for a dense layer; (K - 1) k^2 I O for a convolution without

@@ -128,6 +128,10 @@ def test_two_classes_from_words(network: str, method: str, tmp_path: Path) -> No
             float(2 * (p - y).square().mean()), rel=1e-5
         )
         assert found["nll"] == pytest.approx(float(-torch.where(y == 1, p, 1 - p).log().mean()), rel=1e-5)
+        case = Case(folder, None, execution=CPU)
+        case.__dict__["loaded"] = load_run(folder, CPU, dataset=data)
+        errors = cases.scores(case, net)
+        assert errors["brier_sem"] == pytest.approx(float((2 * (p - y).square()).std()) / math.sqrt(len(y)), rel=1e-5)
 
 
 @pytest.mark.slow

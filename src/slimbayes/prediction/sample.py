@@ -8,6 +8,7 @@ draw j, and draw j to member j mod K.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -79,8 +80,9 @@ def sample(
         >>> sample(net, torch.randn(5, 4), draws=3).shape
         torch.Size([6, 5, 3])
     """
-    if draws < 1:
-        raise ValueError(f"sample needs at least one draw, got draws={draws!r}.")
+    check_draws("sample", draws, fold)
+    if rows not in ("tile", "split"):
+        raise ValueError(f'rows must be "tile" or "split", got {rows!r}.')
     posteriors = posteriors_in(model)
     if not arrays_of((args, kwargs)):
         raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
@@ -98,6 +100,14 @@ def sample(
         return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
     with explained(model, args, kwargs):
         return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
+
+
+def check_draws(what: str, draws: Any, fold: Any = "auto") -> None:
+    """Refuse numbers of draws and ways to run them that are none."""
+    if not isinstance(draws, Integral) or draws < 1:
+        raise ValueError(f"{what} needs a whole number of draws, at least one, got draws={draws!r}.")
+    if fold != "auto" and not isinstance(fold, bool):
+        raise ValueError(f'fold must be True, False or "auto", got {fold!r}.')
 
 
 def free_seed(what: str, seed: Seed, held: Pass | None) -> int:
@@ -153,9 +163,8 @@ def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.M
         >>> same
         True
     """
+    check_draws("frozen", draws)
     posteriors = posteriors_in(model)
-    if draws < 1:
-        raise ValueError(f"frozen needs at least one draw, got draws={draws!r}.")
     if not posteriors:
         yield model
         return
