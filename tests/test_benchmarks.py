@@ -89,6 +89,7 @@ def test_variants_of_targets_are_built_first_and_plain_networks_once() -> None:
     assert names.index("wrn-rank1:compiled:rank-1 per member") < names.index("mlp:compiled:bayesian-torch reparam")
 
 
+@pytest.mark.slow
 def test_what_fails_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(net: nn.Module) -> nn.Module:
         raise RuntimeError("no such network")
