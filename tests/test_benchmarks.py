@@ -35,7 +35,7 @@ def absent(row: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", ["gpt2", "mlp"])  # all: benchmarks/gpu.py --sizes tiny
+@pytest.mark.parametrize("name", ["mlp"])  # all: benchmarks/gpu.py --sizes tiny
 def test_every_variant_of_a_case_is_timed_beside_the_plain_network(name: str) -> None:
     rows = run(f"{name}:eager")
     wanted = [method for method, variant in CASES[name].variants.items() if not variant.whole]
@@ -112,6 +112,7 @@ def test_variants_of_targets_are_built_first_and_plain_networks_once() -> None:
     assert names.index("wrn-rank1:compiled:rank-1 per member") < names.index("mlp:compiled:bayesian-torch reparam")
 
 
+@pytest.mark.slow
 def test_what_fails_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(net: nn.Module) -> nn.Module:
         raise RuntimeError("no such network")
