@@ -1,18 +1,20 @@
 """Posteriors by fine-tuning beside the usual ways, on images and text: the cells of docs/fine_tuning.md.
 
-    python benchmarks/fine_tune.py --data DATA --work WORK --out OUT.jsonl [--workers 10] [--limit-seconds 200]
+    python benchmarks/fine_tune.py --data DATA --work WORK --out OUT.jsonl [--workers 8] [--limit-seconds 200]
+        [--only "WRN|ResNet"]
 
 A base is trained once (two networks on CIFAR-100, a language model on IMDB's reviews), then every method takes it to a
 new task with few labels, five seeds each. A seed draws the labels, starts the head and orders the batches. Each method
-has two settings to choose from, plain three; the one of lowest NLL on 2,000 validation rows, with labels of a seed of
-their own, is used for all five (of LoRA's ensemble with two members). Test rows choose nothing.
+has two settings to choose from, plain three, rank-1 fine-tuned four (two temperatures, two priors); the one of lowest
+NLL on 2,000 validation rows, with labels of a seed of their own, is used for all five (of LoRA's ensemble with two
+members). Test rows choose nothing. All train in bfloat16 (autocast) and predict in single precision.
 
 - plain: all weights, AdamW; MC dropout: the same with dropout in front of some layers.
 - last-layer Laplace: of the plain network, a full covariance up to 1,024 weights, then a Kronecker product; linearised,
   64 draws.
 - rank-1 Laplace: `sb.laplace` of the plain network, factors of all layers; linearised, 64 draws.
-- rank-1 fine-tuned: `sb.Rank1` with four members over the frozen base, norms and a head. Either every row goes through
-  all members, or each through one of them, which is a quarter of the work, for twice as many steps.
+- rank-1 fine-tuned: `sb.Rank1` with four members over the frozen base, norms and a head. Each row goes through one
+  member; batches have twice as many rows.
 - deep ensemble: four plain networks; its first is "plain". All start from the same base.
 - LoRA ensemble: four times adapters of rank 8 of all dense layers and convolutions, norms and a head.
 
@@ -24,19 +26,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from fine_tune_cells import Cells, Predict, clock, nll_of, run_all, saved_size, scores, size
+from fine_tune_cells import Cells, Predict, Workers, clock, nll_of, run_all, saved_size, scores, size
 from fine_tune_tasks import (
+    DEVICE,
     FULL,
     HEADS,
     SMOKE,
@@ -58,44 +60,45 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 
-MEMBERS, DRAWS = 4, 64
+MEMBERS, DRAWS, RANK1_RATE, FASTER = 4, 64, 3e-3, 30.0  # the last is of posteriors' widths
 DROPPED = "conv2|fc|dense|o_proj|down_proj|score"  # layers whose inputs MC dropout drops
 NORMS = r".*norm\d?|.*\.bn\d|.*\.downsample\.1"
 LAST = {"over": "weights", "layers": "last"}
-SETTINGS: dict[
-    str, list[Any]
-] = {  # rates; rates and shares; rates, temperatures and whether rows are split; rates; priors
-    "plain": [3e-5, 1e-4, 3e-4],
-    "MC dropout": [(1e-4, 0.1), (3e-4, 0.3)],
-    "rank-1 fine-tuned": [(3e-3, 0.01, True), (1e-2, 0.01, True)],
-    "LoRA ensemble": [1e-3, 3e-3],
-    "last-layer Laplace": ["layer", 0.1],
+SETTINGS: dict[str, list[Any]] = {
+    "plain": [3e-5, 1e-4, 3e-4],  # rates
+    "MC dropout": [(1e-4, 0.1), (3e-4, 0.3)],  # rates and shares
+    "rank-1 fine-tuned": list(product([0.1, 1.0], [0.1, 0.2])),  # temperatures and priors
+    "LoRA ensemble": [1e-3, 3e-3],  # rates
+    "last-layer Laplace": ["layer", 0.1],  # priors
     "rank-1 Laplace": [0.15, 0.3],
 }
 TRAINED, FITTED = list(SETTINGS)[:4], list(SETTINGS)[4:]
 
 
-def train(
-    net: nn.Module, rows: Rows, task: Task, rate: float, seed: int, temperature: float = 1.0, split: bool = True
-) -> None:
+def train(net: nn.Module, rows: Rows, task: Task, rate: float, seed: int, temperature: float = 1.0) -> None:
     """The same for all methods: AdamW, warm-up and cosine, cross-entropy and, of a posterior, its KL.
 
-    With `split`, a bare call gives each row to one member.
+    A bare call gives each row to one member.
     """
     torch.manual_seed(seed)
     bayes = any(hasattr(module, "posterior") for module in net.modules())
-    groups = sb.param_groups(net, 1e-2) if bayes else [{"params": [p for p in net.parameters() if p.requires_grad]}]
+    if bayes:
+        groups = sb.param_groups(net, 1e-2, rate, scale_lr_multiplier=FASTER)
+    else:
+        groups = [{"params": [p for p in net.parameters() if p.requires_grad], "lr": rate}]
     optimizer = torch.optim.AdamW(groups, rate, weight_decay=1e-2)
-    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, task.steps + 1, pct_start=0.1)
+    rates = [group["lr"] for group in groups]
+    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, task.steps + 1, pct_start=0.1)
     net.train()
     for step, index in enumerate(batches(len(rows[0]), task.batch, task.steps, seed)):
-        x, y = augmented(rows[0][index]), rows[1][index]
+        with torch.autocast(DEVICE, torch.bfloat16):
+            logits = net(augmented(rows[0][index])).float()
         if bayes:
+            nll = sb.categorical(logits[None], rows[1][index])
             weight = min(1.0, 2 * step / task.steps)
-            nll = sb.categorical(net(x)[None] if split else sb.sample(net, x), y)
             loss = sb.elbo(nll, net, len(rows[0]), weight, temperature=temperature).loss
         else:
-            loss = nn.functional.cross_entropy(net(x), y)
+            loss = nn.functional.cross_entropy(logits, rows[1][index])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -128,14 +131,14 @@ class Bench:
         train(net, self.rows(seed), self.task, setting[0], 10 * seed)
         return partial(predicted, net, draws=16), size(net.state_dict().values())
 
-    def rank1(self, seed: int, setting: tuple[float, float, bool]) -> tuple[Predict, int]:
+    def rank1(self, seed: int, setting: tuple[float, float]) -> tuple[Predict, int]:
         """Rank-1 factors of all layers; norms train, too, as they do beside adapters."""
-        config = sb.Rank1(members=MEMBERS, prior=sb.Normal(1.0, 0.1))
+        temperature, prior = setting
+        config = sb.Rank1(members=MEMBERS, prior=sb.Normal(1.0, prior), mean_init=sb.Normal(1.0, 0.01), scale_init=0.01)
         head = rf"{self.head}|{NORMS}"
         net = sb.bayesianize(self.net(10 * seed), config, train="posterior+head", head=head)
-        rate, temperature, split = setting
-        task = replace(self.task, steps=self.task.steps * (2 if split else 1))
-        train(net, self.rows(seed), task, rate, 10 * seed, temperature, split)
+        task = replace(self.task, batch=2 * self.task.batch)
+        train(net, self.rows(seed), task, RANK1_RATE, 10 * seed, temperature)
         return partial(predicted, net, draws=4), saved_size(net)
 
     def lora(self, seed: int, rate: float, members: int = MEMBERS) -> tuple[Predict, int]:
@@ -209,7 +212,7 @@ def judged(task: str, method: str, work: Path, scale: Scale, seed: int, setting:
     bench, began = Bench(TASKS[task], work, scale), clock()
     predict, kept = bench.way(method)(seed, setting)
     seconds = clock() - began
-    return [cell(task, method, seed, scores(predict, bench.material), seconds, kept)]
+    return [cell(task, method, seed, scores(predict, bench.material), seconds, kept, setting=repr(setting))]
 
 
 def judged_plain(task: str, work: Path, scale: Scale, seed: int, setting: dict[str, Any]) -> list[Any]:
@@ -254,16 +257,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("data", "work", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--workers", type=int, default=10)
+    parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--limit-seconds", type=float, default=600.0)
-    parser.add_argument("--tasks", nargs="*", default=list(TASKS))
+    parser.add_argument("--only", default="", help="tasks whose names this regular expression finds")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="a trial of the code: tiny networks, few steps")
     args = parser.parse_args()
     scale, until, work = SMOKE if args.smoke else FULL, time.monotonic() + args.limit_seconds, args.work
     work.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    cells, tasks = Cells(args.out), args.tasks
+    cells, tasks = Cells(args.out), [task for task in TASKS if re.search(args.only, task)]
     bases = list(dict.fromkeys(TASKS[task].base for task in tasks))
     kinds = {"text" if base == "llama" else "images" for base in bases}
     began = time.monotonic()
@@ -271,7 +274,7 @@ def main() -> None:
     def say(what: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {what}", flush=True)
 
-    with ProcessPoolExecutor(args.workers, get_context("spawn"), begin) as pool:
+    with Workers(args.workers, begin) as pool:
         run_all(pool, [(prepare, kind, args.data, work, scale) for kind in sorted(kinds)], cells, until)
         say("data")
         run_all(pool, [(train_base, b, work, scale) for b in bases if not (work / f"{b}.pt").exists()], cells, until)

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +93,58 @@ class Cells:
         return int(found.get("choice", 0))
 
 
-def run_all(pool: ProcessPoolExecutor, jobs: list[tuple[Any, ...]], cells: Cells, until: float) -> bool:
-    """Run jobs side by side, the first ones first, and keep what they give; whether all of them were run."""
-    left, running, clean = list(jobs), set[Future[Any]](), True
-    workers: int = pool._max_workers  # type: ignore[attr-defined]
-    while left or running:
-        while left and len(running) < workers and time.monotonic() < until:
-            running.add(pool.submit(*left.pop(0)))
-        if not running:
+class Workers:
+    """So many processes, each with one job at a time; one that met a fault starts anew, as a GPU asks for."""
+
+    def __init__(self, count: int, begin: Callable[[], None]) -> None:
+        self._begin = begin
+        self.idle = [self._started() for _ in range(count)]
+        self.running: dict[Future[Any], tuple[ProcessPoolExecutor, tuple[Any, ...]]] = {}
+
+    def _started(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, get_context("spawn"), self._begin)
+
+    def submit(self, job: tuple[Any, ...]) -> None:
+        worker = self.idle.pop()
+        self.running[worker.submit(*job)] = (worker, job)
+
+    def ended(self) -> list[tuple[tuple[Any, ...], Future[Any]]]:
+        """Jobs that have ended since, at least one, with what came of them."""
+        found = []
+        for future in wait(self.running, return_when=FIRST_COMPLETED).done:
+            worker, job = self.running.pop(future)
+            if future.exception() is not None:
+                worker.shutdown(wait=False)
+                worker = self._started()
+            self.idle.append(worker)
+            found.append((job, future))
+        return found
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in [*self.idle, *(worker for worker, _ in self.running.values())]:
+            worker.shutdown(wait=False, cancel_futures=True)
+
+
+def run_all(workers: Workers, jobs: list[tuple[Any, ...]], cells: Cells, until: float) -> bool:
+    """Run jobs side by side, the first ones first, and keep what they give; whether all of them were run.
+
+    What fails has a second try, at the end.
+    """
+    left, lost, clean = list(jobs), list[tuple[Any, ...]](), True
+    while left or workers.running:
+        while left and workers.idle and time.monotonic() < until:
+            workers.submit(left.pop(0))
+        if not workers.running:
             return False
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        for job in done:
-            if job.exception() is not None:
-                print(f"LOST: {job.exception()!r}", flush=True)
-                clean = False
-            elif isinstance(job.result(), list):
-                cells.add(job.result())
+        for job, future in workers.ended():
+            if future.exception() is not None:
+                print(f"LOST: {job[1:3]} {str(future.exception())[:300]!r}", flush=True)
+                clean = clean and job not in lost
+                left += [job] if job not in lost else []
+                lost.append(job)
+            elif isinstance(future.result(), list):
+                cells.add(future.result())
     return clean

@@ -50,7 +50,7 @@ class Scale:
     rows: int = 50_000
 
 
-FULL = Scale({"wrn": 20, "resnet": 20, "llama": 15})
+FULL = Scale({"wrn": 16, "resnet": 16, "llama": 15})
 SMOKE = Scale({"wrn": 1, "resnet": 1, "llama": 1}, tests=60, shifted=20, steps=0.02, width=1, rows=200)
 TASKS = {
     task.name: task
@@ -209,14 +209,15 @@ def train_base(base: str, work: Path, scale: Scale) -> float:
     x, y = rows[0].to(DEVICE), rows[1].to(DEVICE)
     torch.manual_seed(0)
     net = network(base, 0 if base == "llama" else 100, scale).to(DEVICE).train()
-    steps = scale.epochs[base] * max(len(x) // 256, 1)
+    batch = 256 if base == "llama" else 512
+    steps = scale.epochs[base] * max(len(x) // batch, 1)
     if base == "llama":
         optimizer: Any = torch.optim.AdamW(net.parameters(), 2e-3, weight_decay=0.05)
     else:
-        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
+        optimizer = torch.optim.SGD(net.parameters(), 0.2, momentum=0.9, weight_decay=5e-4, nesterov=True)
     plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, optimizer.param_groups[0]["lr"], steps + 1, pct_start=0.2)
     loss = torch.zeros(())
-    for index in batches(len(x), 256, steps, 0):
+    for index in batches(len(x), batch, steps, 0):
         with torch.autocast(DEVICE, torch.bfloat16):
             loss = _next_word(net, x[index]) if base == "llama" else _classes(net, augmented(x[index]), y[index])
         optimizer.zero_grad()

@@ -35,7 +35,7 @@ def absent(row: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", ["dense", "gpt2", "lstm", "mlp"])  # all: benchmarks/gpu.py --sizes tiny
+@pytest.mark.parametrize("name", ["mlp"])  # all: benchmarks/gpu.py --sizes tiny
 def test_every_variant_of_a_case_is_timed_beside_the_plain_network(name: str) -> None:
     rows = run(f"{name}:eager")
     wanted = [method for method, variant in CASES[name].variants.items() if not variant.whole]
@@ -69,7 +69,7 @@ def test_variants_see_the_same_rows_and_train_what_they_say(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["members", "depth", "width", "draws", "ranks", "sharing", "execution"])
+@pytest.mark.parametrize("name", ["members", "ranks", "sharing", "execution"])  # depth and width are as members
 def test_scale_is_measured(name: str) -> None:
     rows = run(f"scale-{name}:eager")
     assert len(rows) >= 2 and not [row for row in rows if "error" in row]
@@ -112,6 +112,7 @@ def test_variants_of_targets_are_built_first_and_plain_networks_once() -> None:
     assert names.index("wrn-rank1:compiled:rank-1 per member") < names.index("mlp:compiled:bayesian-torch reparam")
 
 
+@pytest.mark.slow
 def test_what_fails_is_said_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(net: nn.Module) -> nn.Module:
         raise RuntimeError("no such network")

@@ -207,7 +207,7 @@ def draw_all(
     posteriors = passes.posteriors_of(model)
     by_row = planned(posteriors, "by row", lambda: any(p.by_row or p.late for p in posteriors))
     alone = not split and not by_row and (total == 1 or fold is False)
-    layout = Layout() if alone else layout_of(model, args, kwargs, posteriors)
+    layout = Layout(keeps=True) if alone else layout_of(model, args, kwargs, posteriors)
     rows = max(layout.rows((args, kwargs)), 0)
     if rows:
         copies = 1 if split or fold is False else min(total, at_once or total)
@@ -258,7 +258,7 @@ def run_draws(
         more, options = layout.tile((args, kwargs), total) if tile else (args, kwargs)
         return layout.split(finish(new, posteriors, model, more, options), total)
     known, rows, parts = layout if layout.folds else None, new.rows // total, []
-    for j in range(total):
+    for j in new.lasting.each(model, total) if layout.keeps and total > 1 else range(total):
         own, options = (args, kwargs) if tile else layout.narrow((args, kwargs), j * rows, rows)
         parts.append(finish(new.single(j, known), posteriors, model, own, options))
     return stack_draws(parts)

@@ -129,6 +129,7 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
             _look_again(model, (args, kwargs), posteriors, batch_dim, layout)
         if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
             model.__dict__[LATEST[model.training]] = layout
+            layout.told = any(other.told and other.why == layout.why for other in known.values())
             if len(known) < _MODES:
                 known[modes] = layout
         return layout

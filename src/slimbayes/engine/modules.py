@@ -121,10 +121,15 @@ _FLAGS = (*_PLAIN, Enum)
 
 def _flags_of(module: nn.Module) -> list[str]:
     """Names of flags, modes and numbers that a module keeps; those of torch's and our own lead no rows to others."""
-    if getattr(type(module), "plain", type(module)).__module__.startswith(("torch.nn.", "slimbayes.")):
+    if torch_or_own(module):
         return []
     kept = [n for n, value in module.__dict__.items() if isinstance(value, _FLAGS)]
     return [n for n in kept if n not in _OF_ALL and not n.startswith("_slimbayes")]
+
+
+def torch_or_own(module: nn.Module) -> bool:
+    """Whether torch or we wrote a module's class, or the one it had before it was swapped."""
+    return getattr(type(module), "plain", type(module)).__module__.startswith(("torch.nn.", "slimbayes."))
 
 
 def _walked(root: nn.Module) -> list[nn.Module]:
