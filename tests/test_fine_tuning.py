@@ -51,6 +51,28 @@ def test_posteriors_train_alone_and_the_model_thaws_when_it_is_plain_again() -> 
     assert names(sb.debayesianize(net)) == before.keys() - {"body.0.bias"}
 
 
+def test_biases_of_members_train_where_those_of_the_layer_do() -> None:
+    """They have no prior: in a network that fits its data already Adam would take them anywhere."""
+    net = sb.bayesianize(Net(), sb.Rank1(members=3), train="posterior+head", head="classifier")
+    offsets = {name for name, _ in net.named_parameters() if name.endswith("posterior.weight.bias")}
+    assert len(offsets) > 1 and offsets & names(net) == {"classifier.posterior.weight.bias"}
+    sb.select(net, members=[0, 2])
+    assert offsets & names(net) == {"classifier.posterior.weight.bias"}
+    alone = sb.bayesianize(Net(), sb.Rank1(members=3), train="posterior")
+    assert not offsets & names(alone) and offsets <= names(sb.bayesianize(Net(), sb.Rank1(members=3)))
+    fits = nn.Linear(2, 2).eval()
+    with torch.no_grad():
+        fits.weight.copy_(20 * torch.eye(2))
+    x, y = torch.tensor([[1.0, 0.0], [0.0, 0.9]]), torch.tensor([0, 1])
+    tuned = sb.bayesianize(fits, sb.Rank1(members=2, prior=sb.Normal(1.0, 0.1)), train="posterior").train()
+    optimizer = torch.optim.Adam(sb.param_groups(tuned), 0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        sb.elbo(sb.categorical(sb.sample(tuned, x), y), tuned, num_data=2).loss.backward()
+        optimizer.step()
+    assert all(torch.equal(sb.merge(tuned.eval(), member=k).bias, fits.bias) for k in (0, 1))
+
+
 @pytest.mark.parametrize("head", ["classifier", None, nn.Linear])
 def test_a_head_trains_and_is_saved_with_the_posterior(head: Any, tmp_path: Path) -> None:
     plain = Net()

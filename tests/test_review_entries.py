@@ -834,7 +834,7 @@ def _image_net() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "images"), [(method, i % 2) for i, method in enumerate(METHODS)])
+@pytest.mark.parametrize(("method", "images"), [("ensemble", 0), (next(iter(METHODS)), 1)])
 def test_export_with_a_dynamic_batch(method: str, images: int) -> None:
     make, shape = (_image_net, (2, 6, 6)) if images else (_rich, (4,))
     model = sb.bayesianize(make(), METHODS[method]).eval()

@@ -64,7 +64,8 @@ def bayesianize(
         batch_dim: where the model's inputs hold their rows, if you want to say it. Without, it is found out on the
             first call.
         strict: raise if a layer cannot be converted. Otherwise it stays as it is, with the reason in `summary`.
-        train: "all" leaves it to the model what trains; "posterior" freezes the model's own parameters;
+        train: "all" leaves it to the model what trains; "posterior" freezes the model's own parameters, members' biases
+            among them;
             "posterior+head" all but the modules that `head` names, which `save` then writes with the posterior, as it
             does with batch norms.
         head: as `include`, of modules of any kind; by default the last with parameters.

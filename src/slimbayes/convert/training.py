@@ -10,6 +10,7 @@ from typing import Literal
 from torch import nn
 
 from slimbayes.convert.plan import Selection, selected
+from slimbayes.engine.passes import posteriors_of
 from slimbayes.errors import did_you_mean
 from slimbayes.layers.base import Converted
 
@@ -54,10 +55,16 @@ def _heads(modules: dict[str, nn.Module], head: Selection) -> list[str]:
 
 
 def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
-    """Let the posteriors and these modules train, and nothing else; returns the names of what no longer does."""
-    trains = belongs(model, heads)
+    """Let the posteriors and these modules train, and nothing else; returns the names of what no longer does.
+
+    Members' biases train where the layer's own does: no prior holds them, and of a network that fits its data already
+    Adam takes them anywhere.
+    """
+    trains, in_head = belongs(model, heads), _within(heads)
+    offsets = {id(q._parameters.get(name)) for q in posteriors_of(model) for name in q.offsets}
     frozen = [name for name, p in model.named_parameters() if p.requires_grad and not trains(name)]
-    for name in frozen:
+    biases = [name for name, p in model.named_parameters() if id(p) in offsets and not in_head(name)]
+    for name in frozen + biases:
         model.get_parameter(name).requires_grad_(False)
     return frozen
 
@@ -67,8 +74,14 @@ def belongs(model: nn.Module, saved: Sequence[str]) -> Callable[[str], bool]:
     adapter-only checkpoints.
     """
     converted = [name for name, module in model.named_modules() if isinstance(module, Converted)]
-    prefixes = [f"{name}.posterior.".lstrip(".") for name in converted] + [f"{name}." if name else "" for name in saved]
-    return lambda name: name.startswith(tuple(prefixes))
+    of_posterior = tuple(f"{name}.posterior.".lstrip(".") for name in converted)
+    of_saved = _within(saved)
+    return lambda name: name.startswith(of_posterior) or of_saved(name)
+
+
+def _within(modules: Sequence[str]) -> Callable[[str], bool]:
+    prefixes = tuple(f"{name}." if name else "" for name in modules)
+    return lambda name: name.startswith(prefixes)
 
 
 @dataclass(frozen=True, repr=False)

@@ -54,6 +54,7 @@ class Posterior(Keyed, ABC):
     own_role: ClassVar[Role] = "weight"  # what the layer's own weight and bias are to it
     regularises_mean: bool = False  # whether the KL already holds a prior on the layer's own weight
     regularises_bias: bool = False  # and on its bias
+    offsets: ClassVar[tuple[str, ...]] = ()  # parameters that add to the layer's own bias
     late: bool = False  # it draws while its layer runs, when the shape of the input is known
     blockwise: bool = False  # one draw serves a whole block of rows, never a single one
     selectable: bool = False  # whether `select` can keep some of several members

@@ -57,6 +57,7 @@ class Rank1Posterior(WeightPosterior):
 
     selectable = True
     oriented = True
+    offsets = ("bias",)
 
     @property
     def prior_of_factors(self) -> Any:
@@ -66,7 +67,7 @@ class Rank1Posterior(WeightPosterior):
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         index, self.members = torch.tensor(members, device=self.device), len(members)
         lines = nn.functional.pad(self.bias, (0, 0, 1, 0))[index] if self.bias is not None else None
-        self.bias = None
+        trains, self.bias = self.bias is not None and self.bias.requires_grad, None
         for owner in (self, self.r, self.s):
             for name, p in owner.named_parameters(recurse=False):
                 setattr(owner, name, nn.Parameter(p[index], p.requires_grad))
@@ -78,10 +79,10 @@ class Rank1Posterior(WeightPosterior):
                 if bias is not None and bias.data_ptr() not in moved:  # tied layers may share their bias, too
                     moved.add(bias.data_ptr())
                     bias.add_(lines[0].to(bias.dtype))
-            self.bias = nn.Parameter(lines[1:] - lines[0]) if len(members) > 1 else None
+            self.bias = nn.Parameter(lines[1:] - lines[0], trains) if len(members) > 1 else None
 
     def role(self, name: str) -> Role:
-        return "factor"
+        return "scale" if name.endswith("rho") else "factor"
 
     @property
     def anchor(self) -> Tensor:
@@ -151,10 +152,11 @@ class Rank1Posterior(WeightPosterior):
         terms: list[Tensor] = []
         mixed: list[Any] = []
         for same in planned(posteriors, ("kl", kinds), alike):
-            how, q = same[0][0], joint([f for _, f in same])
-            total = summed_kl(q, same[0][1].prior)
-            terms.append(total if how == "sum" else total / len(q.loc))
-            mixed += [q] if how == "exact" else []
+            (how, lead), factors = same[0], [f for _, f in same]
+            locs, rhos = ([f._parameters[name] for f in factors] for name in ("loc", "rho"))
+            total = summed_kl(lead.family, lead.prior, locs, rhos)
+            terms.append(total if how == "sum" else total / len(locs[0]))
+            mixed += [joint(factors)] if how == "exact" else []
         terms += [-information(mixed)] if mixed else []
         return terms or [posteriors[0].r.loc.new_zeros(())]
 
@@ -214,4 +216,4 @@ class Rank1Posterior(WeightPosterior):
 
 def _alike(f: Factor) -> tuple[Any, ...]:
     """What factors have in common whose KLs are computed together."""
-    return f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype
+    return f.family, f.prior, *f.loc.shape[:2], f.loc.device, f.loc.dtype
