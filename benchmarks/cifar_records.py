@@ -37,12 +37,16 @@ def methods(records: Sequence[Record]) -> dict[str, Scores]:
 
 
 def take(folder: Path, results: Path = RESULTS) -> None:
-    """Keep the records of finished runs, <table>/<run>/record.json, as results/cifar10/<table>/<name>-<seed>.json."""
+    """Keep the records of finished runs, <table>/<run>/record.json, as results/cifar10/<table>/<name>-<seed>.json.
+
+    Their commands name folders from runs/ on, and data by its folder's name: others run them elsewhere.
+    """
     for file in sorted(folder.glob("**/record.json")):
         record, kept = read(file), results / file.parents[1].name
         kept.mkdir(parents=True, exist_ok=True)
+        told = [re.sub(r"(?<!\S)[/~]\S*?(runs/\S+|[^/\s]+)(?!\S)", r"\1", line) for line in record.commands]
         slug = re.sub(r"[^a-z0-9.]+", "-", record.name.lower())
-        write(kept / f"{slug}-{record.seed}.json", record)
+        write(kept / f"{slug}-{record.seed}.json", record.model_copy(update={"commands": told}))
 
 
 def kept_records() -> list[Record]:

@@ -5,7 +5,7 @@
 
 A base is trained once (two networks on CIFAR-100, a language model on IMDB's reviews), then every method takes it to a
 new task with few labels, five seeds each. A seed draws the labels, starts the head and orders the batches. Each method
-has two settings to choose from, plain three, rank-1 fine-tuned four (two temperatures, two starts); the one of lowest
+has two settings to choose from, plain three, rank-1 fine-tuned four (two temperatures, two priors); the one of lowest
 NLL on 2,000 validation rows, with labels of a seed of their own, is used for all five (of LoRA's ensemble with two
 members). Test rows choose nothing. All train in bfloat16 (autocast) and predict in single precision.
 
@@ -60,16 +60,14 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 
-MEMBERS, DRAWS, RANK1_RATE = 4, 64, 3e-3
+MEMBERS, DRAWS, RANK1_RATE, FASTER = 4, 64, 3e-3, 30.0  # the last is of posteriors' widths
 DROPPED = "conv2|fc|dense|o_proj|down_proj|score"  # layers whose inputs MC dropout drops
 NORMS = r".*norm\d?|.*\.bn\d|.*\.downsample\.1"
 LAST = {"over": "weights", "layers": "last"}
-NEAR = {"mean_init": sb.Normal(1.0, 0.03), "scale_init": 0.01}  # members that begin near the base
-NOISY = {"scale_init": 0.1}  # as wide as the prior: in few steps scales hardly leave their start
 SETTINGS: dict[str, list[Any]] = {
     "plain": [3e-5, 1e-4, 3e-4],  # rates
     "MC dropout": [(1e-4, 0.1), (3e-4, 0.3)],  # rates and shares
-    "rank-1 fine-tuned": list(product([0.1, 1.0], [NEAR, NOISY])),  # temperatures and starts
+    "rank-1 fine-tuned": list(product([0.1, 1.0], [0.1, 0.2])),  # temperatures and priors
     "LoRA ensemble": [1e-3, 3e-3],  # rates
     "last-layer Laplace": ["layer", 0.1],  # priors
     "rank-1 Laplace": [0.15, 0.3],
@@ -84,9 +82,13 @@ def train(net: nn.Module, rows: Rows, task: Task, rate: float, seed: int, temper
     """
     torch.manual_seed(seed)
     bayes = any(hasattr(module, "posterior") for module in net.modules())
-    groups = sb.param_groups(net, 1e-2) if bayes else [{"params": [p for p in net.parameters() if p.requires_grad]}]
+    if bayes:
+        groups = sb.param_groups(net, 1e-2, rate, scale_lr_multiplier=FASTER)
+    else:
+        groups = [{"params": [p for p in net.parameters() if p.requires_grad], "lr": rate}]
     optimizer = torch.optim.AdamW(groups, rate, weight_decay=1e-2)
-    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, task.steps + 1, pct_start=0.1)
+    rates = [group["lr"] for group in groups]
+    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, task.steps + 1, pct_start=0.1)
     net.train()
     for step, index in enumerate(batches(len(rows[0]), task.batch, task.steps, seed)):
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -129,10 +131,10 @@ class Bench:
         train(net, self.rows(seed), self.task, setting[0], 10 * seed)
         return partial(predicted, net, draws=16), size(net.state_dict().values())
 
-    def rank1(self, seed: int, setting: tuple[float, dict[str, Any]]) -> tuple[Predict, int]:
+    def rank1(self, seed: int, setting: tuple[float, float]) -> tuple[Predict, int]:
         """Rank-1 factors of all layers; norms train, too, as they do beside adapters."""
-        temperature, start = setting
-        config = sb.Rank1(members=MEMBERS, prior=sb.Normal(1.0, 0.1), **start)
+        temperature, prior = setting
+        config = sb.Rank1(members=MEMBERS, prior=sb.Normal(1.0, prior), mean_init=sb.Normal(1.0, 0.01), scale_init=0.01)
         head = rf"{self.head}|{NORMS}"
         net = sb.bayesianize(self.net(10 * seed), config, train="posterior+head", head=head)
         task = replace(self.task, batch=2 * self.task.batch)
@@ -210,7 +212,7 @@ def judged(task: str, method: str, work: Path, scale: Scale, seed: int, setting:
     bench, began = Bench(TASKS[task], work, scale), clock()
     predict, kept = bench.way(method)(seed, setting)
     seconds = clock() - began
-    return [cell(task, method, seed, scores(predict, bench.material), seconds, kept)]
+    return [cell(task, method, seed, scores(predict, bench.material), seconds, kept, setting=repr(setting))]
 
 
 def judged_plain(task: str, work: Path, scale: Scale, seed: int, setting: dict[str, Any]) -> list[Any]:

@@ -31,6 +31,7 @@ from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 from torch import Tensor, nn
 
 import slimbayes as sb
+from slimbayes.engine import passes
 
 SEEDS, STEPS, MEMBERS, DRAWS, MARGIN, MOST = 2, 300, 4, 8, 0.01, 0.5
 MARKS = ("<!-- starts -->\n", "<!-- end of starts -->\n")
@@ -115,14 +116,15 @@ def tuned(case: Case, chosen: Candidate, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     config = sb.Rank1(
         members=MEMBERS, prior=sb.Normal(1.0, chosen.prior), mean_init=sb.Normal(1.0, chosen.spread),
-        scale_init=chosen.width, member_bias=chosen.bias,
+        scale_init=chosen.width,
     )  # fmt: skip
     net = sb.bayesianize(copy.deepcopy(case.net), config, train="posterior").train()
-    parts = {n: p for n, p in net.named_parameters() if p.requires_grad}
-    widths = [p for n, p in parts.items() if n.endswith("rho")]
-    others = [p for n, p in parts.items() if not n.endswith("rho")]
-    optimizer = torch.optim.Adam([{"params": others}, {"params": widths}], chosen.rate)
-    rates = [chosen.rate, chosen.rate * chosen.faster]
+    for p in passes.posteriors_of(net):
+        if p.bias is not None:
+            p.bias.requires_grad_(chosen.bias)  # which train="posterior" leaves alone
+    groups = sb.param_groups(net, lr=chosen.rate, scale_lr_multiplier=chosen.faster)
+    optimizer = torch.optim.Adam(groups, chosen.rate)
+    rates = [group["lr"] for group in groups]
     plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, STEPS + 1, pct_start=0.1)
     for _ in range(STEPS):
         index = torch.randint(len(case.rows[0]), (min(64, len(case.rows[0])),))

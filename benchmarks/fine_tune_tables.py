@@ -9,7 +9,8 @@ the NLL of the held-out rows; test rows choose nothing.
 - plain: the network itself; nothing to choose but the noise.
 - last-layer Laplace, rank-1 Laplace: one pass of `sb.laplace` over the training rows; linearised, in closed form. The
   former agrees with laplace-torch to six digits (tests/test_laplace.py), which has settings by evidence, too.
-- rank-1 fine-tuned: `sb.Rank1` of four members, train="posterior", a third of the base's steps.
+- rank-1 fine-tuned: `sb.Rank1` of four members, train="posterior", a third of the base's steps, with the start and the
+  rates that benchmarks/fine_tune_starts.py chose on other rows; two temperatures and priors.
 - MC dropout: a new network, trained with dropout; 32 masks.
 - deep ensemble: three more networks. LoRA ensemble: four times adapters of rank 4 of all layers, as many steps as
   rank-1's.
@@ -30,8 +31,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -50,12 +50,12 @@ SETS = [
     "protein-tertiary-structure", "wine-quality-red", "yacht",
 ]  # fmt: skip
 SEEDS, MEMBERS, MASKS, STEPS, BATCH, WIDTH, RANK, MOST_ROWS = 5, 4, 32, 3000, 64, 50, 4, 4000
-NEAR = {"mean_init": sb.Normal(1.0, 0.03), "scale_init": 0.01}  # members that begin near the trained network
+FASTER = 100.0  # learning rate of posteriors' widths relative to that of their means
 SETTINGS: dict[str, list[Any]] = {
     "plain": [None],
     "last-layer Laplace": ["layer", sb.Normal(0.0, 1.0)],  # priors
     "rank-1 Laplace": ["layer", sb.Normal(1.0, 0.2)],
-    "rank-1 fine-tuned": [(1.0, {}), (0.1, NEAR)],  # temperatures, and what differs from the recipe
+    "rank-1 fine-tuned": [(0.1, 0.1), (1.0, 0.2)],  # temperatures and priors
     "MC dropout": [0.05, 0.2],  # rates
     "deep ensemble": [None],
     "LoRA ensemble": [3e-3, 1e-2],  # learning rates
@@ -115,9 +115,9 @@ def train(
 ) -> None:
     """AdamW with warm-up and cosine, for all methods."""
     torch.manual_seed(seed)
-    groups = sb.param_groups(net, 1e-2)
+    groups = sb.param_groups(net, 1e-2, rate, scale_lr_multiplier=FASTER)
     optimizer = torch.optim.AdamW(groups, rate, weight_decay=0.0)
-    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps + 1, pct_start=0.1)
+    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, [group["lr"] for group in groups], steps + 1, pct_start=0.1)
     net.train()
     for _ in range(steps):
         index = torch.randint(len(rows[0]), (BATCH,))
@@ -152,14 +152,14 @@ def laplace(net: nn.Module, data: Data, setting: Any, last: bool) -> Fitted:
 
 
 def fine_tuned(net: nn.Module, data: Data, setting: Any, seed: int, steps: int, noise: float) -> Fitted:
-    (config, _), (temperature, changes) = sb.recipe("rank-1 Normal", start="trained"), setting
-    sb.bayesianize(net, replace(config, **changes), train="posterior")
-    count = len(data.train[0])
+    (temperature, prior), count = setting, len(data.train[0])
+    config = sb.Rank1(members=MEMBERS, prior=sb.Normal(1.0, prior), mean_init=sb.Normal(1.0, 0.01), scale_init=0.01)
+    sb.bayesianize(net, config, train="posterior")
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return sb.elbo(sb.gaussian(sb.sample(net, x), y, noise), net, count, temperature=temperature).loss
 
-    train(net, data.train, steps // 3, 1e-2, seed, loss)
+    train(net, data.train, steps // 3, 1e-3, seed, loss)
     return Fitted(partial(drawn, net, MASKS // MEMBERS), size(p for p in net.parameters() if p.requires_grad))
 
 
@@ -305,7 +305,8 @@ def main() -> None:
     done = {(line["task"], line["seed"], line["method"]) for line in map(json.loads, lines)}
     jobs = [(name, seed) for seed in range(args.seeds) for name in args.sets]
     left = [(*job, [m for m in SETTINGS if (f"UCI {job[0]}", job[1], m) not in done]) for job in jobs]
-    waiting, running, end = iter(job for job in left if job[2]), set(), time.time() + args.limit_seconds
+    waiting, end = iter(job for job in left if job[2]), time.time() + args.limit_seconds
+    running: set[Future[list[dict[str, Any]]]] = set()
     with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool, args.out.open("a") as out:
         while True:
             while len(running) < args.workers and time.time() < end and (job := next(waiting, None)):

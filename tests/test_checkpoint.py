@@ -263,6 +263,7 @@ def test_modules_to_be_saved_are_names_or_the_config_is_damaged(tmp_path: Path) 
         read_config(data, tmp_path / "config.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
 def test_wrapped_models_are_converted_saved_and_loaded_inside(wrap: Any, tmp_path: Path) -> None:
     plain, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).eval(), torch.randn(5, 4)

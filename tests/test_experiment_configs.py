@@ -141,7 +141,7 @@ def rows_of(table: str) -> list[PaperRow]:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_rows_are_valid_at_both_scales(table: str) -> None:
+def test_a_row_is_valid_at_both_scales(table: str) -> None:
     for row in rows_of(table):
         try:
             _check_row(row)
@@ -175,7 +175,7 @@ def _draws(experiment: Experiment) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", ["full", "small"])
 @pytest.mark.parametrize("table", TABLES)
-def test_networks_build_and_convert(table: str, scale: Any) -> None:
+def test_its_network_builds_and_converts(table: str, scale: Any) -> None:
     for row in (row for row in rows_of(table) if row.trains):
         experiment = row.experiment(scale)
         found = _summary(built(experiment))

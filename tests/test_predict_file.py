@@ -148,6 +148,7 @@ def test_words_that_are_none_are_refused(word: str) -> None:
 # --- in pieces, and whole or not at all ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv", "json", "npz"])
 def test_pieces_give_what_the_whole_gives(
     kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -997,3 +997,11 @@ def test_posterior_learning_rate_multiplier_scales_only_posteriors() -> None:
     for name, p in net.named_parameters():
         step = 0.125 if "posterior" in name else 0.5
         torch.testing.assert_close(before[name] - p.detach(), torch.full_like(p, step))
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    groups = sb.param_groups(net, lr=0.5, posterior_lr_multiplier=0.25, scale_lr_multiplier=10.0)
+    torch.optim.SGD(groups, lr=0.5).step()
+    for name, p in net.named_parameters():
+        step = 1.25 if name.endswith("rho") else 0.125 if "posterior" in name else 0.5
+        torch.testing.assert_close(before[name] - p.detach(), torch.full_like(p, step))
+    with pytest.raises(ValueError, match="needs lr= to apply"):
+        sb.param_groups(net, scale_lr_multiplier=10.0)

@@ -126,6 +126,7 @@ def test_records_of_another_config_say_what_differs(folder: Path, tmp_path: Path
     assert "not valid any more" in kept.remarks[0] and "gone" in kept.remarks[0]
 
 
+@pytest.mark.slow
 def test_status_of_kept_results() -> None:
     lines = status("rank1/table2", Path("/nowhere"))
     assert lines[1].split() == ["deterministic", "none", "seed", "0"]

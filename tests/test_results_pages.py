@@ -170,9 +170,10 @@ def test_every_attempt_is_shown_by_cost_and_validation_rows_and_held_against_the
     assert "for 40 epochs each" in long and long.endswith("is reached by none.")
     assert "nothing can be said" in main_table.attempts(mine) and "none has been run" in main_table.attempts([])
     told = main_table.summit([rival, *longer, plain, *mine])
-    assert "0.140 and 0.900 for the ensemble of four, 0.160 and 1.100 for the plain network" in told
+    assert "0.140 and 0.900 for the ensemble of four and 0.160 and 1.100 for the plain network" in told
     assert "0.150 and 0.850 for emp," in told and "(1 seed, on nine tenths" in told
     assert main_table.summit([]) == main_table.summit(longer[1:]) == ""
+    assert "network; none of the attempts" in main_table.summit(longer[:2])
 
 
 def test_costs_are_epochs_times_what_one_takes(tmp_path: Path) -> None:
@@ -184,12 +185,18 @@ def test_costs_are_epochs_times_what_one_takes(tmp_path: Path) -> None:
     assert main_table.costs(tmp_path) == {"plain": plain, "deep ensemble": 5.0 * epochs}
 
 
-def test_records_are_taken_from_run_directories(tmp_path: Path) -> None:
+def test_records_are_taken_from_run_directories_without_the_folders_of_their_machine(tmp_path: Path) -> None:
     run = tmp_path / "from" / "methods" / "rank-1-Normal-0123"
     run.mkdir(parents=True)
-    (run / "record.json").write_text(record("rank-1 Normal", 3, 0.4).model_dump_json())
+    made = record("rank-1 Normal", 3, 0.4)
+    made.commands.append(
+        "slimbayes fit /home/me/runs/methods/a/config.yaml --out /b/runs/methods/a --data-dir ~/my/data"
+    )
+    (run / "record.json").write_text(made.model_dump_json())
     main_table.take(tmp_path / "from", tmp_path / "to")
-    assert read(tmp_path / "to" / "methods" / "rank-1-normal-3.json").seed == 3
+    kept = read(tmp_path / "to" / "methods" / "rank-1-normal-3.json")
+    assert kept.seed == 3
+    assert kept.commands == ["slimbayes fit runs/methods/a/config.yaml --out runs/methods/a --data-dir data"]
 
 
 def test_the_rows_are_the_candidates_that_validation_rows_chose() -> None:

@@ -154,6 +154,7 @@ def test_every_changed_byte_is_noticed(name: str, finished: Path, tmp_path: Path
         run_folder.check_seal(run, [name])
 
 
+@pytest.mark.slow
 def test_predictions_and_evaluations_look_at_what_they_read(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("1,2,3\n")
     commands = {

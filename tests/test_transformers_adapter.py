@@ -249,6 +249,7 @@ def test_what_comes_after_the_end_does_not_count() -> None:
     assert _alive(gpt(), GenerationConfig(eos_token_id=1), new).tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt, t5])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_sequences_are_those_of_their_members_alone(make: Any, beams: int) -> None:
@@ -277,6 +278,7 @@ def test_sequences_are_those_of_their_members_alone(make: Any, beams: int) -> No
     torch.testing.assert_close(found.log_prob, told, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_pass_takes_models_that_read_and_write() -> None:
     labels = torch.randint(2, WORDS, (4, 3))
     batch = {"input_ids": torch.stack([row["input_ids"] for row in ROWS[:4]]), "labels": labels}  # type: ignore[misc]

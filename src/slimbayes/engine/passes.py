@@ -50,7 +50,7 @@ class Noise(NamedTuple):
 
     def part(self, block: slice | Tensor, rows: slice) -> Noise:
         """Some of the blocks, and rows of one of them."""
-        return self._replace(block=self.block[block], row=self.row[rows], first_row=self.first_row + rows.start)
+        return Noise(self.block[block], self.row[rows], self.seed, self.salt, self.first_row + rows.start)
 
 
 class Unproven(Exception):
@@ -117,6 +117,9 @@ class Pass:
 
     def single(self, index: int, layout: Layout | None = None) -> Pass:
         """Draw `index` alone, on its own rows."""
+        if self.draws == self.total == 1 and self.index is None and not self.held and not self.values:  # all there is
+            self.layout = layout
+            return self
         new = self.view(self.rows // (self.draws or 1), layout)
         new.draws, new.first, new.index, new.values = 1, self.first + index, index, {}
         new.joint, new.biases = {}, {}

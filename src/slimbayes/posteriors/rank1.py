@@ -82,7 +82,7 @@ class Rank1Posterior(WeightPosterior):
             self.bias = nn.Parameter(lines[1:] - lines[0], trains) if len(members) > 1 else None
 
     def role(self, name: str) -> Role:
-        return "factor"
+        return "scale" if name.endswith("rho") else "factor"
 
     @property
     def anchor(self) -> Tensor:

@@ -85,6 +85,7 @@ def param_groups(
     lr: float | None = None,
     posterior_lr_multiplier: float = 1.0,
     apart: bool = False,
+    scale_lr_multiplier: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: decay on the network's own parameters and copies of them, on no other
     posterior.
@@ -97,11 +98,14 @@ def param_groups(
     Args:
         weight_decay: for all of them, or {"kernels": ..., "biases": ..., "norms": ...} apart, none where one is not
             named.
-        lr: base learning rate; needed when posterior_lr_multiplier is not 1.
+        lr: base learning rate; needed when a multiplier is not 1.
         posterior_lr_multiplier: learning rate of the posterior parameters relative to the rest (the papers'
             fast_weight_lr_multiplier); components and members are weights like any, and train at the base rate.
         apart: never put shared parameters and those of patches (components, the first of which is the layer's own, and
             variational ones) into one group; each then says which it has, group["part"], for coordinate descent.
+        scale_lr_multiplier: learning rate of posteriors' widths relative to that of their means. Widths are logarithms
+            that have orders of magnitude to go, and Adam moves them by about its rate in a step: a short fine-tuning
+            leaves them where they start unless theirs is larger (docs/fine_tuning.md).
 
     Example:
         >>> import slimbayes as sb
@@ -110,20 +114,22 @@ def param_groups(
         >>> [(g["weight_decay"], g["lr"]) for g in opt.param_groups]
         [(0.0002, 0.1), (0.0, 0.05)]
     """
-    if posterior_lr_multiplier != 1.0 and lr is None:
-        raise ValueError("param_groups needs lr= to apply a posterior_lr_multiplier.")
+    if lr is None and not posterior_lr_multiplier == scale_lr_multiplier == 1.0:
+        raise ValueError("param_groups needs lr= to apply a posterior_lr_multiplier or a scale_lr_multiplier.")
     rates = _rates(model, weight_decay)
-    groups: dict[tuple[bool, bool, bool, float, str], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool, bool, float, str, bool], list[nn.Parameter]] = {}
     for p in described(model):
         variational = p.role not in ("weight", "component")
         undecayed = variational or p.in_kl  # a decay on top of the KL's would be a second prior
         part = ("shared" if p.role == "weight" else "patch") if apart else ""
-        at = (p.of_posterior, variational, undecayed, 0.0 if undecayed else rates(p.name), part)
+        width = p.of_posterior and p.role == "scale" and scale_lr_multiplier != 1.0
+        at = (p.of_posterior, variational, undecayed, 0.0 if undecayed else rates(p.name), part, width)
         if p.parameter.requires_grad:
             groups.setdefault(at, []).append(p.parameter)
     out = []
     for at in sorted(groups, key=lambda at: at[:3]):  # in a fixed order: a checkpoint of an optimizer counts on it
-        rate = {} if lr is None else {"lr": lr * (posterior_lr_multiplier if at[1] else 1.0)}
+        faster = (posterior_lr_multiplier if at[1] else 1.0) * (scale_lr_multiplier if at[5] else 1.0)
+        rate = {} if lr is None else {"lr": lr * faster}
         out.append({"params": groups[at], "weight_decay": at[3], **rate, **({"part": at[4]} if apart else {})})
     return out
 
