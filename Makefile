@@ -28,7 +28,7 @@ test: .venv/ready
 suite: .venv/ready
 	$(RUN) -m pytest -n 2 --dist worksteal
 
-# The inner loop: what takes more than half a second stays out.
+# The inner loop: what takes more than a quarter of a second stays out.
 quick: .venv/ready
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not slow"
 

@@ -95,12 +95,14 @@ class Variant:
 
     sampled: `sb.sample` shows every row to every member; otherwise the network is called on all rows.
     whole: the compiled mode compiles the loss with its draws and its KL, not the network alone.
+    ours: it is one of this library's, and worth a profile.
     """
 
     convert: Callable[[nn.Module], nn.Module] = lambda net: net
     penalty: Callable[[nn.Module], Tensor] | None = None
     sampled: bool = False
     whole: bool = False
+    ours: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,11 @@ class Trial:
         # Sizes change between variants only: dynamic=False keeps later ones' sizes from being symbolic.
         compiler = partial(torch.compile, dynamic=False) if compiled else lambda f: f
         self.call = self.model
-        if variant.whole and compiled:  # rows are located on real inputs: not while the compiler traces
+        if compiled:  # rows are located on real inputs: not while the compiler traces
             with torch.no_grad(), self.autocast:
-                self.outputs()
+                for training in (False, True):
+                    self.model.train(training)
+                    self.outputs()
         self.call = self.model if variant.whole else compiler(self.model)
         self.nll = compiler(sb.categorical if variant.sampled else cross_entropy)
         self.objective = compiler(self.loss) if variant.whole else self.loss
@@ -186,7 +190,7 @@ def ours(config: sb.Config, sampled: bool = True, frozen: bool = False) -> Varia
     def convert(net: nn.Module) -> nn.Module:
         return sb.bayesianize(net.requires_grad_(not frozen), config)
 
-    return Variant(convert, kl, sampled)
+    return Variant(convert, kl, sampled, ours=True)
 
 
 def l2(model: nn.Module) -> Tensor:
@@ -200,7 +204,7 @@ def plain_l2(model: nn.Module) -> Tensor:
 def patched(cross: bool) -> Variant:
     """EMP's own loss: a draw for each batch, and an L2 penalty instead of a KL."""
     config = sb.ModelPatch(components=5, patch="norm+output", cross=cross, tau=None)
-    return Variant(lambda net: sb.bayesianize(net, config), l2)
+    return Variant(lambda net: sb.bayesianize(net, config), l2, ours=True)
 
 
 PLAIN = {"plain": Variant()}

@@ -11,7 +11,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,23 @@ NETWORK = {"kind": "wrn", "depth": 16, "width": 4}
 MODES = {"graph": (True, True), "compile": (True, False), "eager": (False, False)}
 
 
+class Pausing(Bars):
+    """Bars that call `after_first` between the first epoch and the second, and `after_last` when all are done."""
+
+    def __init__(self, after_first: Callable[[], object], after_last: Callable[[], object]) -> None:
+        super().__init__()
+        self.after_first, self.after_last, self.epochs = after_first, after_last, 0
+
+    def move(self, done: int, note: str = "") -> None:
+        super().move(done, note)
+        if note:  # an epoch is over, and its time was taken
+            self.epochs += 1
+            if self.epochs == 1:
+                self.after_first()
+            if done == self.total:
+                self.after_last()
+
+
 def images(rows: int) -> Dataset:
     source = torch.Generator().manual_seed(0)
     x = torch.randint(256, (rows, 3, 32, 32), dtype=torch.uint8, generator=source)
@@ -60,7 +77,7 @@ def cases_of(config: Path) -> dict[str, dict[str, Any]]:
 
 def run(
     name: str, mode: str, data: Dataset, epochs: int, network: dict[str, Any] = NETWORK,
-    cases: Mapping[str, Mapping[str, Any]] = CASES,
+    cases: Mapping[str, Mapping[str, Any]] = CASES, bars: Bars | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     case, (compiled, graph) = cases[name], MODES[mode]
     cuda = torch.cuda.is_available()
@@ -78,7 +95,7 @@ def run(
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        with Bars() as bars:
+        with bars or Bars() as bars:
             fit(experiment, Path(folder) / "run", Execution(compile=compiled, graph=graph), dataset=data, watcher=bars)
         cost = json.loads((Path(folder) / "run" / "cost.json").read_text())
         curve = [

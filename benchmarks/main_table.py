@@ -7,27 +7,22 @@ python benchmarks/main_table.py take FOLDER   the same, after taking records fro
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from math import nan
 from pathlib import Path
+
+from cifar_records import CONFIG, PLAIN, RESULTS, ROOT, SMALL, Scores, kept_attempts, kept_records, methods, take
+from moonshot import attempts, summit
 
 from slimbayes.lab.config_files import load, read_tree
 from slimbayes.lab.config_rows import row_names
-from slimbayes.lab.paper_table import draws_of, measured
 from slimbayes.report import compare
-from slimbayes.report.record import Record, read, write
+from slimbayes.report.record import Record
 from slimbayes.report.statistics import mean, t_interval
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "results" / "cifar10"
-CONFIG = ROOT / "experiments" / "cifar10" / "methods.yaml"
 MARKS = ("<!-- results -->\n", "<!-- /results -->\n")
 COMMAND = 'slimbayes sweep experiments/cifar10/methods.yaml --over "seed=[0, 1, 2, 3, 4]" --jobs 8'
-MOONSHOT = "slimbayes sweep experiments/cifar10/moonshot.yaml --over seed=[0]"
-PLAIN = "plain"
-ENSEMBLE, SMALL = "deep ensemble", 0.02
+ENSEMBLE = "deep ensemble"
 FEWEST = 3  # seeds that can decide anything
 # Of a column: the score, its title, what it is multiplied by, decimals, and whether less is better.
 COLUMNS = (
@@ -35,25 +30,6 @@ COLUMNS = (
     ("corrupted_nll", "corrupted NLL", 1, 3, True), ("corrupted_accuracy", "corrupted accuracy, %", 100, 1, False),
     ("human_nll", "CIFAR-10H NLL", 1, 3, True), ("ood_auroc", "OOD AUROC", 1, 3, False),
 )  # fmt: skip
-Scores = dict[int, dict[str, float]]  # by seed
-
-
-def scores(record: Record) -> dict[str, float]:
-    """What the table shows of a run."""
-    draws = draws_of(record, None)
-    found = measured(record, draws)
-    for e in (e for e in record.evaluations if e.draws == draws):
-        found |= {"human_nll": e.metrics["nll"]} if e.role == "shift" else {}
-        found |= {"validation_nll": e.metrics["nll"]} if e.role == "validation" else {}
-        found |= {"ood_auroc": e.metrics["auroc"]} if e.role == "ood" else {}
-    return found
-
-
-def methods(records: Sequence[Record]) -> dict[str, Scores]:
-    found: dict[str, Scores] = {}
-    for record in records:
-        found.setdefault(record.name, {})[record.seed] = scores(record)
-    return found
 
 
 def difference(found: Mapping[str, Scores], name: str, score: str) -> tuple[float, float] | None:
@@ -136,8 +112,8 @@ def _against_ensemble(found: Mapping[str, Scores]) -> list[str]:
     ]
 
 
-def block(records: Sequence[Record], cost: Mapping[str, float] | None = None) -> str:
-    """What stands between README's marks."""
+def block(records: Sequence[Record], cost: Mapping[str, float] | None = None, longer: Sequence[Record] = ()) -> str:
+    """What stands between README's marks; `longer` are the attempts of moonshot.yaml."""
     found, cost = methods(records), costs() if cost is None else cost
     if PLAIN not in found:
         return f"The table of all methods on CIFAR-10 at equal cost has no records yet: `{COMMAND}`.\n"
@@ -151,7 +127,7 @@ def block(records: Sequence[Record], cost: Mapping[str, float] | None = None) ->
         f"severities; OOD: CIFAR-100 ([how](experiments/cifar10/README.md)).",
         "", *table(found, cost), "",
         "![NLL of every method on clean and corrupted images](docs/cifar10.svg)", "",
-        reading(found), "",
+        f"{reading(found)} {summit(longer)}".strip(), "",
         f"What the papers claim and what came out here: [docs/reproduction.md](docs/reproduction.md), "
         f"generated, as is this: `{COMMAND}`, then `make reproduction`.",
     ]  # fmt: skip
@@ -166,7 +142,7 @@ def _budget(records: Sequence[Record]) -> int:
 def cifar_page(results: Path = RESULTS) -> str:
     """What stands between the marks of experiments/cifar10/README.md."""
     parts = []
-    kept = {name: sorted((results / name).glob("*.json")) for name in ("methods", "tune", "moonshot")}
+    kept = {name: sorted((results / name).glob("*.json")) for name in ("methods", "tune")}
     if kept["methods"]:
         for on in ("test", "corrupted", "shift", "ood"):
             parts.append(compare(kept["methods"], baseline=PLAIN, on=on).to_markdown())
@@ -175,45 +151,8 @@ def cifar_page(results: Path = RESULTS) -> str:
     if kept["tune"]:
         shown = compare(kept["tune"], on="validation", metrics=["nll", "accuracy", "ece"]).to_markdown()
         parts.append(f"Candidates of tune.yaml, by validation rows:\n\n{shown}")
-    parts.append(attempts([read(file) for file in kept["moonshot"]]))
+    parts.append(attempts(kept_attempts(results)))
     return "\n".join(parts) + "\n"
-
-
-def attempts(records: Sequence[Record]) -> str:
-    """Every attempt of moonshot.yaml, best first by validation rows, and whether the goal is reached."""
-    found = {name.removeprefix("moonshot-"): mine for name, mine in methods(records).items()}
-    if not found:
-        return f"Attempts of moonshot.yaml: none has been run yet. `{MOONSHOT}`\n"
-    names = ("overhead", "validation_nll", "nll", "accuracy", "corrupted_nll")
-    means = {one: {n: mean([s[n] for s in mine.values() if n in s] or [nan]) for n in names}
-             for one, mine in found.items()}  # fmt: skip
-    order = sorted(means, key=lambda one: means[one]["validation_nll"])
-    lines = ["| attempt | more parameters | validation NLL | NLL | accuracy, % | corrupted NLL | seeds |"]
-    lines.append("|---|" + "---:|" * 6)
-    for one in order:
-        m = means[one]
-        lines.append(
-            f"| {one} | {m['overhead']:.1%} | {m['validation_nll']:.3f} | {m['nll']:.3f} | {100 * m['accuracy']:.2f} | "
-            f"{m['corrupted_nll']:.3f} | {len(found[one])} |"
-        )
-    title = f"Every attempt of moonshot.yaml that was run, by validation rows; `{MOONSHOT}`:"
-    return "\n".join([title, "", *lines, "", _goal(means, order)]) + "\n"
-
-
-def _goal(means: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> str:
-    """Who is below the ensemble on clean and on corrupted images, and what that ensemble is."""
-    if "ensemble" not in means:
-        return "The deep ensemble has not been run with these rows: nothing can be said about the goal."
-    clean, corrupted = means["ensemble"]["nll"], means["ensemble"]["corrupted_nll"]
-    small = [one for one in order if not one.startswith("plain") and means[one]["overhead"] <= SMALL]
-    there = [one for one in small if means[one]["nll"] <= clean and means[one]["corrupted_nll"] < corrupted]
-    return (
-        f"The goal, no more than {SMALL:.0%} more parameters and below the deep ensemble of the same cost on clean and "
-        f"on corrupted images ({clean:.3f} and {corrupted:.3f}), is reached by {', '.join(there) or 'none'}. It is an "
-        f"easy one at this cost: four members train for a quarter of the epochs each, and the plain network alone is "
-        f"{'below' if means.get(PLAIN, {}).get('nll', clean) < clean else 'not below'} them on clean images. Four "
-        f"members trained as long as the plain network, at four times the cost, were not run."
-    )
 
 
 def figure(found: Mapping[str, Scores]) -> str:
@@ -258,28 +197,12 @@ def between(text: str, middle: str) -> str:
     return before + MARKS[0] + middle + MARKS[1] + after
 
 
-def take(folder: Path, results: Path = RESULTS) -> None:
-    """Keep the records of finished runs, <table>/<run>/record.json, as results/cifar10/<table>/<name>-<seed>.json."""
-    for file in sorted(folder.glob("**/record.json")):
-        record, kept = read(file), results / file.parents[1].name
-        kept.mkdir(parents=True, exist_ok=True)
-        slug = re.sub(r"[^a-z0-9.]+", "-", record.name.lower())
-        write(kept / f"{slug}-{record.seed}.json", record)
-
-
-def kept_records() -> list[Record]:
-    """Records of methods.yaml, in the order of its rows, then by seed."""
-    rows = row_names(read_tree(CONFIG))
-    order = {load(f"{CONFIG}#{row}").name: place for place, row in enumerate(rows)}
-    records = [read(file) for file in sorted((RESULTS / "methods").glob("*.json"))]
-    return sorted(records, key=lambda record: (order.get(record.name, len(order)), record.seed))
-
-
 def main(words: Sequence[str]) -> None:
     if words[:1] == ["take"]:
         take(Path(words[1]))
     records = kept_records()
-    for file, middle in ((ROOT / "README.md", block(records)), (CONFIG.with_name("README.md"), cifar_page())):
+    shown = block(records, longer=kept_attempts())
+    for file, middle in ((ROOT / "README.md", shown), (CONFIG.with_name("README.md"), cifar_page())):
         file.write_text(between(file.read_text(), middle))
     if records:
         (ROOT / "docs" / "cifar10.svg").write_text(figure(methods(records)))

@@ -171,7 +171,12 @@ def _head(record: dict[str, Any], rows: Table) -> list[str]:
 
 def _older(record: dict[str, Any]) -> list[str]:
     """Which rows were not measured again when others were."""
-    found = sorted({f"{row['case']} ({row['mode']})" for row in record["results"] if row.get("older")})
+    older: dict[tuple[str, str], list[str]] = {}
+    anew = {(row["case"], row["mode"]) for row in record["results"] if not row.get("older")}
+    for row in record["results"]:
+        if row.get("older"):
+            older.setdefault((row["case"], row["mode"]), []).append(row["method"])
+    found = sorted(f"{at[0]} ({at[1]}{': ' + ', '.join(some) if at in anew else ''})" for at, some in older.items())
     return [f"Of an earlier version, and not measured since: {', '.join(found)}."] if found else []
 
 
@@ -323,7 +328,7 @@ def _rest(record: dict[str, Any]) -> list[str]:
         f"- {row['case']}, {row['mode']}, {row['method']}: {row['error'].replace('|', '/')[:160]}"
         for row in record["results"] if "error" in row
     ]  # fmt: skip
-    lines += [f"- {name}: no time was left." for name in record["not_run"]]
+    lines += [f"- {words.replace('|', '/')[:160]}" for words in record["not_run"]]
     for row in record["results"]:
         for kind in ("train", "predict"):
             if f"{kind}_error" in row:

@@ -43,7 +43,7 @@ def milliseconds(work: Callable[[], Any], device: torch.device, repeats: int = 1
 
 
 def race(
-    works: Mapping[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int, seconds: float = 3.0
+    works: Mapping[str, Callable[[], Any]], reference: str, device: torch.device, rounds: int, seconds: float = 1.5
 ) -> Rows:
     """{name: {ms, ratio, spread}} of so many rounds; once `seconds` are over, five are enough.
 

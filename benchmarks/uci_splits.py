@@ -5,8 +5,9 @@
 
 The nets are so small that a step costs its overhead: the splits of a set train side by side, as blocks of one network
 that share nothing but the picks of EMP. The loss is the sum over splits, so each trains as it would by itself (a test
-compares); its settings are those of experiments/emp/uci.yaml. OUT/<set>-<method>.json has the scores of each split. A
-call that is stopped, or out of minutes, goes on from a checkpoint when it is made again.
+compares); its settings are those of experiments/emp/uci.yaml. With --device cuda an epoch is one recording.
+OUT/<set>-<method>.json has the scores of each split. A call that is stopped, or out of minutes, goes on from a
+checkpoint when it is made again.
 
 Sizes: G splits, B rows of a batch, P features, H hidden units, T targets, S draws.
 """
@@ -18,8 +19,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -94,32 +95,31 @@ def outputs_of(net: nn.Module, x: Tensor, like: Tensor) -> Tensor:
 class Splits:
     """Rows of G splits of one set, side by side: x (N, G, P), y (N, G, T), and the same of the test rows."""
 
-    def __init__(self, name: str, root: Path, count: int | None = None) -> None:
-        data, groups = load(f"uci/{name}", root), count or UCI[name][2]
-        found = [standard_split(data, index) for index in range(groups)]
-        self.x, self.y = (torch.stack([getattr(s.train, of) for s in found], 1) for of in "xy")
-        self.test_x, self.test_y = (torch.stack([getattr(s.test, of) for s in found], 1) for of in "xy")
-        self.mean, self.std = (torch.stack([getattr(s, of) for s in found]) for of in ("y_mean", "y_std"))
-        self.groups, self.sizes = groups, (self.x.shape[2], self.y.shape[2])
+    def __init__(self, name: str, root: Path, device: str = "cpu") -> None:
+        data, self.groups = load(f"uci/{name}", root), UCI[name][2]
+        found = [standard_split(data, index) for index in range(self.groups)]
+        self.x, self.y = (torch.stack([getattr(s.train, of) for s in found], 1).to(device) for of in "xy")
+        self.test_x, self.test_y = (torch.stack([getattr(s.test, of) for s in found], 1).to(device) for of in "xy")
+        self.mean, self.std = (torch.stack([getattr(s, of) for s in found]).to(device) for of in ("y_mean", "y_std"))
+        self.sizes = (self.x.shape[2], self.y.shape[2])
 
-    def batches(self, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches (B, G P) and (B, G, T), each split in an order of its own; the last rows wait for another epoch."""
-        size, count = min(BATCH, len(self.x)), len(self.x) // min(BATCH, len(self.x))
-        source = torch.Generator().manual_seed(key(seed, "order", epoch))
-        order = torch.rand(len(self.x), self.groups, generator=source).argsort(0)[: size * count, :, None]
+    def epoch(self, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+        """Whole batches, (N, G P) and (N, G, T), each split in an order of its own; the last rows wait for another."""
+        whole = len(self.x) - len(self.x) % min(BATCH, len(self.x))
+        source = torch.Generator(self.x.device).manual_seed(key(seed, "order", epoch))
+        order = torch.rand(len(self.x), self.groups, generator=source, device=self.x.device).argsort(0)[:whole, :, None]
         x, y = (rows.gather(0, order.expand(-1, -1, rows.shape[2])) for rows in (self.x, self.y))
-        yield from zip(x.flatten(1).split(size), y.split(size), strict=True)
+        return x.flatten(1), y
 
 
-def train_epoch(net: nn.Module, optimizer: torch.optim.Optimizer, data: Splits, seed: int, epoch: int) -> None:
-    """One epoch: the mean squared error over draws, rows and targets, summed over splits."""
-    torch.manual_seed(key(seed, "epoch", epoch))
-    net.train()
-    for x, y in data.batches(seed, epoch):
+def train_epoch(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """One epoch: the mean squared error over draws, rows and targets, summed over splits; that of the last batch."""
+    for rows, targets in zip(x.split(BATCH), y.split(BATCH), strict=True):
         optimizer.zero_grad(set_to_none=True)
-        error = outputs_of(net, x, y) - y
-        (error.square().mean() * data.groups).backward()
+        loss = (outputs_of(net, rows, targets) - targets).square().mean() * y.shape[1]
+        loss.backward()
         optimizer.step()
+    return loss.detach()
 
 
 @torch.no_grad()
@@ -140,24 +140,32 @@ def scores(net: nn.Module, data: Splits, draws: int, seed: int) -> dict[str, lis
     return {"rmse": means[0].tolist(), "lpd": means[1].tolist()}
 
 
-def run(name: str, method: str, root: Path, out: Path, epochs: int, draws: int, until: float) -> str:
+def run(
+    name: str, method: str, root: Path, out: Path, epochs: int, draws: int, until: float, device: str = "cpu"
+) -> str:
     """Train and judge one set with one method, or go on with it; says how far it came."""
     torch.set_num_threads(1)
     result, saved, begun = out / f"{name}-{method}.json", out / f"{name}-{method}.pt", time.perf_counter()
     if result.exists() and json.loads(result.read_text())["epochs"] == epochs:
         return f"{name}-{method}: there already"
-    data, seed = Splits(SETS[name], root), 0
+    data, seed = Splits(SETS[name], root, device), 0
     torch.manual_seed(key(seed, "start"))
-    net = network(method, data.groups, data.sizes[0], 100 if name in WIDE else 50, data.sizes[1])
+    net = network(method, data.groups, data.sizes[0], 100 if name in WIDE else 50, data.sizes[1]).to(device)
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
     first, seconds, kept = 0, 0.0, begun
     if saved.exists():
-        state = torch.load(saved, weights_only=True)
+        state = torch.load(saved, weights_only=True, map_location=device)
         net.load_state_dict(state["net"])
         optimizer.load_state_dict(state["optimizer"])
         first, seconds = state["epoch"], state["seconds"]
+    train: Any = partial(train_epoch, net, optimizer)
+    if device != "cpu":
+        train = sb.recorded(train, net, optimizer)
+    net.train()
     for epoch in range(first, epochs):
-        train_epoch(net, optimizer, data, seed, epoch)
+        torch.manual_seed(key(seed, "epoch", epoch))
+        if not math.isfinite(float(train(*data.epoch(seed, epoch)))):
+            raise FloatingPointError(f"{name}-{method}: the loss is not finite in epoch {epoch}.")
         late = time.time() > until
         if late or time.perf_counter() - kept > _MINUTE:
             kept, spent = time.perf_counter(), seconds + time.perf_counter() - begun
@@ -170,7 +178,7 @@ def run(name: str, method: str, root: Path, out: Path, epochs: int, draws: int, 
     net.eval()
     found = scores(net, data, draws, seed)
     facts = {"set": name, "method": method, "targets": data.sizes[1], "epochs": epochs, "draws": draws}
-    facts |= {"seconds": round(seconds, 1), "torch": torch.__version__, "seed": seed}
+    facts |= {"seconds": round(seconds, 1), "device": device, "torch": torch.__version__, "seed": seed}
     write_text(result, json.dumps(facts | found) + "\n")
     saved.unlink(missing_ok=True)
     return f"{name}-{method}: done in {seconds:.0f} s, {found['rmse'][0]:.3f}, {found['lpd'][0]:.3f}"
@@ -213,11 +221,13 @@ def main(words: list[str] | None = None) -> None:
     runs = does.add_parser("run")
     runs.add_argument("--data", type=Path, required=True)
     runs.add_argument("--out", type=Path, required=True)
-    runs.add_argument("--sets", default=",".join(name for name in SETS if name != "year"))
+    longest_first = [name for name in SETS if name != "year"][::-1]
+    runs.add_argument("--sets", default=",".join(longest_first), help="In the order in which they are begun.")
     runs.add_argument("--methods", default=",".join(METHODS))
     runs.add_argument("--epochs", type=int, default=4000)
     runs.add_argument("--draws", type=int, default=DRAWS)
     runs.add_argument("--jobs", type=int, default=1)
+    runs.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     runs.add_argument("--minutes", type=float, default=math.inf, help="Leave checkpoints and end after so many.")
     given = parser.parse_args(words)
     if given.does == "table":
@@ -225,9 +235,10 @@ def main(words: list[str] | None = None) -> None:
         return
     given.out.mkdir(parents=True, exist_ok=True)
     until = time.time() + 60 * given.minutes
-    asked = [(n, m) for n in given.sets.split(",")[::-1] for m in given.methods.split(",")]  # the longest first
+    asked = [(n, m) for n in given.sets.split(",") for m in given.methods.split(",")]
+    how = given.data, given.out, given.epochs, given.draws, until, given.device
     with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
-        told = [pool.submit(run, *one, given.data, given.out, given.epochs, given.draws, until) for one in asked]
+        told = [pool.submit(run, *one, *how) for one in asked]
         for one, (name, method) in zip(told, asked, strict=True):
             failed = one.exception()
             print(f"{name}-{method} failed: {failed}" if failed else one.result(), flush=True)

@@ -39,6 +39,12 @@ if device := os.environ.get("SLIMBAYES_TEST_DEVICE"):  # run the suite on a GPU:
 
 
 @pytest.fixture
+def unchecked_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs whose posteriors nobody looks at after training: that takes a third of the time of small ones."""
+    monkeypatch.setattr("slimbayes.lab.fit._diagnostics", lambda *args: None)
+
+
+@pytest.fixture
 def last_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Posteriors show the draws of the last pass after it has ended, for tests that write them out by hand."""
     from slimbayes.engine import passes

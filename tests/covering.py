@@ -6,7 +6,7 @@ both. So every pair that occurs in the product occurs in the array; what needs t
 
 import itertools
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -15,13 +15,16 @@ Pair = tuple[str, str]  # (method, layer)
 Case = tuple[str, str, str]  # (method, layer, property)
 
 
-def pairs_in(case: Case) -> set[tuple[str, str, str]]:
-    """The three pairs of a case, each marked by what it is a pair of."""
+def pairs_in(case: Case, alike: Mapping[str, str] = {}) -> set[tuple[str, str, str]]:
+    """The three pairs of a case, each marked by what it is a pair of; to layers, `alike` methods are one."""
     method, layer, name = case
-    return {("method, layer", method, layer), ("method, property", method, name), ("layer, property", layer, name)}
+    to_layer = alike.get(method, method)
+    return {("method, layer", to_layer, layer), ("method, property", method, name), ("layer, property", layer, name)}
 
 
-def covering(grid: dict[str, list[Pair]], kept: Callable[[str, Pair], bool]) -> dict[str, list[Pair]]:
+def covering(
+    grid: dict[str, list[Pair]], kept: Callable[[str, Pair], bool], alike: Mapping[str, str] = {}
+) -> dict[str, list[Pair]]:
     """The cases of a grid, {property: (method, layer) pairs}, to run: those `kept`, then greedily those with new pairs.
 
     >>> full = {"adds": [(m, n) for m in "ab" for n in "xy"], "saves": [(m, n) for m in "ab" for n in "xy"]}
@@ -32,13 +35,14 @@ def covering(grid: dict[str, list[Pair]], kept: Callable[[str, Pair], bool]) -> 
     for name, pairs in grid.items():  # each in an order of its own, the same in every run, so that properties differ
         cases += [(*pair, name) for pair in random.Random(name).sample(pairs, len(pairs))]
     chosen = {case for case in cases if kept(case[2], case[:2])}
-    missing = set().union(*map(pairs_in, cases)) - set().union(*map(pairs_in, chosen))
+    pairs = {case: pairs_in(case, alike) for case in cases}
+    missing = set().union(*pairs.values()).difference(*(pairs[case] for case in chosen))
     for new in (3, 2, 1):  # first the cases that bring most
         for case in cases:
-            if len(pairs_in(case) & missing) >= new:
+            if len(pairs[case] & missing) >= new:
                 chosen.add(case)
-                missing -= pairs_in(case)
-    return {name: [pair for pair in pairs if (*pair, name) in chosen] for name, pairs in grid.items()}
+                missing -= pairs[case]
+    return {name: [pair for pair in all_ if (*pair, name) in chosen] for name, all_ in grid.items()}
 
 
 def pairwise(*axes: Collection[Any]) -> list[tuple[Any, ...]]:

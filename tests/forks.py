@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -41,3 +42,22 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+class Popen:
+    """`python -m slimbayes.lab.command WORDS` in a fork, for code that starts it by subprocess.Popen."""
+
+    def __init__(self, words: list[str], **options: object) -> None:
+        from slimbayes.lab.command import app
+
+        self.process = start(app, words[words.index("slimbayes.lab.command") + 1 :])
+        self.terminate, self.kill = self.process.terminate, self.process.kill
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("slimbayes", timeout or 0.0)
+        return self.process.exitcode

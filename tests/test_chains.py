@@ -102,6 +102,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sghmc", "sgld", "cyclical", "hmc"])
 def test_states_are_members_that_predict_and_are_saved(method: Any, tmp_path: Any) -> None:
     model, x = net(), torch.randn(6, 4)

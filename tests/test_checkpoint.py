@@ -263,6 +263,7 @@ def test_modules_to_be_saved_are_names_or_the_config_is_damaged(tmp_path: Path) 
         read_config(data, tmp_path / "config.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
 def test_wrapped_models_are_converted_saved_and_loaded_inside(wrap: Any, tmp_path: Path) -> None:
     plain, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).eval(), torch.randn(5, 4)
@@ -272,3 +273,21 @@ def test_wrapped_models_are_converted_saved_and_loaded_inside(wrap: Any, tmp_pat
     wanted = sb.predict(wrapped, x, seed=0).probs
     for base in (plain, wrap(copy.deepcopy(plain)).eval()):
         torch.testing.assert_close(sb.predict(sb.load(base, path), x, seed=0).probs, wanted)
+
+
+@pytest.mark.parametrize("rule", [None, [0.1, 10.0, 1.0]])
+def test_noise_that_was_learned_by_another_rule_is_told(rule: Any, tmp_path: Path) -> None:
+    plain, x = nn.Linear(4, 2), torch.randn(5, 4)
+    folder = sb.save(sb.bayesianize(copy.deepcopy(plain), sb.Rank1()), tmp_path / "now")
+    options: Any = {"likelihood": "heteroscedastic_gaussian", "scale": 1.0}
+    sb.predict(sb.load(copy.deepcopy(plain), folder), x, **options)  # without a word
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("noise_rule")
+    config |= {} if rule is None else {"noise_rule": rule}
+    _resign(folder, "config.json", json.dumps(config).encode())
+    loaded = sb.load(copy.deepcopy(plain), folder)
+    again = sb.load(copy.deepcopy(plain), sb.save(loaded, tmp_path / "again"))  # a file that is written anew keeps it
+    for model in (loaded, again):
+        with pytest.warns(sb.SlimbayesWarning, match="0.1 to 10" if rule is None else "learned as 0.1 to 10.0"):
+            sb.predict(model, x, **options)
+        sb.predict(model, x)  # classes have no such noise

@@ -243,3 +243,21 @@ def test_made_up_records_are_deterministic():
         report_records.record("rank1-cauchy", 1, corruptions=1).digest
         == report_records.record("rank1-cauchy", 1, corruptions=1).digest
     )
+
+
+def test_runs_of_an_older_version_are_told_apart_from_runs_with_other_settings(tmp_path):
+    def configured(seed, config):
+        return run("a", seed, nll=0.5).model_copy(update={"config": config})
+
+    def notes(folder, old, new):
+        return " ".join(compare(save(tmp_path / folder, configured(0, old), configured(1, new))).notes)
+
+    added = notes("added", {"data": {"test": 0.2}}, {"data": {"test": 0.2, "dates": "refuse"}})
+    assert "Some runs of 'a' were made by a version without data.dates" in added and "different things" not in added
+    for name, old, new in (
+        ("value", {"data": {"test": 0.2}}, {"data": {"test": 0.3}}),
+        ("kind", {"method": {"kind": "A", "p": 1}}, {"method": {"kind": "B", "q": 1}}),
+        ("nothing", {"data": {"test": 0.2, "prior": None}}, {"data": {"test": 0.2, "prior": {"scale": 1}}}),
+    ):
+        told = notes(name, old, new)
+        assert "Their mean is a mean of different things" in told and "by a version" not in told, name

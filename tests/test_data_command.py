@@ -127,6 +127,7 @@ def test_importing_the_command_imports_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_check_of_the_real_mnist() -> None:
     if not (REAL / "mnist").is_dir():
         pytest.skip(

@@ -101,7 +101,7 @@ def test_sets_cover_however_wrong_the_model_is(kind: Any, sharp: float) -> None:
 
 def test_adaptive_scores_are_the_mass_above_a_class_and_sets_grow_with_doubt() -> None:
     p = torch.tensor([[0.5, 0.3, 0.2], [0.4, 0.3, 0.3], [0.98, 0.01, 0.01]]).double()
-    found = sb.decisions.scores.of_classes(classes(p.log()), "adaptive", 0)
+    found = sb.decisions.conformal._class_scores(classes(p.log()), "adaptive", 0)
     lowest, highest = torch.tensor([0.0, 0.5, 0.8]), torch.tensor([0.5, 0.8, 1.0])
     assert bool(((found[0] >= lowest) & (found[0] <= highest)).all())
     pred = classes(p[[0, 1, 2] * 50].log())

@@ -140,8 +140,9 @@ def test_batched_execution_falls_back_where_batch_norm_trains(execution: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 2, 5, 7, 12])
-@pytest.mark.parametrize("execution", ["loop", "batched"])
+@pytest.mark.parametrize(
+    ("rows", "execution"), [(1, "loop"), (2, "batched"), (5, "loop"), (7, "batched"), (12, "loop")]
+)
 def test_rows_of_a_bare_call_are_shared_out_among_the_members(rows: int, execution: str) -> None:
     """Blocks as equal as the number allows; each row is one member's, members follow each other, starting at a random
     one."""

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"
 YACHT = FOLDER / "emp" / "data"
 TABLE_4 = FOLDER / "rank1" / "table4.yaml"
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
 
 
 def scores(name: str, out: Path, scale: str = "full", data: Path | None = None) -> dict[str, dict[str, float]]:

@@ -27,7 +27,7 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data.archives import map_npy, read_idx, read_npz, read_xz
-from slimbayes.data.pickles import read_cifar_pickle
+from slimbayes.data.cifar import read_cifar_pickle
 from slimbayes.errors import brief
 from slimbayes.lab import yaml_text
 from slimbayes.lab.checkpoints import latest_checkpoint, save_checkpoint

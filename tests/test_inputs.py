@@ -317,3 +317,112 @@ def test_a_whole_set_of_targets_is_checked_once(target: Any, options: Any, match
     sb.check_targets(torch.tensor([0, -100, 1]), classes=2, ignore_index=-100)
     sb.check_targets(torch.tensor([[0.2, 0.8], [0.9, 0.1]]))
     sb.check_targets(torch.tensor([0.0, 0.4]), "bernoulli")
+
+
+# Arguments that broadcast, or mean nothing ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: sb.gaussian(torch.zeros(1, 6), torch.zeros(6), scale=torch.ones(6, 1)), "does not broadcast"),
+        (lambda: sb.gaussian(torch.zeros(6, 6), torch.zeros(6), scale=torch.ones(6, 1)), "does not broadcast"),
+        (lambda: sb.heteroscedastic_gaussian(torch.zeros(1, 6, 2), torch.zeros(6), scale=torch.ones(6, 1)), "scale of"),
+        (lambda: sb.gaussian(torch.zeros(1, 6), torch.zeros(6), scale=0.0), "positive and finite, got 0.0"),
+        (lambda: sb.heteroscedastic_gaussian(torch.zeros(1, 6, 2), torch.zeros(6), scale=-1.0), "got -1.0"),
+        (lambda: sb.gaussian(torch.zeros(6), torch.zeros(6)), "draws in front"),
+        (lambda: sb.categorical(torch.zeros(6, 3), torch.zeros(6).long()), "draws in front"),
+        (lambda: sb.categorical(torch.zeros(2, 6, 3), torch.ones(6, 3)), "must sum to 1, got 3"),
+        (lambda: sb.categorical(torch.zeros(2, 6, 3), [0] * 6), "got list"),
+        (lambda: sb.categorical(torch.zeros(2, 3, 3), torch.zeros(3).long(), class_dim=1), "class_dim=1"),
+    ],
+)
+def test_likelihoods_refuse_what_would_broadcast(call: Any, match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=match):
+        call()
+
+
+def test_likelihoods_take_scales_of_targets_and_rows() -> None:
+    mean, target = torch.zeros(2, 6, 3), torch.zeros(6, 3)
+    expected = sb.gaussian(mean, target, scale=2.0)
+    for scale in (torch.tensor(2.0), torch.full((1, 1), 2.0), torch.full((3,), 2.0), torch.full((6, 1), 2.0)):
+        assert torch.equal(sb.gaussian(mean, target, scale=scale), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"likelihood": "gaussian", "scale": -1.0}, "not negative, got -1.0"),
+        ({"likelihood": "gaussian", "scale": torch.ones(4, 3)}, "nor has it a line for each row"),
+        ({"likelihood": "gaussian", "scale": torch.ones(6, 3)}, "6 rows, but 5 were predicted"),
+        ({"likelihood": "gaussian", "scale": torch.ones(5, 2)}, "one row's targets"),
+        ({"likelihood": "gaussian", "output": 0}, "returns one tensor"),
+        ({"class_dim": 0}, "class_dim=0"),
+        ({"class_dim": 1}, "class_dim=1"),
+        ({"fold": None}, "fold must be"),
+        ({"draws": 2.0}, "whole number of draws"),
+        ({"chunk": 2.5}, "chunk=2.5"),
+    ],
+)
+def test_predict_refuses_options_that_would_mean_something_else(options: Any, match: str) -> None:
+    model = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
+    with pytest.raises(ValueError, match=match):
+        sb.predict(model, torch.randn(5, 4), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"rows": "spilt"}, "spilt"), ({"fold": "yes"}, "fold must be"), ({"draws": 1.5}, "draws=1.5")],
+)
+def test_sample_refuses_options_that_would_mean_something_else(options: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        sb.sample(sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2)), torch.randn(4, 4), **options)
+
+
+@pytest.mark.parametrize(
+    ("nll", "model", "options", "match"),
+    [
+        (torch.ones(5), None, {}, r"shape \(5,\)"),
+        (1.0, None, {}, "got float"),
+        (torch.ones(()), nn.Linear(4, 3), {}, "has not been converted"),
+        (torch.ones(()), None, {"num_data": float("inf")}, "got inf"),
+        (torch.ones(()), None, {"kl_weight": -1.0}, "kl_weight must be"),
+    ],
+)
+def test_elbo_refuses_terms_that_would_count_otherwise(nll: Any, model: Any, options: Any, match: str) -> None:
+    model = model or sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
+    with pytest.raises(ValueError, match=match):
+        sb.elbo(nll, model, **{"num_data": 10, **options})
+
+
+def test_a_model_without_numbers_is_refused_in_words() -> None:
+    model = sb.bayesianize(nn.Linear(4, 3, device="meta"), sb.Rank1(members=2))
+    with pytest.raises(ValueError, match="meta device"):
+        sb.predict(model, torch.randn(5, 4))
+
+
+def test_rows_may_have_noise_of_their_own_however_they_are_cut() -> None:
+    model, x, scale = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2)), torch.randn(7, 4), 1 + torch.rand(7, 1)
+    for options in ({}, {"chunk": 4}):
+        found = sb.predict(model, x, likelihood="gaussian", scale=scale, seed=0, **options)
+        torch.testing.assert_close(found.aleatoric, scale.square().expand(7, 3))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=2)
+    found = sb.predict(model, loader, likelihood="gaussian", scale=scale, inputs=1)
+    torch.testing.assert_close(found.aleatoric, scale.square().expand(7, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: sb.metrics.crps_samples(torch.zeros(6, 6), torch.zeros(6, 1)), "target of shape"),
+        (lambda: sb.metrics.crps_mixture(torch.zeros(6, 6), torch.ones(6, 6), torch.zeros(6, 1)), "target of shape"),
+        (lambda: sb.metrics.crps_mixture(torch.zeros(2, 6), -torch.ones(2, 6), torch.zeros(6)), "not negative"),
+        (lambda: sb.Prediction.from_outputs(torch.zeros(2, 6), "gaussian", scale=-1.0), "not negative"),
+        (lambda: sb.Prediction.from_outputs(torch.zeros(4, 6, 3), members=3), "each of 3 members"),
+        (lambda: sb.Prediction.from_outputs(torch.zeros(4, 6)), "one of rows"),
+        (lambda: sb.Prediction.from_outputs(torch.zeros(4, 6), "gaussian", scale=1.0).log_prob([0.0] * 6), "got list"),
+    ],
+)
+def test_predictions_and_scores_refuse_what_would_broadcast(call: Any, match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=match):
+        call()

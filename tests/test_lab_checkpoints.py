@@ -14,6 +14,8 @@ from slimbayes.lab.checkpoints import _read, latest_checkpoint, restore, save_ch
 from slimbayes.lab.fit import fit
 from slimbayes.lab.run_folder import RunError
 
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
+
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(

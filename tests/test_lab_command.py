@@ -110,6 +110,7 @@ def test_every_command_has_help(command: str) -> None:
     assert result.exit_code == 0 and "Usage" in result.output
 
 
+@pytest.mark.slow
 def test_fit_trains_and_a_second_call_does_nothing(config: Path, tmp_path: Path) -> None:
     changes = ["--set", "train.epochs=1", "--set", "evaluate.draws=[1,2]"]
     words = ["fit", config, "--out", tmp_path / "run", "--accelerator", "cpu", *changes]

@@ -47,6 +47,7 @@ def test_scores_are_those_of_predict(tmp_path: Path) -> None:
     assert row.risk_coverage is not None and row.risk_coverage.risk[-1] == pytest.approx(1 - row.metrics["accuracy"])
 
 
+@pytest.mark.slow
 def test_curves_score_likelihood_and_errors_alone_by_the_draws_of_all_scores(run: Path) -> None:
     predictor = Predictor(*load_run(run, CPU))
     (full,), notes = predictor.score(predictor.task.test, [1], "rows", "validation")
@@ -128,6 +129,10 @@ def test_two_classes_from_words(network: str, method: str, tmp_path: Path) -> No
             float(2 * (p - y).square().mean()), rel=1e-5
         )
         assert found["nll"] == pytest.approx(float(-torch.where(y == 1, p, 1 - p).log().mean()), rel=1e-5)
+        case = Case(folder, None, execution=CPU)
+        case.__dict__["loaded"] = load_run(folder, CPU, dataset=data)
+        errors = cases.scores(case, net)
+        assert errors["brier_sem"] == pytest.approx(float((2 * (p - y).square()).std()) / math.sqrt(len(y)), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -341,6 +346,7 @@ def test_corrupted_pictures_of_other_classes_are_refused(tmp_path: Path) -> None
         fit(validate(folders()), tmp_path / "run", replace(CPU, data_dir=tmp_path))
 
 
+@pytest.mark.slow
 def test_every_network_can_be_run_once_instead_of_draws(tmp_path: Path) -> None:
     """evaluate.draws: exact, against the networks of `predict(draws="exact")`; the record has their number."""
     method = {"kind": "ModelPatch", "components": 3, "patch": "output"}

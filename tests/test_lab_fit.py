@@ -77,6 +77,7 @@ def test_a_run_directory_says_everything(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     run = fit(experiment(), tmp_path / "run", CPU)
     before = (run / "record.json").stat().st_mtime_ns
@@ -200,6 +201,7 @@ def test_an_unwritable_run_directory_is_told(tmp_path: Path) -> None:
         fit(experiment(), tmp_path / "file" / "run", CPU)
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_share_a_run_directory(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", experiment(), resume=False), pytest.raises(RunError, match="in use"):
         fit(experiment(), tmp_path / "run", CPU)
@@ -316,6 +318,7 @@ def members_of(network: nn.Module) -> list[nn.Module]:
     return [sb.debayesianize(copy.deepcopy(network)), *(copy.deepcopy(m) for m in network.posterior["members"].others)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "train",
     [

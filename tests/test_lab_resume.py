@@ -22,6 +22,8 @@ from slimbayes.lab.fit import Stopped, Training, fit
 from slimbayes.lab.step import TrainingStep
 from slimbayes.report import record
 
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["rank1-cauchy", "2-tied", "emp", "dropout", "ensemble", "member-norm"])

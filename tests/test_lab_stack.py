@@ -41,6 +41,7 @@ def test_a_stacked_run_has_the_weights_of_stack(tmp_path: Path, method: dict[str
     assert again.exit_code == 1 and "is there already" in again.output
 
 
+@pytest.mark.slow
 def test_a_run_without_validation_rows_or_without_parts_is_refused(tmp_path: Path) -> None:
     run = fit(experiment(method={"kind": "Ensemble", "members": 2}, train={"epochs": 1}), tmp_path / "a", CPU)
     found = call("stack", run, "--accelerator", "cpu")

@@ -43,6 +43,7 @@ class StopAt(Nobody):
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_columns_are_those_of_the_definitions_and_training_does_not_notice(tmp_path: Path) -> None:
     tracked = fit(experiment(track=["scales", "snr"]), tmp_path / "tracked", CPU)
     plain = fit(experiment(), tmp_path / "plain", CPU)
@@ -66,6 +67,7 @@ def test_columns_are_those_of_the_definitions_and_training_does_not_notice(tmp_p
         diagnose("tracked", Case(plain, tmp_path, options={"layer": "dense1"}))
 
 
+@pytest.mark.slow
 def test_a_run_stopped_inside_of_the_window_ends_with_the_same_curve(tmp_path: Path) -> None:
     chosen = experiment(track=["snr"])
     whole = read(fit(chosen, tmp_path / "whole", CPU)).curve

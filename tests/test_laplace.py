@@ -133,6 +133,7 @@ def test_curvature_is_that_of_brute_force() -> None:
             torch.testing.assert_close(matrix[0], expected[p.layer.bayes_name], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_curvature_of_means_and_scales_is_the_average_of_scores() -> None:
     net, batches = mlp(2), data(classes=None, outputs=1)
     batches = [(x, y[:, 0]) for x, y in batches]
@@ -215,6 +216,7 @@ def test_rows_together_have_the_curvature_of_rows_alone(kind: str, over: Any) ->
         assert float(a.diagonal(dim1=1, dim2=2).max()) > 0
 
 
+@pytest.mark.slow
 def test_the_evidence_is_largest_where_it_says() -> None:
     net, batches = mlp(2), data(classes=None)
     fit = sb.laplace(copy.deepcopy(net), batches, "gaussian", prior="shared")
@@ -503,6 +505,7 @@ def test_batches_of_several_inputs_come_flat_or_nested() -> None:
         sb.laplace(mlp(), [(torch.randn(6, 4).double(), y, torch.rand(6))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
 def test_wrapped_models_are_fitted_inside(wrap: Any, tmp_path: Path) -> None:
     plain, batches = mlp(), data()

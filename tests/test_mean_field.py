@@ -17,7 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slimbayes as sb
 from slimbayes.distributions.priors import gaussian_kl
+from slimbayes.engine import passes
+from slimbayes.engine.noise import draw
 from slimbayes.layers.base import BayesLayer
+from slimbayes.posteriors.gaussian import GaussianPosterior
+from slimbayes.posteriors.signs import digits, rademacher
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 
@@ -98,6 +102,75 @@ def test_flipout_signs_are_rademacher() -> None:
         assert (sign.square() == 1).all()
         assert (sign.mean(0).abs() < 4.5 / math.sqrt(80_000)).all()
         assert abs((sign[:, 0] * sign[:, 1]).mean()) < 4.5 / math.sqrt(80_000)
+
+
+def test_signs_are_the_digits_of_a_quantile_however_they_are_made() -> None:
+    normals = torch.cat([torch.randn(50, 4), torch.tensor([[-40.0, 40.0, 0.0, -0.0]])])
+    quantiles = torch.special.ndtr(normals.double())
+    by_hand = [1 - 2 * ((quantiles * 2 ** (j + 1)).floor().clamp_max(2 ** (j + 1) - 1) % 2) for j in range(8)]
+    torch.testing.assert_close(rademacher(normals), torch.stack(by_hand, -1).flatten(1))
+    byte = (torch.special.ndtr(normals) * 256).clamp_max(255).to(torch.uint8)
+    assert torch.equal(digits(byte).flatten(1), rademacher(normals))
+
+
+def test_signs_of_all_layers_are_those_of_each() -> None:
+    """They are made at once; a layer alone makes the same of its own noise."""
+    config = sb.MeanField(estimator="flipout")
+    net = sb.bayesianize(nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2)), config)
+    posteriors = passes.posteriors_of(net)
+    new = draw(posteriors, passes.Pass(1, 5))
+    passes.run(new, GaussianPosterior.realise_together, posteriors)
+    for p in posteriors:
+        together = new.values.pop(p.key)
+        alone = passes.run(new, p.values)
+        assert torch.equal(together.sign_in, alone.sign_in) and torch.equal(together.sign_out, alone.sign_out)
+        assert together.sign_in.shape == (5, p.site.n_in) and together.sign_out.shape == (5, p.site.n_out)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what would launch a kernel on a GPU: views do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (function.is_view or "empty" in function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("config", "most"), [(sb.KTied(prior=sb.Normal(0.0, 0.2)), 45), (sb.MeanField(estimator="flipout"), 43)]
+)
+def test_a_layer_more_takes_few_operations_more(config: Any, most: int) -> None:
+    """Draw, forward, KL and backward of a layer; one by one it was 75 and 54."""
+    counts = []
+    for depth in (2, 6):
+        layers = [m for _ in range(depth) for m in (nn.Linear(8, 8), nn.Tanh())]
+        net, x = sb.bayesianize(nn.Sequential(*layers), config), torch.randn(8, 8)
+        sb.sample(net, x)
+        with Operations() as found:
+            (sb.sample(net, x).sum() + sb.kl(net)).backward()
+        counts.append(found.count)
+    assert counts[1] - counts[0] <= 4 * most, counts
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("prior", [sb.Normal(0.1, 0.2), sb.HeNormal(), sb.TiedMean(0.2), sb.EmpiricalBayes()])
+def test_the_kl_of_k_tied_layers_together_is_the_sum_of_theirs(prior: Any, rank: int) -> None:
+    """And so are its gradients; layers of different widths, one of half precision."""
+    net: Any = nn.Sequential(
+        nn.Linear(5, 4), nn.Linear(4, 7, bias=False), nn.Linear(7, 4).bfloat16(), nn.Conv1d(4, 5, 3)
+    )
+    net = sb.bayesianize(net, sb.KTied(rank=rank, prior=prior, scale_jitter=0.5))
+    apart = sum(layer.posterior["weight"].kl(lambda layer=layer: layer.linear_map("weight")) for layer in net)
+    torch.testing.assert_close(sb.kl(net).double(), apart.double(), rtol=1e-6, atol=0)
+    wanted = list(net.parameters())
+    found = [torch.autograd.grad(total, wanted, allow_unused=True) for total in (sb.kl(net), apart)]
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -782,7 +855,7 @@ def test_regression_reaches_its_analytic_optimum(name: str, correlated: bool, es
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["reparam", "local"])
 def test_two_tied_reaches_an_optimum_of_rank_two(estimator: Any) -> None:
     """R13: every block of scales within 3 % of the analytic optimum."""
     method = sb.KTied(rank=2, prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3)
@@ -800,7 +873,7 @@ def test_one_tied_cannot_reach_an_optimum_of_rank_two() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("estimator", "kl_weight", "name"), pairwise(["reparam", "local"], [2.0, 0.5], METHODS))
+@pytest.mark.parametrize(("estimator", "kl_weight", "name"), [("reparam", 2.0, "mean-field"), ("local", 0.5, "1-tied")])
 def test_a_misweighted_kl_misses_the_optimum(name: str, kl_weight: float, estimator: Any) -> None:
     """R13: the oracle has teeth: scales are off by about sqrt(kl_weight)."""
     method = METHODS[name](prior=sb.Normal(0.0, SP), estimator=estimator, scale_init=0.3)

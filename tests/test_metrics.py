@@ -1110,11 +1110,16 @@ def test_bad_input_is_refused_in_words(
 
 
 @pytest.mark.slow
-def test_the_core_imports_no_torchmetrics_and_no_matplotlib() -> None:
-    """Nor do the functions need it; a class says what to install."""
+def test_the_core_imports_torch_and_safetensors_alone() -> None:
+    """Nor do functions of metrics need more; a class says what to install."""
     code = """
-import sys
-import slimbayes, slimbayes.metrics, slimbayes.diagnostics
+import sys, torch, safetensors.torch
+before = set(sys.modules)
+import slimbayes
+new = {m.split(".")[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)
+assert new <= {"slimbayes", "torch", "safetensors"}, new
+assert not torch.cuda.is_initialized()
+import slimbayes.metrics, slimbayes.diagnostics
 assert not {"torchmetrics", "lightning_utilities", "scipy", "sklearn", "matplotlib", "numpy.f2py"} & set(sys.modules)
 slimbayes.bayesianize(slimbayes.models.mlp(), slimbayes.Rank1())
 assert "torch._dynamo" not in sys.modules  # as long as nothing is compiled

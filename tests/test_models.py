@@ -403,6 +403,7 @@ def halves(x: Tensor) -> Tensor:
     return torch.stack([torch.stack(row, -1) for row in rows], -2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [False, True], ids=["large", "small"])
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_resnet_forward_from_its_state(name: str, small: bool) -> None:

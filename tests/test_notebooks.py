@@ -125,6 +125,7 @@ def test_entropies_are_shown_by_correctness(axes: Any) -> None:
     axes(sure.plot(torch.zeros(5).long()))  # nobody is wrong, no entropy at all
 
 
+@pytest.mark.slow
 def test_reliability_has_the_bins_of_the_calibration_error(axes: Any) -> None:
     pred, y = classes()
     upper, lower = axes(sb.plot.reliability(pred, y, bins=10))

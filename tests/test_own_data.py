@@ -236,6 +236,7 @@ def test_runs_of_before_there_were_dates_are_read(place: Path) -> None:
     assert former.kinds == now.kinds and torch.equal(former.rows(rows)[0], now.rows(rows)[0])
 
 
+@pytest.mark.slow
 def test_classes_gaps_and_new_categories(tmp_path: Path) -> None:
     rows: list[list[Any]] = [[s, t, "dear" if s > 100 else "cheap"] for s, t, _ in houses()]
     rows[3][0], rows[4][1] = "", "NA"
@@ -520,6 +521,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
+@pytest.mark.slow
 def test_a_network_of_ones_own_is_built_only_with_consent(tmp_path: Path, code: str) -> None:
     tree = {**BASE, "data": {"name": "digits", "train_limit": 64, "test_limit": 20}}
     tree["model"] = {"python": f"{code}:build", "args": {"width": 6}}

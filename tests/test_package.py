@@ -113,6 +113,7 @@ def test_the_module_is_the_command() -> None:
     assert done.returncode == 0 and "reproduce" in done.stdout
 
 
+@pytest.mark.slow
 def test_completion_of_the_module_is_for_the_command_not_for_python() -> None:
     script = run("bash", "-c", f"{sys.executable} -m slimbayes --show-completion; exit $?").stdout
     assert "complete -o default -F _slimbayes_completion slimbayes" in script and "python" not in script

@@ -104,6 +104,7 @@ def test_copies_plan_for_themselves(copied: object) -> None:
     assert not pickle.loads(pickle.dumps(tree_of(model))).modules
 
 
+@pytest.mark.slow
 def test_plain_modules_keep_nothing_and_models_can_be_freed() -> None:
     net = nn.Linear(2, 2)
     assert posteriors_of(net) == [] and "_slimbayes_tree" not in net.__dict__

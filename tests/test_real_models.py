@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import pairwise
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -657,9 +658,7 @@ LOSSES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Tensor]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("method", ["normal", "member"])
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize(("name", "method", "loss"), pairwise(["bert", "gpt2"], ["normal", "member"], LOSSES))
 def test_gradient_checkpointing_recomputes_the_same_draw(name: str, method: str, loss: str) -> None:
     case = CASES[name]
     model = scatter(

@@ -75,7 +75,8 @@ def test_the_page_says_why_a_method_loses() -> None:
         lost |= {"train_nll": train, "kl": kl}
         return defaults_page.page(record(cell("x", "plain", 1.0), list(lost.values())))
 
-    assert "| a | from scratch | x | 1 | +0.300 | +0.250 | 0.500 | its KL keeps it from fitting |" in text(0.25, 0.5)
+    worse = "| a | from scratch | x | 1 of 1 seeds | +0.300 | +0.250 | 0.500 |"
+    assert f"{worse} harm: its KL keeps it from fitting |" in text(0.25, 0.5)
     assert "the noise of its draws keeps it from fitting" in text(0.25, 0.1)
     assert "it fits as well and predicts worse" in text(0.01, 0.5)
     assert "members that share weights learn more slowly" in text(0.25, 0.0)
@@ -98,6 +99,9 @@ def test_harm_is_told_only_where_nearly_all_seeds_agree() -> None:
     assert defaults_page.Results(record(*four)).harms("x", "scratch", "a-1")  # one plain net that failed hides nothing
     four[3] = cell("x", "a-1", 0.0, 0.99, 1)
     assert not defaults_page.Results(record(*four)).harms("x", "scratch", "a-1")
+    assert "| x | 2 of 4 seeds | +0.045 | +0.000 | 0.000 | no harm by the rule above; " in defaults_page.page(
+        record(*four)
+    )
 
 
 # The cells ------------------------------------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ def titles(reader, level):
     return [text.strip() for depth, text in reader.headings if depth == level]
 
 
+@pytest.mark.slow
 def test_all_sections_are_there_in_order(full):
     assert titles(full, 1) == ["A title"] and titles(full, 2) == ["synthetic-10", "How it was made"]
     assert titles(full, 3) == [

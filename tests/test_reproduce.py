@@ -52,6 +52,7 @@ BROKEN = """  broken:
     data: {name: cifar10}
     paper: {row: Broken}
 """
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
 
 
 class Listener:
@@ -125,6 +126,7 @@ def test_records_of_another_config_say_what_differs(folder: Path, tmp_path: Path
     assert "not valid any more" in kept.remarks[0] and "gone" in kept.remarks[0]
 
 
+@pytest.mark.slow
 def test_status_of_kept_results() -> None:
     lines = status("rank1/table2", Path("/nowhere"))
     assert lines[1].split() == ["deterministic", "none", "seed", "0"]

@@ -111,7 +111,7 @@ def test_stars_pair_rows_of_a_table(tmp_path: Path) -> None:
 def test_readme_and_the_page_of_cifar10_are_made_of_the_records() -> None:
     records = main_table.kept_records()
     readme, page = (ROOT / "README.md").read_text(), (METHODS.parent / "README.md").read_text()
-    assert main_table.between(readme, main_table.block(records)) == readme
+    assert main_table.between(readme, main_table.block(records, longer=main_table.kept_attempts())) == readme
     assert main_table.between(page, main_table.cifar_page()) == page
     if records:
         assert (ROOT / "docs" / "cifar10.svg").read_text() == main_table.figure(main_table.methods(records))
@@ -145,22 +145,35 @@ def test_the_table_marks_what_differs_from_plain_beyond_noise() -> None:
     assert "Fewer than 3 seeds" in few and "Better than plain: rank-1; noisy. Worse: none." in few
 
 
-def test_every_attempt_is_shown_best_first_by_validation_rows_and_held_against_the_ensemble() -> None:
-    def attempt(name: str, validation: float, nll: float, corrupted: float, total: int = 101) -> Record:
+def test_every_attempt_is_shown_by_cost_and_validation_rows_and_held_against_the_ensemble() -> None:
+    def attempt(name: str, epochs: int, validation: float, nll: float, corrupted: float, total: int = 101) -> Record:
         made = record(f"moonshot-{name}", 0, nll, corrupted, total)
         held = made.evaluations[0].model_copy(update={"role": "validation", "metrics": {"nll": validation}})
-        return made.model_copy(update={"evaluations": [*made.evaluations, held]})
+        config = {"train": {"epochs": epochs}}
+        return made.model_copy(update={"evaluations": [*made.evaluations, held], "config": config})
 
-    rival = attempt("ensemble", 0.26, 0.25, 0.98, total=400)
-    mine = [attempt("emp", 0.21, 0.18, 0.93), attempt("near", 0.20, 0.19, 1.1), attempt("plain", 0.22, 0.17, 1.2, 100)]
-    text = main_table.attempts([rival, *mine])
-    assert [line.split(" | ")[0] for line in text.splitlines() if " | " in line] == [
-        "| attempt", "| near", "| emp", "| plain", "| ensemble"
+    rival, plain = attempt("ensemble", 10, 0.26, 0.25, 0.98, total=400), attempt("plain", 40, 0.22, 0.17, 1.2, 100)
+    mine = [attempt("emp", 37, 0.21, 0.18, 0.93), attempt("near", 29, 0.20, 0.26, 1.1)]
+    longer = [attempt("long-ensemble", 40, 0.15, 0.14, 0.9, 400), attempt("long-plain", 160, 0.18, 0.16, 1.1, 100)]
+    longer.append(attempt("long-emp", 150, 0.17, 0.15, 0.85))
+    text = main_table.attempts([*longer, rival, plain, *mine])
+    assert [line.split(" | ")[:2] for line in text.splitlines() if " | " in line] == [
+        ["| cost", "attempt"], *(["| 40 plain epochs", name] for name in ("near", "emp", "plain", "ensemble")),
+        *(["| 160 plain epochs", name] for name in ("ensemble", "emp", "plain")),
     ]  # fmt: skip
-    assert "| emp | 1.0% | 0.210 | 0.180 | 90.00 | 0.930 | 1 |" in text
-    assert "(0.250 and 0.980), is reached by emp. It is an easy one" in text and "alone is below them" in text
-    assert "is reached by none" in main_table.attempts([rival, *mine[1:]])
+    assert "| 40 plain epochs | emp | 1.0% | 0.210 | 0.180 | 90.00 | 0.930 | 1 |" in text
+    short, long = (line for line in text.splitlines() if line.startswith("- "))
+    assert "Cost 40 plain epochs: " in short and "for 10 epochs each, NLL 0.250 and 0.980 on" in short
+    assert "parameters: on both emp; on clean ones alone plain; on neither near. " in short
+    assert short.endswith("is reached by emp.")
+    assert "Cost 160 plain epochs" in long and "on corrupted ones alone emp; on neither plain. " in long
+    assert "for 40 epochs each" in long and long.endswith("is reached by none.")
     assert "nothing can be said" in main_table.attempts(mine) and "none has been run" in main_table.attempts([])
+    told = main_table.summit([rival, *longer, plain, *mine])
+    assert "0.140 and 0.900 for the ensemble of four and 0.160 and 1.100 for the plain network" in told
+    assert "0.150 and 0.850 for emp," in told and "(1 seed, on nine tenths" in told
+    assert main_table.summit([]) == main_table.summit(longer[1:]) == ""
+    assert "network; none of the attempts" in main_table.summit(longer[:2])
 
 
 def test_costs_are_epochs_times_what_one_takes(tmp_path: Path) -> None:
@@ -172,12 +185,18 @@ def test_costs_are_epochs_times_what_one_takes(tmp_path: Path) -> None:
     assert main_table.costs(tmp_path) == {"plain": plain, "deep ensemble": 5.0 * epochs}
 
 
-def test_records_are_taken_from_run_directories(tmp_path: Path) -> None:
+def test_records_are_taken_from_run_directories_without_the_folders_of_their_machine(tmp_path: Path) -> None:
     run = tmp_path / "from" / "methods" / "rank-1-Normal-0123"
     run.mkdir(parents=True)
-    (run / "record.json").write_text(record("rank-1 Normal", 3, 0.4).model_dump_json())
+    made = record("rank-1 Normal", 3, 0.4)
+    made.commands.append(
+        "slimbayes fit /home/me/runs/methods/a/config.yaml --out /b/runs/methods/a --data-dir ~/my/data"
+    )
+    (run / "record.json").write_text(made.model_dump_json())
     main_table.take(tmp_path / "from", tmp_path / "to")
-    assert read(tmp_path / "to" / "methods" / "rank-1-normal-3.json").seed == 3
+    kept = read(tmp_path / "to" / "methods" / "rank-1-normal-3.json")
+    assert kept.seed == 3
+    assert kept.commands == ["slimbayes fit runs/methods/a/config.yaml --out runs/methods/a --data-dir data"]
 
 
 def test_the_rows_are_the_candidates_that_validation_rows_chose() -> None:

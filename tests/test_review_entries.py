@@ -214,13 +214,13 @@ def test_threads_hold_draws_of_their_own() -> None:
 
 
 class Interrupting(nn.Module):
-    """Ctrl-C arrives while it runs."""
+    """Ctrl-C arrives while it runs, once; the class knows: a proof leaves nothing in modules."""
 
     armed = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.armed:
-            self.armed = False
+        if Interrupting.armed:
+            Interrupting.armed = False
             raise KeyboardInterrupt
         return x
 
@@ -242,7 +242,7 @@ def test_an_interrupted_call_leaves_nothing_open(call: str) -> None:
             sb.sample(model, x)
 
     calls["frozen"] = under_held_draws
-    model[1].armed = True  # type: ignore[union-attr]
+    Interrupting.armed = True
     with pytest.raises(KeyboardInterrupt):
         calls[call]()
     assert all(m.training for m in model.modules())
@@ -834,7 +834,7 @@ def _image_net() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "images"), [(method, i % 2) for i, method in enumerate(METHODS)])
+@pytest.mark.parametrize(("method", "images"), [("ensemble", 0), (next(iter(METHODS)), 1)])
 def test_export_with_a_dynamic_batch(method: str, images: int) -> None:
     make, shape = (_image_net, (2, 6, 6)) if images else (_rich, (4,))
     model = sb.bayesianize(make(), METHODS[method]).eval()

@@ -24,6 +24,8 @@ from slimbayes.lab.run_folder import RunError
 from slimbayes.report import record
 from slimbayes.report.record import RecordError
 
+pytestmark = pytest.mark.usefixtures("unchecked_fits")
+
 
 def table(root: Path, slope: float) -> Path:
     """A folder of data with a table in it."""
@@ -152,6 +154,7 @@ def test_every_changed_byte_is_noticed(name: str, finished: Path, tmp_path: Path
         run_folder.check_seal(run, [name])
 
 
+@pytest.mark.slow
 def test_predictions_and_evaluations_look_at_what_they_read(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("1,2,3\n")
     commands = {

@@ -3,15 +3,18 @@
 import importlib
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import forks
 import pytest
 import yaml
 
-from slimbayes.lab import search
+from slimbayes.lab import launch, search
 from slimbayes.lab.config_files import ConfigError
 from slimbayes.lab.launch import Run
 from slimbayes.lab.search import epochs, kept_value, optuna_objective, tune_trainable
@@ -143,8 +146,11 @@ def test_the_value_is_of_the_weights_that_were_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_trial_is_pruned_and_leaves_a_checkpoint(tmp_path: Path, config: Path) -> None:
+def test_a_real_trial_is_pruned_and_leaves_a_checkpoint(
+    tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rate of 1e-7 leaves it at chance: it is stopped long before its thousand epochs."""
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.Popen}))
     config.write_text(yaml.safe_dump(BASE | {"train": BASE["train"] | {"epochs": 1000}}))
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=1.0))
     space = lambda trial: {"train.optimizer.lr": trial.suggest_categorical("lr", [1e-7])}  # noqa: E731

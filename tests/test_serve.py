@@ -21,8 +21,7 @@ from slimbayes.data import Dataset, Split
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.fit import fit
 from slimbayes.lab.own_config import OwnCodeError, code_allowed
-from slimbayes.lab.predict_file import read_predictor
-from slimbayes.lab.predict_output import as_columns
+from slimbayes.lab.predict_file import as_columns, read_predictor
 from slimbayes.lab.run_folder import RunError
 from slimbayes.lab.serve_model import Checked, RunModel, _array, open_model
 from slimbayes.lab.serve_queue import Busy, Queue

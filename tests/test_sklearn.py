@@ -26,7 +26,7 @@ SEEDED = QUICK | {"epochs": 8, "random_state": 0}
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
-@pytest.mark.parametrize(("estimator", "epochs"), [(BayesClassifier, 8), (BayesRegressor, 25)])
+@pytest.mark.parametrize(("estimator", "epochs"), [(BayesClassifier, 6), (BayesRegressor, 25)])
 def test_scikit_learn_approves(estimator: Any, epochs: int) -> None:
     check_estimator(estimator(epochs=epochs, **QUICK))
 
@@ -100,6 +100,7 @@ def test_a_row_of_weight_zero_is_absent() -> None:
         model.predict(table[:1])
 
 
+@pytest.mark.slow
 def test_parts_after_a_fit_do_not_forget_it() -> None:
     """The KL is shared out among all rows so far: two more would otherwise pull the posterior to its prior."""
     X, y = line(400)
@@ -158,6 +159,7 @@ def test_parts_are_learnt_one_after_another() -> None:
         model.partial_fit(X, y + 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_categories_of_a_frame_get_embeddings(library: str) -> None:
     table = frame()
@@ -228,6 +230,7 @@ def test_categories_by_position() -> None:
             BayesClassifier(categorical_features=wrong, **SEEDED).fit(X, X[:, 0].astype(str))
 
 
+@pytest.mark.slow
 def test_modules_of_one_s_own() -> None:
     X, y = line()
     net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -270,6 +273,7 @@ def test_labels_of_two_types_are_told(other: Any) -> None:
         BayesClassifier(**SEEDED).fit(X, np.array(["a", other] * 20, dtype=object))
 
 
+@pytest.mark.slow
 def test_noise_that_is_learnt_goes_far_below_the_targets_spread() -> None:
     """A tenth of it, the likelihood's own floor, would cost more than a nat where targets have hardly any noise."""
     X, y = line(300, noise=0.0)

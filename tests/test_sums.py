@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.distributions import sums
+from slimbayes.distributions.families import rho_from_scale, scale_from_rho
 from slimbayes.distributions.kl import kl, summed_kl
 
 FACTORS = [(5, 4, 1), (5, 4, 2), (1, 7, 3)]
@@ -151,16 +152,28 @@ def test_squared_norms_of_many_tensors() -> None:
     torch.testing.assert_close(second, direct.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_the_kl_of_normals_in_one_operation() -> None:
-    """As by element, with first and second derivatives; zero at the prior."""
+@pytest.mark.parametrize("q", [sb.Normal, sb.Cauchy, sb.LogNormal])
+def test_the_kl_of_many_factors_in_one_operation(q: Any) -> None:
+    """As by element, with first and second derivatives, also where some factors rest; zero at the prior."""
     torch.manual_seed(0)
-    loc, scale = (torch.randn(3, 2).double().requires_grad_(), (torch.rand(3, 2).double() + 0.1).requires_grad_())
+    leaves = [torch.randn(2, 1, c).double().requires_grad_(c != 2) for c in (3, 1, 2) * 2]
 
-    def total(loc: Tensor, scale: Tensor) -> Tensor:
-        return summed_kl(sb.Normal(loc, scale), sb.Normal(0.5, 0.7))
+    def total(*leaves: Tensor) -> Tensor:
+        return summed_kl(q, q(0.5, 0.7), leaves[:3], leaves[3:])
 
-    torch.testing.assert_close(total(loc, scale), kl(sb.Normal(loc, scale), sb.Normal(0.5, 0.7)).sum())
-    assert torch.autograd.gradcheck(total, (loc, scale)) and torch.autograd.gradgradcheck(total, (loc, scale))
-    assert float(total(torch.full((4,), 0.5), torch.full((4,), 0.7))) == pytest.approx(0.0, abs=1e-6)
-    wide = summed_kl(sb.Normal(loc, scale), sb.Cauchy(1.0, 0.1))
-    torch.testing.assert_close(wide, kl(sb.Normal(loc, scale), sb.Cauchy(1.0, 0.1)).sum())
+    def direct(*leaves: Tensor) -> Tensor:
+        pairs = zip(leaves[:3], leaves[3:], strict=True)
+        return sum(kl(q(loc, scale_from_rho(rho)), q(0.5, 0.7)).sum() for loc, rho in pairs)
+
+    torch.testing.assert_close(total(*leaves), direct(*leaves))
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    found = (torch.autograd.grad(f(*leaves).sin(), wanted) for f in (total, direct))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(total, leaves) and torch.autograd.gradgradcheck(total, leaves)
+    at = torch.full((2, 1, 4), 0.5), torch.full((2, 1, 4), rho_from_scale(0.7))
+    assert float(summed_kl(q, q(0.5, 0.7), [at[0]], [at[1]])) == pytest.approx(0.0, abs=1e-6)
+    wide = summed_kl(sb.Normal, sb.Cauchy(1.0, 0.1), leaves[:3], leaves[3:])
+    pairs = zip(leaves[:3], leaves[3:], strict=True)
+    apart = [kl(sb.Normal(loc, scale_from_rho(rho)), sb.Cauchy(1.0, 0.1)).sum() for loc, rho in pairs]
+    torch.testing.assert_close(wide, sum(apart))

@@ -84,6 +84,7 @@ def test_what_is_installed_is_what_is_locked(chain: ModuleType, monkeypatch: pyt
     assert any(message.startswith("numpy has the licence") for message in chain.installed(project, lock))
 
 
+@pytest.mark.slow
 def test_the_bill_of_materials_names_what_the_wheel_needs(chain: ModuleType, tmp_path: Path) -> None:
     wheel = tmp_path / "slimbayes-0.1.0-py3-none-any.whl"
     wheel.write_bytes(b"wheel")

@@ -117,6 +117,7 @@ def test_noise_of_trained_networks_is_the_likeliest() -> None:
     assert fine_tune_tables.auroc(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0])) == 0.875
 
 
+@pytest.mark.slow
 def test_every_way_from_a_trained_network_is_a_line(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(100, 3))

@@ -78,8 +78,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 POINT = sb.Rank1(members=2, posterior="normal", prior=sb.Normal(1.0, 0.1), scale_init=1e-6, mean_init=sb.Point(1.2))
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("language", [False, True])
+@pytest.mark.parametrize(("steps", "language"), [(1, False), (3, True)])
 def test_the_kl_counts_once_for_each_optimizer_step(steps: int, language: bool, tmp_path: Path) -> None:
     """With data that say nothing the step is that of the KL alone, however many batches it is made of."""
     rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in ROWS] if language else ROWS
@@ -250,6 +249,7 @@ def test_what_comes_after_the_end_does_not_count() -> None:
     assert _alive(gpt(), GenerationConfig(eos_token_id=1), new).tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt, t5])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_sequences_are_those_of_their_members_alone(make: Any, beams: int) -> None:
@@ -278,6 +278,7 @@ def test_sequences_are_those_of_their_members_alone(make: Any, beams: int) -> No
     torch.testing.assert_close(found.log_prob, told, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_pass_takes_models_that_read_and_write() -> None:
     labels = torch.randint(2, WORDS, (4, 3))
     batch = {"input_ids": torch.stack([row["input_ids"] for row in ROWS[:4]]), "labels": labels}  # type: ignore[misc]

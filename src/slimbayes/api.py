@@ -66,13 +66,13 @@ from slimbayes.posteriors.configs.recipes import recipe as recipe
 from slimbayes.prediction.export import export as export
 from slimbayes.prediction.far import Far as Far
 from slimbayes.prediction.far import far as far
-from slimbayes.prediction.merging import merge as merge
 from slimbayes.prediction.norms import refresh_norms as refresh_norms
 from slimbayes.prediction.predict import predict as predict
 from slimbayes.prediction.prediction import Prediction as Prediction
 from slimbayes.prediction.sample import frozen as frozen
 from slimbayes.prediction.sample import mean as mean
 from slimbayes.prediction.sample import members as members
+from slimbayes.prediction.sample import merge as merge
 from slimbayes.prediction.sample import sample as sample
 from slimbayes.prediction.sample import write_out as write_out
 from slimbayes.prediction.stacking import stack as stack

@@ -64,6 +64,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> 
         dist.barrier()  # rank 0 writes; nobody goes on before the checkpoint is there
         return Path(path)
     config = {"library": "slimbayes", "format": FORMAT, "conversions": _conversions(model), "base": _fingerprint(own)}
+    config["noise_rule"] = list(min(c.noise_rule for _, c in conversions_of(model)))  # () if one does not say
     files = {"posterior.safetensors": dump_tensors(posterior), "config.json": as_json(config)}
     if base:
         files["base.safetensors"] = dump_tensors(_untied(own))
@@ -116,6 +117,8 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     if weights:
         _check_own(base, own, folder / "base.safetensors")
     _convert(model, config["conversions"], posterior, folder)
+    for _, conversion in conversions_of(model):
+        conversion.noise_rule = tuple(config["noise_rule"])
     model.load_state_dict(posterior | base, strict=False)
     return model
 

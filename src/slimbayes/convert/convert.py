@@ -24,6 +24,7 @@ from slimbayes.layers.methods import Opens, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.configs.ensemble import Ensemble
 from slimbayes.posteriors.ensemble import EnsemblePosterior
+from slimbayes.train.likelihoods import NOISE_RULE
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -38,6 +39,7 @@ class Conversion:
     saved: list[str] = field(default_factory=list)  # modules whose own state is saved with the posteriors
     frozen: list[str] = field(default_factory=list)  # parameters that trained before
     heads: list[str] = field(default_factory=list)  # modules that train beside the posteriors
+    noise_rule: tuple[float, ...] = NOISE_RULE  # by which a heteroscedastic head learned; () where a file does not say
 
 
 def bayesianize(

@@ -32,6 +32,7 @@ def read_config(data: bytes, file: Path) -> dict[str, Any]:
     try:
         config = parse_json(data)
         _check(config, _FORM, "")
+        _check(config.setdefault("noise_rule", []), [float], "noise_rule")
         for number, record in enumerate(config["conversions"]):
             record.setdefault("saved", [])
             record.setdefault("frozen", 0)

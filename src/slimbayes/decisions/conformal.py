@@ -15,20 +15,32 @@ With K folds, each row i is scored by the model that was trained without its fol
 
 It covers with probability at least 2 level - 1 - (1 - K/n) / (K + 1), and in practice about `level`.
 
+Scores say how strange a target looks to a prediction.
+
+Classes. "threshold": 1 - p_c (Sadinle et al. 2019), the smallest sets on average. "adaptive": the probability of all
+classes that are more probable than c, and a random part of p_c itself (Romano et al. 2020), sets that grow with
+difficulty.
+
+Real targets. A score is |y - centre| / width, with the predictive mean as the centre and as the width the predictive
+standard deviation ("scaled") or one ("absolute").
+
 Sizes: N rows, n held-out rows, or those of all folds, K folds, C classes.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from slimbayes.decisions import scores
-from slimbayes.decisions.scores import Kind
-from slimbayes.engine.noise import Seed
+from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.prediction.prediction import Prediction
+from slimbayes.train.likelihoods import likelihood_named
+
+Kind = Literal["adaptive", "threshold", "scaled", "absolute"]
+_KINDS = {True: ("adaptive", "threshold"), False: ("scaled", "absolute")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +77,12 @@ class Conformal:
             prediction, target: of the held-out rows; targets as in `Prediction.log_prob`.
             level: the coverage to have.
             kind: of classes "adaptive" (the default) or "threshold"; of real targets "scaled" (the default) or
-                "absolute". See scores.py.
+                "absolute"; see above.
             seed: for the random part of "adaptive".
         """
-        scores.need_level(level)
-        kind = scores.chosen(prediction, kind)
-        found = scores.of_targets(prediction, target, kind, seed)
+        _need_level(level)
+        kind = _kind_of(prediction, kind)
+        found = _target_scores(prediction, target, kind, seed)
         n = len(found)
         k = math.ceil((n + 1) * level - 1e-9)  # 0.9 * 10 is a little more than 9
         if k > n:
@@ -84,10 +96,10 @@ class Conformal:
         Args:
             seed: for the random part of "adaptive"; another one than in `fit`.
         """
-        scores.chosen(prediction, self.kind)
-        if scores.is_discrete(self.kind):
-            return scores.of_classes(prediction, self.kind, seed) <= self.bound
-        centre, width = scores.centre_and_width(prediction, self.kind)
+        _kind_of(prediction, self.kind)
+        if _is_discrete(self.kind):
+            return _class_scores(prediction, self.kind, seed) <= self.bound
+        centre, width = _centre_and_width(prediction, self.kind)
         return centre - self.bound * width, centre + self.bound * width
 
 
@@ -122,12 +134,12 @@ class CVPlus:
         seed: Seed = 0,
     ) -> "CVPlus":
         """From each fold's rows as the model trained without them predicts them, and their targets."""
-        scores.need_level(level)
+        _need_level(level)
         if len(predictions) != len(targets) or len(targets) < 2:
             got = f"{len(predictions)} predictions and {len(targets)} targets"
             raise ValueError(f"CVPlus needs a prediction and targets for each of at least two folds, got {got}.")
-        kind = scores.chosen(predictions[0], kind)
-        found = tuple(scores.of_targets(p, y, kind, seed) for p, y in zip(predictions, targets, strict=True))
+        kind = _kind_of(predictions[0], kind)
+        found = tuple(_target_scores(p, y, kind, seed) for p, y in zip(predictions, targets, strict=True))
         n = sum(map(len, found))
         if math.floor((1 - level) * (n + 1) + 1e-9) < 1:
             raise ValueError(f"level={level!r} needs at least {math.ceil(1 / (1 - level) - 1e-9) - 1} rows, got {n}.")
@@ -146,18 +158,80 @@ class CVPlus:
                 f"CVPlus was fitted to {len(self.scores)} folds and needs a prediction of each, got {got}."
             )
         n = sum(map(len, self.scores))
-        if scores.is_discrete(self.kind):
+        if _is_discrete(self.kind):
             below = torch.zeros_like(predictions[0].log_probs.double())
             for own, prediction in zip(self.scores, predictions, strict=True):
-                found = scores.of_classes(prediction, self.kind, seed)
+                found = _class_scores(prediction, self.kind, seed)
                 below += torch.searchsorted(own.sort().values, found)  # how many are smaller
             return below < self.level * (n + 1) - 1e-9
         lows, highs = [], []
         for own, prediction in zip(self.scores, predictions, strict=True):
-            centre, width = scores.centre_and_width(prediction, self.kind)
+            centre, width = _centre_and_width(prediction, self.kind)
             reach = own[:, None] * width
             lows.append(centre - reach)
             highs.append(centre + reach)
         first = math.floor((1 - self.level) * (n + 1) + 1e-9)
         last = math.ceil(self.level * (n + 1) - 1e-9)
         return torch.cat(lows).sort(0).values[first - 1], torch.cat(highs).sort(0).values[last - 1]
+
+
+# --- scores ---
+
+
+def _kind_of(prediction: Prediction, kind: Kind | None) -> Kind:
+    """The kind of score, by default the first that fits a prediction."""
+    kinds = _KINDS[likelihood_named(prediction.likelihood).discrete]
+    if kind is not None and kind not in kinds:
+        raise ValueError(
+            f"kind must be {kinds[0]!r} or {kinds[1]!r} for {prediction.likelihood} targets, got {kind!r}."
+        )
+    if prediction.by_member.dim() > 3 or (kinds[0] == "adaptive" and prediction.by_member.dim() != 3):
+        raise ValueError(
+            f"Rows are what is exchangeable: one class, or one line of real targets, for each row is needed; got "
+            f"predictions of shape {tuple(prediction.by_member.shape[1:])}."
+        )
+    return kinds[0] if kind is None else kind  # type: ignore[return-value]
+
+
+def _is_discrete(kind: Kind) -> bool:
+    return kind in _KINDS[True]
+
+
+def _class_scores(prediction: Prediction, kind: Kind, seed: Seed) -> Tensor:
+    """The score of every class, (N, C), in float64."""
+    p = prediction.log_probs.double().exp()
+    if kind == "threshold":
+        return 1 - p
+    order = p.argsort(dim=-1, descending=True, stable=True)
+    ranked = p.gather(-1, order)
+    generator = torch.Generator(p.device).manual_seed(key(seed_of(seed), "conformal"))
+    u = torch.rand(len(p), 1, generator=generator, device=p.device, dtype=p.dtype)
+    before = ranked.cumsum(-1) - ranked
+    return torch.empty_like(p).scatter_(-1, order, before + u * ranked)
+
+
+def _centre_and_width(prediction: Prediction, kind: Kind) -> tuple[Tensor, Tensor]:
+    """Centres and widths (N, ...) of intervals."""
+    centre = prediction.mean.double()
+    if kind == "absolute":
+        return centre, torch.ones_like(centre)
+    width = prediction.std.double()
+    if not bool((width > 0).all()):
+        raise ValueError("Scaled residuals need an uncertainty above zero in every row; take kind='absolute'.")
+    return centre, width
+
+
+def _target_scores(prediction: Prediction, target: Tensor, kind: Kind, seed: Seed) -> Tensor:
+    """The score of each row's own target, (N, ...)."""
+    if _is_discrete(kind):
+        prediction.log_prob(target)  # refuses what is no label of these rows
+        return _class_scores(prediction, kind, seed).gather(-1, target.long()[:, None])[:, 0]
+    centre, width = _centre_and_width(prediction, kind)
+    if target.shape != centre.shape or not bool(target.isfinite().all()):
+        raise ValueError(f"Finite targets of shape {tuple(centre.shape)} are needed, got {tuple(target.shape)}.")
+    return (target.double() - centre).abs() / width
+
+
+def _need_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")

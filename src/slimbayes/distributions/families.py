@@ -59,6 +59,10 @@ class Distribution:
         """The density this prior stands for beside a Gaussian posterior with these means and log scales."""
         return self
 
+    def taken_with(self, fan_in: int) -> Any:
+        """What layers under this prior must have in common for their KL to be that of all their weights at once."""
+        return self
+
     def initial(self, *shape: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Draw starting values for a parameter of this shape from torch's default generator."""
         import torch

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.distributions.families import Cauchy, Distribution, LogNormal, LogUniform, Normal, Point, log_of
+from slimbayes.distributions.families import Cauchy, Distribution, LogNormal, LogUniform, Normal, Point, log_of, wide
 from slimbayes.distributions.families import check_pair as check_pair
+from slimbayes.distributions.scales import scale_from_rho
 from slimbayes.distributions.sums import by_hand, exact
 
 
@@ -50,38 +51,76 @@ def kl(q: Distribution, p: Distribution) -> Tensor:
     return _CLOSED_FORMS.get((type(q), type(p)), _kl_by_quadrature)(q, p)
 
 
-def summed_kl(q: Distribution, p: Distribution) -> Tensor:
-    """KL(q || p), summed over elements: a scalar. Two Normals take half of the operations that autograd would.
+def summed_kl(family: type[Distribution], prior: Any, locs: Sequence[Tensor], rhos: Sequence[Tensor]) -> Tensor:
+    """KL of many factors under one prior, summed over all elements: a scalar. Pairs of one family take a third of the
+    operations that autograd would.
 
-    >>> summed_kl(Normal(torch.zeros(2), torch.ones(2)), Normal(1.0, 1.0))  # two halves
+    Args:
+        family: of the posteriors, whose scales are `scale_from_rho` of `rhos`.
+        locs, rhos: parameters, each (K, p, channels) with the same K and p.
+
+    >>> rho = torch.full((1, 1, 2), 0.541325)  # of scale 1
+    >>> summed_kl(Normal, Normal(1.0, 1.0), [torch.zeros(1, 1, 2)], [rho]).round(decimals=4)  # two halves
     tensor(1.)
     """
-    if (
-        type(q) is Normal
-        and type(p) is Normal
-        and isinstance(p.loc, (int, float))
-        and isinstance(p.scale, (int, float))
-    ):
-        loc: Any = q.loc
-        if not by_hand(loc):
-            return _NormalKL.apply(loc, q.scale, p.loc, p.scale)
-    return kl(q, p).sum()
+    numbers = all(isinstance(getattr(prior, name, None), (int, float)) for name in ("loc", "scale"))
+    if (family, type(prior)) in _SLOPES and numbers and not by_hand(locs[0]):
+        return _apply(family, prior, *locs, *rhos)
+    loc, rho = torch.cat(list(locs), 2), torch.cat(list(rhos), 2)
+    q: Any = family
+    return kl(q(wide(loc), scale_from_rho(rho)), prior).sum()
 
 
-class _NormalKL(torch.autograd.Function):
+class _SummedKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loc: Tensor, scale: Tensor, mean: float, width: float) -> Tensor:
-        ctx.save_for_backward(loc, scale)
-        ctx.prior = mean, width
-        ratio, distance = (scale / width).square_(), (loc - mean).div_(width)
-        logs = ratio.log()
-        return ratio.sub_(1).sub_(logs).addcmul_(distance, distance).sum().mul_(0.5)
+    def forward(ctx: Any, family: Any, prior: Any, *parameters: Tensor) -> Tensor:
+        half = len(parameters) // 2
+        loc, rho = wide(torch.cat(parameters[:half], 2)), wide(torch.cat(parameters[half:], 2))
+        scale = scale_from_rho(rho)
+        ctx.save_for_backward(loc, rho, scale, *parameters)
+        ctx.pair = family, prior
+        return _SLOPES[family, type(prior)][0](family(loc, scale), prior)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (loc, scale), (mean, width) = ctx.saved_tensors, ctx.prior
-        small = gradients[0] / width**2
-        return (loc - mean) * small, scale * small - gradients[0] / scale, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (loc, rho, scale, *parameters), (family, prior) = ctx.saved_tensors, ctx.pair
+        half = len(parameters) // 2
+        if torch.is_grad_enabled():  # a derivative of the derivative is wanted
+            loc, rho = torch.cat(parameters[:half], 2), torch.cat(parameters[half:], 2)
+            total = kl(family(wide(loc), scale_from_rho(rho)), prior).sum()
+            wanted = [p for p in parameters if p.requires_grad]
+            found = iter(torch.autograd.grad(total, wanted, gradients[0], create_graph=True))
+            return None, None, *[next(found) if p.requires_grad else None for p in parameters]
+        by_loc, by_scale = _SLOPES[family, type(prior)][1](family(loc, scale), prior, gradients[0])
+        by_rho = torch.ops.aten.softplus_backward(by_scale, rho, 1, 20)
+        sizes = [p.shape[2] for p in parameters[:half]]
+        return None, None, *by_loc.split(sizes, 2), *by_rho.split(sizes, 2)
+
+
+# Past what Function.apply does in Python for tensors of torch.func, which never come here.
+_apply: Any = super(torch.autograd.Function, _SummedKL).apply
+
+
+def _sum_normal(q: Any, p: Any) -> Tensor:
+    ratio, distance = (q.scale / p.scale).square_(), (q.loc - p.loc).div_(p.scale)
+    logs = ratio.log()
+    return ratio.sub_(1).sub_(logs).addcmul_(distance, distance).sum().mul_(0.5)
+
+
+def _slopes_normal(q: Any, p: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    small = gradient / p.scale**2
+    return (q.loc - p.loc).mul_(small), (q.scale * small).sub_(gradient / q.scale)
+
+
+def _sum_cauchy(q: Any, p: Any) -> Tensor:
+    return _kl_cauchy(q, p).sum()
+
+
+def _slopes_cauchy(q: Any, p: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    wider, distance, product = q.scale - p.scale, q.loc - p.loc, q.scale * (2 * p.scale)
+    inner = (wider.square() + distance.square()) / (2 * product)
+    slope = gradient / (1 + inner)
+    return slope * distance / product, slope * (wider / product - inner / q.scale)
 
 
 def _kl_normal(q: Any, p: Any) -> Tensor:
@@ -124,10 +163,10 @@ def _kl_by_quadrature(q: Any, p: Any) -> Tensor:
     nodes = torch.arange(-64, 65, dtype=q.loc.dtype, device=q.loc.device) * _STEP
     z = (torch.remainder(a, _STEP) - 0.5 * _STEP).unsqueeze(-1) + nodes
     weight = torch.softmax(-0.5 * z**2, -1)
-    wide = type(q)(q.loc.unsqueeze(-1), q.scale.unsqueeze(-1))
+    every = type(q)(q.loc.unsqueeze(-1), q.scale.unsqueeze(-1))
     # a log-uniform's log|x| is half of a Cauchy's log(x^2 + scale^2) at scale zero, and so is what its pole adds
     excess = _excess(a, b) * (0.5 if isinstance(p, LogUniform) else 1.0)
-    return -(weight * p.log_prob(wide.rsample(z))).sum(-1) - _entropy(q) - excess
+    return -(weight * p.log_prob(every.rsample(z))).sum(-1) - _entropy(q) - excess
 
 
 def _pole(q: Any, p: Any) -> tuple[Tensor, Tensor]:
@@ -151,6 +190,13 @@ _CLOSED_FORMS: dict[tuple[type, type], Callable[[Any, Any], Tensor]] = {
     (Cauchy, Cauchy): _kl_cauchy,
     (Cauchy, LogUniform): _kl_cauchy_loguniform,
     (LogNormal, Normal): _kl_lognormal_normal,
+}
+
+# The sum of a divergence over elements, and its derivatives by locations and scales.
+_SLOPES: dict[tuple[type, type], tuple[Callable[[Any, Any], Tensor], Callable[..., tuple[Tensor, Tensor]]]] = {
+    (Normal, Normal): (_sum_normal, _slopes_normal),
+    (LogNormal, LogNormal): (_sum_normal, _slopes_normal),
+    (Cauchy, Cauchy): (_sum_cauchy, _slopes_cauchy),
 }
 
 

@@ -6,6 +6,7 @@ Sizes: m the fan-in of a weight matrix, the number of inputs that feed one outpu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -57,16 +58,17 @@ class Sums(NamedTuple):
         return 0.5 * (self.variance / scale**2 - self.size) - (self.log_scale - self.size * math.log(scale))
 
 
-def kl_of_sums(mean: Tensor, sums: Sums, prior: Any, fan_in: int) -> Tensor:
-    """`gaussian_kl` of weights whose scales are known by their sums, for a prior with `by_sums`.
+def kl_of_sums(means: Sequence[Tensor], sums: Sums, prior: Any, fan_in: int) -> Tensor:
+    """`gaussian_kl` of weights of one layer, or of layers that a prior takes together (`Distribution.taken_with`),
+    whose scales are known by their sums; for a prior with `by_sums`.
 
     >>> import torch
-    >>> kl_of_sums(torch.zeros(3), Sums(3, torch.tensor(0.0), torch.tensor(3.0)), Normal(0.0, 1.0), fan_in=1)
+    >>> kl_of_sums([torch.zeros(3)], Sums(3, torch.tensor(0.0), torch.tensor(3.0)), Normal(0.0, 1.0), fan_in=1)
     tensor(0.)
     """
     if isinstance(prior, Normal):
-        return _normal_of_sums(mean, sums, prior.loc, prior.scale)
-    return prior.kl_of_sums(mean, sums, fan_in)
+        return _normal_of_sums(means, sums, prior.loc, prior.scale)
+    return prior.kl_of_sums(means, sums, fan_in)
 
 
 def by_sums(prior: Any) -> bool:
@@ -74,8 +76,11 @@ def by_sums(prior: Any) -> bool:
     return isinstance(prior, Normal) or hasattr(prior, "kl_of_sums")
 
 
-def _normal_of_sums(mean: Tensor, sums: Sums, loc: Any, scale: Any) -> Tensor:
-    return sums.excess(scale).to(mean.dtype) + _distance(mean, loc, scale)
+def _normal_of_sums(means: Sequence[Tensor], sums: Sums, loc: Any, scale: Any) -> Tensor:
+    from slimbayes.distributions.sums import squared_norms
+
+    distance = squared_norms([mean - loc for mean in means] if loc else means) * (0.5 / scale**2)
+    return sums.excess(scale).to(means[0].dtype) + distance
 
 
 def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
@@ -116,8 +121,11 @@ class HeNormal(Distribution):
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         return _normal(mean, log_scale, 0.0, math.sqrt(self.gain / fan_in))
 
-    def kl_of_sums(self, mean: Tensor, sums: Sums, fan_in: int) -> Tensor:
-        return _normal_of_sums(mean, sums, 0.0, math.sqrt(self.gain / fan_in))
+    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
+        return _normal_of_sums(means, sums, 0.0, math.sqrt(self.gain / fan_in))
+
+    def taken_with(self, fan_in: int) -> Any:
+        return self, fan_in
 
     def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
         return Normal(0.0, math.sqrt(self.gain / fan_in))
@@ -142,8 +150,8 @@ class TiedMean(Distribution):
 
         return excess(log_scale, math.log(self.scale))
 
-    def kl_of_sums(self, mean: Tensor, sums: Sums, fan_in: int) -> Tensor:
-        return sums.excess(self.scale).to(mean.dtype)
+    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
+        return sums.excess(self.scale).to(means[0].dtype)
 
     def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
         return Normal(mean, self.scale)
@@ -198,22 +206,25 @@ class EmpiricalBayes(Distribution):
         check_scale(self, self.rate)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
-        return self.kl_of_sums(mean, _sums(log_scale), fan_in)
+        return self.kl_of_sums([mean], _sums(log_scale), fan_in)
 
-    def kl_of_sums(self, mean: Tensor, sums: Sums, fan_in: int) -> Tensor:
+    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
         a, b, n = self.concentration, self.rate, sums.size
-        moment, variance = self._moment_and_variance(mean, sums)
+        moment, variance = self._moment_and_variance(means, sums)
         divergence = 0.5 * (moment / variance + n * variance.log() - n) - sums.log_scale
         hyperprior = a * math.log(b) - math.lgamma(a) - (a + 1) * variance.log() - b / variance
-        return (divergence - hyperprior).to(mean.dtype)
+        return (divergence - hyperprior).to(means[0].dtype)
+
+    def taken_with(self, fan_in: int) -> Any:
+        return object()  # each layer has a variance of its own
 
     def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
-        return Normal(0.0, self._moment_and_variance(mean, _sums(log_scale))[1].sqrt())
+        return Normal(0.0, self._moment_and_variance([mean], _sums(log_scale))[1].sqrt())
 
-    def _moment_and_variance(self, mean: Tensor, sums: Sums) -> tuple[Tensor, Tensor]:
-        from slimbayes.distributions.sums import squared_norm
+    def _moment_and_variance(self, means: Sequence[Tensor], sums: Sums) -> tuple[Tensor, Tensor]:
+        from slimbayes.distributions.sums import squared_norms
 
-        moment = sums.variance + squared_norm(mean)
+        moment = sums.variance + squared_norms(means)
         return moment, (moment + 2 * self.rate) / (sums.size + 2 * self.concentration + 2)
 
 

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from slimbayes.engine import noise, passes
 from slimbayes.engine.layout import Layout, stack_draws
-from slimbayes.engine.locate import LATEST, check_size, locate, unwrapped
+from slimbayes.engine.locate import batch_dim_of as batch_dim_of
+from slimbayes.engine.locate import call_outside, check_size, latest_of
+from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import planned
 from slimbayes.engine.passes import Pass, Unproven
 from slimbayes.engine.tree import arrays_of, padded
@@ -91,41 +92,6 @@ def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> 
     return Scope(module, passes.posteriors_of(module), whole, rows)
 
 
-def batch_dim_of(model: nn.Module) -> int | None:
-    """Where the user said that rows lie, if anything was said."""
-    for module in unwrapped(model).modules():
-        conversion = module.__dict__.get("_slimbayes")
-        if conversion is not None:
-            return conversion.batch_dim
-    return None
-
-
-def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) -> Layout:
-    """The proven layout of a call. While torch.compile traces, the one of the last call of this model in its mode."""
-    if not torch.compiler.is_compiling():
-        return locate(model, args, kwargs, posteriors, batch_dim_of(model))
-    latest = getattr(model, LATEST[model.training], None)
-    if latest is None or latest.key != posteriors[0].key:
-        latest = _locate_outside(model, args, kwargs)
-    return latest
-
-
-@_disable_dynamo  # torch's own way to load its compiler, 1.4 s, only when something is compiled
-def _locate_outside(model: nn.Module, args: Any, kwargs: Any) -> Layout:
-    if any(type(leaf).__name__ == "FakeTensor" for leaf in arrays_of((args, kwargs))):
-        raise RuntimeError(
-            "slimbayes locates the rows of a model on real inputs: call the model once before torch.export."
-        )
-    return locate(model, args, kwargs, passes.posteriors_of(model), batch_dim_of(model))
-
-
-# As torch._dynamo.disable(reason=) marks it.
-_locate_outside._torchdynamo_disable = True  # type: ignore[attr-defined]
-_locate_outside._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "slimbayes locates the rows of a model on real inputs: call it once before compiling it with fullgraph=True"
-)
-
-
 def needs_rows(posteriors: Sequence[Any]) -> bool:
     """Whether a bare call has different draws for different rows."""
     return planned(posteriors, "needs rows", lambda: any(p.members > 1 or p.by_row for p in posteriors))
@@ -133,6 +99,8 @@ def needs_rows(posteriors: Sequence[Any]) -> bool:
 
 def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     posteriors = passes.posteriors_of(module)
+    if torch.compiler.is_compiling() and needs_rows(posteriors) and latest_of(module, posteriors) is None:
+        return call_outside(module, args, kwargs)  # the compiler sees the next call, which it can take whole
     layout = layout_of(module, args, kwargs, posteriors) if needs_rows(posteriors) else None
     rows = 1
     if layout is not None:
@@ -239,7 +207,7 @@ def draw_all(
     posteriors = passes.posteriors_of(model)
     by_row = planned(posteriors, "by row", lambda: any(p.by_row or p.late for p in posteriors))
     alone = not split and not by_row and (total == 1 or fold is False)
-    layout = Layout() if alone else layout_of(model, args, kwargs, posteriors)
+    layout = Layout(keeps=True) if alone else layout_of(model, args, kwargs, posteriors)
     rows = max(layout.rows((args, kwargs)), 0)
     if rows:
         copies = 1 if split or fold is False else min(total, at_once or total)
@@ -290,7 +258,7 @@ def run_draws(
         more, options = layout.tile((args, kwargs), total) if tile else (args, kwargs)
         return layout.split(finish(new, posteriors, model, more, options), total)
     known, rows, parts = layout if layout.folds else None, new.rows // total, []
-    for j in range(total):
+    for j in new.lasting.each(model, total) if layout.keeps and total > 1 else range(total):
         own, options = (args, kwargs) if tile else layout.narrow((args, kwargs), j * rows, rows)
         parts.append(finish(new.single(j, known), posteriors, model, own, options))
     return stack_draws(parts)

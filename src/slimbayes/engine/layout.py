@@ -38,6 +38,7 @@ class Layout:
         mixed: rows, or draws, were seen to act on each other.
         most: rows and numbers of the largest inputs for which layers were seen to be called alike.
         calls: how many used it.
+        keeps: a call leaves something in the modules for the next.
     """
 
     folds: bool = False
@@ -56,6 +57,7 @@ class Layout:
     mixed: bool = False
     most: tuple[int, ...] = (0, 0)
     calls: int = 0
+    keeps: bool = False
 
     def rows(self, inputs: Any) -> int:
         """How many rows these inputs have; 1 where nothing holds rows."""

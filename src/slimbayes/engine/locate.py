@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes, proof
@@ -20,7 +21,7 @@ from slimbayes.engine.layout import Layout
 from slimbayes.engine.modules import Posteriors, tree_of
 from slimbayes.engine.probe import Visit
 from slimbayes.engine.quiet import captured, inside_func
-from slimbayes.engine.tree import tree_map, without_cache
+from slimbayes.engine.tree import arrays_of, tree_map, without_cache
 from slimbayes.engine.trial import first_line, probed, undisturbed
 
 _PROVING = threading.RLock()
@@ -29,9 +30,8 @@ _MODES = 8  # of a model for which rows are located, for each kind of input
 _WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
 
 
-def kind_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def kind_of(model: nn.Module, args: Any, kwargs: Any, modes: Any) -> tuple[Any, Any]:
     """What makes two calls alike: the nesting, types and numbers of dimensions, flags; and modes and numbers."""
-    modes = tree_of(model).modes()
     if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
         return (model.training, args[0].dim(), args[0].is_floating_point()), modes
     import torch.utils._pytree as pytree
@@ -55,15 +55,67 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def batch_dim_of(model: nn.Module) -> int | None:
+    """Where the user said that rows lie, if anything was said."""
+    for module in unwrapped(model).modules():
+        conversion = module.__dict__.get("_slimbayes")
+        if conversion is not None:
+            return conversion.batch_dim
+    return None
+
+
+def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) -> Layout:
+    """The proven layout of a call. While torch.compile traces, the one of the last call of this model in its mode."""
+    if not torch.compiler.is_compiling():
+        return locate(model, args, kwargs, posteriors, batch_dim_of(model))
+    return latest_of(model, posteriors) or _locate_outside(model, args, kwargs)
+
+
+def latest_of(model: nn.Module, posteriors: Sequence[Any]) -> Layout | None:
+    """The layout of the last call of a model in its mode."""
+    latest = getattr(model, LATEST[model.training], None)
+    return None if latest is None or latest.key != posteriors[0].key else latest
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates what the compiler leaves to Python: as torch._dynamo.disable(reason=), which takes 1.4 s to load."""
+    outside = _disable_dynamo(function)
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+    outside._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "slimbayes locates the rows of a model on real inputs: call it once before compiling it with fullgraph=True"
+    )
+    return outside
+
+
+@_outside
+def _locate_outside(model: nn.Module, args: Any, kwargs: Any) -> Layout:
+    _refuse_fake(args, kwargs)
+    return locate(model, args, kwargs, passes.posteriors_of(model), batch_dim_of(model))
+
+
+@_outside
+def call_outside(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a module past the compiler."""
+    _refuse_fake(args, kwargs)
+    return module.forward(*args, **kwargs)
+
+
+def _refuse_fake(args: Any, kwargs: Any) -> None:
+    if any(type(leaf).__name__ == "FakeTensor" for leaf in arrays_of((args, kwargs))):
+        raise RuntimeError(
+            "slimbayes locates the rows of a model on real inputs: call the model once before torch.export."
+        )
+
+
 def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
     """The layout of a call: the one proven for its kind, or a proof now. It is kept with the model it was proven
     for.
     """
     given, model = model, unwrapped(model)
-    kind, modes = kind_of(model, args, kwargs)
+    read = posteriors.tree if model is given and isinstance(posteriors, Posteriors) else None  # just now
+    read = read or tree_of(model)
+    tree, (kind, modes) = read.number, kind_of(model, args, kwargs, read.modes())
     known: dict[Any, Layout] = model.__dict__.setdefault("_slimbayes_rows", {}).setdefault(kind, {})
-    tree = posteriors.number if model is given and isinstance(posteriors, Posteriors) else 0
-    tree = tree or tree_of(model).number
     with _PROVING:  # threads that meet a model together wait for the first
         layout = known.get(modes)
         if layout is None or layout.tree != tree:
@@ -77,6 +129,7 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
             _look_again(model, (args, kwargs), posteriors, batch_dim, layout)
         if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
             model.__dict__[LATEST[model.training]] = layout
+            layout.told = any(other.told and other.why == layout.why for other in known.values())
             if len(known) < _MODES:
                 known[modes] = layout
         return layout

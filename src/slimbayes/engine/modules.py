@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from itertools import chain, count
-from operator import is_, itemgetter
+from operator import is_, itemgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ class Posteriors(list[Any]):
         super().__init__(found)
         self.plans: dict[Hashable, Any] = {}
         self.anchors: list[tuple[dict[str, Any], str]] | None = None  # where each posterior keeps its anchor
-        self.number = 0  # of the tree they are all the posteriors of
+        self.tree: Tree | None = None  # that they are all the posteriors of
 
 
 def planned(posteriors: Sequence[Any], key: Hashable, make: Callable[[], T]) -> T:
@@ -57,6 +57,7 @@ def planned(posteriors: Sequence[Any], key: Hashable, make: Callable[[], T]) -> 
 
 
 _CHANGES = [0]  # of posteriors, in this process
+_PARTS, _VALUES = itemgetter("_modules"), methodcaller("values")
 
 
 def changed() -> None:
@@ -70,9 +71,10 @@ class Tree:
     def __init__(self, root: nn.Module | None = None) -> None:
         self.changes = _CHANGES[0]
         self.modules = [] if root is None else _walked(root)
-        self.children = self._children()
         self.posteriors = Posteriors([m for m in self.modules if isinstance(m, Keyed)])
-        self.number = self.posteriors.number = hash(tuple(map(id, self.modules)))
+        self.posteriors.tree, self.number = self, hash(tuple(map(id, self.modules)))
+        self.held = [m.__dict__ for m in self.modules]
+        self.children = self._children()
         self.run = [m for m in self.modules if not isinstance(m, (Keyed, nn.ModuleDict))]
         self.own = [m.__dict__ for m in self.run]
         self._read_flags()
@@ -81,7 +83,7 @@ class Tree:
         return Tree, ()
 
     def _children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable([module._modules.values() for module in self.modules]))
+        return list(chain.from_iterable(map(_VALUES, filter(None, map(_PARTS, self.held)))))  # most have none
 
     def _read_flags(self) -> None:
         self.attributes = sum(map(len, self.own))
@@ -119,10 +121,15 @@ _FLAGS = (*_PLAIN, Enum)
 
 def _flags_of(module: nn.Module) -> list[str]:
     """Names of flags, modes and numbers that a module keeps; those of torch's and our own lead no rows to others."""
-    if getattr(type(module), "plain", type(module)).__module__.startswith(("torch.nn.", "slimbayes.")):
+    if torch_or_own(module):
         return []
     kept = [n for n, value in module.__dict__.items() if isinstance(value, _FLAGS)]
     return [n for n in kept if n not in _OF_ALL and not n.startswith("_slimbayes")]
+
+
+def torch_or_own(module: nn.Module) -> bool:
+    """Whether torch or we wrote a module's class, or the one it had before it was swapped."""
+    return getattr(type(module), "plain", type(module)).__module__.startswith(("torch.nn.", "slimbayes."))
 
 
 def _walked(root: nn.Module) -> list[nn.Module]:

@@ -29,6 +29,7 @@ from slimbayes.engine.modules import Keyed as Keyed
 from slimbayes.engine.modules import first_key as first_key
 from slimbayes.engine.modules import modules_of as modules_of
 from slimbayes.engine.modules import posteriors_of as posteriors_of
+from slimbayes.engine.state import Lasting
 from slimbayes.engine.tree import arrays_of
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Noise(NamedTuple):
 
     def part(self, block: slice | Tensor, rows: slice) -> Noise:
         """Some of the blocks, and rows of one of them."""
-        return self._replace(block=self.block[block], row=self.row[rows], first_row=self.first_row + rows.start)
+        return Noise(self.block[block], self.row[rows], self.seed, self.salt, self.first_row + rows.start)
 
 
 class Unproven(Exception):
@@ -90,6 +91,7 @@ class Pass:
             None  # modules that run once for all draws while none has been used
         )
         self.waiting: list[nn.Module] = []  # of those, the ones under way
+        self.lasting = Lasting()  # what draws that run one after another left in the modules
         self.spent: list[bool] = []  # filled when a backward pass has gone through it
         self.outer: Pass | None = None
         self.opener: Any = None  # the module whose call opened it
@@ -115,6 +117,9 @@ class Pass:
 
     def single(self, index: int, layout: Layout | None = None) -> Pass:
         """Draw `index` alone, on its own rows."""
+        if self.draws == self.total == 1 and self.index is None and not self.held and not self.values:  # all there is
+            self.layout = layout
+            return self
         new = self.view(self.rows // (self.draws or 1), layout)
         new.draws, new.first, new.index, new.values = 1, self.first + index, index, {}
         new.joint, new.biases = {}, {}
@@ -126,7 +131,7 @@ class Pass:
     def take(self, index: Tensor) -> Pass:
         """Some of the draws, by number."""
         new = self.view(self.rows // self.total * len(index), self.layout)
-        new.draws = new.total = len(index)
+        new.draws, new.total, new.lasting = len(index), len(index), Lasting()
         new.values, new.joint, new.biases = {}, {}, {}
         rows = self.rows // self.total
         new.noise = {

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
 from slimbayes.engine.quiet import Quiet
+from slimbayes.engine.state import Change
 from slimbayes.engine.tree import arrays_of, map_arrays, padded
 
 
@@ -52,6 +53,7 @@ class Probe(passes.Pass):
         self.ahead: dict[int, Any] = {}  # modules that ran before any draw was used
         self.shapes_ahead: dict[int, Any] = {}
         self.inside: list[str] = []  # keys of modules whose own forward is under way
+        self.changes: Change = {}  # what modules kept of the run
 
     def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """Run a converted module's plain forward and note what came in and what went out."""
@@ -197,11 +199,11 @@ def some_rows(rows: int) -> Tensor:
     return torch.arange(rows) % 2 > 0 if rows <= 8 else mask
 
 
-def other_numbers(x: Tensor, dim: int, moved: bool) -> Tensor:
+def other_numbers(x: Tensor, dim: int, moved: bool, steps: bool = True) -> Tensor:
     """Other numbers of the same kind: indices and flags are only moved about, to other rows or within a row."""
     if x.is_floating_point():
         return x * 0.7 + 0.37
     x = x.roll(1, dim) if moved else x
-    if x.dim() < 2 or dim % x.dim() == x.dim() - 1 or x.dtype == torch.bool:
+    if not steps or x.dim() < 2 or dim % x.dim() == x.dim() - 1 or x.dtype == torch.bool:
         return x
     return x.roll(1, 0 if dim % x.dim() else 1)  # steps, not what each holds: the corners of a box have an order

@@ -17,6 +17,7 @@ tried in turn until one holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ from slimbayes.engine.probe import (
     stands_for_all,
 )
 from slimbayes.engine.quiet import Quiet, captured, inside_func
+from slimbayes.engine.state import kept
 from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, padded, tree_map, without_cache
-from slimbayes.engine.trial import buffers_kept, copied, first_line, no_autocast, probed, undisturbed
+from slimbayes.engine.trial import apart, copied, first_line, no_autocast, probed, undisturbed, what_lasts
 
 
 def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
@@ -53,13 +55,15 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
         raise RuntimeError(
             "The rows of this kind of input are not located yet: call the model once before a CUDA graph is captured."
         )
-    first, mixed = "", False
+    first, mixed, keeps = "", False, False
     inputs = tree_map(without_cache, inputs)
     with undisturbed(model, inputs):
         for tried, guess in enumerate(hypotheses(inputs, batch_dim)):
+            proof = _Proof(model, inputs, posteriors, guess)
             try:
-                proof = _Proof(model, inputs, posteriors, guess)
                 layout = proof.run()
+            except Continues as error:
+                return replace(proof.layout, why=str(error), mixed=True)
             except Mixed as error:
                 first, mixed = first or str(error), True
             except Exception as error:
@@ -72,12 +76,14 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                     first, mixed = first or str(error), True
                 except ValueError:
                     return layout  # a posterior refuses what it met: the call itself will say so
+            keeps = keeps or proof.layout.keeps
             if tried > 20:
                 break
         fails = _fails(model, inputs, posteriors)
     lead = next((h.lead for h in hypotheses(inputs, batch_dim)), None)
     # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
-    return Layout(why=first or "no input has a dimension that could hold rows", lead=lead, told=fails, mixed=mixed)
+    first = first or "no input has a dimension that could hold rows"
+    return Layout(why=first, lead=lead, told=fails, mixed=mixed, keeps=keeps)
 
 
 def _fails(model: nn.Module, inputs: Any, posteriors: Sequence[Any]) -> bool:
@@ -86,6 +92,10 @@ def _fails(model: nn.Module, inputs: Any, posteriors: Sequence[Any]) -> bool:
     except Exception as error:
         return not isinstance(error, Mixed)
     return False
+
+
+class Continues(Exception):
+    """What one draw leaves in the modules would lead the next; the text says what."""
 
 
 class _Proof:
@@ -106,6 +116,9 @@ class _Proof:
             self._outputs(arrays_of(alone), arrays_of(twice), [], [])
         layout.most = layout.size(self.inputs, 2)
         single, out1 = self._probe(self.inputs)
+        layout.keeps = bool(single.changes)
+        if lasts := what_lasts(self.model, self.posteriors, self.inputs, single, out1):
+            raise Continues(f"it keeps {lasts!r} from one call for the next, which draws cannot share")
         double, out2 = self._probe(layout.tile(self.inputs, 2), single)
         layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
         layout.ahead, layout.random = double.ahead, single.quiet.random
@@ -125,7 +138,10 @@ class _Proof:
 
     def _change(self, mask: Tensor, plain: Probe, out: Any) -> Probe:
         """Run [x, x] with other numbers in some rows, and refuse if the others feel it."""
-        tainted, changed = self._probe(self._altered(mask), plain, mask)
+        try:
+            tainted, changed = self._probe(self._altered(mask), plain, mask)
+        except (IndexError, RuntimeError, ValueError):  # a column's categories may be none of another's
+            tainted, changed = self._probe(self._altered(mask, steps=False), plain, mask)
         self._feels(mask, plain, tainted, arrays_of(out), arrays_of(changed), self.layout.outputs)
         self._reads_alike(plain, tainted, mask)
         return tainted
@@ -178,8 +194,9 @@ class _Proof:
             dims.append(dim)
         return tuple(dims)
 
-    def _altered(self, mask: Tensor) -> Any:
-        """[x, x] with other numbers in some rows."""
+    def _altered(self, mask: Tensor, steps: bool = True) -> Any:
+        """[x, x] with other numbers in some rows; with `steps`, whole numbers move within a row, too."""
+        between = not self.layout.folds
 
         def alter(i: int, leaf: Any) -> Any:
             dim = self.guess.inputs[i]
@@ -191,7 +208,7 @@ class _Proof:
                 return leaf
             chosen = entries(mask, leaf.shape[dim], f"input {i}").to(leaf.device)
             # Indices and lengths go to other rows of their half: the longest row of a batch stays the longest.
-            other = torch.cat([other_numbers(half, dim, not self.layout.folds) for half in leaf.chunk(2, dim)], dim)
+            other = torch.cat([other_numbers(half, dim, between, steps) for half in leaf.chunk(2, dim)], dim)
             return torch.where(chosen.view([-1 if d == dim else 1 for d in range(leaf.dim())]), other, leaf)
 
         return map_arrays(alter, self.layout.tile(self.inputs, 2))
@@ -256,23 +273,23 @@ class _Proof:
         with Quiet(), no_autocast(devices):
             folded = noise.realise(self.posteriors, new.view(new.rows, self.layout))
             args, kwargs = copied(self.layout.tile(self.inputs, 2))
-            with buffers_kept(self.model):
+            with kept(self.model):
                 out = tree_map(padded, passes.run(folded, self.model, *args, **kwargs))
                 together = arrays_of(self.layout.split(out, 2))
             parts = []
             for j in range(2):
                 args, kwargs = copied(self.inputs)
                 one = noise.realise(self.posteriors, new.single(j, self.layout))
-                with buffers_kept(self.model):
+                with kept(self.model):
                     parts.append(tree_map(padded, passes.run(one, self.model, *args, **kwargs)))
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
                 raise Mixed(
-                    f"output {i} of folded draws differs from that of single ones by {_apart(a, b):.2g} of its size"
+                    f"output {i} of folded draws differs from that of single ones by {apart(a, b):.2g} of its size"
                 )
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and _apart(a, b) <= self.tolerance
+        return a.shape == b.shape and apart(a, b) <= self.tolerance
 
     @property
     def tolerance(self) -> float:
@@ -281,13 +298,3 @@ class _Proof:
             return 0.1
         on_gpu = any(p.is_cuda for p in self.model.parameters())
         return 1e-6 if kinds == {torch.float64} else 1e-2 if on_gpu else 1e-3
-
-
-def _apart(a: Tensor, b: Tensor) -> float:
-    """Largest difference relative to the largest number."""
-    if a.numel() == 0:
-        return 0.0
-    if not a.is_floating_point():
-        return float((a != b).any())
-    a, b = a.double().nan_to_num(0.123, 1e30, -1e30), b.double().nan_to_num(0.123, 1e30, -1e30)
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))

@@ -28,9 +28,11 @@ _BY_INDEX |= {f"scatter{kind}{end}": 2 for kind in ("", "_add", "_reduce") for e
 _BY_INDEX |= {f"index_{kind}{end}": 2 for kind in ("add", "copy", "fill") for end in ("", "_")}
 _INDEXED = {"embedding", "embedding_bag", "__getitem__", "__setitem__", "one_hot", "cross_entropy", "nll_loss"}
 _INDEXED |= set(_BY_INDEX)
+_COMPARES = {f"{dunder}{name}{dunder}" for name in ("gt", "lt", "ge", "le", "eq", "ne") for dunder in ("", "__")}
+# What carries on what was compared, when it gives numbers; whatever gives flags or whole numbers does, too.
+_CARRIES = {"float", "double", "to", "type", "mean", "sum"}
 _READ = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "equal", "allclose"}
-_READ |= {f"{dunder}{name}{dunder}" for name in ("gt", "lt", "ge", "le", "eq", "ne") for dunder in ("", "__")}
-_READ |= {"any", "all", "isclose"}
+_READ |= _COMPARES | {"any", "all", "isclose", "numpy", "__array__"}
 _FACTS = {"__get__", "size", "dim", "ndimension", "numel", "stride", "type"}
 _FACTS |= {"is_floating_point", "is_complex", "is_contiguous", "element_size"}
 
@@ -44,6 +46,9 @@ class Quiet(TorchFunctionMode):
         self.muted = False  # while the proof does its own sums
         # Numbers that decide something: what is compared, asked for or counted outside of tensors.
         self.reads: list[float] = []
+        # Flags and counts that come of comparing many numbers, by identity, and the sum of these: whether all rows are
+        # sure depends on each, also where it does not change.
+        self.compared: dict[int, tuple[Tensor, float]] = {}
         # Weights handed out past a layer's forward, and the layer's name.
         self.watched: dict[int, tuple[Tensor, str]] = {}
         self.used: dict[str, None] = {}  # names of layers whose weights were then used
@@ -91,16 +96,30 @@ class Quiet(TorchFunctionMode):
             args = tuple(0.0 if isinstance(a, float) else a for a in args)
         if name == "batch_norm":
             return _norm(*args, **kwargs)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if name in _COMPARES or self.compared:
+            self._note_compared(name, args, out)
+        return out
+
+    def _note_compared(self, name: str, args: Any, out: Any) -> None:
+        if not isinstance(out, Tensor) or inside_func() or (out.is_floating_point() and name not in _CARRIES):
+            return
+        known = [self.compared[id(a)][1] for a in args if id(a) in self.compared]
+        many = [a for a in args if isinstance(a, Tensor) and a.is_floating_point() and a.dim()]
+        if name in _COMPARES and not known:
+            known = [float(a.detach().double().nan_to_num().sum()) for a in many]
+        if known:
+            self.compared[id(out)] = (out, sum(known))
 
     def _note_read(self, name: str, args: Any) -> None:
         """A number that leaves the tensors, or what is compared to make one: it must not depend on the draw of some
         rows.
         """
         numbers = [a for a in args if isinstance(a, Tensor)]
-        single = all(a.dim() == 0 for a in numbers) or name in ("any", "all", "tolist")
+        single = all(a.dim() == 0 for a in numbers) or name in ("any", "all", "tolist", "numpy", "__array__")
         if numbers and single and not inside_func() and not numbers[0].is_complex():
             self.reads += [float(a.detach().double().nan_to_num().sum()) for a in numbers]
+            self.reads += [self.compared[id(a)][1] for a in numbers if id(a) in self.compared]
 
     def _note_uses(self, values: list[Any]) -> None:
         for value in values:

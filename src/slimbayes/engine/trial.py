@@ -13,32 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import passes
-from slimbayes.engine.probe import Mixed, Probe
+from slimbayes.engine.probe import Mixed, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.sharing import Ahead
+from slimbayes.engine.state import kept, same_changes
 from slimbayes.engine.tree import arrays_of, map_arrays, padded
 
 
 @contextmanager
 def undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """Random numbers, buffers and gradients are afterwards as they were. Compiled parts run as they were written: each
-    trial would be compiled anew.
+    """Random numbers, what modules keep, and gradients are afterwards as they were. Compiled parts run as they were
+    written: each trial would be compiled anew.
     """
     devices = sorted({a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda})
-    with torch.no_grad(), buffers_kept(model), torch.random.fork_rng(devices), warnings.catch_warnings():
+    with torch.no_grad(), kept(model), torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.compiler.set_stance("force_eager"):
             yield
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in buffers:
-            buffer.copy_(value)
 
 
 @contextmanager
@@ -65,8 +56,10 @@ def probed(
     args, kwargs = copied(inputs)
     watcher = Ahead(model, probe, before)
     devices = {p.device.type for p in posteriors} or {"cpu"}
-    with quiet, no_autocast(devices), buffers_kept(model), watcher:
+    with kept(model) as state, quiet, no_autocast(devices), watcher:
         out = passes.run(probe, model, *args, **kwargs)
+        quiet.muted = True
+        probe.changes = state.changes() if before is None else {}
     probe.ahead = watcher.found
     if quiet.used:
         raise Mixed(f"the weight of {next(iter(quiet.used))} is used past the layer's own forward")
@@ -83,3 +76,34 @@ def copied(inputs: Any) -> Any:
 def first_line(error: Exception) -> str:
     """The first line of what an error says."""
     return next(iter(str(error).splitlines()), "")
+
+
+def what_lasts(model: nn.Module, posteriors: Sequence[Any], inputs: Any, first: Probe, out: Any) -> str | None:
+    """The name of what a run of these inputs left in the modules, if it depends on them, unlike a count, and a second
+    run gives something else because of it.
+    """
+    if not first.changes:
+        return None
+    with kept(model) as state:
+        name = state.names(first.changes)[0]
+        other = map_arrays(lambda i, a: other_numbers(a, 0, True) if isinstance(a, Tensor) and a.dim() else a, inputs)
+        try:
+            if same_changes(first.changes, probed(model, posteriors, other, first.rows)[0].changes):
+                return None
+            state.write(first.changes)
+            again = arrays_of(probed(model, posteriors, inputs, first.rows)[1])
+        except Exception:  # a state that does not fit the inputs any more
+            return name
+    pairs = list(zip(map(padded, arrays_of(out)), map(padded, again), strict=False))
+    alike = len(arrays_of(out)) == len(again) and all(a.shape == b.shape and apart(a, b) < 1e-6 for a, b in pairs)
+    return None if alike else name
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the largest number."""
+    if a.numel() == 0:
+        return 0.0
+    if not a.is_floating_point():
+        return float((a != b).any())
+    a, b = a.double().nan_to_num(0.123, 1e30, -1e30), b.double().nan_to_num(0.123, 1e30, -1e30)
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))

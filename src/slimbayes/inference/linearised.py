@@ -20,6 +20,7 @@ from slimbayes.engine.sharing import evaluating
 from slimbayes.inference.curvature import MOST_ROOTS
 from slimbayes.inference.jacobians import Rows, joints_of, rows_at_means
 from slimbayes.prediction.batches import batches_of
+from slimbayes.prediction.checks import check_noise_rule
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, entropy, likelihood_named
@@ -58,6 +59,7 @@ def predict_linearised(
     """
     if draws is not None and draws < 1:
         raise ValueError(f"predict_linearised needs at least one draw, or None, got draws={draws!r}.")
+    check_noise_rule(model, likelihood)
     check_finite(model)
     joints, number, parts = joints_of(model), seed_of(seed) if draws else 0, []
     with evaluating(model):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slimbayes.kernels.launch import aligned, launch
+from slimbayes.kernels.launch import aligned, launch_steps
 from slimbayes.kernels.recurrent_torch import Cell, sum_lines, weight_gradient
 
 UNITS = tl.constexpr(32)  # of a program
@@ -243,11 +243,12 @@ def forward(
     cells[slots % len(cells)] = c
     hs[start % len(hs)] = h if cell.s is None else h * cell.s.repeat_interleave(sizes[1], 0)
     constants = (u, int(reverse), keep, *constants)
-    before, key = h, _key(gates, *cell, h, lengths, states)
-    for t in _order(T, reverse):
-        args = (gates, *cell, before, lengths, states, cells, z, hs, t, T, *sizes)
-        launch(_forward_step, grid, args, constants, key)
-        before = states
+    # The state before the first step is given, those before the others are computed.
+    first, *others = _order(T, reverse)
+    fixed, key = (states, cells, z, hs), _key(gates, *cell, h, lengths, states)
+    steps = [(gates, *cell, h, lengths, *fixed, first, T, *sizes)]
+    steps += [(gates, *cell, states, lengths, *fixed, t, T, *sizes) for t in others]
+    launch_steps(_forward_step, grid, steps, constants, key)
     last = cells[(0 if reverse else T) % len(cells)].to(gates.dtype, copy=True)
     return states, last, *((cells, z, hs) if keep else (gates.new_empty(0) for _ in range(3)))
 
@@ -264,12 +265,11 @@ def backward(
     _, carry, rest, ds = flows
     dgates = torch.empty_like(gates)
     dz = dgates if cell.r is None else torch.empty_like(gates)
-    constants, depth = (u, int(reverse), *constants), 0
     key = _key(gates, *cell, dh, lengths, states, cells, z)
-    for t in reversed(list(_order(T, reverse))):
-        args = (*flows, gates, *cell, lengths, states, cells, z, dgates, dz, t, depth, *sizes)
-        launch(_backward_step, grid, args, constants, key)
-        depth = 4 * u
+    last, *others = reversed(list(_order(T, reverse)))
+    fixed = *flows, gates, *cell, lengths, states, cells, z, dgates, dz
+    steps = [(*fixed, last, 0, *sizes), *((*fixed, t, 4 * u, *sizes) for t in others)]
+    launch_steps(_backward_step, grid, steps, (u, int(reverse), *constants), key)
     back = torch.bmm(dz[T - 1 if reverse else 0].unflatten(0, (len(cell.weight), -1)), cell.weight).flatten(0, 1)
     dweight = weight_gradient(dz, hs, cell.weight) if weighs else None
     dr, dr_in, dbias = _line_gradients(dgates, gates, z, cell, sizes[1])

@@ -21,6 +21,7 @@ from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import load_run
 from slimbayes.lab.paper_table import Numbers
+from slimbayes.metrics.probabilities import labelled
 from slimbayes.models import keras_count
 from slimbayes.report.record import Record, read
 
@@ -107,10 +108,10 @@ def _log_likelihoods(case: Case, network: nn.Module) -> tuple[Tensor, dict[str, 
         p = found[case.draws]
         logs = p.draw_log_prob(y)
         by_draw.append(logs.flatten(2).sum(-1) if logs.dim() > 2 else logs)
-        if p.likelihood == "categorical" and y.dim() == 1:
-            right = nn.functional.one_hot(y, p.probs.shape[-1]).to(p.probs)
-            by_row.setdefault("brier", []).append((p.probs - right).square().sum(-1))
         if not predictor.task.real and y.dim() == 1:
+            probs, label = labelled(p, y)
+            off = probs - nn.functional.one_hot(label, probs.shape[-1])
+            by_row.setdefault("brier", []).append(off.square().sum(-1))
             by_row.setdefault("nll", []).append(-p.log_prob(y))
             by_row.setdefault("accuracy", []).append((p.label == y).double())
     return torch.cat(by_draw, 1), {name: torch.cat(parts) for name, parts in by_row.items()}

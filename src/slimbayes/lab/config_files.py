@@ -10,7 +10,6 @@ mapping by mapping; a mapping with another `kind` replaces the former one. It ma
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
 from collections.abc import Mapping, Sequence
@@ -92,22 +91,22 @@ def _with_below(file: Path, above: tuple[Path, ...], known: dict[Path, Tree]) ->
     return out
 
 
-@lru_cache(maxsize=256)
-def _loaded(text: str) -> Any:
-    """What a YAML text holds; rows of a table extend the same files many times over."""
-    return parse(text)
-
-
 def _parsed(file: Path) -> Tree:
     """What a file holds, the files that its parts extend as whole paths."""
     try:
-        tree = copy.deepcopy(_loaded(read_file(file, SIZE).decode("utf-8-sig")))
+        return _tree(file, read_file(file, SIZE).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{cut(str(file))} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not valid YAML: byte {error.start:,} is no UTF-8.") from None
     except YamlError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}.") from error
+
+
+@lru_cache(maxsize=256)
+def _tree(file: Path, text: str) -> Tree:
+    """What a file with this text holds; rows of a table extend the same files many times over. Nobody changes it."""
+    tree = parse(text)
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold a mapping of fields, got {type(tree).__name__}.")
     for key in (*_SIDE, *SEVERAL):

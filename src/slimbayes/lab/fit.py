@@ -186,7 +186,7 @@ def write_record(folder: Path, predictor: Predictor, execution: Execution, watch
         curve=curve,
         evaluations=evaluations,
         examples=examples,
-        environment=environment(),
+        environment=dict(environment()),
         cost=_cost(folder / "cost.json", seconds),
         data_sha256=predictor.task.sha256,
         diagnostics=_diagnostics(predictor, folder, curve, watcher),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -45,11 +44,12 @@ def kept_rows(name: str, folders: Sequence[Path], experiments: Sequence[Path] | 
 
 def _kept(rows: Sequence[PaperRow], records: Iterable[tuple[Path, Record]], folders: Sequence[Path]) -> list[KeptRow]:
     out = {row.stem: KeptRow(row.stem) for row in rows}
-    # Of a table's configs each is read once, however many records there are.
-    wanted = cache(lambda index, scale, seed: rows[index].experiment(scale, seed))
+    named: dict[str, list[tuple[PaperRow, Scale]]] = {}  # a run is a row's only if it has its name, which hashes hold
+    for row, scale in ((row, scale) for row in rows if row.trains for scale in SCALES):
+        named.setdefault(row.experiment(scale).name, []).append((row, scale))
     for file, record in records:
-        asked = [(i, scale) for i, row in enumerate(rows) for scale in SCALES if row.trains]
-        _place([(rows[i].stem, scale, wanted(i, scale, record.seed)) for i, scale in asked], out, file, record)
+        alike = named.get(record.name, [])
+        _place([(row.stem, scale, row.experiment(scale, record.seed)) for row, scale in alike], out, file, record)
     for row in (row for row in rows if not row.trains):  # no run to have a record of: its table is all there is
         out[row.stem].seeds = _tabled(row, folders)
     return list(out.values())
@@ -100,7 +100,7 @@ def _place(
                 seeds.append(record.seed)
                 out[stem].older += config.hash != record.config_hash
             taken = True
-        elif config.name == record.name:  # with today's defaults on both sides: options that came since do not differ
+        else:  # with today's defaults on both sides: options that came since do not differ
             alike.append((stem, differences(present.resolved if present else record.config, config.resolved)))
     if not taken and alike:
         stem, odd = min(alike, key=lambda one: len(one[1]))

@@ -19,8 +19,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -216,8 +217,9 @@ def tensorboard(folder: Path, row: dict[str, float]) -> None:
 # --- where it ran ---
 
 
-def environment() -> dict[str, str]:
-    """What a result may depend on beside its config: versions, commit, hardware."""
+@cache
+def environment() -> Mapping[str, str]:
+    """What a result may depend on beside its config: versions, commit, hardware; as they were when first asked for."""
     facts = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
     for package in ("slimbayes", "torch", "numpy", "pytorch-lightning", "torchmetrics", "pydantic"):
         try:

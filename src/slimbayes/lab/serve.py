@@ -28,9 +28,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.exceptions import HTTPException as StarletteError
 
 from slimbayes.errors import cut
-from slimbayes.lab.serve_guard import Guard
 from slimbayes.lab.serve_model import Served, open_model
-from slimbayes.lab.serve_queue import Busy, Queue
+from slimbayes.lab.serve_queue import Busy, Guard, Queue
 from slimbayes.lab.serve_rows import ARROW, JSON, NPY, answer, asked
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}

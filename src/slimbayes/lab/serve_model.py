@@ -17,9 +17,8 @@ from slimbayes.data import Split
 from slimbayes.errors import brief
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.own_config import OwnCodeError, code_is_allowed
-from slimbayes.lab.predict_file import fitted, own_columns, read_predictor
+from slimbayes.lab.predict_file import LABEL, as_columns, class_names, fitted, own_columns, read_predictor
 from slimbayes.lab.predict_input import check_names
-from slimbayes.lab.predict_output import LABEL, as_columns, class_names
 from slimbayes.lab.run_folder import RunError
 from slimbayes.prediction.export import SUMMARIES
 from slimbayes.untrusted import check_regular, parse_json

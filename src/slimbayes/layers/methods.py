@@ -43,9 +43,10 @@ def _wrapped(name: str, value: Any, run: Callable[[Any, str, Any, Any], Any]) ->
 
 
 def runs_later(plain: type[nn.Module], name: str) -> bool:
-    """Whether calling a method only begins it: generators and coroutines."""
+    """Whether calling a method only begins it: generators and coroutines, and what is both."""
     value = inspect.unwrap(getattr(plain, name))
-    return inspect.isgeneratorfunction(value) or inspect.iscoroutinefunction(value)
+    later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return any(kind(value) for kind in later)
 
 
 def _scoped(module: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -54,7 +55,10 @@ def _scoped(module: Any, name: str, args: Any, kwargs: Any) -> Any:
         return calls.scoped(module, own, args, kwargs, whole=name == "generate")
     scope = calls.scope_of(module, args, kwargs)
     begun = own(*args, **kwargs)
-    return begun if scope is None else (_stepwise if inspect.isgenerator(begun) else _awaited)(scope, begun)
+    if scope is None:
+        return begun
+    held = _stepwise if inspect.isgenerator(begun) else _awaited_steps if inspect.isasyncgen(begun) else _awaited
+    return held(scope, begun)
 
 
 def _stepwise(scope: Any, steps: Any) -> Any:
@@ -72,6 +76,23 @@ def _stepwise(scope: Any, steps: Any) -> Any:
             raise
         except BaseException as error:  # thrown in from outside: it is for the steps
             step, given = steps.throw, error
+
+
+async def _awaited_steps(scope: Any, steps: Any) -> Any:
+    """The same of a generator that is awaited."""
+    step, given = steps.asend, None
+    while True:
+        try:
+            made = await _awaited(scope, step(given))
+        except StopAsyncIteration:
+            return
+        try:
+            step, given = steps.asend, (yield made)
+        except GeneratorExit:
+            await steps.aclose()
+            raise
+        except BaseException as error:
+            step, given = steps.athrow, error
 
 
 async def _awaited(scope: Any, begun: Any) -> Any:

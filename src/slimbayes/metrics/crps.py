@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.prediction.accumulate import along_draws
+from slimbayes.train.targets import check_positive
 
 
 # torchmetrics' ContinuousRankedProbabilityScore compares all pairs of samples: O(M^2) memory, and it knows no weights.
@@ -26,7 +27,7 @@ def crps_samples(samples: Tensor, target: Tensor, weights: Tensor | None = None)
         >>> crps_samples(torch.tensor([[0.0], [2.0]]), torch.tensor([1.0]))  # 1 - 2 * 1/4
         tensor([0.5000], dtype=torch.float64)
     """
-    off = samples.double() - target.double()  # differences do not change, and small numbers round less
+    off = _off(samples, target)  # differences do not change, and small numbers round less
     share = _shares(weights, off)
     off, order = off.sort(0)
     share = share.expand_as(off).gather(0, order)
@@ -45,7 +46,8 @@ def crps_mixture(means: Tensor, scales: Tensor, target: Tensor, weights: Tensor 
         >>> crps_mixture(torch.zeros(2, 1), torch.ones(2, 1), torch.zeros(1))  # N(0, 1): (sqrt(2) - 1) / sqrt(pi)
         tensor([0.2337], dtype=torch.float64)
     """
-    off = means.double() - target.double()
+    off = _off(means, target)
+    check_positive("scales", scales, zero=True)
     variance = scales.double().square().expand_as(off)
     share = _shares(weights, off)
     spread = torch.zeros_like(off[0])
@@ -53,6 +55,16 @@ def crps_mixture(means: Tensor, scales: Tensor, target: Tensor, weights: Tensor 
         later = share[i] * share[i:] * _mean_distance(off[i] - off[i:], variance[i] + variance[i:])
         spread = spread + later.sum(0) - later[0] / 2
     return (share * _mean_distance(off, variance)).sum(0) - spread
+
+
+def _off(values: Tensor, target: Tensor) -> Tensor:
+    """Values (M, N, ...) less the targets (N, ...), which may not broadcast."""
+    if values.shape[1:] != target.shape:
+        raise ValueError(
+            f"A target of shape {tuple(values.shape[1:])} is needed for values of shape {tuple(values.shape)}, got "
+            f"{tuple(target.shape)}."
+        )
+    return values.double() - target.double()
 
 
 def _mean_distance(m: Tensor, variance: Tensor) -> Tensor:

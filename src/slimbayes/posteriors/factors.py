@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point, rho_from_scale, scale_from_rho, wide
+from slimbayes.distributions.sums import by_hand
 from slimbayes.engine.blocks import same
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass
@@ -125,9 +126,7 @@ class Alike:
     def _values(self, factors: list[Factor], current: Pass) -> list[Tensor]:
         """Factors of one family, (n, channels) or (n, p, channels)."""
         values = self._joint_values(factors, current)
-        clip = self.lead.clip
-        values = values if clip is None else values.clamp(-clip, clip)
-        parts = values.split([f.channels * f.rank for f in factors], dim=1)
+        parts = _clipped(values, self.lead.clip).split([f.channels * f.rank for f in factors], dim=1)
         if factors[0].rank == 1:
             return list(parts)
         return [part.unflatten(1, (f.rank, f.channels)) for f, part in zip(factors, parts, strict=True)]
@@ -202,6 +201,17 @@ class Alike:
                 if key in known:
                     current.biases[key] = known[key], part
         return iter(lines.split(sizes, dim=1))
+
+
+def _clipped(values: Tensor, clip: float | None) -> Tensor:
+    """Values in [-clip, clip]."""
+    if clip is None:
+        return values
+    if values.device.type == "cpu" and values.numel() and not by_hand(values):  # to look is cheaper than to copy
+        low, high = values.detach().aminmax()
+        if -clip <= float(low) and float(high) <= clip:
+            return values
+    return F.hardtanh(values, -clip, clip)  # a clamp whose derivative is one operation
 
 
 def _nested(count: int, blocks: int) -> bool:

@@ -74,7 +74,7 @@ class KTiedPosterior(GaussianPosterior):
     def kl_of_weights(self, mean: Tensor) -> Tensor:
         if not self._by_sums():
             return super().kl_of_weights(mean)
-        return kl_of_sums(mean, self.sums_together([self])[0], self.prior, self.site.fan_in)
+        return kl_of_sums([mean], self.sums_of([self]), self.prior, self.site.fan_in)
 
     def _by_sums(self) -> bool:
         return self.log_cap is None and by_sums(self.prior) and not self.sharded
@@ -85,36 +85,40 @@ class KTiedPosterior(GaussianPosterior):
         alike: dict[Any, list[int]] = {}
         for i, (p, linear) in enumerate(zip(posteriors, maps, strict=True)):
             joint = linear.mask is None and p._by_sums()
-            alike.setdefault((p.rank, p.log_u.dtype, p.device) if joint else None, []).append(i)
+            kind = p.rank, p.log_u.dtype, p.log_u.device, linear.weight.dtype, p.prior.taken_with(p.site.fan_in)
+            alike.setdefault(kind if joint else None, []).append(i)
         terms = [posteriors[i].kl(linears[i]) for i in alike.pop(None, [])]
         for same in alike.values():
-            every = cls.sums_together([posteriors[i] for i in same])
-            for i, sums in zip(same, every, strict=True):
-                p, linear = posteriors[i], maps[i]
-                terms.append(kl_of_sums(wide(linear.weight), sums, p.prior, p.site.fan_in))
-                terms += p.kl_of_bias(linear)
+            some = [posteriors[i] for i in same]
+            means, lead = [wide(maps[i].weight) for i in same], some[0]
+            terms.append(kl_of_sums(means, cls.sums_of(some), lead.prior, lead.site.fan_in))
+            terms += [term for i in same for term in posteriors[i].kl_of_bias(maps[i])]
         return terms
 
     @staticmethod
-    def sums_together(posteriors: Sequence[KTiedPosterior]) -> list[Sums]:
-        """Sums of log sigma and sigma^2 of posteriors of one rank: of thin factors alone, which are joined, but for
-        sum log sigma where k > 1.
+    def sums_of(posteriors: Sequence[KTiedPosterior]) -> Sums:
+        """Sums of log sigma and sigma^2 over the weights of posteriors of one rank: of thin factors alone, which are
+        joined, but for sum log sigma where k > 1.
         """
         lines: list[Tensor] = [factor for p in posteriors for factor in (p.log_u, p.log_v)]
+        rank = posteriors[0].rank
         joined, sizes = torch.cat(lines), [len(factor) for factor in lines]
         logs = joined.to(exact(joined))
         # Each row less its maximum, so that products neither overflow nor vanish; less log k, so that they are near 1.
-        shift = logs.detach().amax(1, keepdim=True) + 0.5 * math.log(posteriors[0].rank)
-        near = (logs - shift).exp().clamp_min(floor(wide(joined))).to(wide(joined).dtype).split(sizes)
-        factors, shifts = logs.exp().split(sizes), (shift if posteriors[0].rank > 1 else logs).split(sizes)
-        out = []
-        for j, p in enumerate(posteriors):
-            (m, n), (u, v), (a, b) = p.site.matrix, factors[2 * j : 2 * j + 2], shifts[2 * j : 2 * j + 2]
-            log_scale = n * a.sum() + m * b.sum()
-            if p.rank > 1:
-                log_scale = log_scale + sum_log_outer(near[2 * j + 1], near[2 * j])
-            out.append(Sums(m * n, log_scale, ((u.T @ u) * (v.T @ v)).sum()))
-        return out
+        shift = logs.detach().amax(1, keepdim=True) + 0.5 * math.log(rank) if rank > 1 else logs
+        factors = logs.exp()
+        squares = (factors.unsqueeze(2) * factors.unsqueeze(1)).flatten(1)
+        columns = torch.cat([squares, shift, torch.ones_like(shift)], 1)
+        # Of each U and each V: U^T U, the sum of shifts, and how many rows there are.
+        totals = torch.stack([part.sum(0) for part in columns.split(sizes)])
+        u, v = totals[0::2], totals[1::2]
+        log_scale = (u[:, -2] * v[:, -1] + u[:, -1] * v[:, -2]).sum()
+        if rank > 1:
+            near = (logs - shift).exp().clamp_min(floor(wide(joined))).to(wide(joined).dtype).split(sizes)
+            pairs = zip(near[1::2], near[0::2], strict=True)
+            log_scale = log_scale + torch.stack([sum_log_outer(b, a) for b, a in pairs]).sum()
+        size = sum(m * n for m, n in (p.site.matrix for p in posteriors))
+        return Sums(size, log_scale, (u[:, :-2] * v[:, :-2]).sum())
 
     def _local(self, x: Tensor, linear: LinearMap) -> Tensor:
         y = self._by_kernel(x, linear)

@@ -152,10 +152,11 @@ class Rank1Posterior(WeightPosterior):
         terms: list[Tensor] = []
         mixed: list[Any] = []
         for same in planned(posteriors, ("kl", kinds), alike):
-            how, q = same[0][0], joint([f for _, f in same])
-            total = summed_kl(q, same[0][1].prior)
-            terms.append(total if how == "sum" else total / len(q.loc))
-            mixed += [q] if how == "exact" else []
+            (how, lead), factors = same[0], [f for _, f in same]
+            locs, rhos = ([f._parameters[name] for f in factors] for name in ("loc", "rho"))
+            total = summed_kl(lead.family, lead.prior, locs, rhos)
+            terms.append(total if how == "sum" else total / len(locs[0]))
+            mixed += [joint(factors)] if how == "exact" else []
         terms += [-information(mixed)] if mixed else []
         return terms or [posteriors[0].r.loc.new_zeros(())]
 
@@ -215,4 +216,4 @@ class Rank1Posterior(WeightPosterior):
 
 def _alike(f: Factor) -> tuple[Any, ...]:
     """What factors have in common whose KLs are computed together."""
-    return f.family, f.prior, f.loc.shape[0], f.loc.device, f.loc.dtype
+    return f.family, f.prior, *f.loc.shape[:2], f.loc.device, f.loc.dtype

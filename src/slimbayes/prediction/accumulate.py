@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.train.likelihoods import entropy, likelihood_named
+from slimbayes.train.targets import check_positive, readable
 
 
 class Accumulator:
@@ -38,6 +39,8 @@ class Accumulator:
         weights: Tensor | Sequence[float] | None = None,
     ) -> None:
         self.of = likelihood_named(likelihood)
+        if not isinstance(scale, Tensor) or readable(scale):
+            check_positive("scale", torch.as_tensor(scale), zero=True)
         self.likelihood, self.members, self.scale, self.keep = likelihood, members, scale, keep
         self.class_dim = class_dim
         self.weights = None if weights is None else _checked_weights(weights, members)
@@ -50,6 +53,11 @@ class Accumulator:
 
     def add(self, outputs: Tensor) -> None:
         """Take outputs (S', N, ...) of further draws; their number must be a multiple of the members."""
+        if outputs.dim() < (3 if self.of.option == "class_dim" else 2) or len(outputs) % self.members:
+            raise ValueError(
+                f"Outputs need an axis of draws, as many for each of {self.members} members, and one of rows, got "
+                f"shape {tuple(outputs.shape)}."
+            )
         wide = outputs if outputs.dtype == torch.float64 else outputs.float()
         values, noise = self.of.predictive(wide, self.scale, self.class_dim)
         by_member = values.unflatten(0, (-1, self.members))

@@ -26,7 +26,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.sharing import evaluating
 from slimbayes.errors import cut
 from slimbayes.files import replacing
-from slimbayes.prediction.checks import check_inputs
+from slimbayes.prediction.checks import check_inputs, check_noise_rule
 from slimbayes.prediction.predict import member_weights, select
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members as members_of
@@ -92,6 +92,8 @@ def export(
     if path.suffix not in (".onnx", ".pt2"):
         raise ValueError(f"export writes .onnx and .pt2 files, got {str(path)!r}.")
     _check(model, args, draws, noise, likelihood)
+    if likelihood is not None:
+        check_noise_rule(model, likelihood)
     with evaluating(model), torch.no_grad():
         graph = Graph(model, args, draws, members, seed, likelihood, scale, fixed=noise == "fixed")
         inputs = args if graph.noise is not None else (*args, torch.zeros(graph.total, sum(graph.widths)))

@@ -6,6 +6,7 @@ Sizes: S draws, K members, N rows.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -19,13 +20,14 @@ from slimbayes.engine.tree import arrays_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.batches import Progress, batches_of
-from slimbayes.prediction.checks import check_inputs, explained, refuse_outputs
+from slimbayes.prediction.checks import check_inputs, check_noise_rule, explained, refuse_outputs
 from slimbayes.prediction.draws import Draws, Networks
 from slimbayes.prediction.far import Far, features_of
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.prediction.sample import members
+from slimbayes.prediction.sample import check_draws, members
 from slimbayes.train.elbo import check_finite
-from slimbayes.train.likelihoods import LikelihoodName
+from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
+from slimbayes.train.targets import broadcasts, check_positive
 
 MOST_DRAWS = 1_000_000  # an average of more says nothing new, and would take for ever
 
@@ -70,7 +72,8 @@ def predict(
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
             "heteroscedastic_gaussian" means and raw scales.
         scale: standard deviation of the observation noise, for "gaussian"; for "heteroscedastic_gaussian" that of the
-            targets, as in training (1 if nothing is given, with a warning); a tensor for several targets.
+            targets, as in training (1 if nothing is given, with a warning); a tensor for several targets, or (N, ...)
+            for rows that have noise of their own.
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or
             the first tensor.
@@ -97,25 +100,34 @@ def predict(
         >>> pred.probs.shape, pred.samples.shape
         (torch.Size([7, 3]), torch.Size([16, 7, 3]))
     """
-    if (draws != "exact" and not (isinstance(draws, int) and draws >= 1)) or (chunk is not None and chunk < 1):
-        raise ValueError(f'predict needs draws >= 1, or "exact", and chunk >= 1, got draws={draws!r}, chunk={chunk!r}.')
+    if draws != "exact" or fold != "auto":
+        check_draws("predict", 1 if draws == "exact" else draws, fold)
+    if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
+        raise ValueError(f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}.")
+    check_positive("scale", torch.as_tensor(scale), zero=True)
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("The model has parameters on the meta device, which have no numbers: load its weights first.")
     if draws != "exact" and draws > MOST_DRAWS:
         raise ValueError(f"predict takes at most {MOST_DRAWS:,} draws of each member, got draws={draws!r}.")
     if chunk is not None and chunk < members(model):
         raise ValueError(
             f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}."
         )
+    check_noise_rule(model, likelihood)
     if not allow_nonfinite:
         check_finite(model)
     source, count, weights = _source(model, draws, chunk, share, fold, seed)
-    number, parts, bar = 1 if draws == "exact" else draws, [], Progress(x, progress)
+    number, bar = 1 if draws == "exact" else draws, Progress(x, progress)
+    parts: list[Prediction] = []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
             keep = keep_samples or far is not None
             sums = Accumulator(likelihood, count, scale, keep, class_dim, weights)
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
-                    sums.add(_checked(select(outputs, output), likelihood))
+                    found = _checked(select(outputs, output), likelihood)
+                    sums.scale = _scale_of(scale, found, likelihood, parts)
+                    sums.add(found)
             part = Prediction(**sums.fields())
             if far is not None:
                 part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
@@ -125,7 +137,10 @@ def predict(
                 refuse_outputs(sums, (select(o, output) for o in source.outputs(args, kwargs, number)), before)
             bar.add(len(part))
     bar.close()
-    return Prediction.joined(parts)
+    whole = Prediction.joined(parts)
+    if isinstance(scale, Tensor) and scale.dim() == whole.by_member.dim() - 1 and len(scale) != len(whole):
+        raise ValueError(f"scale has one line for each of {len(scale)} rows, but {len(whole)} were predicted.")
+    return whole
 
 
 def _source(
@@ -163,6 +178,7 @@ def predict_prefixes(
     """
     if not draws or min(draws) < 1:
         raise ValueError(f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}.")
+    check_noise_rule(model, likelihood)
     check_finite(model)
     if not allow_nonfinite:
         check_inputs(model, ((x,), {}), before)
@@ -199,8 +215,29 @@ def _checked(outputs: Tensor, likelihood: str) -> Tensor:
     return outputs
 
 
+def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, earlier: list[Prediction]) -> float | Tensor:
+    """The noise of these rows, which come after others: one scale for all, or lines of one for each."""
+    if not isinstance(scale, Tensor) or scale.numel() == 1:
+        return scale
+    each, rows = likelihood_named(likelihood).predictive(outputs[:1, :1], 1.0, None)[0].shape[2:], outputs.shape[1]
+    if broadcasts(scale.shape, each):
+        return scale
+    before = sum(map(len, earlier))
+    own = scale[before : before + rows]
+    if scale.dim() != len(each) + 1 or not broadcasts(own.shape, (rows, *each)) or len(own) != rows:
+        raise ValueError(
+            f"scale of shape {tuple(scale.shape)} does not broadcast against one row's targets, shape {tuple(each)}, "
+            f"nor has it a line for each row."
+        )
+    return own
+
+
 def select(outputs: Any, output: str | int | None) -> Tensor:
     """The tensor of predictions in whatever a model returns."""
+    if output is not None and isinstance(outputs, Tensor):
+        raise ValueError(
+            f"output={output!r} names one of several outputs, but the model returns one tensor: leave it out."
+        )
     if output is not None:
         return getattr(outputs, output) if isinstance(output, str) and hasattr(outputs, output) else outputs[output]
     if isinstance(outputs, Tensor):

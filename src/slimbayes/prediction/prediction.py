@@ -28,7 +28,7 @@ from slimbayes.prediction.accumulate import (
 )
 from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
-from slimbayes.train.targets import check_labels
+from slimbayes.train.targets import check_labels, floating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -289,6 +289,7 @@ class Prediction(Views):
         return (values[..., 1] if self.likelihood == "bernoulli" else values).exp()
 
     def _check_target(self, target: Tensor) -> None:
+        floating(target)  # refuses what is no tensor
         needed = self.by_member.shape[1:-1] if self._classes else self.by_member.shape[1:]
         if target.shape != needed:
             raise ValueError(

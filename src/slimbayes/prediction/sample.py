@@ -1,5 +1,5 @@
-"""sample, frozen, mean and write_out: run a model under S draws, hold draws or means over many calls, or write one draw
-into a plain model.
+"""sample, frozen, mean, write_out and merge: run a model under S draws, hold draws or means over many calls, or write a
+draw or a member's mean into a plain model.
 
 Sizes: S draws, B rows of the caller's batch, K members. Folded batches are draw-major: rows [j*B:(j+1)*B] belong to
 draw j, and draw j to member j mod K.
@@ -8,6 +8,7 @@ draw j, and draw j to member j mod K.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -79,8 +80,9 @@ def sample(
         >>> sample(net, torch.randn(5, 4), draws=3).shape
         torch.Size([6, 5, 3])
     """
-    if draws < 1:
-        raise ValueError(f"sample needs at least one draw, got draws={draws!r}.")
+    check_draws("sample", draws, fold)
+    if rows not in ("tile", "split"):
+        raise ValueError(f'rows must be "tile" or "split", got {rows!r}.')
     posteriors = posteriors_in(model)
     if not arrays_of((args, kwargs)):
         raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
@@ -98,6 +100,14 @@ def sample(
         return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
     with explained(model, args, kwargs):
         return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
+
+
+def check_draws(what: str, draws: Any, fold: Any = "auto") -> None:
+    """Refuse numbers of draws and ways to run them that are none."""
+    if not isinstance(draws, Integral) or draws < 1:
+        raise ValueError(f"{what} needs a whole number of draws, at least one, got draws={draws!r}.")
+    if fold != "auto" and not isinstance(fold, bool):
+        raise ValueError(f'fold must be True, False or "auto", got {fold!r}.')
 
 
 def free_seed(what: str, seed: Seed, held: Pass | None) -> int:
@@ -153,9 +163,8 @@ def frozen(model: nn.Module, draws: int = 1, seed: Seed = None) -> Iterator[nn.M
         >>> same
         True
     """
+    check_draws("frozen", draws)
     posteriors = posteriors_in(model)
-    if draws < 1:
-        raise ValueError(f"frozen needs at least one draw, got draws={draws!r}.")
     if not posteriors:
         yield model
         return
@@ -253,3 +262,41 @@ def _fill(plain: nn.Module, layer: BayesLayer) -> None:
             )
         weight, bias = posterior.materialise(layer.linear_map(site.name), 0)
         layer.write_draw(plain, site, weight, bias)
+
+
+@torch.no_grad()
+def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
+    """A plain copy of a converted model whose weights are those of one member at its mean, or the mean of all members.
+
+    Noise is gone: factors and weights are at their means (medians, of log-normal factors). The mean of members is that
+    of their weights and biases, which for rank-1 methods is one network near all of them.
+
+    Args:
+        model: a converted model; it stays as it is.
+        member: number of the member, or "mean".
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.BatchEnsemble(members=2))
+        >>> plain, x = merge(net, member=1), torch.randn(5, 4)
+        >>> type(plain).__name__, bool(torch.allclose(plain(x), sb.sample(net, x)[1], atol=1e-6))
+        ('Linear', True)
+    """
+    posteriors = posteriors_in(model)
+    if not posteriors:
+        return debayesianize(copy.deepcopy(model))
+    total = calls.total_draws(posteriors, 1)
+    if member != "mean" and not (isinstance(member, int) and 0 <= member < total):
+        raise ValueError(f'merge: member must be "mean" or a number from 0 to {total - 1}, got {member!r}.')
+    new = central_pass(posteriors)
+    if member != "mean":
+        return passes.run(new.single(member), written, model)
+    every = [passes.run(new.single(k), written, model) for k in range(total)]
+    means = []
+    for tensors in zip(*(plain.state_dict().values() for plain in every), strict=True):
+        if tensors[0].is_floating_point():
+            wide = torch.promote_types(tensors[0].dtype, torch.float32)
+            means.append((tensors[0], torch.stack([t.to(wide) for t in tensors]).mean(0)))
+    for own, mean in means:  # only now: what is tied is listed under each of its names
+        own.copy_(mean)
+    return every[0]

@@ -127,14 +127,39 @@ def _notes(groups: Sequence[Group]) -> Iterator[str]:
             yield f"{group.name!r} on {group.data!r} stopped early with seed {', '.join(early)}."
         for warning in dict.fromkeys(w for r in group.records if r.diagnostics for w in r.diagnostics.warnings):
             yield f"{group.name!r} on {group.data!r}: {warning}"
+    unknown = {group.name: _unknown([dict(_leaves(record.config)) for record in group.records]) for group in groups}
+    if fields := sorted(set().union(*unknown.values())):
+        names = ", ".join(repr(name) for name, some in unknown.items() if some)
+        yield (
+            f"Some runs of {names} were made by a version without {', '.join(fields[:4])}: they are like the others if "
+            f"that is at its default."
+        )
 
 
 def _differences(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """Config values that are not equal among replicates; anything called seed may differ."""
+    """Config values that are not equal among replicates; anything called seed may differ, as may what is unknown."""
     flat = [dict(_leaves(config)) for config in configs]
-    keys = dict.fromkeys(itertools.chain.from_iterable(flat))
+    keys = [key for key in dict.fromkeys(itertools.chain.from_iterable(flat)) if key not in _unknown(flat)]
     values = {key: list(dict.fromkeys(leaves.get(key, "absent") for leaves in flat)) for key in keys}
     return [f"{key} is {' or '.join(found)}" for key, found in values.items() if len(found) > 1]
+
+
+def _unknown(flat: Sequence[dict[str, str]]) -> set[str]:
+    """Fields that some replicates lack beside others that they share: configs are recorded whole, so these were made
+    by a version that had no such field."""
+    some, common = set(itertools.chain.from_iterable(flat)), {key for key in flat[0] if all(key in one for one in flat)}
+    shared = {_above(key) for key in common}
+    return {key for key in some - common if _above(key) in shared and _alike(flat, key)}
+
+
+def _above(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _alike(flat: Sequence[dict[str, str]], key: str) -> bool:
+    """Whether a field's mapping is of one kind everywhere, and the field not a mapping elsewhere."""
+    kinds = {leaves.get(f"{_above(key)}.kind") for leaves in flat}
+    return len(kinds) == 1 and not any(other.startswith(f"{key}.") for leaves in flat for other in leaves)
 
 
 def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, str]]:

@@ -69,10 +69,17 @@ def elbo(
         >>> torch.allclose(terms.loss, terms.nll + 0.1 * terms.kl)
         True
     """
-    if not num_data > 0:
+    if not isinstance(nll, Tensor) or nll.dim():
+        got = f"shape {tuple(nll.shape)}" if isinstance(nll, Tensor) else type(nll).__name__
+        raise ValueError(f"nll must be a tensor of one number, the mean over the batch, got {got}: use nll.mean().")
+    if not posteriors_of(model) and not any("_slimbayes" in m.__dict__ for m in model.modules()):
+        raise ValueError(f"This {type(model).__name__} has not been converted, so it has no KL: see bayesianize.")
+    if not 0 < num_data < math.inf:
         raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}.")
+    if not isinstance(kl_weight, Tensor) and not 0 <= kl_weight < math.inf:
+        raise ValueError(f"kl_weight must be a number from 0 on, 1 for the whole KL, got {kl_weight!r}.")
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be positive, 1 for Bayes' rule, got {temperature!r}.")
     divergence = kl(model) / (num_data * micro_batches)
@@ -81,7 +88,7 @@ def elbo(
     if loss.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU this would stall every step
         if not bool(loss.isfinite().all()):
             check_finite(model)
-        elif nll.dim() == 0 and model not in _warned:
+        elif model not in _warned:
             warn_of_dwarfed(model, micro_batches * float(weighed.detach()))
     return ELBO(loss, nll, divergence)
 

@@ -24,12 +24,24 @@ from slimbayes.engine.blocks import exporting
 from slimbayes.errors import did_you_mean
 from slimbayes.train import Form as Form
 from slimbayes.train.fisher import BINARY, CLASSES, MEANS, MEANS_AND_SCALES, Fisher
-from slimbayes.train.targets import check_classes_of, check_real, check_shares, check_some, check_spread, readable, unit
+from slimbayes.train.targets import (
+    FORMS,
+    check_classes,
+    check_classes_of,
+    check_real,
+    check_shape,
+    check_shares,
+    check_spread,
+    check_two_outputs,
+    floating,
+    readable,
+    scale_for,
+    unit,
+)
 
 LikelihoodName = Literal["categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian"]
-_FORMS = ("average", "mixture", "probs", "logits")
 # Of a heteroscedastic head, in units of the targets' standard deviation: its bounds, and what a softplus of one is.
-LEAST_NOISE, MOST_NOISE, UNIT_NOISE = 0.03, 3.0, 0.3
+LEAST_NOISE, MOST_NOISE, UNIT_NOISE = NOISE_RULE = (0.03, 3.0, 0.3)
 
 
 def categorical(
@@ -47,8 +59,8 @@ def categorical(
     """
     check_classes(logits, class_dim)
     logits = logits.movedim(class_dim, -1)
-    soft = target.is_floating_point()
-    _check(logits, target, logits.shape[1:] if soft and target.dim() > 1 else logits.shape[1:-1], form)
+    soft = floating(target)
+    check_shape(logits, target, logits.shape[1:] if soft and target.dim() > 1 else logits.shape[1:-1], form)
     if readable(target) or (soft and target.dim() == 1):
         check_classes_of(target, logits.shape[-1], ignore_index)
     if form == "logits":
@@ -78,7 +90,7 @@ def bernoulli(logits: Tensor, target: Tensor, form: Form = "average") -> Tensor:
         >>> bernoulli(torch.zeros(2, 3), torch.tensor([0.0, 1.0, 1.0])).round(decimals=4)  # log 2
         tensor(0.6931)
     """
-    _check(logits, target, logits.shape[1:], form)
+    check_shape(logits, target, logits.shape[1:], form)
     if readable(target):
         check_shares(target)
     if form == "logits":
@@ -105,7 +117,7 @@ def gaussian(mean: Tensor, target: Tensor, scale: float | Tensor = 1.0, form: Fo
     """
     if form in ("logits", "probs"):
         mean, form = mean.mean(0, keepdim=True), "average"
-    return _gaussian(mean, target, torch.as_tensor(scale, dtype=mean.dtype, device=mean.device), form)
+    return _gaussian(mean, target, scale_for(scale, target, mean), form)
 
 
 def heteroscedastic_gaussian(
@@ -125,7 +137,7 @@ def heteroscedastic_gaussian(
         tensor(-0.6428)
     """
     check_two_outputs(output)
-    spread = torch.as_tensor(scale, dtype=output.dtype, device=output.device)
+    spread = scale_for(scale, target, output)
     if readable(target):
         check_spread(target, spread)
     if form == "logits":
@@ -156,40 +168,8 @@ def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
     return spread * (LEAST_NOISE**2 + wide.square()).sqrt()
 
 
-def check_classes(logits: Tensor, class_dim: int) -> None:
-    """Refuse the logits of one class: its probability is 1 whatever the network says."""
-    if logits.shape[class_dim] == 1:
-        raise ValueError(
-            f"A categorical likelihood needs logits of at least two classes, got one along dimension {class_dim} of "
-            f"outputs of shape {tuple(logits.shape)}. "
-            f'For a yes or no use likelihood="bernoulli", for a real target "gaussian".'
-        )
-
-
-def check_two_outputs(outputs: Tensor) -> None:
-    """Refuse outputs that are not a mean and a raw scale for each target."""
-    if outputs.shape[-1] != 2:
-        raise ValueError(
-            f"heteroscedastic_gaussian needs two numbers for each target, its mean and its raw scale, in a last "
-            f"dimension of 2; got outputs of shape {tuple(outputs.shape)}. "
-            f'View T targets as (..., T, 2); for means alone use "gaussian".'
-        )
-
-
-def _check(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) -> None:
-    """Refuse a target that would broadcast, as (B,) against (S, B, 1) does, no targets, and a form that is none."""
-    if target.shape != needed:
-        raise ValueError(
-            f"A target of shape {tuple(needed)} is needed for outputs of shape {tuple(outputs.shape)}, got "
-            f"{tuple(target.shape)}."
-        )
-    check_some(target)
-    if form not in _FORMS:
-        raise ValueError(f"Unknown form {form!r}{did_you_mean(form, _FORMS)}")
-
-
 def _gaussian(mean: Tensor, target: Tensor, scale: Tensor, form: str) -> Tensor:
-    _check(mean, target, mean.shape[1:], form)
+    check_shape(mean, target, mean.shape[1:], form)
     if readable(target):
         check_real(target)
     logp = -0.5 * ((target - mean) / scale) ** 2 - scale.log() - 0.5 * math.log(2 * math.pi)
@@ -202,7 +182,7 @@ def _combine(logp: Tensor, form: str) -> Tensor:
         return -logp.mean(0)  # Eq. 13
     if form == "mixture":
         return -_log_mean(logp)  # Eq. 14
-    raise ValueError(f"Unknown form {form!r}{did_you_mean(form, _FORMS)}")
+    raise ValueError(f"Unknown form {form!r}{did_you_mean(form, FORMS)}")
 
 
 def _log_mean(logp: Tensor) -> Tensor:
@@ -262,6 +242,7 @@ class Likelihood:
         fisher: their information about the outputs.
         discrete: whether targets are classes, not real numbers.
         option: what `function` takes besides the form: "scale", "class_dim" or nothing.
+        learns_noise: whether outputs have the noise in them, by `noise_scale`.
     """
 
     function: Callable[..., Tensor]
@@ -269,6 +250,7 @@ class Likelihood:
     fisher: Fisher
     discrete: bool
     option: Literal["scale", "class_dim", ""] = ""
+    learns_noise: bool = False
 
     def nll(
         self, outputs: Tensor, target: Tensor, form: Form, scale: float | Tensor = 1.0, class_dim: int | None = None
@@ -283,7 +265,7 @@ LIKELIHOODS: dict[str, Likelihood] = {
     "bernoulli": Likelihood(bernoulli, _two_classes, BINARY, discrete=True),
     "gaussian": Likelihood(gaussian, _means, MEANS, discrete=False, option="scale"),
     "heteroscedastic_gaussian": Likelihood(
-        heteroscedastic_gaussian, _means_and_scales, MEANS_AND_SCALES, discrete=False, option="scale"
+        heteroscedastic_gaussian, _means_and_scales, MEANS_AND_SCALES, False, option="scale", learns_noise=True
     ),
 }
 

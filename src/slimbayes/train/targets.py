@@ -1,4 +1,4 @@
-"""Targets that are none: refused by row and value.
+"""Targets that are none: refused by row and value; outputs and scales that do not go with them.
 
 Likelihoods look at shapes and types always, at values only on a CPU: on a GPU that would stall every training step.
 `check_targets` looks at a whole set of them, once, wherever they are.
@@ -7,6 +7,7 @@ Sizes: N rows, C classes.
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from slimbayes.engine.quiet import inside_func
 from slimbayes.errors import SlimbayesWarning, did_you_mean
 
+FORMS = ("average", "mixture", "probs", "logits")
 _KINDS = ("categorical", "bernoulli", "gaussian", "heteroscedastic_gaussian")
 
 
@@ -58,6 +60,93 @@ def readable(target: Tensor) -> bool:
     return not torch.compiler.is_compiling() and target.device.type == "cpu" and not inside_func()
 
 
+def floating(target: Any) -> bool:
+    """Whether targets are of a floating type; refuses what is no tensor."""
+    if not isinstance(target, Tensor):
+        raise TypeError(f"Targets must be a tensor, got {type(target).__name__}: use torch.as_tensor(target).")
+    return target.is_floating_point()
+
+
+def check_shape(outputs: Tensor, target: Tensor, needed: torch.Size, form: str) -> None:
+    """Refuse a target that would broadcast, as (B,) against (S, B, 1) does, no targets, and a form that is none."""
+    floating(target)
+    if target.shape != needed:
+        bare = target.shape in (outputs.shape, outputs.shape[:-1])
+        hint = (
+            " Outputs have draws in front, as `sample` gives them: use model(x)[None] for a bare call." if bare else ""
+        )
+        raise ValueError(
+            f"A target of shape {tuple(needed)} is needed for outputs of shape {tuple(outputs.shape)}, got "
+            f"{tuple(target.shape)}.{hint}"
+        )
+    check_some(target)
+    if form not in FORMS:
+        raise ValueError(f"Unknown form {form!r}{did_you_mean(form, FORMS)}")
+
+
+def check_classes(logits: Tensor, class_dim: int) -> None:
+    """Refuse classes along draws or rows, and the logits of one class: its probability is 1 whatever the network
+    says.
+    """
+    dims = logits.dim()
+    if not -dims <= class_dim < dims or class_dim % dims < min(2, dims - 1):
+        raise ValueError(
+            f"class_dim={class_dim} is no dimension of classes in outputs of shape {tuple(logits.shape)}: draws and "
+            f"rows come first. Use -1 where classes come last, 2 for images (S, N, C, H, W)."
+        )
+    if logits.shape[class_dim] == 1:
+        raise ValueError(
+            f"A categorical likelihood needs logits of at least two classes, got one along dimension {class_dim} of "
+            f"outputs of shape {tuple(logits.shape)}. "
+            f'For a yes or no use likelihood="bernoulli", for a real target "gaussian".'
+        )
+
+
+def check_two_outputs(outputs: Tensor) -> None:
+    """Refuse outputs that are not a mean and a raw scale for each target."""
+    if outputs.shape[-1] != 2:
+        raise ValueError(
+            f"heteroscedastic_gaussian needs two numbers for each target, its mean and its raw scale, in a last "
+            f"dimension of 2; got outputs of shape {tuple(outputs.shape)}. "
+            f'View T targets as (..., T, 2); for means alone use "gaussian".'
+        )
+
+
+def scale_for(scale: float | Tensor, target: Tensor, outputs: Tensor) -> Tensor:
+    """A noise scale as a tensor of the outputs' type; refused where it would broadcast targets, as (B, 1) does (B,),
+    or, on a CPU, is no positive number.
+    """
+    floating(target)
+    given = torch.as_tensor(scale, dtype=outputs.dtype, device=outputs.device)
+    given = given.reshape(()) if given.numel() == 1 else given
+    if not broadcasts(given.shape, target.shape):
+        raise ValueError(
+            f"scale of shape {tuple(given.shape)} does not broadcast against targets of shape {tuple(target.shape)}."
+        )
+    if readable(given):
+        check_positive("scale", given)
+    return given
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether a tensor of one shape can be expanded to another.
+
+    Example:
+        >>> broadcasts((3,), (6, 3)), broadcasts((6, 1), (6,))
+        (True, False)
+    """
+    spare = len(to) - len(shape)
+    return spare >= 0 and all(a in (1, b) for a, b in zip(shape, to[spare:], strict=True))
+
+
+def check_positive(name: str, values: Tensor, zero: bool = False) -> None:
+    """Refuse standard deviations that are none."""
+    bad = ~((values >= 0 if zero else values > 0) & values.isfinite())
+    if bool(bad.any()):
+        what = "finite and not negative" if zero else "positive and finite"
+        raise ValueError(f"{name} is a standard deviation and must be {what}, got {values[bad].flatten()[0].item()!r}.")
+
+
 def check_some(target: Tensor) -> None:
     """Refuse no rows at all, whose mean is no number."""
     if target.numel() == 0:
@@ -68,6 +157,12 @@ def check_classes_of(target: Tensor, classes: int, ignore_index: int | None) -> 
     """Refuse what is neither class indices, of which `ignore_index` counts as one, nor class probabilities."""
     if target.is_floating_point() and target.dim() > 1:
         _refuse((target < 0) | ~target.isfinite(), target, "probabilities of classes, or class indices (whole numbers)")
+        off = (target.sum(-1) - 1).abs()
+        if bool((off > 0.01).any()):
+            raise ValueError(
+                f"Probabilities of classes must sum to 1, got {float(target.sum(-1).flatten()[off.argmax()]):.3g}. "
+                f"For several labels of one row use bernoulli."
+            )
         return
     check_labels(target, classes, ignore_index)
     if ignore_index is not None and bool((target == ignore_index).all()):
@@ -132,7 +227,7 @@ def _refuse(bad: Tensor, target: Tensor, needed: str) -> None:
 
 def unit(scale: float | Tensor) -> float | Tensor:
     """The unit of noise: the targets' spread that a prediction was given; 1, with a warning, where none was (0.0)."""
-    if not isinstance(scale, float) or scale:
+    if isinstance(scale, Tensor) or scale:
         return scale
     warnings.warn(
         "heteroscedastic_gaussian needs scale, the targets' standard deviation as in training: without, noise is in "

@@ -43,10 +43,10 @@ RECIPES: dict[str, dict[str, Recipe]] = {
     "2-tied": dict.fromkeys(_STARTS, Recipe(KTied(prior=HeNormal(), estimator="flipout"), 0.01)),
     "mean-field": {
         "scratch": Recipe(MeanField(prior=HeNormal(), estimator="flipout"), 0.01),
-        "trained": Recipe(MeanField(prior=HeNormal(), estimator="flipout", scale_init=3e-3, scale_jitter=3e-4), 0.03),
+        "trained": Recipe(MeanField(prior=HeNormal(), estimator="flipout", scale_init=3e-3, scale_jitter=3e-4), 0.01),
     },
-    "EMP": {"scratch": _patch(3), "trained": _patch(2)},
-    "ECMP": dict.fromkeys(_STARTS, _patch(3, cross=True)),
+    "EMP": {"scratch": _patch(2), "trained": _patch(3)},
+    "ECMP": dict.fromkeys(_STARTS, _patch(2, cross=True)),
 }
 
 
