@@ -40,19 +40,21 @@ class State:
 
     def __init__(self, model: nn.Module, every: bool = False) -> None:
         self.model = model
-        found = [m for m in modules_of(model) if not isinstance(m, (Keyed, nn.ModuleDict))]
-        self.modules = [m for m in found if not torch_or_own(m)]
-        self.modules += [m for m in found if torch_or_own(m) and m._buffers] if every else []
-        self.before = [_kept(m) for m in self.modules]
+        found = modules_of(model)
+        own = [m for m in found if not (isinstance(m, (Keyed, nn.ModuleDict)) or torch_or_own(m))]
+        self.own = len(own)  # modules whose attributes count, too; of the others only buffers do
+        known = set(map(id, own))
+        self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if every else [])
+        self.before = self._now()
         self.values = {id(v): (v, _copy(v), _version(v)) for kept in self.before for v in kept.values() if _mutable(v)}
 
+    def _now(self) -> list[dict[str, Any]]:
+        return [_kept(m) if i < self.own else dict(m._buffers) for i, m in enumerate(self.modules)]
+
     def changes(self) -> Change:
-        """What differs from that moment now, but for torch's own modules."""
+        """What differs from that moment now, but for torch's own modules and posteriors."""
         found: Change = {}
-        for i, (module, before) in enumerate(zip(self.modules, self.before, strict=True)):
-            if torch_or_own(module):
-                break
-            now = _kept(module)
+        for i, (before, now) in enumerate(list(zip(self.before, self._now(), strict=True))[: self.own]):
             for name in {**before, **now}:
                 value, old = now.get(name, _ABSENT), before.get(name, _ABSENT)
                 if value is not old:
@@ -77,8 +79,7 @@ class State:
 
     def restore(self) -> None:
         """Go back to that moment."""
-        for module, before in zip(self.modules, self.before, strict=True):
-            now = _kept(module)
+        for module, before, now in zip(self.modules, self.before, self._now(), strict=True):
             for name in {**before, **now}:
                 if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
                     _put(module, name, before.get(name, _ABSENT))
