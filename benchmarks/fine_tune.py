@@ -5,7 +5,7 @@
 
 A base is trained once (two networks on CIFAR-100, a language model on IMDB's reviews), then every method takes it to a
 new task with few labels, five seeds each. A seed draws the labels, starts the head and orders the batches. Each method
-has two settings to choose from, plain three, rank-1 fine-tuned four (two temperatures, two priors); the one of lowest
+has two settings to choose from, plain three, rank-1 fine-tuned four (two rates, two priors); the one of lowest
 NLL on 2,000 validation rows, with labels of a seed of their own, is used for all five (of LoRA's ensemble with two
 members). Test rows choose nothing. All train in bfloat16 (autocast) and predict in single precision.
 
@@ -15,6 +15,7 @@ members). Test rows choose nothing. All train in bfloat16 (autocast) and predict
 - rank-1 Laplace: `sb.laplace` of the plain network, factors of all layers; linearised, 64 draws.
 - rank-1 fine-tuned: `sb.Rank1` with four members over the frozen base, norms and a head. Each row goes through one
   member; batches have twice as many rows.
+- rank-1 after plain: the same over the plain network, all of it frozen, for half as many steps again.
 - deep ensemble: four plain networks; its first is "plain". All start from the same base.
 - LoRA ensemble: four times adapters of rank 8 of all dense layers and convolutions, norms and a head.
 
@@ -60,22 +61,24 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 
-MEMBERS, DRAWS, RANK1_RATE, FASTER = 4, 64, 3e-3, 30.0  # the last is of posteriors' widths
+MEMBERS, DRAWS, TEMPERATURE = 4, 64, 0.1
+WIDTHS = 0.1  # learning rate of posteriors' widths
 DROPPED = "conv2|fc|dense|o_proj|down_proj|score"  # layers whose inputs MC dropout drops
 NORMS = r".*norm\d?|.*\.bn\d|.*\.downsample\.1"
 LAST = {"over": "weights", "layers": "last"}
 SETTINGS: dict[str, list[Any]] = {
     "plain": [3e-5, 1e-4, 3e-4],  # rates
     "MC dropout": [(1e-4, 0.1), (3e-4, 0.3)],  # rates and shares
-    "rank-1 fine-tuned": list(product([0.1, 1.0], [0.1, 0.2])),  # temperatures and priors
+    "rank-1 fine-tuned": list(product([3e-3, 1e-2], [0.1, 0.2])),  # rates and priors
     "LoRA ensemble": [1e-3, 3e-3],  # rates
     "last-layer Laplace": ["layer", 0.1],  # priors
     "rank-1 Laplace": [0.15, 0.3],
+    "rank-1 after plain": [0.1, 0.2],
 }
 TRAINED, FITTED = list(SETTINGS)[:4], list(SETTINGS)[4:]
 
 
-def train(net: nn.Module, rows: Rows, task: Task, rate: float, seed: int, temperature: float = 1.0) -> None:
+def train(net: nn.Module, rows: Rows, task: Task, rate: float, seed: int) -> None:
     """The same for all methods: AdamW, warm-up and cosine, cross-entropy and, of a posterior, its KL.
 
     A bare call gives each row to one member.
@@ -83,7 +86,7 @@ def train(net: nn.Module, rows: Rows, task: Task, rate: float, seed: int, temper
     torch.manual_seed(seed)
     bayes = any(hasattr(module, "posterior") for module in net.modules())
     if bayes:
-        groups = sb.param_groups(net, 1e-2, rate, scale_lr_multiplier=FASTER)
+        groups = sb.param_groups(net, 1e-2, rate, scale_lr_multiplier=WIDTHS / rate)
     else:
         groups = [{"params": [p for p in net.parameters() if p.requires_grad], "lr": rate}]
     optimizer = torch.optim.AdamW(groups, rate, weight_decay=1e-2)
@@ -96,7 +99,7 @@ def train(net: nn.Module, rows: Rows, task: Task, rate: float, seed: int, temper
         if bayes:
             nll = sb.categorical(logits[None], rows[1][index])
             weight = min(1.0, 2 * step / task.steps)
-            loss = sb.elbo(nll, net, len(rows[0]), weight, temperature=temperature).loss
+            loss = sb.elbo(nll, net, len(rows[0]), weight, temperature=TEMPERATURE).loss
         else:
             loss = nn.functional.cross_entropy(logits, rows[1][index])
         optimizer.zero_grad()
@@ -133,12 +136,10 @@ class Bench:
 
     def rank1(self, seed: int, setting: tuple[float, float]) -> tuple[Predict, int]:
         """Rank-1 factors of all layers; norms train, too, as they do beside adapters."""
-        temperature, prior = setting
-        config = sb.Rank1(members=MEMBERS, prior=sb.Normal(1.0, prior), mean_init=sb.Normal(1.0, 0.01), scale_init=0.01)
+        rate, prior = setting
         head = rf"{self.head}|{NORMS}"
-        net = sb.bayesianize(self.net(10 * seed), config, train="posterior+head", head=head)
-        task = replace(self.task, batch=2 * self.task.batch)
-        train(net, self.rows(seed), task, RANK1_RATE, 10 * seed, temperature)
+        net = sb.bayesianize(self.net(10 * seed), factors(prior), train="posterior+head", head=head)
+        train(net, self.rows(seed), replace(self.task, batch=2 * self.task.batch), rate, 10 * seed)
         return partial(predicted, net, draws=4), saved_size(net)
 
     def lora(self, seed: int, rate: float, members: int = MEMBERS) -> tuple[Predict, int]:
@@ -153,14 +154,24 @@ class Bench:
     def way(self, method: str) -> Callable[[int, Any], tuple[Predict, int]]:
         return {"MC dropout": self.dropout, "rank-1 fine-tuned": self.rank1, "LoRA ensemble": self.lora}[method]
 
-    def laplace(self, net: nn.Module, seed: int, method: str, setting: Any) -> tuple[Predict, int]:
-        """A posterior around a plain network, by one pass over the labels as they are."""
+    def fitted(self, net: nn.Module, seed: int, method: str, setting: Any) -> tuple[Predict, int]:
+        """A posterior around a plain network: by one pass over the labels as they are, or half as many steps again."""
         own, (x, y) = copy.deepcopy(net), self.rows(seed)
+        if method == "rank-1 after plain":
+            sb.bayesianize(own, factors(setting), train="posterior")
+            task = replace(self.task, steps=self.task.steps // 2, batch=2 * self.task.batch)
+            train(own, (x, y), task, 1e-3, 10 * seed)
+            return partial(predicted, own, draws=4), size(net.state_dict().values()) + saved_size(own)
         last = method == "last-layer Laplace"
         prior = setting if isinstance(setting, str) else sb.Normal(0.0 if last else 1.0, setting)
         data = list(zip(x.split(250), y.split(250), strict=True))
         sb.laplace(own, data, prior=prior, **(LAST if last else {}))
         return partial(linearised, own), size(net.state_dict().values()) + saved_size(own)
+
+
+def factors(prior: float) -> sb.Rank1:
+    """Members that begin near the base."""
+    return sb.Rank1(members=MEMBERS, prior=sb.Normal(1.0, prior), mean_init=sb.Normal(1.0, 0.01), scale_init=0.01)
 
 
 def predicted(net: nn.Module, x: Tensor, draws: int = 1) -> sb.Prediction:
@@ -194,14 +205,14 @@ def tried(task: str, method: str, work: Path, scale: Scale, choice: int) -> list
 
 
 def tried_fits(task: str, work: Path, scale: Scale, rate: float) -> list[Any]:
-    """All priors of both Laplace approximations, around one plain network, on validation rows."""
+    """All priors of what is fitted around a plain network, on validation rows."""
     bench = Bench(TASKS[task], work, scale)
     net, _ = bench.plain(99, rate)
     found = []
     for method in FITTED:
         for choice, setting in enumerate(SETTINGS[method]):
             began = clock()
-            predict, kept = bench.laplace(net, 99, method, setting)
+            predict, kept = bench.fitted(net, 99, method, setting)
             metrics = {"nll": nll_of(predict, bench.material.valid)}
             found.append(cell(task, method, -1, metrics, clock() - began, kept, choice=choice))
     return found
@@ -223,10 +234,10 @@ def judged_plain(task: str, work: Path, scale: Scale, seed: int, setting: dict[s
     found.append(cell(task, "plain", seed, scores(deterministic(net), bench.material), plain_seconds, kept))
     for method in FITTED:
         began = clock()
-        predict, own = bench.laplace(net, seed, method, setting[method])
+        predict, own = bench.fitted(net, seed, method, setting[method])
         passed = clock() - began
         metrics = scores(predict, bench.material) | {"pass_seconds": passed, "pass_bytes": own - kept}
-        found.append(cell(task, method, seed, metrics, plain_seconds + passed, own))
+        found.append(cell(task, method, seed, metrics, plain_seconds + passed, own, setting=repr(setting[method])))
     began = clock()
     nets = [net, *(bench.plain(seed, setting["plain"], member)[0] for member in range(1, MEMBERS))]
     seconds = plain_seconds + clock() - began

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import fine_tune
 import fine_tune_page as pages
+import fine_tune_starts as starts
 import fine_tune_tasks as tasks
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +47,20 @@ def test_the_page_is_what_the_lines_say() -> None:
     if not lines:
         pytest.skip("no records of benchmarks/fine_tune.py")
     assert text == pages.page(text, lines)
+
+
+def test_starts_are_what_their_lines_say_and_are_chosen_by_validation_rows_alone() -> None:
+    text = (ROOT / "docs" / "fine_tuning.md").read_text()
+    lines = [
+        json.loads(entry) for entry in (ROOT / "results/benchmarks/fine_tune_starts.jsonl").read_text().splitlines()
+    ]
+    assert text == starts.page(text, lines)
+    a, b = starts.CANDIDATES[:2]
+    nll = lambda valid, test: {"valid": valid, "clean": test, "shifted": test}  # noqa: E731
+    tried = [(None, nll(1.0, 1.0)), (a, nll(1.1, 0.0)), (b, nll(0.99, 5.0))]
+    made = [{"task": "t", "seed": 0, "candidate": c, "nll": n} for c, n in tried]
+    rows = starts.page("".join(starts.MARKS), made).splitlines()
+    assert "| -0.010, 0 | +0.500, 1 |" in rows[5] and "| +0.100, 1 | -0.500, 0 |" in rows[6]
 
 
 def test_the_setting_of_least_validation_nll_is_chosen(tmp_path: Path) -> None:

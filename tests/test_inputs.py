@@ -426,3 +426,49 @@ def test_rows_may_have_noise_of_their_own_however_they_are_cut() -> None:
 def test_predictions_and_scores_refuse_what_would_broadcast(call: Any, match: str) -> None:
     with pytest.raises((ValueError, TypeError), match=match):
         call()
+
+
+@pytest.mark.parametrize("decay", [-1.0, math.nan, {"kernels": -0.1}])
+def test_penalties_that_would_reward_are_refused(decay: Any) -> None:
+    model = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
+    with pytest.raises(ValueError, match="from 0 on"):
+        sb.param_groups(model, decay)
+    with pytest.raises(ValueError, match="from 0 on"):
+        sb.l2(model, shared_weights=-1.0)
+
+
+def test_a_list_of_batches_is_no_list_of_arguments() -> None:
+    model, x = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2)), torch.randn(5, 4)
+    batches = [(x[:2], torch.zeros(2)), (x[2:], torch.zeros(3))]
+    assert torch.equal(sb.predict(model, batches, seed=0).probs, sb.predict(model, x, seed=0).probs)
+    with pytest.raises(ValueError, match="an iterator of batches"):
+        sb.predict(model, [x, x])
+
+
+def test_targets_that_are_none_are_refused_by_what_learns_from_them() -> None:
+    model, x, y = (
+        nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).eval(),
+        torch.randn(9, 4),
+        torch.randn(9, 1),
+    )
+    y[3] = math.nan
+    with pytest.raises(ValueError, match="got nan in row 3"):
+        sb.laplace(model, [(x, y)], likelihood="gaussian")
+    with pytest.raises(ValueError, match="two numbers for each target"):
+        sb.laplace(model, [(x, torch.ones(9))], likelihood="heteroscedastic_gaussian")
+    with pytest.raises(ValueError, match="NaN or infinite: leave their rows out"):
+        sb.far(sb.bayesianize(model, sb.Rank1(members=2)), [(x, y)], likelihood="gaussian")
+
+
+def test_distances_of_another_network_are_told() -> None:
+    model, x = (
+        sb.bayesianize(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), sb.Rank1(members=2)),
+        torch.randn(9, 4),
+    )
+    inner, own = sb.far(model, [x], at="2"), sb.far(model, [x])
+    sb.predict(model, x, far=inner)
+    with torch.no_grad():
+        model[0].weight.mul_(1.1)
+    sb.predict(model, x, far=own)  # rows themselves: weights do not matter
+    with pytest.warns(sb.SlimbayesWarning, match="with other weights"):
+        sb.predict(model, x, far=inner)

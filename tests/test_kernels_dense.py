@@ -69,6 +69,21 @@ def test_equals_its_definition(shape: tuple[int, int, int, int], out_dim: int, f
 
 
 @needs_triton
+def test_rows_of_many_positions_are_rows() -> None:
+    """Leading dimensions, as of tokens, with a gradient that does not lie row after row."""
+    torch.manual_seed(0)
+    x, *others = numbers(6, 2, 3, 5, 0)
+
+    def ours(x: Tensor, weight: Tensor, s: Tensor, r: Tensor, bias: Tensor) -> Tensor:
+        return scaled_product(x.view(2, 3, 3), weight, 0, Lines(s), Lines(r), bias).transpose(0, 1)
+
+    found = gradients(ours, [x, *others], torch.float32)
+    wanted = gradients(lambda *t: defined(*t, 0).view(2, 3, 5).transpose(0, 1), [x, *others], torch.float64)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

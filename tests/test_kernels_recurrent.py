@@ -304,3 +304,28 @@ def test_models_with_the_operation_compile_as_one_graph(monkeypatch: pytest.Monk
         found.append([y, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("draws", ["example", "member"])
+def test_a_compiler_that_gives_recurrent_modules_up_compiles_nothing_inside(draws: Any) -> None:
+    """It compiled six pieces of what the layer calls, each with guards; now there is one, the head."""
+    torch._dynamo.reset()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0][:, -1])
+
+    net, x, pieces = sb.bayesianize(Net(), sb.Rank1(members=2, draws=draws)), torch.randn(4, 5, 3), []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        pieces.append(sum(node.op.startswith("call") for node in module.graph.nodes))
+        return module.forward
+
+    fast = torch.compile(net, backend=backend)
+    torch.testing.assert_close(sb.sample(fast, x, seed=0), sb.sample(net, x, seed=0))
+    assert len(pieces) == 1, pieces
+    torch._dynamo.reset()

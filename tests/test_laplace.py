@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.inference.curvature import accumulate, labelled
-from slimbayes.inference.evidence import Spectrum, best_precision, inverse_root
+from slimbayes.inference.evidence import Spectrum, best_precision, triangular
 from slimbayes.inference.k_tied_fit import k_tied_logs
 
 
@@ -255,7 +255,7 @@ def test_a_real_target_may_be_any_number() -> None:
 
 def test_the_root_of_an_inverse() -> None:
     matrix = torch.randn(6, 4).double()
-    root = inverse_root(matrix @ matrix.T, 0.1)
+    root = triangular(*torch.linalg.eigh(matrix @ matrix.T), 0.1)
     torch.testing.assert_close(root @ root.T, (matrix @ matrix.T + 0.1 * torch.eye(6).double()).inverse())
     assert torch.equal(root, root.tril()) and bool((root.diagonal() > 0).all())
 
@@ -552,6 +552,58 @@ def test_correlations_are_kept_in_half_precision_where_that_changes_little(
     again = sb.load(sb.debayesianize(copy.deepcopy(net)), path)
     mine, theirs = (m[0].posterior["weight"].state_dict() for m in (net, again))
     assert all(theirs[n].dtype == t.dtype and torch.equal(theirs[n], t) for n, t in mine.items())
+
+
+@pytest.mark.filterwarnings("ignore:laplace. factors of")  # a wide prior
+@pytest.mark.parametrize("members", [1, 2])
+def test_where_data_tell_of_few_directions_those_are_kept(members: int, tmp_path: Path) -> None:
+    """Twelve rows, two outputs: the curvature of 50 factors has rank 12 at most. In float64 covariances stay whole."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 2)).eval()
+    base = copy.deepcopy(net)
+    if members > 1:
+        sb.bayesianize(net, sb.Rank1(members=members, posterior="point", mean_init=sb.Normal(1.0, 0.1)))
+    exact = copy.deepcopy(net).double()
+    x, y = torch.randn(12, 30), torch.randint(2, (12,))
+    fits = [sb.laplace(m, [(x.to(m[0].weight.dtype), y)], prior=sb.Normal(1.0, 2.0)) for m in (net, exact)]
+    assert fits[0].log_evidence == pytest.approx(fits[1].log_evidence, rel=1e-4)
+    few, whole = (m[0].posterior["weight"] for m in (net, exact))
+    assert few.lower is None and 0 < few.directions.shape[2] <= 12 and whole.directions is None
+    spread = torch.linalg.svdvals(torch.linalg.solve(whole.root(), few.root().double())).detach()
+    assert float((spread - 1).abs().max()) < 4e-3
+    assert float(torch.linalg.svdvals(few.root()).detach().min()) < 1.8  # not just the prior
+    torch.testing.assert_close(sb.kl(net).double(), sb.kl(exact), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(few.variances().double(), whole.variances(), rtol=0.01, atol=0.0)
+    linear, slow = (sb.predict_linearised(m, x.to(m[0].weight.dtype)).probs.double() for m in (net, exact))
+    torch.testing.assert_close(linear, slow, rtol=2e-3, atol=2e-3)
+    with sb.frozen(net, 4000, seed=0):
+        drawn = few.values()
+        own = torch.cat([drawn.r, drawn.s], 1)[::members].detach()
+        want = few.covariance()[0].detach()
+    assert float((own.T.cov() - want).abs().max()) < 0.5  # of 4, by 4,000 draws
+    path = sb.save(net, tmp_path / "posterior")
+    again = sb.load(sb.debayesianize(base), path)
+    assert torch.equal(sb.predict(again, x, 3, seed=0).probs, sb.predict(net, x, 3, seed=0).probs)
+    assert (path / "posterior.safetensors").stat().st_size < 2 * members * (50 * 13 + 22 * 13 + 200) * 4
+    assert "of 50 directions" in str(sb.summary(net))
+    if members > 1:
+        sb.select(net, members=[1])
+        assert few.directions.shape[0] == 1 and sb.predict(net, x, 3).probs.isfinite().all()
+
+
+def test_directions_train_and_weigh_like_any_covariance() -> None:
+    net = sb.bayesianize(nn.Linear(4, 3), sb.JointNormal(directions=2, scale_init=0.3)).double()
+    q = net.posterior["weight"]
+    with torch.no_grad():
+        q.directions.normal_(0, 0.4)
+    root = q.root()[0]
+    normal = torch.distributions.MultivariateNormal(torch.ones(7).double(), root @ root.T)
+    prior = torch.distributions.MultivariateNormal(torch.ones(7).double(), 0.01 * torch.eye(7).double())
+    torch.testing.assert_close(sb.kl(net), torch.distributions.kl_divergence(normal, prior))
+    sb.kl(net).backward()
+    assert q.directions.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="directions are of factors"):
+        sb.JointNormal(over="weights", directions=2)
 
 
 def test_biases_beside_factors_have_the_curvature_of_brute_force() -> None:

@@ -128,7 +128,7 @@ def set_neutral(model: nn.Module, method: str) -> None:
         scales = [p for name, p in posterior.named_parameters() if posterior.role(name) == "scale"]
         for parameter in scales:
             nn.init.constant_(parameter, -40.0)
-        if scales:
+        if scales and not isinstance(posterior, Rank1Posterior):
             continue
         if isinstance(posterior, DropoutPosterior):
             posterior.rate, posterior.fixed = 0.0, True

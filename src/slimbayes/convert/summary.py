@@ -13,6 +13,7 @@ from slimbayes.convert.convert import conversions_of
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.engine.calls import total_draws
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.engine.sharing import evaluating
 from slimbayes.layers import bayes_class, class_for, kind_of
 from slimbayes.layers.base import Converted, posteriors_at, registered, sites_of
 from slimbayes.posteriors.base import Config
@@ -239,13 +240,10 @@ def _positions(model: nn.Module, example: Tensor | None) -> dict[str, float]:
 
         if bayes_class(layer):
             handles.append(layer.register_forward_hook(record))
-    training = [(m, m.training) for m in model.modules()]
     try:
-        with torch.no_grad():
-            model.eval()(example)
+        with torch.no_grad(), evaluating(model):
+            model(example)
     finally:
-        for module, flag in training:
-            module.training = flag
         for handle in handles:
             handle.remove()
     return found

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from slimbayes.diagnostics.psis import KHat, k_hat
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.engine.sharing import evaluating
 from slimbayes.layers.base import BayesLayer
 from slimbayes.layers.site import LinearMap
 from slimbayes.prediction.sample import members, sample
@@ -152,18 +153,13 @@ def check(
         >>> found.elements, found.collapsed, len(found.warnings) > 0
         (12, 1.0, True)
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with evaluating(model):
         total, judge = num_data or len(x), likelihood_named(likelihood)
         nll = float(judge.nll(_outputs(model, x).float(), y, "average", noise))
         shares = _shares(model)
         shape, note = _k_hat(model, x, y, likelihood, noise, total, shares[0])
         changes = _label_changes(model, x if unseen is None else unseen, likelihood)
         return Check(nll, float(kl(model)) / total, kl_weight, *shares, changes, shape, note)
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _shares(model: nn.Module) -> tuple[int, float, float]:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.engine.sharing import evaluating
 from slimbayes.layers.base import BayesLayer
 from slimbayes.prediction.sample import frozen, members
 
@@ -63,18 +64,13 @@ def log_ratios(model: nn.Module, log_likelihood: LogLikelihood, draws: int = 100
     if not posteriors_of(model):
         problem = "This model has no posterior, so there is nothing to weigh."
         raise ValueError(f"{problem} Convert it with MeanField, KTied or Rank1.")
-    flags = [(m, m.training) for m in model.modules()]
-    model.eval()
     parts = []
-    try:
+    with evaluating(model):
         for start in range(0, draws, chunk):
             held = min(chunk, draws - start)
             with frozen(model, draws=held):
                 likelihood = _checked(log_likelihood(model), held * count)
                 parts.append(_with_densities(model, likelihood).view(held, count).T)
-    finally:
-        for module, training in flags:
-            module.training = training
     return torch.cat(parts, 1)
 
 

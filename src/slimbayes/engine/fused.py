@@ -114,9 +114,8 @@ def dense(x: Tensor, weight: Any, out_dim: int, s: Any, r: Any, bias: Tensor | N
 
     apart = isinstance(s, Seeded)
     of_s, of_r = (f.kernel_lines() if apart else Lines(_side_by_side(f)) for f in (s, r))
-    rows, seed = x if x.dim() == 2 else x.view(-1, x.shape[-1]), s.noise.seed if apart else None
-    y = scaled_product(rows, weight, out_dim, of_s, of_r, _side_by_side(bias), seed, dtype)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+    seed = s.noise.seed if apart else None
+    return scaled_product(x, weight, out_dim, of_s, of_r, _side_by_side(bias), seed, dtype)
 
 
 def _side_by_side(lines: Any) -> Any:

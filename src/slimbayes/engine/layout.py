@@ -156,7 +156,10 @@ def stack_draws(parts: list[Any]) -> Any:
             return leaves[0]
         shapes = {tuple(leaf.shape) for leaf in leaves}
         if len(shapes) > 1:
-            raise ValueError(f"Draws gave outputs of different shapes, which cannot be stacked: {sorted(shapes)}.")
+            raise ValueError(
+                f"Draws gave outputs of different shapes, which cannot be stacked: {sorted(shapes)[:3]}. Take draws "
+                f"one by one: inside frozen(model), write_out(model, draw) is a plain model of one."
+            )
         return torch.stack(leaves)
 
     return tree_map(stack, *parts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ from slimbayes.engine.sharing import Ahead
 from slimbayes.engine.state import kept, same_changes
 from slimbayes.engine.tree import arrays_of, map_arrays, padded
 
+_UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
+
+
+def on_trial() -> bool:
+    """Whether a trial is under way, whose inputs nobody gave: hooks that note what layers meet pass over them."""
+    return _UNDER_WAY.get()
+
 
 @contextmanager
 def undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
@@ -28,8 +36,12 @@ def undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
     devices = sorted({a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda})
     with torch.no_grad(), kept(model), torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        token = _UNDER_WAY.set(True)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            _UNDER_WAY.reset(token)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slimbayes.inference.evidence import inverse_root
+from slimbayes.inference.evidence import triangular
+from slimbayes.posteriors.joint_normal import ROUNDING
 
 
 class Block(Protocol):
@@ -36,15 +37,22 @@ class Block(Protocol):
 
     def finite(self) -> bool: ...
 
-    def fit(self, scale: float, precision: float) -> None:
-        """Give the posterior the covariance (H / scale + precision)^-1."""
+    def directions(self, scale: float, precision: float) -> int | None:
+        """How many directions tell the covariance (H / scale + precision)^-1 from the prior's, all members' alike; None
+        if so many that they take more room than the covariance.
+        """
+
+    def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
+        """Give the posterior that covariance, by so many directions or whole."""
 
 
 class Single:
     """Diagonals (K, D), or whole matrices (K, D, D)."""
 
+    _found: tuple[Tensor, Tensor] | None = None
+
     def __init__(self, posterior: Any) -> None:
-        shape = (posterior.members, *[posterior.size] * (1 if posterior.lower is None else 2))
+        shape = (posterior.members, *[posterior.size] * (2 if posterior.correlated else 1))
         self.posterior, self.values = posterior, torch.zeros(shape, dtype=torch.float64, device=posterior.device)
 
     def add(self, lines: Tensor, member: int) -> None:
@@ -54,14 +62,39 @@ class Single:
     def see(self, inputs: Tensor | None, kept: Tensor) -> None:
         pass
 
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues (K, D), the least first, and eigenvectors (K, D, D)."""
+        if self._found is None:
+            values, vectors = torch.linalg.eigh(self.values)
+            self._found = values.clamp_min(0), vectors
+        return self._found
+
     def spectrum(self) -> Tensor:
-        return self.values if self.values.dim() == 2 else torch.linalg.eigvalsh(self.values).clamp_min(0)
+        return self.values if self.values.dim() == 2 else self._eigen()[0]
 
     def finite(self) -> bool:
         return bool(self.values.isfinite().all())
 
-    def fit(self, scale: float, precision: float) -> None:
-        self.posterior.set_root(torch.stack([inverse_root(m / scale, precision) for m in self.values]))
+    def directions(self, scale: float, precision: float) -> int | None:
+        p = self.posterior
+        if not (p.correlated and p.rounded and p.dtype == torch.float32):
+            return None
+        # Standard deviations fall short of the prior's by a factor of sqrt(1 + e / precision).
+        count = int((self._eigen()[0] / scale > ((1 + ROUNDING) ** 2 - 1) * precision).sum(1).max())
+        return count if 2 * count < p.size - 1 else None
+
+    def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
+        if self.values.dim() == 2:
+            self.posterior.set_root((self.values / scale + precision).rsqrt())
+            return
+        values, vectors = self._eigen()
+        if directions is None:
+            pairs = zip(values / scale, vectors, strict=True)
+            self.posterior.set_root(torch.stack([triangular(e, v, precision) for e, v in pairs]))
+            return
+        first = values.shape[1] - directions
+        narrower = 1 - (1 + values[:, first:] / (scale * precision)).rsqrt()
+        self.posterior.set_directions(precision**-0.5, vectors[:, :, first:] * narrower.sqrt().unsqueeze(1))
 
 
 class Product:
@@ -87,7 +120,10 @@ class Product:
     def finite(self) -> bool:
         return bool(self.left.isfinite().all() and self.right.isfinite().all())
 
-    def fit(self, scale: float, precision: float) -> None:
+    def directions(self, scale: float, precision: float) -> int | None:
+        return None
+
+    def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
         (left, u), (right, v) = (torch.linalg.eigh(side) for side in (self.left, self.right))
         values = torch.outer(left.clamp_min(0), right.clamp_min(0)) / max(self.rows, 1.0)
         self.posterior.set_bases(u, v, (values / scale + precision).rsqrt())

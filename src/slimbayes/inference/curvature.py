@@ -121,6 +121,7 @@ def accumulate(
         for member in range(members):
             for rows in rows_at_means(model, args, kwargs, member, output, factored=True):
                 part = target[rows.start : rows.start + len(rows.outputs)]
+                likelihood_named(likelihood).predictive(rows.outputs[None, :1], 1.0, None)  # refuses what does not fit
                 _add(total, rows, part, member, likelihood, samples, scale)
                 total.log_likelihood += _log_likelihood(rows.outputs, part, likelihood, scale) / members
         total.targets += int(_kept(target, target).sum())

@@ -138,16 +138,13 @@ def _noise(squares: float, targets: int, spectra: Sequence[Spectrum], precisions
     return math.exp(0.5 * (low + high))
 
 
-def inverse_root(curvature: Tensor, precision: float) -> Tensor:
-    """Cholesky factor of (H + lambda)^-1 for H (D, D); standard deviations for the diagonal (D,) of one.
+def triangular(values: Tensor, vectors: Tensor, precision: float) -> Tensor:
+    """Cholesky factor of (H + lambda)^-1 (D, D) from eigenvalues (D,) and eigenvectors (D, D) of H.
 
     Example:
-        >>> inverse_root(torch.tensor([3.0]), 1.0), inverse_root(torch.tensor([[3.0]]), 1.0)
-        (tensor([0.5000]), tensor([[0.5000]]))
+        >>> triangular(torch.tensor([3.0]), torch.ones(1, 1), 1.0)
+        tensor([[0.5000]])
     """
-    if curvature.dim() == 1:
-        return (curvature + precision).rsqrt()
-    values, vectors = torch.linalg.eigh(curvature)
     half = vectors * (values.clamp_min(0) + precision).rsqrt()
     # A triangular root of half half^T from a QR, which keeps the digits that forming the product would lose.
     root = torch.linalg.qr(half.mT).R.mT

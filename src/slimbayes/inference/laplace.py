@@ -263,8 +263,14 @@ def _fit(
     given = [float(prior.scale) ** -2] * len(joints) if isinstance(prior, Normal) else None
     groups = [0 if prior == "shared" else id(p.layer) for p in joints]
     best = maximise(spectra, curvature.log_likelihood, curvature.targets, noise, scaled, given, groups)
-    for p, block, precision in zip(joints, curvature.blocks, best.precisions, strict=True):
-        block.fit(best.noise**2 if scaled else 1.0, precision)
+    variance, fits = best.noise**2 if scaled else 1.0, list(zip(joints, curvature.blocks, best.precisions, strict=True))
+    counts: dict[int, list[int | None]] = {}  # sites of a layer share a config, and so the number of directions
+    for p, block, precision in fits:
+        if p.correlated:
+            counts.setdefault(id(p.layer), []).append(block.directions(variance, precision))
+    for p, block, precision in fits:
+        own = counts.get(id(p.layer), [None])
+        block.fit(variance, precision, None if None in own else max(n for n in own if n is not None))
         p.prior = Normal(p.prior.loc, precision**-0.5)
     _set_priors(model, config)
     precisions = {p.layer.bayes_name: precision for p, precision in zip(joints, best.precisions, strict=True)}
@@ -272,12 +278,14 @@ def _fit(
 
 
 def _set_priors(model: nn.Module, config: JointNormal) -> None:
-    """Write the priors that were found into the configs which `save` records; sites of one layer share theirs."""
+    """Write what was found into the configs which `save` records; sites of one layer share theirs."""
     for root, conversion in conversions_of(model):
         for d in conversion.decisions:
             if d.config is not None:
                 layer: Any = model.get_submodule(".".join(part for part in (root, d.name) if part))
-                d.config = replace(config, prior=next(iter(layer.posterior.values())).prior)
+                found = list(layer.posterior.values())
+                counts = [p.directions.shape[2] for p in found if p.directions is not None]
+                d.config = replace(config, prior=found[0].prior, directions=next(iter(counts), None))
 
 
 def _move(work: nn.Module, model: nn.Module) -> None:

@@ -64,7 +64,7 @@ def scale_rows(
     dtype: torch.dtype,
 ) -> Tensor:
     """The result of `scaled`, by the kernel alone: autograd knows nothing of it."""
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    y = _room(x, dtype)
     if x.shape[0]:
         family, clip, salt, first_row = how
         grid, rows, sizes, constants, warps = _plan(x.shape[0], x.shape[1], x.stride(0), loc.shape[0], False)
@@ -95,7 +95,7 @@ def gradients_of_rows(
     """
     need_x, need_loc, need_scale, need_bias = needs
     grid, rows, sizes, constants, warps = _plan(x.shape[0], x.shape[1], x.stride(0), loc.shape[0], True)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
+    dx = _room(x, x.dtype) if need_x else None
     count = need_loc + need_scale + need_bias
     # Sums that are needed lie in a row: of loc, of scale, of bias.
     parts = torch.empty((count, loc.shape[0], grid[1], x.shape[1]), dtype=torch.float32, device=x.device)
@@ -155,6 +155,11 @@ class _Scaled(torch.autograd.Function):
         g = gradients[0].contiguous()
         found = gradients_of_rows(g, x, loc, scale, seed, ctx.how, ctx.bias, ctx.needs_input_grad[:4])
         return *found, None, None, None, None, None, None
+
+
+def _room(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of x's shape, row after row, that holds nothing yet: the quick way takes half of the time."""
+    return torch.empty_like(x, dtype=dtype) if x.is_contiguous() else torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
 def _steps(*lines: Tensor | None) -> list[int]:

@@ -9,6 +9,8 @@ a loop over time.
 Sizes: T steps, R rows, D inputs, u units, n draws of the pass.
 """
 
+import functools
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -272,10 +274,26 @@ class _BayesCell(_Gated):
         return new if lstm else new[0]
 
 
+def _unseen(forward: Any) -> Any:
+    """A forward into which torch's compiler does not look: it gives recurrent modules up, and would compile piece by
+    piece what they call, steps unrolled. With torch._dynamo.config.allow_rnn it follows them, in one graph.
+    """
+    hidden = functools.cache(lambda: torch.compiler.disable(forward))  # the first call loads the compiler
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = torch.compiler.is_compiling() or "torch._dynamo" not in sys.modules
+        return (forward if seen else hidden())(self, *args, **kwargs)
+
+    return call
+
+
 # As torch's: stacked, bidirectional, packed or unbatched. Sites weight_ih_l0, weight_hh_l0, ...
 BayesLSTM = bayes_form(_BayesRecurrent, nn.LSTM)
 BayesGRU = bayes_form(_BayesRecurrent, nn.GRU)
 BayesRNN = bayes_form(_BayesRecurrent, nn.RNN)
+for _form in (BayesLSTM, BayesGRU, BayesRNN):
+    _form.forward = _unseen(_form.forward)  # type: ignore[method-assign]
 # One draw serves every step of a pass of the model that holds a cell.
 BayesLSTMCell = bayes_form(_BayesCell, nn.LSTMCell, mode="LSTM")
 BayesGRUCell = bayes_form(_BayesCell, nn.GRUCell, mode="GRU")

@@ -3,18 +3,18 @@ mean-field posteriors are independent. `laplace` fits them to curvature; they tr
 
     x = mean + L e,     L = diag(sigma) (1 + T),    T strictly lower triangular,    covariance L L^T
 
-Matrices with more than `full_up_to` numbers have no T: their numbers are independent.
+Where data tell of few directions, k, a matrix V (D, k) says as much: L = diag(sigma) (1 - V V^T). Matrices with more
+than `full_up_to` numbers have neither: their numbers are independent.
 
-Sizes: K members, n draws of a pass, D numbers of the matrix.
+Sizes: K members, n draws of a pass, D numbers of the matrix, k directions.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,22 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import Normal, wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
-from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
+from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
 from slimbayes.posteriors.configs.joint_normal import JointNormal
-from slimbayes.posteriors.configs.rank1 import Rank1
-from slimbayes.posteriors.factors import Drawn
-from slimbayes.posteriors.rank1 import Rank1Posterior
 
 ROUNDING = 2e-3  # relative
-MOST_ENTANGLED = 0.1  # share of a weight by which its draws may be off on average
 
 
 class Joint(WeightPosterior):
-    """log sigma (K, D) and the elements of T below the diagonal (K, D (D - 1) / 2), row by row; None if independent."""
+    """log sigma (K, D), and the elements of T below the diagonal (K, D (D - 1) / 2), row by row, or V (K, D, k), or
+    neither, if independent.
+    """
 
     site: Site
     size: int  # D
     prior: Normal
     lower: nn.Parameter | None
+    directions: nn.Parameter | None
     factored = False  # whether the covariance is a Kronecker product
     rounded = False  # whether correlations may be rounded
     fitted = False  # whether the covariance was set, and nothing drawn since
@@ -47,9 +46,24 @@ class Joint(WeightPosterior):
         assert isinstance(config.prior, Normal)
         self.site, self.size, self.prior = site, size, config.prior
         self.log_scale = nn.Parameter(torch.full((config.members, size), math.log(config.scale_init)))
-        full = size <= config.full_up_to
-        self.lower = nn.Parameter(torch.zeros(config.members, size * (size - 1) // 2)) if full else None
+        full, count = size <= config.full_up_to, config.directions
+        lower = torch.zeros(config.members, size * (size - 1) // 2 if full and count is None else 0)
+        self.lower = nn.Parameter(lower) if full and count is None else None
+        self.register_parameter("directions", None)
         self.note = "" if full else f"independent: its {size:,} numbers are more than full_up_to={config.full_up_to:,}"
+        if full and count is not None:
+            self._turn(torch.zeros(config.members, size, count))
+
+    def _turn(self, directions: Tensor) -> None:
+        self.lower, self.directions = (
+            None,
+            nn.Parameter(directions.contiguous()),
+        )  # as it is once loaded, to the last bit
+        self.note = f"the prior but for {directions.shape[2]:,} of {self.size:,} directions"
+
+    @property
+    def correlated(self) -> bool:
+        return self.lower is not None or self.directions is not None
 
     @abstractmethod
     def means(self, linear: LinearMap) -> Tensor:
@@ -71,18 +85,30 @@ class Joint(WeightPosterior):
 
     def _deviation(self, lines: Tensor, pick: Pick) -> Tensor:
         """L e of each draw's member, for e (n, D)."""
-        if self.lower is None:
+        if not self.correlated:
             return pick(wide(self.log_scale).exp(), len(lines)) * lines
-        root = self.root()
-        every = torch.einsum("nj,kij->nki", lines.to(root.dtype), root)
+        every = self._of_each(lines)
         if self.members == 1:
             return every.squeeze(1)
         member = pick(torch.arange(self.members, device=lines.device), len(lines))
         return every[torch.arange(len(lines), device=lines.device), member]
 
+    def _of_each(self, lines: Tensor) -> Tensor:
+        """L e of every member (n, K, D)."""
+        if self.directions is None:
+            root = self.root()
+            return torch.einsum("nj,kij->nki", lines.to(root.dtype), root)
+        scale, v = wide(self.log_scale).exp(), wide(self.directions)
+        lines = lines.to(v.dtype)
+        along = torch.einsum("nd,kdc->nkc", lines, v)
+        return scale * (lines.unsqueeze(1) - torch.einsum("nkc,kdc->nkd", along, v))
+
     def root(self) -> Tensor:
         """L (K, D, D), in float32 at least."""
         scale = wide(self.log_scale).exp()
+        if self.directions is not None:
+            v = wide(self.directions)
+            return torch.diag_embed(scale) - scale.unsqueeze(2) * (v @ v.mT)
         if self.lower is None:
             return torch.diag_embed(scale)
         unit = torch.eye(self.size, dtype=scale.dtype, device=scale.device).repeat(len(scale), 1, 1)
@@ -93,8 +119,11 @@ class Joint(WeightPosterior):
 
     def times_root(self, member: int) -> Callable[[Tensor], Tensor]:
         """A function that takes derivatives (B, D) to (B, D) L."""
+        scale = wide(self.log_scale[member]).exp()
+        if self.directions is not None:
+            v = wide(self.directions[member])
+            return lambda lines: (lines * scale) - (lines * scale) @ v @ v.mT
         if self.lower is None:
-            scale = wide(self.log_scale[member]).exp()
             return lambda lines: lines * scale
         root = self.root()[member]
         return lambda lines: lines @ root
@@ -105,7 +134,16 @@ class Joint(WeightPosterior):
 
     def variances(self) -> Tensor:
         """Variances of the single numbers, (K, D)."""
-        return (2 * wide(self.log_scale)).exp() if self.lower is None else self.root().square().sum(2)
+        return self.root().square().sum(2) if self.correlated else (2 * wide(self.log_scale)).exp()
+
+    def log_dets(self) -> Tensor:
+        """log |det L| of each member (K,)."""
+        found = wide(self.log_scale).sum(1)
+        if self.directions is None:
+            return found
+        v = wide(self.directions)
+        inner = torch.eye(v.shape[2], dtype=v.dtype, device=v.device) - v.mT @ v
+        return found + torch.linalg.slogdet(inner).logabsdet
 
     @torch.no_grad()
     def set_root(self, root: Tensor) -> None:
@@ -129,15 +167,30 @@ class Joint(WeightPosterior):
                 unit = short
         self.lower.copy_(unit[:, row, column])
 
+    @torch.no_grad()
+    def set_directions(self, scale: float, directions: Tensor) -> None:
+        """Become a Gaussian of one standard deviation that is narrower along orthogonal directions (K, D, k): V, which
+        is rounded as T is.
+        """
+        self.log_scale.fill_(math.log(scale))
+        v, short = directions, directions.half().to(directions.dtype)
+        lengths = v.square().sum(1, keepdim=True)
+        moved = v @ v.mT - short @ short.mT
+        change = moved + (v / (1 - lengths)) @ (v.mT @ moved)  # (1 - V V^T)^-1 = 1 + V (1 - V^T V)^-1 V^T
+        fine = bool((torch.linalg.matrix_norm(change) <= ROUNDING).all())
+        self._turn((short if fine else v).to(self.log_scale))
+        self.fitted = True
+
     def kl(self, linear: MapOf) -> Tensor:
         mapped, prior = linear(), self.prior
-        mean, log_scale, variance, free = self.means(mapped), wide(self.log_scale), self.variances(), self._free(mapped)
+        mean, variance, free = self.means(mapped), self.variances(), self._free(mapped)
+        log_det = self.log_dets().sum()
         if free is not None:
             mean, variance = mean[:, free], variance[:, free]
-            log_scale = log_scale[:, free] if self.lower is None else self._log_scale_of(free)
+            log_det = (wide(self.log_scale)[:, free] if self.lower is None else self._log_scale_of(free)).sum()
         loc = self.locs() if free is None else prior.loc
         far = (wide(mean) - loc).square() + variance
-        return (0.5 * (far / prior.scale**2 - 1) + math.log(prior.scale)).sum() - log_scale.sum()
+        return (0.5 * (far / prior.scale**2 - 1) + math.log(prior.scale)).sum() - log_det
 
     def _free(self, linear: LinearMap) -> Tensor | None:
         """Which of the D numbers may move, if not all of them."""
@@ -154,7 +207,7 @@ class Joint(WeightPosterior):
         lines = self.noise.block.double()
         pick: Pick = lambda parameter, n: self.current.pick(self, parameter, n)  # noqa: E731
         x = pick(self.means(linear), len(lines)).double() + self._deviation(self.noise.block, pick).double()
-        log_q = -0.5 * lines.square().sum(1) - pick(wide(self.log_scale), len(lines)).double().sum(1)
+        log_q = -0.5 * lines.square().sum(1) - pick(self.log_dets(), len(lines)).double()
         return (
             self.prior.log_prob(x - self.locs() + self.prior.loc).sum(1)
             - log_q
@@ -165,94 +218,6 @@ class Joint(WeightPosterior):
         """How far means are from the prior's, in its scales, and standard deviations over the prior's."""
         far = (wide(self.means(linear).detach()) - self.locs()) / self.prior.scale
         return [(far, self.variances().detach().sqrt() / self.prior.scale)]
-
-
-class JointFactors(Joint, Rank1Posterior):
-    """Factors r (K, out) and s (K, in), and biases (K, out), of which some are drawn together, in this order. The prior
-    of biases has mean zero.
-    """
-
-    rounded = True
-
-    def __init__(self, config: JointNormal, site: Site) -> None:
-        points = Rank1(
-            members=config.members,
-            posterior="point",
-            mean_init=config.mean_init,
-            clip=None,
-            member_bias=config.member_bias,
-            draws="member",
-        )
-        Rank1Posterior.__init__(self, points.resolved(), site)
-        biases = site.n_out if config.over == "both+bias" and site.bias else 0
-        self.parts = [0 if config.over == "s" else site.n_out, 0 if config.over == "r" else site.n_in, biases]
-        self._begin(config, site, sum(self.parts))
-
-    @property
-    def prior_of_factors(self) -> Any:
-        return self.prior
-
-    countable = False  # type: ignore[assignment]
-    log_size = math.inf  # type: ignore[assignment]
-
-    def role(self, name: str) -> Role:
-        return "scale" if name in ("log_scale", "lower") else "factor"
-
-    def choices(self) -> Tensor | None:
-        return None
-
-    def means(self, linear: LinearMap) -> Tensor:
-        r, s = wide(self.r.loc).squeeze(1), wide(self.s.loc).squeeze(1)
-        numbers = [r[:, : self.parts[0]], s[:, : self.parts[1]]]
-        if self.parts[2]:
-            assert linear.bias is not None
-            own = wide(linear.bias).expand(self.members, -1)
-            numbers.append(own if self.bias is None else own + nn.functional.pad(wide(self.bias), (0, 0, 1, 0)))
-        return torch.cat(numbers, 1)
-
-    @torch.no_grad()
-    def entangled(self) -> float:
-        """The largest covariance of an r and an s: by so much the mean of r s is off from that of their means."""
-        if self.lower is None or not self.parts[0] or not self.parts[1]:
-            return 0.0
-        r, s, _ = self.root().split(self.parts, 1)
-        return float((r @ s.mT).abs().max())
-
-    def realise(self, noise: Noise, pick: Pick) -> Any:
-        if self.fitted and not torch.compiler.is_compiling():
-            self.fitted, off = False, self.entangled()
-            if off > MOST_ENTANGLED:
-                warnings.warn(
-                    f"laplace: factors of {self.name} vary against each other so much that drawn weights are up to "
-                    f"{off:.0%} off from the network's on average. Use predict_linearised, which is not concerned, or "
-                    f"laplace(..., prior=Normal(1.0, 0.2)) or over='r'.",
-                    stacklevel=2,
-                )
-        return Joint.realise(self, noise, pick)
-
-    def locs(self) -> float | Tensor:
-        if not self.parts[2]:
-            return self.prior.loc
-        factors = torch.arange(self.size, device=self.device) < self.size - self.parts[2]
-        return factors * self.prior.loc
-
-    def at(self, deviation: Tensor, pick: Pick) -> Drawn:
-        count = len(deviation)
-        r, s = (pick(wide(factor.loc).squeeze(1), count) for factor in (self.r, self.s))
-        change_r, change_s, change = deviation.split(self.parts, 1)
-        bias = None if self.bias is None else pick(nn.functional.pad(self.bias, (0, 0, 1, 0)), count)
-        if self.parts[2]:
-            bias = change if bias is None else bias + change
-        return Drawn(r + change_r if self.parts[0] else r, s + change_s if self.parts[1] else s, bias)
-
-    @classmethod
-    def realise_together(cls, posteriors: Sequence[Self]) -> None:
-        for posterior in posteriors:
-            posterior.values()
-
-    @classmethod
-    def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
-        return [posterior.kl(linear) for posterior, linear in zip(posteriors, linears, strict=True)]
 
 
 class JointWeights(Joint):

@@ -47,13 +47,27 @@ def batches_of(
 def _whole_batches(model: nn.Module, x: Any, inputs: int | None) -> Iterator[tuple[Any, Any]]:
     if isinstance(x, torch.utils.data.Dataset) and not isinstance(x, torch.utils.data.IterableDataset):
         x = torch.utils.data.DataLoader(x, batch_size=256)
+    if isinstance(x, list) and x and all(isinstance(part, (tuple, list, Mapping)) for part in x):
+        x = iter(x)  # batches (input, target), or mappings
     if isinstance(x, Iterable) and not isinstance(x, (Tensor, Mapping, tuple, list, PackedSequence)) and not _array(x):
         for batch in x:
             yield call_batch(model, batch, inputs)
     elif isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
+        _check_arguments(model, len(x))
         yield tuple(_tensor(model, part) for part in x), {}
     else:
         yield call_batch(model, x, inputs)
+
+
+def _check_arguments(model: nn.Module, count: int) -> None:
+    """Refuse more parts of a tuple than the model's forward takes: they may be batches."""
+    kinds = [p.kind for p in inspect.signature(model.forward).parameters.values()]
+    most = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    if count > most and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise ValueError(
+            f"predict takes a tuple or list as the arguments of one call, but {type(model).__name__}.forward has "
+            f"{most} and {count} were given: give a tensor, or an iterator of batches, such as iter([...])."
+        )
 
 
 def _array(x: Any) -> bool:

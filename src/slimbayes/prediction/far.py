@@ -23,8 +23,10 @@ Sizes: N rows, M kept rows, P features, K members, S draws, C classes.
 """
 
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +34,8 @@ from torch import Tensor, nn
 
 from slimbayes.engine import passes
 from slimbayes.engine.sharing import evaluating
-from slimbayes.errors import did_you_mean
+from slimbayes.engine.trial import on_trial
+from slimbayes.errors import SlimbayesWarning, did_you_mean
 from slimbayes.prediction.accumulate import along_draws, log_mean
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
@@ -86,7 +89,7 @@ def _seen(model: nn.Module, args: Any, kwargs: Any, modules: dict[str, nn.Module
     found: list[tuple[str, Tensor]] = []
 
     def note(name: str) -> Any:
-        return lambda module, inputs: found.append((name, inputs[0].detach().float()))
+        return lambda module, inputs: None if on_trial() else found.append((name, inputs[0].detach().float()))
 
     handles = [module.register_forward_pre_hook(note(name)) for name, module in modules.items()]
     try:
@@ -122,6 +125,7 @@ class Far(nn.Module):
     root: Tensor
     typical: Tensor
     marginal: Tensor
+    norms: Sequence[float] = ()  # of all parameters of the model that features come from
 
     def __init__(self, rows: Tensor, marginal: Tensor, at: str | None) -> None:
         super().__init__()
@@ -140,6 +144,13 @@ class Far(nn.Module):
         for name, value in buffers.items():
             self.register_buffer(name, value.float())
         self.register_buffer("marginal", marginal.double())
+
+    def check(self, model: nn.Module) -> None:
+        """Warn where features come from other weights than those that distances were learned with."""
+        now = self.norms if self.at is None or not self.norms else _norms(model)
+        if len(now) != len(self.norms) or not all(map(partial(math.isclose, rel_tol=1e-3), now, self.norms)):
+            why = f"far learned from what reaches {self.at!r} in a network with other weights: call it again"
+            warnings.warn(f"{why} after training. Its distances say nothing about this one.", SlimbayesWarning, 3)
 
     def forward(self, features: Tensor) -> Tensor:
         """Distance of rows with these features, from 0 (among the training rows) to 1: (N, P) to (N,)."""
@@ -230,9 +241,7 @@ def far(
         raise ValueError(f"far needs rows >= 2, got {rows!r}.")
     discrete = likelihood_named(likelihood).discrete
     generator = torch.Generator().manual_seed(seed)
-    kept: list[Tensor] = []
-    sums: list[Tensor] = []
-    order = torch.empty(0)
+    kept, sums, order = list[Tensor](), list[Tensor](), torch.empty(0)
     with torch.no_grad(), evaluating(model):
         for batch in loader:
             if not (discrete or (isinstance(batch, (tuple, list)) and len(batch) > 1)):
@@ -250,7 +259,15 @@ def far(
     kept, _ = _fewest(kept, order, rows)
     if not bool(kept[0].isfinite().all()):
         raise ValueError("far was given features that are NaN or infinite: clean the inputs first.")
-    return Far(kept[0], _moments(sums) if sums else torch.empty(0), at).to(kept[0].device)
+    found = Far(kept[0], _moments(sums) if sums else torch.empty(0), at).to(kept[0].device)
+    if not bool(found.marginal.isfinite().all()):
+        raise ValueError("far was given targets that are NaN or infinite: leave their rows out.")
+    found.norms = _norms(model)
+    return found
+
+
+def _norms(model: nn.Module) -> Any:
+    return torch.stack(torch._foreach_norm([p.detach().float() for p in model.parameters()])).tolist()
 
 
 def _fewest(kept: list[Tensor], order: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:

@@ -114,6 +114,8 @@ def predict(
             f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}."
         )
     check_noise_rule(model, likelihood)
+    if far is not None:
+        far.check(model)
     if not allow_nonfinite:
         check_finite(model)
     source, count, weights = _source(model, draws, chunk, share, fold, seed)

@@ -28,7 +28,7 @@ from slimbayes.prediction.accumulate import (
 )
 from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
-from slimbayes.train.targets import check_labels, floating
+from slimbayes.train.targets import check_labels, check_values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -289,7 +289,7 @@ class Prediction(Views):
         return (values[..., 1] if self.likelihood == "bernoulli" else values).exp()
 
     def _check_target(self, target: Tensor) -> None:
-        floating(target)  # refuses what is no tensor
+        check_values(target, real=not self._classes)
         needed = self.by_member.shape[1:-1] if self._classes else self.by_member.shape[1:]
         if target.shape != needed:
             raise ValueError(

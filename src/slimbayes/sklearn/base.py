@@ -8,6 +8,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 from typing import Any, Self
 
@@ -52,50 +53,32 @@ def default_method(own: bool, members: int = 8) -> Rank1 | dict[str, Config]:
     return {"dense.*": factors, "head": Ensemble(members=members)} if own else factors
 
 
+@dataclass(eq=False, repr=False)
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
     """A Bayesian neural net for tables; `BayesClassifier` and `BayesRegressor` say what the parameters are."""
 
-    def __init__(
-        self,
-        module: Any = None,
-        method: Any = None,
-        *,
-        categorical_features: Any = "auto",
-        missing: Any = "refuse",
-        scaling: Any = "quantile",
-        epochs: Any = 200,
-        batch_size: Any = None,
-        lr: Any = 2e-3,
-        weight_decay: Any = 1e-2,
-        kl_weight: Any = 1.0,
-        validation_fraction: Any = 0.2,
-        patience: Any = 16,
-        draws: Any = 4,
-        device: Any = "cpu",
-        random_state: Any = None,
-    ) -> None:
-        self.module = module
-        self.method = method
-        self.categorical_features = categorical_features
-        self.missing = missing
-        self.scaling = scaling
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.kl_weight = kl_weight
-        self.validation_fraction = validation_fraction
-        self.patience = patience
-        self.draws = draws
-        self.device = device
-        self.random_state = random_state
+    module: Any = None
+    method: Any = None
+    _: KW_ONLY
+    categorical_features: Any = "auto"
+    missing: Any = "refuse"
+    scaling: Any = "quantile"
+    epochs: Any = 200
+    batch_size: Any = None
+    lr: Any = 2e-3
+    weight_decay: Any = 1e-2
+    kl_weight: Any = 1.0
+    validation_fraction: Any = 0.2
+    patience: Any = 16
+    draws: Any = 4
+    device: Any = "cpu"
+    random_state: Any = None
+    table_: Table = field(init=False)
+    scaler_: Any = field(init=False)
+    network_: nn.Module = field(init=False)
+    seed_: int = field(init=False)
 
     # --- what a classifier and a regressor do differently ---
-
-    table_: Table
-    scaler_: Any
-    network_: nn.Module
-    seed_: int
 
     @abstractmethod
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:

@@ -3,6 +3,7 @@
 Sizes: N rows, d columns, C classes, T targets.
 """
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Self, cast
 
 import numpy as np
@@ -122,6 +123,7 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         return y if counts[counts > 0].min() > 1 and held >= len(self.classes_) else None
 
 
+@dataclass(eq=False, repr=False)
 class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     """A Bayesian neural net for real targets, with the noise it learnt and its doubt about the weights.
 
@@ -139,32 +141,8 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         ((64,), True, True)
     """
 
-    def __init__(
-        self,
-        module: Any = None,
-        method: Any = None,
-        *,
-        noise: Any = "heteroscedastic",
-        categorical_features: Any = "auto",
-        missing: Any = "refuse",
-        scaling: Any = "quantile",
-        epochs: Any = 200,
-        batch_size: Any = None,
-        lr: Any = 2e-3,
-        weight_decay: Any = 1e-2,
-        kl_weight: Any = 1.0,
-        validation_fraction: Any = 0.2,
-        patience: Any = 16,
-        draws: Any = 4,
-        device: Any = "cpu",
-        random_state: Any = None,
-    ) -> None:
-        super().__init__(
-            module, method, categorical_features=categorical_features, missing=missing, scaling=scaling, epochs=epochs,
-            batch_size=batch_size, lr=lr, weight_decay=weight_decay, kl_weight=kl_weight, patience=patience,
-            validation_fraction=validation_fraction, draws=draws, device=device, random_state=random_state,
-        )  # fmt: skip
-        self.noise = noise
+    _: KW_ONLY
+    noise: Any = "heteroscedastic"
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train on a table (N, d) and targets (N,) or (N, T)."""

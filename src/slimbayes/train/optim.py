@@ -3,6 +3,7 @@
 Both follow from what a parameter is (`Role`), which its posterior says.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import is_
@@ -154,8 +155,16 @@ def apart(model: nn.Module) -> list[list[nn.Parameter]]:
     return [[p for p in model.parameters() if id(p) not in known], *theirs]
 
 
+def _check_factors(factors: Mapping[str, float]) -> None:
+    """Refuse factors of penalties that are none: optimizers do not look at those of their groups."""
+    for name, factor in factors.items():
+        if not 0 <= factor < math.inf:
+            raise ValueError(f"{name} is the factor of a penalty and must be a number from 0 on, got {factor!r}.")
+
+
 def _rates(model: nn.Module, weight_decay: float | Mapping[str, float]) -> Callable[[str], float]:
     """Weight decay by a parameter's name."""
+    _check_factors(weight_decay if isinstance(weight_decay, Mapping) else {"weight_decay": weight_decay})
     if not isinstance(weight_decay, Mapping):
         return lambda name: weight_decay
     if unknown := set(weight_decay) - {"kernels", "biases", "norms"}:
@@ -201,6 +210,8 @@ def l2(
         ("weight", True): shared_weights,
         ("weight", False): shared_biases,
     }
+    for factor in factors.values():
+        _check_factors({"A factor of l2": factor})
     groups: dict[float, list[Tensor]] = {}
     for p in described(model):
         factor = factors.get((p.role, p.is_weight), 0.0)

@@ -194,6 +194,12 @@ def check_real(target: Tensor) -> None:
         _refuse(~target.isfinite(), target, "finite")
 
 
+def check_values(target: Any, real: bool) -> None:
+    """Refuse what is no tensor and, of real targets on a CPU, what is not finite."""
+    if floating(target) and real and readable(target):
+        check_real(target)
+
+
 def check_spread(target: Tensor, spread: Tensor) -> None:
     """Warn where targets are in other units than a heteroscedastic head was told: its noise is bounded by their spread.
 

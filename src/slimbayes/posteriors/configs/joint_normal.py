@@ -33,6 +33,8 @@ class JointNormal(FactorConfig):
             product, of dense layers and convolutions without groups.
         mean_init: where factors start: `Point(1)` keeps a network as it was.
         member_bias: whether members get their own biases.
+        directions: k, so that factors have the prior's kind of Gaussian but for k directions: what `laplace` finds
+            where data tell of few. None for a covariance that is whole.
 
     Example:
         >>> import slimbayes as sb, torch
@@ -49,6 +51,7 @@ class JointNormal(FactorConfig):
     beyond: Literal["independent", "kronecker"] = "independent"
     mean_init: Distribution = Point(1.0)  # noqa: RUF009 (immutable)
     member_bias: bool = True
+    directions: int | None = None
 
     def __post_init__(self) -> None:
         check_choice(self, "over", self.over, ("both", "both+bias", "r", "s", "weights"))
@@ -60,6 +63,8 @@ class JointNormal(FactorConfig):
         check_positive(self, "scale_init", self.scale_init)
         if isinstance(self.full_up_to, bool) or not isinstance(self.full_up_to, int) or self.full_up_to < 0:
             raise ValueError(f"JointNormal: full_up_to must be a whole number, got {self.full_up_to!r}.")
+        if self.directions is not None and (self.over == "weights" or self.directions < 0):
+            raise ValueError(f"JointNormal: directions are of factors, 0 or more of them, got {self.directions!r}.")
         if self.beyond == "kronecker" and self.over != "weights":
             raise ValueError(
                 f"JointNormal: a Kronecker product is of matrices, and factors are vectors: beyond='kronecker' needs "
@@ -77,7 +82,8 @@ class JointNormal(FactorConfig):
         return 0.0 if self.over == "weights" else 0.5 * (site.n_in + site.n_out)
 
     def build(self, site: Site) -> Posterior:
-        from slimbayes.posteriors.joint_normal import JointFactors, JointWeights
+        from slimbayes.posteriors.joint_factors import JointFactors
+        from slimbayes.posteriors.joint_normal import JointWeights
         from slimbayes.posteriors.kronecker_weights import KroneckerWeights, is_product
 
         if self.over != "weights":
