@@ -31,6 +31,7 @@ class State:
         ...     seen = 0
         ...     def forward(self, x):
         ...         self.seen += len(x)
+        >>> Counts.__module__ = "somebody.elses"  # what is ours keeps nothing but buffers
         >>> model = Counts()
         >>> before = State(model)
         >>> model(torch.randn(3))
@@ -40,9 +41,9 @@ class State:
 
     def __init__(self, model: nn.Module, every: bool = False) -> None:
         self.model = model
-        found = [m for m in modules_of(model) if not isinstance(m, (Keyed, nn.ModuleDict))]
-        self.modules = [m for m in found if not torch_or_own(m)]
-        self.modules += [m for m in found if torch_or_own(m) and m._buffers] if every else []
+        found = [m for m in modules_of(model) if not isinstance(m, nn.ModuleDict)]
+        self.modules = [m for m in found if not _ours(m)]
+        self.modules += [m for m in found if _ours(m) and m._buffers] if every else []  # of posteriors, too
         self.before = [_kept(m) for m in self.modules]
         self.values = {id(v): (v, _copy(v), _version(v)) for kept in self.before for v in kept.values() if _mutable(v)}
 
@@ -50,7 +51,7 @@ class State:
         """What differs from that moment now, but for torch's own modules."""
         found: Change = {}
         for i, (module, before) in enumerate(zip(self.modules, self.before, strict=True)):
-            if torch_or_own(module):
+            if _ours(module):
                 break
             now = _kept(module)
             for name in {**before, **now}:
@@ -142,8 +143,15 @@ def _equal(x: Any, y: Any) -> bool:
     return not isinstance(x, (bool, int, float, str)) or x == y
 
 
+def _ours(module: nn.Module) -> bool:
+    """Whether a module is a posterior, or its class one of torch's or of ours."""
+    return isinstance(module, Keyed) or torch_or_own(module)
+
+
 def _kept(module: nn.Module) -> dict[str, Any]:
-    """Buffers, and attributes that not every module has."""
+    """Buffers, and attributes that not every module has; of posteriors buffers alone."""
+    if isinstance(module, Keyed):
+        return dict(module._buffers)
     own = {n: v for n, v in module.__dict__.items() if not (n.startswith("_slimbayes") or n in _OF_ALL)}
     return {**own, **module._buffers}
 
