@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,14 @@ from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.train.likelihoods import NOISE_RULE, likelihood_named
 
 _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
+
+
+def check_draws(what: str, draws: Any, fold: Any = "auto") -> None:
+    """Refuse numbers of draws and ways to run them that are none."""
+    if not isinstance(draws, Integral) or draws < 1:
+        raise ValueError(f"{what} needs a whole number of draws, at least one, got draws={draws!r}.")
+    if fold != "auto" and not isinstance(fold, bool):
+        raise ValueError(f'fold must be True, False or "auto", got {fold!r}.')
 
 
 def check_inputs(model: nn.Module, inputs: tuple[Any, Any], before: int = 0) -> None:

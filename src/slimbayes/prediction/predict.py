@@ -20,11 +20,11 @@ from slimbayes.engine.tree import arrays_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.batches import Progress, batches_of
-from slimbayes.prediction.checks import check_inputs, check_noise_rule, explained, refuse_outputs
+from slimbayes.prediction.checks import check_draws, check_inputs, check_noise_rule, explained, refuse_outputs
 from slimbayes.prediction.draws import Draws, Networks
 from slimbayes.prediction.far import Far, features_of
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.prediction.sample import check_draws, members
+from slimbayes.prediction.sample import members
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 from slimbayes.train.targets import broadcasts, check_positive

@@ -8,7 +8,6 @@ draw j, and draw j to member j mod K.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass, Unproven
 from slimbayes.engine.tree import arrays_of
 from slimbayes.layers.base import BayesLayer, Converted
-from slimbayes.prediction.checks import explained
+from slimbayes.prediction.checks import check_draws, explained
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -100,14 +99,6 @@ def sample(
         return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
     with explained(model, args, kwargs):
         return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
-
-
-def check_draws(what: str, draws: Any, fold: Any = "auto") -> None:
-    """Refuse numbers of draws and ways to run them that are none."""
-    if not isinstance(draws, Integral) or draws < 1:
-        raise ValueError(f"{what} needs a whole number of draws, at least one, got draws={draws!r}.")
-    if fold != "auto" and not isinstance(fold, bool):
-        raise ValueError(f'fold must be True, False or "auto", got {fold!r}.')
 
 
 def free_seed(what: str, seed: Seed, held: Pass | None) -> int:

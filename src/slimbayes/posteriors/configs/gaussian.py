@@ -66,7 +66,8 @@ class MeanField(GaussianConfig):
     Args:
         prior: `Normal`, `HeNormal`, `TiedMean`, `LaplacePrior` (L1), `EmpiricalBayes` or `ScaleMixture`. Different
             layers may have different ones: give bayesianize a mapping from name patterns to configs.
-        estimator: "reparam", "flipout" or "local" (see posteriors/gaussian.py).
+        estimator: "reparam", "flipout" or "local" (see posteriors/gaussian.py). Flipout applies every layer twice,
+            with the means and with the deviations: a step takes two of plain's at best, where "reparam" takes one.
         scale_init, scale_jitter: scales start at Normal(scale_init, scale_jitter).
         bias: "point" keeps biases point estimates, "gaussian" gives them posteriors too.
         max_scale: cap on the scales.
