@@ -178,6 +178,40 @@ def test_a_state_that_is_set_by_hand_is_where_all_draws_begin() -> None:
         assert float((sb.sample(model, x, fold=False) - first).abs().max()) > 1e-3
 
 
+class Nested(nn.Module):
+    """Keeps a mean in a tensor within a mapping within a list, beside tensors that cannot be compared, a tensor that it
+    makes larger, and a generator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.cache, self.generator = nn.Linear(4, C), [{"mean": torch.zeros(C)}], torch.Generator()
+        self.without = torch.empty(3, device="meta")
+        self.register_buffer("graph", torch.eye(C).to_sparse())
+        self.register_buffer("room", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (self.graph @ self.a(x).T).T
+        self.room.resize_(2).fill_(0)
+        torch.rand(1, generator=self.generator)
+        self.cache[0]["mean"].mul_(0.5).add_(h.detach().mean(0))
+        return h + self.cache[0]["mean"]
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*keeps 'cache'")
+@torch.no_grad()
+def test_what_lies_within_containers_is_kept_apart_and_tensors_of_any_kind_are_taken() -> None:
+    model, x = sb.bayesianize(Nested(), sb.MeanField(scale_init=0.2)), torch.randn(B, 4)
+    with sb.frozen(model, draws=3):
+        plains = [sb.write_out(model, j) for j in range(3)]
+        for _ in range(3):
+            assert_equal(sb.sample(model, x), torch.stack([plain(x) for plain in plains]))
+    calls = torch.Generator()
+    for _ in range(9):
+        torch.rand(1, generator=calls)
+    assert torch.equal(model.generator.get_state(), calls.get_state())  # none by a trial
+
+
 def test_statistics_of_norms_are_shared_by_draws_one_by_one() -> None:
     model = converted(lambda: wm.UNet(nn.BatchNorm2d), "batch-ensemble")
     sb.sample(model, torch.randn(B, 1, 8, 8), fold=False)

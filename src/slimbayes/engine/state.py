@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ from slimbayes.engine.modules import Keyed, modules_of, torch_or_own
 
 _GROWS = (list, dict, set, deque)
 _ABSENT = object()
-# By module and name: what is there after a call, or that nothing is, and whether it is another object than before.
+# By module and name: what is there after a call, or that nothing is, and True if it is another object than before; else
+# what was written into, within it, and copies of that.
 Change = dict[tuple[int, str], tuple[Any, bool]]
 
 
@@ -45,8 +46,9 @@ class State:
         self.own = len(own)  # modules whose attributes count, too; of the others only buffers do
         known = set(map(id, own))
         self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if every else [])
-        self.before = self._now()
-        self.values = {id(v): (v, _copy(v), _version(v)) for kept in self.before for v in kept.values() if _mutable(v)}
+        self.every, self.before = every, self._now()
+        inside = _reached(v for kept in self.before for v in kept.values())
+        self.values = {key: (v, _copy(v), _version(v)) for key, v in inside.items() if not isinstance(v, tuple)}
 
     def _now(self) -> list[dict[str, Any]]:
         return [_kept(m) if i < self.own else dict(m._buffers) for i, m in enumerate(self.modules)]
@@ -59,9 +61,13 @@ class State:
                 value, old = now.get(name, _ABSENT), before.get(name, _ABSENT)
                 if value is not old:
                     found[i, name] = (value, True)
-                elif id(value) in self.values and not _same(*self.values[id(value)]):
-                    found[i, name] = (_copy(value), False)
+                elif written := [v for key in _reached([value]) for v in self._written(key)]:
+                    found[i, name] = (written, False)
         return found
+
+    def _written(self, key: int) -> Iterator[tuple[Any, Any]]:
+        if key in self.values and not _same(*self.values[key]):
+            yield self.values[key][0], _copy(self.values[key][0])
 
     def names(self, changes: Change) -> list[str]:
         """What the model calls the changed attributes."""
@@ -75,7 +81,8 @@ class State:
             if another:
                 _put(self.modules[i], name, value)
             else:
-                _fill(self.before[i][name], value)
+                for inner, content in value:
+                    _fill(inner, content)
 
     def restore(self) -> None:
         """Go back to that moment."""
@@ -84,20 +91,26 @@ class State:
                 if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
                     _put(module, name, before.get(name, _ABSENT))
         for value, old, version in self.values.values():
-            if not _same(value, old, version):
+            # Batch norm writes its statistics without counting that: a trial's are put back unseen, as to look waits.
+            if (self.every and isinstance(value, Tensor) and value.is_cuda) or not _same(value, old, version):
                 _fill(value, old)
 
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[State]:
-    """Whatever modules keep is afterwards as it was, and so are the random numbers of Python and numpy."""
+    """Whatever modules keep is afterwards as it was, and so are random numbers, of Python, numpy and generators of the
+    modules' own.
+    """
     state, python, arrays = State(model, every=True), random.getstate(), np.random.get_state()
+    own = [(v, v.get_state()) for held in state.before for v in held.values() if isinstance(v, torch.Generator)]
     try:
         yield state
     finally:
         state.restore()
         random.setstate(python)
         np.random.set_state(arrays)
+        for generator, numbers in own:
+            generator.set_state(numbers)
 
 
 class Lasting:
@@ -139,7 +152,8 @@ def same_changes(a: Change, b: Change) -> bool:
 
 def _equal(x: Any, y: Any) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return x.shape == y.shape and bool(torch.equal(x, y))
+        alike = x.device == y.device and x.dtype == y.dtype and x.shape == y.shape
+        return x is y or (alike and _comparable(x) and _comparable(y) and bool(torch.equal(x, y)))
     return not isinstance(x, (bool, int, float, str)) or x == y
 
 
@@ -152,23 +166,41 @@ def _kept(module: nn.Module) -> dict[str, Any]:
 _OF_ALL = {*nn.Module().__dict__, "forward"}
 
 
-def _mutable(value: Any) -> bool:
-    return isinstance(value, (Tensor, *_GROWS)) and not isinstance(value, nn.Parameter)
+def _reached(values: Iterable[Any]) -> dict[int, Any]:
+    """By identity, what can be written into of these: tensors and containers, and those within containers."""
+    found: dict[int, Any] = {}
+    ahead = list(values)
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, nn.Parameter) or id(value) in found:
+            continue
+        if isinstance(value, (Tensor, tuple, *_GROWS)):
+            found[id(value)] = value
+            if not isinstance(value, Tensor):
+                ahead.extend(value.values() if isinstance(value, dict) else value)
+    return found
 
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
 
+def _comparable(value: Tensor) -> bool:
+    """Sparse tensors, those without numbers and other kinds of them are not."""
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_meta
+
+
 def _version(value: Any) -> int | None:
-    """How often a tensor on a device was written to, by which it can be judged without waiting for its numbers."""
-    return value._version if isinstance(value, Tensor) and value.is_cuda and not value.is_inference() else None
+    """How often a tensor was written to, where its numbers cannot be compared, or not without waiting for a device."""
+    if not isinstance(value, Tensor) or (_comparable(value) and not value.is_cuda):
+        return None
+    return (None if _comparable(value) else 0) if value.is_inference() else value._version
 
 
 def _same(value: Any, old: Any, version: int | None) -> bool:
     if isinstance(value, Tensor):
         same = value.shape == old.shape and value.dtype == old.dtype
-        return same and (value._version == version if version is not None else bool(torch.equal(value, old)))
+        return same and (_version(value) == version if version is not None else bool(torch.equal(value, old)))
     a, b = (list(v.items()) if isinstance(v, dict) else list(v) for v in (value, old))
     return len(a) == len(b) and all(map(_is, a, b))
 
@@ -181,7 +213,7 @@ def _fill(value: Any, old: Any) -> None:
     """Make the contents of one the contents of the other."""
     if isinstance(value, Tensor):
         with torch.no_grad():
-            value.copy_(old)
+            (value if value.shape == old.shape else value.resize_(old.shape)).copy_(old)
     else:
         value.clear()
         (value.update if isinstance(value, (dict, set)) else value.extend)(old)
