@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.inference.blocks import Single
 from slimbayes.inference.curvature import accumulate, labelled
 from slimbayes.inference.evidence import Spectrum, best_precision, triangular
 from slimbayes.inference.k_tied_fit import k_tied_logs
@@ -589,6 +590,17 @@ def test_where_data_tell_of_few_directions_those_are_kept(members: int, tmp_path
     if members > 1:
         sb.select(net, members=[1])
         assert few.directions.shape[0] == 1 and sb.predict(net, x, 3).probs.isfinite().all()
+
+
+def test_directions_that_float32_cannot_tell_are_kept_whole() -> None:
+    for most in (1e6, 1e12):
+        q = sb.bayesianize(nn.Linear(8, 6), sb.JointNormal()).posterior["weight"]
+        block, line = Single(q), nn.functional.normalize(torch.randn(14, 1).double(), dim=0)
+        block.values[0] = most * line @ line.T
+        count = block.directions(1.0, 1.0)
+        assert count == (1 if most == 1e6 else None)
+        block.fit(1.0, 1.0, count)
+        assert float((line.T @ q.root()[0].double()).norm().detach()) == pytest.approx(most**-0.5, rel=2e-3)
 
 
 def test_directions_train_and_weigh_like_any_covariance() -> None:

@@ -80,8 +80,10 @@ class Single:
         if not (p.correlated and p.rounded and p.dtype == torch.float32):
             return None
         # Standard deviations fall short of the prior's by a factor of sqrt(1 + e / precision).
-        count = int((self._eigen()[0] / scale > ((1 + ROUNDING) ** 2 - 1) * precision).sum(1).max())
-        return count if 2 * count < p.size - 1 else None
+        shares = self._eigen()[0] / (scale * precision)
+        count = int((shares > (1 + ROUNDING) ** 2 - 1).sum(1).max())
+        # Of what is 1e-4 of the prior's, float32 has three digits left in 1 - V V^T.
+        return count if 2 * count < p.size - 1 and float(shares.max()) < 1e8 else None
 
     def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
         if self.values.dim() == 2:
