@@ -349,6 +349,22 @@ def test_likelihoods_take_scales_of_targets_and_rows() -> None:
         assert torch.equal(sb.gaussian(mean, target, scale=scale), expected)
 
 
+@pytest.mark.parametrize("scale", [torch.full((1, 3), 2.0), np.full((5, 3), 2.0), np.full(3, 2.0), [2.0, 2.0, 2.0]])
+def test_predict_takes_scales_as_deviations_of_columns_and_as_arrays(scale: Any) -> None:
+    model, x = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2)), torch.randn(5, 4)
+    found, expected = (
+        sb.predict(model, iter([x[:2], x[2:]]), np.int64(3), likelihood="gaussian", scale=s, seed=0)
+        for s in (scale, 2.0)
+    )
+    assert torch.allclose(found.std, expected.std)
+
+
+def test_probabilities_that_are_rounded_and_a_loss_of_one_number_are_taken() -> None:
+    sb.categorical(torch.zeros(2, 6, 7), torch.full((6, 7), 0.14))
+    model = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
+    assert float(sb.elbo(torch.ones(1), model, num_data=10).nll) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

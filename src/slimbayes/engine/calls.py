@@ -265,4 +265,4 @@ def run_draws(
 
 
 def total_draws(posteriors: Sequence[Any], draws: int) -> int:
-    return planned(posteriors, "members", lambda: math.lcm(*(p.members for p in posteriors))) * draws
+    return planned(posteriors, "members", lambda: math.lcm(*(p.members for p in posteriors))) * int(draws)

@@ -105,6 +105,7 @@ def predict(
     check_draws("predict", 1, fold)
     if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
         raise ValueError(f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}.")
+    scale = scale if isinstance(scale, (int, float)) else torch.as_tensor(scale)  # arrays and lists
     check_positive("scale", torch.as_tensor(scale), zero=True)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("The model has parameters on the meta device, which have no numbers: load its weights first.")
@@ -120,7 +121,7 @@ def predict(
     if not allow_nonfinite:
         check_finite(model)
     source, count, weights = _source(model, draws, chunk, share, fold, seed)
-    number, bar = 1 if draws == "exact" else draws, Progress(x, progress)
+    number, bar = 1 if draws == "exact" else int(draws), Progress(x, progress)
     parts: list[Prediction] = []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
@@ -141,7 +142,7 @@ def predict(
             bar.add(len(part))
     bar.close()
     whole = Prediction.joined(parts)
-    if isinstance(scale, Tensor) and scale.dim() == whole.by_member.dim() - 1 and len(scale) != len(whole):
+    if isinstance(scale, Tensor) and scale.dim() == whole.by_member.dim() - 1 and len(scale) not in (1, len(whole)):
         raise ValueError(f"scale has one line for each of {len(scale)} rows, but {len(whole)} were predicted.")
     return whole
 
@@ -223,7 +224,7 @@ def _scale_of(scale: float | Tensor, outputs: Tensor, likelihood: str, earlier: 
     if not isinstance(scale, Tensor) or scale.numel() == 1:
         return scale
     each, rows = likelihood_named(likelihood).predictive(outputs[:1, :1], 1.0, None)[0].shape[2:], outputs.shape[1]
-    if broadcasts(scale.shape, each):
+    if broadcasts(scale.shape, each) or broadcasts(scale.shape, (1, *each)):
         return scale
     before = sum(map(len, earlier))
     own = scale[before : before + rows]

@@ -69,7 +69,7 @@ def elbo(
         >>> torch.allclose(terms.loss, terms.nll + 0.1 * terms.kl)
         True
     """
-    if not isinstance(nll, Tensor) or nll.dim():
+    if not isinstance(nll, Tensor) or nll.numel() != 1:
         got = f"shape {tuple(nll.shape)}" if isinstance(nll, Tensor) else type(nll).__name__
         raise ValueError(f"nll must be a tensor of one number, the mean over the batch, got {got}: use nll.mean().")
     if not posteriors_of(model) and not any("_slimbayes" in m.__dict__ for m in model.modules()):
