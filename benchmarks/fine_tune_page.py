@@ -13,7 +13,7 @@ from statistics import mean, stdev
 from typing import Any
 
 MARKS = ("<!-- fine-tuning -->\n", "<!-- end of fine-tuning -->\n")
-OURS = ("rank-1 fine-tuned", "rank-1 Laplace")
+OURS = ("rank-1 fine-tuned", "rank-1 after plain", "rank-1 Laplace")
 METHODS = ("plain", *OURS, "last-layer Laplace", "MC dropout", "LoRA ensemble", "deep ensemble")
 SCORES = {"nll": "NLL", "shifted_nll": "NLL, shifted", "ece": "ECE", "auroc": "OOD AUROC"}
 T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t, by the number of seeds
@@ -68,14 +68,15 @@ def tasks_of(cells: Cells) -> list[str]:
 
 def table(cells: Cells, title: str, of: Value, most: bool = False) -> str:
     """Means and standard errors over seeds, tasks by methods; the best mean of a row is bold."""
-    rows = [f"| {title} | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
+    methods = [method for method in METHODS if any(method == own for _, own in cells)]
+    rows = [f"| {title} | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
     for task in tasks_of(cells):
-        found = {method: list(values(cells, task, method, of).values()) for method in METHODS}
+        found = {method: list(values(cells, task, method, of).values()) for method in methods}
         means = {method: mean(of) for method, of in found.items() if of}
         if not means:
             continue
         best = (max if most else min)(means.values())
-        rows.append(f"| {task} | {' | '.join(entry(found[m], means.get(m) == best) for m in METHODS)} |")
+        rows.append(f"| {task} | {' | '.join(entry(found[m], means.get(m) == best) for m in methods)} |")
     return "\n".join(rows) + "\n" if len(rows) > 2 else ""
 
 
@@ -130,7 +131,7 @@ def verdict(cells: Cells) -> str:
                 if rival not in OURS and any(found.values()):
                     counts = " | ".join(str(len(found[how])) for how in found)
                     lines.append(f"| {ours} | {rival} | {SCORES[name]} | {counts} |")
-    return "\n".join([*lines, "", *(goal(cells, ours) for ours in OURS)]) + "\n"
+    return "\n".join([*lines, "", *(goal(cells, ours) for ours in OURS if any(ours == own for _, own in cells))]) + "\n"
 
 
 def goal(cells: Cells, ours: str) -> str:

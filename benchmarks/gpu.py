@@ -442,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         run_job(args.job, args)
         return None
     if args.workers is None:
-        args.workers = os.cpu_count() or 2 if args.sizes == "gpu" else 0
+        args.workers = min(12, os.cpu_count() or 2) if args.sizes == "gpu" else 0  # each holds memory of the GPU
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     return run_all([name for name in job_names(args.sizes) if re.search(args.only, name)], args)

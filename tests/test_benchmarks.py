@@ -213,7 +213,7 @@ def made_up() -> dict[str, Any]:
 def test_the_page_says_what_is_met_and_why_the_rest_is_not() -> None:
     text = performance_page.page(made_up())
     unknown = len(performance_page.TARGETS) - 4  # per member's step rounds to its goal; memory is below its own
-    assert f"{len(performance_page.TARGETS)} targets 2 are met, 2 missed, {unknown} not measured" in text
+    assert f"{len(performance_page.TARGETS)} targets: 2 met, 2 missed, 0 unclear, {unknown} not measured" in text
     assert "| MLP 4 x 4096, rank-1 per member | step | 2.40 | 1.10 | 1.10 | - | met |  |" in text
     assert (
         "rank-1 per example | step | 2.50 | 1.20 | 1.50 | - | **missed** | bayesian-torch flipout 2.50 eager |" in text
@@ -252,10 +252,11 @@ def test_a_step_as_a_cuda_graph_can_meet_a_compiled_target_and_no_eager_one() ->
     rows = {
         ("gpt2", mode, "rank-1, frozen base"): {"train_ratio": r} for mode, r in (("compiled", 1.5), ("recorded", 0.9))
     }
-    assert performance_page.met(of["compiled"], rows) and not performance_page.met(of["eager"], rows)
-    assert (
-        performance_page.recorded(of["compiled"], rows) == 0.9 and performance_page.recorded(of["eager"], rows) is None
-    )
+    states = {mode: performance_page.state(target, rows) for mode, target in of.items()}
+    assert states == {"compiled": "met", "eager": "not measured"}
+    rows["gpt2", "recorded", "rank-1, frozen base"]["train_spread"] = 0.2  # from .80 to 1.00, where .95 is wanted
+    assert performance_page.state(of["compiled"], rows) == "unclear"
+    assert performance_page.recorded(of["eager"], rows) is None
 
 
 def test_the_best_of_several_methods_is_one_method() -> None:
@@ -263,7 +264,8 @@ def test_the_best_of_several_methods_is_one_method() -> None:
     target = next(t for t in performance_page.TARGETS if t.case == "dense" and t.number == "peak_ratio")
     fast, lean = {"train_ratio": 1.2, "peak_ratio": 1.9}, {"train_ratio": 1.8, "peak_ratio": 1.1}
     rows = {("dense", "compiled", "2-tied flipout"): fast, ("dense", "compiled", "2-tied local"): lean}
-    assert performance_page.measured(target, rows) == (fast, 1.9) and not performance_page.met(target, rows)
+    assert performance_page.measured(target, rows) == (fast, 1.9)
+    assert performance_page.state(target, rows) == "missed"
 
 
 def test_a_record_of_another_machine_is_not_resumed(tmp_path: Path) -> None:

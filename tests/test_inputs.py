@@ -360,7 +360,7 @@ def test_likelihoods_take_scales_of_targets_and_rows() -> None:
         ({"class_dim": 0}, "class_dim=0"),
         ({"class_dim": 1}, "class_dim=1"),
         ({"fold": None}, "fold must be"),
-        ({"draws": 2.0}, "whole number of draws"),
+        ({"draws": 2.0}, "draws >= 1"),
         ({"chunk": 2.5}, "chunk=2.5"),
     ],
 )

@@ -112,6 +112,18 @@ def test_posteriors_do_not_decay_and_every_row_has_its_draw(tmp_path: Path) -> N
     assert trainer._targets(batch) == 12
 
 
+def test_widths_may_learn_faster(tmp_path: Path) -> None:
+    """By an optimizer of one's own, whose groups keep their ratio under the Trainer's schedule."""
+    model = sb.bayesianize(bert(), sb.Rank1(members=2, scale_init=0.01), train="posterior")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.Adam(sb.param_groups(model, lr=1e-4, scale_lr_multiplier=100.0))
+    options = arguments(tmp_path, lr_scheduler_type="linear")
+    BayesTrainer(model, options, train_dataset=ROWS, optimizers=(optimizer, None)).train()
+    moved = {name: float((p.detach() - before[name]).abs().max()) for name, p in model.named_parameters()}
+    assert all(far > 5e-3 for name, far in moved.items() if name.endswith("rho"))
+    assert 0 < max(far for name, far in moved.items() if not name.endswith("rho")) < 5e-4
+
+
 @pytest.mark.slow
 def test_evaluation_averages_draws_and_adapters_come_back(tmp_path: Path) -> None:
     base = bert()

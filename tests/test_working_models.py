@@ -229,3 +229,27 @@ def test_a_look_for_what_is_no_number_keeps_rows_apart() -> None:
         return bool(torch.isnan(confidence).any() or not torch.isfinite(confidence).all())
 
     sb.sample(converted(sure_by(reads), "rank1-example"), torch.randn(B, 5), fold=True)
+
+
+def test_training_that_goes_another_way_is_found_out_within_a_few_calls() -> None:
+    class Full(nn.Module):
+        """Rows act on each other where one is large."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.before(x)
+            return self.after(h - h.mean(0) if float(x.max()) > 10 else h)
+
+    torch.manual_seed(0)
+    net = sb.bayesianize(Full().train(), sb.Rank1(members=2, mean_init=sb.Normal(1.0, 0.5)))
+    small, large = torch.randn(4, 3), 20 + torch.randn(4, 3)
+    sb.sample(net, small, seed=0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            sb.sample(net, large, seed=0)
+    assert sum("looked again" in str(w.message) for w in said) == 1
+    assert_equal(sb.sample(net, large, seed=0), sb.sample(net, large, seed=0, fold=False))

@@ -17,9 +17,9 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes, proof
-from slimbayes.engine.layout import Layout
+from slimbayes.engine.layout import Hypothesis, Layout
 from slimbayes.engine.modules import Posteriors, tree_of
-from slimbayes.engine.probe import Visit
+from slimbayes.engine.probe import Mixed, Visit
 from slimbayes.engine.quiet import captured, inside_func
 from slimbayes.engine.tree import arrays_of, tree_map, without_cache
 from slimbayes.engine.trial import first_line, probed, undisturbed
@@ -146,13 +146,17 @@ def _look_again(
     model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None, layout: Layout
 ) -> None:
     """Prove it anew at the 16th, 64th, 256th ... call: other numbers may lead a model another way, as when experts are
-    full and pass rows on.
+    full and pass rows on. While it trains, two draws are compared both ways at the second, fourth and eighth, too: that
+    takes less than a step.
     """
     layout.calls += 1
-    if layout.calls < 16 or 4 ** round(math.log(layout.calls, 4)) != layout.calls or _cannot_look(inputs):
+    again = layout.calls >= 16 and 4 ** round(math.log(layout.calls, 4)) == layout.calls
+    early = model.training and layout.calls in (2, 4, 8)
+    if not (again or early) or _cannot_look(inputs):
         return
     # A proof shows every row twice: half of them are as many rows as the model has room for.
-    found = proof.prove(model, layout.narrow(inputs, 0, -(-layout.rows(inputs) // 2)), posteriors, batch_dim)
+    half = layout.narrow(inputs, 0, -(-layout.rows(inputs) // 2))
+    found = proof.prove(model, half, posteriors, batch_dim) if again else _compared(model, half, posteriors, layout)
     if not (found.folds or found.mixed) or (found.folds, found.apart) >= (layout.folds, layout.apart):
         return
     layout.folds, layout.apart, layout.why = found.folds, found.apart, found.why
@@ -162,6 +166,22 @@ def _look_again(
         f"draws of different rows. Pass fold=False, or exclude that layer, to be sure from the first call on.",
         stacklevel=6,
     )
+
+
+def _compared(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> Layout:
+    """The layout, or what two draws say against it that run folded and one by one."""
+    assert layout.lead is not None
+    inputs = tree_map(without_cache, inputs)
+    try:
+        with undisturbed(model, inputs):
+            trial = proof.Proof(model, inputs, posteriors, Hypothesis(layout.inputs, layout.lead))
+            trial.layout = layout
+            trial.verify()
+    except (Mixed, passes.Unproven) as error:
+        return Layout(why=str(error), mixed=True)
+    except Exception:  # inputs that the model cannot take: the call itself will say so
+        pass
+    return layout
 
 
 def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout, draws: int = 1) -> None:

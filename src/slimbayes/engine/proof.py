@@ -59,7 +59,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
     inputs = tree_map(without_cache, inputs)
     with undisturbed(model, inputs):
         for tried, guess in enumerate(hypotheses(inputs, batch_dim)):
-            proof = _Proof(model, inputs, posteriors, guess)
+            proof = Proof(model, inputs, posteriors, guess)
             try:
                 layout = proof.run()
             except Continues as error:
@@ -98,7 +98,7 @@ class Continues(Exception):
     """What one draw leaves in the modules would lead the next; the text says what."""
 
 
-class _Proof:
+class Proof:
     """The runs and the comparisons, for one hypothesis."""
 
     def __init__(self, model: nn.Module, inputs: Any, posteriors: Sequence[Any], guess: Hypothesis) -> None:

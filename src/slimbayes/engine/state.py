@@ -31,7 +31,6 @@ class State:
         ...     seen = 0
         ...     def forward(self, x):
         ...         self.seen += len(x)
-        >>> Counts.__module__ = "somebody.elses"  # what is ours keeps nothing but buffers
         >>> model = Counts()
         >>> before = State(model)
         >>> model(torch.randn(3))
@@ -41,19 +40,21 @@ class State:
 
     def __init__(self, model: nn.Module, every: bool = False) -> None:
         self.model = model
-        found = [m for m in modules_of(model) if not isinstance(m, nn.ModuleDict)]
-        self.modules = [m for m in found if not _ours(m)]
-        self.modules += [m for m in found if _ours(m) and m._buffers] if every else []  # of posteriors, too
-        self.before = [_kept(m) for m in self.modules]
+        found = modules_of(model)
+        own = [m for m in found if not (isinstance(m, (Keyed, nn.ModuleDict)) or torch_or_own(m))]
+        self.own = len(own)  # modules whose attributes count, too; of the others only buffers do
+        known = set(map(id, own))
+        self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if every else [])
+        self.before = self._now()
         self.values = {id(v): (v, _copy(v), _version(v)) for kept in self.before for v in kept.values() if _mutable(v)}
 
+    def _now(self) -> list[dict[str, Any]]:
+        return [_kept(m) if i < self.own else dict(m._buffers) for i, m in enumerate(self.modules)]
+
     def changes(self) -> Change:
-        """What differs from that moment now, but for torch's own modules."""
+        """What differs from that moment now, but for torch's own modules and posteriors."""
         found: Change = {}
-        for i, (module, before) in enumerate(zip(self.modules, self.before, strict=True)):
-            if _ours(module):
-                break
-            now = _kept(module)
+        for i, (before, now) in enumerate(list(zip(self.before, self._now(), strict=True))[: self.own]):
             for name in {**before, **now}:
                 value, old = now.get(name, _ABSENT), before.get(name, _ABSENT)
                 if value is not old:
@@ -78,8 +79,7 @@ class State:
 
     def restore(self) -> None:
         """Go back to that moment."""
-        for module, before in zip(self.modules, self.before, strict=True):
-            now = _kept(module)
+        for module, before, now in zip(self.modules, self.before, self._now(), strict=True):
             for name in {**before, **now}:
                 if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
                     _put(module, name, before.get(name, _ABSENT))
@@ -143,15 +143,8 @@ def _equal(x: Any, y: Any) -> bool:
     return not isinstance(x, (bool, int, float, str)) or x == y
 
 
-def _ours(module: nn.Module) -> bool:
-    """Whether a module is a posterior, or its class one of torch's or of ours."""
-    return isinstance(module, Keyed) or torch_or_own(module)
-
-
 def _kept(module: nn.Module) -> dict[str, Any]:
-    """Buffers, and attributes that not every module has; of posteriors buffers alone."""
-    if isinstance(module, Keyed):
-        return dict(module._buffers)
+    """Buffers, and attributes that not every module has."""
     own = {n: v for n, v in module.__dict__.items() if not (n.startswith("_slimbayes") or n in _OF_ALL)}
     return {**own, **module._buffers}
 

@@ -100,8 +100,9 @@ def predict(
         >>> pred.probs.shape, pred.samples.shape
         (torch.Size([7, 3]), torch.Size([16, 7, 3]))
     """
-    if draws != "exact" or fold != "auto":
-        check_draws("predict", 1 if draws == "exact" else draws, fold)
+    if draws != "exact" and not (isinstance(draws, Integral) and draws >= 1):
+        raise ValueError(f'predict needs draws >= 1, or "exact", got draws={draws!r}.')
+    check_draws("predict", 1, fold)
     if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
         raise ValueError(f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}.")
     check_positive("scale", torch.as_tensor(scale), zero=True)
