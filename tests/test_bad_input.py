@@ -68,6 +68,7 @@ def told(*words: object) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_files_that_are_no_good_tables(name: str, run: Path) -> None:
     content, of_fit, of_predict = BAD[name]

@@ -63,6 +63,7 @@ def test_every_dropout_of_torch_is_known() -> None:
 # The model's own dropout layers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("call", ["sample", "bare"])
 @pytest.mark.parametrize("kind", SHAPES)

@@ -318,6 +318,7 @@ def checkpointed_cases() -> list[tuple[str, str, str]]:
     return [(*pair, call) for call, pairs in array.items() for pair in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "between", "call"), checkpointed_cases())
 def test_checkpointing_gives_the_gradients_of_the_same_draws(method: str, between: str, call: str) -> None:
     x, other = torch.randn(6, 4), converted(mlp(), RANDOM)
@@ -1071,6 +1072,7 @@ class UsesBilinear(nn.Module):
         return self.b(0.5 * self.mix(h, right=x, flip=True) + self.mix(x, h))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [6, 5, 1])
 @pytest.mark.parametrize("method", METHODS)
 def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(method: str, rows: int) -> None:

@@ -37,6 +37,7 @@ def hidden(folder: Path) -> list[str]:
     return [p.name for p in folder.iterdir() if p.name.startswith(".")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [write_forever, save_forever])
 def test_what_killed_writers_left_is_swept_by_the_next(run: object, tmp_path: Path) -> None:
     left = 0

@@ -97,6 +97,7 @@ def assert_same(layer: Any, nets: list[Any]) -> None:
                 torch.testing.assert_close(ours, getattr(theirs, name).grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("draws", [1, 2])
 @every_layer

@@ -157,6 +157,7 @@ def test_additive_factors_shift_both_matrices(
         np.testing.assert_allclose(array(y[j, b]), out, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "options"), KINDS)

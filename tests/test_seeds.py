@@ -64,6 +64,7 @@ def close(a: Any, b: Any) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_predict_is_a_function_of_model_inputs_and_seed(method: str) -> None:
     """Not of chunks, sizes and order of batches, the number of draws, or how many of them run at once."""

@@ -78,6 +78,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 POINT = sb.Rank1(members=2, posterior="normal", prior=sb.Normal(1.0, 0.1), scale_init=1e-6, mean_init=sb.Point(1.2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "language"), [(1, False), (3, True)])
 def test_the_kl_counts_once_for_each_optimizer_step(steps: int, language: bool, tmp_path: Path) -> None:
     """With data that say nothing the step is that of the KL alone, however many batches it is made of."""

@@ -81,6 +81,7 @@ def converted(make: Callable[[], nn.Module], method: str) -> nn.Module:
     return sb.bayesianize(make(), METHODS[method])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "method"), PAIRS)
 @pytest.mark.filterwarnings("ignore:(?s).*(draw by draw|never called|looked again)")
 @torch.no_grad()
