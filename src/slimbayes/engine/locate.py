@@ -147,7 +147,7 @@ def _look_again(
 ) -> None:
     """Prove it anew at the 16th, 64th, 256th ... call: other numbers may lead a model another way, as when experts are
     full and pass rows on. While it trains, two draws are compared both ways at the second, fourth and eighth, too: that
-    takes less than a step.
+    takes less than a step where modules keep little.
     """
     layout.calls += 1
     again = layout.calls >= 16 and 4 ** round(math.log(layout.calls, 4)) == layout.calls

@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from slimbayes.engine.modules import Keyed, modules_of, torch_or_own
 
 _GROWS = (list, dict, set, deque)
+_PLAIN = {int, float, str, bool, bytes, type(None)}  # of which vocabularies have many
 _ABSENT = object()
 # By module and name: what is there after a call, or that nothing is, and True if it is another object than before; else
 # what was written into, within it, and copies of that.
@@ -178,7 +180,8 @@ def _reached(values: Iterable[Any]) -> dict[int, Any]:
         if isinstance(value, (Tensor, tuple, *_GROWS)):
             found[id(value)] = value
             if not isinstance(value, Tensor):
-                ahead.extend(value.values() if isinstance(value, dict) else value)
+                inner = value.values() if isinstance(value, dict) else value
+                ahead += [v for v in inner if type(v) not in _PLAIN]
     return found
 
 
@@ -202,12 +205,10 @@ def _same(value: Any, old: Any, version: int | None) -> bool:
     if isinstance(value, Tensor):
         same = value.shape == old.shape and value.dtype == old.dtype
         return same and (_version(value) == version if version is not None else bool(torch.equal(value, old)))
-    a, b = (list(v.items()) if isinstance(v, dict) else list(v) for v in (value, old))
-    return len(a) == len(b) and all(map(_is, a, b))
-
-
-def _is(a: Any, b: Any) -> bool:
-    return all(map(_is, a, b)) if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) else a is b
+    if isinstance(value, set):
+        return value == old
+    pairs = (value.keys(), old.keys(), value.values(), old.values()) if isinstance(value, dict) else (value, old) * 2
+    return len(value) == len(old) and all(map(is_, *pairs[:2])) and all(map(is_, *pairs[2:]))
 
 
 def _fill(value: Any, old: Any) -> None:
