@@ -265,6 +265,24 @@ def test_a_look_for_what_is_no_number_keeps_rows_apart() -> None:
     sb.sample(converted(sure_by(reads), "rank1-example"), torch.randn(B, 5), fold=True)
 
 
+def test_distributions_that_look_at_their_parameters_keep_rows_apart() -> None:
+    class Draws(nn.Module):
+        """The latent numbers of an autoencoder."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.read, self.write = nn.Linear(4, 6), nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mean, log_scale = self.read(x).chunk(2, -1)
+            return self.write(torch.distributions.Normal(mean, log_scale.exp()).rsample())
+
+    model = sb.bayesianize(Draws(), sb.Rank1(members=3))
+    assert sb.sample(model, torch.randn(B, 4), fold=True).shape == (3, B, 4)
+    with pytest.raises(ValueError, match="constraint"):  # outside of trials they look as before
+        torch.distributions.Normal(torch.zeros(2), -torch.ones(2))
+
+
 def test_training_that_goes_another_way_is_found_out_within_a_few_calls() -> None:
     class Full(nn.Module):
         """Rows act on each other where one is large."""

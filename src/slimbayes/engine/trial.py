@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from slimbayes.engine import passes
 from slimbayes.engine.probe import Mixed, Probe, other_numbers
@@ -31,17 +32,20 @@ def on_trial() -> bool:
 @contextmanager
 def undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
     """Random numbers, what modules keep, and gradients are afterwards as they were. Compiled parts run as they were
-    written: each trial would be compiled anew.
+    written: each trial would be compiled anew. Distributions do not look at their parameters: whether all rows' are
+    valid would seem to lead the model.
     """
     devices = sorted({a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda})
     with torch.no_grad(), kept(model), torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        token = _UNDER_WAY.set(True)
+        token, validates = _UNDER_WAY.set(True), Distribution._validate_args
+        Distribution.set_default_validate_args(False)
         try:
             with torch.compiler.set_stance("force_eager"):
                 yield
         finally:
             _UNDER_WAY.reset(token)
+            Distribution.set_default_validate_args(validates)
 
 
 @contextmanager
