@@ -606,6 +606,8 @@ def test_directions_that_float32_cannot_tell_are_kept_whole() -> None:
 def test_directions_train_and_weigh_like_any_covariance() -> None:
     net = sb.bayesianize(nn.Linear(4, 3), sb.JointNormal(directions=2, scale_init=0.3)).double()
     q = net.posterior["weight"]
+    sb.kl(net).backward()
+    assert q.directions.grad.abs().sum() > 0  # where they start
     with torch.no_grad():
         q.directions.normal_(0, 0.4)
     root = q.root()[0]
@@ -616,6 +618,8 @@ def test_directions_train_and_weigh_like_any_covariance() -> None:
     assert q.directions.grad.abs().sum() > 0
     with pytest.raises(ValueError, match="directions are of factors"):
         sb.JointNormal(over="weights", directions=2)
+    with pytest.raises(ValueError, match="directions must be a whole number, got 2.5"):
+        sb.JointNormal(directions=2.5)  # type: ignore[arg-type]
 
 
 def test_biases_beside_factors_have_the_curvature_of_brute_force() -> None:

@@ -1005,3 +1005,5 @@ def test_posterior_learning_rate_multiplier_scales_only_posteriors() -> None:
         torch.testing.assert_close(before[name] - p.detach(), torch.full_like(p, step))
     with pytest.raises(ValueError, match="needs lr= to apply"):
         sb.param_groups(net, scale_lr_multiplier=10.0)
+    with pytest.raises(ValueError, match="number from 0 on, got -1.0"):
+        sb.param_groups(net, lr=0.5, scale_lr_multiplier=-1.0)

@@ -52,7 +52,8 @@ class Joint(WeightPosterior):
         self.register_parameter("directions", None)
         self.note = "" if full else f"independent: its {size:,} numbers are more than full_up_to={config.full_up_to:,}"
         if full and count is not None:
-            self._turn(torch.zeros(config.members, size, count))
+            # Small, but not zero, where the derivative by V is zero, too: it would stay there.
+            self._turn(torch.randn(config.members, size, count) * (0.1 / math.sqrt(size)))
 
     def _turn(self, directions: Tensor) -> None:
         self.lower, self.directions = (

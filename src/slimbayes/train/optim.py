@@ -115,6 +115,9 @@ def param_groups(
         >>> [(g["weight_decay"], g["lr"]) for g in opt.param_groups]
         [(0.0002, 0.1), (0.0, 0.05)]
     """
+    for factor in (posterior_lr_multiplier, scale_lr_multiplier):
+        if not 0 <= factor < math.inf:  # optimizers do not look at the rates of their groups
+            raise ValueError(f"A multiplier of learning rates must be a number from 0 on, got {factor!r}.")
     if lr is None and not posterior_lr_multiplier == scale_lr_multiplier == 1.0:
         raise ValueError("param_groups needs lr= to apply a posterior_lr_multiplier or a scale_lr_multiplier.")
     rates = _rates(model, weight_decay)

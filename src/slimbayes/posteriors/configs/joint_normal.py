@@ -61,10 +61,13 @@ class JointNormal(FactorConfig):
         if not isinstance(self.prior, Normal):
             raise ValueError(f"JointNormal: the KL is known for a Normal prior, got {self.prior!r}.")
         check_positive(self, "scale_init", self.scale_init)
-        if isinstance(self.full_up_to, bool) or not isinstance(self.full_up_to, int) or self.full_up_to < 0:
-            raise ValueError(f"JointNormal: full_up_to must be a whole number, got {self.full_up_to!r}.")
-        if self.directions is not None and (self.over == "weights" or self.directions < 0):
-            raise ValueError(f"JointNormal: directions are of factors, 0 or more of them, got {self.directions!r}.")
+        for name, value in (("full_up_to", self.full_up_to), ("directions", self.directions or 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"JointNormal: {name} must be a whole number, got {value!r}.")
+        if self.directions is not None and self.over == "weights":
+            raise ValueError(
+                f"JointNormal: directions are of factors, and over='weights' has none: got {self.directions}."
+            )
         if self.beyond == "kronecker" and self.over != "weights":
             raise ValueError(
                 f"JointNormal: a Kronecker product is of matrices, and factors are vectors: beyond='kronecker' needs "
