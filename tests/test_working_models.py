@@ -4,7 +4,7 @@ returns is what plain models with its drawn weights return, batch after batch, i
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from working_models import B, C, whole
 
 import slimbayes as sb
+from slimbayes.engine.trial import unvalidated
 
 METHODS: dict[str, Any] = {
     "batch-ensemble": sb.BatchEnsemble(members=3),
@@ -265,6 +266,16 @@ def test_a_look_for_what_is_no_number_keeps_rows_apart() -> None:
     sb.sample(converted(sure_by(reads), "rank1-example"), torch.randn(B, 5), fold=True)
 
 
+@pytest.fixture
+def validating() -> Iterator[None]:
+    """Distributions that look at their parameters, which torch.compile ends for the whole process."""
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(True)
+    yield
+    torch.distributions.Distribution.set_default_validate_args(before)
+
+
+@pytest.mark.usefixtures("validating")
 def test_distributions_that_look_at_their_parameters_keep_rows_apart() -> None:
     class Draws(nn.Module):
         """The latent numbers of an autoencoder."""
@@ -280,6 +291,17 @@ def test_distributions_that_look_at_their_parameters_keep_rows_apart() -> None:
     model = sb.bayesianize(Draws(), sb.Rank1(members=3))
     assert sb.sample(model, torch.randn(B, 4), fold=True).shape == (3, B, 4)
     with pytest.raises(ValueError, match="constraint"):  # outside of trials they look as before
+        torch.distributions.Normal(torch.zeros(2), -torch.ones(2))
+
+
+@pytest.mark.usefixtures("validating")
+def test_trials_of_several_threads_leave_distributions_as_they_were() -> None:
+    unvalidated.__enter__()  # one thread begins before, and ends before, another
+    unvalidated.__enter__()
+    unvalidated.__exit__()
+    torch.distributions.Normal(torch.zeros(2), -torch.ones(2))
+    unvalidated.__exit__()
+    with pytest.raises(ValueError, match="constraint"):
         torch.distributions.Normal(torch.zeros(2), -torch.ones(2))
 
 

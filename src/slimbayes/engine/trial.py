@@ -4,6 +4,7 @@ layers met.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,29 @@ from slimbayes.engine.tree import arrays_of, map_arrays, padded
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
 
 
+class _Unvalidated:
+    """Distributions do not look at their parameters: one setting for all threads, which the last to leave undoes."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.before = bool(Distribution._validate_args)
+                Distribution.set_default_validate_args(False)
+            self.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                Distribution.set_default_validate_args(self.before)
+
+
+unvalidated = _Unvalidated()
+
+
 def on_trial() -> bool:
     """Whether a trial is under way, whose inputs nobody gave: hooks that note what layers meet pass over them."""
     return _UNDER_WAY.get()
@@ -38,14 +62,12 @@ def undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
     devices = sorted({a.device.index or 0 for a in map(padded, arrays_of(inputs)) if a.is_cuda})
     with torch.no_grad(), kept(model), torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        token, validates = _UNDER_WAY.set(True), Distribution._validate_args
-        Distribution.set_default_validate_args(False)
+        token = _UNDER_WAY.set(True)
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), unvalidated:
                 yield
         finally:
             _UNDER_WAY.reset(token)
-            Distribution.set_default_validate_args(validates)
 
 
 @contextmanager
