@@ -37,7 +37,7 @@ class Layout:
         told: the user knows why it does not fold.
         mixed: rows, or draws, were seen to act on each other.
         most: rows and numbers of the largest inputs for which layers were seen to be called alike.
-        calls: how many used it.
+        calls: how many used it after the one it was proven for.
         keeps: a call leaves something in the modules for the next.
     """
 

@@ -145,9 +145,9 @@ def _of_many(known: dict[Any, Layout]) -> Layout | None:
 def _look_again(
     model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None, layout: Layout
 ) -> None:
-    """Prove it anew at the 16th, 64th, 256th ... call: other numbers may lead a model another way, as when experts are
-    full and pass rows on. While it trains, two draws are compared both ways at the second, fourth and eighth, too: that
-    takes less than a step where modules keep little.
+    """Prove it anew at the 16th, 64th, 256th ... call after the first: other numbers may lead a model another way, as
+    when experts are full and pass rows on. While it trains, two draws are compared both ways at the second, fourth and
+    eighth after it, too: that takes less than a step where modules keep little.
     """
     layout.calls += 1
     again = layout.calls >= 16 and 4 ** round(math.log(layout.calls, 4)) == layout.calls

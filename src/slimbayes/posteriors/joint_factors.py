@@ -101,11 +101,11 @@ class JointFactors(Joint, Rank1Posterior):
             bias = change if bias is None else bias + change
         return Drawn(r + change_r if self.parts[0] else r, s + change_s if self.parts[1] else s, bias)
 
+    # What rank-1 posteriors join over layers is independent factors: these go one by one, as any posterior does.
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
-        for posterior in posteriors:
-            posterior.values()
+        super(Rank1Posterior, cls).realise_together(posteriors)
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
-        return [posterior.kl(linear) for posterior, linear in zip(posteriors, linears, strict=True)]
+        return super(Rank1Posterior, cls).kl_together(posteriors, linears)
