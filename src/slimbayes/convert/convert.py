@@ -20,7 +20,7 @@ from slimbayes.engine.locate import LATEST, unwrapped
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
-from slimbayes.layers.methods import Opens, open_passes, turn_off_fast_paths
+from slimbayes.layers.methods import Opens, class_before, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.configs.ensemble import Ensemble
 from slimbayes.posteriors.ensemble import EnsemblePosterior
@@ -177,7 +177,7 @@ def debayesianize(model: Model) -> Model:
         if isinstance(layer, Converted):
             _restore(layer, layer.posterior)
         elif isinstance(layer, Opens):
-            layer.__class__ = layer.plain  # type: ignore[assignment]
+            layer.__class__ = class_before(type(layer))
         for kept in ("_slimbayes_rows", *LATEST.values(), "_slimbayes_tree"):
             layer.__dict__.pop(kept, None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
@@ -280,7 +280,7 @@ def _start(layer: Any, posteriors: nn.ModuleDict) -> None:
 def _restore(layer: Any, posteriors: nn.ModuleDict) -> None:
     """Undo `_swap`, if it was done with these posteriors."""
     if isinstance(layer, Converted) and layer._modules.get("posterior") is posteriors:
-        layer.__class__ = layer.plain  # type: ignore[assignment]
+        layer.__class__ = class_before(type(layer))
         del layer._modules["posterior"]
 
 

@@ -1,0 +1,71 @@
+"""Faults that users of models nobody here wrote would have met: each against a slow or independent answer."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import slimbayes as sb
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    "config", [sb.MeanField(), sb.KTied(), sb.DropConnect(), sb.ModelPatch(patch=".*", components=2)]
+)
+def test_the_padding_word_of_folded_draws_does_not_learn(config: Any) -> None:
+    net = sb.bayesianize(nn.Sequential(nn.Embedding(9, 4, padding_idx=3), nn.Flatten(), nn.Linear(12, 2)), config)
+    words = torch.tensor([[1, 3, 5], [3, 3, 2]])
+    gradients = []
+    for fold in (True, False):
+        net.zero_grad()
+        sb.sample(net, words, draws=8, seed=1, fold=fold).square().sum().backward()
+        gradients.append(net[0].weight.grad)
+    assert not gradients[0][3].any() and gradients[0][5].any()
+    torch.testing.assert_close(*gradients)
+
+
+class Updater(nn.Module):
+    """Holds a network that is held by another, too, as a projection updater of linear attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.updates = nn.ModuleDict({"instance": self.net})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"train": "posterior+head"}])
+def test_modules_with_two_names_are_saved_and_loaded(options: Any, tmp_path: Path) -> None:
+    plain = Updater()
+    net = sb.bayesianize(copy.deepcopy(plain), sb.Rank1(members=2), include=".*0", **options)
+    if options:
+        net.net[2].weight.data.add_(1.0)
+    again = sb.load(plain, sb.save(net, tmp_path / "posterior"))
+    torch.testing.assert_close(sb.sample(again, X, seed=0), sb.sample(net, X, seed=0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_layers_that_are_parametrised_after_their_conversion_become_plain_again(norm: Any) -> None:
+    net, same = mlp(), mlp()
+    same.load_state_dict(net.state_dict())
+    sb.bayesianize(net, sb.MeanField(scale_init=0.2))
+    for model in (net, same):
+        torch.manual_seed(0)
+        norm(model[0])
+        model.eval()
+    with sb.frozen(net, draws=2):
+        torch.testing.assert_close(sb.write_out(net, 1)(X), sb.sample(net, X)[1])
+    plain = sb.debayesianize(net)
+    assert parametrize.is_parametrized(plain[0], "weight") and not sb.kl(plain)
+    torch.testing.assert_close(plain(X), same(X), rtol=0, atol=0)
