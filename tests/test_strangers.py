@@ -69,3 +69,24 @@ def test_layers_that_are_parametrised_after_their_conversion_become_plain_again(
     plain = sb.debayesianize(net)
     assert parametrize.is_parametrized(plain[0], "weight") and not sb.kl(plain)
     torch.testing.assert_close(plain(X), same(X), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("end", [nn.Softmax(-1), nn.LogSoftmax(-1)])
+def test_probabilities_are_no_logits(end: nn.Module) -> None:
+    net = sb.bayesianize(nn.Sequential(*mlp(), end), sb.Rank1(members=2))
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    if isinstance(end, nn.LogSoftmax):  # logarithms of probabilities are logits
+        with sb.frozen(net, draws=1, seed=0):
+            outputs = sb.sample(net, X)
+        torch.testing.assert_close(sb.predict(net, X, seed=0).samples, outputs.exp())
+        return
+    for use in (lambda: sb.predict(net, X), lambda: sb.categorical(sb.sample(net, X), labels)):
+        with pytest.raises(ValueError, match="probabilities already"):
+            use()
+
+
+def test_a_sigmoid_before_a_bernoulli_likelihood_is_told() -> None:
+    net = sb.bayesianize(nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), sb.Rank1(members=2))
+    with pytest.warns(sb.SlimbayesWarning, match="takes logits"):
+        sb.predict(net, X, likelihood="bernoulli")
+    sb.predict(net[:1], X, likelihood="bernoulli")
