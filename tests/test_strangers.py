@@ -1,6 +1,7 @@
 """Faults that users of models nobody here wrote would have met: each against a slow or independent answer."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,55 @@ def test_a_sigmoid_before_a_bernoulli_likelihood_is_told() -> None:
     with pytest.warns(sb.SlimbayesWarning, match="takes logits"):
         sb.predict(net, X, likelihood="bernoulli")
     sb.predict(net[:1], X, likelihood="bernoulli")
+
+
+class Extra(nn.Linear):
+    """A layer that keeps more than tensors in its state, as layers of reduced precision and neural operators do."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 2}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"version": 2}
+
+
+@pytest.mark.parametrize("config", [sb.Rank1(members=2), sb.Ensemble(members=3)])
+def test_models_whose_state_is_more_than_tensors(config: Any, tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Extra(8, 3))
+    net = sb.bayesianize(copy.deepcopy(plain), config)
+    with pytest.warns(sb.SlimbayesWarning, match="_extra_state is no tensor"):
+        path = sb.save(net, tmp_path / "whole", base=True)
+    with pytest.warns(sb.SlimbayesWarning) if isinstance(config, sb.Ensemble) else nullcontext():
+        sb.save(net, tmp_path / "posterior")
+    for folder in (path, tmp_path / "posterior"):
+        again = sb.load(copy.deepcopy(plain), folder)
+        torch.testing.assert_close(sb.sample(again, X, seed=0), sb.sample(net, X, seed=0), rtol=0, atol=0)
+    with sb.mean(net):
+        of_one = sb.sample(net, X)[1]
+    torch.testing.assert_close(sb.merge(net, 1)(X), of_one)
+    assert sb.merge(net, "mean")(X).shape == (6, 3)
+
+
+class Fourier(nn.Module):
+    """Random features that are no part of its state, and a function that members may have different."""
+
+    def __init__(self, function: Any = torch.tanh) -> None:
+        super().__init__()
+        self.register_buffer("directions", torch.randn(4, 8), persistent=False)
+        self.function, self.head = function, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.function(x @ self.directions))
+
+
+@pytest.mark.parametrize("functions", [(torch.tanh,) * 3, (torch.tanh, torch.sin, torch.relu)])
+def test_members_that_differ_past_their_state(functions: Any, tmp_path: Path) -> None:
+    nets = [Fourier(function) for function in functions]
+    wanted = torch.stack([net(X) for net in nets])
+    net = sb.ensemble(nets)
+    torch.testing.assert_close(sb.sample(net, X), wanted)
+    with pytest.warns(sb.SlimbayesWarning, match="differs between members"):
+        sb.save(net, tmp_path / "all")
+    with pytest.raises(ValueError, match="Members differ in"):
+        sb.select(net, [1, 0])
+    torch.testing.assert_close(sb.sample(sb.select(net, [0, 2]), X), wanted[[0, 2]])

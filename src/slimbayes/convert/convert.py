@@ -23,7 +23,7 @@ from slimbayes.layers.copied import copied_class
 from slimbayes.layers.methods import Opens, class_before, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.configs.ensemble import Ensemble
-from slimbayes.posteriors.ensemble import EnsemblePosterior
+from slimbayes.posteriors.ensemble import EnsemblePosterior, shapes_of
 from slimbayes.train.likelihoods import NOISE_RULE
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -142,9 +142,9 @@ def ensemble(models: Sequence[Model]) -> Model:
     if len(models) < 2:
         raise ValueError(f"ensemble needs at least two models, got {len(models)}.")
     first, looks = models[0], {str(model) for model in models}
-    shapes = {name: tuple(t.shape) for name, t in first.state_dict().items()}
+    shapes = shapes_of(first)
     for i, other in enumerate(models):
-        theirs = {name: tuple(t.shape) for name, t in other.state_dict().items()}
+        theirs = shapes_of(other)
         differ = sorted(n for n in shapes.keys() | theirs.keys() if shapes.get(n) != theirs.get(n))
         again = any(other is former for former in models[:i])
         if type(other) is not type(first) or differ or again:
