@@ -166,8 +166,8 @@ def _mixed(number: Tensor) -> Tensor:
 
 def _hand_out(group: Group, new: Pass, block: Tensor, row: Tensor) -> None:
     """Give each posterior its part of (n, sum of widths) numbers for blocks and (R, sum of widths) for rows."""
-    rows = row.split(group.row, 1) if row.shape[1] else [row] * len(group.keys)
-    for at, part, line in zip(group.keys, block.split(group.block, 1), rows, strict=True):
+    rows = row.split_with_sizes(group.row, 1) if row.shape[1] else [row] * len(group.keys)
+    for at, part, line in zip(group.keys, block.split_with_sizes(group.block, 1), rows, strict=True):
         new.noise[at] = Noise(part, line)
     if not (row.shape[1] and block.shape[1]):
         new.joint[group.keys] = Noise(block, row)
