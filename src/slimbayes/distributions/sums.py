@@ -6,7 +6,6 @@
     squared_norm(x)      sum x^2
     squared_norms(xs)    the same over many tensors
     shifted(m, s, e)     m + s o e
-    side_by_side(xs)     xs joined
 
 Each has a twin in plain operations, for compilers, torch.func and sharded tensors.
 
@@ -15,9 +14,7 @@ Sizes: m x n the matrix, k columns of its factors.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,8 +22,6 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
 from slimbayes.kernels import LARGE, ready
-
-MANY = 8  # parameters from which on joining them in a way of our own pays
 
 
 def outer(u: Tensor, v: Tensor) -> Tensor:
@@ -86,18 +81,6 @@ def shifted(mean: Tensor, scale: Tensor, noise: Tensor) -> Tensor:
     return _Shifted.apply(mean, scale, noise)
 
 
-def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Parameters joined along a dimension. Autograd's own way back gives each a strided part of one gradient, which is
-    copied when it is kept, by a kernel for each parameter; here one lays out all, where there are many.
-
-    >>> side_by_side([torch.zeros(2, 1), torch.ones(2, 2)], 1)
-    tensor([[0., 1., 1.],
-            [0., 1., 1.]])
-    """
-    few = len(parts) < MANY or not torch.is_grad_enabled() or by_hand(parts[0])
-    return torch.cat(list(parts), dim) if few else _side_by_side(dim, *parts)
-
-
 def squared_norm(x: Tensor) -> Tensor:
     """Sum of squares: a scalar.
 
@@ -115,7 +98,9 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """
     plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
     if plain and not by_hand(tensors[0]):
-        return _SquaredNorms.apply(*tensors)
+        from slimbayes.distributions.joining import joined_among
+
+        return _SquaredNorms.apply(tensors, *joined_among(tensors))
     return wide(torch.cat([x.flatten() for x in tensors])).square().sum()
 
 
@@ -206,9 +191,12 @@ class _SquaredNorm(torch.autograd.Function):
 
 
 class _SquaredNorms(torch.autograd.Function):
+    """Of tensors that autograd does not see: gradients are those of `roots`, what has joined some, then the others."""
+
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
+    def forward(ctx: Any, tensors: Sequence[Tensor], joined: Sequence[Any], *roots: Tensor) -> Tensor:
+        ctx.save_for_backward(*[part for one in joined for part in one.parts], *roots[len(joined) :])
+        ctx.joined = [(len(one.parts), one.dim) for one in joined]
         widest = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
         # On a CPU norms of lines: one norm of all would add up millions of float32 in a row.
         if tensors[0].is_cuda:
@@ -218,37 +206,13 @@ class _SquaredNorms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found, twice = ctx.saved_tensors, 2 * gradients[0]
+        rest, twice, found = list(ctx.saved_tensors), 2 * gradients[0], []
+        for count, dim in ctx.joined:
+            found.append(torch.cat(rest[:count], dim))
+            rest = rest[count:]
+        found += rest
         found = [x * twice for x in found] if torch.is_grad_enabled() else torch._foreach_mul(found, twice)
-        return tuple(g if need else None for g, need in zip(found, ctx.needs_input_grad, strict=True))
-
-
-class _SideBySide(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, dim: int, *parts: Tensor) -> Tensor:
-        ctx.dim, ctx.shapes = dim, tuple([part.shape for part in parts])
-        return torch.cat(parts, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            return None, *gradients[0].split([shape[ctx.dim] for shape in ctx.shapes], ctx.dim)
-        order, sizes = _part_after_part(ctx.shapes, ctx.dim, gradients[0].device)
-        flat = gradients[0].flatten().index_select(0, order).split_with_sizes(sizes)
-        return None, *[part.view(shape) for part, shape in zip(flat, ctx.shapes, strict=True)]
-
-
-# Past what Function.apply does in Python for tensors of torch.func, which never come here.
-_side_by_side: Any = super(torch.autograd.Function, _SideBySide).apply
-
-
-@cache  # for good: a recorded CUDA graph reads it as long as there is one
-def _part_after_part(shapes: tuple[torch.Size, ...], dim: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Where the elements of each part lie in what is joined along `dim`, part after part; and how many they are."""
-    whole = list(shapes[0])
-    whole[dim] = sum(shape[dim] for shape in shapes)
-    places = torch.arange(math.prod(whole), device="cpu").view(whole).split([shape[dim] for shape in shapes], dim)
-    return torch.cat([part.flatten() for part in places]).to(device), [shape.numel() for shape in shapes]
+        return None, None, *[g if need else None for g, need in zip(found, ctx.needs_input_grad[2:], strict=True)]
 
 
 class _Shifted(torch.autograd.Function):

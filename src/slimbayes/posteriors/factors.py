@@ -4,16 +4,15 @@ Sizes: K members, p rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point, rho_from_scale, scale_from_rho, wide
-from slimbayes.distributions.sums import MANY, by_hand, side_by_side
+from slimbayes.distributions.joining import side_by_side
+from slimbayes.distributions.sums import by_hand
 from slimbayes.engine.blocks import realised, same
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass
@@ -75,31 +74,6 @@ class Drawn(NamedTuple):
     bias: Tensor | None
 
 
-class Joined:
-    """Parameters of many factors side by side, as a pass has them. The KL of the same step sends its gradient there,
-    too: it is then added once, to that of the draws, and not to each parameter's.
-    """
-
-    def __init__(self, parts: Sequence[Tensor], whole: Tensor) -> None:
-        self.parts, self.whole = parts, whole
-        if not by_hand(whole):
-            _JOINED[id(parts[0])] = self
-
-
-_JOINED: WeakValueDictionary[int, Joined] = WeakValueDictionary()  # by first part; passes hold them, as graphs do these
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """What a pass whose graph still stands has joined these parameters to, and no others. Its values may be old, not
-    the way back to the parameters.
-    """
-    found = _JOINED.get(id(parts[0]))
-    if found is None or len(found.parts) != len(parts) or not all(map(is_, found.parts, parts)):
-        return None
-    alike = [p.dtype == found.whole.dtype and p.device == found.whole.device and p.requires_grad for p in parts]
-    return found.whole if all(alike) else None
-
-
 def joint(
     factors: Sequence[Factor],
     pick: Callable[[Tensor], Tensor] = lambda parameter: parameter,
@@ -110,10 +84,7 @@ def joint(
     def flat(name: str) -> Tensor:
         parts: list[Any] = [f._parameters[name] for f in factors]
         parts = parts if parts[0].shape[1] == 1 else [part.flatten(1).unsqueeze(1) for part in parts]
-        whole = parts[0] if len(parts) == 1 else side_by_side(parts, 2)
-        if current is not None and len(parts) >= MANY and whole.requires_grad and parts[0].is_leaf:
-            current.joined.append(Joined(parts, whole))
-        return wide(whole).squeeze(1)
+        return wide(side_by_side(parts, 2, None if current is None else current.joined)).squeeze(1)
 
     family = factors[0].family
     return Point(pick(flat("loc"))) if family is Point else family(pick(flat("loc")), pick(scale_from_rho(flat("rho"))))
@@ -222,7 +193,7 @@ class Alike:
         offsets: list[Any] = [own["bias"] for own in self.offsets if own is not None]
         if not offsets:
             return iter(())
-        others, blocks = offsets[0] if len(offsets) == 1 else side_by_side(offsets, 1), current.blocks(self.lead)
+        others, blocks = side_by_side(offsets, 1), current.blocks(self.lead)
         nested = _nested(count, blocks)
         lines = current.pick(self.lead, F.pad(others, (0, 0, 1, 0)), blocks if nested else count)
         lines = lines.repeat_interleave(count // blocks, 0) if nested else lines

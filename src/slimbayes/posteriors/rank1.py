@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Point
+from slimbayes.distributions.joining import joined
 from slimbayes.distributions.kl import information, summed_kl
 from slimbayes.engine.fused import seeded
 from slimbayes.engine.modules import anchors_of, planned
@@ -32,7 +33,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1
-from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, grouped, joined, joint
+from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, grouped, joint
 
 
 class Rank1Posterior(WeightPosterior):
