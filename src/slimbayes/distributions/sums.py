@@ -200,18 +200,18 @@ class _SquaredNorms(torch.autograd.Function):
         widest = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
         # On a CPU norms of lines: one norm of all would add up millions of float32 in a row.
         if tensors[0].is_cuda:
-            return torch.stack(torch._foreach_norm(tensors, 2, widest)).square().sum()
+            return torch.stack(torch._foreach_norm(list(tensors), 2, widest)).square().sum()
         lines = [x.flatten(1) if x.dim() > 1 else x.reshape(1, -1) for x in tensors]
         return torch.stack([torch.linalg.vector_norm(x, dim=1, dtype=widest).square().sum() for x in lines]).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rest, twice, found = list(ctx.saved_tensors), 2 * gradients[0], []
+        rest, twice, roots = list(ctx.saved_tensors), 2 * gradients[0], []
         for count, dim in ctx.joined:
-            found.append(torch.cat(rest[:count], dim))
+            roots.append(torch.cat(rest[:count], dim))
             rest = rest[count:]
-        found += rest
-        found = [x * twice for x in found] if torch.is_grad_enabled() else torch._foreach_mul(found, twice)
+        roots += rest
+        found = [x * twice for x in roots] if torch.is_grad_enabled() else torch._foreach_mul(roots, twice)
         return None, None, *[g if need else None for g, need in zip(found, ctx.needs_input_grad[2:], strict=True)]
 
 
