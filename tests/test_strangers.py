@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 
@@ -216,3 +217,11 @@ def test_rows_that_draws_keep_are_never_mixed_up(seed: int, bias: float) -> None
                     sb.sample(net, x)
             else:
                 torch.testing.assert_close(sb.sample(net, x), torch.stack(wanted))
+
+
+def test_a_loader_that_shuffles_is_told() -> None:
+    net, data = sb.bayesianize(mlp(), sb.Rank1(members=2)), TensorDataset(X, torch.arange(6))
+    with pytest.warns(sb.SlimbayesWarning, match="shuffles"):
+        sb.predict(net, DataLoader(data, batch_size=4, shuffle=True))
+    in_order = sb.predict(net, DataLoader(data, batch_size=4), seed=0)
+    torch.testing.assert_close(in_order.probs, sb.predict(net, X, seed=0).probs)
