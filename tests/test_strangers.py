@@ -225,3 +225,65 @@ def test_a_loader_that_shuffles_is_told() -> None:
         sb.predict(net, DataLoader(data, batch_size=4, shuffle=True))
     in_order = sb.predict(net, DataLoader(data, batch_size=4), seed=0)
     torch.testing.assert_close(in_order.probs, sb.predict(net, X, seed=0).probs)
+
+
+class Agent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def act(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(self.body(x))
+        return scores, scores.logsumexp(-1)
+
+
+def by_member(outputs: Tensor, every: Tensor) -> list[int]:
+    """Which member each row is of."""
+    apart = (every - outputs).abs().flatten(2).amax(-1)
+    assert apart.amin(0).max() < 1e-5
+    return apart.argmin(0).tolist()
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.Ensemble(members=3)])
+def test_methods_share_rows_out_among_held_draws(config: Any) -> None:
+    net = sb.bayesianize(Agent(), config)
+    with sb.frozen(net, draws=1):
+        every = sb.sample(net, X)
+        scores, values = net.act(X)
+    assert by_member(scores, every) == [0, 0, 1, 1, 2, 2]
+    torch.testing.assert_close(values, scores.logsumexp(-1))
+
+
+class Uses(nn.Module):
+    """Calls a method of a part beside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agent, self.last = Agent(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.agent(x) + self.agent.act(x)[0].tanh())
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_methods_of_a_copied_part_are_those_of_its_members() -> None:
+    net = Uses().eval()
+    sb.bayesianize(net.agent, sb.Ensemble(members=3))
+    with sb.frozen(net):
+        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+    for fold in ("auto", False):
+        torch.testing.assert_close(sb.sample(net, X, fold=fold), wanted)
+    assert wanted.std(0).min() > 0
+
+
+def test_parts_called_one_after_another_are_told_of_their_members() -> None:
+    net = sb.bayesianize(Agent(), sb.BatchEnsemble(members=3))
+    net.body(X), net.body(X), net(X), net.act(X)
+    features = nn.Sequential(*list(net.children()))  # the usual way to cut a head off
+    with pytest.warns(sb.SlimbayesWarning, match="head.* is called by itself after another part"):
+        features(X)
+    with sb.frozen(net):
+        assert by_member(features(X), sb.sample(net, X)) == [0, 0, 1, 1, 2, 2]

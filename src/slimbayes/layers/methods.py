@@ -7,12 +7,15 @@ which would read weights past our layers, are turned off.
 import functools
 import inspect
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from torch import nn
 
 from slimbayes.engine import calls, passes
 from slimbayes.layers.base import Converted, made_once
+
+_NUMBERS = count(1)  # of conversions, in this process
 
 
 class Opens(nn.Module):
@@ -129,6 +132,9 @@ def class_before(cls: Any) -> Any:
 
 def open_passes(model: nn.Module) -> None:
     """Let calls of every module around converted layers open a pass; what lies inside a copied module belongs to it."""
+    number = next(_NUMBERS)
+    for posterior in passes.posteriors_of(model):
+        posterior.root = number
     for module in _around(model):
         if not isinstance(module, (Converted, Opens)) and type(module).forward is not nn.Module.forward:
             module.__class__ = opening_class(type(module))
