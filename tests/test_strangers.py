@@ -287,3 +287,9 @@ def test_parts_called_one_after_another_are_told_of_their_members() -> None:
         features(X)
     with sb.frozen(net):
         assert by_member(features(X), sb.sample(net, X)) == [0, 0, 1, 1, 2, 2]
+
+
+def test_empty_batches_at_any_call() -> None:
+    net = sb.bayesianize(mlp(), sb.BatchEnsemble(members=3)).train()
+    for rows in (6, 6, 0, 3, 0, 0, 6, 0, *(0,) * 10):
+        assert net(X[:rows]).shape == (rows, 3)
