@@ -293,3 +293,34 @@ def test_empty_batches_at_any_call() -> None:
     net = sb.bayesianize(mlp(), sb.BatchEnsemble(members=3)).train()
     for rows in (6, 6, 0, 3, 0, 0, 6, 0, *(0,) * 10):
         assert net(X[:rows]).shape == (rows, 3)
+
+
+class Graph:
+    """A batch of graphs as one object, as graph libraries give it."""
+
+    def __init__(self) -> None:
+        self.x, self.edges = torch.randn(7, 4), torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 6]])
+        self.of = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+
+
+class Messages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, graph: Graph) -> Tensor:
+        graph.x = self.first(graph.x)  # and the next draw is to begin with the graph that was given
+        graph.x = graph.x.tanh().index_add(0, graph.edges[1], graph.x[graph.edges[0]])
+        return self.last(torch.zeros(2, 4).index_add(0, graph.of, graph.x))
+
+
+@pytest.mark.parametrize("config", [sb.Rank1(members=2, scale_init=0.3), sb.MeanField(), sb.Ensemble(members=3)])
+def test_inputs_that_are_objects_of_somebody(config: Any) -> None:
+    net, graph = sb.bayesianize(Messages(), config).eval(), Graph()
+    with sb.frozen(net, draws=3, seed=0), torch.no_grad():
+        wanted = torch.stack([sb.write_out(net, j)(copy.copy(graph)) for j in range(3 * sb.members(net))])
+        torch.testing.assert_close(sb.sample(net, graph), wanted)
+    torch.testing.assert_close(sb.predict(net, iter([graph]), draws=3, seed=0).samples, wanted.softmax(-1))
+    for use in (lambda: sb.sample(net, "text"), lambda: sb.predict(net, iter(["text"]))):
+        with pytest.raises(ValueError, match="no tensor"):
+            use()
