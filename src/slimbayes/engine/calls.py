@@ -129,7 +129,7 @@ def _tell_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> No
     if torch.compiler.is_compiling() or max(p.members for p in posteriors) == 1:
         return
     part = posteriors[0].name if "_slimbayes" not in module.__dict__ else ""
-    before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].root, rows)
+    before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].conversion, rows)
     if part and before and before[0] not in ("", part) and before[1:] == _PART.latest[1:] and not posteriors[0].alone:
         posteriors[0].alone = True
         warnings.warn(

@@ -134,7 +134,7 @@ def open_passes(model: nn.Module) -> None:
     """Let calls of every module around converted layers open a pass; what lies inside a copied module belongs to it."""
     number = next(_NUMBERS)
     for posterior in passes.posteriors_of(model):
-        posterior.root = number
+        posterior.conversion = number
     for module in _around(model):
         if not isinstance(module, (Converted, Opens)) and type(module).forward is not nn.Module.forward:
             module.__class__ = opening_class(type(module))

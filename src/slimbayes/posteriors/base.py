@@ -63,7 +63,7 @@ class Posterior(Keyed, ABC):
     note: str = ""  # what a summary should say about it
     noticed: bool = False  # whether a first pass has told which layers never ran
     alone: bool = False  # whether it was told that a part of a model was called by itself
-    root: int = 0  # a number of the conversion
+    conversion: int = 0  # its number
 
     def __init__(self) -> None:
         super().__init__()
