@@ -324,3 +324,12 @@ def test_inputs_that_are_objects_of_somebody(config: Any) -> None:
     for use in (lambda: sb.sample(net, "text"), lambda: sb.predict(net, iter(["text"]))):
         with pytest.raises(ValueError, match="no tensor"):
             use()
+
+
+def test_a_part_of_one_member_alone_is_told_to_be_new() -> None:
+    net = sb.bayesianize(Agent(), sb.Ensemble(members=3))
+    copy.deepcopy(net)(X), net(X), net.act(X)
+    net.head = nn.Linear(8, 3)
+    with pytest.warns(sb.SlimbayesWarning, match="head of .* into member 0 alone"):
+        sb.sample(net, X)
+    assert not any("_slimbayes_member" in m.__dict__ for m in sb.debayesianize(net).modules())

@@ -21,7 +21,7 @@ from slimbayes.engine.blocks import block_of_row, same
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
 from slimbayes.layers.base import Converted, made_once
-from slimbayes.layers.methods import runs_later, wrap_methods
+from slimbayes.layers.methods import runs_later, tell_of_replaced, wrap_methods
 
 
 class Copied(Converted):
@@ -122,6 +122,8 @@ def _run(module: Any, members: Any, args: Any, kwargs: Any, method: str | None) 
     current = members.current
     if members.members == 1:
         return _call(module, members, 0, args, kwargs, method=method)
+    if not torch.compiler.is_compiling():
+        tell_of_replaced(module)
     blocks = current.blocks(members)
     if blocks == 1:
         return _call(module, members, int(current.first) % members.members, args, kwargs, method=method)
