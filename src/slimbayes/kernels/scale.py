@@ -173,7 +173,7 @@ def _tile(channels: int, sums: bool, noisy: bool) -> tuple[int, int, int]:
     """
     wide = 32 if channels <= 32 else 64
     if sums:
-        return 1024 // wide if noisy else 8, wide, 4
+        return 1024 // wide, wide, 4
     if channels <= 64:
         return 32, wide, 4
     return (16, 256, 4) if 128 < channels <= 256 and not noisy else (32, 128, 8)
@@ -189,7 +189,8 @@ def _planned(rows: int, channels: int, step: int, count: int, sums: bool, noisy:
     """
     tall, wide, warps = _tile(channels, sums, noisy)
     tiles, largest = -(-channels // wide), -(-rows // count)
-    chunks = max(1, min(-(-largest // tall), -(-BUSY // (count * tiles))))
+    busy = BUSY // 2 if noisy else BUSY  # making noise, half as many do
+    chunks = max(1, min(-(-largest // tall), -(-busy // (count * tiles))))
     return (count, chunks, tiles), -(-largest // chunks), (rows, count), (channels, step, tall, wide), warps
 
 
