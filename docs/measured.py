@@ -113,13 +113,14 @@ def speed() -> str:
         f"{name} {found[key]['train_ms']:.1f} against {found[key[0], 'plain']['train_ms']:.1f}"
         for name, key in RECORDED.items()
     ]
+    cost = f"{min(ratios):.2f} to {max(ratios):.2f}"
     return (
-        f"- **A rank-1 step costs {min(ratios):.2f} to {max(ratios):.2f} times a plain one, recorded as one CUDA graph.** "
+        f"- **A rank-1 step costs {cost} times a plain one, recorded as one CUDA graph.** "
         f"{record['machine']['device']}, K = 4 members, as many rows as the plain network, steps as the lab and "
         f"`sb.recorded` run them, in ms: {'; '.join(each)} (`results/benchmarks/gpu_h200.json`). "
-        "Outside of a graph small steps wait for Python, Gaussians over all weights cost twice a plain step, and most of "
-        "our own targets are missed or unclear: [docs/performance.md](docs/performance.md), generated, has every number "
-        "next to its target and to rivals, and says what each miss is bound by."
+        "Outside of a graph small steps wait for Python, Gaussians over all weights cost twice a plain step, and most "
+        "of our own targets are missed or unclear: [docs/performance.md](docs/performance.md), generated, has every "
+        "number next to its target and to rivals, and says what each miss is bound by."
     )
 
 
