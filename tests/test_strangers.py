@@ -333,3 +333,10 @@ def test_a_part_of_one_member_alone_is_told_to_be_new() -> None:
     with pytest.warns(sb.SlimbayesWarning, match="head of .* into member 0 alone"):
         sb.sample(net, X)
     assert not any("_slimbayes_member" in m.__dict__ for m in sb.debayesianize(net).modules())
+
+
+def test_a_layer_that_was_resized_since_is_named() -> None:
+    net = sb.bayesianize(mlp(), sb.MeanField())
+    net[2].weight = nn.Parameter(torch.randn(5, 8))
+    with pytest.raises(ValueError, match=r"layer '2' is \(5, 8\), but its posterior was made for \(3, 8\)"):
+        sb.predict(net, X)
