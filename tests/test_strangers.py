@@ -74,7 +74,7 @@ def test_layers_that_are_parametrised_after_their_conversion_become_plain_again(
 
 
 @pytest.mark.parametrize("end", [nn.Softmax(-1), nn.LogSoftmax(-1)])
-def test_probabilities_are_no_logits(end: nn.Module) -> None:
+def test_probabilities_are_no_logits(end: nn.Module, tmp_path: Path) -> None:
     net = sb.bayesianize(nn.Sequential(*mlp(), end), sb.Rank1(members=2))
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     if isinstance(end, nn.LogSoftmax):  # logarithms of probabilities are logits
@@ -82,7 +82,12 @@ def test_probabilities_are_no_logits(end: nn.Module) -> None:
             outputs = sb.sample(net, X)
         torch.testing.assert_close(sb.predict(net, X, seed=0).samples, outputs.exp())
         return
-    for use in (lambda: sb.predict(net, X), lambda: sb.categorical(sb.sample(net, X), labels)):
+    file = tmp_path / "net.pt2"
+    for use in (
+        lambda: sb.predict(net, X),
+        lambda: sb.categorical(sb.sample(net, X), labels),
+        lambda: sb.export(net, X, file, likelihood="categorical"),
+    ):
         with pytest.raises(ValueError, match="probabilities already"):
             use()
 

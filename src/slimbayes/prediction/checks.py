@@ -76,11 +76,11 @@ def check_noise_rule(model: nn.Module, likelihood: str) -> None:
         )
 
 
-def check_scores(model: nn.Module, outputs: Tensor, likelihood: str, class_dim: int | None) -> None:
+def check_scores(model: nn.Module, outputs: Tensor, likelihood: str, class_dim: int | None = None) -> None:
     """Refuse probabilities of classes in the place of logits, on any device, and warn of what looks like those of a yes
     or no: numbers from near 0 to near 1 and none beyond, or out of a model whose last part is a sigmoid.
     """
-    if likelihood == "categorical" and outputs.device.type != "cpu" and (class_dim is not None or outputs.dim() < 5):
+    if likelihood == "categorical" and (class_dim is not None or outputs.dim() < 5):
         check_logits(outputs, -1 if class_dim is None else class_dim)
     if likelihood != "bernoulli" or outputs.numel() < 2 or bool(((outputs < 0) | (outputs > 1)).any()):
         return
