@@ -11,6 +11,25 @@ class Mutation:
 MUTATIONS = [
     # Passes and calls.
     Mutation(
+        "draws-share-inputs",
+        "more, options = own((args, kwargs) if tile else",
+        "more, options = ((args, kwargs) if tile else",
+        "test_strangers.py -k write_into",
+    ),
+    Mutation(
+        "outputs-cut-anywhere",
+        "if looks and dim is not None and leaf.shape[dim] % (draws * rows):",
+        "if looks and dim is not None and leaf.shape[dim] % draws:",
+        "test_strangers.py -k never_mixed",
+    ),
+    Mutation("padding-learns", "return torch.where(moves, y, y.detach())", "return y", "test_strangers.py -k padding"),
+    Mutation(
+        "methods-of-member-0",
+        "return _call(module, members, int(found.first) % members.members, args, kwargs, method=name)",
+        "return _call(module, members, 0, args, kwargs, method=name)",
+        "test_strangers.py -k copied_part",
+    ),
+    Mutation(
         "single-rows",
         "rows = slice(index * new.rows, (index + 1) * new.rows)",
         "rows = slice(0, new.rows)",
