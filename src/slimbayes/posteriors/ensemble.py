@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -183,10 +182,7 @@ class EnsemblePosterior(Members):
                     return name
                 theirs = _unsaved(b)
                 for at, value in _unsaved(a).items():
-                    same = (
-                        torch.equal if isinstance(value, Tensor) and isinstance(theirs.get(at), Tensor) else operator.eq
-                    )
-                    if at in theirs and not same(value, theirs[at]):
+                    if at in theirs and not _alike(value, theirs[at]):
                         return f"{name}.{at}".lstrip(".")
         return ""
 
@@ -217,6 +213,12 @@ class EnsemblePosterior(Members):
     def _load_from_state_dict(self, *args: Any) -> None:
         self.note = ""  # how members started no longer matters
         super()._load_from_state_dict(*args)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool((a.to(b) == b).all())
+    return type(a) is type(b) and a == b
 
 
 def _unsaved(module: nn.Module) -> dict[str, Any]:
