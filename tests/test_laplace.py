@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.inference.blocks import Single
 from slimbayes.inference.curvature import accumulate, labelled
-from slimbayes.inference.evidence import Spectrum, best_precision, triangular
-from slimbayes.inference.k_tied_fit import k_tied_logs
+from slimbayes.inference.evidence import Single, Spectrum, best_precision, triangular
+from slimbayes.inference.means import k_tied_logs
 
 
 def mlp(outputs: int = 3) -> nn.Module:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.diagnostics.check import Scaled
-from slimbayes.diagnostics.plots import plot_scales as plot_scales
-from slimbayes.diagnostics.plots import plot_spectrum as plot_spectrum
+from slimbayes.diagnostics.spectra import plot_scales as plot_scales
+from slimbayes.diagnostics.spectra import plot_spectrum as plot_spectrum
 from slimbayes.layers.base import BayesLayer
 from slimbayes.metrics.calibration import calibration
 from slimbayes.prediction.accumulate import along_draws

@@ -27,45 +27,48 @@ if TYPE_CHECKING:
 MOST = 1_000_000
 
 
+def name_of(owner: object) -> str:
+    """Who refuses a value: a function by its name, a config by its class."""
+    return owner if isinstance(owner, str) else type(owner).__name__
+
+
 def check_choice(owner: object, field: str, value: object, allowed: tuple[str, ...]) -> None:
     """Refuse a value outside a closed set, naming the nearest valid choice."""
     if value not in allowed:
-        raise ValueError(
-            f"{type(owner).__name__}: unknown {field} {brief(value)}{did_you_mean(str(value)[:80], allowed)}"
-        )
+        raise ValueError(f"{name_of(owner)}: unknown {field} {brief(value)}{did_you_mean(str(value)[:80], allowed)}")
 
 
 def check_rate(owner: object, field: str, value: object) -> None:
     """Refuse anything but a number in [0, 1)."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
-        raise ValueError(f"{type(owner).__name__}: {field} must lie in [0, 1), got {brief(value)}.")
+        raise ValueError(f"{name_of(owner)}: {field} must lie in [0, 1), got {brief(value)}.")
 
 
-def check_count(owner: object, field: str, value: object) -> None:
+def check_count(owner: object, field: str, value: object, most: int | None = MOST) -> None:
     """Refuse anything but a whole number of at least one, and such as no memory holds."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{type(owner).__name__}: {field} must be a whole number of at least 1, got {brief(value)}.")
-    if value > MOST:
-        raise ValueError(f"{type(owner).__name__}: {field} must be {MOST:,} at most, got {brief(value)}.")
+        raise ValueError(f"{name_of(owner)}: {field} must be a whole number of at least 1, got {brief(value)}.")
+    if most is not None and value > most:
+        raise ValueError(f"{name_of(owner)}: {field} must be {most:,} at most, got {brief(value)}.")
 
 
 def check_positive(owner: object, field: str, value: float) -> None:
     """Refuse zero, numbers below it and NaN."""
     if not value > 0:
-        raise ValueError(f"{type(owner).__name__}: {field} must be positive, got {brief(value)}.")
+        raise ValueError(f"{name_of(owner)}: {field} must be positive, got {brief(value)}.")
 
 
 def check_not_negative(owner: object, field: str, value: float | None, what: str = "") -> None:
     """Refuse numbers below zero; `what` says what the number is. None is left alone."""
     if value is not None and not value >= 0:
-        raise ValueError(f"{type(owner).__name__}: {field} {what}must not be negative, got {brief(value)}.")
+        raise ValueError(f"{name_of(owner)}: {field} {what}must not be negative, got {brief(value)}.")
 
 
 def check_number(owner: object, field: str, value: object) -> None:
     """Refuse what is neither a number nor None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
         got = f"{type(value).__name__} {brief(value)}"
-        raise TypeError(f"{type(owner).__name__}: {field} must be a number or None, got {got}.")
+        raise TypeError(f"{name_of(owner)}: {field} must be a number or None, got {got}.")
 
 
 def check_distribution(owner: object, field: str, value: object) -> None:
@@ -73,7 +76,13 @@ def check_distribution(owner: object, field: str, value: object) -> None:
     if value is not None and not isinstance(value, Distribution):
         example = f" Write {field}=Normal(1.0, {value!r})." if isinstance(value, (int, float)) else ""
         needed, got = "a distribution such as Normal(1.0, 0.1), or None", f"{type(value).__name__} {brief(value)}"
-        raise TypeError(f"{type(owner).__name__}: {field} must be {needed}, got {got}.{example}")
+        raise TypeError(f"{name_of(owner)}: {field} must be {needed}, got {got}.{example}")
+
+
+def check_prior(owner: object, prior: object, kinds: tuple[type, ...], known: str) -> None:
+    """Refuse a prior to which no KL is known."""
+    if not isinstance(prior, kinds):
+        raise ValueError(f"{name_of(owner)}: the KL is known for a {known} prior, got {brief(prior)}.")
 
 
 class Config:
