@@ -728,7 +728,6 @@ def test_plots_show_every_layer(tmp_path: Path) -> None:
 
 def test_without_matplotlib_only_plots_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "slimbayes.prediction.shown", raising=False)  # read again, not as it was
     for plot in (lambda: dg.plot_spectrum(mlp()), lambda: dg.plot_scales(mlp(), "0")):
         with pytest.raises(ImportError, match="needs matplotlib, .* pip install matplotlib"):
             plot()
@@ -827,7 +826,6 @@ def test_picture() -> None:
 
 def test_matplotlib_is_named_when_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "slimbayes.prediction.shown", raising=False)  # read again, not as it was
     with pytest.raises(ImportError, match="plot_prior_functions needs matplotlib"):
         plot_prior_functions(torch.zeros(3), {})
 

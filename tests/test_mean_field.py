@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slimbayes as sb
+from slimbayes.distributions.families import digits, rademacher
 from slimbayes.distributions.priors import gaussian_kl
 from slimbayes.engine import passes
 from slimbayes.engine.noise import draw
 from slimbayes.layers.base import BayesLayer
 from slimbayes.posteriors.gaussian import GaussianPosterior
-from slimbayes.posteriors.signs import digits, rademacher
 
 pytestmark = pytest.mark.usefixtures("last_draws")
 

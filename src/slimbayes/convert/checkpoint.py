@@ -125,7 +125,7 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
 
 def _saved(model: nn.Module) -> list[str]:
     """Names of the modules whose own state is saved with the posteriors."""
-    return [".".join(part for part in (root, name) if part) for root, c in conversions_of(model) for name in c.saved]
+    return [f"{root}.{name}".strip(".") for root, c in conversions_of(model) for name in c.saved]
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import conversions_of
+from slimbayes.convert.convert import decisions_of
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.engine.calls import total_draws
 from slimbayes.engine.passes import posteriors_of
@@ -117,17 +117,14 @@ def summary(model: nn.Module) -> Summary:
     """
     rows, seen = [], set[int]()
     listed: set[str] = set()
-    for root, conversion in conversions_of(model):
-        for decision in conversion.decisions:
-            name = ".".join(part for part in (root, decision.name) if part)
-            layer = dict(model.named_modules()).get(name)
-            if layer is None or name in listed or (decision.config is None and isinstance(layer, Converted)):
-                continue  # removed since; or a conversion of an inner module speaks for it
-            listed.add(name)
-            posterior = list(layer.posterior.parameters()) if isinstance(layer, Converted) else []
-            before = _count(_own_parameters(layer), seen)
-            status, detail = _told(decision, layer)
-            rows.append(Row(name, decision.kind, status, detail, before, before + _count(posterior, seen)))
+    for name, layer, decision in decisions_of(model):
+        if layer is None or name in listed or (decision.config is None and isinstance(layer, Converted)):
+            continue  # removed since; or a conversion of an inner module speaks for it
+        listed.add(name)
+        posterior = list(layer.posterior.parameters()) if isinstance(layer, Converted) else []
+        before = _count(_own_parameters(layer), seen)
+        status, detail = _told(decision, layer)
+        rows.append(Row(name, decision.kind, status, detail, before, before + _count(posterior, seen)))
     posteriors = posteriors_of(model)
     # Members are shared by all layers and count once; what layers pick by themselves multiplies.
     size = sum(p.log_size for p in posteriors) + math.log(total_draws(posteriors, 1))

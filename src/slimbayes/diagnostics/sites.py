@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import conversions_of
+from slimbayes.convert.convert import conversions_of, decisions_of
 from slimbayes.convert.plan import Decision, Selection, selected
 from slimbayes.engine import passes
 from slimbayes.engine.passes import posteriors_of
@@ -130,9 +130,4 @@ def refuse_held_draws(model: nn.Module, verb: str) -> None:
 
 def _decisions(model: nn.Module) -> dict[str, Decision]:
     """The conversion record of every converted layer, by the layer's name."""
-    return {
-        ".".join(part for part in (root, decision.name) if part): decision
-        for root, conversion in conversions_of(model)
-        for decision in conversion.decisions
-        if decision.config is not None
-    }
+    return {name: decision for name, _, decision in decisions_of(model) if decision.config is not None}

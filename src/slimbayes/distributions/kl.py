@@ -17,6 +17,14 @@ and "exact" that of one network whose posterior is the mixture, "exact" more tig
 draw from each member estimates it without bias; members far apart give log K and no noise. Biases of members are
 points, no part of t.
 
+So has a normal whose precision tau is inferred under a Gamma prior (`collapsed`; Chang et al. 2019, C.1: tau, rho and
+tau_out may be variational parameters, too):
+
+    E_q[tau] S / 2 - n/2 E_q[log tau] + KL(q(tau) || Gamma(a, a / mean))        n elements, S their expected square
+
+is least at q(tau) = Gamma(a + n/2, b + S/2), b = a / mean: what is left of it is a function of S alone, so that no
+parameter has to be trained for tau. For large a it is the fixed precision's tau S / 2.
+
 Sizes: K members, or the least common multiple where layers have different numbers of them; F factors of a group.
 """
 
@@ -224,3 +232,19 @@ def _densities(q: Any, total: int) -> Tensor:
     drawn = every.rsample(torch.randn_like(every.loc))
     lines = [type(q)(loc, scale).log_prob(drawn) for loc, scale in zip(every.loc, every.scale, strict=True)]
     return torch.stack([line.sum(1, dtype=exact(line)) for line in lines])
+
+
+def collapsed(square: Tensor, count: int, shape: float, mean: float) -> Tensor:
+    """What a normal of unknown precision costs: minus the log of its evidence, up to the terms of tau = mean.
+
+    Shape: square (), the expected sum of squares of `count` elements; returns ().
+
+    Example:
+        >>> fixed = 0.5 * 2.0 * torch.tensor(3.0)  # tau S / 2
+        >>> round(float(collapsed(torch.tensor(3.0), 4, shape=1e6, mean=2.0) - fixed), 3)
+        0.0
+    """
+    rate, more = shape / mean, shape + count / 2
+    # log Gamma(a) - log Gamma(a + n/2) + a log(1 + S / 2b) + n/2 log(b + S/2), and n/2 log(mean) to meet tau S / 2
+    constant = math.lgamma(shape) - math.lgamma(more) + count / 2 * (math.log(rate) + math.log(mean))
+    return more * torch.log1p(square / (2 * rate)) + constant

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.again import said_again
 from slimbayes.convert.convert import bayesianize, debayesianize
+from slimbayes.convert.members import said_again
 from slimbayes.convert.plan import Selection
 from slimbayes.distributions.families import Distribution, Normal, Point
 from slimbayes.engine import passes

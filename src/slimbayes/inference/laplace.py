@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.again import said_again
-from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, debayesianize
+from slimbayes.convert.convert import Conversion, bayesianize, debayesianize, decisions_of
+from slimbayes.convert.members import said_again
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
@@ -35,7 +35,7 @@ from slimbayes.inference.curvature import NO_TARGETS, Curvature, accumulate, lab
 from slimbayes.inference.evidence import Spectrum, maximise
 from slimbayes.inference.means import fit_k_tied, member_factors, set_factors
 from slimbayes.posteriors.configs.base import check_choice
-from slimbayes.posteriors.configs.joint_normal import JointNormal, Over
+from slimbayes.posteriors.configs.rank1 import JointNormal, Over
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 Structure = Literal["full", "kronecker", "diagonal", "k-tied"]
@@ -250,28 +250,22 @@ def _fit(
     groups = [0 if prior == "shared" else id(p.layer) for p in joints]
     best = maximise(spectra, curvature.log_likelihood, curvature.targets, noise, scaled, given, groups)
     variance, fits = best.noise**2 if scaled else 1.0, list(zip(joints, curvature.blocks, best.precisions, strict=True))
-    counts: dict[int, list[int | None]] = {}  # sites of a layer share a config, and so the number of directions
+    told: dict[int, list[int | None]] = {}  # sites of a layer share a config, and so the number of directions
     for p, block, precision in fits:
         if p.correlated:
-            counts.setdefault(id(p.layer), []).append(block.directions(variance, precision))
+            told.setdefault(id(p.layer), []).append(block.directions(variance, precision))
     for p, block, precision in fits:
-        own = counts.get(id(p.layer), [None])
+        own = told.get(id(p.layer), [None])
         block.fit(variance, precision, None if None in own else max(n for n in own if n is not None))
         p.prior = Normal(p.prior.loc, precision**-0.5)
-    _set_priors(model, config)
+    layer: Any
+    for _, layer, d in decisions_of(model):  # into configs, which `save` records; sites of one layer share theirs
+        if d.config is not None:
+            found = list(layer.posterior.values())
+            counts = [p.directions.shape[2] for p in found if p.directions is not None]
+            d.config = replace(config, prior=found[0].prior, directions=next(iter(counts), None))
     precisions = {p.layer.bayes_name: precision for p, precision in zip(joints, best.precisions, strict=True)}
     return Laplace(model, best.log_evidence, best.log_likelihood, best.noise if scaled else 0.0, precisions)
-
-
-def _set_priors(model: nn.Module, config: JointNormal) -> None:
-    """Write what was found into the configs which `save` records; sites of one layer share theirs."""
-    for root, conversion in conversions_of(model):
-        for d in conversion.decisions:
-            if d.config is not None:
-                layer: Any = model.get_submodule(".".join(part for part in (root, d.name) if part))
-                found = list(layer.posterior.values())
-                counts = [p.directions.shape[2] for p in found if p.directions is not None]
-                d.config = replace(config, prior=found[0].prior, directions=next(iter(counts), None))
 
 
 def _move(work: nn.Module, model: nn.Module) -> None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import calls, passes
-from slimbayes.layers.parameters import has, mask_of, own_value, set_value
-from slimbayes.layers.site import Kind, LinearMap, Site, matrix_outer
+from slimbayes.layers.site import Kind, LinearMap, Site, has, mask_of, matrix_outer, own_value, set_value
 
 
 class Converted(nn.Module):
@@ -231,6 +230,12 @@ def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
 def _empty(class_of: Callable[..., Any], arguments: tuple[Any, ...]) -> nn.Module:
     cls = class_of(*arguments)
     return cls.__new__(cls)
+
+
+@made_once
+def formed(parent: type[BayesLayer], plain: type[nn.Module]) -> type[BayesLayer]:
+    """The class of converted layers of a type that is only met at run time, from a mixin or its parent's class."""
+    return type(f"Bayes{plain.__name__}", (parent, plain), {"plain": plain, "__module__": __name__})
 
 
 LAYERS: dict[type[nn.Module], type[BayesLayer]] = {}  # by plain type; every file of layers registers its own

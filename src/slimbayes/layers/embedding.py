@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import line_of_row, per_row, spread
 from slimbayes.layers.base import BayesLayer, register_layer
-from slimbayes.layers.parameters import own_value
-from slimbayes.layers.site import LinearMap, Site, table_outer
+from slimbayes.layers.site import LinearMap, Site, own_value, table_outer
 
 
 class LookupMap(LinearMap):

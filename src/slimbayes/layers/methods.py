@@ -51,9 +51,10 @@ def runs_later(plain: type[nn.Module], name: str) -> bool:
 
 def _scoped(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     own = functools.partial(getattr(module.plain, name), module)
-    if not runs_later(module.plain, name):
-        return calls.scoped(module, own, args, kwargs, whole=name == "generate")
-    scope = calls.scope_of(module, args, kwargs)
+    later = runs_later(module.plain, name)
+    scope = calls.scope_of(module, args, kwargs, whole=name == "generate" and not later)
+    if scope is not None and not later:
+        return passes.run(scope, own, *args, **kwargs)
     begun = own(*args, **kwargs)
     if scope is None:
         return begun

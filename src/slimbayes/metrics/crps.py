@@ -76,6 +76,5 @@ def _mean_distance(m: Tensor, variance: Tensor) -> Tensor:
 
 def _shares(weights: Tensor | None, values: Tensor) -> Tensor:
     """Weights (M, 1 or N, ...) to meet values (M, N, ...); equal ones if None."""
-    return along_draws(
-        values.new_full((len(values),), 1 / len(values)) if weights is None else weights.to(values), values
-    )
+    share = values.new_full((len(values),), 1 / len(values)) if weights is None else weights.to(values)
+    return along_draws(share, values)

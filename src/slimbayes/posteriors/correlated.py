@@ -28,7 +28,7 @@ from slimbayes.distributions.sums import exact
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
-from slimbayes.posteriors.configs.correlated import CorrelatedConfig, FullMatrixNormal, MultivariateNormal
+from slimbayes.posteriors.configs.gaussian import CorrelatedConfig, FullMatrixNormal, MultivariateNormal
 
 
 class Triangle(nn.Module):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from slimbayes.engine.passes import Noise
 from slimbayes.layers import kind_of
 from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
-from slimbayes.posteriors.configs.ensemble import Ensemble, Execution
+from slimbayes.posteriors.configs.modules import Ensemble, Execution
 from slimbayes.posteriors.picks import resets
 
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Normal, wide
+from slimbayes.distributions.families import Normal, rademacher, wide
 from slimbayes.distributions.priors import TiedMean, gaussian_kl, gaussian_log_ratio, prior_of_biases
 from slimbayes.distributions.sums import shifted
 from slimbayes.engine.noise import standard_normal
@@ -39,7 +39,6 @@ from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior, recomputed
 from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
-from slimbayes.posteriors.signs import rademacher
 
 _INDEPENDENT = "Set independent_positions=True to accept independent noise at each, or use 'flipout'"
 

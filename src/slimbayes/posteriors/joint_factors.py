@@ -14,8 +14,7 @@ from slimbayes.distributions.families import wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role
-from slimbayes.posteriors.configs.joint_normal import JointNormal
-from slimbayes.posteriors.configs.rank1 import Rank1
+from slimbayes.posteriors.configs.rank1 import JointNormal, Rank1
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.posteriors.joint_normal import Joint
 from slimbayes.posteriors.rank1 import Rank1Posterior

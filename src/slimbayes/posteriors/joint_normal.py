@@ -23,7 +23,7 @@ from slimbayes.distributions.families import Normal, wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
-from slimbayes.posteriors.configs.joint_normal import JointNormal
+from slimbayes.posteriors.configs.rank1 import JointNormal
 
 ROUNDING = 2e-3  # relative
 

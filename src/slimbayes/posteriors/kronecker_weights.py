@@ -20,7 +20,7 @@ from torch import Tensor
 from slimbayes.distributions.families import wide
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import Pick
-from slimbayes.posteriors.configs.joint_normal import JointNormal
+from slimbayes.posteriors.configs.rank1 import JointNormal
 from slimbayes.posteriors.joint_normal import JointWeights
 
 

@@ -25,7 +25,7 @@ from slimbayes.layers import LAYERS, class_for
 from slimbayes.layers.dropout import DropMap, functional_dropout
 from slimbayes.layers.site import LinearMap, Site, Unit
 from slimbayes.posteriors.base import MapOf, Pick, Posterior
-from slimbayes.posteriors.configs.mc_dropout import MCDropout
+from slimbayes.posteriors.configs.modules import MCDropout
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
 

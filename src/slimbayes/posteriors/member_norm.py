@@ -31,7 +31,7 @@ from slimbayes.engine.rows import sizes_of_blocks, spread
 from slimbayes.layers.base import LAYERS, registered
 from slimbayes.layers.norm import BayesNorm
 from slimbayes.layers.site import LinearMap, Site
-from slimbayes.posteriors.configs.ensemble import MemberNorm
+from slimbayes.posteriors.configs.modules import MemberNorm
 from slimbayes.posteriors.ensemble import Members
 
 _ROW = "its statistics are those of one row: members have their own already"

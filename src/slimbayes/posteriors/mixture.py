@@ -29,8 +29,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions import precision
 from slimbayes.distributions.families import wide
+from slimbayes.distributions.kl import collapsed
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors import picks
@@ -271,4 +271,4 @@ class MixturePosterior(WeightPosterior):
     def _penalty(self, square: Tensor, count: int, mean: float) -> Tensor:
         """What an expected sum of squares costs under a precision that is fixed, or inferred."""
         shape = self.config.precision_shape
-        return mean / 2 * square if shape is None else precision.collapsed(square, count, shape, mean)
+        return mean / 2 * square if shape is None else collapsed(square, count, shape, mean)

@@ -23,7 +23,7 @@ from slimbayes.distributions.families import Normal, wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
-from slimbayes.posteriors.configs.radial import Radial
+from slimbayes.posteriors.configs.gaussian import Radial
 
 
 class RadialPosterior(WeightPosterior):

@@ -30,16 +30,15 @@ from slimbayes.convert.convert import bayesianize
 from slimbayes.distributions.families import Normal, dropout_scale
 from slimbayes.errors import SlimbayesWarning, brief
 from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.configs.ensemble import Ensemble
+from slimbayes.posteriors.configs.modules import Ensemble
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.sklearn.columns import Known, Missing, Scaling, Table, check_choice, is_frame, merged, scaler
-from slimbayes.sklearn.fitting import Recipe, Rows, Trainer
-from slimbayes.sklearn.network import build
+from slimbayes.sklearn.columns import Known, Missing, Scaling, Table, check_choice, is_frame, merged
+from slimbayes.sklearn.network import Recipe, Rows, Trainer
+from slimbayes.sklearn.preparation import Preparation
 from slimbayes.train.likelihoods import LikelihoodName
 
-_WIDTHS = (128, 128)
 _FEWEST = 40  # rows from which some are held out: fewer say little about when to stop
 
 
@@ -74,7 +73,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     device: Any = "cpu"
     random_state: Any = None
     table_: Table = field(init=False)
-    scaler_: Any = field(init=False)
+    preparation_: Preparation = field(init=False)
     network_: nn.Module = field(init=False)
     seed_: int = field(init=False)
 
@@ -139,9 +138,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         weight, rows = self._weights(X, y, sample_weight)
         x = self._read(X, True, rows)
         known = merged(x, self._learn_targets(y, weight)[rows], weight[rows])
-        self.scaler_ = scaler(self.scaling, self.missing, len(known.x), self.seed_)
-        if self.table_.numbers:
-            self.scaler_.fit(known.x[:, : len(self.table_.numbers)])
+        self.preparation_ = Preparation.learnt(self.table_, self.scaling, known.x, self.seed_)
         return known
 
     def _end(self) -> Self:
@@ -155,9 +152,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _trainer(self, network: nn.Module | None = None) -> Trainer:
         """Training of a network, by default of a new one."""
         if network is None:
-            count = len(self.table_.numbers)
-            width = self.scaler_.transform(np.zeros((1, count))).shape[1] if count else 0
-            network, part = self._network(width, self.table_.sizes)
+            network, part = self._network(self.preparation_.width, self.table_.sizes)
             bayesianize(part, default_method(self._own) if self.method is None else self.method)
             self.network_ = network.to(self.device)
         likelihood, scale = self._meaning()
@@ -192,9 +187,6 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     @property
     def _own(self) -> bool:
         return self.module is None or isinstance(self.module, tuple | list)
-
-    def _new_network(self, numbers: int, sizes: tuple[int, ...], outputs: int) -> nn.Module:
-        return build(self.module, numbers, sizes, outputs, _WIDTHS)
 
     # --- rows ---
 
@@ -232,10 +224,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _inputs(self, x: np.ndarray) -> torch.Tensor:
         """Numbers scaled and filled in, then codes, in the network's precision."""
-        count = len(self.table_.numbers)
-        numbers = self.scaler_.transform(x[:, :count]) if count else x[:, :0]
         dtype = next((p.dtype for p in self.network_.parameters() if p.is_floating_point()), torch.float32)
-        return torch.as_tensor(np.concatenate([numbers, x[:, count:]], 1), dtype=dtype, device=self.device)
+        return torch.as_tensor(self.preparation_(x, np.float64), dtype=dtype, device=self.device)
 
     # --- predictions ---
 

@@ -32,10 +32,10 @@ class Preparation:
     steps: Any  # a scikit-learn pipeline; None where no column holds numbers
 
     @classmethod
-    def learnt(cls, table: Table, scaling: Scaling, read: np.ndarray) -> Self:
+    def learnt(cls, table: Table, scaling: Scaling, read: np.ndarray, seed: int = 0) -> Self:
         """Learn scales from training rows (N, d + c), as `Table.read` gives them."""
         count = len(table.numbers)
-        steps = scaler(scaling, table.missing, len(read), 0).fit(read[:, :count]) if count else None
+        steps = scaler(scaling, table.missing, len(read), seed).fit(read[:, :count]) if count else None
         return cls(table, scaling, steps)
 
     @property
@@ -44,11 +44,11 @@ class Preparation:
         count = len(self.table.numbers)
         return self.steps.transform(np.zeros((1, count))).shape[1] if count else 0
 
-    def __call__(self, read: np.ndarray) -> np.ndarray:
-        """Rows (N, d + c) of `Table.read` as the network takes them: float32 (N, w + c)."""
+    def __call__(self, read: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
+        """Rows (N, d + c) of `Table.read` as the network takes them: (N, w + c)."""
         count = len(self.table.numbers)
         numbers = self.steps.transform(read[:, :count]) if count else read[:, :0]
-        return np.concatenate([numbers, read[:, count:]], 1).astype(np.float32)
+        return np.concatenate([numbers, read[:, count:]], 1).astype(dtype)
 
     def facts(self) -> dict[str, Any]:
         """All that was learnt, as JSON holds it."""
@@ -83,19 +83,14 @@ class Preparation:
             rows[:] = facts["fill"]
             rows[1, facts["gaps"]] = np.nan
         for _, step in steps.steps:
-            step = _fitted(step, rows, quantiles, facts)
+            if isinstance(step, QuantileTransformer):
+                step.set_params(n_quantiles=len(quantiles)).fit(quantiles)
+                step.quantiles_ = quantiles
+            else:
+                step.fit(rows)
+            if isinstance(step, StandardScaler):
+                step.mean_, step.scale_ = np.array(facts["mean"]), np.array(facts["scale"])
+                step.var_ = step.scale_**2
+            assert not isinstance(step, SimpleImputer) or step.statistics_.tolist() == facts["fill"]
             rows = step.transform(rows)
         return cls(table, facts["scaling"], steps)
-
-
-def _fitted(step: Any, rows: np.ndarray, quantiles: np.ndarray, facts: dict[str, Any]) -> Any:
-    if isinstance(step, QuantileTransformer):
-        step.set_params(n_quantiles=len(quantiles)).fit(quantiles)
-        step.quantiles_ = quantiles
-        return step
-    step.fit(rows)
-    if isinstance(step, StandardScaler):
-        step.mean_, step.scale_ = np.array(facts["mean"]), np.array(facts["scale"])
-        step.var_ = step.scale_**2
-    assert not isinstance(step, SimpleImputer) or step.statistics_.tolist() == facts["fill"]
-    return step

@@ -3,7 +3,8 @@ put to use, so that configs can be read and checked without it.
 
     Config              what a user chooses
     Deterministic       the plain model through the same API
-    check_choice, ...   checks of fields: each names the owner, the field, what it got and what it needs
+    check_choice, ...   checks of values: each names the owner, the field, what it got and what it needs
+    Count, Positive ... types of fields, by which a Config checks itself
     SiteConfig          a Config with a posterior for each weight matrix: the usual case
 """
 
@@ -12,8 +13,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from slimbayes.distributions.families import Distribution, distribution_from_dict
 from slimbayes.errors import brief, did_you_mean
@@ -79,10 +82,20 @@ def check_distribution(owner: object, field: str, value: object) -> None:
         raise TypeError(f"{name_of(owner)}: {field} must be {needed}, got {got}.{example}")
 
 
-def check_prior(owner: object, prior: object, kinds: tuple[type, ...], known: str) -> None:
-    """Refuse a prior to which no KL is known."""
-    if not isinstance(prior, kinds):
-        raise ValueError(f"{name_of(owner)}: the KL is known for a {known} prior, got {brief(prior)}.")
+Count = Annotated[int, check_count]
+Rate = Annotated[float, check_rate]
+Positive = Annotated[float, check_positive]
+NotNegative = Annotated[float, check_not_negative]
+Precision = Annotated[float, partial(check_not_negative, what="is a precision and ")]
+Family = Annotated[Distribution, check_distribution]
+
+
+@cache
+def _types(config: type) -> dict[str, tuple[Any, ...]]:
+    """The types that each field of a config may have."""
+    hints = get_type_hints(config, include_extras=True)
+    arms = {name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints.items()}
+    return {f.name: arms[f.name] for f in dataclasses.fields(config)}
 
 
 class Config:
@@ -93,6 +106,20 @@ class Config:
     leaves_tables: ClassVar[str] = ""  # what to say of embeddings where a method leaves them alone by default
     whole: ClassVar[bool] = False  # whether it converts modules of any type as a whole
     covers: tuple[Any, ...] = ("matrix", "table")  # the kinds of layer it can convert (layers/site.py: Kind)
+    known_priors: ClassVar[tuple[type[Distribution], ...]] = ()  # those of weights, where the KL is known for few
+
+    def __post_init__(self) -> None:
+        """Refuse what the types of the fields do not allow."""
+        for field, types in _types(type(self)).items():
+            value = getattr(self, field)
+            for kind in types if value is not None or NoneType not in types else ():
+                if get_origin(kind) is Annotated:
+                    kind.__metadata__[0](self, field, value)
+                elif get_origin(kind) is Literal and not (float in types and isinstance(value, (int, float))):
+                    check_choice(self, field, value, get_args(kind))
+        if self.known_priors and not isinstance(self.prior, self.known_priors):  # type: ignore[attr-defined]
+            known = " or ".join(kind.__name__ for kind in self.known_priors)
+            raise ValueError(f"{name_of(self)}: the KL is known for a {known} prior, got {brief(self.prior)}.")  # type: ignore[attr-defined]
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         """Names of the layers to convert out of those offered; None for all. `named`: the user picked them by name."""
