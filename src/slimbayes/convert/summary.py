@@ -15,7 +15,7 @@ from slimbayes.engine.calls import total_draws
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.engine.sharing import evaluating
 from slimbayes.layers import bayes_class, class_for, kind_of
-from slimbayes.layers.base import Converted, posteriors_at, registered, sites_of
+from slimbayes.layers.base import Converted, registered, sites_of
 from slimbayes.posteriors.base import Config
 
 
@@ -138,7 +138,7 @@ def _told(decision: Decision, layer: nn.Module) -> tuple[str, str]:
     if not isinstance(layer, Converted):
         return "skipped", "replaced or undone since the conversion"
     tied = "" if decision.tied is None else f"shares the posterior of {decision.tied}"
-    notes = [decision.config.describe(), tied, layer.bayes_note, *(p.note for p in posteriors_at(layer))]
+    notes = [decision.config.describe(), tied, layer.bayes_note, *(p.note for p in layer.posteriors())]
     return "converted", "; ".join(dict.fromkeys(note for note in notes if note))
 
 

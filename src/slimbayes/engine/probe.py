@@ -59,47 +59,38 @@ class Probe(passes.Pass):
         """Run a converted module's plain forward and note what came in and what went out."""
         self.quiet.muted = True
         try:
-            return self._visit(layer, args, kwargs)
+            place = len(self.visits)
+            arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
+            shapes = [tuple(a.shape) for a in arrays]
+            here = Visit(layer.bayes_key, layer.bayes_name, shapes, tuple(a.dim() for a in arrays), layer.may_hold_rows)
+            self.visits.append(here)
+            if self.before is not None:
+                self._compare(here, next(iter(self.before.visits[place:]), None), arrays)
+            self.inside.append(layer.bayes_key)
+            start, self.quiet.muted = len(self.quiet.reads), False
+            try:
+                out = layer.plain_forward(args, kwargs)
+            finally:
+                self.inside.pop()
+                self.quiet.muted = True
+            here.reads = self.quiet.reads[start:]
+            here.outputs = [tuple(padded(leaf).shape) for leaf in arrays_of(out)]
+            if self.before is None:
+                return out
+            earlier = self.before.visits[place]
+            if self.taint is None:
+                here.out_dims = [doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
+                return out
+            if hasattr(layer, "copied_names") and here.reads != earlier.reads:
+                # Members see only their own rows: what one reads from all rows it would read from fewer.
+                raise Mixed(f"{here.name}: a number computed from all rows decides what it does")
+            return self._tainted(out, earlier, here)
         finally:
             self.quiet.muted = False
 
-    def _visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
-        place = len(self.visits)
-        arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
-        shapes = [tuple(a.shape) for a in arrays]
-        here = Visit(layer.bayes_key, layer.bayes_name, shapes, tuple(a.dim() for a in arrays), layer.may_hold_rows)
-        self.visits.append(here)
-        if self.before is not None:
-            self._compare(here, self._same(place, here), arrays)
-        self.inside.append(layer.bayes_key)
-        start, self.quiet.muted = len(self.quiet.reads), False
-        try:
-            out = layer.plain_forward(args, kwargs)
-        finally:
-            self.inside.pop()
-            self.quiet.muted = True
-        here.reads = self.quiet.reads[start:]
-        if self.taint is not None and hasattr(layer, "copied_names") and here.reads != self.before.visits[place].reads:  # type: ignore[union-attr]
-            # Members see only their own rows: what one reads from all rows it would read from fewer.
-            raise Mixed(f"{here.name}: a number computed from all rows decides what it does")
-        outs = [padded(leaf) for leaf in arrays_of(out)]
-        here.outputs = [tuple(o.shape) for o in outs]
-        if self.before is None:
-            return out
-        earlier = self.before.visits[place]
-        if self.taint is None:
-            here.out_dims = [doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
-            return out
-        return self._tainted(out, earlier, here)
-
-    def _same(self, place: int, here: Visit) -> Visit:
-        assert self.before is not None
-        earlier = self.before.visits[place] if place < len(self.before.visits) else None
+    def _compare(self, here: Visit, earlier: Visit | None, arrays: list[Tensor]) -> None:
         if earlier is None or earlier.key != here.key or len(earlier.shapes) != len(here.shapes):
             raise Mixed(f"{here.name} is not called alike for more rows")
-        return earlier
-
-    def _compare(self, here: Visit, earlier: Visit, arrays: list[Tensor]) -> None:
         if self.taint is None:
             here.dims = [doubled(a, b, here.name) for a, b in zip(earlier.shapes, here.shapes, strict=True)]
         else:

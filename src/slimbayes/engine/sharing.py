@@ -45,24 +45,17 @@ class Ahead:
     def __exit__(self, *error: Any) -> None:
         for handle in self.handles:
             handle.remove()
-        if self.before is not None and self.probe.taint is None:
-            earlier = self.before.shapes_ahead
-            for module, (ins, outs) in self.shapes.items():
-                self._settle(module, earlier.get(module), ins, outs)
         self.probe.shapes_ahead = self.shapes
-
-    def _settle(self, module: int, earlier: Any, ins: list[Any], outs: list[Any]) -> None:
-        if earlier is None or None in (earlier[1], outs):
-            return
-        try:
-            dims = [
-                tuple(doubled(a, b, "") for a, b in zip(x, y, strict=True))
-                for x, y in zip(earlier, (ins, outs), strict=True)
-            ]
-        except (Mixed, ValueError):
-            return
-        if all(d is not None for part in dims for d in part):  # what has no rows might still depend on all of them
-            self.found[module] = (dims[0], dims[1])
+        for module, now in self.shapes.items() if self.before is not None and self.probe.taint is None else ():
+            earlier = self.before.shapes_ahead.get(module)
+            if earlier is None or None in (earlier[1], now[1]):
+                continue
+            try:
+                ins, outs = (tuple(doubled(a, b, "") for a, b in zip(*pair, strict=True)) for pair in zip(earlier, now))
+            except (Mixed, ValueError):
+                continue
+            if all(d is not None for d in (*ins, *outs)):  # what has no rows might still depend on all of them
+                self.found[module] = (ins, outs)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if passes.current() is not self.probe or kwargs is None:

@@ -149,15 +149,15 @@ def same_changes(a: Change, b: Change) -> bool:
         >>> same_changes({(0, "h"): (torch.zeros(2), True)}, {(0, "h"): (torch.ones(2), True)})
         False
     """
+
+    def equal(x: Any, y: Any) -> bool:
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            alike = x.device == y.device and x.dtype == y.dtype and x.shape == y.shape
+            return x is y or (alike and _comparable(x) and _comparable(y) and bool(torch.equal(x, y)))
+        return not isinstance(x, (bool, int, float, str)) or x == y
+
     one, other = tree_leaves(list(a.values())), tree_leaves(list(b.values()))
-    return a.keys() == b.keys() and len(one) == len(other) and all(map(_equal, one, other))
-
-
-def _equal(x: Any, y: Any) -> bool:
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        alike = x.device == y.device and x.dtype == y.dtype and x.shape == y.shape
-        return x is y or (alike and _comparable(x) and _comparable(y) and bool(torch.equal(x, y)))
-    return not isinstance(x, (bool, int, float, str)) or x == y
+    return a.keys() == b.keys() and len(one) == len(other) and all(map(equal, one, other))
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:

@@ -25,27 +25,24 @@ from slimbayes.engine.tree import arrays_of, map_arrays, padded
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
 
 
-class _Unvalidated:
+_LOCK = threading.Lock()
+_VALIDATED: list[bool] = []  # as it was before each of the trials under way, in whatever thread
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
     """Distributions do not look at their parameters: one setting for all threads, which the last to leave undoes."""
-
-    def __init__(self) -> None:
-        self.lock, self.inside, self.before = threading.Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.inside:
-                self.before = bool(Distribution._validate_args)
-                Distribution.set_default_validate_args(False)
-            self.inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.inside -= 1
-            if not self.inside:
-                Distribution.set_default_validate_args(self.before)
-
-
-unvalidated = _Unvalidated()
+    with _LOCK:
+        _VALIDATED.append(bool(Distribution._validate_args))
+        Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            before = _VALIDATED[0]
+            _VALIDATED.pop()
+            if not _VALIDATED:
+                Distribution.set_default_validate_args(before)
 
 
 def on_trial() -> bool:
@@ -64,7 +61,7 @@ def undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
         warnings.simplefilter("ignore")
         token = _UNDER_WAY.set(True)
         try:
-            with torch.compiler.set_stance("force_eager"), unvalidated:
+            with torch.compiler.set_stance("force_eager"), unvalidated():
                 yield
         finally:
             _UNDER_WAY.reset(token)

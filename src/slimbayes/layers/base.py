@@ -37,6 +37,10 @@ class Converted(nn.Module):
         site, posterior = next(iter(self.posterior.items()))
         return str(posterior.name).removesuffix(site).rstrip(".") or "the model itself"
 
+    def posteriors(self) -> list[Any]:
+        """Those of the module itself."""
+        return list(self.posterior.values())
+
     @classmethod
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
         """Whether a dimension of the first input, which has `ndim` of them, can hold rows."""
@@ -80,11 +84,6 @@ def _forward_of(plain: type[nn.Module]) -> Any:
         return self._bayes_in(found, key, args, kwargs)
 
     return forward
-
-
-def posteriors_at(module: Converted) -> list[Any]:
-    """The posteriors that belong to a converted module itself."""
-    return list(module.posterior.values())
 
 
 class BayesLayer(Converted):
@@ -149,9 +148,6 @@ class BayesLayer(Converted):
         found = passes.of(key)
         assert found is not None
         return found.dim(key, x)
-
-    def posteriors(self) -> list[Any]:
-        return posteriors_at(self)
 
     def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None, unbatched: int | None = None) -> Tensor:
         """Apply this pass's draw of one site's linear map; an input of `unbatched` dimensions counts as one row."""

@@ -24,22 +24,18 @@ class Opens(nn.Module):
 def wrap_methods(plain: type[nn.Module], run: Callable[[Any, str, Any, Any], Any]) -> dict[str, Any]:
     """Public methods that a class adds to nn.Module, each calling run(module, name, args, kwargs) instead."""
     found: dict[str, Any] = {}
+
+    def wrapped(name: str, value: Any) -> Any:
+        return functools.wraps(value)(lambda self, *args, **kwargs: run(self, name, args, kwargs))
+
     for cls in plain.__mro__:
         if cls in (nn.Module, object) or cls.__module__.startswith("torch.nn.modules"):
             continue
         for name, value in vars(cls).items():
             public = not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)
             if public and inspect.isfunction(value) and name not in found:
-                found[name] = _wrapped(name, value, run)
+                found[name] = wrapped(name, value)
     return found
-
-
-def _wrapped(name: str, value: Any, run: Callable[[Any, str, Any, Any], Any]) -> Any:
-    @functools.wraps(value)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self, name, args, kwargs)
-
-    return method
 
 
 def runs_later(plain: type[nn.Module], name: str) -> bool:
@@ -109,13 +105,9 @@ def opening_class(plain: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return calls.bare(self, functools.partial(plain.forward, self), args, kwargs)
 
-    attributes = {
-        "plain": plain,
-        "forward": forward,
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-    }
-    return type(plain.__name__, (Opens, plain), attributes | wrap_methods(plain, _scoped))
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    attributes = {"plain": plain, "forward": forward} | names | wrap_methods(plain, _scoped)
+    return type(plain.__name__, (Opens, plain), attributes)
 
 
 def open_passes(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ Kind = Literal["matrix", "quantised", "table", "norm", "dropout"]
 Unit = Literal["element", "channel"]  # what dropout drops
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Outer = Callable[[Tensor, Tensor], Tensor]
+Given = Tensor | None
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,7 @@ class LinearMap:
     mask: Tensor | None = None  # broadcasts against weight: zero where it must stay as it is (padding, pruned)
 
     def modulated(
-        self,
-        combine: Any,
-        x: Tensor,
-        s: Any,
-        r: Any,
-        current: Pass,
-        weights: Tensor | None = None,
-        bias: Tensor | None = None,
+        self, combine: Any, x: Tensor, s: Any, r: Any, current: Pass, weights: Given = None, bias: Given = None
     ) -> Tensor:
         """op(x . s) . r + bias, where . is `combine` (multiply or add), s is (n, n_in), r and bias are (n, n_out) or
         None.
@@ -138,9 +132,7 @@ class LinearMap:
         """The inputs that carry variances where x carries means."""
         return x.square()
 
-    def averaged(
-        self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, bias: Tensor | None = None
-    ) -> Tensor:
+    def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, bias: Given = None) -> Tensor:
         """Mean of `modulated` over p products of factors, s (n, p, n_in) and r (n, p, n_out), and a bias (n, n_out)."""
         parts = [self.modulated(combine, x, s[:, j], r[:, j], current) for j in range(s.shape[1])]
         y = sum(parts[1:], parts[0]) / len(parts)
