@@ -114,8 +114,10 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     _check_base(config["base"], own, "structure" if weights else check_base)
     posterior = _tensors(files["posterior.safetensors"], folder / "posterior.safetensors")
     base = _tensors(files["base.safetensors"], folder / "base.safetensors") if weights else {}
-    if weights:
-        _check_own(base, own, folder / "base.safetensors")
+    if weights:  # of tied ones one will do
+        filled = {own[name].data_ptr() for name in base.keys() & own.keys()}
+        needed = {n: t for n, t in own.items() if n in base or t.data_ptr() not in filled}
+        _check_fit(base, needed, folder / "base.safetensors")
     _convert(model, config["conversions"], posterior, folder)
     for _, conversion in conversions_of(model):
         conversion.noise_rule = tuple(config["noise_rule"])
@@ -133,18 +135,12 @@ def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
     # Members of an ensemble may have tied weights, which safetensors wants apart.
     inside = belongs(model, _saved(model))
-    posterior = {
-        n: _narrowed(t.detach().cpu()).clone(memory_format=torch.contiguous_format)
-        for n, t in state.items()
-        if inside(n)
-    }
+    posterior = {n: t.detach().cpu() for n, t in state.items() if inside(n)}
+    for name, tensor in posterior.items():  # in half precision, where it holds all numbers: loading widens them again
+        short = tensor.half() if tensor.dtype == torch.float32 else tensor
+        kept = short if torch.equal(short.to(tensor.dtype), tensor) else tensor
+        posterior[name] = kept.clone(memory_format=torch.contiguous_format)
     return posterior, {n: t for n, t in state.items() if not inside(n)}
-
-
-def _narrowed(tensor: Tensor) -> Tensor:
-    """The same numbers in half precision, where it holds them all: loading widens them again."""
-    short = tensor.half() if tensor.dtype == torch.float32 else tensor
-    return short if torch.equal(short.to(tensor.dtype), tensor) else tensor
 
 
 def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -213,12 +209,6 @@ def _room_after(room: int, module: nn.Module, config: Config, include: Selection
             f"of which posterior.safetensors holds {room:,}."
         )
     return room - needed
-
-
-def _check_own(given: dict[str, Tensor], own: dict[str, Tensor], file: Path) -> None:
-    """Refuse base weights of other names or shapes than the model's, and too few; of tied ones one will do."""
-    filled = {own[name].data_ptr() for name in given.keys() & own.keys()}
-    _check_fit(given, {n: t for n, t in own.items() if n in given or t.data_ptr() not in filled}, file)
 
 
 def _check_fit(given: dict[str, Tensor], needed: dict[str, Tensor], file: Path) -> None:

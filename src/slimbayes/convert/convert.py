@@ -114,7 +114,7 @@ def bayesianize(
         for decision, layer, _, posteriors in built:
             for site, posterior in posteriors.items() if decision.tied is None else ():
                 if not isinstance(posterior, EnsemblePosterior):
-                    posterior.adopt(layer.linear_map(site))
+                    posterior.adopt(layer.linear_map(site))  # type: ignore[operator]
     except Exception:
         for _, layer, _, posteriors in built:
             _restore(layer, posteriors)

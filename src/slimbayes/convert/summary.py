@@ -47,7 +47,11 @@ class Summary:
         """How many different networks the posterior holds: a product over layers, infinitely many for real numbers."""
         if self.at_least and not self.log_ensemble_size:
             return "2^units, as many as its dropout layers see"
-        return ("at least " if self.at_least else "") + _size(self.log_ensemble_size)
+        if math.isinf(self.log_ensemble_size):
+            return "infinite (continuous)"
+        exponent = self.log_ensemble_size / math.log(10)
+        size = f"{round(math.exp(self.log_ensemble_size)):,}" if exponent < 6 else f"10^{exponent:,.1f}"
+        return f"at least {size}" if self.at_least else size
 
     @property
     def before(self) -> int:
@@ -94,13 +98,6 @@ class Summary:
         head = "".join(f"<th>{name}</th>" for name in heads)
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return f"<div>{table}<p>{html.escape(self._total())}</p></div>"
-
-
-def _size(log_size: float) -> str:
-    if math.isinf(log_size):
-        return "infinite (continuous)"
-    exponent = log_size / math.log(10)
-    return f"{round(math.exp(log_size)):,}" if exponent < 6 else f"10^{exponent:,.1f}"
 
 
 def summary(model: nn.Module) -> Summary:

@@ -30,8 +30,11 @@ def modules_to_save(model: nn.Module, train: Train, head: Selection) -> tuple[li
         )
     if train == "all":
         return [], []
-    modules = dict(model.named_modules())
-    heads = _heads(modules, head) if train == "posterior+head" else []
+    modules, heads = dict(model.named_modules()), list[str]()
+    if train == "posterior+head":  # without a selection the last module that has parameters of its own
+        owners = {name: m for name, m in modules.items() if any(True for _ in m.parameters())}
+        last = [name for name, m in owners.items() if any(True for _ in m.parameters(recurse=False))][-1:]
+        heads = last if head is None else sorted(selected("head", head, owners))
     return [name for name, m in modules.items() if _moves(m) and name not in heads] + heads, heads
 
 
@@ -44,14 +47,6 @@ def unmoved(model: nn.Module, saved: Sequence[str]) -> list[str]:
     """The heads among saved modules where nothing else says them: checkpoints name them if a norm is one."""
     modules = dict(model.named_modules())
     return [name for name in saved if name in modules and not _moves(modules[name])]
-
-
-def _heads(modules: dict[str, nn.Module], head: Selection) -> list[str]:
-    """The modules that a selection means; without one the last that has parameters of its own."""
-    owners = {name: m for name, m in modules.items() if any(True for _ in m.parameters())}
-    if head is not None:
-        return sorted(selected("head", head, owners))
-    return [name for name, m in owners.items() if any(True for _ in m.parameters(recurse=False))][-1:]
 
 
 def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:

@@ -13,7 +13,6 @@ Sizes: S draws of each of K members, B rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,32 +65,29 @@ class Check:
     @property
     def warnings(self) -> list[str]:
         """A sentence with a remedy for each thing that looks wrong."""
-        return list(self._looks_wrong())
-
-    def _looks_wrong(self) -> Iterator[str]:
-        if said := dwarfed(self.kl_weight * self.kl):
-            yield said
+        told = [dwarfed(self.kl_weight * self.kl) or ""]
         if self.at_prior > 0.5:
-            yield (
+            told.append(
                 f"{self.at_prior:.0%} of the posterior is still at its prior: the data did not move it, so the prior "
                 f"says how much draws differ. That is well where they predict no worse than the plain network (factors "
                 f"beside weights that learn); else lower the KL's weight, or start from smaller scales."
             )
         if self.collapsed > 0.5:
-            yield (
+            told.append(
                 f"{self.collapsed:.0%} of the posterior's scales have collapsed: its draws hardly differ. Raise the "
                 f"KL's weight or scale_init."
             )
         if self.label_changes > 0.5:
-            yield (
+            told.append(
                 f"Draws disagree on the label of {self.label_changes:.0%} of the rows: one draw says little. Train "
                 f"longer, or predict with more draws."
             )
         if self.k_hat is not None and self.elements <= _FEW and self.k_hat.k > 0.7:
-            yield (
+            told.append(
                 f"k-hat is {self.k_hat.k:.2f}: the posterior misses mass of the true one. Try a richer family, or more "
                 f"members."
             )
+        return [said for said in told if said]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the warnings."""
@@ -184,8 +180,7 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _label_changes(model: nn.Module, x: Tensor, likelihood: LikelihoodName) -> float:
-    judge = likelihood_named(likelihood)
-    if not judge.discrete or not posteriors_of(model):
+    if not likelihood_named(likelihood).discrete or not posteriors_of(model):
         return math.nan
     outputs = _outputs(model, x)
     labels = outputs.argmax(-1) if likelihood == "categorical" else outputs > 0

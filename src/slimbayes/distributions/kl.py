@@ -120,10 +120,6 @@ def _slopes_normal(q: Any, p: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return (q.loc - p.loc).mul_(small), (q.scale * small).sub_(gradient / q.scale)
 
 
-def _sum_cauchy(q: Any, p: Any) -> Tensor:
-    return _kl_cauchy(q, p).sum()
-
-
 def _slopes_cauchy(q: Any, p: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     wider, distance, product = q.scale - p.scale, q.loc - p.loc, q.scale * (2 * p.scale)
     inner = (wider.square() + distance.square()) / (2 * product)
@@ -204,7 +200,7 @@ _CLOSED_FORMS: dict[tuple[type, type], Callable[[Any, Any], Tensor]] = {
 _SLOPES: dict[tuple[type, type], tuple[Callable[[Any, Any], Tensor], Callable[..., tuple[Tensor, Tensor]]]] = {
     (Normal, Normal): (_sum_normal, _slopes_normal),
     (LogNormal, LogNormal): (_sum_normal, _slopes_normal),
-    (Cauchy, Cauchy): (_sum_cauchy, _slopes_cauchy),
+    (Cauchy, Cauchy): (lambda q, p: _kl_cauchy(q, p).sum(), _slopes_cauchy),
 }
 
 
@@ -220,18 +216,18 @@ def information(posteriors: Sequence[Any]) -> Tensor:
     tensor(0.6931)
     """
     total = math.lcm(*(len(q.loc) for q in posteriors))
+
+    def densities(q: Any) -> Tensor:
+        """log q_j of a draw from each q_k, summed over the factors of the group: (K, K) of [j, k]."""
+        member = torch.arange(total, device=q.loc.device) % len(q.loc)
+        every = type(q)(q.loc[member], q.scale[member])
+        drawn = every.rsample(torch.randn_like(every.loc))
+        lines = [type(q)(loc, scale).log_prob(drawn) for loc, scale in zip(every.loc, every.scale, strict=True)]
+        return torch.stack([line.sum(1, dtype=exact(line)) for line in lines])
+
     first = posteriors[0].loc
-    density = torch.stack([_densities(q, total).to(first.device) for q in posteriors]).sum(0)
+    density = torch.stack([densities(q).to(first.device) for q in posteriors]).sum(0)
     return (density.diagonal() - density.logsumexp(0)).mean().to(first.dtype) + math.log(total)
-
-
-def _densities(q: Any, total: int) -> Tensor:
-    """log q_j of a draw from each q_k, summed over the factors of the group: (K, K) of [j, k]."""
-    member = torch.arange(total, device=q.loc.device) % len(q.loc)
-    every = type(q)(q.loc[member], q.scale[member])
-    drawn = every.rsample(torch.randn_like(every.loc))
-    lines = [type(q)(loc, scale).log_prob(drawn) for loc, scale in zip(every.loc, every.scale, strict=True)]
-    return torch.stack([line.sum(1, dtype=exact(line)) for line in lines])
 
 
 def collapsed(square: Tensor, count: int, shape: float, mean: float) -> Tensor:

@@ -34,16 +34,9 @@ def gaussian_kl(mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Ten
 
 
 def _normal(mean: Tensor, log_scale: Tensor, loc: Any, scale: Any) -> Tensor:
-    from slimbayes.distributions.sums import excess
+    from slimbayes.distributions.sums import excess, squared_norm
 
-    return excess(log_scale, math.log(scale)) + _distance(mean, loc, scale)
-
-
-def _distance(mean: Tensor, loc: Any, scale: Any) -> Tensor:
-    """|mean - loc|^2 / (2 scale^2)."""
-    from slimbayes.distributions.sums import squared_norm
-
-    return squared_norm(mean - loc if loc else mean) * (0.5 / scale**2)
+    return excess(log_scale, math.log(scale)) + squared_norm(mean - loc if loc else mean) * (0.5 / scale**2)
 
 
 class Sums(NamedTuple):
@@ -180,9 +173,6 @@ class LaplacePrior(Distribution):
         size = math.sqrt(2 / math.pi) * (log_scale - 0.5 * scaled.square()).exp() + mean * (scaled / math.sqrt(2)).erf()
         entropy = log_scale + 0.5 * math.log(2 * math.pi * math.e)
         return (size / self.scale + math.log(2 * self.scale) - entropy).sum()
-
-    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
-        return self
 
 
 @dataclass(frozen=True)

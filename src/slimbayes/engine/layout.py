@@ -110,8 +110,9 @@ class Layout:
             dim = self.inputs[i]
             if dim is None or (isinstance(leaf, Tensor) and leaf.shape[dim] == 1 != rows):
                 return leaf
-            each = 1 if isinstance(leaf, PackedSequence) else leaf.shape[dim] // rows
-            return index_rows(leaf, dim, torch.cat([torch.arange(each), torch.arange(rows * each)]))
+            if isinstance(leaf, PackedSequence):
+                return index_rows(leaf, 1, torch.arange(-1, rows).clamp_min(0))
+            return torch.cat([leaf.narrow(dim, 0, leaf.shape[dim] // rows), leaf], dim)
 
         return map_arrays(more, inputs)
 

@@ -46,8 +46,9 @@ class Ahead:
         for handle in self.handles:
             handle.remove()
         self.probe.shapes_ahead = self.shapes
-        for module, now in self.shapes.items() if self.before is not None and self.probe.taint is None else ():
-            earlier = self.before.shapes_ahead.get(module)
+        compared = {} if self.before is None or self.probe.taint is not None else self.before.shapes_ahead
+        for module, now in self.shapes.items():
+            earlier = compared.get(module)
             if earlier is None or None in (earlier[1], now[1]):
                 continue
             try:

@@ -26,8 +26,8 @@ from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.engine.passes import Noise, Pass, Unproven
 from slimbayes.engine.sharing import evaluating
 from slimbayes.engine.tree import arrays_of, map_arrays
+from slimbayes.posteriors.joint_forms import Watched
 from slimbayes.posteriors.joint_normal import Joint
-from slimbayes.posteriors.kronecker_weights import Watched
 from slimbayes.prediction.batches import batches_of, rows_of
 from slimbayes.prediction.checks import check_noise_rule
 from slimbayes.prediction.predict import select

@@ -114,7 +114,7 @@ def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     lines, back = _deal(rows, members.members, first, members.members, members.device)
     dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
     taken = {k: _take((args, kwargs), line, rows, dims) for k, line in enumerate(lines) if line.numel()}
-    outputs = _even([_call(module, members, k, *mine, method=name) for k, mine in taken.items()], _padding(module))
+    outputs = _even([_call(module, members, k, a, b, name) for k, (a, b) in taken.items()], _padding(module))
     return _join(outputs, back, rows, tuple(0 for _ in arrays_of(outputs[0])))
 
 

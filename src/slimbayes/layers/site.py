@@ -142,6 +142,13 @@ class LinearMap:
         """A change of the weight, without what must stay as it is."""
         return change if self.mask is None else change * self.mask.to(change.dtype)
 
+    def free(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Of values (..., *shape) of the weights those that may change, (..., count), where not all may."""
+        if self.mask is None:
+            return values
+        free = self.mask.expand_as(self.weight) != 0
+        return tuple(value[..., free] for value in values)
+
     def rows(self, combine: Any, y: Tensor, factor: Tensor, current: Pass) -> Tensor:
         """Combine the outputs with one line of factors (n, n_out) for each draw."""
         return apply_rows(combine, y, factor, current, self.batch_dim, self.channel_dim)

@@ -82,22 +82,18 @@ class GaussianPosterior(WeightPosterior):
         self.independent_positions = config.independent_positions
         self.regularises_mean = not isinstance(config.prior, TiedMean)
         self.late = self.estimator == "local"
-        if self.late and not site.whole:
-            self._check_local(site)
+        if self.late and not site.whole and site.positions in ("pooled", "nonlinear"):
+            raise ValueError("the local estimator cannot tell the variance of pooled vectors; use 'reparam'")
+        if self.late and not site.whole and site.positions == "many" and not self.independent_positions:
+            raise ValueError(
+                "the local estimator is exact only where each row meets the weights once, and this layer shares them "
+                f"over positions or steps. {_INDEPENDENT}"
+            )
         if self.estimator == "flipout" and site.positions == "nonlinear":
             raise ValueError("flipout needs outputs linear in the weights, which a maximum is not; use 'reparam'")
         gaussian_bias = site.bias and config.bias == "gaussian"
         self.bias_log_scale = nn.Parameter(initial_log_scale(config, (site.n_out,))) if gaussian_bias else None
         self.regularises_bias = gaussian_bias and self.regularises_mean
-
-    def _check_local(self, site: Site) -> None:
-        if site.positions in ("pooled", "nonlinear"):
-            raise ValueError("the local estimator cannot tell the variance of pooled vectors; use 'reparam'")
-        if site.positions == "many" and not self.independent_positions:
-            raise ValueError(
-                "the local estimator is exact only where each row meets the weights once, and this layer shares them "
-                f"over positions or steps. {_INDEPENDENT}"
-            )
 
     @abstractmethod
     def raw_log_scale(self) -> Tensor:
@@ -214,12 +210,12 @@ class GaussianPosterior(WeightPosterior):
 
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
-        fan_in, weight = self.site.fan_in, wide(mapped.weight)
+        weight = wide(mapped.weight)
         if mapped.mask is None:
             total = self.kl_of_weights(weight)
         else:  # what stays as it is has no distribution
-            free = mapped.mask.expand_as(weight) != 0
-            total = gaussian_kl(weight[free], self.log_scale()[free], self.prior, fan_in)
+            weight, log_scale = mapped.free(weight, self.log_scale())
+            total = gaussian_kl(weight, log_scale, self.prior, self.site.fan_in)
         return sum(self.kl_of_bias(mapped), total)
 
     def kl_of_bias(self, linear: LinearMap) -> list[Tensor]:
@@ -236,10 +232,7 @@ class GaussianPosterior(WeightPosterior):
     def log_ratio(self, linear: LinearMap) -> Tensor:
         drawn: Perturbation = self.values()
         fan_in = self.site.fan_in
-        deviation, weight, log_scale = drawn.weight, linear.weight, self.log_scale()
-        if linear.mask is not None:  # what stays as it is has no distribution
-            free = linear.mask.expand_as(weight) != 0
-            deviation, weight, log_scale = deviation[:, free], weight[free], log_scale[free]
+        deviation, weight, log_scale = linear.free(drawn.weight, linear.weight, self.log_scale())
         total = gaussian_log_ratio(deviation, weight, log_scale, self.prior, fan_in)
         if drawn.bias is not None and linear.bias is not None and self.bias_log_scale is not None:
             log_scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
@@ -248,10 +241,7 @@ class GaussianPosterior(WeightPosterior):
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
         """How far means are from the prior's, in its scales, and scales over the prior's; none of a mixture."""
-        mean, log_scale = wide(linear.weight.detach()), self.log_scale().detach()
-        if linear.mask is not None:
-            free = linear.mask.expand_as(mean) != 0
-            mean, log_scale = mean[free], log_scale[free]
+        mean, log_scale = linear.free(wide(linear.weight.detach()), self.log_scale().detach())
         prior = self.prior.of_weights(mean, log_scale, self.site.fan_in)
         return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []
 

@@ -64,10 +64,7 @@ class RadialPosterior(WeightPosterior):
 
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
-        mean, log_scale = wide(mapped.weight), wide(self.weight_log_scale)
-        if mapped.mask is not None:
-            free = mapped.mask.expand_as(mean) != 0
-            mean, log_scale = mean[free], log_scale[free]
+        mean, log_scale = mapped.free(wide(mapped.weight), wide(self.weight_log_scale))
         s, size = self.prior.scale, mean.numel()
         squares = (mean - self.prior.loc).square().sum() + (2 * log_scale).exp().sum() / size
         cross_entropy = size * math.log(s * math.sqrt(2 * math.pi)) + squares / (2 * s**2)

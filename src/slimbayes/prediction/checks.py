@@ -155,14 +155,11 @@ def _unfit(layer: Any, x: Tensor) -> str | None:
             return f"takes whole numbers below {layer.num_embeddings}, got {x.dtype}: convert them with x.long()."
         if x.numel() and (int(x.min()) < 0 or int(x.max()) >= layer.num_embeddings):
             return f"takes whole numbers from 0 to {layer.num_embeddings - 1}, got {int(x.min())} to {int(x.max())}."
-    elif (
-        isinstance(weight, Tensor)
-        and weight.is_floating_point()  # integers are stored, not computed in
-        and x.dtype != weight.dtype
-        and not torch.is_autocast_enabled(x.device.type)
-    ):
-        kind = str(weight.dtype).removeprefix("torch.")
-        return f"computes in {kind}, got inputs of {x.dtype}: convert them with x.to(torch.{kind})."
-    elif isinstance(weight, Tensor) and x.device != weight.device:
-        return f"is on {weight.device}, got inputs on {x.device}: move them with x.to({str(weight.device)!r})."
+    elif isinstance(weight, Tensor):
+        stored = not weight.is_floating_point()  # integers are stored, not computed in
+        if x.dtype != weight.dtype and not stored and not torch.is_autocast_enabled(x.device.type):
+            kind = str(weight.dtype).removeprefix("torch.")
+            return f"computes in {kind}, got inputs of {x.dtype}: convert them with x.to(torch.{kind})."
+        if x.device != weight.device:
+            return f"is on {weight.device}, got inputs on {x.device}: move them with x.to({str(weight.device)!r})."
     return None

@@ -110,7 +110,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse what the types of the fields do not allow."""
-        for field, types in _types(type(self)).items():
+        for field, types in _types(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, field)
             for kind in types if value is not None or NoneType not in types else ():
                 if get_origin(kind) is Annotated:

@@ -284,9 +284,8 @@ class JointNormal(FactorConfig):
         return 0.0 if self.over == "weights" else 0.5 * (site.n_in + site.n_out)
 
     def build(self, site: Site) -> Posterior:
-        from slimbayes.posteriors.joint_factors import JointFactors
+        from slimbayes.posteriors.joint_forms import JointFactors, KroneckerWeights, is_product
         from slimbayes.posteriors.joint_normal import JointWeights
-        from slimbayes.posteriors.kronecker_weights import KroneckerWeights, is_product
 
         if self.over != "weights":
             return JointFactors(self, site)
