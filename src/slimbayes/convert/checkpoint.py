@@ -198,9 +198,7 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
 
 
 def _room_after(room: int, module: nn.Module, config: Config, include: Selection, folder: Path) -> int:
-    """Numbers left in the file beside those that a conversion needs, which is refused before anything is allocated
-    where there are too few.
-    """
+    """Numbers left in the file beside those a conversion needs; too few are refused before any is allocated."""
     copies = max(config.members, getattr(config, "components", 1)) - 1  # each has one number at least
     needed = estimate_cost(module, config, include).extra_parameters if copies <= room else copies
     if needed > room:
@@ -222,9 +220,7 @@ def _check_fit(given: dict[str, Tensor], needed: dict[str, Tensor], file: Path) 
 
 
 def _fingerprint(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Names, shapes and content of the base model, so that a posterior is never laid over another network by
-    mistake.
-    """
+    """Names, shapes and content of the base model: no posterior is to be laid over another network."""
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode())

@@ -129,9 +129,7 @@ def _whole(model: nn.Module, config: Config) -> Decision:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own, and dropout layers. What lies inside an attention layer or a posterior
-    belongs to it.
-    """
+    """Modules with parameters of their own, and dropout layers; what lies inside an attention layer belongs to it."""
     owned: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if owned and name.startswith(owned):
@@ -219,9 +217,7 @@ def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decisi
 
 
 def _tie(decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool) -> None:
-    """Layers that share a weight share one posterior; where one of them stays as it is, so do the others, unless
-    included by name.
-    """
+    """Layers that share a weight share one posterior; if one stays as it is so do the others, unless named."""
     users: dict[int, list[Decision]] = {}
     for decision in decisions:
         for parameter in layers[decision.name].parameters(recurse=False):

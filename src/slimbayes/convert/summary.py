@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from slimbayes.convert.convert import decisions_of
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.engine.calls import total_draws
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.engine.sharing import evaluating
 from slimbayes.layers import bayes_class, class_for, kind_of
-from slimbayes.layers.base import Converted, registered, sites_of
+from slimbayes.layers.base import Converted, sites_of
 from slimbayes.posteriors.base import Config
 
 
@@ -159,8 +157,8 @@ class Cost:
         parameters: parameters of the plain model.
         extra_parameters: parameters of all posteriors.
         extra_bytes: their size in memory (gradients and optimizer state come on top, as for any parameter).
-        relative_flops: arithmetic of one draw at each position relative to the plain model's, at least 1. What happens
-            once a pass, as drawing a matrix of weights, is not in it: a large batch shares it.
+        relative_flops: arithmetic of one draw at one position of each layer relative to the plain model's, at least 1.
+            What happens once a pass, as drawing a matrix of weights, is not in it: a large batch shares it.
         forwards: how many times one `sample(model, x)` pays that price: the number of members.
     """
 
@@ -177,17 +175,9 @@ class Cost:
 
 
 def estimate_cost(
-    model: nn.Module,
-    config: Config | Mapping[str, Config],
-    include: Selection = None,
-    exclude: Selection = None,
-    example: Tensor | None = None,
+    model: nn.Module, config: Config | Mapping[str, Config], include: Selection = None, exclude: Selection = None
 ) -> Cost:
     """What `bayesianize` with these arguments would cost, without changing the model or allocating its posteriors.
-
-    Args:
-        example: an input to run once (in eval mode), so that layers count as often as they are applied: convolutions at
-            every position. Without it each layer counts once.
 
     Example:
         >>> import slimbayes as sb
@@ -196,48 +186,20 @@ def estimate_cost(
         (19000, 1.001)
     """
     decisions = plan(model, config, include, exclude)
-    positions = _positions(model, example)
     extra: list[Tensor] = []
     forwards, plain_flops, extra_flops = 1, 0.0, 0.0
     for decision in decisions:
         layer, chosen = model.get_submodule(decision.name), decision.config
-        times = positions.get(decision.name, 1.0)
         # Multiply-adds: one for each weight; a lookup has none.
         weights = [] if kind_of(layer) == "table" else [p for p in _own_parameters(layer) if p.dim() > 1]
-        plain_flops += times * sum(p.numel() for p in weights)
+        plain_flops += sum(p.numel() for p in weights)
         if chosen is None or decision.tied is not None:
             continue
         cls = None if chosen.whole else class_for(layer, chosen.covers)
         sites = [] if cls is None else sites_of(cls, layer)
         forwards = max(forwards, chosen.members)
         extra += chosen.extra_parameters(layer, sites)
-        extra_flops += times * sum(chosen.extra_flops(site) for site in sites)
+        extra_flops += sum(chosen.extra_flops(site) for site in sites)
     total, added = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in extra)
     size = sum(p.numel() * p.element_size() for p in extra)
     return Cost(total, added, size, 1 + extra_flops / max(plain_flops, 1), forwards)
-
-
-def _positions(model: nn.Module, example: Tensor | None) -> dict[str, float]:
-    """How many positions of one row each layer is applied to, measured by running an example."""
-    if example is None:
-        return {}
-    found: dict[str, float] = {}
-    handles = []
-    for name, layer in model.named_modules():
-        known = registered(layer)
-
-        def record(layer: nn.Module, args: Any, output: Any, name: str = name, known: Any = known) -> None:
-            out = output[0] if isinstance(output, tuple) else output
-            if isinstance(out, Tensor):
-                channels = out.shape[known.bayes_channel_dim]
-                found[name] = found.get(name, 0.0) + out.numel() / channels / example.shape[0]
-
-        if bayes_class(layer):
-            handles.append(layer.register_forward_hook(record))
-    try:
-        with torch.no_grad(), evaluating(model):
-            model(example)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found

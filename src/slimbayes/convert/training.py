@@ -19,9 +19,7 @@ _TRAIN = ("all", "posterior", "posterior+head")
 
 
 def modules_to_save(model: nn.Module, train: Train, head: Selection) -> tuple[list[str], list[str]]:
-    """Names of the modules that are to be saved with the posteriors, and of the heads among them, decided before a
-    model is converted.
-    """
+    """Names of modules to be saved with the posteriors, and of the heads among them, before a conversion."""
     if train not in _TRAIN:
         raise ValueError(f"bayesianize: unknown train {train!r}{did_you_mean(str(train), _TRAIN)}")
     if head is not None and train != "posterior+head":
@@ -65,9 +63,7 @@ def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
 
 
 def belongs(model: nn.Module, saved: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name in the state of a model belongs to a posterior or to one of these modules: the rule behind
-    adapter-only checkpoints.
-    """
+    """Whether a name in a model's state belongs to a posterior or one of these modules: what is saved."""
     converted = [name for name, module in model.named_modules() if isinstance(module, Converted)]
     of_posterior = tuple(f"{name}.posterior.".lstrip(".") for name in converted)
     of_saved = _within(saved)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from slimbayes.diagnostics.psis import KHat, k_hat
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.engine.sharing import evaluating
-from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.base import sited
 from slimbayes.layers.site import LinearMap
 from slimbayes.prediction.sample import members, sample
 from slimbayes.train.elbo import dwarfed, kl
@@ -126,7 +126,6 @@ def check(
     noise: float | Tensor = 1.0,
     num_data: int | None = None,
     kl_weight: float = 1.0,
-    unseen: Tensor | None = None,
 ) -> Check:
     """Look at a trained model, with some hundred rows: KL, NLL, shares of the posterior, label changes and k-hat.
 
@@ -138,7 +137,6 @@ def check(
         likelihood, noise: as in `predict`.
         num_data: how many training rows there are; as many as in `x` by default.
         kl_weight: what the KL was multiplied with at the end of training.
-        unseen: inputs whose labels are compared between draws; `x` by default.
 
     Shape: x (B, ...), y (B,) or (B, T).
 
@@ -154,7 +152,7 @@ def check(
         nll = float(judge.nll(_outputs(model, x).float(), y, "average", noise))
         shares = _shares(model)
         shape, note = _k_hat(model, x, y, likelihood, noise, total, shares[0])
-        changes = _label_changes(model, x if unseen is None else unseen, likelihood)
+        changes = _label_changes(model, x, likelihood)
         return Check(nll, float(kl(model)) / total, kl_weight, *shares, changes, shape, note)
 
 
@@ -162,15 +160,14 @@ def _shares(model: nn.Module) -> tuple[int, float, float]:
     """How many elements of the posterior have a prior of their own, and which share is at it or collapsed."""
     count, near, nothing = 0, 0.0, 0.0
     seen: set[int] = set()
-    for layer in (module for module in model.modules() if isinstance(module, BayesLayer)):
-        for site, posterior in layer.posterior.items():
-            if id(posterior) in seen or not isinstance(posterior, Scaled):
-                continue
-            seen.add(id(posterior))
-            for offset, ratio in posterior.against_prior(layer.linear_map(site)):
-                count += ratio.numel()
-                near += float(((offset.abs() < _NEAR) & ((ratio - 1).abs() < _NEAR)).sum())
-                nothing += float((ratio < _NOTHING).sum())
+    for _, layer, site, posterior in sited(model):
+        if id(posterior) in seen or not isinstance(posterior, Scaled):
+            continue
+        seen.add(id(posterior))
+        for offset, ratio in posterior.against_prior(layer.linear_map(site)):
+            count += ratio.numel()
+            near += float(((offset.abs() < _NEAR) & ((ratio - 1).abs() < _NEAR)).sum())
+            nothing += float((ratio < _NOTHING).sum())
     return (count, near / count, nothing / count) if count else (0, math.nan, math.nan)
 
 

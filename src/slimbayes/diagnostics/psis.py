@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.engine.sharing import evaluating
-from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.base import sited
 from slimbayes.prediction.sample import frozen, members
 
 LogLikelihood = Callable[[nn.Module], Tensor]
@@ -84,15 +84,14 @@ def log_ratios(model: nn.Module, log_likelihood: LogLikelihood, draws: int = 100
 
 def _density_ratios(model: nn.Module) -> Iterator[Tensor]:
     """log p(theta) - log q(theta) of the held draws of each matrix: (K n,)."""
-    for layer in (module for module in model.modules() if isinstance(module, BayesLayer)):
-        for site, posterior in zip(layer.posterior, layer.posteriors(), strict=True):
-            ratio = posterior.log_ratio(layer.linear_map(site))
-            if ratio is None:
-                raise TypeError(
-                    f"{posterior.name}: the density of a {type(posterior).__name__}'s draws is not known. log_ratios "
-                    f"and k_hat work with MeanField, KTied, MatrixNormal and Rank1."
-                )
-            yield ratio
+    for _, layer, site, posterior in sited(model):
+        ratio = posterior.log_ratio(layer.linear_map(site))
+        if ratio is None:
+            raise TypeError(
+                f"{posterior.name}: the density of a {type(posterior).__name__}'s draws is not known. log_ratios and "
+                f"k_hat work with MeanField, KTied, MatrixNormal and Rank1."
+            )
+        yield ratio
 
 
 # ArviZ fits the same numbers (the tests hold them to 1e-7) but would bring xarray and pandas for these thirty lines.

@@ -152,9 +152,7 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
 
 
 def notice(posteriors: Sequence[Any], done: Pass, function: Any = None) -> None:
-    """After the first pass, say which layers were converted but never ran: their posteriors have no part in any
-    prediction.
-    """
+    """After the first pass, say which layers never ran: their posteriors have no part in any prediction."""
     if torch.compiler.is_compiling() or posteriors[0].noticed:
         return
     if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in passes.modules_of(function)):

@@ -126,9 +126,7 @@ class Layout:
         return size[0] <= 1 or all(map(int.__le__, size, self.most))
 
     def split(self, outputs: Any, draws: int) -> Any:
-        """Undo `tile` on an output: every tensor of S x B rows becomes (S, B, ...); others are the same for every
-        draw.
-        """
+        """Undo `tile` on an output: S x B rows become (S, B, ...); what has no rows is the same for every draw."""
         if len(arrays_of(outputs)) != len(self.outputs):
             raise Unproven("the model returned other tensors than when its rows were located")
 
@@ -182,9 +180,7 @@ def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:
 
 
 def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator[Dims]:
-    """Rows of all inputs, if those of input `lead` lie along `at`: wherever a size fits, then with one input less, or
-    multiples too.
-    """
+    """Rows of all inputs, if input `lead` has them along `at`: where sizes fit, with one input less, multiples too."""
     rows = shapes[lead][at]
     fits = [[d for d, size in enumerate(shape) if size == rows and d < 2] for shape in shapes]
     first = [at if at in f else f[0] if f else None for f in fits]

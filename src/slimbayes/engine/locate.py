@@ -108,9 +108,7 @@ def _refuse_fake(args: Any, kwargs: Any) -> None:
 
 
 def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
-    """The layout of a call: the one proven for its kind, or a proof now. It is kept with the model it was proven
-    for.
-    """
+    """The layout of a call: the one proven for its kind and kept with the model, or a proof now."""
     given, model = model, unwrapped(model)
     read = posteriors.tree if model is given and isinstance(posteriors, Posteriors) else None  # just now
     read = read or tree_of(model)

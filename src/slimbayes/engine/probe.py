@@ -1,6 +1,4 @@
-"""One run of the proof of rows: what reaches every converted module, by shape and fingerprint, and the taint it puts on
-their outputs.
-"""
+"""One run of the proof of rows: what reaches every converted module, and the taint it puts on their outputs."""
 
 from __future__ import annotations
 
@@ -153,9 +151,7 @@ def doubled(a: tuple[int, ...], b: tuple[int, ...], name: str) -> int | None:
 
 
 def prints_of(x: Tensor, dim: int | None) -> Tensor | None:
-    """Fingerprints (2, n): a weighted sum of each of the n entries along `dim`, and their sizes; n is 1 without
-    rows.
-    """
+    """Fingerprints (2, n): weighted sums of the n entries along `dim`, and their sizes; n is 1 without rows."""
     if x.numel() == 0 or x.is_complex() or x.is_nested or x.layout is not torch.strided:
         return None
     numbers = x.detach().float().nan_to_num(0.123, 7.7, -7.7).contiguous()
@@ -176,9 +172,7 @@ def packed_in(whole: PackedSequence, other: Tensor, mask: Tensor) -> PackedSeque
 
 
 def equal_prints(a: Tensor, b: Tensor) -> bool:
-    """Whether two fingerprints (sum, size) are the same; sums by atomic additions on a GPU may differ in the last
-    digits.
-    """
+    """Whether two fingerprints (sum, size) are the same, up to the last digits of atomic additions on a GPU."""
     slack = 1e-7 if a.is_cuda else 1e-13
     return bool((a - b).abs()[0] <= slack * torch.maximum(a[1], b[1]))
 

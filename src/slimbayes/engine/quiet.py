@@ -114,9 +114,7 @@ class Quiet(TorchFunctionMode):
             self.compared[id(out)] = (out, sum(known))
 
     def _note_read(self, name: str, args: Any) -> None:
-        """A number that leaves the tensors, or what is compared to make one: it must not depend on the draw of some
-        rows.
-        """
+        """A number that leaves the tensors, or is compared to make one: no draw of some rows may change it."""
         numbers = [a for a in args if isinstance(a, Tensor)]
         single = all(a.dim() == 0 for a in numbers) or name in ("any", "all", "tolist", "numpy", "__array__")
         if numbers and single and not inside_func() and not numbers[0].is_complex():
@@ -200,9 +198,7 @@ def _within(index: Tensor, size: int | None) -> None:
 
 
 def _constant(name: str, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """What stands for a random tensor: in each place the same, so that a row's does not depend on how many there
-    are.
-    """
+    """What stands for a random tensor: the same everywhere, however many rows there are."""
     with torch.no_grad():
         if name == "randperm":
             return out.copy_(torch.arange(len(out)))

@@ -23,9 +23,7 @@ from slimbayes.engine.tree import arrays_of, map_arrays, padded
 
 
 class Ahead:
-    """Finds the largest modules without posteriors that run before any converted layer does, and where their rows
-    lie.
-    """
+    """Finds the largest modules that run before any converted layer does, and where their rows lie."""
 
     def __init__(self, model: nn.Module, probe: Probe, before: Probe | None) -> None:
         self.model, self.probe, self.before = model, probe, before

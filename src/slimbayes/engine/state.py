@@ -1,6 +1,4 @@
-"""What modules keep from one call for the next, beside parameters: buffers, and attributes of their own such as a
-hidden state, a cache or a count.
-"""
+"""What modules keep from one call for the next beside parameters: buffers and attributes, such as a hidden state."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ class State:
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[State]:
-    """Whatever modules keep is afterwards as it was, and so are random numbers, of Python, numpy and generators of the
-    modules' own.
-    """
+    """What modules keep is afterwards as it was, as are random numbers of Python, numpy and the modules' own."""
     state, python, arrays = State(model, every=True), random.getstate(), np.random.get_state()
     own = [(v, v.get_state()) for held in state.before for v in held.values() if isinstance(v, torch.Generator)]
     try:

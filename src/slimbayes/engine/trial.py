@@ -1,6 +1,4 @@
-"""A trial of the plain model: nothing random in it, nothing left behind, and a probe that notes what its converted
-layers met.
-"""
+"""A trial of the plain model: nothing random, nothing left behind, and a note of what its converted layers met."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ def first_line(error: Exception) -> str:
 
 
 def what_lasts(model: nn.Module, posteriors: Sequence[Any], inputs: Any, first: Probe, out: Any) -> str | None:
-    """The name of what a run of these inputs left in the modules, if it depends on them, unlike a count, and a second
-    run gives something else because of it.
-    """
+    """The name of what a run left in the modules, if it depends on the inputs and changes what a second one gives."""
     if not first.changes:
         return None
     with kept(model) as state:

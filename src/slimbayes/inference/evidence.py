@@ -36,9 +36,7 @@ LARGEST = 1e10  # a prior precision beyond it, or below its inverse, has run awa
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What the evidence of one matrix needs: eigenvalues of its curvature (K, D), and |mean - loc|^2, averaged over its
-    members, as is everything here.
-    """
+    """Eigenvalues of one matrix's curvature (K, D), and |mean - loc|^2, averaged over members as all here is."""
 
     name: str
     values: Tensor

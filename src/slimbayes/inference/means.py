@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import bayesianize, debayesianize
 from slimbayes.engine import passes
-from slimbayes.layers.base import BayesLayer, Converted
+from slimbayes.layers.base import BayesLayer, Converted, sited
 from slimbayes.posteriors.configs.gaussian import KTied
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.prediction.sample import central_pass
@@ -81,10 +81,9 @@ def fit_k_tied(model: nn.Module, rank: int) -> None:
     """Replace joint posteriors of independent weights by k-tied ones, in place."""
     configs: dict[str, KTied] = {}
     variances: dict[tuple[str, str], Tensor] = {}
-    for name, layer in model.named_modules():
-        for site, p in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
-            configs[name] = KTied(rank=rank, prior=p.prior, bias="gaussian", scale_jitter=0.0)  # type: ignore[arg-type]
-            variances[name, site] = p.variances()[0].double()  # type: ignore[operator]
+    for name, _, site, p in sited(model):
+        configs[name] = KTied(rank=rank, prior=p.prior, bias="gaussian", scale_jitter=0.0)
+        variances[name, site] = p.variances()[0].double()
     debayesianize(model)
     bayesianize(model, {re.escape(name): config for name, config in configs.items()})
     for (name, site), variance in variances.items():

@@ -5,7 +5,7 @@ the posterior at `layer.posterior[site]` does the rest.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -207,10 +207,15 @@ def sites_of(cls: type[BayesLayer], layer: Any) -> list[Site]:
         layer.__class__ = plain
 
 
+def sited(model: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
+    """Every posterior of a model's converted layers: the layer's name, the layer, the site's name, the posterior."""
+    for name, layer in model.named_modules():
+        for site, posterior in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
+            yield name, layer, site, posterior
+
+
 def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function that makes classes on the spot: equal arguments give one class, and its modules are pickled
-    and copied as what it was made of.
-    """
+    """Decorates a maker of classes: equal arguments give one class, whose modules are pickled as what it is made of."""
     made: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(make)

@@ -176,9 +176,7 @@ def _as_it_was(module: Any) -> Iterator[Any]:
 
 
 def _needs_loop(module: Any, members: Any) -> bool:
-    """vmap cannot follow batch norm's updates of its statistics in training, and it runs past autocast; and members
-    share the hooks of the module itself.
-    """
+    """vmap follows no updates of batch norm's statistics, and runs past autocast and the module's own hooks."""
     alone = torch.is_autocast_enabled(members.device.type) or bool(_hooked(module))
     return alone or any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in module.modules())
 

@@ -262,9 +262,7 @@ def recomputed() -> bool:
 
 
 class WeightPosterior(Posterior):
-    """A posterior whose draws are weight matrices; by default `values()` are deviations (n, *shape) from the layer's
-    own weight.
-    """
+    """Draws are weight matrices; by default `values()` are deviations (n, *shape) from the layer's own weight."""
 
     @property
     def has_weights(self) -> bool:

@@ -44,9 +44,7 @@ _INDEPENDENT = "Set independent_positions=True to accept independent noise at ea
 
 
 class Perturbation(NamedTuple):
-    """Deviations from the mean in one pass: of weights, as scales (*shape) and noise (n, *shape), of biases (n, out);
-    and signs (R, in) and (R, out).
-    """
+    """Deviations of a pass: scales (*shape) and noise (n, *shape), of biases (n, out); signs (R, in) and (R, out)."""
 
     scale: Tensor | None
     noise: Tensor | None

@@ -29,9 +29,7 @@ ROUNDING = 2e-3  # relative
 
 
 class Joint(WeightPosterior):
-    """log sigma (K, D), and the elements of T below the diagonal (K, D (D - 1) / 2), row by row, or V (K, D, k), or
-    neither, if independent.
-    """
+    """log sigma (K, D), and what lies below T's diagonal (K, D (D - 1) / 2), row by row, or V (K, D, k), or neither."""
 
     site: Site
     size: int  # D
@@ -165,9 +163,7 @@ class Joint(WeightPosterior):
 
     @torch.no_grad()
     def set_directions(self, scale: float, directions: Tensor) -> None:
-        """Become a Gaussian of one standard deviation that is narrower along orthogonal directions (K, D, k): V, which
-        is rounded as T is.
-        """
+        """Become a Gaussian that is narrower along orthogonal directions (K, D, k): V, rounded as T is."""
         self.log_scale.fill_(math.log(scale))
         v, short = directions, directions.half().to(directions.dtype)
         lengths = v.square().sum(1, keepdim=True)

@@ -86,9 +86,7 @@ class Accumulator:
         return values * along_draws(factors, values)
 
     def sound(self) -> bool:
-        """Whether the draws so far make a prediction: class probabilities that are numbers, or finite means. One number
-        is read from the device.
-        """
+        """Whether draws so far are numbers, or finite means. One number is read from the device."""
         total = self.member_sum.sum()
         if self.of.discrete:
             return not bool(total.isnan())  # a probability of zero has the log -inf

@@ -87,9 +87,7 @@ def _tensor(model: nn.Module, x: Any) -> Any:
 
 
 def call_batch(model: nn.Module, batch: Any, inputs: int | None = None) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """How to hand a data loader's batch to a model: inputs of an (inputs, targets) pair, a mapping by keyword if it
-    fits.
-    """
+    """A data loader's batch as a call: inputs of an (inputs, targets) pair, a mapping by keyword if it fits."""
     if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
         if inputs is None and len(batch) > 2:
             raise ValueError(

@@ -34,9 +34,7 @@ def check_draws(what: str, draws: Any, fold: Any = "auto") -> None:
 
 
 def check_inputs(model: nn.Module, inputs: tuple[Any, Any], before: int = 0) -> None:
-    """Refuse inputs that hold NaN or infinity, naming the argument, the row (after so many in earlier batches) and
-    the column.
-    """
+    """Refuse NaN and infinity, naming the argument, the row (after `before` earlier ones) and the column."""
     leaves = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in arrays_of(inputs)]
     for number, values in enumerate(leaves):
         if not values.is_floating_point() or values.layout != torch.strided:
@@ -56,9 +54,7 @@ def check_inputs(model: nn.Module, inputs: tuple[Any, Any], before: int = 0) -> 
 
 
 def check_noise_rule(model: nn.Module, likelihood: str) -> None:
-    """Warn where a head's noise was learned by another rule than `noise_scale` has now, or a file does not say by
-    which.
-    """
+    """Warn where a head's noise was learned by another rule than `noise_scale` has now, or an unnamed one."""
     if not likelihood_named(likelihood).learns_noise:
         return
     rules = [m.__dict__["_slimbayes"].noise_rule for m in model.modules() if "_slimbayes" in m.__dict__]

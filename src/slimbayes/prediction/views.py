@@ -96,9 +96,7 @@ class Views:
         return replace(self, **changed)  # type: ignore[type-var]
 
     def to_numpy(self) -> dict[str, Any]:
-        """Every summary as numpy arrays: mean, member_mean, total, aleatoric, epistemic, and where they are there
-        distance and samples.
-        """
+        """Every summary as numpy arrays: mean, member_mean, total and its parts; distance and samples if there."""
         names = ["mean", "member_mean", "total", "aleatoric", "epistemic"]
         names += [] if self.distance is None else ["distance"]
         names += [] if self.by_draw is None else ["samples"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -28,28 +28,42 @@ from torch import nn
 
 from slimbayes.convert.convert import bayesianize
 from slimbayes.distributions.families import Normal, dropout_scale
-from slimbayes.errors import SlimbayesWarning, brief
+from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.configs.modules import Ensemble
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.sklearn.columns import Known, Missing, Scaling, Table, check_choice, is_frame, merged
+from slimbayes.sklearn.columns import Missing, Preparation, Scaling, Table, is_frame
 from slimbayes.sklearn.network import Recipe, Rows, Trainer
-from slimbayes.sklearn.preparation import Preparation
 from slimbayes.train.likelihoods import LikelihoodName
 
 _FEWEST = 40  # rows from which some are held out: fewer say little about when to stop
 
 
-def default_method(own: bool, members: int = 8) -> Rank1 | dict[str, Config]:
+class Known(NamedTuple):
+    """A training set: numbers and codes (N, d), coded targets (N,) or (N, T) and weights (N,)."""
+
+    x: np.ndarray
+    y: np.ndarray
+    weight: np.ndarray
+
+
+def merged(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Known:
+    """Equal rows once, with their weights added: a row of weight two is a row given twice."""
+    every = np.concatenate([x, y.reshape(len(y), -1)], 1)
+    _, first, same = np.unique(every, axis=0, return_index=True, return_inverse=True)
+    return Known(x[first], y[first], np.bincount(same.ravel(), weight))
+
+
+def default_method(own: bool) -> Rank1 | dict[str, Config]:
     """Rank-1 factors with wide starts and prior, and in our own networks a head of its own for each member.
 
     Chosen by held-out likelihood on four small sets (benchmarks/tables.py --choose).
     """
     start, prior = Normal(1.0, 0.5), Normal(1.0, 0.3)
-    factors = Rank1(members=members, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
-    return {"dense.*": factors, "head": Ensemble(members=members)} if own else factors
+    factors = Rank1(members=8, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
+    return {"dense.*": factors, "head": Ensemble(members=8)} if own else factors
 
 
 @dataclass(eq=False, repr=False)
@@ -239,8 +253,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         )
 
     def _check_parameters(self) -> None:
-        check_choice("missing", self.missing, Missing)
-        check_choice("scaling", self.scaling, Scaling)
+        for name, choices in (("missing", get_args(Missing)), ("scaling", get_args(Scaling))):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name}={brief(value)} is not known{did_you_mean(str(value), choices)}")
         whole = {"epochs": self.epochs, "patience": self.patience, "draws": self.draws}
         whole |= {} if self.batch_size is None else {"batch_size": self.batch_size}
         for name, value in whole.items():

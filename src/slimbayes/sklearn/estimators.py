@@ -16,8 +16,7 @@ from torch import nn
 
 from slimbayes.errors import brief
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.sklearn.base import TableEstimator
-from slimbayes.sklearn.columns import merged
+from slimbayes.sklearn.base import TableEstimator, merged
 from slimbayes.sklearn.network import Noise, Targets, build
 from slimbayes.train.likelihoods import LikelihoodName
 

@@ -1,6 +1,4 @@
-"""The configs of posteriors over weights, around the layer's own: mean-field, k-tied, matrix and multivariate normal,
-and radial.
-"""
+"""The configs of posteriors over weights: mean-field, k-tied, matrix and multivariate normal, and radial."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ class GaussianConfig(SiteConfig):
 
     @classmethod
     def like(cls, other: GaussianConfig) -> Self:
-        """This method with another's prior, estimator, start, biases and cap; its jitter means something else in
-        each.
-        """
+        """This method with another's fields but for its jitter, which means something else in each."""
         if isinstance(other, cls):
             return other
         shared = [f.name for f in fields(GaussianConfig) if f.name != "scale_jitter"]
