@@ -437,7 +437,13 @@ MUTATIONS = [
     Mutation(
         "tie", 'converted[0].config, converted[0].name, ""', 'converted[0].config, None, ""', "test_engine.py -k tied"
     ),
-    Mutation("first-pattern", "out.setdefault(name, one)", "out[name] = one", "test_convert.py", "test_mixes.py"),
+    Mutation(
+        "first-pattern",
+        'dict.fromkeys(selected("config", pattern, layers), one) | configs',
+        'configs | dict.fromkeys(selected("config", pattern, layers), one)',
+        "test_convert.py",
+        "test_mixes.py",
+    ),
     Mutation("keeps-mode", "return cls, out.train(layer.training)", "return cls, out", "test_convert.py -k mode_of"),
     Mutation(
         "fast-paths",

@@ -235,11 +235,8 @@ def _check_base(recorded: dict[str, Any], state: dict[str, Tensor], check: str) 
     wanted = recorded["shapes"]
     faults = [f"the model lacks {n}" for n in sorted(wanted.keys() - here.keys())]
     faults += [f"the model has {n}, which the checkpoint's base had not" for n in sorted(here.keys() - wanted.keys())]
-    faults += [
-        f"{n} is {here[n]} here but was {wanted[n]}"
-        for n in sorted(here.keys() & wanted.keys())
-        if here[n] != wanted[n]
-    ]
+    both = sorted(here.keys() & wanted.keys())
+    faults += [f"{n} is {here[n]} here but was {wanted[n]}" for n in both if here[n] != wanted[n]]
     if faults:
         raise CheckpointError(f"The base model is not the one this posterior was made for: {_some(faults)}.")
     if check == "weights" and _fingerprint(state)["sha256"] != recorded["sha256"]:

@@ -94,11 +94,8 @@ def bayesianize(
     report_signs(model, decisions)
     layers = dict(model.named_modules())
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    built = [
-        (d, layers[d.name], *_posteriors(d, layers[d.name], device))
-        for d in decisions
-        if d.config is not None and d.tied is None
-    ]
+    own = [d for d in decisions if d.config is not None and d.tied is None]
+    built = [(d, layers[d.name], *_posteriors(d, layers[d.name], device)) for d in own]
     built = [entry for entry in built if entry[0].config is not None]
     _share(decisions, layers, built)
     built = [entry for entry in built if entry[0].config is not None]

@@ -126,6 +126,7 @@ def check(
     noise: float | Tensor = 1.0,
     num_data: int | None = None,
     kl_weight: float = 1.0,
+    unseen: Tensor | None = None,
 ) -> Check:
     """Look at a trained model, with some hundred rows: KL, NLL, shares of the posterior, label changes and k-hat.
 
@@ -137,6 +138,7 @@ def check(
         likelihood, noise: as in `predict`.
         num_data: how many training rows there are; as many as in `x` by default.
         kl_weight: what the KL was multiplied with at the end of training.
+        unseen: inputs whose labels are compared between draws; `x` by default.
 
     Shape: x (B, ...), y (B,) or (B, T).
 
@@ -152,7 +154,7 @@ def check(
         nll = float(judge.nll(_outputs(model, x).float(), y, "average", noise))
         shares = _shares(model)
         shape, note = _k_hat(model, x, y, likelihood, noise, total, shares[0])
-        changes = _label_changes(model, x, likelihood)
+        changes = _label_changes(model, x if unseen is None else unseen, likelihood)
         return Check(nll, float(kl(model)) / total, kl_weight, *shares, changes, shape, note)
 
 

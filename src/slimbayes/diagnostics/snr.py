@@ -60,14 +60,12 @@ class GradientSNR:
             raise ValueError(f"A variance needs a window of at least 2 steps, got window={window!r}.")
         self.window, self.steps = window, 0
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}  # by layer, by name
+        self.history: dict[str, Tensor] = {}
         for site in gaussian_sites(model):
             scales = {f"{site.name} {n}": p for n, p in site.posterior.named_parameters() if n != "bias_log_scale"}
             self.parameters.setdefault(site.layer_name, {}).update(scales)
-        self.history = {
-            name: torch.zeros(window, p.numel(), dtype=torch.float64, device=p.device)
-            for scales in self.parameters.values()
-            for name, p in scales.items()
-        }
+            for name, p in scales.items():
+                self.history[name] = torch.zeros(window, p.numel(), dtype=torch.float64, device=p.device)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -79,9 +79,8 @@ class Spectrum:
 
     def __getitem__(self, name: str) -> SiteSpectrum:
         """The spectrum of one weight, by its name or, if it is the layer's only one, the layer's."""
-        found = [s for s in self.sites if s.name == name] or [
-            s for s in self.sites if s.name.rpartition(".")[0] == name
-        ]
+        of_layer = [s for s in self.sites if s.name.rpartition(".")[0] == name]
+        found = [s for s in self.sites if s.name == name] or of_layer
         if len(found) != 1:
             known = [s.name for s in self.sites]
             raise KeyError(f"{name!r} names {len(found)} weights of this spectrum{did_you_mean(name, known)}")

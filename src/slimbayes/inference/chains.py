@@ -65,9 +65,8 @@ class Chains:
             import arviz
         except ImportError as error:
             raise ImportError("Diagnostics of chains need ArviZ: pip install arviz.") from error
-        return arviz.from_dict(
-            posterior={"log_density": self.log_density.cpu().numpy(), "factors": self.states.cpu().numpy()}
-        )
+        found = {"log_density": self.log_density, "factors": self.states}
+        return arviz.from_dict(posterior={name: t.cpu().numpy() for name, t in found.items()})
 
 
 def sample_posterior(

@@ -4,7 +4,7 @@ A subclass that keeps its parent's forward is its parent; a layer of any other t
 """
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from torch import nn
@@ -55,12 +55,9 @@ def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | No
         return None
     if is_quantised(layer):
         return formed(Quantised, type(layer)) if "quantised" in covers else None
-    kinds: dict[Kind, list[str]] = {
-        "matrix": matrices_of(layer) if "matrix" in covers else [],
-        "norm": scales_of(layer) if "norm" in covers else [],
-    }
-    for kind, found in kinds.items():
-        if found:
+    finds: dict[Kind, Callable[[nn.Module], list[str]]] = {"matrix": matrices_of, "norm": scales_of}
+    for kind, find in finds.items():
+        if kind in covers and (found := find(layer)):
             biases = [name.replace("weight", "bias") for name in found if has_bias(layer, name)]
             return any_class(type(layer), tuple(found), kind, (*found, *biases))
     return None

@@ -197,9 +197,8 @@ class _BayesRecurrent(_Gated):
                 outputs = []
             hidden: Any = self.posterior[f"weight_hh{stem}"]
             whole = self.mode == "LSTM" and x.numel() and recurrence.applies(x)
-            run = (
-                self._recurrence if whole and (hidden.has_weights or hidden.factors() is not None) else self._direction
-            )
+            whole = whole and (hidden.has_weights or hidden.factors() is not None)
+            run = self._recurrence if whole else self._direction
             y, final = run(x, tuple(h[row] for h in state), stem, backwards, lengths)
             outputs.append(y)
             last.append(final)

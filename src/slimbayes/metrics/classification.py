@@ -141,9 +141,8 @@ class SoftLabelNLL(Mean):
             raise ValueError(f"Labels must be counts or probabilities, not negative and finite, got {got!r}.")
         people = share.sum(-1, keepdim=True)
         if bool((people == 0).any()):
-            raise ValueError(
-                "Each row of labels needs a class with a count or probability above zero, got zeros alone."
-            )
+            needed = "a class with a count or probability above zero"
+            raise ValueError(f"Each row of labels needs {needed}, got a row of zeros.")
         self.add(-torch.where(share > 0, share / people * logs, 0.0).sum(-1))
 
 

@@ -99,9 +99,8 @@ class Draws:
         device = self.posteriors[0].device
         picked = torch.stack([choice.to(device) for choice in passes.run(new, choices_of, self.posteriors)])
         unique, which = torch.unique(picked, dim=1, return_inverse=True)
-        first_of = torch.empty(unique.shape[1], dtype=torch.long, device=device).scatter_(
-            0, which, torch.arange(draws, device=device)
-        )
+        first_of = torch.empty(unique.shape[1], dtype=torch.long, device=device)
+        first_of.scatter_(0, which, torch.arange(draws, device=device))
         try:
             copies = min(at_once, len(first_of)) if folds else 1
             calls.check_size(self.model, (args, kwargs), self.posteriors, layout, copies)

@@ -156,9 +156,8 @@ class Far(nn.Module):
         logs = torch.where(further > 0, (z / torch.hypot(torch.ones_like(further), further)).log_softmax(-1), logs)
         by_member = log_mean(logs.unflatten(0, (-1, len(prediction.by_member))))
         total = entropy(log_mean(by_member, prediction.weights))
-        return replace(
-            prediction, by_draw=logs, by_member=by_member, epistemic=(total - prediction.aleatoric).clamp_min(0)
-        )
+        epistemic = (total - prediction.aleatoric).clamp_min(0)
+        return replace(prediction, by_draw=logs, by_member=by_member, epistemic=epistemic)
 
     def _targets(self, prediction: Prediction, values: Tensor, w: Tensor) -> Prediction:
         """With the distribution of the training targets as one more member, whose weight differs between rows."""

@@ -193,9 +193,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if len(known.x) < _FEWEST or count == 0:
             return known, None
         strata = self._strata(known.y, count)
-        kept, held = train_test_split(
-            np.arange(len(known.x)), test_size=count, random_state=self.seed_, stratify=strata
-        )
+        rows = np.arange(len(known.x))
+        kept, held = train_test_split(rows, test_size=count, random_state=self.seed_, stratify=strata)
         return Known(*(part[kept] for part in known)), Known(*(part[held] for part in known))
 
     @property
@@ -247,10 +246,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """Predictions of rows; their draws are kept only if asked, which many rows may have no room for."""
         check_is_fitted(self, "network_")
         x = self._inputs(self._read(X, False))
-        meaning, scale = self._meaning()
-        return predict(
-            self.network_, x, self.draws, likelihood=meaning, scale=scale, keep_samples=keep, seed=self.seed_
-        )
+        likelihood, scale = self._meaning()
+        how: dict[str, Any] = {"likelihood": likelihood, "scale": scale, "keep_samples": keep, "seed": self.seed_}
+        return predict(self.network_, x, self.draws, **how)
 
     def _check_parameters(self) -> None:
         for name, choices in (("missing", get_args(Missing)), ("scaling", get_args(Scaling))):

@@ -191,6 +191,10 @@ class SiteConfig(Config):
         posterior: Posterior = getattr(import_module(f"slimbayes.posteriors.{file}"), name)(config, site)
         return posterior
 
+    def extra_flops(self, site: Site) -> float:
+        config = self.resolved()
+        return 0.0 if type(config) is type(self) else config.extra_flops(site)
+
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         import torch
 

@@ -133,8 +133,7 @@ class MatrixNormal(GaussianConfig):
     def resolved(self) -> KTied:
         return KTied(rank=1, **{f.name: getattr(self, f.name) for f in fields(self)})
 
-    def extra_flops(self, site: Site) -> float:
-        return self.resolved().extra_flops(site)
+    extra_flops = SiteConfig.extra_flops
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,16 @@ class FactorConfig(SiteConfig):
     covers = ("matrix", "quantised", "table")
     leaves_tables = "rank-1 methods leave embeddings alone, as the paper does"
 
+    def _values(self) -> tuple[Any, ...]:
+        whole: Any = self.resolved()
+        return tuple(getattr(whole, field.name) for field in fields(whole))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FactorConfig) and type(other) is type(self) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rank1(FactorConfig):
@@ -153,16 +163,6 @@ class Rank1(FactorConfig):
         """JSON form of the resolved config."""
         return super(Rank1, self.resolved()).to_dict()
 
-    def _values(self) -> tuple[Any, ...]:
-        whole = self.resolved()
-        return tuple(getattr(whole, field.name) for field in fields(whole))
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and isinstance(other, Rank1) and self._values() == other._values()
-
-    def __hash__(self) -> int:
-        return hash(self._values())
-
     def extra_flops(self, site: Site) -> float:
         """p products instead of one, whose inputs and outputs are scaled: a multiplication is half a multiply-add."""
         rows, columns = site.matrix
@@ -208,15 +208,6 @@ class BatchEnsemble(FactorConfig):
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the start that follows from the rest."""
         return super(BatchEnsemble, replace(self, mean_init=self.resolved().mean_init)).to_dict()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BatchEnsemble) and self.resolved() == other.resolved()
-
-    def __hash__(self) -> int:
-        return hash(self.resolved())
-
-    def extra_flops(self, site: Site) -> float:
-        return self.resolved().extra_flops(site)
 
 
 Over = Literal["both", "both+bias", "r", "s", "weights"]
