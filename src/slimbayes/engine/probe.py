@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
+from slimbayes.engine.layout import Dims
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.state import Change
 from slimbayes.engine.tree import arrays_of, map_arrays, padded
@@ -48,10 +50,50 @@ class Probe(passes.Pass):
         self.noise = dict.fromkeys(keys)  # type: ignore[assignment]
         self.quiet, self.before, self.taint = quiet, before, taint
         self.visits: list[Visit] = []
-        self.ahead: dict[int, Any] = {}  # modules that ran before any draw was used
-        self.shapes_ahead: dict[int, Any] = {}
+        # Of modules that ran before any draw was used: where rows lie in inputs and outputs, and the shapes of both.
+        self.ahead: dict[int, tuple[Dims, Dims]] = {}
+        self.shapes_ahead: dict[int, tuple[list[Any], list[Any] | None]] = {}
         self.inside: list[str] = []  # keys of modules whose own forward is under way
         self.changes: Change = {}  # what modules kept of the run
+
+    @contextmanager
+    def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Find those of these modules that run before any converted layer does, and where their rows lie."""
+        shapes, random = self.shapes_ahead, False
+
+        def enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+            nonlocal random
+            if passes.current() is not self or kwargs is None:
+                return  # another thread's call; torch may not have marked the hook as taking keywords yet
+            first = not self.visits and id(module) not in shapes
+            shapes[id(module)] = ([tuple(padded(a).shape) for a in arrays_of((args, kwargs))] if first else [], None)
+            random = self.quiet.random if first else random
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+            ins, done = shapes.get(id(module), ([], None))
+            undrawn = not self.visits and self.quiet.random == random
+            if passes.current() is self and ins and done is None and undrawn:
+                shapes[id(module)] = (ins, [tuple(padded(a).shape) for a in arrays_of(output)])
+
+        handles: list[Any] = []
+        for module in modules if self.taint is None else ():
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for key, now in shapes.items() if self.before is not None else ():
+            earlier: Any = self.before.shapes_ahead.get(key, (None, None))
+            if None in (earlier[1], now[1]):
+                continue
+            try:
+                ins, outs = (tuple(doubled(a, b, "") for a, b in zip(*two, strict=True)) for two in zip(earlier, now))
+            except (Mixed, ValueError):
+                continue
+            if all(d is not None for d in (*ins, *outs)):  # what has no rows might still depend on all of them
+                self.ahead[key] = (ins, outs)
 
     def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """Run a converted module's plain forward and note what came in and what went out."""

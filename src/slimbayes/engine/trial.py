@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 from slimbayes.engine import passes
 from slimbayes.engine.probe import Mixed, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet
-from slimbayes.engine.sharing import Ahead
+from slimbayes.engine.sharing import plain_modules
 from slimbayes.engine.state import kept, same_changes
 from slimbayes.engine.tree import arrays_of, map_arrays, padded
 
@@ -87,13 +87,11 @@ def probed(
     probe = Probe([p.key for p in posteriors], quiet, before, taint)
     probe.rows = rows
     args, kwargs = copied(inputs)
-    watcher = Ahead(model, probe, before)
     devices = {p.device.type for p in posteriors} or {"cpu"}
-    with kept(model) as state, quiet, no_autocast(devices), watcher:
+    with kept(model) as state, quiet, no_autocast(devices), probe.watching(plain_modules(model)):
         out = passes.run(probe, model, *args, **kwargs)
         quiet.muted = True
         probe.changes = state.changes() if before is None else {}
-    probe.ahead = watcher.found
     if quiet.used:
         raise Mixed(f"the weight of {next(iter(quiet.used))} is used past the layer's own forward")
     if before is not None and len(before.visits) != len(probe.visits):

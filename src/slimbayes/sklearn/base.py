@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 import torch
@@ -41,19 +41,11 @@ from slimbayes.train.likelihoods import LikelihoodName
 _FEWEST = 40  # rows from which some are held out: fewer say little about when to stop
 
 
-class Known(NamedTuple):
-    """A training set: numbers and codes (N, d), coded targets (N,) or (N, T) and weights (N,)."""
-
-    x: np.ndarray
-    y: np.ndarray
-    weight: np.ndarray
-
-
-def merged(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Known:
+def merged(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Rows:
     """Equal rows once, with their weights added: a row of weight two is a row given twice."""
     every = np.concatenate([x, y.reshape(len(y), -1)], 1)
     _, first, same = np.unique(every, axis=0, return_index=True, return_inverse=True)
-    return Known(x[first], y[first], np.bincount(same.ravel(), weight))
+    return Rows(x[first], y[first], np.bincount(same.ravel(), weight))
 
 
 def default_method(own: bool) -> Rank1 | dict[str, Config]:
@@ -143,7 +135,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             self.seed_ = int(torch.randint(2**31 - 1, ()))  # of the next part, and of predictions until then
         return self._end()
 
-    def _begin(self, X: Any, y: Any, sample_weight: Any) -> Known:
+    def _begin(self, X: Any, y: Any, sample_weight: Any) -> Rows:
         """Learn everything about the columns and targets of a training set."""
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
@@ -187,7 +179,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             torch.manual_seed(self.seed_)
             yield
 
-    def _split(self, known: Known) -> tuple[Known, Known | None]:
+    def _split(self, known: Rows) -> tuple[Rows, Rows | None]:
         """Rows to train on and, where there are enough, rows that say when to stop."""
         count = round(self.validation_fraction * len(known.x))
         if len(known.x) < _FEWEST or count == 0:
@@ -195,7 +187,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         strata = self._strata(known.y, count)
         rows = np.arange(len(known.x))
         kept, held = train_test_split(rows, test_size=count, random_state=self.seed_, stratify=strata)
-        return Known(*(part[kept] for part in known)), Known(*(part[held] for part in known))
+        return known.at(kept), known.at(held)
 
     @property
     def _own(self) -> bool:
@@ -230,7 +222,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError("sample_weight is zero for all rows: at least one must count.")
         return weight, weight > 0
 
-    def _rows(self, known: Known) -> Rows:
+    def _rows(self, known: Rows) -> Rows:
         target = torch.as_tensor(known.y, device=self.device)
         weight = torch.as_tensor(known.weight, dtype=torch.float32, device=self.device)
         return Rows(self._inputs(known.x), target.float() if target.is_floating_point() else target, weight)

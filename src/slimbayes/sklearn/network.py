@@ -178,13 +178,13 @@ def _checked(network: nn.Module, inputs: int, outputs: int) -> nn.Module:
 
 
 class Rows(NamedTuple):
-    """Inputs (N, d), targets (N,) or (N, T) and weights (N,)."""
+    """Inputs (N, d), coded targets (N,) or (N, T) and weights (N,) of rows: arrays, or tensors for the network."""
 
-    x: Tensor
-    y: Tensor
-    weight: Tensor
+    x: Any
+    y: Any
+    weight: Any
 
-    def at(self, index: Tensor) -> "Rows":
+    def at(self, index: Any) -> "Rows":
         return Rows(self.x[index], self.y[index], self.weight[index])
 
 
