@@ -84,8 +84,10 @@ class Probe(passes.Pass):
         finally:
             for handle in handles:
                 handle.remove()
-        for key, now in shapes.items() if self.before is not None else ():
-            earlier: Any = self.before.shapes_ahead.get(key, (None, None))
+        compared: Any = {} if self.before is None else self.before.shapes_ahead
+        now: Any
+        for key, now in shapes.items():
+            earlier = compared.get(key, (None, None))
             if None in (earlier[1], now[1]):
                 continue
             try:
