@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slimbayes.convert.convert import conversions_of, debayesianize
 from slimbayes.engine import calls, noise, passes
@@ -283,7 +283,7 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
     every = [passes.run(new.single(k), written, model) for k in range(total)]
     means = []
     for tensors in zip(*(plain.state_dict().values() for plain in every), strict=True):
-        if tensors[0].is_floating_point():
+        if isinstance(tensors[0], Tensor) and tensors[0].is_floating_point():
             wide = torch.promote_types(tensors[0].dtype, torch.float32)
             means.append((tensors[0], torch.stack([t.to(wide) for t in tensors]).mean(0)))
     for own, mean in means:  # only now: what is tied is listed under each of its names
