@@ -617,7 +617,7 @@ def test_directions_train_and_weigh_like_any_covariance() -> None:
     assert q.directions.grad.abs().sum() > 0
     with pytest.raises(ValueError, match="directions are of factors"):
         sb.JointNormal(over="weights", directions=2)
-    with pytest.raises(ValueError, match="directions must be a whole number, got 2.5"):
+    with pytest.raises(ValueError, match="directions must be a whole number, not negative, got 2.5"):
         sb.JointNormal(directions=2.5)  # type: ignore[arg-type]
 
 

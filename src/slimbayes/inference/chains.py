@@ -27,7 +27,7 @@ from slimbayes.engine.locate import unwrapped
 from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.inference.density import HMC, Density, Loss, langevin, normals
 from slimbayes.inference.means import member_factors, set_factors
-from slimbayes.posteriors.configs.base import check_choice, check_count
+from slimbayes.posteriors.configs.base import check_choice, check_count, check_whole
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.train.elbo import check_finite
@@ -183,8 +183,7 @@ def _check(model: nn.Module, method: str, burn_in: int, base_lr: float, friction
         raise ValueError("sample_posterior needs the network as it predicts: call model.eval() first.")
     for name in ("chains", "draws", "thin", "cycles", "leapfrog"):
         check_count("sample_posterior", name, others.pop(name), most=None)
-    if not isinstance(burn_in, int) or burn_in < 0:
-        raise ValueError(f"sample_posterior: burn_in must be a whole number, not negative, got {burn_in!r}.")
+    check_whole("sample_posterior", "burn_in", burn_in)
     for name, value in others.items():
         if not 0 < value < math.inf:
             raise ValueError(f"sample_posterior: {name} must be positive and finite, got {value!r}.")

@@ -131,8 +131,8 @@ class Members(Posterior):
     """K whole modules of which one serves each block of rows: nothing is drawn, and there is no KL."""
 
     selectable = True
-    countable = True  # type: ignore[assignment]
-    log_size = 0.0  # type: ignore[assignment]
+    countable = True
+    log_size = 0.0
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0

@@ -115,7 +115,7 @@ class GaussianPosterior(WeightPosterior):
         return (weights, -(-(self.site.n_in + self.site.n_out) // 8)) if self.estimator == "flipout" else (0, 0)
 
     @property
-    def has_weights(self) -> bool:
+    def has_weights(self) -> bool:  # type: ignore[override]
         return self.noise.block.shape[1] > 0 and not self.per_row
 
     @classmethod

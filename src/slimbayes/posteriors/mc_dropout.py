@@ -60,7 +60,7 @@ class DropoutPosterior(Posterior):
         self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device
 
     @property
-    def log_size(self) -> float:
+    def log_size(self) -> float:  # type: ignore[override]
         return self.units * math.log(2)
 
     def widths(self, rowwise: bool) -> tuple[int, int]:

@@ -107,7 +107,7 @@ class MixturePosterior(WeightPosterior):
         return 0 if self.components == 1 else counts[self.config.assignment]
 
     @property
-    def log_size(self) -> float:
+    def log_size(self) -> float:  # type: ignore[override]
         return math.inf if self.config.sigma else self.picks * math.log(self.components)
 
     def support(self) -> Support | None:
@@ -152,7 +152,7 @@ class MixturePosterior(WeightPosterior):
         return Assigned(weight.unflatten(-1, self.site.shape), bias, eps)
 
     @property
-    def countable(self) -> bool:
+    def countable(self) -> bool:  # type: ignore[override]
         shared = self.config.assignment in ("layer", "model") and self.config.draws == "forward"
         return (shared or self.components == 1) and not self.config.sigma
 

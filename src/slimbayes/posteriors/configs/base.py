@@ -55,6 +55,12 @@ def check_count(owner: object, field: str, value: object, most: int | None = MOS
         raise ValueError(f"{name_of(owner)}: {field} must be {most:,} at most, got {brief(value)}.")
 
 
+def check_whole(owner: object, field: str, value: object) -> None:
+    """Refuse anything but a whole number from zero on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name_of(owner)}: {field} must be a whole number, not negative, got {brief(value)}.")
+
+
 def check_positive(owner: object, field: str, value: float) -> None:
     """Refuse zero, numbers below it and NaN."""
     if not value > 0:
@@ -83,6 +89,7 @@ def check_distribution(owner: object, field: str, value: object) -> None:
 
 
 Count = Annotated[int, check_count]
+Whole = Annotated[int, check_whole]
 Rate = Annotated[float, check_rate]
 Positive = Annotated[float, check_positive]
 NotNegative = Annotated[float, check_not_negative]
@@ -102,6 +109,7 @@ class Config:
     """Everything a user chooses about a method. Subclasses are frozen, keyword-only dataclasses that survive JSON."""
 
     members: int = 1
+    says: ClassVar[str] = "members"  # the field that tells most of it
     converts: ClassVar[bool] = True
     leaves_tables: ClassVar[str] = ""  # what to say of embeddings where a method leaves them alone by default
     whole: ClassVar[bool] = False  # whether it converts modules of any type as a whole
@@ -140,8 +148,8 @@ class Config:
 
     def describe(self) -> str:
         """The method in a few words, for summaries."""
-        counts = any(f.name == "members" for f in dataclasses.fields(self))  # type: ignore[arg-type]
-        return f"{type(self).__name__}(members={self.members})" if counts else type(self).__name__
+        known = any(f.name == self.says for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({self.says}={getattr(self, self.says)})" if known else type(self).__name__
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         """Parameters that converting a layer with these sites would add, as tensors whose numbers do not matter."""

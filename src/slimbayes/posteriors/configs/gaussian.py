@@ -101,6 +101,7 @@ class KTied(GaussianConfig):
 
     rank: Count = 2
     scale_jitter: NotNegative = 0.1
+    says: ClassVar[str] = "rank"
     builds: ClassVar[str] = "k_tied.KTiedPosterior"
 
     def extra_flops(self, site: Site) -> float:
@@ -110,9 +111,6 @@ class KTied(GaussianConfig):
         m, n = site.matrix
         k = min(self.rank, m, n)
         return k * (k + 1) / 2 * (m + n)
-
-    def describe(self) -> str:
-        return f"KTied(rank={self.rank})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from slimbayes.errors import brief
-from slimbayes.posteriors.configs.base import Count, NotNegative, Positive, Precision, Rate, SiteConfig
+from slimbayes.posteriors.configs.base import Count, NotNegative, Positive, Precision, Rate, SiteConfig, Whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -143,6 +143,7 @@ class DropConnect(SiteConfig):
     """
 
     leaves_tables = "DropConnect leaves embeddings alone"
+    says: ClassVar[str] = "rate"
     rate: Rate = 0.1
     draws: Draws = "forward"
     tau: float | None = None
@@ -155,8 +156,24 @@ class DropConnect(SiteConfig):
     def resolved(self) -> Mixture:
         return dropping("element", self.rate, self.draws, self.tau, self.rho)
 
-    def describe(self) -> str:
-        return f"DropConnect(rate={self.rate})"
+
+def check_layers(config: object, field: str, value: str) -> None:
+    """Refuse a selection that is neither words joined by "+" nor a regular expression."""
+    if not words(value):
+        try:
+            re.compile(value)
+        except (re.error, OverflowError, RecursionError) as error:
+            neither = "is neither norm, output, input nor a regular expression"
+            raise ValueError(f"{type(config).__name__}: {field}={brief(value)} {neither}: {error}.") from error
+
+
+def words(value: str) -> list[str]:
+    """A selection of layers by words; none if it is a regular expression."""
+    given = value.split("+")
+    return given if set(given) <= {"norm", "output", "input"} else []
+
+
+Layers = Annotated[str, check_layers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,13 +200,8 @@ class ModelPatch(ComponentConfig):
     """
 
     cross: bool = False
-    patch: str | None = None
+    patch: Layers | None = None
     covers = ("matrix", "table", "norm")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.patch is not None:
-            check_layers(self, "patch", self.patch)
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         from slimbayes.posteriors.patch import patched
@@ -202,22 +214,6 @@ class ModelPatch(ComponentConfig):
 
     def describe(self) -> str:
         return f"ModelPatch({'ECMP' if self.cross else 'EMP'}, components={self.components})"
-
-
-def check_layers(config: object, field: str, value: str) -> None:
-    """Refuse a selection that is neither words joined by "+" nor a regular expression."""
-    if not words(value):
-        try:
-            re.compile(value)
-        except (re.error, OverflowError, RecursionError) as error:
-            neither = "is neither norm, output, input nor a regular expression"
-            raise ValueError(f"{type(config).__name__}: {field}={brief(value)} {neither}: {error}.") from error
-
-
-def words(value: str) -> list[str]:
-    """A selection of layers by words; none if it is a regular expression."""
-    given = value.split("+")
-    return given if set(given) <= {"norm", "output", "input"} else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,29 +237,19 @@ class FlowPatch(SiteConfig):
         torch.Size([6, 5, 2])
     """
 
-    steps: int = 4
-    patch: str | None = None
+    steps: Whole = 4
+    patch: Layers | None = None
     scale_init: Positive = 0.05
     tau: Precision = 1.0
     rho: Precision | None = None
     samples: Count = 8
     covers = ("norm",)
+    targets = ModelPatch.targets  # type: ignore[assignment]
+    says: ClassVar[str] = "steps"
     builds: ClassVar[str] = "patch.FlowPosterior"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 0:
-            raise ValueError(f"FlowPatch: steps must be a whole number that is not negative, got {self.steps!r}.")
         for name, value in (("tau", self.tau), ("rho", self.rho)):
             if value == 0:
                 raise ValueError(f"FlowPatch: {name} is the precision of a normal prior and must be positive, got 0.")
-        if self.patch is not None:
-            check_layers(self, "patch", self.patch)
-
-    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
-        from slimbayes.posteriors.patch import patched
-
-        return patched(self, model, offered, named)
-
-    def describe(self) -> str:
-        return f"FlowPatch(steps={self.steps})"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from slimbayes.posteriors.configs.base import Config, Count, Rate, SiteConfig
-from slimbayes.posteriors.configs.mixture import Mixture, check_layers, dropping
+from slimbayes.posteriors.configs.mixture import Layers, Mixture, dropping
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -145,7 +145,7 @@ class MCDropout(SiteConfig):
     """
 
     rate: Rate | None = None
-    before: str | None = None
+    before: Layers | None = None
     unit: Literal["element", "channel"] = "element"
     tau: float | None = None
     rho: float | None = None
@@ -153,8 +153,6 @@ class MCDropout(SiteConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.before is not None:
-            check_layers(self, "before", self.before)
         if self.tau is not None and self.unit != "channel":
             raise ValueError(
                 "MCDropout: tau needs unit='channel', where a draw is a weight matrix; "

@@ -20,7 +20,7 @@ from slimbayes.distributions.families import (
     dropout_scale,
     rho_from_scale,
 )
-from slimbayes.posteriors.configs.base import Count, Family, NotNegative, Positive, SiteConfig, check_number
+from slimbayes.posteriors.configs.base import Count, Family, NotNegative, Positive, SiteConfig, Whole, check_number
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site
@@ -242,18 +242,15 @@ class JointNormal(FactorConfig):
     members: Count = 1
     prior: Distribution = Normal(1.0, 0.1)  # noqa: RUF009 (immutable)
     scale_init: Positive = 0.01
-    full_up_to: int = 1024
+    full_up_to: Whole = 1024
     beyond: Literal["independent", "kronecker"] = "independent"
     mean_init: Family = Point(1.0)  # noqa: RUF009 (immutable)
     member_bias: bool = True
-    directions: int | None = None
+    directions: Whole | None = None
     known_priors = (Normal,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("full_up_to", self.full_up_to), ("directions", self.directions or 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"JointNormal: {name} must be a whole number, got {value!r}.")
         if self.directions is not None and self.over == "weights":
             raise ValueError(
                 f"JointNormal: directions are of factors, and over='weights' has none: got {self.directions}."
