@@ -252,8 +252,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kl-bias-twice",
-        "return [gaussian_kl(wide(linear.bias)",
-        "return [2 * gaussian_kl(wide(linear.bias)",
+        "return [prior.gaussian_kl(wide(linear.bias)",
+        "return [2 * prior.gaussian_kl(wide(linear.bias)",
         "contract/test_contract.py -k kl_is",
     ),
     Mutation(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from slimbayes.diagnostics.psis import KHat, k_hat
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.engine.sharing import evaluating
 from slimbayes.layers.base import sited
-from slimbayes.layers.site import LinearMap
 from slimbayes.prediction.sample import members, sample
 from slimbayes.train.elbo import dwarfed, kl
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
@@ -32,13 +31,6 @@ _NEAR, _NOTHING = 0.1, 1e-3  # of the prior's scale
 _DRAWS, _TAIL_DRAWS = 8, 50
 _ROWS = 512  # that a forward has at most, if one draw of each member has no more
 _FEW = 300  # elements beyond which a large k-hat is the rule
-
-
-@runtime_checkable
-class Scaled(Protocol):
-    """A posterior whose elements have locations and scales, and whose prior has them too."""
-
-    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -163,10 +155,9 @@ def _shares(model: nn.Module) -> tuple[int, float, float]:
     count, near, nothing = 0, 0.0, 0.0
     seen: set[int] = set()
     for _, layer, site, posterior in sited(model):
-        if id(posterior) in seen or not isinstance(posterior, Scaled):
-            continue
+        pairs = [] if id(posterior) in seen else posterior.against_prior(layer.linear_map(site))
         seen.add(id(posterior))
-        for offset, ratio in posterior.against_prior(layer.linear_map(site)):
+        for offset, ratio in pairs:
             count += ratio.numel()
             near += float(((offset.abs() < _NEAR) & ((ratio - 1).abs() < _NEAR)).sum())
             nothing += float((ratio < _NOTHING).sum())

@@ -156,6 +156,10 @@ class Posterior(Keyed, ABC):
         one = self.log_size == 0.0 and not self.late  # what is drawn late has a size that only its input tells
         return Support(0, torch.zeros(1, 0), torch.ones(1)) if one else None
 
+    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+        """How far means are from the prior's, in its scales, and scales over the prior's, of what has both."""
+        return []
+
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
         """Realise the draws of all posteriors of this class in a model; a method may use fewer, larger operations."""

@@ -31,8 +31,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions.families import Normal, rademacher, wide
-from slimbayes.distributions.priors import TiedMean, gaussian_kl, gaussian_log_ratio, prior_of_biases
+from slimbayes.distributions.families import Normal, wide
+from slimbayes.distributions.priors import TiedMean, gaussian_log_ratio, prior_of_biases
+from slimbayes.distributions.scales import rademacher
 from slimbayes.distributions.sums import shifted
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
@@ -72,6 +73,8 @@ class Perturbation(NamedTuple):
 
 class GaussianPosterior(WeightPosterior):
     """Scales of a Gaussian posterior around the layer's own weight; subclasses say how the scales are parameterised."""
+
+    prior: Any
 
     def __init__(self, config: GaussianConfig, site: Site) -> None:
         super().__init__()
@@ -213,7 +216,7 @@ class GaussianPosterior(WeightPosterior):
             total = self.kl_of_weights(weight)
         else:  # what stays as it is has no distribution
             weight, log_scale = mapped.free(weight, self.log_scale())
-            total = gaussian_kl(weight, log_scale, self.prior, self.site.fan_in)
+            total = self.prior.gaussian_kl(weight, log_scale, self.site.fan_in)
         return sum(self.kl_of_bias(mapped), total)
 
     def kl_of_bias(self, linear: LinearMap) -> list[Tensor]:
@@ -221,11 +224,11 @@ class GaussianPosterior(WeightPosterior):
         if self.bias_log_scale is None or linear.bias is None:
             return []
         scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
-        return [gaussian_kl(wide(linear.bias), scale, prior, self.site.fan_in)]
+        return [prior.gaussian_kl(wide(linear.bias), scale, self.site.fan_in)]
 
     def kl_of_weights(self, mean: Tensor) -> Tensor:
         """KL of all weights, none of which must stay as it is, to the prior: a scalar."""
-        return gaussian_kl(mean, self.log_scale(), self.prior, self.site.fan_in)
+        return self.prior.gaussian_kl(mean, self.log_scale(), self.site.fan_in)
 
     def log_ratio(self, linear: LinearMap) -> Tensor:
         drawn: Perturbation = self.values()
@@ -238,7 +241,6 @@ class GaussianPosterior(WeightPosterior):
         return total
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        """How far means are from the prior's, in its scales, and scales over the prior's; none of a mixture."""
         mean, log_scale = linear.free(wide(linear.weight.detach()), self.log_scale().detach())
         prior = self.prior.of_weights(mean, log_scale, self.site.fan_in)
         return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []

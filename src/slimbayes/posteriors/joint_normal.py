@@ -201,7 +201,6 @@ class Joint(WeightPosterior):
         return log_p - log_q + 0.5 * math.log(2 * math.pi) * self.size
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        """How far means are from the prior's, in its scales, and standard deviations over the prior's."""
         far = (wide(self.means(linear).detach()) - self.locs()) / self.prior.scale
         return [(far, self.variances().detach().sqrt() / self.prior.scale)]
 

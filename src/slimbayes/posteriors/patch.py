@@ -181,7 +181,6 @@ class FlowPosterior(WeightPosterior):
         return self._log_prior(self._mean(linear) + d).double() - log_q.double()
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        """How far means are from the prior's, in its scales, and standard deviations over the prior's, from draws."""
         noise = standard_normal((_DRAWS, len(self.log_scale)), self.device, self.dtype)
         values = (self._mean(linear) + self.deviations(noise)[0]).detach().split(self.size, 1)
         return [(v.mean(0) * tau**0.5, v.std(0) * tau**0.5) for v, tau in zip(values, self.precisions, strict=True)]

@@ -57,7 +57,6 @@ class RadialPosterior(WeightPosterior):
         return wide(self.weight_log_scale).exp()
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        """How far means are from the prior's, in its scales, and standard deviations over the prior's."""
         deviation = self.scale().detach() / math.sqrt(math.prod(self.site.shape))
         offset = (wide(linear.weight.detach()) - self.prior.loc) / self.prior.scale
         return [(offset, deviation / self.prior.scale)]

@@ -36,7 +36,7 @@ class GaussianConfig(SiteConfig):
         if self.max_scale is not None and not self.max_scale > self.scale_init:
             start = f"scale_init={self.scale_init!r}, where scales start"
             raise ValueError(f"{name}: max_scale={self.max_scale!r} must be above {start}.")
-        if not isinstance(self.prior, Normal) and not hasattr(self.prior, "gaussian_kl"):
+        if not hasattr(self.prior, "gaussian_kl"):
             known = "Normal, HeNormal, TiedMean, LaplacePrior, EmpiricalBayes or ScaleMixture"
             raise ValueError(f"{name}: {type(self.prior).__name__} is no prior for weights; use {known}.")
 
