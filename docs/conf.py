@@ -29,6 +29,9 @@ highlight_language = "none"
 nitpicky = False
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
+# Types by which configs check themselves, as what they are made of.
+autodoc_type_aliases = dict.fromkeys(("Count", "Whole", "Limit"), "int") | {"Layers": "str", "Family": "Distribution"}
+autodoc_type_aliases |= dict.fromkeys(("Rate", "Positive", "NotNegative", "Precision"), "float")
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # those of other libraries speak of directives that are not here

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 Estimator = Literal["reparam", "flipout", "local"]
+Limit = Annotated[int, partial(check_count, most=None)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ class CorrelatedConfig(SiteConfig):
 
     prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
     scale_init: Positive = 0.01
-    limit: Annotated[int, partial(check_count, most=None)] = 10_000_000
+    limit: Limit = 10_000_000
     known_priors = (Normal, HeNormal)
 
     @abstractmethod
