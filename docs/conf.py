@@ -76,6 +76,7 @@ def setup(app):
     app.connect("config-inited", lambda app, config: site_pages.write_api(HERE / "api"))
     app.connect("source-read", site_pages.keep_links_inside)
     app.connect("autodoc-skip-member", site_pages.skip_foreign)
+    app.connect("autodoc-process-signature", site_pages.plain_types)
     app.connect("autodoc-process-docstring", site_pages.say_arguments, priority=400)  # before napoleon looks at it
     app.connect("autodoc-process-docstring", site_pages.tidy_docstring, priority=600)
 
