@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 
@@ -143,3 +144,84 @@ def test_members_that_differ_past_their_state(functions: Any, tmp_path: Path) ->
     with pytest.raises(ValueError, match="Members differ in"):
         sb.select(net, [1, 0])
     torch.testing.assert_close(sb.sample(sb.select(net, [0, 2]), X), wanted[[0, 2]])
+
+
+class Overwrites(nn.Module):
+    """Writes into what it is given: the tensor, and the mapping that holds it."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.net, self.mixes = mlp(), mixes
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        batch["x"].sub_(0.5).mul_(2.0)
+        x = batch.pop("x")
+        return self.net(x - x.mean(0) if self.mixes else x)
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.2), sb.BatchEnsemble(members=3), sb.Deterministic()])
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_models_that_write_into_their_inputs(config: Any, mixes: bool) -> None:
+    net, given = sb.bayesianize(Overwrites(mixes), config).eval(), {"x": X.clone()}
+    with sb.frozen(net, draws=4, seed=0):
+        total = 1 if isinstance(config, sb.Deterministic) else 4 * sb.members(net)
+        wanted = torch.stack([sb.write_out(net, j)({"x": X.clone()}) for j in range(total)])
+        for fold in (False, "auto"):
+            torch.testing.assert_close(sb.sample(net, given, fold=fold)[:total], wanted)
+    for chunk in (None, 6 * sb.members(net)):  # all draws at once, and one of each member after the other
+        probs = sb.predict(net, {"batch": given}, draws=4, seed=0, chunk=chunk, fold=False).samples
+        torch.testing.assert_close(probs, wanted.softmax(-1).expand_as(probs))
+    assert torch.equal(given["x"], X)
+
+
+def test_draws_begin_with_the_same_cache() -> None:
+    transformers = pytest.importorskip("transformers")
+    size = {"vocab_size": 20, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=1)).eval()
+    words = torch.randint(0, 20, (3, 5))
+    cache = plain(words[:, :3], use_cache=True).past_key_values  # with gradients
+    net = sb.bayesianize(copy.deepcopy(plain), sb.MeanField(scale_init=0.2)).eval()
+    with sb.frozen(net, draws=3), torch.no_grad():
+        caches = [plain(words[:, :3], use_cache=True).past_key_values for _ in range(3)]
+        wanted = [sb.write_out(net, j)(words[:, 3:], past_key_values=caches[j]).logits for j in range(3)]
+        for fold in (False, "auto"):
+            found = sb.sample(net, words[:, 3:], past_key_values=cache, fold=fold).logits
+            torch.testing.assert_close(found, torch.stack(wanted))
+
+
+class Keeps(nn.Module):
+    """Returns the rows that it is sure of, which differ from draw to draw: at first there may be none, or as many."""
+
+    def __init__(self, bias: float) -> None:
+        super().__init__()
+        self.score = nn.Linear(4, 3)
+        self.score.bias.data.fill_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.score(x)
+        return scores[scores[:, 0] > 0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("bias", [-3.0, 0.0, 2.0])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_rows_that_draws_keep_are_never_mixed_up(seed: int, bias: float) -> None:
+    torch.manual_seed(seed)
+    net, many = sb.bayesianize(Keeps(bias), sb.MeanField(scale_init=0.7)).eval(), torch.randn(7, 4)
+    for x in (many[:6], many):
+        with sb.frozen(net, draws=3, seed=seed):
+            wanted = [sb.write_out(net, j)(x) for j in range(3)]
+            if len({len(kept) for kept in wanted}) > 1:
+                with pytest.raises(ValueError, match="different shapes"):
+                    sb.sample(net, x)
+            else:
+                torch.testing.assert_close(sb.sample(net, x), torch.stack(wanted))
+
+
+def test_a_loader_that_shuffles_is_told() -> None:
+    net, data = sb.bayesianize(mlp(), sb.Rank1(members=2)), TensorDataset(X, torch.arange(6))
+    with pytest.warns(sb.SlimbayesWarning, match="shuffles"):
+        sb.predict(net, DataLoader(data, batch_size=4, shuffle=True))
+    in_order = sb.predict(net, DataLoader(data, batch_size=4), seed=0)
+    torch.testing.assert_close(in_order.probs, sb.predict(net, X, seed=0).probs)

@@ -18,7 +18,7 @@ from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass, Unproven
-from slimbayes.engine.tree import arrays_of
+from slimbayes.engine.tree import arrays_of, fresh
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.prediction.checks import check_draws, explained
 
@@ -87,7 +87,8 @@ def sample(
         raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
     if not posteriors:
         with noise.own_noise(None if seed is None else noise.seed_of(seed), device_of(model)):
-            return calls.stack_draws([model(*args, **kwargs) for _ in range(draws)])
+            every = (fresh((args, kwargs)) for _ in range(draws))
+            return calls.stack_draws([model(*own, **options) for own, options in every])
     held = passes.of(posteriors[0].key)
     held = None if held is not None and passes.recomputing(held) else held
     if held is not None and not held.held:
