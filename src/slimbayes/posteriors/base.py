@@ -66,6 +66,8 @@ class Posterior(Keyed, ABC):
     has_weights: bool = False  # whether this pass has a weight draw for each block of rows, which `materialise` gives
     note: str = ""  # what a summary should say about it
     noticed: bool = False  # whether a first pass has told which layers never ran
+    alone: bool = False  # whether it was told that a part of a model was called by itself
+    conversion: int = 0  # its number
 
     def __init__(self) -> None:
         super().__init__()
