@@ -23,7 +23,7 @@ from slimbayes.engine.passes import Noise
 from slimbayes.layers import kind_of
 from slimbayes.layers.methods import MARK, parts_of
 from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
-from slimbayes.posteriors.configs.ensemble import Ensemble, Execution
+from slimbayes.posteriors.configs.modules import Ensemble, Execution
 from slimbayes.posteriors.picks import resets
 
 
@@ -131,8 +131,8 @@ class Members(Posterior):
     """K whole modules of which one serves each block of rows: nothing is drawn, and there is no KL."""
 
     selectable = True
-    countable = True  # type: ignore[assignment]
-    log_size = 0.0  # type: ignore[assignment]
+    countable = True
+    log_size = 0.0
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
