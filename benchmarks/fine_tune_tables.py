@@ -43,7 +43,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.metrics.crps import crps_mixture
+from slimbayes.metrics.calibration import crps_mixture
 
 SETS = [
     "bostonhousing", "concrete", "energy", "kin8nm", "naval-propulsion-plant", "power-plant",

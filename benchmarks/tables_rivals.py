@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import slimbayes as sb
 from slimbayes.sklearn import BayesClassifier, BayesRegressor
 from slimbayes.sklearn.columns import scaler
-from slimbayes.sklearn.fitting import batch_size, log_likelihood
+from slimbayes.sklearn.network import batch_size, log_likelihood
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 
 GRID = [(lr, decay) for lr in (2e-3, 6e-3) for decay in (1e-2, 1e-4)]  # the first is the estimators' own

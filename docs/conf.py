@@ -29,6 +29,9 @@ highlight_language = "none"
 nitpicky = False
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
+# Types by which configs check themselves, as what they are made of.
+autodoc_type_aliases = dict.fromkeys(("Count", "Whole", "Limit"), "int") | {"Layers": "str", "Family": "Distribution"}
+autodoc_type_aliases |= dict.fromkeys(("Rate", "Positive", "NotNegative", "Precision"), "float")
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # those of other libraries speak of directives that are not here
@@ -73,6 +76,7 @@ def setup(app):
     app.connect("config-inited", lambda app, config: site_pages.write_api(HERE / "api"))
     app.connect("source-read", site_pages.keep_links_inside)
     app.connect("autodoc-skip-member", site_pages.skip_foreign)
+    app.connect("autodoc-process-signature", site_pages.plain_types)
     app.connect("autodoc-process-docstring", site_pages.say_arguments, priority=400)  # before napoleon looks at it
     app.connect("autodoc-process-docstring", site_pages.tidy_docstring, priority=600)
 

@@ -115,6 +115,11 @@ def tidy_docstring(app: Any, what: str, name: str, thing: Any, options: Any, lin
     lines[:] = [line if line.lstrip().startswith((">>>", "...", ".. ")) else _plain(line) for line in lines]
 
 
+def plain_types(app: Any, what: str, name: str, thing: Any, options: Any, signature: str, returns: str) -> Any:
+    """Aliases of types in unions, of which autodoc shows its own class."""
+    return re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", signature or "") or None, returns
+
+
 def skip_foreign(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
     """scikit-learn makes methods for classes of others, with links into its own pages."""
     return True if re.fullmatch(r"set_\w+_request", name) else None

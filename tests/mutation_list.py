@@ -11,6 +11,25 @@ class Mutation:
 MUTATIONS = [
     # Passes and calls.
     Mutation(
+        "draws-share-inputs",
+        "more, options = own((args, kwargs) if tile else",
+        "more, options = ((args, kwargs) if tile else",
+        "test_strangers.py -k write_into",
+    ),
+    Mutation(
+        "outputs-cut-anywhere",
+        "if looks and dim is not None and leaf.shape[dim] % (draws * rows):",
+        "if looks and dim is not None and leaf.shape[dim] % draws:",
+        "test_strangers.py -k never_mixed",
+    ),
+    Mutation("padding-learns", "return torch.where(moves, y, y.detach())", "return y", "test_strangers.py -k padding"),
+    Mutation(
+        "methods-of-member-0",
+        "return _call(module, members, int(found.first) % members.members, args, kwargs, method=name)",
+        "return _call(module, members, 0, args, kwargs, method=name)",
+        "test_strangers.py -k copied_part",
+    ),
+    Mutation(
         "single-rows",
         "rows = slice(index * new.rows, (index + 1) * new.rows)",
         "rows = slice(0, new.rows)",
@@ -73,13 +92,13 @@ MUTATIONS = [
     Mutation("backward-task", "(found is None or found.task != task)", "found is None", "test_engine.py -k checkpoint"),
     Mutation(
         "split-apart",
-        "    if not layout.apart:\n        raise ValueError(",
-        "    if not layout.folds:\n        raise ValueError(",
+        "    if split and not layout.apart:\n",
+        "    if split and not layout.folds:\n",
         "test_engine.py -k within_a_batch",
     ),
     Mutation(
         "scope",
-        'return calls.scoped(module, own, args, kwargs, whole=name == "generate")',
+        "return passes.run(scope, own, *args, **kwargs)",
         "return own(*args, **kwargs)",
         'test_review_entries.py -k "method or generate"',
     ),
@@ -232,8 +251,8 @@ MUTATIONS = [
     # Posteriors.
     Mutation(
         "flipout-signs",
-        "(1 - 2 * digits).to(normals.dtype)",
-        "(1 - 0 * digits).to(normals.dtype)",
+        "& digit) > 0, -1.0, 1.0)",
+        "& digit) > 0, 1.0, 1.0)",
         "test_mean_field.py -k flipout",
         "test_mean_field.py",
     ),
@@ -252,12 +271,12 @@ MUTATIONS = [
     ),
     Mutation(
         "kl-bias-twice",
-        "return [gaussian_kl(wide(linear.bias)",
-        "return [2 * gaussian_kl(wide(linear.bias)",
+        "return [prior.gaussian_kl(wide(linear.bias)",
+        "return [2 * prior.gaussian_kl(wide(linear.bias)",
         "contract/test_contract.py -k kl_is",
     ),
     Mutation(
-        "kl-one-prior", "return f.family, f.prior, f.loc", "return f.family, f.loc", "test_engine.py -k priors_of"
+        "kl-one-prior", "return f.family, f.prior, *f.loc", "return f.family, *f.loc", "test_engine.py -k priors_of"
     ),
     Mutation(
         "kl-outputs-only",
@@ -294,8 +313,8 @@ MUTATIONS = [
         "keys = [first for j in numbers]",
         "test_seeds.py",
     ),
-    Mutation("clip", "values.clamp(-clip, clip)", "values", "test_rank1_paper.py -k clip", "test_rank1_paper.py"),
-    Mutation("tied-sums", "n * a.sum() + m * b.sum()", "m * a.sum() + n * b.sum()", "test_sums.py"),
+    Mutation("clip", "F.hardtanh(values, -clip, clip)", "values", "test_rank1_paper.py -k clip", "test_rank1_paper.py"),
+    Mutation("tied-sums", "u[:, -2] * v[:, -1] + u[:, -1] * v[:, -2]", "u[:, -2] * v[:, -1]", "test_sums.py"),
     Mutation("excess-gradient", "log_scale.sub(ctx.log_prior).mul_(2).expm1_()", "log_scale.expm1()", "test_sums.py"),
     Mutation(
         "tied-products",
@@ -437,7 +456,13 @@ MUTATIONS = [
     Mutation(
         "tie", 'converted[0].config, converted[0].name, ""', 'converted[0].config, None, ""', "test_engine.py -k tied"
     ),
-    Mutation("first-pattern", "out.setdefault(name, one)", "out[name] = one", "test_convert.py", "test_mixes.py"),
+    Mutation(
+        "first-pattern",
+        'dict.fromkeys(selected("config", pattern, layers), one) | configs',
+        'configs | dict.fromkeys(selected("config", pattern, layers), one)',
+        "test_convert.py",
+        "test_mixes.py",
+    ),
     Mutation("keeps-mode", "return cls, out.train(layer.training)", "return cls, out", "test_convert.py -k mode_of"),
     Mutation(
         "fast-paths",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.inference import langevin
+from slimbayes.inference.density import _cycles
 
 PRIOR = sb.Normal(1.0, 0.5)
 CENTRE, SPREAD = 1.4, 0.25  # of a Gaussian likelihood of each factor by itself
@@ -157,7 +157,7 @@ def test_weights_move_while_chains_burn_in_and_stay_afterwards() -> None:
 
 
 def test_cycles_fall_as_a_cosine_and_draw_at_their_ends() -> None:
-    steps = list(langevin._cycles(0.2, draws=6, thin=2, cycles=3))
+    steps = list(_cycles(0.2, draws=6, thin=2, cycles=3))
     assert len(steps) == 3 * 20 and sum(keep for *_, keep in steps) == 6
     for start in (0, 20, 40):
         sizes, noisy, kept = zip(*steps[start : start + 20], strict=True)

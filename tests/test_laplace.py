@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.inference.blocks import Single
 from slimbayes.inference.curvature import accumulate, labelled
-from slimbayes.inference.evidence import Spectrum, best_precision, triangular
-from slimbayes.inference.k_tied_fit import k_tied_logs
+from slimbayes.inference.evidence import Single, Spectrum, best_precision, triangular
+from slimbayes.inference.means import k_tied_logs
 
 
 def mlp(outputs: int = 3) -> nn.Module:
@@ -618,7 +617,7 @@ def test_directions_train_and_weigh_like_any_covariance() -> None:
     assert q.directions.grad.abs().sum() > 0
     with pytest.raises(ValueError, match="directions are of factors"):
         sb.JointNormal(over="weights", directions=2)
-    with pytest.raises(ValueError, match="directions must be a whole number, got 2.5"):
+    with pytest.raises(ValueError, match="directions must be a whole number, not negative, got 2.5"):
         sb.JointNormal(directions=2.5)  # type: ignore[arg-type]
 
 

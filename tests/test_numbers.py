@@ -25,7 +25,7 @@ from slimbayes.lab.paper_table import averages
 from slimbayes.layers import bayes_class
 from slimbayes.posteriors.base import Config
 from slimbayes.posteriors.k_tied import KTiedPosterior
-from slimbayes.posteriors.model_patch import chosen_layers
+from slimbayes.posteriors.patch import chosen_layers
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.stacking import stack
 

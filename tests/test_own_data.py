@@ -25,8 +25,7 @@ from slimbayes.lab.intake import data_digest, open_data
 from slimbayes.lab.own_task import OwnColumns
 from slimbayes.lab.task import open_task
 from slimbayes.sklearn.base import default_method
-from slimbayes.sklearn.columns import Table
-from slimbayes.sklearn.preparation import Preparation
+from slimbayes.sklearn.columns import Preparation, Table
 
 BASE: dict[str, Any] = {
     "name": "mine",

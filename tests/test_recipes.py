@@ -17,7 +17,7 @@ from defaults_candidates import CANDIDATES
 from defaults_tasks import TASKS, Task, load, mlp
 
 import slimbayes as sb
-from slimbayes.posteriors.configs.recipes import RECIPES
+from slimbayes.posteriors.configs import RECIPES
 
 RECORD: dict[str, Any] = json.loads(defaults.RECORD.read_text())
 

@@ -296,11 +296,12 @@ def test_distributions_that_look_at_their_parameters_keep_rows_apart() -> None:
 
 @pytest.mark.usefixtures("validating")
 def test_trials_of_several_threads_leave_distributions_as_they_were() -> None:
-    unvalidated.__enter__()  # one thread begins before, and ends before, another
-    unvalidated.__enter__()
-    unvalidated.__exit__()
+    first, second = unvalidated(), unvalidated()  # one thread begins before, and ends before, another
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
     torch.distributions.Normal(torch.zeros(2), -torch.ones(2))
-    unvalidated.__exit__()
+    second.__exit__(None, None, None)
     with pytest.raises(ValueError, match="constraint"):
         torch.distributions.Normal(torch.zeros(2), -torch.ones(2))
 

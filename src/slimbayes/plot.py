@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.diagnostics.check import Scaled
-from slimbayes.diagnostics.plots import plot_scales as plot_scales
-from slimbayes.diagnostics.plots import plot_spectrum as plot_spectrum
-from slimbayes.layers.base import BayesLayer
+from slimbayes.diagnostics.spectra import plot_scales as plot_scales
+from slimbayes.diagnostics.spectra import plot_spectrum as plot_spectrum
+from slimbayes.layers.base import sited
 from slimbayes.metrics.calibration import calibration
 from slimbayes.prediction.accumulate import along_draws
 from slimbayes.prediction.figures import BLUE, GREY, ORANGE, bare, empty_figure
@@ -211,9 +210,8 @@ def posterior_scales(model: nn.Module, most: int = 40) -> Figure:
 def _ratios(model: nn.Module) -> dict[str, Tensor]:
     """Scales over the prior's of each posterior that has any, by name."""
     found: dict[str, Tensor] = {}
-    for layer in (module for module in model.modules() if isinstance(module, BayesLayer)):
-        for site, posterior in layer.posterior.items():
-            ratios = posterior.against_prior(layer.linear_map(site)) if isinstance(posterior, Scaled) else []
-            if ratios:
-                found[str(posterior.name)] = torch.cat([r.flatten().double().cpu() for _, r in ratios])
+    for _, layer, site, posterior in sited(model):
+        ratios = posterior.against_prior(layer.linear_map(site))
+        if ratios:
+            found[str(posterior.name)] = torch.cat([r.flatten().double().cpu() for _, r in ratios])
     return found

@@ -177,9 +177,9 @@ class BayesTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint) / FOLDER
-        state = {
-            name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
-        }
+        state: dict[str, Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            state |= load_file(file)
         if not state:
             raise ValueError(f"{resume_from_checkpoint} has no checkpoint of a BayesTrainer in {FOLDER}/.")
         fit = (self.model if model is None else model).load_state_dict(state, strict=False)
@@ -214,15 +214,9 @@ def classify(
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         pred = predict(model, inputs, draws, keep_samples=False, output="logits", seed=seed)
         numbers = (pred.label, pred.confidence, pred.total, pred.epistemic)
-        for label, score, entropy, information in zip(*(n.tolist() for n in numbers), strict=True):
-            found.append(
-                {
-                    "label": names.get(label, label),
-                    "score": score,
-                    "entropy": entropy,
-                    "mutual_information": information,
-                }
-            )
+        for label, *scores in zip(*(n.tolist() for n in numbers), strict=True):
+            said = dict(zip(("score", "entropy", "mutual_information"), scores, strict=True))
+            found.append({"label": names.get(label, label)} | said)
     return found
 
 
@@ -277,9 +271,8 @@ def generate(
     judged = predict(model, told, draws, keep_samples=False, output="logits", seed=seed)
     tells = slice(begun - 1, sequences.shape[1] - 1)  # each token tells the next
     log_prob = judged.log_probs[:, tells].gather(-1, new.unsqueeze(-1)).squeeze(-1)
-    return Generated(
-        sequences, log_prob, judged.total[:, tells], judged.epistemic[:, tells], _alive(model, config, new)
-    )
+    total, epistemic = judged.total[:, tells], judged.epistemic[:, tells]
+    return Generated(sequences, log_prob, total, epistemic, _alive(model, config, new))
 
 
 def _continued(model: Any, seen: Tensor, sequences: Tensor) -> dict[str, Tensor]:

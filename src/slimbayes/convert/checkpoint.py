@@ -116,8 +116,10 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     _check_base(config["base"], own, "structure" if weights else check_base)
     posterior = _tensors(files["posterior.safetensors"], folder / "posterior.safetensors")
     base = _tensors(files["base.safetensors"], folder / "base.safetensors") if weights else {}
-    if weights:
-        _check_own(base, own, folder / "base.safetensors")
+    if weights:  # of tied ones one will do
+        filled = {own[name].data_ptr() for name in base.keys() & own.keys()}
+        needed = {n: t for n, t in own.items() if n in base or t.data_ptr() not in filled}
+        _check_fit(base, needed, folder / "base.safetensors")
     _convert(model, config["conversions"], posterior, folder)
     for _, conversion in conversions_of(model):
         conversion.noise_rule = tuple(config["noise_rule"])
@@ -132,7 +134,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 def _saved(model: nn.Module) -> list[str]:
     """Names of the modules whose own state is saved with the posteriors."""
-    return [".".join(part for part in (root, name) if part) for root, c in conversions_of(model) for name in c.saved]
+    return [f"{root}.{name}".strip(".") for root, c in conversions_of(model) for name in c.saved]
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -140,18 +142,12 @@ def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in _state(model).items()}
     # Members of an ensemble may have tied weights, which safetensors wants apart.
     inside = belongs(model, _saved(model))
-    posterior = {
-        n: _narrowed(t.detach().cpu()).clone(memory_format=torch.contiguous_format)
-        for n, t in state.items()
-        if inside(n)
-    }
+    posterior = {n: t.detach().cpu() for n, t in state.items() if inside(n)}
+    for name, tensor in posterior.items():  # in half precision, where it holds all numbers: loading widens them again
+        short = tensor.half() if tensor.dtype == torch.float32 else tensor
+        kept = short if torch.equal(short.to(tensor.dtype), tensor) else tensor
+        posterior[name] = kept.clone(memory_format=torch.contiguous_format)
     return posterior, {n: t for n, t in state.items() if not inside(n)}
-
-
-def _narrowed(tensor: Tensor) -> Tensor:
-    """The same numbers in half precision, where it holds them all: loading widens them again."""
-    short = tensor.half() if tensor.dtype == torch.float32 else tensor
-    return short if torch.equal(short.to(tensor.dtype), tensor) else tensor
 
 
 def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -209,9 +205,7 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
 
 
 def _room_after(room: int, module: nn.Module, config: Config, include: Selection, folder: Path) -> int:
-    """Numbers left in the file beside those that a conversion needs, which is refused before anything is allocated
-    where there are too few.
-    """
+    """Numbers left in the file beside those a conversion needs; too few are refused before any is allocated."""
     copies = max(config.members, getattr(config, "components", 1)) - 1  # each has one number at least
     needed = estimate_cost(module, config, include).extra_parameters if copies <= room else copies
     if needed > room:
@@ -220,12 +214,6 @@ def _room_after(room: int, module: nn.Module, config: Config, include: Selection
             f"of which posterior.safetensors holds {room:,}."
         )
     return room - needed
-
-
-def _check_own(given: dict[str, Tensor], own: dict[str, Tensor], file: Path) -> None:
-    """Refuse base weights of other names or shapes than the model's, and too few; of tied ones one will do."""
-    filled = {own[name].data_ptr() for name in given.keys() & own.keys()}
-    _check_fit(given, {n: t for n, t in own.items() if n in given or t.data_ptr() not in filled}, file)
 
 
 def _check_fit(given: dict[str, Tensor], needed: dict[str, Tensor], file: Path) -> None:
@@ -239,9 +227,7 @@ def _check_fit(given: dict[str, Tensor], needed: dict[str, Tensor], file: Path) 
 
 
 def _fingerprint(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Names, shapes and content of the base model, so that a posterior is never laid over another network by
-    mistake.
-    """
+    """Names, shapes and content of the base model: no posterior is to be laid over another network."""
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode())
@@ -256,11 +242,8 @@ def _check_base(recorded: dict[str, Any], state: dict[str, Tensor], check: str) 
     wanted = recorded["shapes"]
     faults = [f"the model lacks {n}" for n in sorted(wanted.keys() - here.keys())]
     faults += [f"the model has {n}, which the checkpoint's base had not" for n in sorted(here.keys() - wanted.keys())]
-    faults += [
-        f"{n} is {here[n]} here but was {wanted[n]}"
-        for n in sorted(here.keys() & wanted.keys())
-        if here[n] != wanted[n]
-    ]
+    both = sorted(here.keys() & wanted.keys())
+    faults += [f"{n} is {here[n]} here but was {wanted[n]}" for n in both if here[n] != wanted[n]]
     if faults:
         raise CheckpointError(f"The base model is not the one this posterior was made for: {_some(faults)}.")
     if check == "weights" and _fingerprint(state)["sha256"] != recorded["sha256"]:

@@ -5,7 +5,7 @@ the model is as it was. Weights, buffers, hooks, flags and the names of all para
 only addition.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
 from slimbayes.layers.methods import MARK, Opens, class_before, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
-from slimbayes.posteriors.configs.ensemble import Ensemble
+from slimbayes.posteriors.configs.modules import Ensemble
 from slimbayes.posteriors.ensemble import EnsemblePosterior, shapes_of
 from slimbayes.train.likelihoods import NOISE_RULE
 
@@ -94,11 +94,8 @@ def bayesianize(
     report_signs(model, decisions)
     layers = dict(model.named_modules())
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    built = [
-        (d, layers[d.name], *_posteriors(d, layers[d.name], device))
-        for d in decisions
-        if d.config is not None and d.tied is None
-    ]
+    own = [d for d in decisions if d.config is not None and d.tied is None]
+    built = [(d, layers[d.name], *_posteriors(d, layers[d.name], device)) for d in own]
     built = [entry for entry in built if entry[0].config is not None]
     _share(decisions, layers, built)
     built = [entry for entry in built if entry[0].config is not None]
@@ -112,8 +109,9 @@ def bayesianize(
             _swap(layer, cls, posteriors, decision.tied is None)
         # Only now, when nothing else can fail: starting components may set the layer's scales.
         for decision, layer, _, posteriors in built:
-            if decision.tied is None:
-                _start(layer, posteriors)
+            for site, posterior in posteriors.items() if decision.tied is None else ():
+                if not isinstance(posterior, EnsemblePosterior):
+                    posterior.adopt(layer.linear_map(site))  # type: ignore[operator]
     except Exception:
         for _, layer, _, posteriors in built:
             _restore(layer, posteriors)
@@ -148,11 +146,8 @@ def ensemble(models: Sequence[Model]) -> Model:
         differ = sorted(n for n in shapes.keys() | theirs.keys() if shapes.get(n) != theirs.get(n))
         again = any(other is former for former in models[:i])
         if type(other) is not type(first) or differ or again:
-            what = (
-                "is the same object as one before"
-                if again
-                else f"is a {type(other).__name__} that differs in {', '.join(differ[:5]) or 'its type'}"
-            )
+            what = f"is a {type(other).__name__} that differs in {', '.join(differ[:5]) or 'its type'}"
+            what = "is the same object as one before" if again else what
             raise ValueError(
                 f"ensemble needs separate models like the first ({type(first).__name__}), but model {i} {what}."
             )
@@ -181,23 +176,14 @@ def debayesianize(model: Model) -> Model:
         for kept in ("_slimbayes_rows", *LATEST.values(), "_slimbayes_tree", MARK):
             layer.__dict__.pop(kept, None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
-        for name, attribute, former in [] if conversion is None else conversion.patched:
-            module = _submodule(layer, name)
-            if module is not None:
-                setattr(module, attribute, former)
-        own = {} if conversion is None else dict(layer.named_parameters())
-        for name in [] if conversion is None else conversion.frozen:
-            if name in own:
+        if conversion is not None:
+            modules, own = dict(layer.named_modules()), dict(layer.named_parameters())
+            for name, attribute, former in conversion.patched:
+                if name in modules:  # it may have been removed since
+                    setattr(modules[name], attribute, former)
+            for name in own.keys() & set(conversion.frozen):
                 own[name].requires_grad_(True)
     return model
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    """A module by name, or None if it has been removed since."""
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
 
 
 def conversions_of(model: nn.Module) -> list[tuple[str, Conversion]]:
@@ -209,6 +195,15 @@ def conversions_of(model: nn.Module) -> list[tuple[str, Conversion]]:
             f"bayesianize(model, Deterministic()) gives a plain model the same interface."
         )
     return found
+
+
+def decisions_of(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, Decision]]:
+    """Every decision under a model, with its layer's name there, and the layer as it is now, or None if it is gone."""
+    modules = dict(model.named_modules())
+    for root, conversion in conversions_of(model):
+        for decision in conversion.decisions:
+            name = f"{root}.{decision.name}".strip(".")
+            yield name, modules.get(name), decision
 
 
 def _posteriors(decision: Decision, layer: nn.Module, device: torch.device) -> tuple[type[Converted], nn.ModuleDict]:
@@ -269,12 +264,6 @@ def _swap(layer: nn.Module, cls: type[Converted], posteriors: nn.ModuleDict, own
     layer.posterior = posteriors
     for posterior in posteriors.values() if owner else ():
         posterior.join(layer)  # type: ignore[operator]
-
-
-def _start(layer: Any, posteriors: nn.ModuleDict) -> None:
-    for site, posterior in posteriors.items():
-        if not isinstance(posterior, EnsemblePosterior):
-            posterior.adopt(layer.linear_map(site))  # type: ignore[operator]
 
 
 def _restore(layer: Any, posteriors: nn.ModuleDict) -> None:

@@ -1,13 +1,14 @@
-"""select: keep some members of a converted model."""
+"""A converted model changed again: `select` keeps some members, `said_again` serves a conversion in another's place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from slimbayes.convert.convert import Model, conversions_of
+from slimbayes.convert.convert import Conversion, Model, conversions_of, decisions_of
+from slimbayes.convert.training import freeze
 from slimbayes.engine import passes
 from slimbayes.engine.calls import total_draws
 from slimbayes.engine.modules import changed
@@ -31,7 +32,7 @@ def select(model: Model, members: Sequence[int]) -> Model:
         >>> torch.equal(sb.sample(select(net, [3, 1]), x), before[[3, 1]])
         True
     """
-    conversions = conversions_of(model)
+    conversions_of(model)  # refuses a plain model
     posteriors: list[Any] = passes.posteriors_of(model)
     total, chosen = total_draws(posteriors, 1), list(members)
     if not chosen or len(set(chosen)) < len(chosen) or not all(isinstance(k, int) and 0 <= k < total for k in chosen):
@@ -48,13 +49,26 @@ def select(model: Model, members: Sequence[int]) -> Model:
             tied = [layer for layer in layers if any(own is p for own in layer.posterior.values())]
             p.select([k % p.members for k in chosen], tied)
     changed()
-    for root, conversion in conversions:
-        for d in conversion.decisions:
-            layer = _found(model, ".".join(part for part in (root, d.name) if part))
-            if d.config is not None and isinstance(layer, Converted) and d.config.members > 1:
-                d.config = replace(d.config, members=len(chosen))  # type: ignore[type-var]
+    for _, layer, d in decisions_of(model):
+        if d.config is not None and isinstance(layer, Converted) and d.config.members > 1:
+            d.config = replace(d.config, members=len(chosen))  # type: ignore[type-var]
     return model
 
 
-def _found(model: nn.Module, name: str) -> nn.Module | None:
-    return dict(model.named_modules()).get(name)
+def said_again(model: nn.Module) -> Callable[..., None]:
+    """What a model's conversions say beside their methods: where rows lie, what trains and is saved. The function that
+    is returned says it of a conversion that takes their place.
+    """
+    found = conversions_of(model)
+    saved, heads = (
+        [f"{root}.{name}".strip(".") for root, c in found for name in getattr(c, of)] for of in ("saved", "heads")
+    )
+    batch_dim = next((c.batch_dim for _, c in found if c.batch_dim is not None), None)
+    frozen = any(c.frozen for _, c in found)
+
+    def say(converted: nn.Module, freezing: bool = True) -> None:
+        new: Conversion = converted.__dict__["_slimbayes"]
+        new.batch_dim, new.saved, new.heads = batch_dim, saved, heads
+        new.frozen = freeze(converted, heads) if frozen and freezing else []
+
+    return say

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,22 +50,22 @@ def plan(
 ) -> list[Decision]:
     """Decide for every layer with parameters what a conversion does to it, without changing anything."""
     check_config(config)
-    if (
-        isinstance(config, Config)
-        and config.whole
-        and exclude is None
-        and (include is None or _means_root(include, model))
-    ):
+    if isinstance(config, Config) and config.whole and exclude is None and _means_root(include, model):
         return [_whole(model, config)]
     layers = dict(_layers(model))
     included, excluded = selected("include", include, layers), selected("exclude", exclude, layers)
-    configs = {n: config for n in layers} if isinstance(config, Config) else _by_pattern(config, layers)
+    configs: dict[str, Config] = {n: config for n in layers} if isinstance(config, Config) else {}
+    for pattern, one in config.items() if isinstance(config, Mapping) else ():  # the first that matches a layer counts
+        configs = dict.fromkeys(selected("config", pattern, layers), one) | configs
     named = include is not None or isinstance(config, Mapping)
     chosen = {}
     for name, layer in layers.items():
         inside = name in configs and (include is None or name in included)
         chosen[name] = _choose(model, name, layer, configs.get(name) if inside else None, name in excluded, named)
-    targets = _targets(model, layers, chosen, named)
+    targets = {  # for each config the names it picks out of the layers offered to it, None for all
+        c: c.targets(model, {n: layers[n] for n, (own, _) in chosen.items() if own == c}, named)
+        for c in dict.fromkeys(own for own, _ in chosen.values() if own is not None)
+    }
     decisions = []
     for name, layer in layers.items():
         decision = _decide(Decision(name, type(layer).__name__, *chosen[name]), layer, targets)
@@ -75,7 +76,8 @@ def plan(
     _tie(decisions, layers, named)
     if strict:
         refuse(decisions)
-    if not any(d.config for d in decisions) and not _all_deterministic(config):
+    converts = any(c.converts for c in (config.values() if isinstance(config, Mapping) else [config]))
+    if converts and not any(d.config for d in decisions):
         reasons = sorted({d.reason for d in decisions})
         raise ValueError(
             f"No layer would be converted. Reasons given: {'; '.join(reasons) or 'the model has no parameters'}."
@@ -110,8 +112,7 @@ def refuse(decisions: Sequence[Decision]) -> None:
 
 
 def _means_root(include: Selection, model: nn.Module) -> bool:
-    patterns = [include] if isinstance(include, (str, type)) or callable(include) else include or []
-    return any(_matching(pattern, {"": model}) for pattern in patterns)
+    return include is None or any(_matching(pattern, {"": model}) for pattern in _patterns(include))
 
 
 def _whole(model: nn.Module, config: Config) -> Decision:
@@ -127,31 +128,8 @@ def _whole(model: nn.Module, config: Config) -> Decision:
     return Decision("", type(model).__name__, config)
 
 
-def _by_pattern(config: Mapping[str, Config], layers: Mapping[str, nn.Module]) -> dict[str, Config]:
-    """The config of each layer: that of the first pattern that matches it."""
-    out: dict[str, Config] = {}
-    for pattern, one in config.items():
-        for name in selected("config", pattern, layers):
-            out.setdefault(name, one)
-    return out
-
-
-def _targets(
-    model: nn.Module, layers: Mapping[str, nn.Module], chosen: Mapping[str, tuple[Config | None, str]], named: bool
-) -> dict[Config, set[str] | None]:
-    """For each config the names it picks out of the layers offered to it, None for all."""
-    configs = dict.fromkeys(config for config, _ in chosen.values() if config is not None)
-    return {c: c.targets(model, {n: layers[n] for n, (own, _) in chosen.items() if own == c}, named) for c in configs}
-
-
-def _all_deterministic(config: Config | Mapping[str, Config]) -> bool:
-    return not any(c.converts for c in (config.values() if isinstance(config, Mapping) else [config]))
-
-
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own, and dropout layers. What lies inside an attention layer or a posterior
-    belongs to it.
-    """
+    """Modules with parameters of their own, and dropout layers; what lies inside an attention layer belongs to it."""
     owned: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if owned and name.startswith(owned):
@@ -217,11 +195,8 @@ def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decisi
     known = bayes_class(layer)
     container = known is None and any(True for child in layer.children() for _ in child.parameters())
     if config.whole:
-        return (
-            decision
-            if not container
-            else decision.stay("its own parameters, beside those of its submodules, stay as they are")
-        )
+        stays = "its own parameters, beside those of its submodules, stay as they are"
+        return decision.stay(stays) if container else decision
     if any(p.is_complex() for p in layer.parameters(recurse=False)):
         return decision.stay("its weights are complex, and methods draw real numbers", problem=True)
     if "posterior" in layer._modules or hasattr(type(layer), "posterior"):
@@ -242,9 +217,7 @@ def _decide_type(decision: Decision, layer: nn.Module, config: Config) -> Decisi
 
 
 def _tie(decisions: list[Decision], layers: Mapping[str, nn.Module], named: bool) -> None:
-    """Layers that share a weight share one posterior; where one of them stays as it is, so do the others, unless
-    included by name.
-    """
+    """Layers that share a weight share one posterior; if one stays as it is so do the others, unless named."""
     users: dict[int, list[Decision]] = {}
     for decision in decisions:
         for parameter in layers[decision.name].parameters(recurse=False):
@@ -278,13 +251,17 @@ def selected(argument: str, selection: Selection, layers: Mapping[str, nn.Module
     if selection is None:
         return set()
     out: set[str] = set()
-    for pattern in [selection] if isinstance(selection, (str, type)) or callable(selection) else selection:
+    for pattern in _patterns(selection):
         found = _matching(pattern, layers)
         if not found:
             label = pattern if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
             raise ValueError(f"{argument}={label!r} matches no layer with parameters{did_you_mean(str(label), layers)}")
         out |= found
     return out
+
+
+def _patterns(selection: Any) -> Sequence[Pattern]:
+    return [selection] if isinstance(selection, (str, type)) or callable(selection) else selection
 
 
 def _matching(pattern: Pattern, layers: Mapping[str, nn.Module]) -> set[str]:

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import conversions_of
+from slimbayes.convert.convert import decisions_of
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.engine.calls import total_draws
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.engine.sharing import evaluating
 from slimbayes.layers import bayes_class, class_for, kind_of
-from slimbayes.layers.base import Converted, posteriors_at, registered, sites_of
+from slimbayes.layers.base import Converted, sites_of
 from slimbayes.posteriors.base import Config
 
 
@@ -47,7 +45,11 @@ class Summary:
         """How many different networks the posterior holds: a product over layers, infinitely many for real numbers."""
         if self.at_least and not self.log_ensemble_size:
             return "2^units, as many as its dropout layers see"
-        return ("at least " if self.at_least else "") + _size(self.log_ensemble_size)
+        if math.isinf(self.log_ensemble_size):
+            return "infinite (continuous)"
+        exponent = self.log_ensemble_size / math.log(10)
+        size = f"{round(math.exp(self.log_ensemble_size)):,}" if exponent < 6 else f"10^{exponent:,.1f}"
+        return f"at least {size}" if self.at_least else size
 
     @property
     def before(self) -> int:
@@ -96,13 +98,6 @@ class Summary:
         return f"<div>{table}<p>{html.escape(self._total())}</p></div>"
 
 
-def _size(log_size: float) -> str:
-    if math.isinf(log_size):
-        return "infinite (continuous)"
-    exponent = log_size / math.log(10)
-    return f"{round(math.exp(log_size)):,}" if exponent < 6 else f"10^{exponent:,.1f}"
-
-
 def summary(model: nn.Module) -> Summary:
     """List every layer of a converted model that has parameters: converted or skipped, why, and its parameter counts.
 
@@ -117,17 +112,14 @@ def summary(model: nn.Module) -> Summary:
     """
     rows, seen = [], set[int]()
     listed: set[str] = set()
-    for root, conversion in conversions_of(model):
-        for decision in conversion.decisions:
-            name = ".".join(part for part in (root, decision.name) if part)
-            layer = dict(model.named_modules()).get(name)
-            if layer is None or name in listed or (decision.config is None and isinstance(layer, Converted)):
-                continue  # removed since; or a conversion of an inner module speaks for it
-            listed.add(name)
-            posterior = list(layer.posterior.parameters()) if isinstance(layer, Converted) else []
-            before = _count(_own_parameters(layer), seen)
-            status, detail = _told(decision, layer)
-            rows.append(Row(name, decision.kind, status, detail, before, before + _count(posterior, seen)))
+    for name, layer, decision in decisions_of(model):
+        if layer is None or name in listed or (decision.config is None and isinstance(layer, Converted)):
+            continue  # removed since; or a conversion of an inner module speaks for it
+        listed.add(name)
+        posterior = list(layer.posterior.parameters()) if isinstance(layer, Converted) else []
+        before = _count(_own_parameters(layer), seen)
+        status, detail = _told(decision, layer)
+        rows.append(Row(name, decision.kind, status, detail, before, before + _count(posterior, seen)))
     posteriors = posteriors_of(model)
     # Members are shared by all layers and count once; what layers pick by themselves multiplies.
     size = sum(p.log_size for p in posteriors) + math.log(total_draws(posteriors, 1))
@@ -141,7 +133,7 @@ def _told(decision: Decision, layer: nn.Module) -> tuple[str, str]:
     if not isinstance(layer, Converted):
         return "skipped", "replaced or undone since the conversion"
     tied = "" if decision.tied is None else f"shares the posterior of {decision.tied}"
-    notes = [decision.config.describe(), tied, layer.bayes_note, *(p.note for p in posteriors_at(layer))]
+    notes = [decision.config.describe(), tied, layer.bayes_note, *(p.note for p in layer.posteriors())]
     return "converted", "; ".join(dict.fromkeys(note for note in notes if note))
 
 
@@ -165,8 +157,8 @@ class Cost:
         parameters: parameters of the plain model.
         extra_parameters: parameters of all posteriors.
         extra_bytes: their size in memory (gradients and optimizer state come on top, as for any parameter).
-        relative_flops: arithmetic of one draw at each position relative to the plain model's, at least 1. What happens
-            once a pass, as drawing a matrix of weights, is not in it: a large batch shares it.
+        relative_flops: arithmetic of one draw at one position of each layer relative to the plain model's, at least 1.
+            What happens once a pass, as drawing a matrix of weights, is not in it: a large batch shares it.
         forwards: how many times one `sample(model, x)` pays that price: the number of members.
     """
 
@@ -183,17 +175,9 @@ class Cost:
 
 
 def estimate_cost(
-    model: nn.Module,
-    config: Config | Mapping[str, Config],
-    include: Selection = None,
-    exclude: Selection = None,
-    example: Tensor | None = None,
+    model: nn.Module, config: Config | Mapping[str, Config], include: Selection = None, exclude: Selection = None
 ) -> Cost:
     """What `bayesianize` with these arguments would cost, without changing the model or allocating its posteriors.
-
-    Args:
-        example: an input to run once (in eval mode), so that layers count as often as they are applied: convolutions at
-            every position. Without it each layer counts once.
 
     Example:
         >>> import slimbayes as sb
@@ -202,48 +186,20 @@ def estimate_cost(
         (19000, 1.001)
     """
     decisions = plan(model, config, include, exclude)
-    positions = _positions(model, example)
     extra: list[Tensor] = []
     forwards, plain_flops, extra_flops = 1, 0.0, 0.0
     for decision in decisions:
         layer, chosen = model.get_submodule(decision.name), decision.config
-        times = positions.get(decision.name, 1.0)
         # Multiply-adds: one for each weight; a lookup has none.
         weights = [] if kind_of(layer) == "table" else [p for p in _own_parameters(layer) if p.dim() > 1]
-        plain_flops += times * sum(p.numel() for p in weights)
+        plain_flops += sum(p.numel() for p in weights)
         if chosen is None or decision.tied is not None:
             continue
         cls = None if chosen.whole else class_for(layer, chosen.covers)
         sites = [] if cls is None else sites_of(cls, layer)
         forwards = max(forwards, chosen.members)
         extra += chosen.extra_parameters(layer, sites)
-        extra_flops += times * sum(chosen.extra_flops(site) for site in sites)
+        extra_flops += sum(chosen.extra_flops(site) for site in sites)
     total, added = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in extra)
     size = sum(p.numel() * p.element_size() for p in extra)
     return Cost(total, added, size, 1 + extra_flops / max(plain_flops, 1), forwards)
-
-
-def _positions(model: nn.Module, example: Tensor | None) -> dict[str, float]:
-    """How many positions of one row each layer is applied to, measured by running an example."""
-    if example is None:
-        return {}
-    found: dict[str, float] = {}
-    handles = []
-    for name, layer in model.named_modules():
-        known = registered(layer)
-
-        def record(layer: nn.Module, args: Any, output: Any, name: str = name, known: Any = known) -> None:
-            out = output[0] if isinstance(output, tuple) else output
-            if isinstance(out, Tensor):
-                channels = out.shape[known.bayes_channel_dim]
-                found[name] = found.get(name, 0.0) + out.numel() / channels / example.shape[0]
-
-        if bayes_class(layer):
-            handles.append(layer.register_forward_hook(record))
-    try:
-        with torch.no_grad(), evaluating(model):
-            model(example)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found

@@ -19,9 +19,7 @@ _TRAIN = ("all", "posterior", "posterior+head")
 
 
 def modules_to_save(model: nn.Module, train: Train, head: Selection) -> tuple[list[str], list[str]]:
-    """Names of the modules that are to be saved with the posteriors, and of the heads among them, decided before a
-    model is converted.
-    """
+    """Names of modules to be saved with the posteriors, and of the heads among them, before a conversion."""
     if train not in _TRAIN:
         raise ValueError(f"bayesianize: unknown train {train!r}{did_you_mean(str(train), _TRAIN)}")
     if head is not None and train != "posterior+head":
@@ -30,8 +28,11 @@ def modules_to_save(model: nn.Module, train: Train, head: Selection) -> tuple[li
         )
     if train == "all":
         return [], []
-    modules = dict(model.named_modules())
-    heads = _heads(modules, head) if train == "posterior+head" else []
+    modules, heads = dict(model.named_modules()), list[str]()
+    if train == "posterior+head":  # without a selection the last module that has parameters of its own
+        owners = {name: m for name, m in modules.items() if any(True for _ in m.parameters())}
+        last = [name for name, m in owners.items() if any(True for _ in m.parameters(recurse=False))][-1:]
+        heads = last if head is None else sorted(selected("head", head, owners))
     return [name for name, m in modules.items() if _moves(m) and name not in heads] + heads, heads
 
 
@@ -44,14 +45,6 @@ def unmoved(model: nn.Module, saved: Sequence[str]) -> list[str]:
     """The heads among saved modules where nothing else says them: checkpoints name them if a norm is one."""
     modules = dict(model.named_modules())
     return [name for name in saved if name in modules and not _moves(modules[name])]
-
-
-def _heads(modules: dict[str, nn.Module], head: Selection) -> list[str]:
-    """The modules that a selection means; without one the last that has parameters of its own."""
-    owners = {name: m for name, m in modules.items() if any(True for _ in m.parameters())}
-    if head is not None:
-        return sorted(selected("head", head, owners))
-    return [name for name, m in owners.items() if any(True for _ in m.parameters(recurse=False))][-1:]
 
 
 def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
@@ -70,9 +63,7 @@ def freeze(model: nn.Module, heads: Sequence[str]) -> list[str]:
 
 
 def belongs(model: nn.Module, saved: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name in the state of a model belongs to a posterior or to one of these modules: the rule behind
-    adapter-only checkpoints.
-    """
+    """Whether a name in a model's state belongs to a posterior or one of these modules: what is saved."""
     every = list(model.named_modules(remove_duplicate=False))  # a module has all its names in the state
     meant = {module for name, module in every if name in saved}
     of_posterior = tuple(f"{name}.posterior.".lstrip(".") for name, module in every if isinstance(module, Converted))

@@ -8,7 +8,7 @@ Each is fitted to a Prediction of held-out rows and their targets, then called w
     sets = Conformal.fit(held_out, y_held_out, level=0.9)(sb.predict(net, x_new))
 """
 
-from slimbayes.decisions.abstention import Abstention as Abstention
 from slimbayes.decisions.conformal import Conformal as Conformal
 from slimbayes.decisions.conformal import CVPlus as CVPlus
-from slimbayes.decisions.temperature import Temperature as Temperature
+from slimbayes.decisions.rules import Abstention as Abstention
+from slimbayes.decisions.rules import Temperature as Temperature

@@ -153,10 +153,8 @@ class CVPlus:
             seed: as in `Conformal`.
         """
         if len(predictions) != len(self.scores):
-            got = f"{len(predictions)} predictions"
-            raise ValueError(
-                f"CVPlus was fitted to {len(self.scores)} folds and needs a prediction of each, got {got}."
-            )
+            needed = f"CVPlus was fitted to {len(self.scores)} folds and needs a prediction of each"
+            raise ValueError(f"{needed}, got {len(predictions)} predictions.")
         n = sum(map(len, self.scores))
         if _is_discrete(self.kind):
             below = torch.zeros_like(predictions[0].log_probs.double())

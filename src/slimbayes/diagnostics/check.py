@@ -13,9 +13,8 @@ Sizes: S draws of each of K members, B rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,7 @@ from torch import Tensor, nn
 from slimbayes.diagnostics.psis import KHat, k_hat
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.engine.sharing import evaluating
-from slimbayes.layers.base import BayesLayer
-from slimbayes.layers.site import LinearMap
+from slimbayes.layers.base import sited
 from slimbayes.prediction.sample import members, sample
 from slimbayes.train.elbo import dwarfed, kl
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
@@ -33,13 +31,6 @@ _NEAR, _NOTHING = 0.1, 1e-3  # of the prior's scale
 _DRAWS, _TAIL_DRAWS = 8, 50
 _ROWS = 512  # that a forward has at most, if one draw of each member has no more
 _FEW = 300  # elements beyond which a large k-hat is the rule
-
-
-@runtime_checkable
-class Scaled(Protocol):
-    """A posterior whose elements have locations and scales, and whose prior has them too."""
-
-    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -66,32 +57,29 @@ class Check:
     @property
     def warnings(self) -> list[str]:
         """A sentence with a remedy for each thing that looks wrong."""
-        return list(self._looks_wrong())
-
-    def _looks_wrong(self) -> Iterator[str]:
-        if said := dwarfed(self.kl_weight * self.kl):
-            yield said
+        told = [dwarfed(self.kl_weight * self.kl) or ""]
         if self.at_prior > 0.5:
-            yield (
+            told.append(
                 f"{self.at_prior:.0%} of the posterior is still at its prior: the data did not move it, so the prior "
                 f"says how much draws differ. That is well where they predict no worse than the plain network (factors "
                 f"beside weights that learn); else lower the KL's weight, or start from smaller scales."
             )
         if self.collapsed > 0.5:
-            yield (
+            told.append(
                 f"{self.collapsed:.0%} of the posterior's scales have collapsed: its draws hardly differ. Raise the "
                 f"KL's weight or scale_init."
             )
         if self.label_changes > 0.5:
-            yield (
+            told.append(
                 f"Draws disagree on the label of {self.label_changes:.0%} of the rows: one draw says little. Train "
                 f"longer, or predict with more draws."
             )
         if self.k_hat is not None and self.elements <= _FEW and self.k_hat.k > 0.7:
-            yield (
+            told.append(
                 f"k-hat is {self.k_hat.k:.2f}: the posterior misses mass of the true one. Try a richer family, or more "
                 f"members."
             )
+        return [said for said in told if said]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the warnings."""
@@ -166,15 +154,13 @@ def _shares(model: nn.Module) -> tuple[int, float, float]:
     """How many elements of the posterior have a prior of their own, and which share is at it or collapsed."""
     count, near, nothing = 0, 0.0, 0.0
     seen: set[int] = set()
-    for layer in (module for module in model.modules() if isinstance(module, BayesLayer)):
-        for site, posterior in layer.posterior.items():
-            if id(posterior) in seen or not isinstance(posterior, Scaled):
-                continue
-            seen.add(id(posterior))
-            for offset, ratio in posterior.against_prior(layer.linear_map(site)):
-                count += ratio.numel()
-                near += float(((offset.abs() < _NEAR) & ((ratio - 1).abs() < _NEAR)).sum())
-                nothing += float((ratio < _NOTHING).sum())
+    for _, layer, site, posterior in sited(model):
+        pairs = [] if id(posterior) in seen else posterior.against_prior(layer.linear_map(site))
+        seen.add(id(posterior))
+        for offset, ratio in pairs:
+            count += ratio.numel()
+            near += float(((offset.abs() < _NEAR) & ((ratio - 1).abs() < _NEAR)).sum())
+            nothing += float((ratio < _NOTHING).sum())
     return (count, near / count, nothing / count) if count else (0, math.nan, math.nan)
 
 
@@ -184,8 +170,7 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _label_changes(model: nn.Module, x: Tensor, likelihood: LikelihoodName) -> float:
-    judge = likelihood_named(likelihood)
-    if not judge.discrete or not posteriors_of(model):
+    if not likelihood_named(likelihood).discrete or not posteriors_of(model):
         return math.nan
     outputs = _outputs(model, x)
     labels = outputs.argmax(-1) if likelihood == "categorical" else outputs > 0

@@ -21,7 +21,7 @@ Sizes: K members, S draws of each, n draws held at a time, M ratios in the tail.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.engine.sharing import evaluating
-from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.base import sited
 from slimbayes.prediction.sample import frozen, members
 
 LogLikelihood = Callable[[nn.Module], Tensor]
@@ -69,33 +69,29 @@ def log_ratios(model: nn.Module, log_likelihood: LogLikelihood, draws: int = 100
         for start in range(0, draws, chunk):
             held = min(chunk, draws - start)
             with frozen(model, draws=held):
-                likelihood = _checked(log_likelihood(model), held * count)
-                parts.append(_with_densities(model, likelihood).view(held, count).T)
+                total: Any = log_likelihood(model)
+                if not isinstance(total, Tensor) or total.shape != (held * count,):
+                    got = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+                    raise ValueError(
+                        f"log_likelihood must return one number for each held draw, a tensor of shape "
+                        f"({held * count},), got {got}. Sum the log-likelihood of all data under each draw of "
+                        f"sample(model, x), whose first axis is the draws'."
+                    )
+                ratios = [ratio.to(total.device) for ratio in _density_ratios(model)]
+                parts.append(sum(ratios, total.double()).view(held, count).T)
     return torch.cat(parts, 1)
 
 
-def _checked(likelihood: Any, needed: int) -> Tensor:
-    if not isinstance(likelihood, Tensor) or likelihood.shape != (needed,):
-        got = tuple(likelihood.shape) if isinstance(likelihood, Tensor) else type(likelihood).__name__
-        raise ValueError(
-            f"log_likelihood must return one number for each held draw, a tensor of shape ({needed},), got {got}. Sum "
-            f"the log-likelihood of all data under each draw of sample(model, x), whose first axis is the draws'."
-        )
-    return likelihood.double()
-
-
-def _with_densities(model: nn.Module, total: Tensor) -> Tensor:
-    """total + log p(theta) - log q(theta) of the held draws of the whole model: (K n,)."""
-    for layer in (module for module in model.modules() if isinstance(module, BayesLayer)):
-        for site, posterior in zip(layer.posterior, layer.posteriors(), strict=True):
-            ratio = posterior.log_ratio(layer.linear_map(site))
-            if ratio is None:
-                raise TypeError(
-                    f"{posterior.name}: the density of a {type(posterior).__name__}'s draws is not known. log_ratios "
-                    f"and k_hat work with MeanField, KTied, MatrixNormal and Rank1."
-                )
-            total = total + ratio.to(total.device)
-    return total
+def _density_ratios(model: nn.Module) -> Iterator[Tensor]:
+    """log p(theta) - log q(theta) of the held draws of each matrix: (K n,)."""
+    for _, layer, site, posterior in sited(model):
+        ratio = posterior.log_ratio(layer.linear_map(site))
+        if ratio is None:
+            raise TypeError(
+                f"{posterior.name}: the density of a {type(posterior).__name__}'s draws is not known. log_ratios and "
+                f"k_hat work with MeanField, KTied, MatrixNormal and Rank1."
+            )
+        yield ratio
 
 
 # ArviZ fits the same numbers (the tests hold them to 1e-7) but would bring xarray and pandas for these thirty lines.

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import conversions_of
-from slimbayes.convert.plan import Decision, Selection, selected
+from slimbayes.convert.convert import conversions_of, decisions_of
+from slimbayes.convert.plan import Selection, selected
 from slimbayes.engine import passes
 from slimbayes.engine.passes import posteriors_of
-from slimbayes.layers.base import BayesLayer
+from slimbayes.layers.base import BayesLayer, sited
 from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
 from slimbayes.posteriors.gaussian import GaussianPosterior, MeanFieldPosterior
 from slimbayes.train.elbo import check_finite
@@ -66,9 +66,7 @@ def gaussian_sites(model: nn.Module, include: Selection = None, exclude: Selecti
     check_finite(model)
     sites = [
         GaussianSite(f"{name}.{key}".lstrip("."), name, layer, key, posterior)
-        for name, layer in model.named_modules()
-        if isinstance(layer, BayesLayer)
-        for key, posterior in layer.posterior.items()
+        for name, layer, key, posterior in sited(model)
         if isinstance(posterior, GaussianPosterior)
     ]
     if not sites:
@@ -92,7 +90,8 @@ class Replacement(NamedTuple):
 @torch.no_grad()
 def mean_field(model: nn.Module, site: GaussianSite, scales: Tensor) -> Replacement:
     """A mean-field posterior with standard deviations (m, n) in a site's place; those of biases are copied."""
-    old, former = site.posterior, _decisions(model)[site.layer_name].config
+    old = site.posterior
+    former = next(d.config for name, _, d in decisions_of(model) if name == site.layer_name and d.config is not None)
     assert isinstance(former, GaussianConfig)
     config = MeanField.like(former)
     with torch.random.fork_rng(devices=[]):  # the start is overwritten: the caller's noise must not depend on it
@@ -109,7 +108,7 @@ def mean_field(model: nn.Module, site: GaussianSite, scales: Tensor) -> Replacem
 
 def replace(model: nn.Module, replacements: Sequence[Replacement]) -> None:
     """Let posteriors become the new ones, and record the layers' new configs, from which checkpoints are written."""
-    decisions = _decisions(model)
+    decisions = {name: decision for name, _, decision in decisions_of(model) if decision.config is not None}
     for site, new, config in replacements:
         old = site.posterior
         decisions[site.layer_name].config = config
@@ -126,13 +125,3 @@ def refuse_held_draws(model: nn.Module, verb: str) -> None:
     if any(passes.of(p.key) is not None for p in posteriors_of(model)[:1]):
         advice = "Call it outside `frozen` and the model's forward."
         raise ValueError(f"{verb} cannot change a model whose draws are held. {advice}")
-
-
-def _decisions(model: nn.Module) -> dict[str, Decision]:
-    """The conversion record of every converted layer, by the layer's name."""
-    return {
-        ".".join(part for part in (root, decision.name) if part): decision
-        for root, conversion in conversions_of(model)
-        for decision in conversion.decisions
-        if decision.config is not None
-    }

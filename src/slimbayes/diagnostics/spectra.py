@@ -1,4 +1,5 @@
-"""spectrum: how much of the posterior means and of the standard deviations the first few singular values explain.
+"""spectrum: how much of the posterior means and of the standard deviations the first few singular values explain, and
+the k-tied paper's figures of it. matplotlib is imported on call.
 
     explained_k = gamma_k^2 / sum_i gamma_i^2          gamma: singular values of the m x n matrix view, not centred
 
@@ -18,8 +19,9 @@ KL infinite, so we cut at epsilon. For k = 1 nothing is cut, since the rank-1 pa
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,12 @@ from slimbayes.convert.convert import Model
 from slimbayes.convert.plan import Selection
 from slimbayes.diagnostics.sites import Replacement, gaussian_sites, mean_field, refuse_held_draws, replace
 from slimbayes.errors import did_you_mean
+from slimbayes.posteriors.configs.base import check_choice, check_count
+from slimbayes.prediction.figures import bare, empty_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 Of = Literal["means", "scales"]
 
@@ -53,8 +61,7 @@ class SiteSpectrum:
 
     def explained(self, of: Of = "scales") -> tuple[float, ...]:
         """Fraction of the variance that each singular value explains; the fractions sum to one."""
-        if of not in ("means", "scales"):
-            raise ValueError(f"Unknown spectrum {of!r}{did_you_mean(str(of), ('means', 'scales'))}")
+        check_choice(self, "spectrum", of, ("means", "scales"))
         squares = [value**2 for value in (self.means if of == "means" else self.scales)]
         total = sum(squares) or 1.0  # a matrix of zeros has no variance to explain
         return tuple(square / total for square in squares)
@@ -72,9 +79,8 @@ class Spectrum:
 
     def __getitem__(self, name: str) -> SiteSpectrum:
         """The spectrum of one weight, by its name or, if it is the layer's only one, the layer's."""
-        found = [s for s in self.sites if s.name == name] or [
-            s for s in self.sites if s.name.rpartition(".")[0] == name
-        ]
+        of_layer = [s for s in self.sites if s.name.rpartition(".")[0] == name]
+        found = [s for s in self.sites if s.name == name] or of_layer
         if len(found) != 1:
             known = [s.name for s in self.sites]
             raise KeyError(f"{name!r} names {len(found)} weights of this spectrum{did_you_mean(name, known)}")
@@ -113,9 +119,6 @@ def spectrum(model: nn.Module, include: Selection = None, exclude: Selection = N
         means, scales = (tuple(torch.linalg.svdvals(matrix).tolist()) for matrix in (site.means(), site.scales()))
         found.append(SiteSpectrum(site.name, site.posterior.site.matrix, means, scales))
     return Spectrum(tuple(found))
-
-
-# --- cutting scales to a rank ---
 
 
 def truncate(
@@ -168,8 +171,7 @@ def truncation_errors(
 def _plan(model: nn.Module, rank: int, epsilon: float, include: Selection, exclude: Selection) -> list[Replacement]:
     """What becomes of every site."""
     sites = gaussian_sites(model, include, exclude)
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ValueError(f"rank must be a whole number of at least 1, got {rank!r}.")
+    check_count("truncate", "rank", rank)
     if not epsilon > 0:
         raise ValueError(f"epsilon must be positive: a standard deviation of zero has an infinite KL; got {epsilon!r}.")
     for site in sites:
@@ -191,3 +193,93 @@ def low_rank(matrix: Tensor, rank: int) -> Tensor:
     """
     u, values, vt = torch.linalg.svd(matrix, full_matrices=False)
     return (u[:, :rank] * values[:rank]) @ vt[:rank]
+
+
+_LINES: tuple[tuple[Of, str, str, str], ...] = (
+    ("means", "posterior means", "#0072B2", "o"),
+    ("scales", "posterior standard deviations", "#D55E00", "s"),
+)
+
+
+@torch.no_grad()
+def plot_scales(model: nn.Module, layer: str) -> Figure:
+    """Heat maps of a layer's standard deviations and of their rank-1 and rank-2 approximations (the paper's Figure 4).
+
+    All maps share one colour scale; each approximation's title says how much of the variance it explains.
+
+    Args:
+        model: a model converted with `MeanField`, `KTied` or `MatrixNormal`.
+        layer: the layer's name, or the weight's where a layer has several.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Sequential(nn.Linear(30, 20)), sb.MeanField())
+        >>> len(plot_scales(net, "0").axes)  # three maps and the colour bar
+        4
+    """
+    sites = gaussian_sites(model)
+    found = [s for s in sites if s.name == layer] or [s for s in sites if s.layer_name == layer]
+    if len(found) != 1:
+        problem = "has several weights; name one" if found else "has no Gaussian posterior or is not there"
+        raise ValueError(f"layer={layer!r} {problem}{did_you_mean(layer, [s.name for s in found or sites])}")
+    site, scales = found[0], found[0].scales().cpu()
+    squares, maps = torch.linalg.svdvals(scales).square(), [("trained", scales)]
+    for rank in (1, 2)[: min(scales.shape)]:
+        share = float(squares[:rank].sum() / squares.sum())
+        maps.append((f"rank {rank}: {share:.2%} explained", low_rank(scales, rank)))
+    figure = empty_figure("plot_scales", 1.4 + 2.9 * len(maps), 3.6)
+    axes: Any = figure.subplots(1, len(maps), sharex=True, sharey=True, squeeze=False)[0]
+    # The most extreme half percent at each end would leave one colour to all the rest.
+    ordered, cut = scales.flatten().sort().values, scales.numel() // 200
+    look = {"aspect": "auto", "cmap": "viridis", "vmin": float(ordered[cut]), "vmax": float(ordered[-1 - cut])}
+    smooth = "nearest" if max(scales.shape) <= 500 else "auto"  # large maps are averaged down, small ones not blurred
+    for axis, (title, matrix) in zip(axes, maps, strict=True):
+        image = axis.imshow(matrix.numpy(), interpolation=smooth, **look)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("outputs")
+    axes[0].set_ylabel("inputs" if len(site.posterior.site.shape) == 2 else "inputs x kernel")
+    figure.colorbar(image, ax=list(axes), label="standard deviation", extend="both", pad=0.01, aspect=30)
+    figure.suptitle(f"{site.name}: posterior standard deviations", fontsize=11)
+    return figure
+
+
+@torch.no_grad()
+def plot_spectrum(model: nn.Module, count: int = 10, include: Selection = None, exclude: Selection = None) -> Figure:
+    """Variance explained by each singular value, means against standard deviations (the paper's Figures 3, 5 and 12).
+
+    Args:
+        model: a model converted with `MeanField`, `KTied` or `MatrixNormal`.
+        count: how many of the largest singular values to show.
+        include, exclude: layers to show, as in `bayesianize`.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> net = sb.bayesianize(nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10)), sb.MeanField())
+        >>> len(plot_spectrum(net).axes)  # one panel for each weight
+        2
+    """
+    sites = spectrum(model, include, exclude).sites
+    columns = min(len(sites), 4)
+    rows = math.ceil(len(sites) / columns)
+    figure = empty_figure("plot_spectrum", 1.0 + 2.9 * columns, 0.7 + 2.5 * rows)
+    panels: Any = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for panel, site in zip(panels.flat, sites, strict=False):
+        shown = min(count, *site.shape)
+        ranks = range(1, shown + 1)
+        for line, (of, label, colour, marker) in enumerate(_LINES):
+            values = site.explained(of)
+            panel.plot(ranks, values[:shown], color=colour, marker=marker, markersize=4, linewidth=1.4, label=label)
+            place = {"transform": panel.transAxes, "ha": "right", "va": "top"}
+            panel.text(0.97, 0.93 - 0.11 * line, f"first two: {sum(values[:2]):.2%}", color=colour, fontsize=9, **place)
+        panel.set_title(f"{site.name}  ({site.shape[0]} x {site.shape[1]})", fontsize=10)
+        panel.set_xlabel("singular value")
+        panel.set_xticks(ranks[:: math.ceil(shown / 10)])
+        panel.set_ylim(-0.03, 1.03)
+        bare(panel)
+    for panel in list(panels.flat)[len(sites) :]:
+        panel.remove()
+    for row in panels:
+        row[0].set_ylabel("fraction of variance")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=10)
+    return figure

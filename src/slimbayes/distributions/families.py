@@ -28,8 +28,12 @@ from slimbayes.distributions.scales import wide as wide
 from slimbayes.errors import brief, did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
+
+    from slimbayes.distributions.priors import Sums
 
     Value = float | Tensor
 else:
@@ -42,6 +46,13 @@ class Distribution:
     """Base of every distribution: a family with a support, a reparameterised draw and a log density."""
 
     support: ClassVar[str] = "real"
+    above_zero: ClassVar[tuple[str, ...]] = ()  # fields that must be positive and finite
+
+    def __post_init__(self) -> None:
+        for name in self.above_zero:
+            value = getattr(self, name)
+            if not is_tensor(value) and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{type(self).__name__} needs a positive, finite {name}, got {value!r}.")
 
     def __init_subclass__(cls) -> None:
         if not cls.__name__.startswith("_"):
@@ -83,18 +94,11 @@ def log_of(value: Value) -> Value:
     return value.log() if is_tensor(value) else math.log(value)
 
 
-def check_scale(owner: object, scale: Value) -> None:
-    if not is_tensor(scale) and not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"{type(owner).__name__} needs a positive, finite scale, got {scale!r}.")
-
-
 @dataclass(frozen=True)
 class _LocScale(Distribution):
     loc: Value = 0.0
     scale: Value = 1.0
-
-    def __post_init__(self) -> None:
-        check_scale(self, self.scale)
+    above_zero = ("scale",)
 
 
 class Normal(_LocScale):
@@ -110,6 +114,26 @@ class Normal(_LocScale):
 
     def log_prob(self, x: Tensor) -> Tensor:
         return -0.5 * ((x - self.loc) / self.scale) ** 2 - log_of(self.scale) - 0.5 * math.log(2 * math.pi)
+
+    def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
+        """KL of independent Normal(mean, exp(log_scale)) weights to this prior, summed: a scalar.
+
+        >>> import torch
+        >>> Normal(0.0, 1.0).gaussian_kl(torch.zeros(3), torch.zeros(3), fan_in=1)
+        tensor(0.)
+        """
+        from slimbayes.distributions.sums import excess, squared_norm
+
+        loc, scale = float(self.loc), float(self.scale)
+        return excess(log_scale, math.log(scale)) + squared_norm(mean - loc if loc else mean) * (0.5 / scale**2)
+
+    def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
+        """The same of weights whose scales are known by their sums, of layers that are `taken_with` each other."""
+        from slimbayes.distributions.sums import squared_norms
+
+        loc, scale = float(self.loc), float(self.scale)
+        distance = squared_norms([mean - loc for mean in means] if loc else means) * (0.5 / scale**2)
+        return sums.excess(scale).to(means[0].dtype) + distance
 
 
 class Cauchy(_LocScale):
@@ -155,9 +179,7 @@ class HalfCauchy(Distribution):
 
     scale: Value = 1.0
     support: ClassVar[str] = "positive"
-
-    def __post_init__(self) -> None:
-        check_scale(self, self.scale)
+    above_zero = ("scale",)
 
     def log_prob(self, x: Tensor) -> Tensor:
         return Cauchy(0.0, self.scale).log_prob(x) + math.log(2.0)

@@ -17,6 +17,14 @@ and "exact" that of one network whose posterior is the mixture, "exact" more tig
 draw from each member estimates it without bias; members far apart give log K and no noise. Biases of members are
 points, no part of t.
 
+So has a normal whose precision tau is inferred under a Gamma prior (`collapsed`; Chang et al. 2019, C.1: tau, rho and
+tau_out may be variational parameters, too):
+
+    E_q[tau] S / 2 - n/2 E_q[log tau] + KL(q(tau) || Gamma(a, a / mean))        n elements, S their expected square
+
+is least at q(tau) = Gamma(a + n/2, b + S/2), b = a / mean: what is left of it is a function of S alone, so that no
+parameter has to be trained for tau. For large a it is the fixed precision's tau S / 2.
+
 Sizes: K members, or the least common multiple where layers have different numbers of them; F factors of a group.
 """
 
@@ -126,10 +134,6 @@ def _slopes_normal(q: Any, p: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return (q.loc - p.loc).mul_(small), (q.scale * small).sub_(gradient / q.scale)
 
 
-def _sum_cauchy(q: Any, p: Any) -> Tensor:
-    return _kl_cauchy(q, p).sum()
-
-
 def _slopes_cauchy(q: Any, p: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     wider, distance, product = q.scale - p.scale, q.loc - p.loc, q.scale * (2 * p.scale)
     inner = (wider.square() + distance.square()) / (2 * product)
@@ -210,7 +214,7 @@ _CLOSED_FORMS: dict[tuple[type, type], Callable[[Any, Any], Tensor]] = {
 _SLOPES: dict[tuple[type, type], tuple[Callable[[Any, Any], Tensor], Callable[..., tuple[Tensor, Tensor]]]] = {
     (Normal, Normal): (_sum_normal, _slopes_normal),
     (LogNormal, LogNormal): (_sum_normal, _slopes_normal),
-    (Cauchy, Cauchy): (_sum_cauchy, _slopes_cauchy),
+    (Cauchy, Cauchy): (lambda q, p: _kl_cauchy(q, p).sum(), _slopes_cauchy),
 }
 
 
@@ -226,15 +230,31 @@ def information(posteriors: Sequence[Any]) -> Tensor:
     tensor(0.6931)
     """
     total = math.lcm(*(len(q.loc) for q in posteriors))
+
+    def densities(q: Any) -> Tensor:
+        """log q_j of a draw from each q_k, summed over the factors of the group: (K, K) of [j, k]."""
+        member = torch.arange(total, device=q.loc.device) % len(q.loc)
+        every = type(q)(q.loc[member], q.scale[member])
+        drawn = every.rsample(torch.randn_like(every.loc))
+        lines = [type(q)(loc, scale).log_prob(drawn) for loc, scale in zip(every.loc, every.scale, strict=True)]
+        return torch.stack([line.sum(1, dtype=exact(line)) for line in lines])
+
     first = posteriors[0].loc
-    density = torch.stack([_densities(q, total).to(first.device) for q in posteriors]).sum(0)
+    density = torch.stack([densities(q).to(first.device) for q in posteriors]).sum(0)
     return (density.diagonal() - density.logsumexp(0)).mean().to(first.dtype) + math.log(total)
 
 
-def _densities(q: Any, total: int) -> Tensor:
-    """log q_j of a draw from each q_k, summed over the factors of the group: (K, K) of [j, k]."""
-    member = torch.arange(total, device=q.loc.device) % len(q.loc)
-    every = type(q)(q.loc[member], q.scale[member])
-    drawn = every.rsample(torch.randn_like(every.loc))
-    lines = [type(q)(loc, scale).log_prob(drawn) for loc, scale in zip(every.loc, every.scale, strict=True)]
-    return torch.stack([line.sum(1, dtype=exact(line)) for line in lines])
+def collapsed(square: Tensor, count: int, shape: float, mean: float) -> Tensor:
+    """What a normal of unknown precision costs: minus the log of its evidence, up to the terms of tau = mean.
+
+    Shape: square (), the expected sum of squares of `count` elements; returns ().
+
+    Example:
+        >>> fixed = 0.5 * 2.0 * torch.tensor(3.0)  # tau S / 2
+        >>> round(float(collapsed(torch.tensor(3.0), 4, shape=1e6, mean=2.0) - fixed), 3)
+        0.0
+    """
+    rate, more = shape / mean, shape + count / 2
+    # log Gamma(a) - log Gamma(a + n/2) + a log(1 + S / 2b) + n/2 log(b + S/2), and n/2 log(mean) to meet tau S / 2
+    constant = math.lgamma(shape) - math.lgamma(more) + count / 2 * (math.log(rate) + math.log(mean))
+    return more * torch.log1p(square / (2 * rate)) + constant

@@ -1,4 +1,5 @@
-"""Priors on the weights of mean-field posteriors: each gives the KL of a Gaussian posterior with means and log scales.
+"""Priors on the weights of mean-field posteriors: as `Normal` itself, each gives the KL of a Gaussian posterior with
+means and log scales (`gaussian_kl`), and most from sums over the scales (`kl_of_sums`).
 
 Sizes: m the fan-in of a weight matrix, the number of inputs that feed one output.
 """
@@ -10,40 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from slimbayes.distributions.families import Distribution, Normal, check_scale
+from slimbayes.distributions.families import Distribution, Normal
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def gaussian_kl(mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
-    """KL of independent Normal(mean, exp(log_scale)) weights to a prior, summed: a scalar.
-
-    Args:
-        mean, log_scale: tensors of one shape.
-        prior: `Normal`, or one of this file.
-        fan_in: m, for priors that scale with it.
-
-    >>> import torch
-    >>> gaussian_kl(torch.zeros(3), torch.zeros(3), Normal(0.0, 1.0), fan_in=1)
-    tensor(0.)
-    """
-    if isinstance(prior, Normal):
-        return _normal(mean, log_scale, prior.loc, prior.scale)
-    return prior.gaussian_kl(mean, log_scale, fan_in)
-
-
-def _normal(mean: Tensor, log_scale: Tensor, loc: Any, scale: Any) -> Tensor:
-    from slimbayes.distributions.sums import excess
-
-    return excess(log_scale, math.log(scale)) + _distance(mean, loc, scale)
-
-
-def _distance(mean: Tensor, loc: Any, scale: Any) -> Tensor:
-    """|mean - loc|^2 / (2 scale^2)."""
-    from slimbayes.distributions.sums import squared_norm
-
-    return squared_norm(mean - loc if loc else mean) * (0.5 / scale**2)
 
 
 class Sums(NamedTuple):
@@ -56,31 +27,6 @@ class Sums(NamedTuple):
     def excess(self, scale: float) -> Tensor:
         """KL of the weights about the means of a prior with this scale."""
         return 0.5 * (self.variance / scale**2 - self.size) - (self.log_scale - self.size * math.log(scale))
-
-
-def kl_of_sums(means: Sequence[Tensor], sums: Sums, prior: Any, fan_in: int) -> Tensor:
-    """`gaussian_kl` of weights of one layer, or of layers that a prior takes together (`Distribution.taken_with`),
-    whose scales are known by their sums; for a prior with `by_sums`.
-
-    >>> import torch
-    >>> kl_of_sums([torch.zeros(3)], Sums(3, torch.tensor(0.0), torch.tensor(3.0)), Normal(0.0, 1.0), fan_in=1)
-    tensor(0.)
-    """
-    if isinstance(prior, Normal):
-        return _normal_of_sums(means, sums, prior.loc, prior.scale)
-    return prior.kl_of_sums(means, sums, fan_in)
-
-
-def by_sums(prior: Any) -> bool:
-    """Whether `kl_of_sums` knows the KL to a prior."""
-    return isinstance(prior, Normal) or hasattr(prior, "kl_of_sums")
-
-
-def _normal_of_sums(means: Sequence[Tensor], sums: Sums, loc: Any, scale: Any) -> Tensor:
-    from slimbayes.distributions.sums import squared_norms
-
-    distance = squared_norms([mean - loc for mean in means] if loc else means) * (0.5 / scale**2)
-    return sums.excess(scale).to(means[0].dtype) + distance
 
 
 def gaussian_log_ratio(deviation: Tensor, mean: Tensor, log_scale: Tensor, prior: Any, fan_in: int) -> Tensor:
@@ -114,21 +60,22 @@ class HeNormal(Distribution):
     """
 
     gain: float = 2.0
+    above_zero = ("gain",)
 
-    def __post_init__(self) -> None:
-        check_scale(self, self.gain)
+    def normal(self, fan_in: int) -> Normal:
+        return Normal(0.0, math.sqrt(self.gain / fan_in))
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
-        return _normal(mean, log_scale, 0.0, math.sqrt(self.gain / fan_in))
+        return self.normal(fan_in).gaussian_kl(mean, log_scale, fan_in)
 
     def kl_of_sums(self, means: Sequence[Tensor], sums: Sums, fan_in: int) -> Tensor:
-        return _normal_of_sums(means, sums, 0.0, math.sqrt(self.gain / fan_in))
+        return self.normal(fan_in).kl_of_sums(means, sums, fan_in)
 
     def taken_with(self, fan_in: int) -> Any:
         return self, fan_in
 
     def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
-        return Normal(0.0, math.sqrt(self.gain / fan_in))
+        return self.normal(fan_in)
 
 
 @dataclass(frozen=True)
@@ -141,9 +88,7 @@ class TiedMean(Distribution):
     """
 
     scale: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_scale(self, self.scale)
+    above_zero = ("scale",)
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         from slimbayes.distributions.sums import excess
@@ -168,9 +113,7 @@ class LaplacePrior(Distribution):
     """
 
     scale: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_scale(self, self.scale)
+    above_zero = ("scale",)
 
     def log_prob(self, x: Tensor) -> Tensor:
         return -x.abs() / self.scale - math.log(2 * self.scale)
@@ -180,9 +123,6 @@ class LaplacePrior(Distribution):
         size = math.sqrt(2 / math.pi) * (log_scale - 0.5 * scaled.square()).exp() + mean * (scaled / math.sqrt(2)).erf()
         entropy = log_scale + 0.5 * math.log(2 * math.pi * math.e)
         return (size / self.scale + math.log(2 * self.scale) - entropy).sum()
-
-    def of_weights(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Distribution:
-        return self
 
 
 @dataclass(frozen=True)
@@ -200,10 +140,7 @@ class EmpiricalBayes(Distribution):
 
     concentration: float = 2.01
     rate: float = 0.101
-
-    def __post_init__(self) -> None:
-        check_scale(self, self.concentration)
-        check_scale(self, self.rate)
+    above_zero = ("concentration", "rate")
 
     def gaussian_kl(self, mean: Tensor, log_scale: Tensor, fan_in: int) -> Tensor:
         return self.kl_of_sums([mean], _sums(log_scale), fan_in)
@@ -247,10 +184,10 @@ class ScaleMixture(Distribution):
     wide: float = 1.0
     narrow: float = 0.0025
     nodes: ClassVar[int] = 65
+    above_zero = ("wide", "narrow")
 
     def __post_init__(self) -> None:
-        check_scale(self, self.wide)
-        check_scale(self, self.narrow)
+        super().__post_init__()
         if not self.narrow < self.wide:
             raise ValueError(f"ScaleMixture: narrow={self.narrow!r} must be below wide={self.wide!r}.")
         if not 0 < self.mix < 1:

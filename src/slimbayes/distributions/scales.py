@@ -1,4 +1,4 @@
-"""Scales of distributions, and the unconstrained parameters behind them."""
+"""Scales of distributions, and the unconstrained parameters behind them; and fair signs from standard normals."""
 
 from __future__ import annotations
 
@@ -51,3 +51,29 @@ def dropout_scale(rate: float) -> float:
     if not 0 < rate < 1:
         raise ValueError(f"A dropout rate must lie strictly between 0 and 1, got {rate!r}.")
     return math.sqrt(rate / (1 - rate))
+
+
+def rademacher(normals: Tensor) -> Tensor:
+    """Eight fair signs from each standard normal: the first eight binary digits of its quantile, 1 for 0 and -1 for 1.
+
+    Shape: normals (R, w); returns (R, 8 w).
+
+    >>> import torch
+    >>> rademacher(torch.tensor([[0.0]]))  # 0.1 in binary
+    tensor([[-1.,  1.,  1.,  1.,  1.,  1.,  1.,  1.]])
+    """
+    import torch
+
+    byte = (torch.special.ndtr(normals) * 256).clamp_max(255).to(torch.uint8)
+    if normals.device.type != "cpu":  # on an H200, looking up 4 million lines took 2.5 ms
+        return digits(byte).to(normals.dtype).flatten(1)
+    every = digits(torch.arange(256).to(torch.uint8)).to(normals.dtype)
+    return torch.nn.functional.embedding(byte.int(), every).flatten(1)
+
+
+def digits(byte: Tensor) -> Tensor:
+    """The binary digits of bytes (...), as signs (..., 8)."""
+    import torch
+
+    digit = (128 >> torch.arange(8, device=byte.device)).to(torch.uint8)
+    return torch.where((byte.unsqueeze(-1) & digit) > 0, -1.0, 1.0)

@@ -81,12 +81,6 @@ def bare(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
     return _within(found, module, function, args, kwargs)
 
 
-def scoped(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any, whole: bool) -> Any:
-    """Call a method other than forward."""
-    scope = scope_of(module, args, kwargs, whole)
-    return function(*args, **kwargs) if scope is None else passes.run(scope, function, *args, **kwargs)
-
-
 def scope_of(module: nn.Module, args: Any, kwargs: Any, whole: bool = False) -> Scope | None:
     """The scope that a call of a method opens; None where a pass is under way, or nothing is drawn."""
     key = passes.first_key(module)
@@ -186,9 +180,7 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
 
 
 def notice(posteriors: Sequence[Any], done: Pass, function: Any = None) -> None:
-    """After the first pass, say which layers were converted but never ran: their posteriors have no part in any
-    prediction.
-    """
+    """After the first pass, say which layers never ran: their posteriors have no part in any prediction."""
     if torch.compiler.is_compiling() or posteriors[0].noticed:
         return
     if isinstance(function, nn.Module) and any("_orig_mod" in m._modules for m in passes.modules_of(function)):
@@ -198,9 +190,8 @@ def notice(posteriors: Sequence[Any], done: Pass, function: Any = None) -> None:
     for posterior in silent:
         posterior.note = "did not run in the first pass"
     if silent:
-        names = ", ".join(p.name or "the model itself" for p in silent[:8]) + (
-            f" and {len(silent) - 8} more" if len(silent) > 8 else ""
-        )
+        names = ", ".join(p.name or "the model itself" for p in silent[:8])
+        names += f" and {len(silent) - 8} more" if len(silent) > 8 else ""
         warnings.warn(
             f"slimbayes converted layers that the first pass never called: {names}. Their posteriors have no part in "
             f"predictions. Exclude them, unless another mode of the model uses them.",
@@ -248,9 +239,16 @@ def draw_all(
         )
     if fold == "auto" and total > 1 and not folds and rows > 0 and not cached:
         tell(layout, "its draws run one after another")
-    if split:
-        _check_split(layout, rows, total)
-        rows //= total
+    if split and not layout.apart:
+        raise ValueError(
+            f"rows='split' hands rows out to draws, but the rows of this model cannot be told apart: {layout.why}."
+        )
+    if split and rows % total:
+        raise ValueError(
+            f"rows='split' hands rows out to {total} draws (members x draws) evenly, but the batch has {rows} rows. "
+            f"Use a multiple of {total}, or call model(x), which takes any number."
+        )
+    rows = rows // total if split else rows
     if held is not None:
         return held.view(total * rows, layout), layout, folds
     new = Pass(total, total * rows, rowwise=layout.apart and rows > 0)
@@ -263,18 +261,6 @@ def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:
     if fold is True:
         raise ValueError(f"The draws of this model cannot share a forward: {error}. Use fold=False.") from error
     layout.folds, layout.apart, layout.why = False, False, str(error)
-
-
-def _check_split(layout: Layout, rows: int, total: int) -> None:
-    if not layout.apart:
-        raise ValueError(
-            f"rows='split' hands rows out to draws, but the rows of this model cannot be told apart: {layout.why}."
-        )
-    if rows % total:
-        raise ValueError(
-            f"rows='split' hands rows out to {total} draws (members x draws) evenly, but the batch has {rows} rows. "
-            f"Use a multiple of {total}, or call model(x), which takes any number."
-        )
 
 
 def run_draws(

@@ -16,6 +16,7 @@ from slimbayes.engine.passes import Unproven
 from slimbayes.engine.tree import arrays_of, index_rows, map_arrays, padded, tree_map
 
 Dims = tuple[int | None, ...]
+PACKED = "A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence."
 
 
 @dataclass
@@ -71,7 +72,22 @@ class Layout:
     def tile(self, inputs: Any, draws: int) -> Any:
         """Inputs repeated once for each draw, whole block after whole block."""
         rows = self.rows(inputs)
-        return map_arrays(lambda i, leaf: _tile(leaf, self.inputs[i], rows, draws), inputs)
+
+        def tile(i: int, leaf: Any) -> Any:
+            dim = self.inputs[i]
+            if dim is None or draws == 1:
+                return leaf
+            if isinstance(leaf, PackedSequence):
+                return index_rows(leaf, 1, torch.arange(rows).repeat(draws))
+            if leaf.shape[dim] == 1 != rows:
+                return leaf  # it stands for all rows already
+            repeats = [draws if d == dim else 1 for d in range(leaf.dim())]
+            image = leaf.dim() == 4 and dim == 0 and not leaf.is_contiguous()
+            if image and leaf.is_contiguous(memory_format=torch.channels_last):
+                return leaf.permute(0, 2, 3, 1).repeat(repeats).permute(0, 3, 1, 2)  # repeat forgets the memory format
+            return leaf.repeat(repeats)
+
+        return map_arrays(tile, inputs)
 
     def narrow(self, inputs: Any, start: int, size: int) -> Any:
         """Some of the rows."""
@@ -91,7 +107,16 @@ class Layout:
     def one_more(self, inputs: Any) -> Any:
         """The first row twice, then the others."""
         rows = self.rows(inputs)
-        return map_arrays(lambda i, leaf: _one_more(leaf, self.inputs[i], rows), inputs)
+
+        def more(i: int, leaf: Any) -> Any:
+            dim = self.inputs[i]
+            if dim is None or (isinstance(leaf, Tensor) and leaf.shape[dim] == 1 != rows):
+                return leaf
+            if isinstance(leaf, PackedSequence):
+                return index_rows(leaf, 1, torch.arange(-1, rows).clamp_min(0))
+            return torch.cat([leaf.narrow(dim, 0, leaf.shape[dim] // rows), leaf], dim)
+
+        return map_arrays(more, inputs)
 
     def size(self, inputs: Any, draws: int = 1) -> tuple[int, int]:
         """How many rows there are with every row repeated for so many draws, and how many numbers they hold."""
@@ -103,60 +128,28 @@ class Layout:
         return size[0] <= 1 or all(map(int.__le__, size, self.most))
 
     def split(self, outputs: Any, draws: int, rows: int) -> Any:
-        """Undo `tile` on an output: every tensor of S x B rows becomes (S, B, ...); others are the same for every draw.
+        """Undo `tile` on an output: S x B rows become (S, B, ...); what has no rows is the same for every draw.
 
         What has not as many entries for each of B `rows` is refused: draws may have kept different ones.
         """
         if len(arrays_of(outputs)) != len(self.outputs):
             raise Unproven("the model returned other tensors than when its rows were located")
 
-        def cut(i: int, leaf: Any) -> Any:
+        def split(i: int, leaf: Any) -> Any:
             dim, (before, shapes) = self.outputs[i], self.made
-            looks = isinstance(leaf, Tensor) and not torch.compiler.is_compiling()
-            if looks and dim is not None and leaf.shape[dim] % (draws * rows):
+            if isinstance(leaf, PackedSequence):
+                raise ValueError(PACKED)
+            if dim is None:
+                return leaf.expand(draws, *leaf.shape)
+            if not torch.compiler.is_compiling() and leaf.shape[dim] % (draws * rows):
                 made = shapes[i][dim]  # windows that are joined are as many for as many rows
                 if not made or before % made or leaf.shape[dim] * before != made * draws * rows:
                     raise Unproven(
                         f"output {i} of shape {tuple(leaf.shape)} has no entry for each of {draws * rows} rows"
                     )
-            return _split(leaf, dim, draws)
+            return leaf.unflatten(dim, (draws, leaf.shape[dim] // draws)).movedim(dim, 0)
 
-        return map_arrays(cut, outputs)
-
-
-def _tile(leaf: Any, dim: int | None, rows: int, draws: int) -> Any:
-    if dim is None or draws == 1:
-        return leaf
-    if isinstance(leaf, PackedSequence):
-        return index_rows(leaf, 1, torch.arange(rows).repeat(draws))
-    if leaf.shape[dim] == 1 != rows:
-        return leaf  # it stands for all rows already
-    repeats = [1] * leaf.dim()
-    repeats[dim] = draws
-    if (
-        leaf.dim() == 4
-        and dim == 0
-        and not leaf.is_contiguous()
-        and leaf.is_contiguous(memory_format=torch.channels_last)
-    ):
-        return leaf.permute(0, 2, 3, 1).repeat(repeats).permute(0, 3, 1, 2)  # repeat forgets the memory format
-    return leaf.repeat(repeats)
-
-
-def _one_more(leaf: Any, dim: int | None, rows: int) -> Any:
-    if dim is None or (isinstance(leaf, Tensor) and leaf.shape[dim] == 1 != rows):
-        return leaf
-    if isinstance(leaf, PackedSequence):
-        return index_rows(leaf, 1, torch.cat([torch.zeros(1, dtype=torch.long), torch.arange(rows)]))
-    return torch.cat([leaf.narrow(dim, 0, leaf.shape[dim] // rows), leaf], dim)
-
-
-def _split(leaf: Any, dim: int | None, draws: int) -> Any:
-    if isinstance(leaf, PackedSequence):
-        raise ValueError("A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence.")
-    if dim is None:
-        return leaf.expand(draws, *leaf.shape)
-    return leaf.unflatten(dim, (draws, leaf.shape[dim] // draws)).movedim(dim, 0)
+        return map_arrays(split, outputs)
 
 
 def stack_draws(parts: list[Any]) -> Any:
@@ -164,9 +157,7 @@ def stack_draws(parts: list[Any]) -> Any:
 
     def stack(*leaves: Any) -> Any:
         if isinstance(leaves[0], PackedSequence):
-            raise ValueError(
-                "A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence."
-            )
+            raise ValueError(PACKED)
         if not isinstance(leaves[0], Tensor):
             return leaves[0]
         shapes = {tuple(leaf.shape) for leaf in leaves}
@@ -180,41 +171,27 @@ def stack_draws(parts: list[Any]) -> Any:
     return tree_map(stack, *parts)
 
 
-@dataclass
-class Hypothesis:
-    """Which inputs hold rows, where, and what tells how many there are."""
-
-    inputs: Dims
-    lead: tuple[int, int]
-
-
-def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Hypothesis]:
-    """Which inputs may hold rows, the likeliest first."""
+def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:
+    """Layouts that say which inputs hold rows, where, and what tells how many there are; the likeliest first."""
     arrays = arrays_of(inputs)
     shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]
     # Inputs with more dimensions first: masks, lengths and weights have fewer than what they are for.
-    order = sorted(
-        range(len(arrays)), key=lambda i: (not isinstance(arrays[i], PackedSequence), _flag(arrays[i]), -len(shapes[i]))
-    )
+    packed = [isinstance(a, PackedSequence) for a in arrays]
+    flags = [isinstance(a, Tensor) and a.dtype == torch.bool for a in arrays]
+    order = sorted(range(len(arrays)), key=lambda i: (not packed[i], flags[i], -len(shapes[i])))
     seen: set[Dims] = set()
     for dim in (0, 1) if batch_dim is None else (batch_dim,):
         for i in order:
-            at = 1 if isinstance(arrays[i], PackedSequence) else dim
+            at = 1 if packed[i] else dim
             if len(shapes[i]) > at and shapes[i][at] > 0:
                 for dims in _variants(shapes, i, at):
                     if dims not in seen:
                         seen.add(dims)
-                        yield Hypothesis(dims, (i, at))
-
-
-def _flag(array: Any) -> bool:
-    return isinstance(array, Tensor) and array.dtype == torch.bool
+                        yield Layout(inputs=dims, lead=(i, at))
 
 
 def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator[Dims]:
-    """Rows of all inputs, if those of input `lead` lie along `at`: wherever a size fits, then with one input less, or
-    multiples too.
-    """
+    """Rows of all inputs, if input `lead` has them along `at`: where sizes fit, with one input less, multiples too."""
     rows = shapes[lead][at]
     fits = [[d for d, size in enumerate(shape) if size == rows and d < 2] for shape in shapes]
     first = [at if at in f else f[0] if f else None for f in fits]

@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes, proof
-from slimbayes.engine.layout import Hypothesis, Layout
+from slimbayes.engine.layout import Layout
 from slimbayes.engine.modules import Posteriors, tree_of
 from slimbayes.engine.probe import Mixed, Visit
 from slimbayes.engine.quiet import captured, inside_func
@@ -37,14 +37,14 @@ def kind_of(model: nn.Module, args: Any, kwargs: Any, modes: Any) -> tuple[Any, 
     import torch.utils._pytree as pytree
 
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+
+    def kind(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.dim(), leaf.is_floating_point()
+        return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
+
     numbers = [leaf for leaf in leaves if isinstance(leaf, (int, float))]
-    return (model.training, str(spec), tuple(_kind(leaf) for leaf in leaves)), (modes, *numbers)
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.dim(), leaf.is_floating_point()
-    return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
+    return (model.training, str(spec), tuple(map(kind, leaves))), (modes, *numbers)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -108,9 +108,7 @@ def _refuse_fake(args: Any, kwargs: Any) -> None:
 
 
 def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
-    """The layout of a call: the one proven for its kind, or a proof now. It is kept with the model it was proven
-    for.
-    """
+    """The layout of a call: the one proven for its kind and kept with the model, or a proof now."""
     given, model = model, unwrapped(model)
     read = posteriors.tree if model is given and isinstance(posteriors, Posteriors) else None  # just now
     read = read or tree_of(model)
@@ -121,7 +119,10 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
         if layout is None or layout.tree != tree:
             for former in [m for m, old in known.items() if old.tree != tree]:
                 del known[former]
-            layout = _of_many(known)
+            # Of many modes the most careful serves a further one: a model that counts its calls, or is told which step
+            # it is at, would be proven anew each time.
+            careful = sorted(known.values(), key=lambda layout: (layout.folds, layout.apart))
+            layout = careful[0] if len(known) >= _MODES else None
         if layout is None:
             layout = proof.prove(model, (args, kwargs), posteriors, batch_dim)
             layout.tree, layout.key = tree, passes.first_key(model)
@@ -133,13 +134,6 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
             if len(known) < _MODES:
                 known[modes] = layout
         return layout
-
-
-def _of_many(known: dict[Any, Layout]) -> Layout | None:
-    """The most careful of the layouts of many modes, for a further one: a model that counts its calls, or is told which
-    step it is at, would be proven anew each time.
-    """
-    return None if len(known) < _MODES else min(known.values(), key=lambda layout: (layout.folds, layout.apart))
 
 
 def _look_again(
@@ -170,13 +164,10 @@ def _look_again(
 
 def _compared(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> Layout:
     """The layout, or what two draws say against it that run folded and one by one."""
-    assert layout.lead is not None
     inputs = tree_map(without_cache, inputs)
     try:
         with undisturbed(model, inputs):
-            trial = proof.Proof(model, inputs, posteriors, Hypothesis(layout.inputs, layout.lead))
-            trial.layout = layout
-            trial.verify()
+            proof.Proof(model, inputs, posteriors, layout).verify()
     except (Mixed, passes.Unproven) as error:
         return Layout(why=str(error), mixed=True)
     except Exception:  # inputs that the model cannot take: the call itself will say so
@@ -225,10 +216,8 @@ def _alike(few: Visit | None, many: Visit | None, rows_few: int, rows_many: int)
     """Whether a layer was called with all its rows at once, however many there were."""
 
     def grew(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-        other = [(m, n) for m, n in zip(a, b, strict=False) if m != n]
-        return len(a) == len(b) and (
-            not other or [m * rows_many for m, _ in other] == [n * rows_few for _, n in other][:1]
-        )
+        other = [(m * rows_many, n * rows_few) for m, n in zip(a, b, strict=False) if m != n]
+        return len(a) == len(b) and (not other or [m for m, _ in other] == [n for _, n in other][:1])
 
     if few is None or many is None or few.key != many.key or len(few.shapes) != len(many.shapes):
         return False

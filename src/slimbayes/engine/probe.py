@@ -1,18 +1,18 @@
-"""One run of the proof of rows: what reaches every converted module, by shape and fingerprint, and the taint it puts on
-their outputs.
-"""
+"""One run of the proof of rows: what reaches every converted module, and the taint it puts on their outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
+from slimbayes.engine.layout import Dims
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.state import Change
 from slimbayes.engine.tree import arrays_of, map_arrays, padded
@@ -50,56 +50,89 @@ class Probe(passes.Pass):
         self.noise = dict.fromkeys(keys)  # type: ignore[assignment]
         self.quiet, self.before, self.taint = quiet, before, taint
         self.visits: list[Visit] = []
-        self.ahead: dict[int, Any] = {}  # modules that ran before any draw was used
-        self.shapes_ahead: dict[int, Any] = {}
+        # Of modules that ran before any draw was used: where rows lie in inputs and outputs, and the shapes of both.
+        self.ahead: dict[int, tuple[Dims, Dims]] = {}
+        self.shapes_ahead: dict[int, tuple[list[Any], list[Any] | None]] = {}
         self.inside: list[str] = []  # keys of modules whose own forward is under way
         self.changes: Change = {}  # what modules kept of the run
+
+    @contextmanager
+    def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Find those of these modules that run before any converted layer does, and where their rows lie."""
+        shapes, random = self.shapes_ahead, False
+
+        def enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+            nonlocal random
+            if passes.current() is not self or kwargs is None:
+                return  # another thread's call; torch may not have marked the hook as taking keywords yet
+            first = not self.visits and id(module) not in shapes
+            shapes[id(module)] = ([tuple(padded(a).shape) for a in arrays_of((args, kwargs))] if first else [], None)
+            random = self.quiet.random if first else random
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+            ins, done = shapes.get(id(module), ([], None))
+            undrawn = not self.visits and self.quiet.random == random
+            if passes.current() is self and ins and done is None and undrawn:
+                shapes[id(module)] = (ins, [tuple(padded(a).shape) for a in arrays_of(output)])
+
+        handles: list[Any] = []
+        for module in modules if self.taint is None else ():
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        compared: Any = {} if self.before is None else self.before.shapes_ahead
+        now: Any
+        for key, now in shapes.items():
+            earlier = compared.get(key, (None, None))
+            if None in (earlier[1], now[1]):
+                continue
+            try:
+                ins, outs = (tuple(doubled(a, b, "") for a, b in zip(*two, strict=True)) for two in zip(earlier, now))
+            except (Mixed, ValueError):
+                continue
+            if all(d is not None for d in (*ins, *outs)):  # what has no rows might still depend on all of them
+                self.ahead[key] = (ins, outs)
 
     def visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """Run a converted module's plain forward and note what came in and what went out."""
         self.quiet.muted = True
         try:
-            return self._visit(layer, args, kwargs)
+            place = len(self.visits)
+            arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
+            shapes = [tuple(a.shape) for a in arrays]
+            here = Visit(layer.bayes_key, layer.bayes_name, shapes, tuple(a.dim() for a in arrays), layer.may_hold_rows)
+            self.visits.append(here)
+            if self.before is not None:
+                self._compare(here, next(iter(self.before.visits[place:]), None), arrays)
+            self.inside.append(layer.bayes_key)
+            start, self.quiet.muted = len(self.quiet.reads), False
+            try:
+                out = layer.plain_forward(args, kwargs)
+            finally:
+                self.inside.pop()
+                self.quiet.muted = True
+            here.reads = self.quiet.reads[start:]
+            here.outputs = [tuple(padded(leaf).shape) for leaf in arrays_of(out)]
+            if self.before is None:
+                return out
+            earlier = self.before.visits[place]
+            if self.taint is None:
+                here.out_dims = [doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
+                return out
+            if hasattr(layer, "copied_names") and here.reads != earlier.reads:
+                # Members see only their own rows: what one reads from all rows it would read from fewer.
+                raise Mixed(f"{here.name}: a number computed from all rows decides what it does")
+            return self._tainted(out, earlier, here)
         finally:
             self.quiet.muted = False
 
-    def _visit(self, layer: Any, args: Any, kwargs: Any) -> Any:
-        place = len(self.visits)
-        arrays = [padded(leaf) for leaf in arrays_of((args, kwargs))]
-        shapes = [tuple(a.shape) for a in arrays]
-        here = Visit(layer.bayes_key, layer.bayes_name, shapes, tuple(a.dim() for a in arrays), layer.may_hold_rows)
-        self.visits.append(here)
-        if self.before is not None:
-            self._compare(here, self._same(place, here), arrays)
-        self.inside.append(layer.bayes_key)
-        start, self.quiet.muted = len(self.quiet.reads), False
-        try:
-            out = layer.plain_forward(args, kwargs)
-        finally:
-            self.inside.pop()
-            self.quiet.muted = True
-        here.reads = self.quiet.reads[start:]
-        if self.taint is not None and hasattr(layer, "copied_names") and here.reads != self.before.visits[place].reads:  # type: ignore[union-attr]
-            # Members see only their own rows: what one reads from all rows it would read from fewer.
-            raise Mixed(f"{here.name}: a number computed from all rows decides what it does")
-        outs = [padded(leaf) for leaf in arrays_of(out)]
-        here.outputs = [tuple(o.shape) for o in outs]
-        if self.before is None:
-            return out
-        earlier = self.before.visits[place]
-        if self.taint is None:
-            here.out_dims = [doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
-            return out
-        return self._tainted(out, earlier, here)
-
-    def _same(self, place: int, here: Visit) -> Visit:
-        assert self.before is not None
-        earlier = self.before.visits[place] if place < len(self.before.visits) else None
+    def _compare(self, here: Visit, earlier: Visit | None, arrays: list[Tensor]) -> None:
         if earlier is None or earlier.key != here.key or len(earlier.shapes) != len(here.shapes):
             raise Mixed(f"{here.name} is not called alike for more rows")
-        return earlier
-
-    def _compare(self, here: Visit, earlier: Visit, arrays: list[Tensor]) -> None:
         if self.taint is None:
             here.dims = [doubled(a, b, here.name) for a, b in zip(earlier.shapes, here.shapes, strict=True)]
         else:
@@ -162,9 +195,7 @@ def doubled(a: tuple[int, ...], b: tuple[int, ...], name: str) -> int | None:
 
 
 def prints_of(x: Tensor, dim: int | None) -> Tensor | None:
-    """Fingerprints (2, n): a weighted sum of each of the n entries along `dim`, and their sizes; n is 1 without
-    rows.
-    """
+    """Fingerprints (2, n): weighted sums of the n entries along `dim`, and their sizes; n is 1 without rows."""
     if x.numel() == 0 or x.is_complex() or x.is_nested or x.layout is not torch.strided:
         return None
     numbers = x.detach().float().nan_to_num(0.123, 7.7, -7.7).contiguous()
@@ -185,9 +216,7 @@ def packed_in(whole: PackedSequence, other: Tensor, mask: Tensor) -> PackedSeque
 
 
 def equal_prints(a: Tensor, b: Tensor) -> bool:
-    """Whether two fingerprints (sum, size) are the same; sums by atomic additions on a GPU may differ in the last
-    digits.
-    """
+    """Whether two fingerprints (sum, size) are the same, up to the last digits of atomic additions on a GPU."""
     slack = 1e-7 if a.is_cuda else 1e-13
     return bool((a - b).abs()[0] <= slack * torch.maximum(a[1], b[1]))
 

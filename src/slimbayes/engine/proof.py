@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Dims, Hypothesis, Layout, hypotheses, stack_draws
+from slimbayes.engine.layout import Dims, Layout, hypotheses, stack_draws
 from slimbayes.engine.probe import (
     Mixed,
     Probe,
-    Visit,
     doubled,
     entries,
     equal_prints,
@@ -79,19 +78,15 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
             keeps = keeps or proof.layout.keeps
             if tried > 20:
                 break
-        fails = _fails(model, inputs, posteriors)
+        # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
+        fails = False
+        try:
+            probed(model, posteriors, inputs, 1)
+        except Exception as error:
+            fails = not isinstance(error, Mixed)
     lead = next((h.lead for h in hypotheses(inputs, batch_dim)), None)
-    # Inputs that the model cannot take say nothing about others of their kind: the call itself will fail.
     first = first or "no input has a dimension that could hold rows"
     return Layout(why=first, lead=lead, told=fails, mixed=mixed, keeps=keeps)
-
-
-def _fails(model: nn.Module, inputs: Any, posteriors: Sequence[Any]) -> bool:
-    try:
-        probed(model, posteriors, inputs, 1)
-    except Exception as error:
-        return not isinstance(error, Mixed)
-    return False
 
 
 class Continues(Exception):
@@ -101,9 +96,8 @@ class Continues(Exception):
 class Proof:
     """The runs and the comparisons, for one hypothesis."""
 
-    def __init__(self, model: nn.Module, inputs: Any, posteriors: Sequence[Any], guess: Hypothesis) -> None:
-        self.model, self.posteriors, self.guess = model, posteriors, guess
-        self.layout = Layout(inputs=guess.inputs, lead=guess.lead)
+    def __init__(self, model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> None:
+        self.model, self.posteriors, self.layout = model, posteriors, layout
         # Of a single row nothing can be told apart.
         self.alone = inputs if self.layout.rows(inputs) == 1 else None
         self.inputs = self.layout.tile(inputs, 2) if self.alone is not None else inputs
@@ -144,15 +138,11 @@ class Proof:
         except (IndexError, RuntimeError, ValueError):  # a column's categories may be none of another's
             tainted, changed = self._probe(self._altered(mask, steps=False), plain, mask)
         self._feels(mask, plain, tainted, arrays_of(out), arrays_of(changed), self.layout.outputs)
-        self._reads_alike(plain, tainted, mask)
-        return tainted
-
-    def _reads_alike(self, plain: Probe, tainted: Probe, mask: Tensor) -> None:
-        """Numbers that the model reads may depend on its inputs, but not on the draws of some rows."""
-        if plain.quiet.reads != tainted.quiet.reads:
+        if plain.quiet.reads != tainted.quiet.reads:  # they may depend on the inputs, but not on the draws of some rows
             again, _ = self._probe(self.layout.tile(self.inputs, 2), plain, mask)
             if plain.quiet.reads != again.quiet.reads:
                 raise Mixed("a number computed from all rows decides what the model does")
+        return tainted
 
     def _shift(self, out: Any) -> None:
         """One row more in front may not change the others: outputs that depend on a row's number would fold wrongly."""
@@ -200,7 +190,7 @@ class Proof:
         between = not self.layout.folds
 
         def alter(i: int, leaf: Any) -> Any:
-            dim = self.guess.inputs[i]
+            dim = self.layout.inputs[i]
             if dim is None:
                 return leaf
             if isinstance(leaf, PackedSequence):
@@ -245,25 +235,20 @@ class Proof:
     def _collect(self, probe: Probe) -> None:
         """The dimension of rows of every layer's inputs."""
         layout = self.layout
-        for visit in probe.visits:
+        assert probe.before is not None
+        for visit, before in zip(probe.visits, probe.before.visits, strict=True):
             dim = visit.dims[0] if visit.dims else None
             if dim is None:
                 if not stands_for_all(visit):
-                    raise Mixed(
-                        f"{visit.name}: an input of shape {visit.shapes[0] if visit.shapes else ()} has no rows in it"
-                    )
+                    shape = visit.shapes[0] if visit.shapes else ()
+                    raise Mixed(f"{visit.name}: an input of shape {shape} has no rows in it")
                 dim = -1
             if not visit.allowed(dim, len(visit.shapes[0])):
                 raise Mixed(f"{visit.name}: dimension {dim} of its input {visit.shapes[0]} cannot hold rows")
-            before = self._earlier(probe, visit)
             at = (visit.key, len(visit.shapes[0]))
             if (known := layout.dims.setdefault(at, dim)) != dim:
                 raise Mixed(f"{visit.name}: its rows lie along dimension {known} in one call and {dim} in another")
             layout.arguments[visit.key, visit.ndims] = (tuple(visit.dims), tuple(before.out_dims))
-
-    def _earlier(self, probe: Probe, visit: Visit) -> Visit:
-        assert probe.before is not None
-        return probe.before.visits[probe.visits.index(visit)]
 
     def verify(self) -> None:
         """Two real draws folded and one by one must agree."""
@@ -284,9 +269,8 @@ class Proof:
                     parts.append(tree_map(padded, passes.run(one, self.model, *args, **kwargs)))
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
-                raise Mixed(
-                    f"output {i} of folded draws differs from that of single ones by {apart(a, b):.2g} of its size"
-                )
+                off = f"{apart(a, b):.2g} of its size"
+                raise Mixed(f"output {i} of folded draws differs from that of single ones by {off}")
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
         return a.shape == b.shape and apart(a, b) <= self.tolerance

@@ -75,7 +75,9 @@ class Quiet(TorchFunctionMode):
         if name in _READ:
             self._note_read(name, args)
         if name in _DROPOUT:
-            self.random = self.random or _drops(args, kwargs)
+            rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+            self.random = self.random or (bool(training) and rate != 0)
             return args[0] if args else kwargs["input"]
         if name in _RANDOM:
             self.random = True
@@ -112,9 +114,7 @@ class Quiet(TorchFunctionMode):
             self.compared[id(out)] = (out, sum(known))
 
     def _note_read(self, name: str, args: Any) -> None:
-        """A number that leaves the tensors, or what is compared to make one: it must not depend on the draw of some
-        rows.
-        """
+        """A number that leaves the tensors, or is compared to make one: no draw of some rows may change it."""
         numbers = [a for a in args if isinstance(a, Tensor)]
         single = all(a.dim() == 0 for a in numbers) or name in ("any", "all", "tolist", "numpy", "__array__")
         if numbers and single and not inside_func() and not numbers[0].is_complex():
@@ -166,9 +166,8 @@ def check_bounds(name: str, args: Any, kwargs: Any) -> None:
 
 def _check_states(args: Any) -> None:
     """Refuse recurrent states of other rows than the input's: the kernel for packed sequences does not look."""
-    packed = (
-        isinstance(args[2], (Tensor, tuple, list)) and isinstance(args[1], Tensor) and not args[1].is_floating_point()
-    )
+    packed = isinstance(args[1], Tensor) and not args[1].is_floating_point()
+    packed = packed and isinstance(args[2], (Tensor, tuple, list))
     states = args[2] if packed else args[1]
     states = [states] if isinstance(states, Tensor) else list(states)
     rows = {h.shape[1] for h in states} | ({int(args[1][0])} if packed else set())
@@ -180,12 +179,13 @@ def _check_key(x: Tensor, key: Any) -> None:
     dim = 0
     parts = key if isinstance(key, tuple) else (key,)
     for i, part in enumerate(parts):
+        flags = [p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else None for p in parts[i:]]
         if part is Ellipsis:
             dim = x.dim() - sum(
-                p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else p is not None for p in parts[i + 1 :]
+                p is not None if n is None else n for p, n in zip(parts[i + 1 :], flags[1:], strict=True)
             )
-        elif isinstance(part, Tensor) and part.dtype == torch.bool:
-            dim += part.dim()
+        elif flags[0] is not None:
+            dim += flags[0]
         elif part is not None:
             if isinstance(part, Tensor) and dim < x.dim():
                 _within(part, x.shape[dim])
@@ -198,9 +198,7 @@ def _within(index: Tensor, size: int | None) -> None:
 
 
 def _constant(name: str, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """What stands for a random tensor: in each place the same, so that a row's does not depend on how many there
-    are.
-    """
+    """What stands for a random tensor: the same everywhere, however many rows there are."""
     with torch.no_grad():
         if name == "randperm":
             return out.copy_(torch.arange(len(out)))
@@ -208,13 +206,6 @@ def _constant(name: str, out: Tensor, args: Any, kwargs: Any) -> Tensor:
             return out.fill_(_RANDOM[name])  # type: ignore[arg-type]
         numbers = [a for a in args if isinstance(a, int)]
         return out.fill_(kwargs.get("low", kwargs.get("from", numbers[0] if len(numbers) > 1 else 0)))
-
-
-def _drops(args: Any, kwargs: Any) -> bool:
-    """Whether a call of dropout would have dropped anything."""
-    rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-    return bool(training) and rate != 0
 
 
 def _norm(

@@ -2,8 +2,8 @@
 
 Modules that run before any layer has used its draw see S equal repetitions of the batch. While a prediction is under
 way they run on one of them, and their output is repeated. Which modules those are, and where their rows lie, is found
-with the proof of rows (`Ahead`); modules in which anything is random are never shared. Several threads may predict with
-one model: what hooks do depends on the pass of their thread.
+with the proof of rows (`Probe.watching`); modules in which anything is random are never shared. Several threads may
+predict with one model: what hooks do depends on the pass of their thread.
 """
 
 from __future__ import annotations
@@ -17,68 +17,7 @@ from typing import Any
 from torch import nn
 
 from slimbayes.engine import passes
-from slimbayes.engine.layout import Dims
-from slimbayes.engine.probe import Mixed, Probe, doubled
-from slimbayes.engine.tree import arrays_of, map_arrays, padded
-
-
-class Ahead:
-    """Finds the largest modules without posteriors that run before any converted layer does, and where their rows
-    lie.
-    """
-
-    def __init__(self, model: nn.Module, probe: Probe, before: Probe | None) -> None:
-        self.model, self.probe, self.before = model, probe, before
-        self.handles: list[Any] = []
-        self.random = False
-        self.shapes: dict[int, tuple[list[Any], list[Any]]] = {}
-        self.found: dict[int, tuple[Dims, Dims]] = {}
-
-    def __enter__(self) -> Ahead:
-        if self.probe.taint is not None:
-            return self
-        for module in plain_modules(self.model):
-            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for handle in self.handles:
-            handle.remove()
-        if self.before is not None and self.probe.taint is None:
-            earlier = self.before.shapes_ahead
-            for module, (ins, outs) in self.shapes.items():
-                self._settle(module, earlier.get(module), ins, outs)
-        self.probe.shapes_ahead = self.shapes
-
-    def _settle(self, module: int, earlier: Any, ins: list[Any], outs: list[Any]) -> None:
-        if earlier is None or None in (earlier[1], outs):
-            return
-        try:
-            dims = [
-                tuple(doubled(a, b, "") for a, b in zip(x, y, strict=True))
-                for x, y in zip(earlier, (ins, outs), strict=True)
-            ]
-        except (Mixed, ValueError):
-            return
-        if all(d is not None for part in dims for d in part):  # what has no rows might still depend on all of them
-            self.found[module] = (dims[0], dims[1])
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if passes.current() is not self.probe or kwargs is None:
-            return  # another thread's call; torch may not have marked the hook as taking keywords yet
-        if not self.probe.visits and id(module) not in self.shapes:
-            self.shapes[id(module)] = ([tuple(a.shape) for a in map(padded, arrays_of((args, kwargs)))], None)  # type: ignore[assignment]
-            self.random = self.probe.quiet.random
-        else:
-            self.shapes[id(module)] = ([], None)  # type: ignore[assignment]
-
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        if passes.current() is not self.probe:
-            return
-        ins, done = self.shapes.get(id(module), ([], None))
-        if ins and done is None and not self.probe.visits and self.probe.quiet.random == self.random:
-            self.shapes[id(module)] = (ins, [tuple(a.shape) for a in map(padded, arrays_of(output))])
+from slimbayes.engine.tree import map_arrays
 
 
 def plain_modules(model: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,4 @@
-"""What modules keep from one call for the next, beside parameters: buffers, and attributes of their own such as a
-hidden state, a cache or a count.
-"""
+"""What modules keep from one call for the next beside parameters: buffers and attributes, such as a hidden state."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ class State:
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[State]:
-    """Whatever modules keep is afterwards as it was, and so are random numbers, of Python, numpy and generators of the
-    modules' own.
-    """
+    """What modules keep is afterwards as it was, as are random numbers of Python, numpy and the modules' own."""
     state, python, arrays = State(model, every=True), random.getstate(), np.random.get_state()
     own = [(v, v.get_state()) for held in state.before for v in held.values() if isinstance(v, torch.Generator)]
     try:
@@ -149,15 +145,15 @@ def same_changes(a: Change, b: Change) -> bool:
         >>> same_changes({(0, "h"): (torch.zeros(2), True)}, {(0, "h"): (torch.ones(2), True)})
         False
     """
+
+    def equal(x: Any, y: Any) -> bool:
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            alike = x.device == y.device and x.dtype == y.dtype and x.shape == y.shape
+            return x is y or (alike and _comparable(x) and _comparable(y) and bool(torch.equal(x, y)))
+        return not isinstance(x, (bool, int, float, str)) or x == y
+
     one, other = tree_leaves(list(a.values())), tree_leaves(list(b.values()))
-    return a.keys() == b.keys() and len(one) == len(other) and all(map(_equal, one, other))
-
-
-def _equal(x: Any, y: Any) -> bool:
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        alike = x.device == y.device and x.dtype == y.dtype and x.shape == y.shape
-        return x is y or (alike and _comparable(x) and _comparable(y) and bool(torch.equal(x, y)))
-    return not isinstance(x, (bool, int, float, str)) or x == y
+    return a.keys() == b.keys() and len(one) == len(other) and all(map(equal, one, other))
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""A trial of the plain model: nothing random in it, nothing left behind, and a probe that notes what its converted
-layers met.
-"""
+"""A trial of the plain model: nothing random, nothing left behind, and a note of what its converted layers met."""
 
 from __future__ import annotations
 
@@ -18,34 +16,31 @@ from torch.distributions import Distribution
 from slimbayes.engine import passes
 from slimbayes.engine.probe import Mixed, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet
-from slimbayes.engine.sharing import Ahead
+from slimbayes.engine.sharing import plain_modules
 from slimbayes.engine.state import kept, same_changes
 from slimbayes.engine.tree import arrays_of, map_arrays, padded
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
 
 
-class _Unvalidated:
+_LOCK = threading.Lock()
+_VALIDATED: list[bool] = []  # as it was before each of the trials under way, in whatever thread
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
     """Distributions do not look at their parameters: one setting for all threads, which the last to leave undoes."""
-
-    def __init__(self) -> None:
-        self.lock, self.inside, self.before = threading.Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.inside:
-                self.before = bool(Distribution._validate_args)
-                Distribution.set_default_validate_args(False)
-            self.inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.inside -= 1
-            if not self.inside:
-                Distribution.set_default_validate_args(self.before)
-
-
-unvalidated = _Unvalidated()
+    with _LOCK:
+        _VALIDATED.append(bool(Distribution._validate_args))
+        Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            before = _VALIDATED[0]
+            _VALIDATED.pop()
+            if not _VALIDATED:
+                Distribution.set_default_validate_args(before)
 
 
 def on_trial() -> bool:
@@ -64,7 +59,7 @@ def undisturbed(model: nn.Module, inputs: Any) -> Iterator[None]:
         warnings.simplefilter("ignore")
         token = _UNDER_WAY.set(True)
         try:
-            with torch.compiler.set_stance("force_eager"), unvalidated:
+            with torch.compiler.set_stance("force_eager"), unvalidated():
                 yield
         finally:
             _UNDER_WAY.reset(token)
@@ -92,13 +87,11 @@ def probed(
     probe = Probe([p.key for p in posteriors], quiet, before, taint)
     probe.rows = rows
     args, kwargs = copied(inputs)
-    watcher = Ahead(model, probe, before)
     devices = {p.device.type for p in posteriors} or {"cpu"}
-    with kept(model) as state, quiet, no_autocast(devices), watcher:
+    with kept(model) as state, quiet, no_autocast(devices), probe.watching(plain_modules(model)):
         out = passes.run(probe, model, *args, **kwargs)
         quiet.muted = True
         probe.changes = state.changes() if before is None else {}
-    probe.ahead = watcher.found
     if quiet.used:
         raise Mixed(f"the weight of {next(iter(quiet.used))} is used past the layer's own forward")
     if before is not None and len(before.visits) != len(probe.visits):
@@ -117,9 +110,7 @@ def first_line(error: Exception) -> str:
 
 
 def what_lasts(model: nn.Module, posteriors: Sequence[Any], inputs: Any, first: Probe, out: Any) -> str | None:
-    """The name of what a run of these inputs left in the modules, if it depends on them, unlike a count, and a second
-    run gives something else because of it.
-    """
+    """The name of what a run left in the modules, if it depends on the inputs and changes what a second one gives."""
     if not first.changes:
         return None
     with kept(model) as state:

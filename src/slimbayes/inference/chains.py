@@ -18,17 +18,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.again import said_again
 from slimbayes.convert.convert import bayesianize, debayesianize
+from slimbayes.convert.members import said_again
 from slimbayes.convert.plan import Selection
 from slimbayes.distributions.families import Distribution, Normal, Point
 from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
 from slimbayes.engine.noise import Seed, key, seed_of
-from slimbayes.errors import did_you_mean
-from slimbayes.inference import hmc, langevin
-from slimbayes.inference.density import Density, Loss
+from slimbayes.inference.density import HMC, Density, Loss, langevin, normals
 from slimbayes.inference.means import member_factors, set_factors
+from slimbayes.posteriors.configs.base import check_choice, check_count, check_whole
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.train.elbo import check_finite
@@ -66,9 +65,8 @@ class Chains:
             import arviz
         except ImportError as error:
             raise ImportError("Diagnostics of chains need ArviZ: pip install arviz.") from error
-        return arviz.from_dict(
-            posterior={"log_density": self.log_density.cpu().numpy(), "factors": self.states.cpu().numpy()}
-        )
+        found = {"log_density": self.log_density, "factors": self.states}
+        return arviz.from_dict(posterior={name: t.cpu().numpy() for name, t in found.items()})
 
 
 def sample_posterior(
@@ -128,9 +126,16 @@ def sample_posterior(
         >>> chains.states.shape, sb.predict(net, torch.randn(5, 4)).member_probs.shape
         (torch.Size([2, 3, 23]), torch.Size([6, 5, 3]))
     """
-    _check(model, method, likelihood)
-    _check_counts(chains=chains, draws=draws, thin=thin, cycles=cycles, leapfrog=leapfrog)
-    _check_numbers(burn_in, base_lr, method, friction, step_size=step_size, temperature=temperature, noise=noise)
+    likelihood_named(likelihood)
+    _check(
+        model, method, burn_in, base_lr, friction, step_size=step_size, temperature=temperature, noise=noise,
+        chains=chains, draws=draws, thin=thin, cycles=cycles, leapfrog=leapfrog,
+    )  # fmt: skip
+    if chains * draws > _MOST:
+        raise ValueError(
+            f"sample_posterior: {chains} chains of {draws} draws are more members than a model holds ({_MOST:,}). Keep "
+            f"fewer states with a larger thin=."
+        )
     given, model = model, unwrapped(model)
     check_finite(model)
     plain = not passes.posteriors_of(model)
@@ -147,15 +152,13 @@ def sample_posterior(
             say(work, freezing=not base_lr)  # which moves the network's own weights
         density = Density(work, data, likelihood, noise, prior, temperature, output)
         if method == "hmc":
-            sampler = hmc.HMC(density, step_size, leapfrog, generator)
-            kept = list(hmc.run(sampler, burn_in, draws, thin))
+            sampler = HMC(density, step_size, leapfrog, generator)
+            kept = list(sampler.run(burn_in, draws, thin))
             _judge(sampler, chains)
             step_size, acceptance = sampler.step_size, sampler.accepted / sampler.paths
         else:
-            kept = list(
-                langevin.run(density, method, step_size, friction, burn_in, draws, thin, cycles, base_lr, generator)
-            )
-            acceptance = 1.0
+            counts, acceptance = (burn_in, draws, thin, cycles), 1.0
+            kept = list(langevin(density, method, step_size, friction, *counts, base_lr, generator))
         found = _states(work, kept)
     except BaseException:
         if plain:
@@ -164,36 +167,24 @@ def sample_posterior(
     debayesianize(model)
     if work is not model:
         model.load_state_dict(debayesianize(work).state_dict())
-    _hold(model, found)
+    config = Rank1(members=chains * draws, posterior="point", clip=None, draws="member")
+    bayesianize(model, config, include=lambda name, _: name in found)  # so that its members are these states
+    set_factors(model, found)
     if say is not None:
         say(model)
     states = torch.stack([torch.cat(factors, 1) for factors, _ in kept], 1)
     return Chains(given, states, torch.stack([value for _, value in kept], 1), acceptance, step_size)
 
 
-def _check(model: nn.Module, method: str, likelihood: str) -> None:
-    likelihood_named(likelihood)
-    if method not in _METHODS:
-        raise ValueError(f"sample_posterior: unknown method {method!r}{did_you_mean(str(method), _METHODS)}")
+def _check(model: nn.Module, method: str, burn_in: int, base_lr: float, friction: float, **others: Any) -> None:
+    """Refuse what chains cannot run with; `others` are counts, whole numbers, and positive numbers."""
+    check_choice("sample_posterior", "method", method, _METHODS)
     if any(m.training for m in model.modules()):
         raise ValueError("sample_posterior needs the network as it predicts: call model.eval() first.")
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"sample_posterior: {name} must be a whole number of at least 1, got {value!r}.")
-    if counts["chains"] * counts["draws"] > _MOST:
-        raise ValueError(
-            f"sample_posterior: {counts['chains']} chains of {counts['draws']} draws are more members than a model "
-            f"holds ({_MOST:,}). Keep fewer states with a larger thin=."
-        )
-
-
-def _check_numbers(burn_in: int, base_lr: float, method: str, friction: float, **positive: float) -> None:
-    if not isinstance(burn_in, int) or burn_in < 0:
-        raise ValueError(f"sample_posterior: burn_in must be a whole number, not negative, got {burn_in!r}.")
-    for name, value in positive.items():
+    for name in ("chains", "draws", "thin", "cycles", "leapfrog"):
+        check_count("sample_posterior", name, others.pop(name), most=None)
+    check_whole("sample_posterior", "burn_in", burn_in)
+    for name, value in others.items():
         if not 0 < value < math.inf:
             raise ValueError(f"sample_posterior: {name} must be positive and finite, got {value!r}.")
     if not 0 < friction <= 1:
@@ -220,26 +211,18 @@ def _begin(
     if not means:
         bayesianize(model, config, include=include, exclude=exclude)
         for loc in (f.loc for p in passes.posteriors_of(model) for f in (p.r, p.s)):
-            loc.add_(0.02 * torch.randn(loc.shape, generator=generator, dtype=loc.dtype).to(loc.device))
+            loc.add_(0.02 * normals(loc, generator))
         return
     bayesianize(model, config, include=lambda name, _: name in means)
 
-    def turns(lines: Tensor) -> Tensor:
-        return lines[torch.arange(chains, device=lines.device) % len(lines)]
+    def of_chains(d: Drawn) -> Drawn:
+        turn = torch.arange(chains, device=d.r.device) % len(d.r)
+        return Drawn(d.r[turn], d.s[turn], None if d.bias is None else d.bias[turn])
 
-    set_factors(
-        model,
-        {
-            name: {
-                site: Drawn(turns(d.r), turns(d.s), None if d.bias is None else turns(d.bias))
-                for site, d in sites.items()
-            }
-            for name, sites in means.items()
-        },
-    )
+    set_factors(model, {n: {site: of_chains(d) for site, d in sites.items()} for n, sites in means.items()})
 
 
-def _judge(sampler: hmc.HMC, chains: int) -> None:
+def _judge(sampler: HMC, chains: int) -> None:
     rate, lost = sampler.accepted / sampler.paths, sampler.divergent / (sampler.paths * chains)
     if rate < 0.01:
         raise FloatingPointError(
@@ -265,11 +248,3 @@ def _states(model: nn.Module, kept: list[tuple[list[Tensor], Tensor]]) -> dict[s
         site = next(site for site, own in p.layer.posterior.items() if own is p)
         out.setdefault(names[id(p.layer)], {})[site] = Drawn(r, s, bias)
     return out
-
-
-def _hold(model: nn.Module, found: dict[str, dict[str, Drawn]]) -> None:
-    """Convert the model so that its members are these states."""
-    members = next(len(d.r) for sites in found.values() for d in sites.values())
-    config = Rank1(members=members, posterior="point", clip=None, draws="member")
-    bayesianize(model, config, include=lambda name, _: name in found)
-    set_factors(model, found)

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.inference.blocks import Block, block_of
-from slimbayes.inference.jacobians import Rows, joints_of, rows_at_means
+from slimbayes.inference.evidence import Single, block_of
+from slimbayes.inference.linearised import MOST_ROOTS, Rows, joints_of, rows_at_means
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
-MOST_ROOTS = 1000  # backward passes for each piece of a batch
 IGNORED = -100  # a target that does not count
 NO_TARGETS = "laplace was given no targets: the loader is empty, or all of them are -100."
 
@@ -36,7 +35,7 @@ class Curvature:
         targets: how many there were.
     """
 
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[Single] = field(default_factory=list)
     log_likelihood: float = 0.0
     targets: int = 0
 
@@ -46,14 +45,6 @@ def is_causal(model: nn.Module) -> bool:
     inner: Any = model
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     return any("CausalLM" in c.__name__ or "LMHead" in c.__name__ for c in type(inner).__mro__)
-
-
-def _decodes(model: nn.Module) -> bool:
-    """Whether a model of transformers reads one sequence and tells another, whose start it makes of the labels."""
-    config = getattr(model, "config", None)
-    return bool(getattr(config, "is_encoder_decoder", False)) and hasattr(
-        model, "prepare_decoder_input_ids_from_labels"
-    )
 
 
 def _fits(accepted: inspect.Signature, args: Iterable[Any]) -> bool:
@@ -68,6 +59,9 @@ def _fits(accepted: inspect.Signature, args: Iterable[Any]) -> bool:
 def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     """Batches as arguments, keyword arguments and targets, on the model's device; refuses batches without targets."""
     first, accepted = next(model.parameters()), inspect.signature(model.forward)
+    # Whether a model of transformers reads one sequence and tells another, whose start it makes of the labels.
+    decodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    decodes = decodes and hasattr(model, "prepare_decoder_input_ids_from_labels")
     for number, batch in enumerate(loader):
         if isinstance(batch, Mapping):
             rest, target = dict(batch), None
@@ -75,7 +69,7 @@ def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any
                 target = rest.pop(name, None) if target is None else target
             if target is not None and is_causal(model) and target.dim() > 1:  # transformers' labels are the inputs
                 target = nn.functional.pad(target[:, 1:], (0, 1), value=IGNORED)
-            if target is not None and target.dim() > 1 and _decodes(model) and "decoder_input_ids" not in rest:
+            if target is not None and target.dim() > 1 and decodes and "decoder_input_ids" not in rest:
                 rest["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(target)  # type: ignore[operator]
             args, kwargs = call_batch(model, rest)
         elif isinstance(batch, (tuple, list)) and len(batch) > 1:
@@ -97,10 +91,8 @@ def labelled(model: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Any, Any
                 f"Batch {number} of the loader does not fit {type(model).__name__}.forward: {error}. The last part of "
                 f"a batch is its targets, all before are inputs; weights of rows are not taken."
             ) from error
-        yield (
-            *torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to(first.device), (args, dict(kwargs))),
-            (torch.as_tensor(target).to(first.device)),
-        )
+        inputs = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to(first.device), (args, dict(kwargs)))
+        yield *inputs, torch.as_tensor(target).to(first.device)
 
 
 def accumulate(
@@ -127,7 +119,12 @@ def accumulate(
         total.targets += int(_kept(target, target).sum())
     if not total.targets:
         raise ValueError(NO_TARGETS)
-    _check_finite(total, joints)
+    for p, block in zip(joints, total.blocks, strict=True):
+        if not block.finite():
+            raise FloatingPointError(
+                f"laplace: the curvature of {p.name} is NaN or infinite. Look for inputs or weights that are not "
+                f"finite (check_finite), or run the model in float32."
+            )
     return total
 
 
@@ -174,12 +171,3 @@ def _log_likelihood(outputs: Tensor, target: Tensor, likelihood: LikelihoodName,
         return 0.0
     target = target.double() if target.is_floating_point() else target
     return float(Prediction.from_outputs(outputs[None], likelihood, scale=scale).log_prob(target).sum())
-
-
-def _check_finite(total: Curvature, joints: list[Any]) -> None:
-    for p, block in zip(joints, total.blocks, strict=True):
-        if not block.finite():
-            raise FloatingPointError(
-                f"laplace: the curvature of {p.name} is NaN or infinite. Look for inputs or weights that are not "
-                f"finite (check_finite), or run the model in float32."
-            )

@@ -25,18 +25,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.again import said_again
-from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, debayesianize
+from slimbayes.convert.convert import Conversion, bayesianize, debayesianize, decisions_of
+from slimbayes.convert.members import said_again
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
 from slimbayes.engine.locate import unwrapped
-from slimbayes.errors import did_you_mean
 from slimbayes.inference.curvature import NO_TARGETS, Curvature, accumulate, labelled
 from slimbayes.inference.evidence import Spectrum, maximise
-from slimbayes.inference.k_tied_fit import fit_k_tied
-from slimbayes.inference.means import member_factors, set_factors
-from slimbayes.posteriors.configs.joint_normal import JointNormal, Over
+from slimbayes.inference.means import fit_k_tied, member_factors, set_factors
+from slimbayes.posteriors.configs.base import check_choice
+from slimbayes.posteriors.configs.rank1 import JointNormal, Over
 from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
 
 Structure = Literal["full", "kronecker", "diagonal", "k-tied"]
@@ -121,16 +120,22 @@ def laplace(
         >>> sb.predict(net, torch.randn(5, 4), draws=10).probs.shape, sorted(fit.prior_precision)
         (torch.Size([5, 3]), ['0', '2'])
     """
-    over = over or ("both" if likelihood_named(likelihood).discrete else "both+bias")
-    _check(model, likelihood, layers, structure, prior, noise, samples, over)
+    discrete = likelihood_named(likelihood).discrete
+    over = over or ("both" if discrete else "both+bias")
+    _check(model, prior, noise, samples, layers=layers, structure=structure, over=over)
     given, model = model, unwrapped(model)
     weights = over == "weights" or structure == "k-tied"
     if prior is None:
-        prior = Normal(1.0, 0.15) if likelihood_named(likelihood).discrete and not weights else "layer"
+        prior = Normal(1.0, 0.15) if discrete and not weights else "layer"
     start = prior if isinstance(prior, Normal) else Normal(0.0, 1.0)
     numbers: Over = "weights" if weights else over
-    say = said_again(model) if passes.posteriors_of(model) else None
-    work, means = _means_apart(model, numbers)
+    work, means, say = model, {}, None  # a plain model to work on; a converted one is copied, and its means are taken
+    if passes.posteriors_of(model):
+        work, means, say = copy.deepcopy(model), member_factors(model), said_again(model)
+        if weights and means:
+            problem = "laplace over weights needs a plain model, but this one has factors"
+            raise ValueError(f"{problem}: call merge(model) first.")
+        debayesianize(work)
     if means and (include is not None or exclude is not None or layers != "all"):
         raise ValueError(
             "laplace: include, exclude and layers choose among a plain model's layers; this one's are set."
@@ -169,27 +174,18 @@ def laplace(
     return replace(report, model=given)
 
 
-def _check(
-    model: nn.Module,
-    likelihood: str,
-    layers: str,
-    structure: str,
-    prior: object,
-    noise: float | None,
-    samples: int | None,
-    over: str,
-) -> None:
-    likelihood_named(likelihood)
-    for name, value, known in (
-        ("layers", layers, ("all", "last")),
-        ("structure", structure, ("full", "kronecker", "diagonal", "k-tied")),
-        ("over", over, ("both", "both+bias", "r", "s", "weights")),
-    ):
-        if value not in known:
-            raise ValueError(f"laplace: unknown {name} {value!r}{did_you_mean(str(value), known)}")
-    if structure == "kronecker" and over != "weights":
+def _check(model: nn.Module, prior: object, noise: float | None, samples: int | None, **choices: str) -> None:
+    known = {
+        "layers": ("all", "last"),
+        "structure": ("full", "kronecker", "diagonal", "k-tied"),
+        "over": ("both", "both+bias", "r", "s", "weights"),
+    }
+    for name, value in choices.items():
+        check_choice("laplace", name, value, known[name])
+    if choices["structure"] == "kronecker" and choices["over"] != "weights":
         raise ValueError(
-            f"laplace: a Kronecker product is of weights: structure='kronecker' needs over='weights', got {over!r}."
+            f"laplace: a Kronecker product is of weights: structure='kronecker' needs over='weights', got "
+            f"{choices['over']!r}."
         )
     if not isinstance(prior, Normal) and prior not in ("layer", "shared", None):
         raise ValueError(f'laplace: prior must be a Normal, "layer" or "shared", got {prior!r}.')
@@ -208,16 +204,6 @@ def _check(
             f"laplace needs the network as it predicts, but {training or 'the model'} is in training mode, where "
             f"dropout and batch norm change its outputs: call model.eval() first."
         )
-
-
-def _means_apart(model: nn.Module, over: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A plain model to work on, and the factors of each converted layer's members; a converted model is copied."""
-    if not passes.posteriors_of(model):
-        return model, {}
-    means = member_factors(model)
-    if over == "weights" and means:
-        raise ValueError("laplace over weights needs a plain model, but this one has factors: call merge(model) first.")
-    return debayesianize(copy.deepcopy(model)), means
 
 
 def _last(model: nn.Module, decisions: list[Decision], batch: tuple[Any, Any, Tensor], free: bool) -> str:
@@ -264,28 +250,22 @@ def _fit(
     groups = [0 if prior == "shared" else id(p.layer) for p in joints]
     best = maximise(spectra, curvature.log_likelihood, curvature.targets, noise, scaled, given, groups)
     variance, fits = best.noise**2 if scaled else 1.0, list(zip(joints, curvature.blocks, best.precisions, strict=True))
-    counts: dict[int, list[int | None]] = {}  # sites of a layer share a config, and so the number of directions
+    told: dict[int, list[int | None]] = {}  # sites of a layer share a config, and so the number of directions
     for p, block, precision in fits:
         if p.correlated:
-            counts.setdefault(id(p.layer), []).append(block.directions(variance, precision))
+            told.setdefault(id(p.layer), []).append(block.directions(variance, precision))
     for p, block, precision in fits:
-        own = counts.get(id(p.layer), [None])
+        own = told.get(id(p.layer), [None])
         block.fit(variance, precision, None if None in own else max(n for n in own if n is not None))
         p.prior = Normal(p.prior.loc, precision**-0.5)
-    _set_priors(model, config)
+    layer: Any
+    for _, layer, d in decisions_of(model):  # into configs, which `save` records; sites of one layer share theirs
+        if d.config is not None:
+            found = list(layer.posterior.values())
+            counts = [p.directions.shape[2] for p in found if p.directions is not None]
+            d.config = replace(config, prior=found[0].prior, directions=next(iter(counts), None))
     precisions = {p.layer.bayes_name: precision for p, precision in zip(joints, best.precisions, strict=True)}
     return Laplace(model, best.log_evidence, best.log_likelihood, best.noise if scaled else 0.0, precisions)
-
-
-def _set_priors(model: nn.Module, config: JointNormal) -> None:
-    """Write what was found into the configs which `save` records; sites of one layer share theirs."""
-    for root, conversion in conversions_of(model):
-        for d in conversion.decisions:
-            if d.config is not None:
-                layer: Any = model.get_submodule(".".join(part for part in (root, d.name) if part))
-                found = list(layer.posterior.values())
-                counts = [p.directions.shape[2] for p in found if p.directions is not None]
-                d.config = replace(config, prior=found[0].prior, directions=next(iter(counts), None))
 
 
 def _move(work: nn.Module, model: nn.Module) -> None:

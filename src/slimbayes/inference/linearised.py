@@ -2,28 +2,137 @@
 
     f(x) ~ Normal(f at the means, J covariance J^T)
 
-which is what the Gauss-Newton matrix of a Laplace approximation assumes (Immer et al. 2021).
+which is what the Gauss-Newton matrix of a Laplace approximation assumes (Immer et al. 2021); and the derivatives J that
+both need. Each row of a batch is a draw of its own: a member's mean plus a deviation of zero that needs a gradient.
+Backward then gives every row's own derivative at once. Rows that cannot be told apart run one by one.
 
-Sizes: K members, N rows, C outputs of a row, D numbers of one posterior, S draws.
+Sizes: K members, N rows, B of a piece of a batch, C outputs of a row, D numbers of one posterior, S draws.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slimbayes.engine import calls, passes
+from slimbayes.engine.layout import Layout
+from slimbayes.engine.locate import check_size
 from slimbayes.engine.noise import Seed, key, seed_of
+from slimbayes.engine.passes import Noise, Pass, Unproven
 from slimbayes.engine.sharing import evaluating
-from slimbayes.inference.curvature import MOST_ROOTS
-from slimbayes.inference.jacobians import Rows, joints_of, rows_at_means
-from slimbayes.prediction.batches import batches_of
+from slimbayes.engine.tree import arrays_of, map_arrays
+from slimbayes.posteriors.joint_forms import Watched
+from slimbayes.posteriors.joint_normal import Joint
+from slimbayes.prediction.batches import batches_of, rows_of
 from slimbayes.prediction.checks import check_noise_rule
+from slimbayes.prediction.predict import select
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.elbo import check_finite
 from slimbayes.train.likelihoods import LikelihoodName, entropy, likelihood_named
+
+MOST_ROOTS = 1000  # backward passes for each piece of a batch
+MOST = 2**24  # numbers that the derivatives of a piece of a batch may hold
+
+
+@dataclass
+class Rows:
+    """Outputs (B, ...) of consecutive rows at the means, the first of them row `start` of the batch."""
+
+    start: int
+    outputs: Tensor
+    deviations: list[Tensor]
+    watched: list[Watched | None]
+
+    def pull(self, cotangent: Tensor) -> list[Tensor]:
+        """cotangent^T d outputs / d numbers of each row, (B, D) for each posterior."""
+        found = torch.autograd.grad(self.outputs, self.deviations, cotangent, retain_graph=True, allow_unused=True)
+        return [torch.zeros_like(d) if g is None else g for g, d in zip(found, self.deviations, strict=True)]
+
+    def inputs(self) -> list[Tensor | None]:
+        """Inputs (B, m) of the layers whose curvature is a Kronecker product."""
+        return [None if w is None else w.inputs(len(self.outputs)) for w in self.watched]
+
+
+def joints_of(model: nn.Module) -> list[Any]:
+    """The joint posteriors of a model; refused where others have a part in its draws."""
+    found = passes.posteriors_of(model)
+    others = [p.name for p in found if not isinstance(p, Joint)]
+    if others or not found:
+        what = f"{others[0]} has another one" if others else "the model has none"
+        raise ValueError(f"Derivatives are taken in the numbers of JointNormal posteriors, but {what}; see laplace.")
+    return found
+
+
+def rows_at_means(
+    model: nn.Module, args: Any, kwargs: Any, member: int, output: str | int | None, factored: bool = False
+) -> Iterator[Rows]:
+    """A batch in pieces, each run at a member's means, so small that derivatives of all its rows fit into memory.
+
+    `factored` takes derivatives in the outputs of layers whose covariance is a Kronecker product, not in its numbers.
+    """
+    joints = joints_of(model)
+    layout, dim = calls.layout_of(model, args, kwargs, joints), calls.batch_dim_of(model) or 0
+    many = layout.rows((args, kwargs)) if layout.apart else rows_of(model, arrays_of((args, kwargs)))
+    start, most = 0, max(1, MOST // sum(_sizes(joints, factored)))
+
+    def row(i: int, leaf: Any) -> Any:
+        return leaf.narrow(dim, start, 1) if leaf.dim() > dim and leaf.shape[dim] == many else leaf
+
+    while start < many:
+        count = min(most, many - start) if layout.apart else 1
+        if layout.apart:
+            part = layout.narrow((args, kwargs), start, count)
+            check_size(model, part, joints, layout)
+        else:
+            part = map_arrays(row, (args, kwargs))
+        try:
+            yield _run(model, joints, part, count, layout, member, output, start, factored)
+        except Unproven as error:
+            calls.unfold(layout, error)
+            continue
+        start += count
+
+
+def _sizes(joints: Sequence[Any], factored: bool) -> list[int]:
+    return [p.site.n_out if factored and p.factored else p.size for p in joints]
+
+
+def _run(
+    model: nn.Module,
+    joints: Sequence[Any],
+    inputs: Any,
+    count: int,
+    layout: Layout,
+    member: int,
+    output: str | int | None,
+    start: int,
+    factored: bool,
+) -> Rows:
+    new = Pass(count, count, rowwise=False)
+    new.layout = layout if count > 1 else None
+    deviations: list[Tensor] = []
+    watched: list[Watched | None] = []
+    mask = inputs[1].get("attention_mask")  # padding must not change what layers of transformers get on average
+    mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == count else None
+    for p, size in zip(joints, _sizes(joints, factored), strict=True):
+        deviation = torch.zeros(count, size, device=p.device, dtype=p.dtype, requires_grad=True)
+        new.put(p.key, Noise(deviation.detach()[:, :0], deviation.detach()[:, :0]))
+
+        def pick(parameter: Tensor, n: int) -> Tensor:
+            return parameter.detach()[member : member + 1].expand(n, *parameter.shape[1:])
+
+        with torch.enable_grad():
+            watched.append(Watched(deviation, [], mask) if factored and p.factored else None)
+            new.values[p.key] = watched[-1] or p.at(deviation, pick)
+        deviations.append(deviation)
+    with torch.enable_grad():
+        found = select(passes.run(new, model, *inputs[0], **inputs[1]), output)
+    return Rows(start, found, deviations, watched)
 
 
 def predict_linearised(
@@ -85,7 +194,14 @@ def _linear(rows: Rows, joints: list[Any], member: int, draws: int | None, seed:
             f"predict_linearised takes a backward pass for each of {many:,} outputs of a row, {MOST_ROOTS:,} at most. "
             f"Use predict, which samples."
         )
-    noise = [_noise(p, draws, seed, place, member) for place, p in enumerate(joints)]
+
+    def noise_of(place: int, p: Any) -> Tensor | None:
+        if draws is None:
+            return None
+        source = torch.Generator().manual_seed(key(seed, "linearised", place, member))
+        return torch.randn(draws, p.size, generator=source, dtype=p.dtype).to(p.device)
+
+    noise = [noise_of(place, p) for place, p in enumerate(joints)]
     roots = [p.times_root(member) for p in joints]
     spread = torch.zeros(draws or 1, *outputs.shape, dtype=outputs.dtype, device=outputs.device)
     flat = spread.view(len(spread), len(outputs), -1)
@@ -96,14 +212,6 @@ def _linear(rows: Rows, joints: list[Any], member: int, draws: int | None, seed:
             moved = root(lines)
             flat[:, :, c] += moved.square().sum(1) if e is None else e @ moved.mT
     return outputs, spread
-
-
-def _noise(posterior: Any, draws: int | None, seed: int, place: int, member: int) -> Tensor | None:
-    if draws is None:
-        return None
-    source = torch.Generator().manual_seed(key(seed, "linearised", place, member))
-    drawn = torch.randn(draws, posterior.size, generator=source, dtype=posterior.dtype)
-    return drawn.to(posterior.device)
 
 
 def _prediction(

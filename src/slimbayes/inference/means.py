@@ -1,15 +1,26 @@
-"""Where the members of a converted model have their means: as factors of each layer."""
+"""From one kind of posterior to another: the members' means as factors of each layer, and k-tied scales in the place of
+a diagonal Gaussian's, those of least KL from it.
+
+    KL = sum 1/2 (sigma_ij^2 p_ij - 1) - log sigma_ij - 1/2 log p_ij,   sigma = U V^T,  p the precisions
+
+For k = 1 it is a matrix scaling, solved by turns: sigma_ij^2 = a_i b_j with a_i = n / sum_j b_j p_ij and alike for b.
+
+Sizes: K members, m x n the matrix view of a weight.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slimbayes.convert.convert import bayesianize, debayesianize
 from slimbayes.engine import passes
-from slimbayes.layers.base import BayesLayer, Converted
+from slimbayes.layers.base import BayesLayer, Converted, sited
+from slimbayes.posteriors.configs.gaussian import KTied
 from slimbayes.posteriors.factors import Drawn
 from slimbayes.prediction.sample import central_pass
 
@@ -25,6 +36,12 @@ def member_factors(model: nn.Module) -> dict[str, dict[str, Drawn]]:
     found: dict[str, dict[str, Drawn]] = {}
     plain: list[str] = []
 
+    def own(layer: Any, site: str, posterior: Any) -> bool:
+        """Whether the one draw under way is the layer's own weight and bias."""
+        linear = layer.linear_map(site)
+        weight, bias = posterior.materialise(linear, 0)
+        return torch.equal(weight, linear.weight) and (bias is None or torch.equal(bias, linear.bias))
+
     def look() -> None:
         for name, layer in model.named_modules():
             for site, p in layer.posterior.items() if isinstance(layer, Converted) else ():
@@ -32,7 +49,7 @@ def member_factors(model: nn.Module) -> dict[str, dict[str, Drawn]]:
                 if lines is not None:
                     s, r, bias = lines
                     found.setdefault(name, {})[site] = Drawn(r.clone(), s.clone(), bias)
-                elif not (members == 1 and _own(layer, site, p)):
+                elif not (members == 1 and own(layer, site, p)):
                     raise ValueError(
                         f"The means of {p.name} ({type(p).__name__}) are no factors of its weight. Call "
                         f"merge(model, member=0) first, which makes them plain weights."
@@ -46,13 +63,6 @@ def member_factors(model: nn.Module) -> dict[str, dict[str, Drawn]]:
     return found
 
 
-def _own(layer: Any, site: str, posterior: Any) -> bool:
-    """Whether the one draw under way is the layer's own weight and bias."""
-    linear = layer.linear_map(site)
-    weight, bias = posterior.materialise(linear, 0)
-    return torch.equal(weight, linear.weight) and (bias is None or torch.equal(bias, linear.bias))
-
-
 @torch.no_grad()
 def set_factors(model: nn.Module, means: dict[str, dict[str, Drawn]]) -> None:
     """Give joint posteriors over factors these means."""
@@ -62,6 +72,65 @@ def set_factors(model: nn.Module, means: dict[str, dict[str, Drawn]]) -> None:
             posterior = layer.posterior[site]
             for factor, value in ((posterior.r, drawn.r), (posterior.s, drawn.s)):
                 factor.loc.copy_(value.unsqueeze(1))
-            bias: Tensor | None = drawn.bias
-            if posterior.bias is not None and bias is not None:
-                posterior.bias.copy_(bias[1:])
+            if posterior.bias is not None and drawn.bias is not None:
+                posterior.bias.copy_(drawn.bias[1:])
+
+
+@torch.no_grad()
+def fit_k_tied(model: nn.Module, rank: int) -> None:
+    """Replace joint posteriors of independent weights by k-tied ones, in place."""
+    configs: dict[str, KTied] = {}
+    variances: dict[tuple[str, str], Tensor] = {}
+    for name, _, site, p in sited(model):
+        configs[name] = KTied(rank=rank, prior=p.prior, bias="gaussian", scale_jitter=0.0)
+        variances[name, site] = p.variances()[0].double()
+    debayesianize(model)
+    bayesianize(model, {re.escape(name): config for name, config in configs.items()})
+    for (name, site), variance in variances.items():
+        converted: Any = model.get_submodule(name)
+        p = converted.posterior[site]
+        size = math.prod(p.site.shape)
+        log_u, log_v = k_tied_logs(1 / p.site.to_matrix(variance[:size].view(p.site.shape)), p.rank)
+        p.log_u.copy_(log_u)
+        p.log_v.copy_(log_v)
+        if p.bias_log_scale is not None:
+            p.bias_log_scale.copy_(0.5 * variance[size:].log())
+
+
+def k_tied_logs(precision: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """log U (m, k) and log V (n, k) of the k-tied scales nearest to a diagonal Gaussian of these precisions (m, n).
+
+    Example:
+        >>> u, v = k_tied_logs(torch.tensor([[4.0, 1.0], [1.0, 0.25]]), 1)
+        >>> (u + v.T).exp()  # exact where standard deviations have rank one
+        tensor([[0.5000, 1.0000],
+                [1.0000, 2.0000]])
+    """
+    m, n = precision.shape
+    b = torch.ones(n, dtype=precision.dtype, device=precision.device)
+    for _ in range(200):
+        a = n / (precision @ b)
+        b = m / (a @ precision)
+    log_u, log_v = (0.5 * x.log().unsqueeze(1) for x in (a, b))
+    if rank == 1:
+        return log_u, log_v
+    # From k equal shares, told apart by a small fixed pattern.
+    pattern = torch.Generator().manual_seed(0)
+    logs = [
+        x - 0.5 * math.log(rank) + 0.3 * torch.randn(len(x), rank, generator=pattern, dtype=x.dtype).to(x.device)
+        for x in (log_u, log_v)
+    ]
+    optimizer = torch.optim.LBFGS(
+        [x.requires_grad_() for x in logs], max_iter=300, line_search_fn="strong_wolfe", tolerance_change=1e-12
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        scale = logs[0].exp() @ logs[1].exp().T
+        value = (0.5 * scale.square() * precision - scale.log()).mean()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(loss)  # type: ignore[arg-type]
+    return logs[0].detach(), logs[1].detach()

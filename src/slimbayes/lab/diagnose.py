@@ -211,11 +211,11 @@ def tracked(case: Case) -> Found:
 
 def prior_functions(case: Case) -> Found:
     """Functions from the implicit priors of dropout and EMP (Chang et al. 2019, Figure 3)."""
-    from slimbayes.diagnostics import prior_functions as priors
+    from slimbayes.diagnostics import priors
 
     torch.manual_seed(case.seed)
     x = torch.linspace(-5, 5, 4001)
-    drawn: dict[str, Tensor] = {m: priors.prior_functions(m, x, **case.options) for m in priors.FIGURE}
+    drawn: dict[str, Tensor] = {m: priors.prior_functions(m, x, **case.options) for m in priors.METHODS}
     case.draw(lambda: priors.plot_prior_functions(x, drawn))
     numbers = {f"steps_{method}": priors.mean_steps(values) for method, values in drawn.items()}
     return numbers, numbers
@@ -223,7 +223,7 @@ def prior_functions(case: Case) -> Found:
 
 def induced_priors(case: Case) -> Found:
     """Priors over weights that those over factors induce: their densities near zero and in the tail."""
-    from slimbayes.diagnostics import induced as priors
+    from slimbayes.diagnostics import priors
 
     points = torch.linspace(-4, 4, 800)
     case.draw(lambda: priors.plot_induced_priors(points))

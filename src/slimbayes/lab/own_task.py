@@ -18,8 +18,7 @@ from slimbayes.data.table_files import TABLES, Frame, column_names, frame_of, fr
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.lab.own_data import OwnTable, told, with_dates
 from slimbayes.lab.predict_input import check_names
-from slimbayes.sklearn.columns import unseen_text
-from slimbayes.sklearn.preparation import Preparation
+from slimbayes.sklearn.columns import Preparation, unseen_text
 
 if TYPE_CHECKING:
     from slimbayes.lab.config import Data

@@ -4,23 +4,19 @@ A subclass that keeps its parent's forward is its parent; a layer of any other t
 """
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from torch import nn
 
 from slimbayes.layers.anything import any_class, has_bias, matrices_of, scales_of
-from slimbayes.layers.base import LAYERS, BayesLayer, made_once, registered
+from slimbayes.layers.base import LAYERS, BayesLayer, formed, registered
 from slimbayes.layers.base import register_layer as register_layer
-from slimbayes.layers.linear import is_quantised, quantised_class
+from slimbayes.layers.linear import Quantised, StoredInOut, is_quantised
 from slimbayes.layers.site import Kind
 
-# Files for packages that may not be installed: where the types live -> our module, imported when such a layer is met.
-_ON_DEMAND = {"transformers.pytorch_utils": "huggingface"}
-
 for _module in pkgutil.iter_modules(__path__):
-    if _module.name not in _ON_DEMAND.values():
-        import_module(f"{__name__}.{_module.name}")
+    import_module(f"{__name__}.{_module.name}")
 
 # What a fast path calls of its plain class: a subclass that changes any of it is a type of its own.
 _CALLED = ("forward", "_conv_forward", "_output_padding", "_check_input_dim", "_get_no_batch_dim")
@@ -37,19 +33,13 @@ def bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
     True
     """
     kind = type(layer)
-    if kind not in LAYERS and kind.__module__ in _ON_DEMAND:
-        import_module(f"{__name__}.{_ON_DEMAND[kind.__module__]}")
+    if kind not in LAYERS and (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        LAYERS[kind] = formed(StoredInOut, kind)
     known = registered(layer)
     if known is None or kind in LAYERS:
         return known
     changed = any(getattr(kind, name, None) is not getattr(known.plain, name, None) for name in _CALLED)
-    return None if changed else subclass(known, kind)
-
-
-@made_once
-def subclass(known: type[BayesLayer], kind: type[nn.Module]) -> type[BayesLayer]:
-    """The converted class of a subclass that keeps the forward of its parent, whose converted class is `known`."""
-    return type(f"Bayes{kind.__name__}", (known, kind), {"plain": kind, "__module__": __name__})
+    return None if changed else formed(known, kind)
 
 
 def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | None:
@@ -64,13 +54,10 @@ def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | No
     if type(layer).forward is nn.Module.forward:
         return None
     if is_quantised(layer):
-        return quantised_class(type(layer)) if "quantised" in covers else None
-    kinds: dict[Kind, list[str]] = {
-        "matrix": matrices_of(layer) if "matrix" in covers else [],
-        "norm": scales_of(layer) if "norm" in covers else [],
-    }
-    for kind, found in kinds.items():
-        if found:
+        return formed(Quantised, type(layer)) if "quantised" in covers else None
+    finds: dict[Kind, Callable[[nn.Module], list[str]]] = {"matrix": matrices_of, "norm": scales_of}
+    for kind, find in finds.items():
+        if kind in covers and (found := find(layer)):
             biases = [name.replace("weight", "bias") for name in found if has_bias(layer, name)]
             return any_class(type(layer), tuple(found), kind, (*found, *biases))
     return None

@@ -21,17 +21,12 @@ from slimbayes.engine.passes import Unproven
 from slimbayes.engine.rows import sizes_of_blocks
 from slimbayes.engine.tree import arrays_of, map_arrays, tree_map
 from slimbayes.layers.base import BayesLayer, made_once, reading
-from slimbayes.layers.parameters import has, mask_of, own_value
-from slimbayes.layers.site import Kind, LinearMap, Site
+from slimbayes.layers.site import Kind, LinearMap, Site, has, mask_of, own_value
 
 NOT_WORTH_IT = re.compile(
     r"posit|pos_?(emb|enc|bias|table)|wpe|(^|_)rel_|relative|_token$|bias_table|logit_scale", re.IGNORECASE
 )
 POSITIONS = re.compile(r"pos(ition)?(al)?_?(emb|enc|bias|table)", re.IGNORECASE)  # of the module around it
-
-
-def _outer(r: Tensor, s: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.outer(r, s).view(*shape[:2], *[1] * (len(shape) - 2))
 
 
 def matrices_of(layer: Any) -> list[str]:
@@ -83,15 +78,26 @@ class AnyLayer(BayesLayer):
     read_names: ClassVar[tuple[str, ...]] = ()
 
     def sites(self) -> list[Site]:
-        return [_site(self, name, self.bayes_kind) for name in self.drawn_names]
+        found, norm = [], self.bayes_kind == "norm"
+        for name in self.drawn_names:
+            shape = tuple(own_value(self, name).shape)
+            sizes = (shape[0] if norm else shape[1], shape[0], has_bias(self, name))
+            how: dict[str, Any] = {"positions": "many", "kind": "norm"} if norm else {}
+            found.append(Site(name, *sizes, name, shape, whole=True, **how))
+        return found
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        weight = self.own_value(site)
-        bias_name = site.replace("weight", "bias")
+        weight, bias_name = self.own_value(site), site.replace("weight", "bias")
         bias = self.own_value(bias_name) if has_bias(self, site) else None
-        outer = partial(_outer, shape=tuple(weight.shape))
+
+        def op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+            return self._substituting({site: weight} | ({} if bias is None else {bias_name: bias}), (x,), {})
+
+        def outer(r: Tensor, s: Tensor) -> Tensor:
+            return torch.outer(r, s).view(*weight.shape[:2], *[1] * (weight.dim() - 2))
+
         mask = mask_of(self) if site == "weight" else None
-        return LinearMap(weight, bias, partial(self._only, site), outer, batch_dim, -1, foldable=False, mask=mask)
+        return LinearMap(weight, bias, op, outer, batch_dim, -1, foldable=False, mask=mask)
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         lead = self.posteriors()[0]
@@ -114,10 +120,6 @@ class AnyLayer(BayesLayer):
 
         linear.op, linear.batch_dim = run, 0 if found.layout is None else found.dim(self.bayes_key, arrays[place])
         return posterior(arrays[place], linear)
-
-    def _only(self, site: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        values = {site: weight} if bias is None else {site: weight, site.replace("weight", "bias"): bias}
-        return self._substituting(values, (x,), {})
 
     def _with(self, draw: int, args: Any, kwargs: Any) -> Any:
         """The layer's own forward with the weights of one draw."""
@@ -151,13 +153,20 @@ class AnyLayer(BayesLayer):
         whole = all(d is None for d in ins)  # a single row that stands for all
         rows = next((a.shape[d] for a, d in zip(arrays, ins, strict=True) if d is not None), found.rows)
         sizes = sizes_of_blocks(rows, lead.drawn, found)
-        parts, start = [], 0
+        parts, start, counter = [], 0, iter(range(10**9))
+
+        def narrow(i: int, leaf: Tensor) -> Tensor:
+            dim = ins[i]
+            if dim is None:
+                return leaf
+            each, left = leaf.shape[dim] / rows, leaf.shape[dim]
+            return leaf.narrow(dim, round(start * each), min(round(size * each), left))
+
         for j, size in enumerate(sizes):
             if size or len(sizes) == 1:
-                out = self._with(j, *map_arrays(partial(_narrow, ins, rows, start, size), (args, kwargs)))
-                parts.append(map_arrays(partial(_repeat, size), out) if whole else out)
+                out = self._with(j, *map_arrays(narrow, (args, kwargs)))
+                parts.append(map_arrays(lambda i, y: y.expand(size, *y.shape[1:]), out) if whole else out)  # noqa: B023
             start += size
-        counter = iter(range(10**9))
 
         def join(*leaves: Any) -> Any:
             if not isinstance(leaves[0], Tensor):
@@ -168,30 +177,10 @@ class AnyLayer(BayesLayer):
         return tree_map(join, *parts)
 
 
-def _repeat(size: int, i: int, leaf: Tensor) -> Tensor:
-    return leaf.expand(size, *leaf.shape[1:])
-
-
-def _narrow(dims: Any, rows: int, start: int, size: int, i: int, leaf: Tensor) -> Tensor:
-    dim = dims[i]
-    if dim is None:
-        return leaf
-    each, left = leaf.shape[dim] / rows, leaf.shape[dim]
-    return leaf.narrow(dim, round(start * each), min(round(size * each), left))
-
-
 def has_bias(layer: nn.Module, name: str) -> bool:
     """Whether a bias of one number for each output goes with a weight."""
     bias, weight = name.replace("weight", "bias"), own_value(layer, name)
     return bias != name and has(layer, bias) and tuple(own_value(layer, bias).shape) == tuple(weight.shape[:1])
-
-
-def _site(layer: nn.Module, name: str, kind: Kind) -> Site:
-    weight = own_value(layer, name)
-    shape, bias = tuple(weight.shape), has_bias(layer, name)
-    if kind == "norm":
-        return Site(name, shape[0], shape[0], bias, name, shape, positions="many", kind="norm", whole=True)
-    return Site(name, shape[1], shape[0], bias, name, shape, whole=True)
 
 
 @made_once

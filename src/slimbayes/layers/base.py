@@ -5,15 +5,14 @@ the posterior at `layer.posterior[site]` does the rest.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import calls, passes
-from slimbayes.layers.parameters import has, mask_of, own_value, set_value
-from slimbayes.layers.site import Kind, LinearMap, Site, matrix_outer
+from slimbayes.layers.site import Kind, LinearMap, Site, has, mask_of, matrix_outer, own_value, set_value
 
 
 class Converted(nn.Module):
@@ -37,6 +36,10 @@ class Converted(nn.Module):
         """Its name in the converted model, for messages."""
         site, posterior = next(iter(self.posterior.items()))
         return str(posterior.name).removesuffix(site).rstrip(".") or "the model itself"
+
+    def posteriors(self) -> list[Any]:
+        """Those of the module itself."""
+        return list(self.posterior.values())
 
     @classmethod
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
@@ -81,11 +84,6 @@ def _forward_of(plain: type[nn.Module]) -> Any:
         return self._bayes_in(found, key, args, kwargs)
 
     return forward
-
-
-def posteriors_at(module: Converted) -> list[Any]:
-    """The posteriors that belong to a converted module itself."""
-    return list(module.posterior.values())
 
 
 class BayesLayer(Converted):
@@ -151,9 +149,6 @@ class BayesLayer(Converted):
         assert found is not None
         return found.dim(key, x)
 
-    def posteriors(self) -> list[Any]:
-        return posteriors_at(self)
-
     def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None, unbatched: int | None = None) -> Tensor:
         """Apply this pass's draw of one site's linear map; an input of `unbatched` dimensions counts as one row."""
         if x.dim() == unbatched:
@@ -212,10 +207,15 @@ def sites_of(cls: type[BayesLayer], layer: Any) -> list[Site]:
         layer.__class__ = plain
 
 
+def sited(model: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
+    """Every posterior of a model's converted layers: the layer's name, the layer, the site's name, the posterior."""
+    for name, layer in model.named_modules():
+        for site, posterior in layer.posterior.items() if isinstance(layer, BayesLayer) else ():
+            yield name, layer, site, posterior
+
+
 def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function that makes classes on the spot: equal arguments give one class, and its modules are pickled
-    and copied as what it was made of.
-    """
+    """Decorates a maker of classes: equal arguments give one class, whose modules are pickled as what it is made of."""
     made: dict[tuple[Any, ...], Any] = {}
 
     @functools.wraps(make)
@@ -231,6 +231,12 @@ def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
 def _empty(class_of: Callable[..., Any], arguments: tuple[Any, ...]) -> nn.Module:
     cls = class_of(*arguments)
     return cls.__new__(cls)
+
+
+@made_once
+def formed(parent: type[BayesLayer], plain: type[nn.Module]) -> type[BayesLayer]:
+    """The class of converted layers of a type that is only met at run time, from a mixin or its parent's class."""
+    return type(f"Bayes{plain.__name__}", (parent, plain), {"plain": plain, "__module__": __name__})
 
 
 LAYERS: dict[type[nn.Module], type[BayesLayer]] = {}  # by plain type; every file of layers registers its own

@@ -30,10 +30,37 @@ class Copied(Converted):
     copied_names: tuple[str, ...] = ()
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, self.posterior["members"], args, kwargs, None)
+        """The module's forward with every row run by its member."""
+        members: Any = self.posterior["members"]
+        current = members.current
+        if members.members == 1:
+            return _call(self, members, 0, args, kwargs)
+        if not torch.compiler.is_compiling():
+            tell_of_replaced(self)
+        blocks = current.blocks(members)
+        if blocks == 1:
+            return _call(self, members, int(current.first) % members.members, args, kwargs)
+        arrays = arrays_of((args, kwargs))
+        if any(padded(leaf) is not leaf for leaf in arrays):
+            raise Unproven("members cannot share out a packed sequence")
+        at = (members.key, tuple(a.dim() for a in arrays))
+        layout = None if current.layout is None else current.layout.arguments.get(at)
+        if layout is None:
+            raise Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
+        ins, outs = layout
+        lines, back = _deal(current.rows, blocks, current.first, members.members, members.device)
+        traced = torch.compiler.is_compiling()
+        used = [k for k, line in enumerate(lines) if traced or line.numel()]
+        inputs = {k: _take((args, kwargs), lines[k], current.rows, ins) for k in used}
+        even = traced or len({line.numel() for line in lines}) == 1
+        if members.batched and even and not _needs_loop(self, members) and all(d == 0 for d in (*ins, *outs)):
+            outputs = _batched(self, members, list(inputs.values()))
+        else:
+            outputs = [_call(self, members, k, *one) for k, one in inputs.items()]
+        return _join(outputs, back, sum(line.shape[0] for line in lines), outs)
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return _call(self, self.posterior["members"], 0, args, kwargs, method=None)
+        return _call(self, self.posterior["members"], 0, args, kwargs)
 
 
 class _Hidden:
@@ -97,7 +124,7 @@ def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     lines, back = _deal(rows, blocks, first, members.members, members.device)
     dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
     taken = {k: _take((args, kwargs), line, rows, dims) for k, line in enumerate(lines) if line.numel()}
-    outputs = _even([_call(module, members, k, *mine, method=name) for k, mine in taken.items()], _padding(module))
+    outputs = _even([_call(module, members, k, a, b, name) for k, (a, b) in taken.items()], _padding(module))
     return _join(outputs, back, rows, tuple(0 for _ in arrays_of(outputs[0])))
 
 
@@ -117,41 +144,15 @@ def _even(outputs: list[Any], padding: int) -> list[Any]:
     return [nn.functional.pad(out, (0, longest - out.shape[1]), value=padding) for out in outputs]
 
 
-def _run(module: Any, members: Any, args: Any, kwargs: Any, method: str | None) -> Any:
-    """The module's forward with every row run by its member."""
-    current = members.current
-    if members.members == 1:
-        return _call(module, members, 0, args, kwargs, method=method)
-    if not torch.compiler.is_compiling():
-        tell_of_replaced(module)
-    blocks = current.blocks(members)
-    if blocks == 1:
-        return _call(module, members, int(current.first) % members.members, args, kwargs, method=method)
-    arrays = arrays_of((args, kwargs))
-    if any(padded(leaf) is not leaf for leaf in arrays):
-        raise Unproven("members cannot share out a packed sequence")
-    at = (members.key, tuple(a.dim() for a in arrays))
-    layout = None if current.layout is None else current.layout.arguments.get(at)
-    if layout is None:
-        raise Unproven(f"{module.bayes_name} met arguments whose rows nobody has located")
-    ins, outs = layout
-    lines, back = _deal(current.rows, blocks, current.first, members.members, members.device)
-    traced = torch.compiler.is_compiling()
-    used = [k for k, line in enumerate(lines) if traced or line.numel()]
-    inputs = {k: _take((args, kwargs), lines[k], current.rows, ins) for k in used}
-    even = traced or len({line.numel() for line in lines}) == 1
-    if members.batched and even and not _needs_loop(module, members) and all(d == 0 for d in (*ins, *outs)):
-        outputs = _batched(module, members, list(inputs.values()))
-    else:
-        outputs = [_call(module, members, k, *one, method=method) for k, one in inputs.items()]
-    return _join(outputs, back, sum(line.shape[0] for line in lines), outs)
-
-
-def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, *, method: str | None) -> Any:
+def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, method: str | None = None) -> Any:
     if index:
         other = members.others[index - 1]
         if method is None and _hooked(module) & _hooked(other):
-            return _past_hooks(other, args, kwargs)
+            # The module's own call runs the hooks: only those that compute weights are the copy's.
+            for hook in other._forward_pre_hooks.values():
+                if type(hook).__module__.startswith("torch.nn.utils."):
+                    hook(other, args)
+            return other.forward(*args, **kwargs)
         return (other if method is None else getattr(other, method))(*args, **kwargs)
     if torch.compiler.is_compiling():  # which cannot follow a change of class
         return module.plain.forward(module, *args, **kwargs)
@@ -162,14 +163,6 @@ def _call(module: Any, members: Any, index: int, args: Any, kwargs: Any, *, meth
 def _hooked(module: Any) -> set[int]:
     """Numbers of the hooks on a module itself."""
     return {*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks}
-
-
-def _past_hooks(other: Any, args: Any, kwargs: Any) -> Any:
-    """The forward of a copy whose hooks the module's own call runs: only those that compute weights are the copy's."""
-    for hook in other._forward_pre_hooks.values():
-        if type(hook).__module__.startswith("torch.nn.utils."):
-            hook(other, args)
-    return other.forward(*args, **kwargs)
 
 
 @contextmanager
@@ -193,9 +186,7 @@ def _as_it_was(module: Any) -> Iterator[Any]:
 
 
 def _needs_loop(module: Any, members: Any) -> bool:
-    """vmap cannot follow batch norm's updates of its statistics in training, and it runs past autocast; and members
-    share the hooks of the module itself.
-    """
+    """vmap follows no updates of batch norm's statistics, and runs past autocast and the module's own hooks."""
     alone = torch.is_autocast_enabled(members.device.type) or bool(_hooked(module))
     return alone or any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in module.modules())
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import line_of_row, per_row, spread
 from slimbayes.layers.base import BayesLayer, register_layer
-from slimbayes.layers.parameters import own_value
-from slimbayes.layers.site import LinearMap, Site, table_outer
+from slimbayes.layers.site import Given, LinearMap, Site, own_value, table_outer
 
 
 class LookupMap(LinearMap):
@@ -32,16 +31,9 @@ class LookupMap(LinearMap):
     def squared(self, x: Tensor) -> Tensor:
         return x  # a lookup has weight one
 
-    def modulated(
-        self,
-        combine: Any,
-        x: Tensor,
-        s: Any,
-        r: Any,
-        current: Pass,
-        weights: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:  # a table has no bias
+    def modulated(  # a table has no bias
+        self, combine: Any, x: Tensor, s: Any, r: Any, current: Pass, weights: Given = None, bias: Given = None
+    ) -> Tensor:
         rows, dim = spread(x, current.rows, self.batch_dim) if s.shape[0] > 1 else (x, 0)
         rows = rows.movedim(dim, 0)
         words = per_row(s, rows.shape[0], current).gather(1, rows.reshape(rows.shape[0], -1)).view(rows.shape)
@@ -112,28 +104,17 @@ class BagMap(LinearMap):
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
         return self.reduce(self.apply(x, weights, current), x)
 
-    def modulated(
-        self,
-        combine: Any,
-        x: Tensor,
-        s: Any,
-        r: Any,
-        current: Pass,
-        weights: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:  # a table has no bias
+    def modulated(  # a table has no bias
+        self, combine: Any, x: Tensor, s: Any, r: Any, current: Pass, weights: Given = None, bias: Given = None
+    ) -> Tensor:
         return self.reduce(self._vectors(combine, x, s, r, current, weights), x)
 
-    def averaged(
-        self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, bias: Tensor | None = None
-    ) -> Tensor:
+    def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, bias: Given = None) -> Tensor:
         # A maximum does not commute with the mean over products either.
         products = [self._vectors(combine, x, s[:, j], r[:, j], current, None) for j in range(s.shape[1])]
         return self.reduce(torch.stack(products).mean(0), x)
 
-    def _vectors(
-        self, combine: Any, x: Tensor, s: Tensor, r: Tensor | None, current: Pass, weights: Tensor | None
-    ) -> Tensor:
+    def _vectors(self, combine: Any, x: Tensor, s: Tensor, r: Given, current: Pass, weights: Given) -> Tensor:
         vectors = self.apply(x, weights, current)
         words = per_row(s, self.bags, current)[self.bag, x]
         vectors = combine(vectors, words.unsqueeze(-1).to(vectors.dtype))

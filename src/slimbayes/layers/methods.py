@@ -29,22 +29,18 @@ class Opens(nn.Module):
 def wrap_methods(plain: type[nn.Module], run: Callable[[Any, str, Any, Any], Any]) -> dict[str, Any]:
     """Public methods that a class adds to nn.Module, each calling run(module, name, args, kwargs) instead."""
     found: dict[str, Any] = {}
+
+    def wrapped(name: str, value: Any) -> Any:
+        return functools.wraps(value)(lambda self, *args, **kwargs: run(self, name, args, kwargs))
+
     for cls in plain.__mro__:
         if cls in (nn.Module, object) or cls.__module__.startswith("torch.nn.modules"):
             continue
         for name, value in vars(cls).items():
             public = not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)
             if public and inspect.isfunction(value) and name not in found:
-                found[name] = _wrapped(name, value, run)
+                found[name] = wrapped(name, value)
     return found
-
-
-def _wrapped(name: str, value: Any, run: Callable[[Any, str, Any, Any], Any]) -> Any:
-    @functools.wraps(value)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self, name, args, kwargs)
-
-    return method
 
 
 def runs_later(plain: type[nn.Module], name: str) -> bool:
@@ -56,9 +52,10 @@ def runs_later(plain: type[nn.Module], name: str) -> bool:
 
 def _scoped(module: Any, name: str, args: Any, kwargs: Any) -> Any:
     own = functools.partial(getattr(module.plain, name), module)
-    if not runs_later(module.plain, name):
-        return calls.scoped(module, own, args, kwargs, whole=name == "generate")
-    scope = calls.scope_of(module, args, kwargs)
+    later = runs_later(module.plain, name)
+    scope = calls.scope_of(module, args, kwargs, whole=name == "generate" and not later)
+    if scope is not None and not later:
+        return passes.run(scope, own, *args, **kwargs)
     begun = own(*args, **kwargs)
     if scope is None:
         return begun
@@ -113,13 +110,9 @@ def opening_class(plain: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return calls.bare(self, functools.partial(plain.forward, self), args, kwargs)
 
-    attributes = {
-        "plain": plain,
-        "forward": forward,
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-    }
-    return type(plain.__name__, (Opens, plain), attributes | wrap_methods(plain, _scoped))
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    attributes = {"plain": plain, "forward": forward} | names | wrap_methods(plain, _scoped)
+    return type(plain.__name__, (Opens, plain), attributes)
 
 
 def class_before(cls: Any) -> Any:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import apply_rows
 from slimbayes.layers.base import BayesLayer, bayes_form, register_layer
-from slimbayes.layers.parameters import has, own_value
-from slimbayes.layers.site import LinearMap, Site, diagonal_outer
+from slimbayes.layers.site import LinearMap, Site, diagonal_outer, has, own_value
 
 LARGE = 2**16  # from so many activations on, a pass over them costs more than a few operations on their channels
 

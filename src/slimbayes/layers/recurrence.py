@@ -60,9 +60,7 @@ def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def laid_out(cell: Cell, seen: int, current: Pass, dtype: torch.dtype) -> Cell:
-    """Equally many lines of each kind, so that each serves equally many of the `seen` rows; given one for each draw of
-    the pass, or one for all.
-    """
+    """Equally many lines of each kind for the `seen` rows, given one for each draw of the pass, or one for all."""
     n = max([1, *(line.shape[0] for line in cell[1:] if line is not None)])
     even = current.rows % n == 0
 

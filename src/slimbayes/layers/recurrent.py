@@ -12,7 +12,7 @@ Sizes: T steps, R rows, D inputs, u units, n draws of the pass.
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,14 +27,16 @@ from slimbayes.layers import recurrence
 from slimbayes.layers.base import BayesLayer, bayes_form
 from slimbayes.layers.site import LinearMap, Site, matrix_outer
 
+State = tuple[Tensor, ...]  # h, and of an LSTM c
 
-def _lstm_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+
+def _lstm_step(gi: Tensor, gh: Tensor, state: State) -> State:
     i, f, g, o = (gi + gh).chunk(4, -1)
     cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
-def _gru_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _gru_step(gi: Tensor, gh: Tensor, state: State) -> State:
     reset_i, update_i, new_i = gi.chunk(3, -1)
     reset_h, update_h, new_h = gh.chunk(3, -1)
     update = torch.sigmoid(update_i + update_h)
@@ -42,15 +44,12 @@ def _gru_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor
     return (new + update * (state[0] - new),)
 
 
-def _tanh_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (torch.tanh(gi + gh),)
-
-
-def _relu_step(gi: Tensor, gh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (torch.relu(gi + gh),)
-
-
-_STEPS = {"LSTM": _lstm_step, "GRU": _gru_step, "RNN_TANH": _tanh_step, "RNN_RELU": _relu_step}
+_STEPS: dict[str, Callable[[Tensor, Tensor, State], State]] = {
+    "LSTM": _lstm_step,
+    "GRU": _gru_step,
+    "RNN_TANH": lambda gi, gh, state: (torch.tanh(gi + gh),),
+    "RNN_RELU": lambda gi, gh, state: (torch.relu(gi + gh),),
+}
 _KERNELS: dict[str, Any] = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
 
 
@@ -128,7 +127,7 @@ class _BayesRecurrent(_Gated):
             y = y.transpose(0, 1)
         return y, (state if self.mode == "LSTM" else state[0])
 
-    def _initial(self, x: Tensor, hx: Any, batched: bool) -> tuple[Tensor, ...]:
+    def _initial(self, x: Tensor, hx: Any, batched: bool) -> State:
         if hx is None:
             shape = (self.num_layers * (2 if self.bidirectional else 1), x.shape[1], self.hidden_size)
             zeros = x.new_zeros(shape)
@@ -151,7 +150,7 @@ class _BayesRecurrent(_Gated):
             return False
         return lead.factors() is not None or lead.current.rows % lead.drawn == 0
 
-    def _fused(self, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _fused(self, x: Tensor, state: State, lengths: Tensor | None) -> tuple[Tensor, State]:
         """torch's kernel once for each draw, on the rows that belong to it."""
         lead = self.posteriors()[0]
         sizes = sizes_of_blocks(x.shape[1], lead.drawn, lead.current)
@@ -161,23 +160,20 @@ class _BayesRecurrent(_Gated):
         outputs, last = zip(*(self._kernel(j, *part) for j, part in parts if part[0].shape[1]), strict=True)
         return torch.cat(outputs, 1), tuple(torch.cat(h, 1) for h in zip(*last, strict=True))
 
-    def _kernel(self, draw: int, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None) -> Any:
-        weights, has_bias = self._weights(draw)
-        hx: Any = [h.contiguous() for h in state] if self.mode == "LSTM" else state[0].contiguous()
+    def _kernel(self, draw: int, x: Tensor, state: State, lengths: Tensor | None) -> Any:
+        kernel, (weights, has_bias), lstm = _KERNELS[self.mode], self._weights(draw), self.mode == "LSTM"
         options = (weights, has_bias, self.num_layers, self.dropout, self.training, self.bidirectional)
         with _drawn_weights(x):
-            return self._call_kernel(x, hx, options, lengths)
-
-    def _call_kernel(self, x: Tensor, hx: Any, options: tuple[Any, ...], lengths: Tensor | None) -> Any:
-        if lengths is None:
-            y, *state = _KERNELS[self.mode](x, hx, *options, False)
-            return y, state
-        packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
-        order, back = packed.sorted_indices, packed.unsorted_indices
-        hx = [h[:, order] for h in hx] if self.mode == "LSTM" else hx[:, order]
-        data, *state = _KERNELS[self.mode](packed.data, packed.batch_sizes, hx, *options)
-        y, _ = pad_packed_sequence(packed._replace(data=data), total_length=x.shape[0])
-        return y, [h[:, back] for h in state]
+            if lengths is None:
+                hx: Any = [h.contiguous() for h in state] if lstm else state[0].contiguous()
+                y, *last = kernel(x, hx, *options, False)
+                return y, last
+            packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
+            order, back = packed.sorted_indices, packed.unsorted_indices
+            hx = [h[:, order] for h in state] if lstm else state[0][:, order]
+            data, *last = kernel(packed.data, packed.batch_sizes, hx, *options)
+            y, _ = pad_packed_sequence(packed._replace(data=data), total_length=x.shape[0])
+            return y, [h[:, back] for h in last]
 
     def _weights(self, draw: int) -> tuple[list[Tensor], bool]:
         """The flat list of weights and biases of one draw that the kernel takes, and whether it holds biases."""
@@ -190,26 +186,25 @@ class _BayesRecurrent(_Gated):
         flat = [t for i in range(0, len(weights), 2) for t in (*weights[i : i + 2], *biases[i : i + 2])]
         return flat, True
 
-    def _over_time(
-        self, x: Tensor, state: tuple[Tensor, ...], lengths: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _over_time(self, x: Tensor, state: State, lengths: Tensor | None) -> tuple[Tensor, State]:
         """All draws at once, layer by layer and direction by direction."""
-        last: list[tuple[Tensor, ...]] = []
+        last: list[State] = []
         outputs: list[Tensor] = []
         for row, (layer, backwards, stem) in enumerate(_stems(self)):
             if not backwards:
                 if layer and outputs:
                     x = F.dropout(torch.cat(outputs, -1), self.dropout, self.training)
                 outputs = []
-            run = self._recurrence if self._has_recurrence(x, stem) else self._direction
+            hidden: Any = self.posterior[f"weight_hh{stem}"]
+            whole = self.mode == "LSTM" and x.numel() and recurrence.applies(x)
+            whole = whole and (hidden.has_weights or hidden.factors() is not None)
+            run = self._recurrence if whole else self._direction
             y, final = run(x, tuple(h[row] for h in state), stem, backwards, lengths)
             outputs.append(y)
             last.append(final)
         return torch.cat(outputs, -1), tuple(torch.stack(h) for h in zip(*last, strict=True))
 
-    def _direction(
-        self, x: Tensor, state: tuple[Tensor, ...], stem: str, backwards: bool, lengths: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _direction(self, x: Tensor, state: State, stem: str, backwards: bool, lengths: Tensor | None) -> Any:
         gates = self.project_draw(f"weight_ih{stem}", x, 1)
         state = tuple(h.to(gates.dtype) for h in state)  # autocast lowers the gates, not the state
         step, recurrent = _STEPS[self.mode], self.linear_map(f"weight_hh{stem}")
@@ -225,15 +220,7 @@ class _BayesRecurrent(_Gated):
                 outputs[t] = torch.where(live, new[0], torch.zeros_like(new[0]))
         return torch.stack(outputs), state
 
-    def _has_recurrence(self, x: Tensor, stem: str) -> bool:
-        if self.mode != "LSTM" or not x.numel() or not recurrence.applies(x):
-            return False
-        posterior: Any = self.posterior[f"weight_hh{stem}"]
-        return bool(posterior.has_weights) or posterior.factors() is not None
-
-    def _recurrence(
-        self, x: Tensor, state: tuple[Tensor, ...], stem: str, backwards: bool, lengths: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _recurrence(self, x: Tensor, state: State, stem: str, backwards: bool, lengths: Tensor | None) -> Any:
         inward, recurrent = f"weight_ih{stem}", f"weight_hh{stem}"
         gates, r_in, shift = recurrence.input_gates(x, self.posterior[inward], self.linear_map(inward))
         cell = recurrence.cell_of(self.posterior[recurrent], self.linear_map(recurrent), r_in, shift)
@@ -262,7 +249,7 @@ class _BayesCell(_Gated):
         lstm = self.mode == "LSTM"
         if hx is None:
             zeros = x.new_zeros(x.shape[0], self.hidden_size)
-            state: tuple[Tensor, ...] = (zeros, zeros) if lstm else (zeros,)
+            state: State = (zeros, zeros) if lstm else (zeros,)
         else:
             state = tuple(hx) if lstm else (hx,)
             state = state if batched else tuple(h.unsqueeze(0) for h in state)

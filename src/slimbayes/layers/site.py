@@ -1,4 +1,5 @@
-"""What a layer tells a posterior: its weight matrices (sites), and for each the linear map that applies it.
+"""What a layer tells a posterior: its weight matrices (sites), for each the linear map that applies it, and its own
+parameters, which torch.nn.utils may compute from others: parametrisations, norms and pruning.
 
 Sizes: n draws of a pass, m x n the matrix view of a weight.
 """
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from slimbayes.engine.blocks import same
 from slimbayes.engine.fused import lowered
@@ -23,6 +25,7 @@ Kind = Literal["matrix", "quantised", "table", "norm", "dropout"]
 Unit = Literal["element", "channel"]  # what dropout drops
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Outer = Callable[[Tensor, Tensor], Tensor]
+Given = Tensor | None
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,7 @@ class LinearMap:
     mask: Tensor | None = None  # broadcasts against weight: zero where it must stay as it is (padding, pruned)
 
     def modulated(
-        self,
-        combine: Any,
-        x: Tensor,
-        s: Any,
-        r: Any,
-        current: Pass,
-        weights: Tensor | None = None,
-        bias: Tensor | None = None,
+        self, combine: Any, x: Tensor, s: Any, r: Any, current: Pass, weights: Given = None, bias: Given = None
     ) -> Tensor:
         """op(x . s) . r + bias, where . is `combine` (multiply or add), s is (n, n_in), r and bias are (n, n_out) or
         None.
@@ -136,9 +132,7 @@ class LinearMap:
         """The inputs that carry variances where x carries means."""
         return x.square()
 
-    def averaged(
-        self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, bias: Tensor | None = None
-    ) -> Tensor:
+    def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, bias: Given = None) -> Tensor:
         """Mean of `modulated` over p products of factors, s (n, p, n_in) and r (n, p, n_out), and a bias (n, n_out)."""
         parts = [self.modulated(combine, x, s[:, j], r[:, j], current) for j in range(s.shape[1])]
         y = sum(parts[1:], parts[0]) / len(parts)
@@ -147,6 +141,13 @@ class LinearMap:
     def masked(self, change: Tensor) -> Tensor:
         """A change of the weight, without what must stay as it is."""
         return change if self.mask is None else change * self.mask.to(change.dtype)
+
+    def free(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Of values (..., *shape) of the weights those that may change, (..., count), where not all may."""
+        if self.mask is None:
+            return values
+        free = self.mask.expand_as(self.weight) != 0
+        return tuple(value[..., free] for value in values)
 
     def rows(self, combine: Any, y: Tensor, factor: Tensor, current: Pass) -> Tensor:
         """Combine the outputs with one line of factors (n, n_out) for each draw."""
@@ -218,3 +219,58 @@ def table_outer(r: Tensor, s: Tensor) -> Tensor:
 def diagonal_outer(r: Tensor, s: Tensor) -> Tensor:
     """The factors of a scale (C,), whose inputs are its outputs."""
     return r * s
+
+
+def own_value(layer: Any, name: str) -> Any:
+    """A layer's parameter; computed anew where torch.nn.utils computes it from others."""
+    if name in layer._parameters:
+        return layer._parameters[name]
+    if name in layer.__dict__:  # old-style weight norm, spectral norm and pruning set it before each forward
+        hooks = _hooks(layer, name)
+        hook = next(iter(hooks.values()), None)
+        if hook is None:
+            return layer.__dict__[name]
+        if hasattr(hook, "apply_mask"):
+            return hook.apply_mask(layer)
+        once = {"do_power_iteration": False} if type(hook).__name__ == "SpectralNorm" else {}
+        return hook.compute_weight(layer, **once)
+    if "parametrizations" in layer._modules and name in layer.parametrizations:
+        return layer.parametrizations[name]()
+    raise AttributeError(f"{type(layer).__name__!r} object has no attribute {name!r}")
+
+
+def set_value(layer: Any, name: str, value: Tensor) -> None:
+    """Set a parameter of a plain layer for good: what torch.nn.utils computed it from goes."""
+    if parametrize.is_parametrized(layer, name):
+        del layer.parametrizations[name]
+        if not len(layer.parametrizations):
+            # torch would also take the property off the class, which copies of the layer share.
+            del layer._modules["parametrizations"]
+            layer.__class__ = type(layer).__bases__[0]
+    for key in _hooks(layer, name):
+        del layer._forward_pre_hooks[key]
+    layer.__dict__.pop(name, None)
+    own = layer._parameters.get(name)
+    if own is not None:
+        own.data.copy_(value)  # in place: other layers may be tied to it
+    else:
+        layer._parameters[name] = nn.Parameter(value.detach().clone())
+
+
+def has(layer: nn.Module, name: str) -> bool:
+    """Whether a layer has a parameter of this name."""
+    try:
+        return own_value(layer, name) is not None
+    except AttributeError:
+        return False
+
+
+def mask_of(layer: nn.Module) -> Any:
+    """Where pruning keeps a weight, as torch.nn.utils.prune notes it."""
+    return layer._buffers.get("weight_mask")
+
+
+def _hooks(layer: nn.Module, name: str) -> dict[int, Any]:
+    """What computes a parameter before each forward."""
+    hooks = layer._forward_pre_hooks.items()
+    return {k: hook for k, hook in hooks if getattr(hook, "name", getattr(hook, "_tensor_name", None)) == name}

@@ -15,27 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 from slimbayes.metrics.calibration import Calibration as Calibration
 from slimbayes.metrics.calibration import calibration as calibration
+from slimbayes.metrics.calibration import crps_mixture as crps_mixture
+from slimbayes.metrics.calibration import crps_samples as crps_samples
 from slimbayes.metrics.corruption import ALEXNET as ALEXNET
 from slimbayes.metrics.corruption import ALEXNET_CLEAN as ALEXNET_CLEAN
 from slimbayes.metrics.corruption import CorruptionErrors as CorruptionErrors
 from slimbayes.metrics.corruption import corruption_errors as corruption_errors
-from slimbayes.metrics.crps import crps_mixture as crps_mixture
-from slimbayes.metrics.crps import crps_samples as crps_samples
 
 if TYPE_CHECKING:
     from slimbayes.metrics.classification import *  # noqa: F403
     from slimbayes.metrics.confidence import *  # noqa: F403
-    from slimbayes.metrics.diversity import *  # noqa: F403
     from slimbayes.metrics.regression import *  # noqa: F403
     from slimbayes.metrics.robustness import *  # noqa: F403
 
 _STREAMING = {
-    "classification": ("Accuracy", "TopK", "NLL", "Brier", "SoftLabelNLL"),
+    "classification": (
+        "Accuracy", "TopK", "NLL", "Brier", "SoftLabelNLL",
+        "Disagreement", "NormalisedDisagreement", "PairwiseKL", "CosineSimilarity",
+    ),
     "confidence": ("ECE", "MCE", "AdaptiveECE", "ClasswiseECE", "AURC"),
-    "diversity": ("Disagreement", "NormalisedDisagreement", "PairwiseKL", "CosineSimilarity"),
     "regression": ("RMSE", "LPD", "CRPS", "IntervalCoverage"),
     "robustness": ("AUROC", "AUCPR", "FPR95", "ood_score"),
-}
+}  # fmt: skip
 _HOME = {name: module for module, names in _STREAMING.items() for name in names}
 
 

@@ -41,9 +41,9 @@ def ood_score(probs: Classes, score: Score = "entropy") -> Tensor:
             raise TypeError("The distance is that of a Prediction made with predict(..., far=), see slimbayes.far.")
         return probs.distance
     if score == "entropy":
-        return (
-            probs.entropy if isinstance(probs, Prediction) else torch.special.entr(class_probabilities(probs)).sum(-1)
-        )
+        if isinstance(probs, Prediction):
+            return probs.entropy
+        return torch.special.entr(class_probabilities(probs)).sum(-1)
     if score == "confidence":
         return 1 - class_probabilities(probs).amax(-1)
     if score != "mutual_information":

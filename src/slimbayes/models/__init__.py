@@ -3,16 +3,16 @@
 torchvision and timm have some of them; these need neither, and have the papers' parameter counts and starts.
 """
 
-from slimbayes.models.counting import keras_count as keras_count
 from slimbayes.models.feedforward import deep_mlp as deep_mlp
+from slimbayes.models.feedforward import keras_count as keras_count
 from slimbayes.models.feedforward import lenet as lenet
 from slimbayes.models.feedforward import mlp as mlp
 from slimbayes.models.feedforward import regression_net as regression_net
 from slimbayes.models.feedforward import small_cnn as small_cnn
-from slimbayes.models.preactivation import pyramidnet as pyramidnet
-from slimbayes.models.preactivation import small_resnet as small_resnet
-from slimbayes.models.preactivation import wrn as wrn
 from slimbayes.models.recurrent import imdb_lstm as imdb_lstm
 from slimbayes.models.recurrent import mortality_lstm as mortality_lstm
+from slimbayes.models.resnet import pyramidnet as pyramidnet
 from slimbayes.models.resnet import resnet18 as resnet18
 from slimbayes.models.resnet import resnet50 as resnet50
+from slimbayes.models.resnet import small_resnet as small_resnet
+from slimbayes.models.resnet import wrn as wrn

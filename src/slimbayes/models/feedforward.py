@@ -1,4 +1,6 @@
-"""Networks without shortcuts: the k-tied paper's MLP and LeNet, the EMP paper's regression net and 100-layer MLP."""
+"""Networks without shortcuts: the k-tied paper's MLP and LeNet, the EMP paper's regression net and 100-layer MLP; and
+parameters counted as Keras and the k-tied paper do.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -148,3 +150,26 @@ def deep_mlp(inputs: int = 1, width: int = 100, depth: int = 100) -> nn.Sequenti
         layers |= {f"norm{i}": nn.BatchNorm1d(width), f"relu{i}": nn.ReLU()}
         layers[f"dense{i + 1}"] = nn.Linear(width, width, bias=False)
     return nn.Sequential(layers)
+
+
+_SPLIT_BIAS = (nn.LSTM, nn.LSTMCell, nn.RNN, nn.RNNCell)  # not GRU: there Keras too has two biases
+
+
+def keras_count(model: nn.Module) -> int:
+    """Number of parameters of a plain or converted model as Keras's `count_params` gives it.
+
+    That is every parameter and every moving mean and variance of batch norm, which Keras counts as weights that do not
+    train, but only one of the two bias vectors that torch keeps for each LSTM (or simple recurrent) layer, since only
+    their sum acts. Parameters that are used twice count once.
+
+    Example:
+        >>> keras_count(nn.BatchNorm2d(8)), keras_count(nn.LSTM(4, 2))
+        (32, 56)
+    """
+    total = sum(p.numel() for p in model.parameters())
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            total += sum(b.numel() for b in (layer.running_mean, layer.running_var) if b is not None)
+        elif isinstance(layer, _SPLIT_BIAS):
+            total -= sum(p.numel() for name, p in layer.named_parameters(recurse=False) if name.startswith("bias_hh"))
+    return total

@@ -59,7 +59,11 @@ class Posterior(Keyed, ABC):
     blockwise: bool = False  # one draw serves a whole block of rows, never a single one
     selectable: bool = False  # whether `select` can keep some of several members
     oriented: ClassVar[bool] = False  # whether inputs and outputs of the matrix have parameters of their own
+    prior_of_factors: Any = None  # of rank-1 factors, where there are any and they have one
+    countable: bool = False  # whether each draw is one of a few functions, which `choices` tells apart
+    log_size: float = math.inf  # natural logarithm of how many different functions a draw of one member can be
     size_is_bound: bool = False  # whether `log_size` is only known not to be too large
+    has_weights: bool = False  # whether this pass has a weight draw for each block of rows, which `materialise` gives
     note: str = ""  # what a summary should say about it
     noticed: bool = False  # whether a first pass has told which layers never ran
     alone: bool = False  # whether it was told that a part of a model was called by itself
@@ -88,11 +92,6 @@ class Posterior(Keyed, ABC):
     @abstractmethod
     def kl(self, linear: MapOf) -> Tensor:
         """KL to the prior, summed over elements and members: a scalar. `linear()` has the layer's weight and bias."""
-
-    @property
-    def prior_of_factors(self) -> Any:
-        """The prior of rank-1 factors, where there are any and they have one."""
-        return None
 
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
         """Keep these members, of which there are several, in this order; `tied` are other layers that share it."""
@@ -138,11 +137,6 @@ class Posterior(Keyed, ABC):
         """Whether the parameters are split over processes (FSDP2)."""
         return hasattr(self.anchor, "full_tensor")
 
-    @property
-    def countable(self) -> bool:
-        """Whether each draw is one of a few functions, which `choices` tells apart."""
-        return False
-
     def choices(self) -> Tensor | None:
         """Which of a few functions each draw of this pass is, as integers (n,); None where draws are not countable."""
         return None
@@ -159,15 +153,14 @@ class Posterior(Keyed, ABC):
         """log p - log q of each held draw, prior and posterior, (n,) in float64; None where no density is known."""
         return None
 
-    @property
-    def log_size(self) -> float:
-        """Natural logarithm of how many different functions a draw of one member can be."""
-        return math.inf
-
     def support(self) -> Support | None:
         """The values that draws of one member can take; None where they cannot be listed."""
         one = self.log_size == 0.0 and not self.late  # what is drawn late has a size that only its input tells
         return Support(0, torch.zeros(1, 0), torch.ones(1)) if one else None
+
+    def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
+        """How far means are from the prior's, in its scales, and scales over the prior's, of what has both."""
+        return []
 
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self]) -> None:
@@ -211,11 +204,6 @@ class Posterior(Keyed, ABC):
         return self.noise.seed is not None or self.noise.row.shape[1] > 0
 
     @property
-    def has_weights(self) -> bool:
-        """Whether this pass has one weight draw for each block of rows, which `materialise` gives."""
-        return False
-
-    @property
     def drawn(self) -> int:
         """How many draws this pass has: one for each row, or one for each block of rows."""
         return self.lines.shape[0]  # len would fix it for torch.export
@@ -228,20 +216,22 @@ class Posterior(Keyed, ABC):
         current, sizes = self.current, list(shape)
         if current.index is None or dim is None:
             return make(sizes)
-        made, place = current.masks.setdefault(self.key, []), self.place_in_forward()
-        while len(made) <= place:
-            made.append(make([n * current.total if d == dim else n for d, n in enumerate(sizes)]))
-        return made[place].narrow(dim, current.index * sizes[dim], sizes[dim])
+        every = [n * current.total if d == dim else n for d, n in enumerate(sizes)]
+        return self._made_here(lambda: make(every)).narrow(dim, current.index * sizes[dim], sizes[dim])
 
     def seed_late(self, rows: int) -> tuple[Tensor, int]:
         """What `drawn_late` gives to a kernel: a seed for numbers of rows, and which of them is the first here."""
         current = self.current
         if current.index is None:
             return kernel_seed(self.device, current), 0
-        made, place = current.masks.setdefault(self.key, []), self.place_in_forward()
+        return self._made_here(lambda: kernel_seed(self.device, current)), current.index * rows
+
+    def _made_here(self, make: Callable[[], Tensor]) -> Tensor:
+        """What the first of several draws made at this place of the forward."""
+        made, place = self.current.masks.setdefault(self.key, []), self.place_in_forward()
         while len(made) <= place:
-            made.append(kernel_seed(self.device, current))
-        return made[place], current.index * rows
+            made.append(make())
+        return made[place]
 
     def place_in_forward(self) -> int:
         """How many times this forward has asked before."""
@@ -264,12 +254,10 @@ def recomputed() -> bool:
 
 
 class WeightPosterior(Posterior):
-    """A posterior whose draws are weight matrices; by default `values()` are deviations (n, *shape) from the layer's
-    own weight.
-    """
+    """Draws are weight matrices; by default `values()` are deviations (n, *shape) from the layer's own weight."""
 
     @property
-    def has_weights(self) -> bool:
+    def has_weights(self) -> bool:  # type: ignore[override]
         return not self.per_row
 
     def weights(self, linear: LinearMap, draws: slice = slice(None)) -> tuple[Tensor, Tensor | None]:

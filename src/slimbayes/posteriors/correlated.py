@@ -28,7 +28,7 @@ from slimbayes.distributions.sums import exact
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
-from slimbayes.posteriors.configs.correlated import CorrelatedConfig, FullMatrixNormal, MultivariateNormal
+from slimbayes.posteriors.configs.gaussian import CorrelatedConfig, FullMatrixNormal, MultivariateNormal
 
 
 class Triangle(nn.Module):
@@ -115,7 +115,6 @@ class CorrelatedPosterior(WeightPosterior):
         return (free * (self._prior(weights[0]).log_prob(weights) - log_q)).flatten(1).sum(1)
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        """How far means are from the prior's, in its scales, and standard deviations over the prior's."""
         mean, free = self.site.to_matrix(wide(linear.weight.detach())), self._free(linear)
         prior, deviation = self._prior(mean), self.variances(free).detach().sqrt()
         return [(((mean - prior.loc) / prior.scale)[free > 0], deviation[free > 0] / prior.scale)]

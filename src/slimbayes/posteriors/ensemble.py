@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from slimbayes.engine.passes import Noise
 from slimbayes.layers import kind_of
 from slimbayes.layers.methods import MARK, parts_of
 from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
-from slimbayes.posteriors.configs.ensemble import Ensemble, Execution
+from slimbayes.posteriors.configs.modules import Ensemble, Execution
 from slimbayes.posteriors.picks import resets
 
 
@@ -132,8 +131,8 @@ class Members(Posterior):
     """K whole modules of which one serves each block of rows: nothing is drawn, and there is no KL."""
 
     selectable = True
-    countable = True  # type: ignore[assignment]
-    log_size = 0.0  # type: ignore[assignment]
+    countable = True
+    log_size = 0.0
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
         return 0, 0
@@ -183,10 +182,7 @@ class EnsemblePosterior(Members):
                     return name
                 theirs = _unsaved(b)
                 for at, value in _unsaved(a).items():
-                    same = (
-                        torch.equal if isinstance(value, Tensor) and isinstance(theirs.get(at), Tensor) else operator.eq
-                    )
-                    if at in theirs and not same(value, theirs[at]):
+                    if at in theirs and not _alike(value, theirs[at]):
                         return f"{name}.{at}".lstrip(".")
         return ""
 
@@ -217,6 +213,12 @@ class EnsemblePosterior(Members):
     def _load_from_state_dict(self, *args: Any) -> None:
         self.note = ""  # how members started no longer matters
         super()._load_from_state_dict(*args)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool((a.to(b) == b).all())
+    return type(a) is type(b) and a == b
 
 
 def _unsaved(module: nn.Module) -> dict[str, Any]:

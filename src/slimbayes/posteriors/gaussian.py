@@ -32,22 +32,20 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Normal, wide
-from slimbayes.distributions.priors import TiedMean, gaussian_kl, gaussian_log_ratio, prior_of_biases
+from slimbayes.distributions.priors import TiedMean, gaussian_log_ratio, prior_of_biases
+from slimbayes.distributions.scales import rademacher
 from slimbayes.distributions.sums import shifted
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior, recomputed
 from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
-from slimbayes.posteriors.signs import rademacher
 
 _INDEPENDENT = "Set independent_positions=True to accept independent noise at each, or use 'flipout'"
 
 
 class Perturbation(NamedTuple):
-    """Deviations from the mean in one pass: of weights, as scales (*shape) and noise (n, *shape), of biases (n, out);
-    and signs (R, in) and (R, out).
-    """
+    """Deviations of a pass: scales (*shape) and noise (n, *shape), of biases (n, out); signs (R, in) and (R, out)."""
 
     scale: Tensor | None
     noise: Tensor | None
@@ -76,6 +74,8 @@ class Perturbation(NamedTuple):
 class GaussianPosterior(WeightPosterior):
     """Scales of a Gaussian posterior around the layer's own weight; subclasses say how the scales are parameterised."""
 
+    prior: Any
+
     def __init__(self, config: GaussianConfig, site: Site) -> None:
         super().__init__()
         self.site, self.prior, self.estimator = site, config.prior, config.estimator
@@ -83,22 +83,18 @@ class GaussianPosterior(WeightPosterior):
         self.independent_positions = config.independent_positions
         self.regularises_mean = not isinstance(config.prior, TiedMean)
         self.late = self.estimator == "local"
-        if self.late and not site.whole:
-            self._check_local(site)
+        if self.late and not site.whole and site.positions in ("pooled", "nonlinear"):
+            raise ValueError("the local estimator cannot tell the variance of pooled vectors; use 'reparam'")
+        if self.late and not site.whole and site.positions == "many" and not self.independent_positions:
+            raise ValueError(
+                "the local estimator is exact only where each row meets the weights once, and this layer shares them "
+                f"over positions or steps. {_INDEPENDENT}"
+            )
         if self.estimator == "flipout" and site.positions == "nonlinear":
             raise ValueError("flipout needs outputs linear in the weights, which a maximum is not; use 'reparam'")
         gaussian_bias = site.bias and config.bias == "gaussian"
         self.bias_log_scale = nn.Parameter(initial_log_scale(config, (site.n_out,))) if gaussian_bias else None
         self.regularises_bias = gaussian_bias and self.regularises_mean
-
-    def _check_local(self, site: Site) -> None:
-        if site.positions in ("pooled", "nonlinear"):
-            raise ValueError("the local estimator cannot tell the variance of pooled vectors; use 'reparam'")
-        if site.positions == "many" and not self.independent_positions:
-            raise ValueError(
-                "the local estimator is exact only where each row meets the weights once, and this layer shares them "
-                f"over positions or steps. {_INDEPENDENT}"
-            )
 
     @abstractmethod
     def raw_log_scale(self) -> Tensor:
@@ -122,7 +118,7 @@ class GaussianPosterior(WeightPosterior):
         return (weights, -(-(self.site.n_in + self.site.n_out) // 8)) if self.estimator == "flipout" else (0, 0)
 
     @property
-    def has_weights(self) -> bool:
+    def has_weights(self) -> bool:  # type: ignore[override]
         return self.noise.block.shape[1] > 0 and not self.per_row
 
     @classmethod
@@ -215,12 +211,12 @@ class GaussianPosterior(WeightPosterior):
 
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
-        fan_in, weight = self.site.fan_in, wide(mapped.weight)
+        weight = wide(mapped.weight)
         if mapped.mask is None:
             total = self.kl_of_weights(weight)
         else:  # what stays as it is has no distribution
-            free = mapped.mask.expand_as(weight) != 0
-            total = gaussian_kl(weight[free], self.log_scale()[free], self.prior, fan_in)
+            weight, log_scale = mapped.free(weight, self.log_scale())
+            total = self.prior.gaussian_kl(weight, log_scale, self.site.fan_in)
         return sum(self.kl_of_bias(mapped), total)
 
     def kl_of_bias(self, linear: LinearMap) -> list[Tensor]:
@@ -228,19 +224,16 @@ class GaussianPosterior(WeightPosterior):
         if self.bias_log_scale is None or linear.bias is None:
             return []
         scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
-        return [gaussian_kl(wide(linear.bias), scale, prior, self.site.fan_in)]
+        return [prior.gaussian_kl(wide(linear.bias), scale, self.site.fan_in)]
 
     def kl_of_weights(self, mean: Tensor) -> Tensor:
         """KL of all weights, none of which must stay as it is, to the prior: a scalar."""
-        return gaussian_kl(mean, self.log_scale(), self.prior, self.site.fan_in)
+        return self.prior.gaussian_kl(mean, self.log_scale(), self.site.fan_in)
 
     def log_ratio(self, linear: LinearMap) -> Tensor:
         drawn: Perturbation = self.values()
         fan_in = self.site.fan_in
-        deviation, weight, log_scale = drawn.weight, linear.weight, self.log_scale()
-        if linear.mask is not None:  # what stays as it is has no distribution
-            free = linear.mask.expand_as(weight) != 0
-            deviation, weight, log_scale = deviation[:, free], weight[free], log_scale[free]
+        deviation, weight, log_scale = linear.free(drawn.weight, linear.weight, self.log_scale())
         total = gaussian_log_ratio(deviation, weight, log_scale, self.prior, fan_in)
         if drawn.bias is not None and linear.bias is not None and self.bias_log_scale is not None:
             log_scale, prior = self._capped(self.bias_log_scale), prior_of_biases(self.prior)
@@ -248,11 +241,7 @@ class GaussianPosterior(WeightPosterior):
         return total
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        """How far means are from the prior's, in its scales, and scales over the prior's; none of a mixture."""
-        mean, log_scale = wide(linear.weight.detach()), self.log_scale().detach()
-        if linear.mask is not None:
-            free = linear.mask.expand_as(mean) != 0
-            mean, log_scale = mean[free], log_scale[free]
+        mean, log_scale = linear.free(wide(linear.weight.detach()), self.log_scale().detach())
         prior = self.prior.of_weights(mean, log_scale, self.site.fan_in)
         return [((mean - prior.loc) / prior.scale, log_scale.exp() / prior.scale)] if isinstance(prior, Normal) else []
 

@@ -23,15 +23,13 @@ from slimbayes.distributions.families import Normal, wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
-from slimbayes.posteriors.configs.joint_normal import JointNormal
+from slimbayes.posteriors.configs.rank1 import JointNormal
 
 ROUNDING = 2e-3  # relative
 
 
 class Joint(WeightPosterior):
-    """log sigma (K, D), and the elements of T below the diagonal (K, D (D - 1) / 2), row by row, or V (K, D, k), or
-    neither, if independent.
-    """
+    """log sigma (K, D), and what lies below T's diagonal (K, D (D - 1) / 2), row by row, or V (K, D, k), or neither."""
 
     site: Site
     size: int  # D
@@ -56,10 +54,8 @@ class Joint(WeightPosterior):
             self._turn(torch.randn(config.members, size, count) * (0.1 / math.sqrt(size)))
 
     def _turn(self, directions: Tensor) -> None:
-        self.lower, self.directions = (
-            None,
-            nn.Parameter(directions.contiguous()),
-        )  # as it is once loaded, to the last bit
+        self.lower = None
+        self.directions = nn.Parameter(directions.contiguous())  # as it is once loaded, to the last bit
         self.note = f"the prior but for {directions.shape[2]:,} of {self.size:,} directions"
 
     @property
@@ -86,23 +82,20 @@ class Joint(WeightPosterior):
 
     def _deviation(self, lines: Tensor, pick: Pick) -> Tensor:
         """L e of each draw's member, for e (n, D)."""
+        scale = wide(self.log_scale).exp()
         if not self.correlated:
-            return pick(wide(self.log_scale).exp(), len(lines)) * lines
-        every = self._of_each(lines)
+            return pick(scale, len(lines)) * lines
+        lines = lines.to(scale.dtype)
+        if self.directions is None:
+            every = torch.einsum("nj,kij->nki", lines, self.root())  # of every member, (n, K, D)
+        else:
+            v = wide(self.directions)
+            along = torch.einsum("nd,kdc->nkc", lines, v)
+            every = scale * (lines.unsqueeze(1) - torch.einsum("nkc,kdc->nkd", along, v))
         if self.members == 1:
             return every.squeeze(1)
         member = pick(torch.arange(self.members, device=lines.device), len(lines))
         return every[torch.arange(len(lines), device=lines.device), member]
-
-    def _of_each(self, lines: Tensor) -> Tensor:
-        """L e of every member (n, K, D)."""
-        if self.directions is None:
-            root = self.root()
-            return torch.einsum("nj,kij->nki", lines.to(root.dtype), root)
-        scale, v = wide(self.log_scale).exp(), wide(self.directions)
-        lines = lines.to(v.dtype)
-        along = torch.einsum("nd,kdc->nkc", lines, v)
-        return scale * (lines.unsqueeze(1) - torch.einsum("nkc,kdc->nkd", along, v))
 
     def root(self) -> Tensor:
         """L (K, D, D), in float32 at least."""
@@ -170,9 +163,7 @@ class Joint(WeightPosterior):
 
     @torch.no_grad()
     def set_directions(self, scale: float, directions: Tensor) -> None:
-        """Become a Gaussian of one standard deviation that is narrower along orthogonal directions (K, D, k): V, which
-        is rounded as T is.
-        """
+        """Become a Gaussian that is narrower along orthogonal directions (K, D, k): V, rounded as T is."""
         self.log_scale.fill_(math.log(scale))
         v, short = directions, directions.half().to(directions.dtype)
         lengths = v.square().sum(1, keepdim=True)
@@ -187,8 +178,10 @@ class Joint(WeightPosterior):
         mean, variance, free = self.means(mapped), self.variances(), self._free(mapped)
         log_det = self.log_dets().sum()
         if free is not None:
-            mean, variance = mean[:, free], variance[:, free]
-            log_det = (wide(self.log_scale)[:, free] if self.lower is None else self._log_scale_of(free)).sum()
+            mean, variance, log_det = mean[:, free], variance[:, free], wide(self.log_scale)[:, free].sum()
+            if self.lower is not None:  # of these numbers by themselves
+                part = self.root()[:, free]
+                log_det = torch.linalg.cholesky(part @ part.mT).diagonal(dim1=1, dim2=2).log().sum()
         loc = self.locs() if free is None else prior.loc
         far = (wide(mean) - loc).square() + variance
         return (0.5 * (far / prior.scale**2 - 1) + math.log(prior.scale)).sum() - log_det
@@ -197,11 +190,6 @@ class Joint(WeightPosterior):
         """Which of the D numbers may move, if not all of them."""
         return None
 
-    def _log_scale_of(self, free: Tensor) -> Tensor:
-        """log sigma of some of the numbers by themselves."""
-        part = self.root()[:, free]
-        return torch.linalg.cholesky(part @ part.mT).diagonal(dim1=1, dim2=2).log()
-
     def log_ratio(self, linear: LinearMap) -> Tensor | None:
         if self._free(linear) is not None:
             return None
@@ -209,14 +197,10 @@ class Joint(WeightPosterior):
         pick: Pick = lambda parameter, n: self.current.pick(self, parameter, n)  # noqa: E731
         x = pick(self.means(linear), len(lines)).double() + self._deviation(self.noise.block, pick).double()
         log_q = -0.5 * lines.square().sum(1) - pick(self.log_dets(), len(lines)).double()
-        return (
-            self.prior.log_prob(x - self.locs() + self.prior.loc).sum(1)
-            - log_q
-            + 0.5 * math.log(2 * math.pi) * self.size
-        )
+        log_p = self.prior.log_prob(x - self.locs() + self.prior.loc).sum(1)
+        return log_p - log_q + 0.5 * math.log(2 * math.pi) * self.size
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        """How far means are from the prior's, in its scales, and standard deviations over the prior's."""
         far = (wide(self.means(linear).detach()) - self.locs()) / self.prior.scale
         return [(far, self.variances().detach().sqrt() / self.prior.scale)]
 

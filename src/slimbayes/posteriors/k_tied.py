@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
-from slimbayes.distributions.priors import Sums, by_sums, kl_of_sums
+from slimbayes.distributions.priors import Sums
 from slimbayes.distributions.sums import exact, floor, outer, sum_log_outer
 from slimbayes.engine.fused import product_type
 from slimbayes.kernels import LARGE, ready
@@ -74,10 +74,10 @@ class KTiedPosterior(GaussianPosterior):
     def kl_of_weights(self, mean: Tensor) -> Tensor:
         if not self._by_sums():
             return super().kl_of_weights(mean)
-        return kl_of_sums([mean], self.sums_of([self]), self.prior, self.site.fan_in)
+        return self.prior.kl_of_sums([mean], self.sums_of([self]), self.site.fan_in)
 
     def _by_sums(self) -> bool:
-        return self.log_cap is None and by_sums(self.prior) and not self.sharded
+        return self.log_cap is None and hasattr(self.prior, "kl_of_sums") and not self.sharded
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
@@ -91,7 +91,7 @@ class KTiedPosterior(GaussianPosterior):
         for same in alike.values():
             some = [posteriors[i] for i in same]
             means, lead = [wide(maps[i].weight) for i in same], some[0]
-            terms.append(kl_of_sums(means, cls.sums_of(some), lead.prior, lead.site.fan_in))
+            terms.append(lead.prior.kl_of_sums(means, cls.sums_of(some), lead.site.fan_in))
             terms += [term for i in same for term in posteriors[i].kl_of_bias(maps[i])]
         return terms
 

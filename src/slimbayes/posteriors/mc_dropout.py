@@ -25,7 +25,7 @@ from slimbayes.layers import LAYERS, class_for
 from slimbayes.layers.dropout import DropMap, functional_dropout
 from slimbayes.layers.site import LinearMap, Site, Unit
 from slimbayes.posteriors.base import MapOf, Pick, Posterior
-from slimbayes.posteriors.configs.mc_dropout import MCDropout
+from slimbayes.posteriors.configs.modules import MCDropout
 
 _SELU_LIMIT = -1.7580993408473766  # minus the product of SELU's two constants
 
@@ -55,16 +55,12 @@ class DropoutPosterior(Posterior):
 
     def __init__(self, config: MCDropout, site: Site) -> None:
         super().__init__()
-        self.rate, self.unit, self.fixed = (
-            0.005 if config.rate is None else config.rate,
-            config.unit,
-            config.rate is not None,
-        )
-        self.units = site.n_in
+        self.rate, self.fixed = 0.005 if config.rate is None else config.rate, config.rate is not None
+        self.unit, self.units = config.unit, site.n_in
         self.register_buffer("place", torch.zeros(1), persistent=False)  # tells the device
 
     @property
-    def log_size(self) -> float:
+    def log_size(self) -> float:  # type: ignore[override]
         return self.units * math.log(2)
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
@@ -87,7 +83,8 @@ class DropoutPosterior(Posterior):
             raise ValueError(f"{self.name}: {means}.")
         if rate == 1:
             return linear.op(x * 0.0, linear.weight, linear.bias)
-        x, dim = self._rows(x, linear)
+        # Where rows matter, one that stands for all is dropped anew for each.
+        x, dim = (x, None) if self.current.layout is None else spread(x, self.current.rows, linear.batch_dim)
         kept = self._kept(x, dim, linear, self.unit if own is None else own.unit, rate)
         if own is not None and own.selu:
             scale = ((1 - rate) * (1 + rate * _SELU_LIMIT**2)) ** -0.5
@@ -95,12 +92,6 @@ class DropoutPosterior(Posterior):
         else:
             dropped = x * kept.to(x.dtype) / (1 - rate)
         return linear.op(dropped, linear.weight, linear.bias)
-
-    def _rows(self, x: Tensor, linear: LinearMap) -> tuple[Tensor, int | None]:
-        """x and the dimension of its rows, where that matters; a row that stands for all is dropped anew for each."""
-        if self.current.layout is None:
-            return x, None
-        return spread(x, self.current.rows, linear.batch_dim)
 
     def _kept(self, x: Tensor, dim: int | None, linear: LinearMap, unit: Unit, rate: float) -> Tensor:
         """Which units stay, as a boolean tensor that broadcasts against x."""

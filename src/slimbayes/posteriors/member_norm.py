@@ -31,7 +31,7 @@ from slimbayes.engine.rows import sizes_of_blocks, spread
 from slimbayes.layers.base import LAYERS, registered
 from slimbayes.layers.norm import BayesNorm
 from slimbayes.layers.site import LinearMap, Site
-from slimbayes.posteriors.configs.ensemble import MemberNorm
+from slimbayes.posteriors.configs.modules import MemberNorm
 from slimbayes.posteriors.ensemble import Members
 
 _ROW = "its statistics are those of one row: members have their own already"
@@ -121,7 +121,8 @@ class MemberNormPosterior(Members):
         if self.members == 1:
             return linear.op(x, linear.weight, linear.bias)
         self.layer._check_input_dim(x)
-        x, dim, sizes = self._layout(x, linear)
+        x, dim = spread(x, self.current.rows, linear.batch_dim)
+        sizes = sizes_of_blocks(x.shape[dim], self.current.blocks(self), self.current)
         blocks = list(x.split(sizes, dim))
         turns = [t for t in range(min(len(sizes), self.members)) if sum(sizes[t :: self.members])]
         if not turns:
@@ -133,20 +134,20 @@ class MemberNormPosterior(Members):
             blocks[t :: self.members] = y.split(sizes[t :: self.members], dim)
         return torch.cat(blocks, dim)
 
-    def _layout(self, x: Tensor, linear: LinearMap) -> tuple[Tensor, int, list[int]]:
-        """x, the dimension of its rows, and how many of them each block has."""
-        x, dim = spread(x, self.current.rows, linear.batch_dim)
-        return x, dim, sizes_of_blocks(x.shape[dim], self.current.blocks(self), self.current)
-
     def _normalised(self, rows: list[Tensor], order: Tensor, linear: LinearMap) -> list[Tensor]:
         """The rows of each turn, normalised by the member that `order` has for it, (turns,)."""
         layer = self.layer
         from_batch = layer.training or layer.running_mean is None
         kept = layer.training and layer.track_running_stats and layer.running_mean is not None
         statistics: Any = [[None] * len(rows)] * 2
-        if from_batch:
-            self._refuse_single_values(rows)
-        else:  # copies: autograd keeps what it is given, and running statistics change in place
+        fewest = min(part.numel() // part.shape[1] for part in rows)
+        if from_batch and fewest < 2:
+            raise ValueError(
+                f"{self.name}: every member's statistics need more than one value for each channel, but this pass has "
+                f"a member with {fewest}. Use 2 rows or more for each of the {self.members} members, a multiple of "
+                f"them, sample(model, x), or eval mode."
+            )
+        if not from_batch:  # copies: autograd keeps what it is given, and running statistics change in place
             statistics = [self._of(order, getattr(layer, name), getattr(self, name)) for name in _STATISTICS[:2]]
         if kept:
             statistics = layer.running_mean.new_zeros(2, len(rows), layer.num_features)
@@ -181,12 +182,3 @@ class MemberNormPosterior(Members):
         for name, new in zip(_STATISTICS[:2], seen, strict=True):
             getattr(layer, name).lerp_(new[0], share[0])
             getattr(self, name).lerp_(new[1:], share[1:])
-
-    def _refuse_single_values(self, rows: list[Tensor]) -> None:
-        fewest = min(part.numel() // part.shape[1] for part in rows)
-        if fewest < 2:
-            raise ValueError(
-                f"{self.name}: every member's statistics need more than one value for each channel, but this pass has "
-                f"a member with {fewest}. Use 2 rows or more for each of the {self.members} members, a multiple of "
-                f"them, sample(model, x), or eval mode."
-            )

@@ -29,8 +29,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from slimbayes.distributions import precision
 from slimbayes.distributions.families import wide
+from slimbayes.distributions.kl import collapsed
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors import picks
@@ -107,7 +107,7 @@ class MixturePosterior(WeightPosterior):
         return 0 if self.components == 1 else counts[self.config.assignment]
 
     @property
-    def log_size(self) -> float:
+    def log_size(self) -> float:  # type: ignore[override]
         return math.inf if self.config.sigma else self.picks * math.log(self.components)
 
     def support(self) -> Support | None:
@@ -152,7 +152,7 @@ class MixturePosterior(WeightPosterior):
         return Assigned(weight.unflatten(-1, self.site.shape), bias, eps)
 
     @property
-    def countable(self) -> bool:
+    def countable(self) -> bool:  # type: ignore[override]
         shared = self.config.assignment in ("layer", "model") and self.config.draws == "forward"
         return (shared or self.components == 1) and not self.config.sigma
 
@@ -271,4 +271,4 @@ class MixturePosterior(WeightPosterior):
     def _penalty(self, square: Tensor, count: int, mean: float) -> Tensor:
         """What an expected sum of squares costs under a precision that is fixed, or inferred."""
         shape = self.config.precision_shape
-        return mean / 2 * square if shape is None else precision.collapsed(square, count, shape, mean)
+        return mean / 2 * square if shape is None else collapsed(square, count, shape, mean)

@@ -23,7 +23,7 @@ from slimbayes.distributions.families import Normal, wide
 from slimbayes.engine.passes import Noise
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
-from slimbayes.posteriors.configs.radial import Radial
+from slimbayes.posteriors.configs.gaussian import Radial
 
 
 class RadialPosterior(WeightPosterior):
@@ -57,17 +57,13 @@ class RadialPosterior(WeightPosterior):
         return wide(self.weight_log_scale).exp()
 
     def against_prior(self, linear: LinearMap) -> list[tuple[Tensor, Tensor]]:
-        """How far means are from the prior's, in its scales, and standard deviations over the prior's."""
         deviation = self.scale().detach() / math.sqrt(math.prod(self.site.shape))
         offset = (wide(linear.weight.detach()) - self.prior.loc) / self.prior.scale
         return [(offset, deviation / self.prior.scale)]
 
     def kl(self, linear: MapOf) -> Tensor:
         mapped = linear()
-        mean, log_scale = wide(mapped.weight), wide(self.weight_log_scale)
-        if mapped.mask is not None:
-            free = mapped.mask.expand_as(mean) != 0
-            mean, log_scale = mean[free], log_scale[free]
+        mean, log_scale = mapped.free(wide(mapped.weight), wide(self.weight_log_scale))
         s, size = self.prior.scale, mean.numel()
         squares = (mean - self.prior.loc).square().sum() + (2 * log_scale).exp().sum() / size
         cross_entropy = size * math.log(s * math.sqrt(2 * math.pi)) + squares / (2 * s**2)

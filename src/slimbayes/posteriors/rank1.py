@@ -61,7 +61,7 @@ class Rank1Posterior(WeightPosterior):
     offsets = ("bias",)
 
     @property
-    def prior_of_factors(self) -> Any:
+    def prior_of_factors(self) -> Any:  # type: ignore[override]
         return None if self.countable else self.r.prior
 
     @torch.no_grad()
@@ -90,7 +90,7 @@ class Rank1Posterior(WeightPosterior):
         return self._modules["r"]._parameters["loc"]  # type: ignore[union-attr, return-value]
 
     @property
-    def countable(self) -> bool:
+    def countable(self) -> bool:  # type: ignore[override]
         return self.r.family is Point and self.s.family is Point
 
     def choices(self) -> Tensor | None:
@@ -99,7 +99,7 @@ class Rank1Posterior(WeightPosterior):
         return self.current.pick(self, torch.arange(self.members, device=self.device), self.drawn)
 
     @property
-    def log_size(self) -> float:
+    def log_size(self) -> float:  # type: ignore[override]
         return 0.0 if self.countable else math.inf
 
     def widths(self, rowwise: bool) -> tuple[int, int]:
@@ -110,7 +110,7 @@ class Rank1Posterior(WeightPosterior):
         return self.dense and self.rowwise and seeded(self.r.width + self.s.width, rows, self.anchor)
 
     @property
-    def has_weights(self) -> bool:
+    def has_weights(self) -> bool:  # type: ignore[override]
         return not self.per_row or self.drawn == 1
 
     def realise(self, noise: Noise, pick: Pick) -> Drawn:

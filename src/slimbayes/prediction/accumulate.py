@@ -65,7 +65,11 @@ class Accumulator:
             fresh = torch.logsumexp(by_member, 0)
             self.member_sum = fresh if self.member_sum is None else torch.logaddexp(self.member_sum, fresh)
         else:
-            self._add_squares(values)
+            mean = self._weighted(values).mean(0)
+            if self.count:
+                shift = mean - self._weighted(self.member_sum).sum(0) / self.count
+                self.square = self.square + shift**2 * (self.count * len(values) / (self.count + len(values)))
+            self.square = self.square + self._weighted((values - mean).square()).sum(0)
             fresh = by_member.sum(0)
             self.member_sum = fresh if self.member_sum is None else self.member_sum + fresh
         self.noise_sum = self.noise_sum + self._weighted(noise).sum(0)
@@ -73,13 +77,6 @@ class Accumulator:
         if self.keep:
             self.samples.append(values)
             self.noises.append(noise)
-
-    def _add_squares(self, values: Tensor) -> None:
-        mean = self._weighted(values).mean(0)
-        if self.count:
-            shift = mean - self._weighted(self.member_sum).sum(0) / self.count
-            self.square = self.square + shift**2 * (self.count * len(values) / (self.count + len(values)))
-        self.square = self.square + self._weighted((values - mean).square()).sum(0)
 
     def _weighted(self, values: Tensor) -> Tensor:
         """Values (S', ...) of draws, or (K, ...) of members, times K w of their member: factors of mean one."""
@@ -89,9 +86,7 @@ class Accumulator:
         return values * along_draws(factors, values)
 
     def sound(self) -> bool:
-        """Whether the draws so far make a prediction: class probabilities that are numbers, or finite means. One number
-        is read from the device.
-        """
+        """Whether draws so far are numbers, or finite means. One number is read from the device."""
         total = self.member_sum.sum()
         if self.of.discrete:
             return not bool(total.isnan())  # a probability of zero has the log -inf
@@ -121,9 +116,7 @@ class Accumulator:
 
 def _checked_weights(weights: Tensor | Sequence[float], members: int) -> Tensor:
     """Weights (K,) in float64, scaled to sum to one beyond the rounding of what was given."""
-    given: Any = (
-        weights.tolist() if isinstance(weights, Tensor) else list(weights)
-    )  # numbers: torch.export traces tensors
+    given: Any = weights.tolist() if isinstance(weights, Tensor) else list(weights)  # torch.export traces tensors
     flat = not any(isinstance(w, (list, tuple)) for w in given)
     if not flat or len(given) != members or not all(w >= 0 for w in given) or not abs(sum(given) - 1) <= 1e-4:
         raise ValueError(

@@ -57,7 +57,13 @@ def _whole_batches(model: nn.Module, x: Any, inputs: int | None) -> Iterator[tup
         for batch in x:
             yield call_batch(model, batch, inputs)
     elif isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
-        _check_arguments(model, len(x))
+        kinds = [p.kind for p in inspect.signature(model.forward).parameters.values()]
+        most = sum(k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in kinds)
+        if len(x) > most and inspect.Parameter.VAR_POSITIONAL not in kinds:  # they may be batches
+            raise ValueError(
+                f"predict takes a tuple or list as the arguments of one call, but {type(model).__name__}.forward has "
+                f"{most} and {len(x)} were given: give a tensor, or an iterator of batches, such as iter([...])."
+            )
         yield tuple(_tensor(model, part) for part in x), {}
     else:
         yield call_batch(model, x, inputs)
@@ -72,17 +78,6 @@ def _warn_of_shuffling(loader: Any) -> None:
             "predict a loader with shuffle=False, or the data set.",
             SlimbayesWarning,
             stacklevel=4,
-        )
-
-
-def _check_arguments(model: nn.Module, count: int) -> None:
-    """Refuse more parts of a tuple than the model's forward takes: they may be batches."""
-    kinds = [p.kind for p in inspect.signature(model.forward).parameters.values()]
-    most = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
-    if count > most and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise ValueError(
-            f"predict takes a tuple or list as the arguments of one call, but {type(model).__name__}.forward has "
-            f"{most} and {count} were given: give a tensor, or an iterator of batches, such as iter([...])."
         )
 
 
@@ -108,9 +103,7 @@ def _tensor(model: nn.Module, x: Any) -> Any:
 
 
 def call_batch(model: nn.Module, batch: Any, inputs: int | None = None) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """How to hand a data loader's batch to a model: inputs of an (inputs, targets) pair, a mapping by keyword if it
-    fits.
-    """
+    """A data loader's batch as a call: inputs of an (inputs, targets) pair, a mapping by keyword if it fits."""
     if isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
         if inputs is None and len(batch) > 2:
             raise ValueError(
@@ -135,20 +128,20 @@ def rows_of(model: nn.Module, arrays: list[Any]) -> int:
     return max((leaf.shape[dim] for leaf in map(padded, arrays) if leaf.dim() > dim), default=1)
 
 
-def _first(model: nn.Module, leaf: Any, rows: int, few: int) -> Any:
-    dim = calls.batch_dim_of(model) or 0
-    alike = isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == rows
-    return leaf.narrow(dim, 0, few) if alike else leaf
-
-
 def _slices(model: nn.Module, inputs: tuple[Any, Any], many: int, chunk: int | None) -> Iterator[tuple[Any, Any]]:
     """Rows cut so that a forward has no more than the chunk, or by default no more than MOST_ROWS."""
     most = max(1, (MOST_ROWS if chunk is None else chunk) // members(model))
     if not posteriors_in(model) or (chunk is None and many <= most):
         yield inputs
         return
+    dim = calls.batch_dim_of(model) or 0
+
+    def first(i: int, leaf: Any) -> Any:
+        alike = isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == many
+        return leaf.narrow(dim, 0, _FEW) if alike else leaf
+
     # Rows are located on a few: a proof with all of them would take the memory that cutting is to save.
-    few = map_arrays(lambda i, leaf: _first(model, leaf, many, _FEW), inputs) if many > MOST_ROWS else inputs
+    few = map_arrays(first, inputs) if many > MOST_ROWS else inputs
     layout = calls.layout_of(model, few[0], few[1], posteriors_in(model))
     rows = layout.rows(inputs)
     if rows <= most or not layout.apart:  # rows that cannot be told apart stay together

@@ -36,9 +36,7 @@ def check_draws(what: str, draws: Any, fold: Any = "auto") -> None:
 
 
 def check_inputs(model: nn.Module, inputs: tuple[Any, Any], before: int = 0) -> None:
-    """Refuse inputs that hold NaN or infinity, naming the argument, the row (after so many in earlier batches) and
-    the column.
-    """
+    """Refuse NaN and infinity, naming the argument, the row (after `before` earlier ones) and the column."""
     leaves = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in arrays_of(inputs)]
     for number, values in enumerate(leaves):
         if not values.is_floating_point() or values.layout != torch.strided:
@@ -58,9 +56,7 @@ def check_inputs(model: nn.Module, inputs: tuple[Any, Any], before: int = 0) -> 
 
 
 def check_noise_rule(model: nn.Module, likelihood: str) -> None:
-    """Warn where a head's noise was learned by another rule than `noise_scale` has now, or a file does not say by
-    which.
-    """
+    """Warn where a head's noise was learned by another rule than `noise_scale` has now, or an unnamed one."""
     if not likelihood_named(likelihood).learns_noise:
         return
     rules = [m.__dict__["_slimbayes"].noise_rule for m in model.modules() if "_slimbayes" in m.__dict__]
@@ -189,14 +185,11 @@ def _unfit(layer: Any, x: Tensor) -> str | None:
             return f"takes whole numbers below {layer.num_embeddings}, got {x.dtype}: convert them with x.long()."
         if x.numel() and (int(x.min()) < 0 or int(x.max()) >= layer.num_embeddings):
             return f"takes whole numbers from 0 to {layer.num_embeddings - 1}, got {int(x.min())} to {int(x.max())}."
-    elif (
-        isinstance(weight, Tensor)
-        and weight.is_floating_point()  # integers are stored, not computed in
-        and x.dtype != weight.dtype
-        and not torch.is_autocast_enabled(x.device.type)
-    ):
-        kind = str(weight.dtype).removeprefix("torch.")
-        return f"computes in {kind}, got inputs of {x.dtype}: convert them with x.to(torch.{kind})."
-    elif isinstance(weight, Tensor) and x.device != weight.device:
-        return f"is on {weight.device}, got inputs on {x.device}: move them with x.to({str(weight.device)!r})."
+    elif isinstance(weight, Tensor):
+        stored = not weight.is_floating_point()  # integers are stored, not computed in
+        if x.dtype != weight.dtype and not stored and not torch.is_autocast_enabled(x.device.type):
+            kind = str(weight.dtype).removeprefix("torch.")
+            return f"computes in {kind}, got inputs of {x.dtype}: convert them with x.to(torch.{kind})."
+        if x.device != weight.device:
+            return f"is on {weight.device}, got inputs on {x.device}: move them with x.to({str(weight.device)!r})."
     return None

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold, stack_draws
-from slimbayes.engine.layout import Layout
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.tree import arrays_of, fresh, padded, tree_map
@@ -38,6 +37,7 @@ class Draws:
     def __init__(self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed) -> None:
         self.model, self.chunk, self.share, self.fold = model, chunk, share, fold
         self.posteriors, self.members = posteriors_in(model), members(model)
+        self.count = self.members  # of the members that outputs are of
         held = passes.of(self.posteriors[0].key) if self.posteriors else None
         if held is not None and not held.held:
             raise ValueError("predict was called inside a forward pass of the same model; call it from outside.")
@@ -100,15 +100,17 @@ class Draws:
         device = self.posteriors[0].device
         picked = torch.stack([choice.to(device) for choice in passes.run(new, choices_of, self.posteriors)])
         unique, which = torch.unique(picked, dim=1, return_inverse=True)
-        first_of = torch.empty(unique.shape[1], dtype=torch.long, device=device).scatter_(
-            0, which, torch.arange(draws, device=device)
-        )
+        first_of = torch.empty(unique.shape[1], dtype=torch.long, device=device)
+        first_of.scatter_(0, which, torch.arange(draws, device=device))
         try:
             copies = min(at_once, len(first_of)) if folds else 1
             calls.check_size(self.model, (args, kwargs), self.posteriors, layout, copies)
             if folds and not layout.folds:
                 raise passes.Unproven(layout.why)
-            parts = [self._networks(args, kwargs, new.take(i), layout, folds) for i in first_of.split(at_once)]
+            parts = []
+            for some in map(new.take, first_of.split(at_once)):
+                some.shared = layout.ahead if folds and some.total > 1 else None
+                parts.append(calls.run_draws(self.model, args, kwargs, some, layout, folds))
         except passes.Unproven as error:
             calls.unfold(layout, error, self.fold)
             yield from self._distinct(args, kwargs, start, draws, at_once)
@@ -116,10 +118,6 @@ class Draws:
         networks = _joined(parts)
         for index in which.split(max(at_once, 64)):
             yield tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)
-
-    def _networks(self, args: Any, kwargs: Any, new: Pass, layout: Layout, folds: bool) -> Any:
-        new.shared = layout.ahead if folds and new.total > 1 else None
-        return calls.run_draws(self.model, args, kwargs, new, layout, folds)
 
 
 def choices_of(posteriors: Sequence[Any]) -> list[Tensor]:
@@ -147,7 +145,10 @@ class Networks(Draws):
         supports = self._supports()
         self.support = {p.key: support for p, support in zip(self.posteriors, supports, strict=True)}
         probs = [support.probs.double().cpu() for support in supports for _ in range(support.picks)]
-        self.combined = _combinations([len(p) for p in probs])  # (M / K, picks of all posteriors)
+        picks = [torch.arange(len(p)) for p in probs]
+        alone = torch.zeros(1, 0).long()
+        # All combinations of values, (M / K, picks of all posteriors).
+        self.combined = torch.cartesian_prod(*picks).view(-1, len(picks)) if picks else alone
         joint = torch.ones(len(self.combined), dtype=torch.float64)
         for index, values in zip(self.combined.T, probs, strict=True):
             joint *= values[index]
@@ -182,34 +183,18 @@ class Networks(Draws):
             yield stack_draws([self.model(*args, **kwargs)])
             return
         at_once, parts = max(1, self._at_once((args, kwargs))), []
-        for some in self.combined.split(at_once):
-            new = self._pass(some)
+        for some in self.combined.split(at_once):  # each combination for every member in turn
+            new, at = Pass(len(some) * self.members, 1, rowwise=False), 0
+            for p in self.posteriors:
+                support = self.support[p.key]
+                picked = some[:, at : at + support.picks].to(p.device)
+                at += support.picks
+                block = support.lines.to(p.device, p.dtype)[picked].transpose(1, 2).flatten(1)
+                new.put(p.key, Noise(block.repeat_interleave(self.members, 0), block.new_empty(0, 0)))
             parts.append(sampled(self.model, args, kwargs, new.total, self.fold, new, share=self.share))
         yield _joined(parts)
-
-    def _pass(self, combined: Tensor) -> Pass:
-        """The draws of some combinations, each for every member in turn."""
-        new, at = Pass(len(combined) * self.members, 1, rowwise=False), 0
-        for p in self.posteriors:
-            support = self.support[p.key]
-            picked = combined[:, at : at + support.picks].to(p.device)
-            at += support.picks
-            block = support.lines.to(p.device, p.dtype)[picked].transpose(1, 2).flatten(1)
-            new.put(p.key, Noise(block.repeat_interleave(self.members, 0), block.new_empty(0, 0)))
-        return new
 
 
 def _joined(parts: list[Any]) -> Any:
     """Outputs (S', N, ...) of several calls as one."""
     return tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
-
-
-def _combinations(sizes: list[int]) -> Tensor:
-    """All combinations of so many values each, (product of sizes, number of sizes), as integers.
-
-    Example:
-        >>> _combinations([2, 2]).tolist()
-        [[0, 0], [0, 1], [1, 0], [1, 1]]
-    """
-    ranges = [torch.arange(size) for size in sizes]
-    return torch.stack(torch.meshgrid(*ranges, indexing="ij"), -1).flatten(0, -2) if sizes else torch.zeros(1, 0).long()

@@ -32,7 +32,7 @@ from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members as members_of
 from slimbayes.prediction.sample import posteriors_in
 from slimbayes.train.elbo import check_finite
-from slimbayes.train.likelihoods import LikelihoodName, likelihood_named
+from slimbayes.train.likelihoods import LikelihoodName
 
 SUMMARIES = ("mean", "aleatoric", "epistemic")
 
@@ -91,15 +91,27 @@ def export(
     path, args = Path(path), example if isinstance(example, tuple) else (example,)
     if path.suffix not in (".onnx", ".pt2"):
         raise ValueError(f"export writes .onnx and .pt2 files, got {str(path)!r}.")
-    _check(model, args, draws, noise, likelihood)
+    if draws < 1:
+        raise ValueError(f"export needs at least one draw, got draws={draws!r}.")
+    if noise not in ("fixed", "input"):
+        raise ValueError(f"noise must be 'fixed' or 'input', got {noise!r}.")
+    if not args or not all(isinstance(x, Tensor) and x.dim() for x in args) or len(args[0]) < 2:
+        raise ValueError("export needs an example of two rows at least: a tensor, or a tuple of those the model takes.")
+    check_finite(model)
+    check_inputs(model, (args, {}), 0)
     if likelihood is not None:
-        check_noise_rule(model, likelihood)
+        check_noise_rule(model, likelihood)  # refuses an unknown one
     with evaluating(model), torch.no_grad():
         graph = Graph(model, args, draws, members, seed, likelihood, scale, fixed=noise == "fixed")
         inputs = args if graph.noise is not None else (*args, torch.zeros(graph.total, sum(graph.widths)))
         if likelihood is not None:  # no values are seen while a graph is traced
             check_scores(model, graph.outputs(graph.noise if graph.noise is not None else inputs[-1], args), likelihood)
-        made = _describe(path, args, inputs, graph)
+        names = ["input"] if len(args) == 1 else [f"input{i}" for i in range(len(args))]
+        names += ["noise"] * (len(inputs) - len(args))
+        sizes: dict[str, list[int | None]] = {name: list(x.shape) for name, x in zip(names, inputs)}
+        for name, x in zip(names, args):
+            sizes[name][0] = None if len(x) == len(args[0]) else len(x)
+        made = Exported(path, sizes, ("draws",) if likelihood is None else SUMMARIES, len(graph.kept), likelihood)
         try:
             _write(graph, inputs, made, notes or {})
         except ExportError:
@@ -108,30 +120,6 @@ def export(
             graph.folded = False  # what a format has no word for in many draws at once, it may have in one at a time
             _write(graph, inputs, made, notes or {})
     return made
-
-
-def _describe(path: Path, args: tuple[Tensor, ...], inputs: tuple[Tensor, ...], graph: "Graph") -> Exported:
-    names = ["input"] if len(args) == 1 else [f"input{i}" for i in range(len(args))]
-    names += ["noise"] * (len(inputs) - len(args))
-    sizes: dict[str, list[int | None]] = {name: list(x.shape) for name, x in zip(names, inputs)}
-    for name, x in zip(names, args):
-        sizes[name][0] = None if len(x) == len(args[0]) else len(x)
-    return Exported(
-        path, sizes, ("draws",) if graph.likelihood is None else SUMMARIES, len(graph.kept), graph.likelihood
-    )
-
-
-def _check(model: nn.Module, args: tuple[Tensor, ...], draws: int, noise: str, likelihood: str | None) -> None:
-    if draws < 1:
-        raise ValueError(f"export needs at least one draw, got draws={draws!r}.")
-    if noise not in ("fixed", "input"):
-        raise ValueError(f"noise must be 'fixed' or 'input', got {noise!r}.")
-    if not args or not all(isinstance(x, Tensor) and x.dim() for x in args) or len(args[0]) < 2:
-        raise ValueError("export needs an example of two rows at least: a tensor, or a tuple of those the model takes.")
-    if likelihood is not None:
-        likelihood_named(likelihood)
-    check_finite(model)
-    check_inputs(model, (args, {}), 0)
 
 
 class Graph(nn.Module):
@@ -224,7 +212,11 @@ def _write(graph: Graph, inputs: tuple[Tensor, ...], made: Exported, notes: Mapp
             names = {"input_names": list(made.inputs), "output_names": list(made.outputs)}
             onnx = torch.onnx.export(program, **names, verbose=False)
         assert onnx is not None
-        _rename_inner(onnx.model.graph, made.outputs)
+        # Values inside get other names than outputs have: torch names them after operations, as mean.
+        ends = {id(value) for value in onnx.model.graph.outputs}
+        for value in (value for node in onnx.model.graph for value in node.outputs):
+            if value.name in made.outputs and id(value) not in ends:
+                value.name = f"{value.name}_inside"
         onnx.model.metadata_props["slimbayes"] = about
         onnx.save(draft, external_data=False)
 
@@ -247,12 +239,3 @@ def _told(file: str, remedy: str = "") -> Iterator[None]:
         ) from error
     finally:
         log.setLevel(level)
-
-
-def _rename_inner(graph: Any, names: Sequence[str]) -> None:
-    """Give values inside of a graph other names than its outputs have: torch names them after operations, as mean."""
-    ends = {id(value) for value in graph.outputs}
-    for node in graph:
-        for value in node.outputs:
-            if value.name in names and id(value) not in ends:
-                value.name = f"{value.name}_inside"

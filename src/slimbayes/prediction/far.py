@@ -45,43 +45,22 @@ from slimbayes.train.likelihoods import LikelihoodName, entropy, likelihood_name
 _DRAWS = 2  # of each member: the same functions every time
 
 
-def is_table(args: Any, kwargs: Any) -> bool:
-    """Whether a model is called with one table of numbers."""
-    first = args[0] if len(args) == 1 and not kwargs else None
-    return isinstance(first, Tensor) and first.dim() == 2 and first.is_floating_point()
-
-
 def features_of(model: nn.Module, args: Any, kwargs: Any, at: str | None) -> Tensor:
     """What rows look like (N, P): the inputs themselves, or those of layer `at`, averaged over a few draws."""
     if at is None:
         return args[0].float()
     if any(passes.of(p.key) is not None for p in passes.posteriors_of(model)):
         raise ValueError(f"The features of {at!r} belong to draws of their own: predict(..., far=) outside `frozen`.")
-    seen = _seen(model, args, kwargs, {at: _module(model, at)})
+    names = dict(model.named_modules())
+    if at not in names or not at:
+        raise ValueError(f"far(at={at!r}): the model has no such layer{did_you_mean(at, names)}")
+    seen = _seen(model, args, kwargs, {at: names[at]})
     if not seen or any(x.dim() != 2 or x.shape != seen[0][1].shape for _, x in seen):
         got = "nothing" if not seen else f"shape {tuple(seen[0][1].shape)}"
         raise ValueError(
             f"far needs a layer whose inputs are one line of features for each row, (N, P); at={at!r} got {got}."
         )
     return torch.stack([x for _, x in seen]).mean(0)
-
-
-def _module(model: nn.Module, at: str) -> nn.Module:
-    names = dict(model.named_modules())
-    if at not in names or not at:
-        raise ValueError(f"far(at={at!r}): the model has no such layer{did_you_mean(at, names)}")
-    return names[at]
-
-
-def last_linear(model: nn.Module, args: Any, kwargs: Any) -> str:
-    """The linear layer that is called last."""
-    linear: dict[str, nn.Module] = {
-        name: module for name, module in model.named_modules() if name and isinstance(module, nn.Linear)
-    }
-    seen = _seen(model, args, kwargs, linear)
-    if not seen:
-        raise ValueError("far found no linear layer inside the model that is called: name one with at=.")
-    return seen[-1][0]
 
 
 def _seen(model: nn.Module, args: Any, kwargs: Any, modules: dict[str, nn.Module]) -> list[tuple[str, Tensor]]:
@@ -134,8 +113,7 @@ class Far(nn.Module):
         varies = wide.amax(0) > wide.amin(0)
         shift, stretch = wide.mean(0), wide.std(0).where(varies, 1.0)
         z = (wide - shift) / stretch
-        gaps = torch.pdist(z[:512])
-        length = float(gaps.median()) / _SCALE or 1.0
+        length = float(torch.pdist(z[:512]).median()) / _SCALE or 1.0
         stretch, z = stretch * length, z / length
         chol = torch.linalg.cholesky(_kernel(z, z) + _NOISE * torch.eye(len(z), dtype=z.dtype, device=z.device))
         root = torch.linalg.solve_triangular(chol, torch.eye(len(z), dtype=z.dtype, device=z.device), upper=False)
@@ -178,9 +156,8 @@ class Far(nn.Module):
         logs = torch.where(further > 0, (z / torch.hypot(torch.ones_like(further), further)).log_softmax(-1), logs)
         by_member = log_mean(logs.unflatten(0, (-1, len(prediction.by_member))))
         total = entropy(log_mean(by_member, prediction.weights))
-        return replace(
-            prediction, by_draw=logs, by_member=by_member, epistemic=(total - prediction.aleatoric).clamp_min(0)
-        )
+        epistemic = (total - prediction.aleatoric).clamp_min(0)
+        return replace(prediction, by_draw=logs, by_member=by_member, epistemic=epistemic)
 
     def _targets(self, prediction: Prediction, values: Tensor, w: Tensor) -> Prediction:
         """With the distribution of the training targets as one more member, whose weight differs between rows."""
@@ -242,24 +219,40 @@ def far(
     discrete = likelihood_named(likelihood).discrete
     generator = torch.Generator().manual_seed(seed)
     kept, sums, order = list[Tensor](), list[Tensor](), torch.empty(0)
+
+    def fewest() -> list[Tensor]:
+        """The rows with the smallest random numbers: an even sample, however many batches there were."""
+        return [torch.cat(kept)[order.argsort()[:rows].to(kept[0].device)]]
+
     with torch.no_grad(), evaluating(model):
         for batch in loader:
             if not (discrete or (isinstance(batch, (tuple, list)) and len(batch) > 1)):
                 raise TypeError(f"far of real targets needs batches (input, target), got {type(batch).__name__}.")
             args, kwargs = call_batch(model, batch, inputs)
-            if at is None and not is_table(args, kwargs):
-                at = last_linear(model, args, kwargs)
+            first = args[0] if len(args) == 1 and not kwargs else None
+            if at is None and not (isinstance(first, Tensor) and first.dim() == 2 and first.is_floating_point()):
+                linear: Any = {n: m for n, m in model.named_modules() if n and isinstance(m, nn.Linear)}
+                seen = _seen(model, args, kwargs, linear)
+                if not seen:
+                    raise ValueError("far found no linear layer inside the model that is called: name one with at=.")
+                at = seen[-1][0]
             kept.append(features_of(model, args, kwargs, at))
-            sums += [] if discrete else [_sums(torch.as_tensor(batch[-1]))]
+            if not discrete:
+                y = torch.as_tensor(batch[-1]).double()
+                sums.append(torch.stack([torch.full_like(y[0], len(y)), y.sum(0), y.square().sum(0)]))
             order = torch.cat([order, torch.rand(len(kept[-1]), generator=generator)])
             if len(order) > 2 * rows:
-                kept, order = _fewest(kept, order, rows)
+                kept, order = fewest(), order.sort().values[:rows]
     if len(order) < 2:
         raise ValueError(f"far needs at least two rows to learn from, got {len(order)}.")
-    kept, _ = _fewest(kept, order, rows)
+    kept, marginal = fewest(), torch.empty(0)
     if not bool(kept[0].isfinite().all()):
         raise ValueError("far was given features that are NaN or infinite: clean the inputs first.")
-    found = Far(kept[0], _moments(sums) if sums else torch.empty(0), at).to(kept[0].device)
+    if sums:
+        count, total, squares = torch.stack(sums).sum(0)
+        variance = squares / count - (total / count).square()
+        marginal = torch.stack([total / count, variance.clamp_min(torch.finfo(torch.float32).tiny)])
+    found = Far(kept[0], marginal, at).to(kept[0].device)
     if not bool(found.marginal.isfinite().all()):
         raise ValueError("far was given targets that are NaN or infinite: leave their rows out.")
     found.norms = _norms(model)
@@ -268,25 +261,6 @@ def far(
 
 def _norms(model: nn.Module) -> Any:
     return torch.stack(torch._foreach_norm([p.detach().float() for p in model.parameters()])).tolist()
-
-
-def _fewest(kept: list[Tensor], order: Tensor, rows: int) -> tuple[list[Tensor], Tensor]:
-    """The rows with the smallest random numbers: an even sample, however many batches there were."""
-    chosen = order.argsort()[:rows]
-    return [torch.cat(kept)[chosen.to(kept[0].device)]], order[chosen]
-
-
-def _sums(target: Tensor) -> Tensor:
-    """Ones, targets and their squares, summed over a batch: (3, ...)."""
-    y = target.double()
-    return torch.stack([torch.full_like(y[0], len(y)), y.sum(0), y.square().sum(0)])
-
-
-def _moments(sums: list[Tensor]) -> Tensor:
-    """Mean and variance (2, ...) of all targets."""
-    count, total, squares = torch.stack(sums).sum(0)
-    center = total / count
-    return torch.stack([center, (squares / count - center.square()).clamp_min(torch.finfo(torch.float32).tiny)])
 
 
 def _with_member(values: Tensor, known: Tensor, members: int) -> Tensor:

@@ -8,6 +8,7 @@ Sizes: N rows.
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +26,19 @@ _PANELS = 4
 def empty_figure(caller: str, width: float, height: float) -> Figure:
     """A figure of so many inches."""
     try:
-        from slimbayes.prediction.shown import ShownFigure
+        from matplotlib.figure import Figure
     except ImportError as error:
         advice = "which slimbayes does not bring along: pip install matplotlib"
         raise ImportError(f"{caller} needs matplotlib, {advice}.") from error
+
+    class ShownFigure(Figure):
+        """matplotlib's own figures are shown in notebooks only once pyplot is there."""
+
+        def _repr_png_(self) -> bytes:
+            out = io.BytesIO()
+            self.savefig(out, format="png")
+            return out.getvalue()
+
     return ShownFigure(figsize=(width, height), layout="constrained")
 
 

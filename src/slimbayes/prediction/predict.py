@@ -127,13 +127,16 @@ def predict(
         far.check(model)
     if not allow_nonfinite:
         check_finite(model)
-    source, count, weights = _source(model, draws, chunk, share, fold, seed)
+    weights, how = member_weights(model), (chunk, share, fold, seed)
+    source = Networks(model, *how, weights) if draws == "exact" else Draws(model, *how)
+    if isinstance(source, Networks):
+        weights = source.weights
     number, bar = 1 if draws == "exact" else int(draws), Progress(x, progress)
     parts: list[Prediction] = []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
             keep = keep_samples or far is not None
-            sums = Accumulator(likelihood, count, scale, keep, class_dim, weights)
+            sums = Accumulator(likelihood, source.count, scale, keep, class_dim, weights)
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
                     found = _checked(select(outputs, output), likelihood)
@@ -154,18 +157,6 @@ def predict(
     if isinstance(scale, Tensor) and scale.dim() == whole.by_member.dim() - 1 and len(scale) not in (1, len(whole)):
         raise ValueError(f"scale has one line for each of {len(scale)} rows, but {len(whole)} were predicted.")
     return whole
-
-
-def _source(
-    model: nn.Module, draws: int | Literal["exact"], chunk: int | None, share: bool, fold: Fold, seed: Seed
-) -> tuple[Draws, int, Tensor | None]:
-    """Where outputs come from, how many members they are of, and the weights of these."""
-    weights = member_weights(model)
-    if draws == "exact":
-        networks = Networks(model, chunk, share, fold, seed, weights)
-        return networks, networks.count, networks.weights
-    source = Draws(model, chunk, share, fold, seed)
-    return source, source.members, weights
 
 
 @torch.no_grad()

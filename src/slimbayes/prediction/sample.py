@@ -7,7 +7,7 @@ draw j, and draw j to member j mod K.
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -98,9 +98,7 @@ def sample(
     held = None if isinstance(held, calls.Scope) else held
     total = calls.total_draws(posteriors, draws) if held is None else held.total
     number = None if seed is None else free_seed("sample", seed, held)
-    if torch.compiler.is_compiling():
-        return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
-    with explained(model, args, kwargs):
+    with nullcontext() if torch.compiler.is_compiling() else explained(model, args, kwargs):
         return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
 
 

@@ -60,11 +60,15 @@ def stack(
         tensor([1., 0.])
     """
     posteriors = posteriors_of(model)
+
+    def scores() -> Tensor:
+        found = predict(model, x, likelihood=likelihood, scale=scale, class_dim=class_dim)
+        return found.draw_log_prob(target).flatten(1)
+
     if posteriors and all(isinstance(p, EnsemblePosterior) for p in posteriors):
-        return _stack_members(model, posteriors, x, target, likelihood, scale, class_dim)
-    if not posteriors or not all(
-        isinstance(p, MixturePosterior) and p.countable and p.members == 1 for p in posteriors
-    ):
+        return _stack_members(posteriors, scores)
+    picks = [isinstance(p, MixturePosterior) and p.countable and p.members == 1 for p in posteriors]
+    if not posteriors or not all(picks):
         kinds = sorted({type(p).__name__ for p in posteriors})
         raise ValueError(
             f"stack is for an Ensemble or for layers that pick one component each (ModelPatch without cross, "
@@ -73,23 +77,14 @@ def stack(
     for posterior in posteriors:
         posterior.set_probabilities(torch.full((posterior.components,), 1 / posterior.components))
     with frozen(model, draws, seed):
-        scores = predict(model, x, likelihood=likelihood, scale=scale, class_dim=class_dim).draw_log_prob(target)
-        choices = torch.stack(choices_of(posteriors), 1)
-    found = factored_weights(scores.flatten(1), choices, [p.components for p in posteriors], prior)
+        held, choices = scores(), torch.stack(choices_of(posteriors), 1)
+    found = factored_weights(held, choices, [p.components for p in posteriors], prior)
     for posterior, probs in zip(posteriors, found, strict=True):
         posterior.set_probabilities(probs)
     return {p.name: probs.float() for p, probs in zip(posteriors, found, strict=True)}
 
 
-def _stack_members(
-    model: nn.Module,
-    posteriors: Sequence[Any],
-    x: Any,
-    target: Tensor,
-    likelihood: LikelihoodName,
-    scale: Any,
-    class_dim: Any,
-) -> dict[str, Tensor]:
+def _stack_members(posteriors: Sequence[Any], scores: Callable[[], Tensor]) -> dict[str, Tensor]:
     counts = {p.name or "the model": p.members for p in posteriors}
     if len(set(counts.values())) > 1:
         told = ", ".join(f"{name}: {count}" for name, count in counts.items())
@@ -100,7 +95,7 @@ def _stack_members(
     for posterior in posteriors:
         posterior.weights.fill_(1 / posterior.members)
     try:
-        scores = predict(model, x, likelihood=likelihood, scale=scale, class_dim=class_dim).draw_log_prob(target)
+        weights = stacking_weights(scores())
     except RuntimeError as error:
         if "must match" not in str(error):  # torch's words for tensors that do not join
             raise
@@ -108,7 +103,6 @@ def _stack_members(
             f"stack needs members that predict in one shape, and these do not join: {error} "
             f"Look at each model's outputs for the same inputs; all need the same classes or targets."
         ) from error
-    weights = stacking_weights(scores.flatten(1))
     for posterior in posteriors:
         posterior.weights.copy_(weights)
     return {p.name: weights.float() for p in posteriors}
@@ -220,16 +214,9 @@ def factored_weights(
         score = torch.logsumexp(tilt[:, None] + scores, 0).mean() - torch.logsumexp(tilt, 0)
         return -score - prior / scores.shape[1] * torch.cat(logp).sum()
 
-    with torch.enable_grad():
-        _minimise(loss, logits, steps, tolerance)
-    return [logit.detach().softmax(0) for logit in logits]
-
-
-def _minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int, tolerance: float) -> None:
-    """L-BFGS until no gradient exceeds the tolerance; its line search never goes up."""
     optimizer = torch.optim.LBFGS(
-        parameters, max_iter=steps, tolerance_grad=tolerance, tolerance_change=0, line_search_fn="strong_wolfe"
-    )
+        logits, max_iter=steps, tolerance_grad=tolerance, tolerance_change=0, line_search_fn="strong_wolfe"
+    )  # its line search never goes up
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -237,14 +224,16 @@ def _minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int, 
         value.backward()
         return value.detach()
 
-    optimizer.step(closure)
-    closure()
-    largest = float(torch.cat([p.grad for p in parameters if p.grad is not None]).abs().max())
+    with torch.enable_grad():
+        optimizer.step(closure)
+        closure()
+    largest = float(torch.cat([p.grad for p in logits if p.grad is not None]).abs().max())
     if not largest <= tolerance:
         raise RuntimeError(
             f"L-BFGS stopped after {steps} steps with a gradient of {largest:.1e}, tolerance {tolerance:.1e}; raise "
             "either."
         )
+    return [logit.detach().softmax(0) for logit in logits]
 
 
 def _checked(log_probs: Tensor) -> Tensor:

@@ -69,15 +69,18 @@ class Views:
         if not parts:
             raise ValueError("At least one Prediction is needed, got none: predict was given no batch.")
         first = parts[0]
-        kinds = {
-            (p.likelihood, p.count, len(p.by_member), tuple(f for f in _DIMS if getattr(p, f) is None)) for p in parts
-        }
-        if len(kinds) > 1:
-            told = ", ".join(
-                sorted(f"{p.likelihood} with {p.count} draws of {len(p.by_member)} members" for p in parts)
-            )
+        facts = [f"{p.likelihood} with {p.count} draws of {len(p.by_member)} members" for p in parts]
+        if len({(fact, *(getattr(p, f) is None for f in _DIMS)) for fact, p in zip(facts, parts, strict=True)}) > 1:
+            told = ", ".join(sorted(facts))
             raise ValueError(f"Predictions to join need one likelihood, draws and fields alike; got {told}.")
-        if any(not _same_weights(first.weights, p.weights) for p in parts[1:]):
+
+        def same(one: Tensor | None, other: Tensor | None) -> bool:
+            """Whether members share alike; weights for each row, (K, N), may differ."""
+            if one is None or other is None:
+                return one is other
+            return one.dim() == other.dim() and (one.dim() == 2 or torch.equal(one.cpu(), other.cpu()))
+
+        if not all(same(first.weights, p.weights) for p in parts[1:]):
             raise ValueError("Predictions to join need the same weights of members, or weights for each row, in all.")
         fields = {name: [getattr(p, name) for p in parts] for name in _DIMS}
         joined = {name: torch.cat(ts, _DIMS[name]) for name, ts in fields.items() if ts[0] is not None}
@@ -93,9 +96,7 @@ class Views:
         return replace(self, **changed)  # type: ignore[type-var]
 
     def to_numpy(self) -> dict[str, Any]:
-        """Every summary as numpy arrays: mean, member_mean, total, aleatoric, epistemic, and where they are there
-        distance and samples.
-        """
+        """Every summary as numpy arrays: mean, member_mean, total and its parts; distance and samples if there."""
         names = ["mean", "member_mean", "total", "aleatoric", "epistemic"]
         names += [] if self.distance is None else ["distance"]
         names += [] if self.by_draw is None else ["samples"]
@@ -157,18 +158,10 @@ class Views:
         for row in range(min(_SHOWN, len(self))):
             cells = "".join(f"<td>{_short(float(c[row]))}</td>" for c in columns.values())
             lines.append(f"<tr><th>{row}</th>{cells}</tr>")
-        more = (
-            "" if len(self) <= _SHOWN else f"<tr><td colspan={len(columns) + 1}>and {len(self) - _SHOWN} more</td></tr>"
-        )
+        rest = len(self) - _SHOWN
+        more = f"<tr><td colspan={len(columns) + 1}>and {rest} more</td></tr>" if rest > 0 else ""
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}{more}</tbody></table>"
         return f"<div><code>{html.escape(repr(self))}</code>{table}</div>"
-
-
-def _same_weights(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether the members of two predictions share alike; weights for each row, (K, N), may differ."""
-    if one is None or other is None:
-        return one is other
-    return one.dim() == other.dim() and (one.dim() == 2 or torch.equal(one.cpu(), other.cpu()))
 
 
 def _short(value: float) -> str:

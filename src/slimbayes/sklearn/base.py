@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 import torch
@@ -28,29 +28,34 @@ from torch import nn
 
 from slimbayes.convert.convert import bayesianize
 from slimbayes.distributions.families import Normal, dropout_scale
-from slimbayes.errors import SlimbayesWarning, brief
+from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 from slimbayes.posteriors.base import Config
-from slimbayes.posteriors.configs.ensemble import Ensemble
+from slimbayes.posteriors.configs.modules import Ensemble
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.sklearn.columns import Known, Missing, Scaling, Table, check_choice, is_frame, merged, scaler
-from slimbayes.sklearn.fitting import Recipe, Rows, Trainer
-from slimbayes.sklearn.network import build
+from slimbayes.sklearn.columns import Missing, Preparation, Scaling, Table, is_frame
+from slimbayes.sklearn.network import Recipe, Rows, Trainer
 from slimbayes.train.likelihoods import LikelihoodName
 
-_WIDTHS = (128, 128)
 _FEWEST = 40  # rows from which some are held out: fewer say little about when to stop
 
 
-def default_method(own: bool, members: int = 8) -> Rank1 | dict[str, Config]:
+def merged(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Rows:
+    """Equal rows once, with their weights added: a row of weight two is a row given twice."""
+    every = np.concatenate([x, y.reshape(len(y), -1)], 1)
+    _, first, same = np.unique(every, axis=0, return_index=True, return_inverse=True)
+    return Rows(x[first], y[first], np.bincount(same.ravel(), weight))
+
+
+def default_method(own: bool) -> Rank1 | dict[str, Config]:
     """Rank-1 factors with wide starts and prior, and in our own networks a head of its own for each member.
 
     Chosen by held-out likelihood on four small sets (benchmarks/tables.py --choose).
     """
     start, prior = Normal(1.0, 0.5), Normal(1.0, 0.3)
-    factors = Rank1(members=members, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
-    return {"dense.*": factors, "head": Ensemble(members=members)} if own else factors
+    factors = Rank1(members=8, mean_init=start, prior=prior, scale_init=dropout_scale(0.05))
+    return {"dense.*": factors, "head": Ensemble(members=8)} if own else factors
 
 
 @dataclass(eq=False, repr=False)
@@ -74,7 +79,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     device: Any = "cpu"
     random_state: Any = None
     table_: Table = field(init=False)
-    scaler_: Any = field(init=False)
+    preparation_: Preparation = field(init=False)
     network_: nn.Module = field(init=False)
     seed_: int = field(init=False)
 
@@ -130,7 +135,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             self.seed_ = int(torch.randint(2**31 - 1, ()))  # of the next part, and of predictions until then
         return self._end()
 
-    def _begin(self, X: Any, y: Any, sample_weight: Any) -> Known:
+    def _begin(self, X: Any, y: Any, sample_weight: Any) -> Rows:
         """Learn everything about the columns and targets of a training set."""
         if y is None:
             raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
@@ -139,9 +144,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         weight, rows = self._weights(X, y, sample_weight)
         x = self._read(X, True, rows)
         known = merged(x, self._learn_targets(y, weight)[rows], weight[rows])
-        self.scaler_ = scaler(self.scaling, self.missing, len(known.x), self.seed_)
-        if self.table_.numbers:
-            self.scaler_.fit(known.x[:, : len(self.table_.numbers)])
+        self.preparation_ = Preparation.learnt(self.table_, self.scaling, known.x, self.seed_)
         return known
 
     def _end(self) -> Self:
@@ -155,9 +158,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _trainer(self, network: nn.Module | None = None) -> Trainer:
         """Training of a network, by default of a new one."""
         if network is None:
-            count = len(self.table_.numbers)
-            width = self.scaler_.transform(np.zeros((1, count))).shape[1] if count else 0
-            network, part = self._network(width, self.table_.sizes)
+            network, part = self._network(self.preparation_.width, self.table_.sizes)
             bayesianize(part, default_method(self._own) if self.method is None else self.method)
             self.network_ = network.to(self.device)
         likelihood, scale = self._meaning()
@@ -178,23 +179,19 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             torch.manual_seed(self.seed_)
             yield
 
-    def _split(self, known: Known) -> tuple[Known, Known | None]:
+    def _split(self, known: Rows) -> tuple[Rows, Rows | None]:
         """Rows to train on and, where there are enough, rows that say when to stop."""
         count = round(self.validation_fraction * len(known.x))
         if len(known.x) < _FEWEST or count == 0:
             return known, None
         strata = self._strata(known.y, count)
-        kept, held = train_test_split(
-            np.arange(len(known.x)), test_size=count, random_state=self.seed_, stratify=strata
-        )
-        return Known(*(part[kept] for part in known)), Known(*(part[held] for part in known))
+        rows = np.arange(len(known.x))
+        kept, held = train_test_split(rows, test_size=count, random_state=self.seed_, stratify=strata)
+        return known.at(kept), known.at(held)
 
     @property
     def _own(self) -> bool:
         return self.module is None or isinstance(self.module, tuple | list)
-
-    def _new_network(self, numbers: int, sizes: tuple[int, ...], outputs: int) -> nn.Module:
-        return build(self.module, numbers, sizes, outputs, _WIDTHS)
 
     # --- rows ---
 
@@ -225,17 +222,15 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError("sample_weight is zero for all rows: at least one must count.")
         return weight, weight > 0
 
-    def _rows(self, known: Known) -> Rows:
+    def _rows(self, known: Rows) -> Rows:
         target = torch.as_tensor(known.y, device=self.device)
         weight = torch.as_tensor(known.weight, dtype=torch.float32, device=self.device)
         return Rows(self._inputs(known.x), target.float() if target.is_floating_point() else target, weight)
 
     def _inputs(self, x: np.ndarray) -> torch.Tensor:
         """Numbers scaled and filled in, then codes, in the network's precision."""
-        count = len(self.table_.numbers)
-        numbers = self.scaler_.transform(x[:, :count]) if count else x[:, :0]
         dtype = next((p.dtype for p in self.network_.parameters() if p.is_floating_point()), torch.float32)
-        return torch.as_tensor(np.concatenate([numbers, x[:, count:]], 1), dtype=dtype, device=self.device)
+        return torch.as_tensor(self.preparation_(x, np.float64), dtype=dtype, device=self.device)
 
     # --- predictions ---
 
@@ -243,14 +238,15 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """Predictions of rows; their draws are kept only if asked, which many rows may have no room for."""
         check_is_fitted(self, "network_")
         x = self._inputs(self._read(X, False))
-        meaning, scale = self._meaning()
-        return predict(
-            self.network_, x, self.draws, likelihood=meaning, scale=scale, keep_samples=keep, seed=self.seed_
-        )
+        likelihood, scale = self._meaning()
+        how: dict[str, Any] = {"likelihood": likelihood, "scale": scale, "keep_samples": keep, "seed": self.seed_}
+        return predict(self.network_, x, self.draws, **how)
 
     def _check_parameters(self) -> None:
-        check_choice("missing", self.missing, Missing)
-        check_choice("scaling", self.scaling, Scaling)
+        for name, choices in (("missing", get_args(Missing)), ("scaling", get_args(Scaling))):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name}={brief(value)} is not known{did_you_mean(str(value), choices)}")
         whole = {"epochs": self.epochs, "patience": self.patience, "draws": self.draws}
         whole |= {} if self.batch_size is None else {"batch_size": self.batch_size}
         for name, value in whole.items():

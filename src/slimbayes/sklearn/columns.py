@@ -1,7 +1,9 @@
-"""Tables as arrays of numbers: which columns are categories, what is missing, and how numbers are scaled.
+"""Tables as arrays of numbers: which columns are categories, what is missing, and how numbers are scaled; and all that
+was learnt of it in a form that JSON holds, which a run needs to read other rows.
 
-Sizes: N rows; d columns, of which c hold categories; T targets. Read tables have their numbers first, then codes of
-categories: 0 stands for what is missing or unknown, 1, 2, ... for the categories seen in training.
+Sizes: N rows; d columns, of which c hold categories; T targets; w numbers after scaling (missing ones add columns that
+say where). Read tables have their numbers first, then codes of categories: 0 stands for what is missing or unknown, 1,
+2, ... for the categories seen in training.
 """
 
 import warnings
@@ -9,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, Self
 
 import numpy as np
 from sklearn.impute import SimpleImputer
@@ -21,17 +23,12 @@ from slimbayes.errors import SlimbayesWarning, brief, did_you_mean
 Missing = Literal["refuse", "impute"]
 Scaling = Literal["quantile", "standard", "none"]
 UNKNOWN = -1  # the encoder's code of a category that is new
+_NOTHING = np.array(None, dtype=object)
 
 
 def is_frame(X: Any) -> bool:
     """Whether columns have names and types of their own: pandas, polars and their kin."""
     return hasattr(X, "columns") and hasattr(X, "__getitem__")
-
-
-def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Refuse a parameter that is none of a Literal's values."""
-    if value not in get_args(choices):
-        raise ValueError(f"{name}={brief(value)} is not known{did_you_mean(str(value), get_args(choices))}")
 
 
 @dataclass
@@ -102,9 +99,7 @@ class Table:
     def _chosen(self, X: Any, frame: bool) -> Iterator[int]:
         """Positions of the columns that are categories."""
         if isinstance(self.wanted, str) and self.wanted == "auto":
-            for j in range(len(self.names)) if frame else ():
-                if _holds_words(X, j, self.names[j]):
-                    yield j
+            yield from [j for j, name in enumerate(self.names) if frame and _holds_words(X, j, name)]
             return
         for one in self.wanted if isinstance(self.wanted, Sequence | np.ndarray) else [self.wanted]:
             if isinstance(one, str) and frame and one in self.names:
@@ -131,7 +126,7 @@ class Table:
                 f"Column {self.names[self.categories[position]]!r} holds {brief(words[row, position])}, a category "
                 f"that training did not see. missing='impute' treats such values as missing."
             )
-        return np.where(_gaps(words), 0, np.maximum(codes + 1, 0))
+        return np.where(np.equal(words, _NOTHING), 0, np.maximum(codes + 1, 0))
 
     def _numbers(self, X: Any, j: int) -> np.ndarray:
         column = _column(X, j)
@@ -140,8 +135,9 @@ class Table:
             try:
                 column = np.array([np.nan if word is None else float(word) for word in words])
             except (TypeError, ValueError):
+                first = next((word for word in words if word is not None and not isinstance(word, Real)), None)
                 raise ValueError(
-                    f"Column {self.names[j]!r} must hold numbers, got {brief(_first_word(words))}. "
+                    f"Column {self.names[j]!r} must hold numbers, got {brief(first)}. "
                     f"Name it in categorical_features if it holds categories."
                 ) from None
         column = column.astype(np.float64)
@@ -173,21 +169,6 @@ def unseen_text(unseen: Counter[str], rows: int) -> str:
     return f"Categories that training did not see count as missing: in column {', '.join(told)}{more}."
 
 
-class Known(NamedTuple):
-    """A training set: numbers and codes (N, d), coded targets (N,) or (N, T) and weights (N,)."""
-
-    x: np.ndarray
-    y: np.ndarray
-    weight: np.ndarray
-
-
-def merged(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Known:
-    """Equal rows once, with their weights added: a row of weight two is a row given twice."""
-    every = np.concatenate([x, y.reshape(len(y), -1)], 1)
-    _, first, same = np.unique(every, axis=0, return_index=True, return_inverse=True)
-    return Known(x[first], y[first], np.bincount(same.ravel(), weight))
-
-
 def _column(X: Any, j: int) -> np.ndarray:
     return np.asarray(X[list(X.columns)[j]] if is_frame(X) else X[:, j])
 
@@ -216,17 +197,9 @@ def _words(column: np.ndarray) -> np.ndarray:
     return out
 
 
-def _first_word(words: np.ndarray) -> Any:
-    return next((word for word in words if word is not None and not isinstance(word, Real)), None)
-
-
-def _gaps(words: np.ndarray) -> np.ndarray:
-    return np.equal(words, np.array(None, dtype=object))
-
-
 def _filled(words: np.ndarray, fillers: Sequence[Any]) -> np.ndarray:
     """Words (N, c) with gaps filled: a gap is no category."""
-    return np.where(_gaps(words), np.array(fillers, dtype=object), words)
+    return np.where(np.equal(words, _NOTHING), np.array(fillers, dtype=object), words)
 
 
 def scaler(scaling: Scaling, missing: Missing, rows: int, seed: int) -> Any:
@@ -241,3 +214,86 @@ def scaler(scaling: Scaling, missing: Missing, rows: int, seed: int) -> Any:
         steps.append(QuantileTransformer(n_quantiles=quantiles, output_distribution="normal", random_state=seed))
     steps.append(FunctionTransformer() if scaling == "none" else StandardScaler())
     return make_pipeline(*(steps if missing == "impute" else steps[1:]))
+
+
+@dataclass
+class Preparation:
+    """What rows of a table become before a network sees them.
+
+    Example:
+        >>> table = Table([1], "refuse")
+        >>> read = table.fit(np.array([[1.0, "red"], [3.0, "blue"]], dtype=object))
+        >>> found = Preparation.learnt(table, "standard", read)
+        >>> found(read).tolist(), found.width, table.sizes
+        ([[-1.0, 2.0], [1.0, 1.0]], 1, (3,))
+        >>> (Preparation.from_facts(found.facts())(read) == found(read)).all()
+        np.True_
+    """
+
+    table: Table
+    scaling: Scaling
+    steps: Any  # a scikit-learn pipeline; None where no column holds numbers
+
+    @classmethod
+    def learnt(cls, table: Table, scaling: Scaling, read: np.ndarray, seed: int = 0) -> Self:
+        """Learn scales from training rows (N, d + c), as `Table.read` gives them."""
+        count = len(table.numbers)
+        steps = scaler(scaling, table.missing, len(read), seed).fit(read[:, :count]) if count else None
+        return cls(table, scaling, steps)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row after scaling."""
+        count = len(self.table.numbers)
+        return self.steps.transform(np.zeros((1, count))).shape[1] if count else 0
+
+    def __call__(self, read: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
+        """Rows (N, d + c) of `Table.read` as the network takes them: (N, w + c)."""
+        count = len(self.table.numbers)
+        numbers = self.steps.transform(read[:, :count]) if count else read[:, :0]
+        return np.concatenate([numbers, read[:, count:]], 1).astype(dtype)
+
+    def facts(self) -> dict[str, Any]:
+        """All that was learnt, as JSON holds it."""
+        encoder, steps = self.table.encoder, {} if self.steps is None else self.steps.named_steps
+        facts: dict[str, Any] = {
+            "names": self.table.names, "missing": self.table.missing, "scaling": self.scaling,
+            "categories": self.table.categories,
+            "words": [] if encoder is None else [list(map(str, found)) for found in encoder.categories_],
+        }  # fmt: skip
+        if (one := steps.get("simpleimputer")) is not None:
+            facts |= {"fill": one.statistics_.tolist(), "gaps": one.indicator_.features_.tolist()}
+        if (one := steps.get("quantiletransformer")) is not None:
+            facts |= {"quantiles": one.quantiles_.tolist()}
+        if (one := steps.get("standardscaler")) is not None:
+            facts |= {"mean": one.mean_.tolist(), "scale": one.scale_.tolist()}
+        return facts
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> Self:
+        """What `facts` wrote down. Steps are fitted to rows that give them their shapes, then get their numbers."""
+        table = Table(facts["categories"], facts["missing"], list(facts["names"]), list(facts["categories"]))
+        if words := [np.array(found, dtype=object) for found in facts["words"]]:
+            encoder = OrdinalEncoder(categories=words, handle_unknown="use_encoded_value", unknown_value=UNKNOWN)
+            table.encoder = encoder.fit(np.array([[found[0] for found in words]], dtype=object))
+        count = len(table.numbers)
+        if not count:
+            return cls(table, facts["scaling"], None)
+        quantiles = np.array(facts.get("quantiles", np.zeros((2, count))), dtype=np.float64)
+        steps = scaler(facts["scaling"], table.missing, len(quantiles), 0)
+        rows = np.zeros((2, count))
+        if "fill" in facts:  # medians of themselves, and gaps where there were some
+            rows[:] = facts["fill"]
+            rows[1, facts["gaps"]] = np.nan
+        for _, step in steps.steps:
+            if isinstance(step, QuantileTransformer):
+                step.set_params(n_quantiles=len(quantiles)).fit(quantiles)
+                step.quantiles_ = quantiles
+            else:
+                step.fit(rows)
+            if isinstance(step, StandardScaler):
+                step.mean_, step.scale_ = np.array(facts["mean"]), np.array(facts["scale"])
+                step.var_ = step.scale_**2
+            assert not isinstance(step, SimpleImputer) or step.statistics_.tolist() == facts["fill"]
+            rows = step.transform(rows)
+        return cls(table, facts["scaling"], steps)

@@ -4,7 +4,7 @@ Sizes: N rows, d columns, C classes, T targets.
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -16,9 +16,8 @@ from torch import nn
 
 from slimbayes.errors import brief
 from slimbayes.prediction.prediction import Prediction
-from slimbayes.sklearn.base import TableEstimator
-from slimbayes.sklearn.columns import merged
-from slimbayes.sklearn.network import Noise, Targets
+from slimbayes.sklearn.base import TableEstimator, merged
+from slimbayes.sklearn.network import Noise, Targets, build
 from slimbayes.train.likelihoods import LikelihoodName
 
 
@@ -115,7 +114,7 @@ class BayesClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         return "categorical", 0.0
 
     def _network(self, numbers: int, sizes: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
-        network = self._new_network(numbers, sizes, len(self.classes_))
+        network = build(self.module, numbers, sizes, len(self.classes_))
         return network, network
 
     def _strata(self, y: np.ndarray, held: int) -> np.ndarray | None:
@@ -194,8 +193,11 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         return cast(np.ndarray, check_array(y, ensure_2d=False, dtype=np.float64, input_name="y"))
 
     def _network(self, numbers: int, sizes: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
-        targets, noise = len(self.y_mean_), self._checked_noise()
-        network = self._new_network(numbers, sizes, targets * (2 if noise == "heteroscedastic" else 1))
+        targets, noise = len(self.y_mean_), cast(Noise, self.noise)
+        if not (noise in ("heteroscedastic", "learned") if isinstance(noise, str) else noise > 0):
+            wanted = "'heteroscedastic', 'learned' or a positive standard deviation"
+            raise ValueError(f"noise must be {wanted}, got {noise!r}.")
+        network = build(self.module, numbers, sizes, targets * (2 if noise == "heteroscedastic" else 1))
         return Targets(network, targets, noise), network
 
     def _meaning(self) -> tuple[LikelihoodName, float | torch.Tensor]:
@@ -203,13 +205,6 @@ class BayesRegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         if isinstance(targets.noise, str):
             return "heteroscedastic_gaussian", 1.0
         return "gaussian", torch.as_tensor(targets.noise / self.y_std_)
-
-    def _checked_noise(self) -> float | Literal["heteroscedastic", "learned"]:
-        known = self.noise in ("heteroscedastic", "learned") if isinstance(self.noise, str) else self.noise > 0
-        if not known:
-            wanted = "'heteroscedastic', 'learned' or a positive standard deviation"
-            raise ValueError(f"noise must be {wanted}, got {self.noise!r}.")
-        return cast(Noise, self.noise)
 
     def _strata(self, y: np.ndarray, held: int) -> None:
         return None

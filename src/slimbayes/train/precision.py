@@ -11,9 +11,10 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Gamma, kl_divergence
 
 from slimbayes.distributions.families import wide
-from slimbayes.distributions.precision import collapsed, gamma_kl
+from slimbayes.distributions.kl import collapsed
 from slimbayes.train.optim import described
 
 
@@ -57,7 +58,8 @@ class OutputPrecision(nn.Module):
 
     def kl(self) -> Tensor:
         """KL(q(tau_out) || prior), to be added to the model's."""
-        return gamma_kl(self.log_shape.exp(), self.log_rate.exp(), *self.prior)
+        q = Gamma(self.log_shape.exp(), self.log_rate.exp(), validate_args=False)  # to look would wait for a device
+        return kl_divergence(q, Gamma(*self.prior, validate_args=False))
 
     @property
     def precision(self) -> Tensor:

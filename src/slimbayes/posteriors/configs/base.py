@@ -3,7 +3,8 @@ put to use, so that configs can be read and checked without it.
 
     Config              what a user chooses
     Deterministic       the plain model through the same API
-    check_choice, ...   checks of fields: each names the owner, the field, what it got and what it needs
+    check_choice, ...   checks of values: each names the owner, the field, what it got and what it needs
+    Count, Positive ... types of fields, by which a Config checks itself
     SiteConfig          a Config with a posterior for each weight matrix: the usual case
 """
 
@@ -12,8 +13,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from slimbayes.distributions.families import Distribution, distribution_from_dict
 from slimbayes.errors import brief, did_you_mean
@@ -27,45 +30,54 @@ if TYPE_CHECKING:
 MOST = 1_000_000
 
 
+def name_of(owner: object) -> str:
+    """Who refuses a value: a function by its name, a config by its class."""
+    return owner if isinstance(owner, str) else type(owner).__name__
+
+
 def check_choice(owner: object, field: str, value: object, allowed: tuple[str, ...]) -> None:
     """Refuse a value outside a closed set, naming the nearest valid choice."""
     if value not in allowed:
-        raise ValueError(
-            f"{type(owner).__name__}: unknown {field} {brief(value)}{did_you_mean(str(value)[:80], allowed)}"
-        )
+        raise ValueError(f"{name_of(owner)}: unknown {field} {brief(value)}{did_you_mean(str(value)[:80], allowed)}")
 
 
 def check_rate(owner: object, field: str, value: object) -> None:
     """Refuse anything but a number in [0, 1)."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
-        raise ValueError(f"{type(owner).__name__}: {field} must lie in [0, 1), got {brief(value)}.")
+        raise ValueError(f"{name_of(owner)}: {field} must lie in [0, 1), got {brief(value)}.")
 
 
-def check_count(owner: object, field: str, value: object) -> None:
+def check_count(owner: object, field: str, value: object, most: int | None = MOST) -> None:
     """Refuse anything but a whole number of at least one, and such as no memory holds."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{type(owner).__name__}: {field} must be a whole number of at least 1, got {brief(value)}.")
-    if value > MOST:
-        raise ValueError(f"{type(owner).__name__}: {field} must be {MOST:,} at most, got {brief(value)}.")
+        raise ValueError(f"{name_of(owner)}: {field} must be a whole number of at least 1, got {brief(value)}.")
+    if most is not None and value > most:
+        raise ValueError(f"{name_of(owner)}: {field} must be {most:,} at most, got {brief(value)}.")
+
+
+def check_whole(owner: object, field: str, value: object) -> None:
+    """Refuse anything but a whole number from zero on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name_of(owner)}: {field} must be a whole number, not negative, got {brief(value)}.")
 
 
 def check_positive(owner: object, field: str, value: float) -> None:
     """Refuse zero, numbers below it and NaN."""
     if not value > 0:
-        raise ValueError(f"{type(owner).__name__}: {field} must be positive, got {brief(value)}.")
+        raise ValueError(f"{name_of(owner)}: {field} must be positive, got {brief(value)}.")
 
 
 def check_not_negative(owner: object, field: str, value: float | None, what: str = "") -> None:
     """Refuse numbers below zero; `what` says what the number is. None is left alone."""
     if value is not None and not value >= 0:
-        raise ValueError(f"{type(owner).__name__}: {field} {what}must not be negative, got {brief(value)}.")
+        raise ValueError(f"{name_of(owner)}: {field} {what}must not be negative, got {brief(value)}.")
 
 
 def check_number(owner: object, field: str, value: object) -> None:
     """Refuse what is neither a number nor None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
         got = f"{type(value).__name__} {brief(value)}"
-        raise TypeError(f"{type(owner).__name__}: {field} must be a number or None, got {got}.")
+        raise TypeError(f"{name_of(owner)}: {field} must be a number or None, got {got}.")
 
 
 def check_distribution(owner: object, field: str, value: object) -> None:
@@ -73,17 +85,49 @@ def check_distribution(owner: object, field: str, value: object) -> None:
     if value is not None and not isinstance(value, Distribution):
         example = f" Write {field}=Normal(1.0, {value!r})." if isinstance(value, (int, float)) else ""
         needed, got = "a distribution such as Normal(1.0, 0.1), or None", f"{type(value).__name__} {brief(value)}"
-        raise TypeError(f"{type(owner).__name__}: {field} must be {needed}, got {got}.{example}")
+        raise TypeError(f"{name_of(owner)}: {field} must be {needed}, got {got}.{example}")
+
+
+Count = Annotated[int, check_count]
+Whole = Annotated[int, check_whole]
+Rate = Annotated[float, check_rate]
+Positive = Annotated[float, check_positive]
+NotNegative = Annotated[float, check_not_negative]
+Precision = Annotated[float, partial(check_not_negative, what="is a precision and ")]
+Family = Annotated[Distribution, check_distribution]
+
+
+@cache
+def _types(config: type) -> dict[str, tuple[Any, ...]]:
+    """The types that each field of a config may have."""
+    hints = get_type_hints(config, include_extras=True)
+    arms = {name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,) for name, hint in hints.items()}
+    return {f.name: arms[f.name] for f in dataclasses.fields(config)}
 
 
 class Config:
     """Everything a user chooses about a method. Subclasses are frozen, keyword-only dataclasses that survive JSON."""
 
     members: int = 1
+    says: ClassVar[str] = "members"  # the field that tells most of it
     converts: ClassVar[bool] = True
     leaves_tables: ClassVar[str] = ""  # what to say of embeddings where a method leaves them alone by default
     whole: ClassVar[bool] = False  # whether it converts modules of any type as a whole
     covers: tuple[Any, ...] = ("matrix", "table")  # the kinds of layer it can convert (layers/site.py: Kind)
+    known_priors: ClassVar[tuple[type[Distribution], ...]] = ()  # those of weights, where the KL is known for few
+
+    def __post_init__(self) -> None:
+        """Refuse what the types of the fields do not allow."""
+        for field, types in _types(type(self)).items():  # type: ignore[arg-type]
+            value = getattr(self, field)
+            for kind in types if value is not None or NoneType not in types else ():
+                if get_origin(kind) is Annotated:
+                    kind.__metadata__[0](self, field, value)
+                elif get_origin(kind) is Literal and not (float in types and isinstance(value, (int, float))):
+                    check_choice(self, field, value, get_args(kind))
+        if self.known_priors and not isinstance(self.prior, self.known_priors):  # type: ignore[attr-defined]
+            known = " or ".join(kind.__name__ for kind in self.known_priors)
+            raise ValueError(f"{name_of(self)}: the KL is known for a {known} prior, got {brief(self.prior)}.")  # type: ignore[attr-defined]
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         """Names of the layers to convert out of those offered; None for all. `named`: the user picked them by name."""
@@ -104,8 +148,8 @@ class Config:
 
     def describe(self) -> str:
         """The method in a few words, for summaries."""
-        counts = any(f.name == "members" for f in dataclasses.fields(self))  # type: ignore[arg-type]
-        return f"{type(self).__name__}(members={self.members})" if counts else type(self).__name__
+        known = any(f.name == self.says for f in dataclasses.fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({self.says}={getattr(self, self.says)})" if known else type(self).__name__
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         """Parameters that converting a layer with these sites would add, as tensors whose numbers do not matter."""
@@ -154,6 +198,10 @@ class SiteConfig(Config):
         file, _, name = config.builds.partition(".")
         posterior: Posterior = getattr(import_module(f"slimbayes.posteriors.{file}"), name)(config, site)
         return posterior
+
+    def extra_flops(self, site: Site) -> float:
+        config = self.resolved()
+        return 0.0 if type(config) is type(self) else config.extra_flops(site)
 
     def extra_parameters(self, layer: nn.Module, sites: Sequence[Site]) -> list[Tensor]:
         import torch

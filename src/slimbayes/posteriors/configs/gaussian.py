@@ -1,17 +1,22 @@
-"""The configs of Gaussian posteriors around a layer's own weights: mean-field, k-tied and matrix normal."""
+"""The configs of posteriors over weights: mean-field, k-tied, matrix and multivariate normal, and radial."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from slimbayes.distributions.families import Distribution, Normal
-from slimbayes.posteriors.configs.base import SiteConfig, check_choice, check_count, check_not_negative, check_positive
+from slimbayes.distributions.priors import HeNormal
+from slimbayes.posteriors.configs.base import Count, NotNegative, Positive, SiteConfig, check_count
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site
 
+
 Estimator = Literal["reparam", "flipout", "local"]
+Limit = Annotated[int, partial(check_count, most=None)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,22 +25,19 @@ class GaussianConfig(SiteConfig):
 
     prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
     estimator: Estimator = "reparam"
-    scale_init: float = 0.01
-    scale_jitter: float = 0.001
+    scale_init: Positive = 0.01
+    scale_jitter: NotNegative = 0.001
     bias: Literal["point", "gaussian"] = "point"
     max_scale: float | None = None
     independent_positions: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = type(self).__name__
-        check_choice(self, "estimator", self.estimator, ("reparam", "flipout", "local"))
-        check_choice(self, "bias", self.bias, ("point", "gaussian"))
-        check_positive(self, "scale_init", self.scale_init)
-        check_not_negative(self, "scale_jitter", self.scale_jitter)
         if self.max_scale is not None and not self.max_scale > self.scale_init:
             start = f"scale_init={self.scale_init!r}, where scales start"
             raise ValueError(f"{name}: max_scale={self.max_scale!r} must be above {start}.")
-        if not isinstance(self.prior, Normal) and not hasattr(self.prior, "gaussian_kl"):
+        if not hasattr(self.prior, "gaussian_kl"):
             known = "Normal, HeNormal, TiedMean, LaplacePrior, EmpiricalBayes or ScaleMixture"
             raise ValueError(f"{name}: {type(self.prior).__name__} is no prior for weights; use {known}.")
 
@@ -47,9 +49,7 @@ class GaussianConfig(SiteConfig):
 
     @classmethod
     def like(cls, other: GaussianConfig) -> Self:
-        """This method with another's prior, estimator, start, biases and cap; its jitter means something else in
-        each.
-        """
+        """This method with another's fields but for its jitter, which means something else in each."""
         if isinstance(other, cls):
             return other
         shared = [f.name for f in fields(GaussianConfig) if f.name != "scale_jitter"]
@@ -100,13 +100,10 @@ class KTied(GaussianConfig):
         1600
     """
 
-    rank: int = 2
-    scale_jitter: float = 0.1
+    rank: Count = 2
+    scale_jitter: NotNegative = 0.1
+    says: ClassVar[str] = "rank"
     builds: ClassVar[str] = "k_tied.KTiedPosterior"
-
-    def __post_init__(self) -> None:
-        check_count(self, "rank", self.rank)
-        super().__post_init__()
 
     def extra_flops(self, site: Site) -> float:
         """Beyond drawing weights, which happens once a pass: flipout's second product, or the thin ones of local."""
@@ -115,9 +112,6 @@ class KTied(GaussianConfig):
         m, n = site.matrix
         k = min(self.rank, m, n)
         return k * (k + 1) / 2 * (m + n)
-
-    def describe(self) -> str:
-        return f"KTied(rank={self.rank})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +127,100 @@ class MatrixNormal(GaussianConfig):
         5
     """
 
-    scale_jitter: float = 0.1
+    scale_jitter: NotNegative = 0.1
 
     def resolved(self) -> KTied:
         return KTied(rank=1, **{f.name: getattr(self, f.name) for f in fields(self)})
 
-    def extra_flops(self, site: Site) -> float:
-        return self.resolved().extra_flops(site)
+    extra_flops = SiteConfig.extra_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrelatedConfig(SiteConfig):
+    """What configs of posteriors with correlated weights share; `MultivariateNormal` describes the fields."""
+
+    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    scale_init: Positive = 0.01
+    limit: Limit = 10_000_000
+    known_priors = (Normal, HeNormal)
+
+    @abstractmethod
+    def numbers(self, m: int, n: int) -> int:
+        """How many numbers the covariance of an m x n matrix takes."""
+
+    def check_size(self, site: Site) -> None:
+        """Refuse a matrix whose covariance would take more numbers than the limit."""
+        m, n = site.matrix
+        if self.numbers(m, n) > self.limit:
+            raise ValueError(
+                f"{type(self).__name__}: the covariance of a {m:,} x {n:,} matrix takes {self.numbers(m, n):,} numbers "
+                f"({4e-9 * self.numbers(m, n):,.2f} GB), and limit={self.limit:,}. Use KTied or MeanField, or raise it."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultivariateNormal(CorrelatedConfig):
+    """Gaussian posterior with a full covariance of all weights of a matrix: for small layers.
+
+    An m x n matrix takes mn (mn + 1) / 2 numbers beside its mean. Biases stay points.
+
+    Args:
+        prior: `Normal` or `HeNormal`, independent for each weight.
+        scale_init: standard deviation of all weights at the start, uncorrelated.
+        limit: matrices that take more numbers are refused.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.MultivariateNormal())
+        >>> sum(p.numel() for p in net.posterior.parameters())
+        21
+    """
+
+    builds: ClassVar[str] = "correlated.MultivariateNormalPosterior"
+
+    def numbers(self, m: int, n: int) -> int:
+        return m * n * (m * n + 1) // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullMatrixNormal(CorrelatedConfig):
+    """Matrix normal posterior with full covariances of rows and of columns; `MatrixNormal` has diagonal ones.
+
+    An m x n matrix takes m (m + 1) / 2 + n (n + 1) / 2 numbers beside its mean. Biases stay points.
+
+    Args: as in `MultivariateNormal`.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(3, 2), sb.FullMatrixNormal())
+        >>> sum(p.numel() for p in net.posterior.parameters())
+        9
+    """
+
+    builds: ClassVar[str] = "correlated.FullMatrixNormalPosterior"
+
+    def numbers(self, m: int, n: int) -> int:
+        return m * (m + 1) // 2 + n * (n + 1) // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Radial(SiteConfig):
+    """Radial posterior over all weights: twice the parameters of the plain model.
+
+    Args:
+        prior: a `Normal`.
+        scale_init, scale_jitter: scales start at Normal(scale_init, scale_jitter), kept above a tenth of scale_init.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> from torch import nn
+        >>> net = sb.bayesianize(nn.Linear(3, 2), Radial(prior=Normal(0.0, 0.3)))
+        >>> sb.sample(net, torch.randn(5, 3), draws=4).shape
+        torch.Size([4, 5, 2])
+    """
+
+    prior: Distribution = Normal(0.0, 1.0)  # noqa: RUF009 (immutable)
+    scale_init: Positive = 0.02
+    scale_jitter: NotNegative = 0.002
+    known_priors = (Normal,)
+    builds: ClassVar[str] = "radial.RadialPosterior"

@@ -1,51 +1,49 @@
-"""The configs of the general family of Ensemble Model Patching (posteriors/mixture.py), and of DropConnect."""
+"""The configs of the general family of Ensemble Model Patching (posteriors/mixture.py), of its cases, and of a planar
+flow (posteriors/patch.py) that goes where they go: to norms, and perhaps the ends of a network.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from slimbayes.posteriors.configs.base import SiteConfig, check_choice, check_count, check_not_negative, check_rate
+from slimbayes.errors import brief
+from slimbayes.posteriors.configs.base import Count, NotNegative, Positive, Precision, Rate, SiteConfig, Whole
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 Draws = Literal["forward", "example"]
 Assignment = Literal["layer", "element", "input", "model"]
-_INITS = ("copies", "fresh", "ones", "uniform")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentConfig(SiteConfig):
     """K components, how often each is picked, how they start, and the precisions of their prior."""
 
-    components: int = 5
+    components: Count = 5
     probs: tuple[float, ...] | None = None
     learn_probs: bool = False
     draws: Draws = "forward"
     init: Literal["copies", "fresh", "ones", "uniform"] | float = "copies"
-    jitter: float = 0.05
-    tau: float | None = 1.0
-    rho: float | None = None
+    jitter: NotNegative = 0.05
+    tau: Precision | None = 1.0
+    rho: Precision | None = None
     precision_shape: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = type(self).__name__
-        check_count(self, "components", self.components)
-        check_choice(self, "draws", self.draws, ("forward", "example"))
-        if not isinstance(self.init, (int, float)):
-            check_choice(self, "init", self.init, _INITS)
-        check_not_negative(self, "tau", self.tau, "is a precision and ")
-        check_not_negative(self, "rho", self.rho, "is a precision and ")
-        check_not_negative(self, "jitter", self.jitter)
         if self.precision_shape is not None and not (self.tau and self.precision_shape > 0 and self.rho != 0):
             given = f"got precision_shape={self.precision_shape!r}, tau={self.tau!r}, rho={self.rho!r}"
             raise ValueError(f"{name}: a Gamma prior needs a positive shape and positive means tau and rho; {given}.")
         if self.tau is None and self.rho is not None:
             alone = "without tau would leave only the weights to weight decay; give both or neither"
             raise ValueError(f"{name}: rho={self.rho!r} {alone}.")
-        if self.probs is not None:
-            self._check_probs(self.probs)
-
-    def _check_probs(self, probs: tuple[float, ...]) -> None:
-        name = type(self).__name__
+        probs = self.shares if self.probs is None else self.probs
         if not isinstance(probs, tuple):
             raise TypeError(f"{name}: probs must be a tuple of numbers, got {probs!r}.")
         if len(probs) != self.components or not min(probs) >= 0 or not abs(sum(probs) - 1) < 1e-6:
@@ -91,12 +89,11 @@ class Mixture(ComponentConfig):
 
     assignment: Assignment = "layer"
     zero: bool = False
-    sigma: float = 0.0
+    sigma: NotNegative = 0.0
     builds: ClassVar[str] = "mixture.MixturePosterior"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "assignment", self.assignment, ("layer", "element", "input", "model"))
         if self.zero and self.components < 2:
             raise ValueError("Mixture: zero=True fixes the last component, so at least 2 are needed.")
         if self.assignment == "input" and not (self.zero and self.components == 2):
@@ -106,7 +103,6 @@ class Mixture(ComponentConfig):
             raise ValueError(f"Mixture: assignment='model' has K members, each present in every sample: {takes}.")
         if self.zero and (self.probs or (0.0,))[-1] >= 1:
             raise ValueError("Mixture: the component at zero has probability one.")
-        check_not_negative(self, "sigma", self.sigma)
 
     @property
     def members(self) -> int:  # type: ignore[override]
@@ -147,19 +143,113 @@ class DropConnect(SiteConfig):
     """
 
     leaves_tables = "DropConnect leaves embeddings alone"
-
-    rate: float = 0.1
+    says: ClassVar[str] = "rate"
+    rate: Rate = 0.1
     draws: Draws = "forward"
     tau: float | None = None
     rho: float | None = None
 
     def __post_init__(self) -> None:
-        check_rate(self, "rate", self.rate)
-        check_choice(self, "draws", self.draws, ("forward", "example"))
-        self.resolved()
+        super().__post_init__()
+        self.resolved()  # checks tau and rho
 
     def resolved(self) -> Mixture:
         return dropping("element", self.rate, self.draws, self.tau, self.rho)
 
+
+def check_layers(config: object, field: str, value: str) -> None:
+    """Refuse a selection that is neither words joined by "+" nor a regular expression."""
+    if not words(value):
+        try:
+            re.compile(value)
+        except (re.error, OverflowError, RecursionError) as error:
+            neither = "is neither norm, output, input nor a regular expression"
+            raise ValueError(f"{type(config).__name__}: {field}={brief(value)} {neither}: {error}.") from error
+
+
+def words(value: str) -> list[str]:
+    """A selection of layers by words; none if it is a regular expression."""
+    given = value.split("+")
+    return given if set(given) <= {"norm", "output", "input"} else []
+
+
+Layers = Annotated[str, check_layers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPatch(ComponentConfig):
+    """EMP, or with `cross=True` ECMP: a categorical mixture of K components on the layers that matter most for their
+    size.
+
+    Args:
+        components: K, in each patched layer.
+        cross: pick a component for every element (ECMP) instead of one for the layer (EMP).
+        patch: which layers: "norm", "output" and "input" (the first and the last dense or convolutional layer), joined
+            by "+", or a regular expression for their names. By default the norm layers, or whatever `include` or a
+            mapping's pattern picks.
+        probs, learn_probs, draws, init, jitter, tau, rho, precision_shape: as in `Mixture`. The paper's regressions
+            start scales at init=0.2.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        >>> net = sb.bayesianize(net, ModelPatch(components=5, patch="norm+output"))
+        >>> [row.status for row in sb.summary(net).rows]
+        ['skipped', 'converted', 'converted']
+    """
+
+    cross: bool = False
+    patch: Layers | None = None
+    covers = ("matrix", "table", "norm")
+
+    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+        from slimbayes.posteriors.patch import patched
+
+        return patched(self, model, offered, named)
+
+    def resolved(self) -> Mixture:
+        shared = {f.name: getattr(self, f.name) for f in fields(ComponentConfig)}
+        return Mixture(assignment="element" if self.cross else "layer", **shared)
+
     def describe(self) -> str:
-        return f"DropConnect(rate={self.rate})"
+        return f"ModelPatch({'ECMP' if self.cross else 'EMP'}, components={self.components})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowPatch(SiteConfig):
+    """A normalizing flow over the scales and biases of each norm layer; everything else stays a point estimate.
+
+    Args:
+        steps: planar steps of the flow; none leaves an independent normal for each scale and bias.
+        patch: which norm layers, a regular expression for their names; all of them by default, or what `include` or a
+            mapping's pattern picks.
+        scale_init: standard deviation that the flow's base starts with.
+        tau, rho: prior precisions of scales and biases, as in `ModelPatch`; rho is tau by default.
+        samples: draws that the KL is averaged over, fresh ones whenever it is asked for.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        >>> net = sb.bayesianize(net, FlowPatch(steps=4))
+        >>> sb.sample(net, torch.randn(5, 3), draws=6).shape
+        torch.Size([6, 5, 2])
+    """
+
+    steps: Whole = 4
+    patch: Layers | None = None
+    scale_init: Positive = 0.05
+    tau: Precision = 1.0
+    rho: Precision | None = None
+    samples: Count = 8
+    covers = ("norm",)
+    targets = ModelPatch.targets  # type: ignore[assignment]
+    says: ClassVar[str] = "steps"
+    builds: ClassVar[str] = "patch.FlowPosterior"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("tau", self.tau), ("rho", self.rho)):
+            if value == 0:
+                raise ValueError(f"FlowPatch: {name} is the precision of a normal prior and must be positive, got 0.")

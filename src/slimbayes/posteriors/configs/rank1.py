@@ -1,4 +1,6 @@
-"""The configs of rank-1 Bayesian neural nets and BatchEnsemble; posteriors/rank1.py says what they are."""
+"""The configs of methods over rank-1 factors: rank-1 Bayesian neural nets, BatchEnsemble, and Gaussians that join all
+factors, or all weights, of a layer. posteriors/rank1.py and posteriors/joint_normal.py say what they are.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,17 @@ from slimbayes.distributions.families import (
     dropout_scale,
     rho_from_scale,
 )
-from slimbayes.posteriors.configs.base import (
-    SiteConfig,
-    check_choice,
-    check_count,
-    check_distribution,
-    check_not_negative,
-    check_number,
-)
+from slimbayes.posteriors.configs.base import Count, Family, NotNegative, Positive, SiteConfig, Whole, check_number
 
 if TYPE_CHECKING:
     from slimbayes.layers.site import Site
+    from slimbayes.posteriors.base import Posterior
 
-Family = Literal["normal", "cauchy", "lognormal", "point"]
+
+FamilyName = Literal["normal", "cauchy", "lognormal", "point"]
 _FAMILY_OF_PRIOR = {
     Normal: "normal", Cauchy: "cauchy", LogNormal: "lognormal", HalfCauchy: "lognormal", LogUniform: "normal"
 }  # fmt: skip
-
-
 FAMILY: dict[str, type[Distribution]] = {"normal": Normal, "cauchy": Cauchy, "lognormal": LogNormal, "point": Point}
 
 
@@ -44,6 +39,16 @@ class FactorConfig(SiteConfig):
 
     covers = ("matrix", "quantised", "table")
     leaves_tables = "rank-1 methods leave embeddings alone, as the paper does"
+
+    def _values(self) -> tuple[Any, ...]:
+        whole: Any = self.resolved()
+        return tuple(getattr(whole, field.name) for field in fields(whole))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FactorConfig) and type(other) is type(self) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,39 +88,26 @@ class Rank1(FactorConfig):
         torch.Size([4, 5, 2])
     """
 
-    members: int = 4
-    posterior: Family | None = None
-    prior: Distribution | None = None
+    members: Count = 4
+    posterior: FamilyName | None = None
+    prior: Family | None = None
     random: Literal["both", "r", "s"] = "both"
     perturbation: Literal["multiplicative", "additive"] = "multiplicative"
-    mean_init: Distribution | None = None
+    mean_init: Family | None = None
     scale_init: float | None = None
-    scale_jitter: float | None = None
+    scale_jitter: NotNegative | None = None
     clip: float | Literal["auto"] | None = "auto"
     member_bias: bool = True
-    rank: int = 1
+    rank: Count = 1
     draws: Literal["example", "member"] = "example"
     mixture_kl: Literal["sum", "mean", "exact"] = "sum"
     builds: ClassVar[str] = "rank1.Rank1Posterior"
 
     def __post_init__(self) -> None:
-        check_count(self, "members", self.members)
-        check_count(self, "rank", self.rank)
-        check_choice(self, "random", self.random, ("both", "r", "s"))
-        check_choice(self, "perturbation", self.perturbation, ("multiplicative", "additive"))
-        check_choice(self, "draws", self.draws, ("example", "member"))
-        check_choice(self, "mixture_kl", self.mixture_kl, ("sum", "mean", "exact"))
-        for field in ("prior", "mean_init"):
-            check_distribution(self, field, getattr(self, field))
         for field in ("clip", "scale_init", "scale_jitter"):
             if getattr(self, field) != "auto":
                 check_number(self, field, getattr(self, field))
-        check_choice(self, "posterior", self.family, tuple(FAMILY))
-        self._check_family()
-        self._check_scales()
-
-    def _check_family(self) -> None:
-        """The family of the factors has a finite KL to the prior, a neutral value and possible starts."""
+        super().__post_init__()
         if self.prior is not None:
             check_pair(FAMILY[self.family], type(self.prior))
             if type(self.prior) not in _FAMILY_OF_PRIOR:
@@ -131,11 +123,8 @@ class Rank1(FactorConfig):
                 "Rank1: lognormal factors are positive, so they cannot start at random signs. "
                 "Use mean_init=Normal(0.0, v), in log space."
             )
-
-    def _check_scales(self) -> None:
         if not (self.clip is None or self.clip == "auto" or self.clip > 0):
             raise ValueError(f"Rank1: clip must be positive or None, got {self.clip!r}.")
-        check_not_negative(self, "scale_jitter", self.scale_jitter)
         if self.scale_init == 0 and self.family != "point":
             raise ValueError(
                 "Rank1: scale_init must be positive, got 0. Factors of scale zero are points: "
@@ -173,16 +162,6 @@ class Rank1(FactorConfig):
     def to_dict(self) -> dict[str, Any]:
         """JSON form of the resolved config."""
         return super(Rank1, self.resolved()).to_dict()
-
-    def _values(self) -> tuple[Any, ...]:
-        whole = self.resolved()
-        return tuple(getattr(whole, field.name) for field in fields(whole))
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and isinstance(other, Rank1) and self._values() == other._values()
-
-    def __hash__(self) -> int:
-        return hash(self._values())
 
     def extra_flops(self, site: Site) -> float:
         """p products instead of one, whose inputs and outputs are scaled: a multiplication is half a multiply-add."""
@@ -230,11 +209,75 @@ class BatchEnsemble(FactorConfig):
         """JSON form, with the start that follows from the rest."""
         return super(BatchEnsemble, replace(self, mean_init=self.resolved().mean_init)).to_dict()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BatchEnsemble) and self.resolved() == other.resolved()
 
-    def __hash__(self) -> int:
-        return hash(self.resolved())
+Over = Literal["both", "both+bias", "r", "s", "weights"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointNormal(FactorConfig):
+    """A Gaussian with a full covariance over the rank-1 factors of a layer, or over its weights: what `laplace` fits.
+
+    Args:
+        over: "both" factors, "both+bias", "r" (outputs) or "s" (inputs), the other one a point estimate; or the
+            "weights" and biases themselves.
+        members: K Gaussians that are mixed; of weights there is one.
+        prior: a `Normal`, the same for every number; beside factors that of biases has mean zero.
+        scale_init: where standard deviations start; correlations start at zero.
+        full_up_to: matrices with more numbers than that have independent ones: a covariance holds their square.
+        beyond: what weights of such matrices have instead: "independent" numbers, or a covariance that is a "kronecker"
+            product, of dense layers and convolutions without groups.
+        mean_init: where factors start: `Point(1)` keeps a network as it was.
+        member_bias: whether members get their own biases.
+        directions: k, so that factors have the prior's kind of Gaussian but for k directions: what `laplace` finds
+            where data tell of few. None for a covariance that is whole.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> net = sb.bayesianize(torch.nn.Linear(4, 3), sb.JointNormal())
+        >>> net.posterior["weight"].covariance().shape  # of 3 output and 4 input factors
+        torch.Size([1, 7, 7])
+    """
+
+    over: Over = "both"
+    members: Count = 1
+    prior: Distribution = Normal(1.0, 0.1)  # noqa: RUF009 (immutable)
+    scale_init: Positive = 0.01
+    full_up_to: Whole = 1024
+    beyond: Literal["independent", "kronecker"] = "independent"
+    mean_init: Family = Point(1.0)  # noqa: RUF009 (immutable)
+    member_bias: bool = True
+    directions: Whole | None = None
+    known_priors = (Normal,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.directions is not None and self.over == "weights":
+            raise ValueError(
+                f"JointNormal: directions are of factors, and over='weights' has none: got {self.directions}."
+            )
+        if self.beyond == "kronecker" and self.over != "weights":
+            raise ValueError(
+                f"JointNormal: a Kronecker product is of matrices, and factors are vectors: beyond='kronecker' needs "
+                f"over='weights', got {self.over!r}."
+            )
+        if self.over == "weights" and self.members > 1:
+            raise ValueError(f"JointNormal: weights have one member, got members={self.members!r}; use over='both'.")
+
+    @property
+    def covers(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("matrix", "table") if self.over == "weights" else super().covers
 
     def extra_flops(self, site: Site) -> float:
-        return self.resolved().extra_flops(site)
+        """Of factors, as `Rank1`; weights are drawn once a pass."""
+        return 0.0 if self.over == "weights" else 0.5 * (site.n_in + site.n_out)
+
+    def build(self, site: Site) -> Posterior:
+        from slimbayes.posteriors.joint_forms import JointFactors, KroneckerWeights, is_product
+        from slimbayes.posteriors.joint_normal import JointWeights
+
+        if self.over != "weights":
+            return JointFactors(self, site)
+        return KroneckerWeights(self, site) if is_product(self, site) else JointWeights(self, site)
+
+    def describe(self) -> str:
+        return f"JointNormal({self.over}, members={self.members})"

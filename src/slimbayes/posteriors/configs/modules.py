@@ -1,5 +1,5 @@
-"""The configs of members that keep whole modules apart: deep ensembles and batch norm; posteriors/ensemble.py and
-posteriors/member_norm.py say what they are.
+"""The configs of methods that act on modules rather than on their weights: deep ensembles, which copy them, batch norm
+with statistics for each member, and MC dropout, which drops their inputs.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from slimbayes.posteriors.configs.base import Config, SiteConfig, check_choice, check_count
+from slimbayes.posteriors.configs.base import Config, Count, Rate, SiteConfig
+from slimbayes.posteriors.configs.mixture import Layers, Mixture, dropping
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from slimbayes.layers.site import Site
+    from slimbayes.posteriors.base import Posterior
     from slimbayes.posteriors.ensemble import EnsemblePosterior
+
 
 Execution = Literal["auto", "loop", "batched"]
 
@@ -47,22 +50,19 @@ class Ensemble(Config):
         (torch.Size([5, 7, 2]), 250)
     """
 
-    members: int = 5
+    members: Count = 5
     init: Literal["fresh", "copies"] = "fresh"
     jitter: float = 0.0
     execution: Execution = "auto"
     factory: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
     whole: ClassVar[bool] = True
+    covers = ("matrix", "table", "norm")
 
     def __post_init__(self) -> None:
-        check_count(self, "members", self.members)
-        check_choice(self, "init", self.init, ("fresh", "copies"))
-        check_choice(self, "execution", self.execution, ("auto", "loop", "batched"))
+        super().__post_init__()
         if not self.jitter >= 0 or (self.jitter and self.init == "fresh"):
             needs = "jitter is noise on copies: it needs init='copies' and must not be negative"
             raise ValueError(f"Ensemble: {needs}, got {self.jitter!r}.")
-
-    covers = ("matrix", "table", "norm")
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in super().to_dict().items() if name != "factory"}
@@ -101,14 +101,10 @@ class MemberNorm(SiteConfig):
         (torch.Size([4, 5, 2]), torch.Size([3, 8]))
     """
 
-    members: int = 4
+    members: Count = 4
     affine: bool = False
-    builds: ClassVar[str] = "member_norm.MemberNormPosterior"
-
-    def __post_init__(self) -> None:
-        check_count(self, "members", self.members)
-
     covers = ("norm",)
+    builds: ClassVar[str] = "member_norm.MemberNormPosterior"
 
     def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
         from slimbayes.posteriors.member_norm import batch_norms
@@ -122,3 +118,66 @@ class MemberNorm(SiteConfig):
 
     def describe(self) -> str:
         return f"MemberNorm(members={self.members}{', affine' if self.affine else ''})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MCDropout(SiteConfig):
+    """Dropout that is part of the posterior: active in eval mode, drawn afresh for every row by `sample`, one mask for
+    all rows under each draw of `predict` and `frozen`.
+
+    Args:
+        rate: probability of dropping a unit; by default a dropout layer's own, and 0.005 (the paper's) elsewhere.
+        before: None turns on the model's own dropout layers, or acts on the inputs of the layers that `include` or a
+            mapping's pattern picks. "norm", "output", "input", joined by "+", or a regular expression put dropout in
+            front of those layers.
+        unit: "element" drops every number on its own (nn.Dropout); "channel" drops whole channels (nn.Dropout2d), or
+            the same inputs at all positions. A dropout layer of the model keeps its own unit.
+        tau, rho: prior precisions, for matrices with unit="channel" (Eq. 2). By default the prior is left to weight
+            decay.
+
+    Example:
+        >>> import slimbayes as sb, torch
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+        >>> pred = sb.predict(sb.bayesianize(net, MCDropout()), torch.randn(5, 3), draws=20)
+        >>> bool((pred.epistemic > 0).all())
+        True
+    """
+
+    rate: Rate | None = None
+    before: Layers | None = None
+    unit: Literal["element", "channel"] = "element"
+    tau: float | None = None
+    rho: float | None = None
+    covers = ("matrix", "table", "norm", "dropout")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tau is not None and self.unit != "channel":
+            raise ValueError(
+                "MCDropout: tau needs unit='channel', where a draw is a weight matrix; "
+                "use weight decay with unit='element'."
+            )
+        self.resolved()  # checks tau and rho
+
+    def resolved(self) -> Mixture:
+        """Of whole channels in front of a matrix."""
+        return dropping("input", 0.005 if self.rate is None else self.rate, "example", self.tau, self.rho)
+
+    def targets(self, model: nn.Module, offered: Mapping[str, nn.Module], named: bool) -> set[str] | None:
+        from slimbayes.posteriors.mc_dropout import own_dropout
+        from slimbayes.posteriors.patch import chosen_layers
+
+        if self.before is not None:
+            return chosen_layers(f"MCDropout(before={self.before!r})", self.before, model, offered, scales=False)
+        return None if named else own_dropout(model, offered)
+
+    def build(self, site: Site) -> Posterior:
+        from slimbayes.posteriors.mc_dropout import DropoutPosterior
+
+        if site.kind in ("matrix", "table") and self.unit == "channel":
+            return super().build(site)
+        return DropoutPosterior(self, site)
+
+    def describe(self) -> str:
+        return f"MCDropout(rate={'own or 0.005' if self.rate is None else self.rate})"
