@@ -17,8 +17,8 @@ from moonshot import attempts, summit
 from slimbayes.lab.config_files import load, read_tree
 from slimbayes.lab.config_rows import row_names
 from slimbayes.report import compare
+from slimbayes.report.metric import mean, t_interval
 from slimbayes.report.record import Record
-from slimbayes.report.statistics import mean, t_interval
 
 MARKS = ("<!-- results -->\n", "<!-- /results -->\n")
 COMMAND = 'slimbayes sweep experiments/cifar10/methods.yaml --over "seed=[0, 1, 2, 3, 4]" --jobs 8'

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from cifar_records import PLAIN, SMALL, Scores, methods
 
+from slimbayes.report.metric import mean
 from slimbayes.report.record import Record
-from slimbayes.report.statistics import mean
 
 MOONSHOT = "slimbayes sweep experiments/cifar10/moonshot.yaml --over seed=[0]"
 STARTS = ("moonshot-", "moonshot-long-")  # of the names of rows, by cost

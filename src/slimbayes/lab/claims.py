@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from slimbayes.report.metric import metric
-from slimbayes.report.statistics import mean, t_interval
+from slimbayes.report.metric import mean, metric, t_interval
 
 FEWEST = 3  # seeds that can decide: two agree by chance half of the time
 BySeed = Mapping[int, Mapping[str, float]]  # scores of a row, for each seed

@@ -17,8 +17,8 @@ from slimbayes.lab.config import Experiment
 from slimbayes.lab.corruption_rates import corruption_against, error_rates
 from slimbayes.lab.papers import UNITS, PaperRow, Scale
 from slimbayes.metrics.corruption import ALEXNET, ALEXNET_CLEAN
+from slimbayes.report.metric import bootstrap_interval
 from slimbayes.report.record import Evaluation, Record
-from slimbayes.report.statistics import bootstrap_interval
 
 Numbers = dict[str, float]
 _DROP = 5  # bins of at most so many rows are outliers (Chang et al. 2019, D.2)

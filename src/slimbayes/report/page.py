@@ -27,9 +27,8 @@ from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import Figure
 from slimbayes.report.groups import CORRUPTED, Group, LoadedRuns, load, main_set
 from slimbayes.report.metric import printable
-from slimbayes.report.reasons import reasons
 from slimbayes.report.record import Example, Record
-from slimbayes.report.tables import PageTable
+from slimbayes.report.tables import PageTable, reasons
 
 SHOWN = 8  # examples of each kind, for each name
 PICTURES = 200_000  # characters of pictures on the whole page
