@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from slimbayes.data.corruptions import filters
-from slimbayes.data.corruptions.noise import RandomNumbers
+from slimbayes.data.corruptions.filters import RandomNumbers
 from slimbayes.data.folders import decode
 
 PHOTOS = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # quirk: it never draws its sixth
