@@ -15,8 +15,7 @@ from test_data_cache import mapped, write_mnist, write_yacht
 from typer.testing import CliRunner
 
 from slimbayes.data import load
-from slimbayes.data.catalog import SOURCES
-from slimbayes.data.inspection import inspect
+from slimbayes.data.catalog import SOURCES, inspect
 from slimbayes.lab.data_command import app
 
 REAL = Path(os.environ.get("SLIMBAYES_DATA", Path(__file__).parents[2] / "shared" / "data"))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from slimbayes.data.inspection import Facts
+    from slimbayes.data.catalog import Facts
 
 app = typer.Typer(help="Data sets on disk: list them, check them, keep them as arrays.", no_args_is_help=True)
 
@@ -78,7 +78,7 @@ def list_(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 def check(name: Name, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Read a set in full and compare it with what was published; exit code 1 where it differs."""
     with _plain_errors():
-        from slimbayes.data.inspection import inspect
+        from slimbayes.data.catalog import inspect
 
         facts = inspect(name, data_dir)
     typer.echo(json.dumps(asdict(facts), indent=1) if as_json else _report(facts))

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from slimbayes.data.csv_rows import days_of
 from slimbayes.data.folders import ImageFolder, decode
-from slimbayes.data.table_cells import days_of
 from slimbayes.data.table_files import TABLES, Column, TableFile, look
 from slimbayes.distributions.families import dropout_scale
 from slimbayes.errors import did_you_mean

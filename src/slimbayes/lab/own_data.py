@@ -17,8 +17,8 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split
 from slimbayes.data.catalog import root_folder
+from slimbayes.data.csv_rows import Decimal, Kind, date_columns
 from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.data.table_cells import Decimal, Kind, date_columns
 from slimbayes.data.table_files import MOST_VALUES, Column, Frame, TableFile, frames, look
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab import config
