@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slimbayes.lab.config_files import load, read_tree
-from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.paper_table import draws_of, measured
+from slimbayes.lab.trees import row_names
 from slimbayes.report.record import Record, read, write
 
 ROOT = Path(__file__).resolve().parents[1]

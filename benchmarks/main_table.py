@@ -15,7 +15,7 @@ from cifar_records import CONFIG, PLAIN, RESULTS, ROOT, SMALL, Scores, kept_atte
 from moonshot import attempts, summit
 
 from slimbayes.lab.config_files import load, read_tree
-from slimbayes.lab.config_rows import row_names
+from slimbayes.lab.trees import row_names
 from slimbayes.report import compare
 from slimbayes.report.metric import mean, t_interval
 from slimbayes.report.record import Record

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from slimbayes.lab.claims import FEWEST, Claim
 from slimbayes.lab.paper_table import draws_of, measured
+from slimbayes.lab.papers import FEWEST, Claim
 from slimbayes.report.metric import mean, t_interval
 from slimbayes.report.record import read
 

@@ -16,10 +16,9 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
-from slimbayes.lab.bars import Bars
 from slimbayes.lab.checkpoints import latest_checkpoint
 from slimbayes.lab.config_files import merged, validate
-from slimbayes.lab.execution import Execution, Nobody
+from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Diverged, Training, fit, load_run
 from slimbayes.lab.intake import digits
 from slimbayes.lab.network import build_network
@@ -28,6 +27,7 @@ from slimbayes.lab.run_folder import RunError, default_folder, open_run, read_cu
 from slimbayes.lab.seeds import key
 from slimbayes.lab.step import TrainingStep
 from slimbayes.lab.task import limited, open_task
+from slimbayes.lab.watchers import Bars, Nobody
 from slimbayes.report import record
 
 KEY = 4238720567276977853

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slimbayes.lab import ranks as module
-from slimbayes.lab.execution import Nobody
-from slimbayes.lab.ranks import HOST, Line, Ranks
+from slimbayes.lab import watchers as module
+from slimbayes.lab.watchers import HOST, Line, Nobody, Ranks
 
 LOOKS = int(max(s for s in module.PATIENCE.values() if s < 1e9) / module.TICK) + 2
 

@@ -17,9 +17,9 @@ from slimbayes.data.folders import ImageFolder, read_crop, read_square
 from slimbayes.lab import task as task_module
 from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import merged, validate
-from slimbayes.lab.execution import Nobody
 from slimbayes.lab.fit import Training, fit
 from slimbayes.lab.task import Scaling, open_task
+from slimbayes.lab.watchers import Nobody
 from slimbayes.report import record
 
 

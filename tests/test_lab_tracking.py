@@ -12,9 +12,10 @@ import slimbayes as sb
 from slimbayes.diagnostics import spectrum
 from slimbayes.lab.config_files import validate
 from slimbayes.lab.diagnose import Case, diagnose
-from slimbayes.lab.execution import Execution, Nobody
+from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Stopped, fit, load_run
-from slimbayes.lab.tracking import Tracker
+from slimbayes.lab.step import Tracker
+from slimbayes.lab.watchers import Nobody
 from slimbayes.report.record import read
 
 CPU = Execution(accelerator="cpu")

@@ -13,7 +13,7 @@ import main_table
 import verdicts
 
 from slimbayes.lab.config_files import load, read_tree
-from slimbayes.lab.config_rows import row_names
+from slimbayes.lab.trees import row_names
 from slimbayes.report.record import Cost, Evaluation, Parameters, Record, read
 
 ROOT = Path(__file__).parents[1]

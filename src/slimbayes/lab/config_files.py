@@ -5,7 +5,7 @@
 A file may say `extends: base.yaml` (or a list of files, relative to itself): its values are laid over theirs,
 mapping by mapping; a mapping with another `kind` replaces the former one. It may hold `small:`, values that
 `--scale small` lays over all, and `paper:`, which only tables read. Of a file with several experiments
-(config_rows.py) `file.yaml#row` is one.
+(trees.py) `file.yaml#row` is one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from pydantic_core import ErrorDetails
 from slimbayes.errors import brief, cut
 from slimbayes.lab.choices import models_in
 from slimbayes.lab.config import FORMAT, Experiment
-from slimbayes.lab.config_rows import SEVERAL, Tree, parts_of, row_names, row_parts
-from slimbayes.lab.config_rows import ConfigError as ConfigError
-from slimbayes.lab.config_rows import merged as merged
 from slimbayes.lab.own_config import filled
-from slimbayes.lab.yaml_text import SIZE, YamlError, parse
+from slimbayes.lab.trees import SEVERAL, SIZE, Tree, YamlError, parse, parts_of, row_names, row_parts
+from slimbayes.lab.trees import ConfigError as ConfigError
+from slimbayes.lab.trees import merged as merged
 from slimbayes.untrusted import DEPTH, read_file
 
 _SIDE = ("small", "paper")  # keys beside the experiment's own

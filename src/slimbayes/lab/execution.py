@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -154,20 +154,3 @@ def noting_signals(noted: list[int]) -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-class Watcher(Protocol):
-    """Whoever looks on: a progress bar, or nobody."""
-
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        return None
-
-    def move(self, done: int, note: str = "") -> None:
-        return None
-
-    def say(self, message: str) -> None:
-        return None
-
-
-class Nobody(Watcher):
-    """Looks on and says nothing."""

@@ -21,16 +21,14 @@ import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.diagnostics.check import check as check_posterior
 from slimbayes.files import write_json
-from slimbayes.lab.bars import Bars
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import merged, parse_override, validate
 from slimbayes.lab.evaluate import Predictor, check, evaluate
-from slimbayes.lab.execution import Execution, Nobody, Watcher, leave_together
+from slimbayes.lab.execution import Execution, leave_together
 from slimbayes.lab.intake import data_digest, open_data
 from slimbayes.lab.network import likelihood_of, plain_network, with_noise
 from slimbayes.lab.own_config import code_allowed
 from slimbayes.lab.predict_file import write_inputs
-from slimbayes.lab.ranks import Ranks
 from slimbayes.lab.run_folder import (
     check_data_of,
     check_seal,
@@ -49,6 +47,7 @@ from slimbayes.lab.task import Rows, Task, open_task
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
 from slimbayes.lab.training import Training
+from slimbayes.lab.watchers import Bars, Nobody, Ranks, Watcher
 from slimbayes.report.record import Cost, Diagnostics, Parameters, Record, RecordError, read, write
 
 _ROWS, _PICTURES = 128, 32  # that are looked at, and of folders, whose pictures are large

@@ -16,10 +16,11 @@ from slimbayes.data import Split, corrupt, load
 from slimbayes.data.catalog import find, root_folder, source_of
 from slimbayes.data.folders import ImageFolder, read_square
 from slimbayes.lab.config import Evaluate, Experiment
-from slimbayes.lab.execution import Execution, Watcher
+from slimbayes.lab.execution import Execution
 from slimbayes.lab.intake import check_split
 from slimbayes.lab.seeds import generator, key
 from slimbayes.lab.task import Rows, Task, limited
+from slimbayes.lab.watchers import Watcher
 
 UNFAMILIAR = ("inverted", "shuffled")  # test images that are none any more
 _PUBLISHED = ("cifar10", "cifar100", "imagenet")  # of which there is a set of this name with -c

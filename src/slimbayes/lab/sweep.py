@@ -31,8 +31,8 @@ from rich.text import Text
 from slimbayes.errors import brief, cut
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import ConfigError, Tree, load, merged, parse_override, read_tree, validate
-from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.launch import Run, train
+from slimbayes.lab.trees import row_names
 
 _UNNAMED = ("seed", "data.name")  # runs that differ by these alone share a name: reports tell them apart
 _COLOURS = {"finished": "green", "skipped": "dim", "failed": "red", "stopped": "yellow", "left": "yellow"}
