@@ -252,12 +252,14 @@ def count(row: PaperRow) -> int:
     return _summary(network).after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_sizes_are_the_papers(name: str) -> None:
     (row,) = find(name, [FOLDER])
     assert count(row) == EXACT[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row", [row for row in TRAINED if {"parameters", "overhead"} & row.paper.numbers.keys()], ids=ids
 )

@@ -96,6 +96,7 @@ def test_crops_of_a_wide_picture_show_its_sides(tmp_path: Path) -> None:
     assert torch.equal(rows, here.task.scaling(batches[0])), "and none is cropped again"
 
 
+@pytest.mark.slow
 def test_a_crop_does_not_depend_on_who_decodes_it(tmp_path: Path) -> None:
     write_wide_pictures(tmp_path, count=4)
     alone, helped = (next(training(tmp_path, workers)._batches(0, 0))[0] for workers in (0, 2))

@@ -139,6 +139,7 @@ def test_a_run_of_before_digests_opens_with_a_note(finished: Path, tmp_path: Pat
 # --- files ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["inputs.json", "config.yaml", "model/manifest.json"])
 def test_every_changed_byte_is_noticed(name: str, finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished / "run", tmp_path / "run")

@@ -181,6 +181,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_tried_again_and_the_others_go_on(
     fake: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
