@@ -16,7 +16,7 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.lab import case as cases
-from slimbayes.lab import other_sets
+from slimbayes.lab import judging as other_sets
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.evaluate import Predictor
@@ -83,7 +83,7 @@ def test_validation_rows_and_noise_in_the_targets_own_units(tmp_path: Path) -> N
 
 def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told(tmp_path: Path) -> None:
 
-    from slimbayes.lab.other_sets import _published
+    from slimbayes.lab.judging import _published
 
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()

@@ -18,13 +18,12 @@ import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.lab.checkpoints import latest_checkpoint
 from slimbayes.lab.config_files import merged, validate
-from slimbayes.lab.execution import Execution
+from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.fit import Diverged, Training, fit, load_run
 from slimbayes.lab.intake import digits
 from slimbayes.lab.network import build_network
 from slimbayes.lab.recipes import Train
 from slimbayes.lab.run_folder import RunError, default_folder, open_run, read_curve, stored_experiment
-from slimbayes.lab.seeds import key
 from slimbayes.lab.step import TrainingStep
 from slimbayes.lab.task import limited, open_task
 from slimbayes.lab.watchers import Bars, Nobody

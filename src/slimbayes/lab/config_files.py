@@ -180,6 +180,22 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
         raise ConfigError(f"{source} is not a valid experiment:\n{faults}") from None
 
 
+def with_values(tree: Tree, values: Mapping[str, Any]) -> Experiment:
+    """The experiment of a tree with values laid over it at some paths.
+
+    Example:
+        >>> from slimbayes.lab.papers import find
+        >>> tree = find("rank1/table2/mfvi")[0].experiment().resolved
+        >>> with_values(tree, {"train.optimizer.lr": 0.5, "seed": 3}).train.optimizer.lr
+        0.5
+    """
+    for path, value in values.items():
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        tree = merged(tree, value)
+    return validate(tree, ", ".join(f"{path}={value}" for path, value in values.items()))
+
+
 def _whole(value: Any) -> Any:
     """2.0 as 2, which strict types take for a count and for a number alike."""
     if isinstance(value, dict):

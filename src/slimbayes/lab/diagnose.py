@@ -38,9 +38,9 @@ from slimbayes.diagnostics.spectra import Of
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.case import Case as Case
 from slimbayes.lab.case import calibration_errors, scores
-from slimbayes.lab.other_sets import check, corrupted
+from slimbayes.lab.execution import key, seed_everything
+from slimbayes.lab.judging import check, corrupted
 from slimbayes.lab.paper_table import Numbers
-from slimbayes.lab.seeds import key, seed_everything
 from slimbayes.lab.task import batches
 from slimbayes.lab.watchers import Nobody
 from slimbayes.report.record import Evaluation, Record

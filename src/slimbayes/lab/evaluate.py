@@ -18,10 +18,18 @@ import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.evaluation_scores import Scores, class_scores, curve_scores, ood_scores, regression_scores
-from slimbayes.lab.execution import Execution
-from slimbayes.lab.other_sets import check, corrupted, fitting, unfamiliar
-from slimbayes.lab.seeds import key, seed_everything
+from slimbayes.lab.execution import Execution, key, seed_everything
+from slimbayes.lab.judging import (
+    Scores,
+    check,
+    class_scores,
+    corrupted,
+    curve_scores,
+    fitting,
+    ood_scores,
+    regression_scores,
+    unfamiliar,
+)
 from slimbayes.lab.task import Rows, Task, batches, limited
 from slimbayes.lab.watchers import Nobody, Watcher
 from slimbayes.prediction.draws import Networks

@@ -33,12 +33,11 @@ from slimbayes.lab.case import Case
 from slimbayes.lab.config_files import validate
 from slimbayes.lab.diagnose import elbo, snr, spectrum, truncation
 from slimbayes.lab.evaluate import Predictor
-from slimbayes.lab.execution import Execution
+from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.fit import diagnose_fit, load_run, write_record
 from slimbayes.lab.paper_table import Numbers
 from slimbayes.lab.predict_file import read_predictor
 from slimbayes.lab.run_folder import RunError, read_curve, seal
-from slimbayes.lab.seeds import key
 from slimbayes.lab.task import Task
 from slimbayes.lab.trees import dump
 from slimbayes.lab.watchers import Watcher

@@ -24,7 +24,7 @@ from slimbayes.files import write_json
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import merged, parse_override, validate
 from slimbayes.lab.evaluate import Predictor, check, evaluate
-from slimbayes.lab.execution import Execution, leave_together
+from slimbayes.lab.execution import Execution, leave_together, seed_everything
 from slimbayes.lab.intake import data_digest, open_data
 from slimbayes.lab.network import likelihood_of, plain_network, with_noise
 from slimbayes.lab.own_config import code_allowed
@@ -42,7 +42,6 @@ from slimbayes.lab.run_folder import (
     unseal,
     write_data,
 )
-from slimbayes.lab.seeds import seed_everything
 from slimbayes.lab.task import Rows, Task, open_task
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped

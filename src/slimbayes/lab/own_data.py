@@ -22,7 +22,7 @@ from slimbayes.data.folders import ImageFolder, read_square
 from slimbayes.data.table_files import MOST_VALUES, Column, Frame, TableFile, frames, look
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab import config
-from slimbayes.lab.seeds import generator
+from slimbayes.lab.execution import generator
 from slimbayes.sklearn.columns import Table
 from slimbayes.untrusted import check_regular
 

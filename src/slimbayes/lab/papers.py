@@ -54,7 +54,7 @@ class Printed(BaseModel):
         repeat: what each of `--seeds` sets: the seed alone, or the standard split of the data too.
         relative_to: the row whose errors on corrupted rows count as 100.
         diagnostic, options: functions of `slimbayes.lab.diagnose` and their arguments.
-        claims: what the paper says of the table's rows, each judged over seeds (claims.py).
+        claims: what the paper says of the table's rows, each judged over seeds.
         note: how the row differs from the paper's.
     """
 

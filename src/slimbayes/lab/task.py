@@ -18,8 +18,8 @@ from slimbayes.data import Dataset, Split
 from slimbayes.data.folders import ImageFolder, read_crop, read_square
 from slimbayes.data.uci import check_index, split_rows
 from slimbayes.lab import config
+from slimbayes.lab.execution import generator
 from slimbayes.lab.intake import check_data, data_digest, open_data
-from slimbayes.lab.seeds import generator
 
 if TYPE_CHECKING:
     from slimbayes.lab.own_task import OwnColumns
