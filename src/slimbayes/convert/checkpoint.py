@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import Model, bayesianize, conversions_of, debayesianize
 from slimbayes.convert.plan import Selection
+from slimbayes.convert.remarks import report_unsaved
 from slimbayes.convert.saved_config import read_config
 from slimbayes.convert.summary import estimate_cost
 from slimbayes.convert.training import belongs, freeze, unmoved
@@ -58,7 +59,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> 
     """
     model = unwrapped(model)  # names would get a prefix
     check_finite(model)
-    sharded = any(hasattr(t, "full_tensor") for t in model.state_dict().values())
+    sharded = any(hasattr(t, "full_tensor") for t in _state(model).values())
     posterior, own = _split(model)
     if sharded and dist.get_rank() != 0:
         dist.barrier()  # rank 0 writes; nobody goes on before the checkpoint is there
@@ -68,6 +69,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], base: bool = False) -> 
     files = {"posterior.safetensors": dump_tensors(posterior), "config.json": as_json(config)}
     if base:
         files["base.safetensors"] = dump_tensors(_untied(own))
+    report_unsaved(model, base)
     try:
         return write_folder(Path(path), files)
     finally:
@@ -109,7 +111,7 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
             "load needs the plain base model, but this one is converted already. Call debayesianize first."
         )
     inside = belongs(model, [f"{c['module']}.{name}".strip(".") for c in config["conversions"] for name in c["saved"]])
-    own = {name: tensor for name, tensor in model.state_dict().items() if not inside(name)}
+    own = {name: tensor for name, tensor in _state(model).items() if not inside(name)}
     weights = "base.safetensors" in files
     _check_base(config["base"], own, "structure" if weights else check_base)
     posterior = _tensors(files["posterior.safetensors"], folder / "posterior.safetensors")
@@ -123,6 +125,11 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     return model
 
 
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors in a model's state, where modules may also keep what is none (`get_extra_state`)."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
 def _saved(model: nn.Module) -> list[str]:
     """Names of the modules whose own state is saved with the posteriors."""
     return [".".join(part for part in (root, name) if part) for root, c in conversions_of(model) for name in c.saved]
@@ -130,7 +137,7 @@ def _saved(model: nn.Module) -> list[str]:
 
 def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """State of the posteriors and of everything else."""
-    state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
+    state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in _state(model).items()}
     # Members of an ensemble may have tied weights, which safetensors wants apart.
     inside = belongs(model, _saved(model))
     posterior = {
@@ -192,7 +199,7 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
             conversion.heads = record.get("heads", unmoved(module, record["saved"]))
             conversion.frozen = freeze(module, conversion.heads) if record["frozen"] else []
         inside = belongs(model, _saved(model))
-        needed = {name: tensor for name, tensor in model.state_dict().items() if inside(name)}
+        needed = {name: tensor for name, tensor in _state(model).items() if inside(name)}
         _check_fit(posterior, needed, folder / "posterior.safetensors")
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         debayesianize(model)

@@ -20,10 +20,10 @@ from slimbayes.engine.locate import LATEST, unwrapped
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
-from slimbayes.layers.methods import Opens, open_passes, turn_off_fast_paths
+from slimbayes.layers.methods import Opens, class_before, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.configs.ensemble import Ensemble
-from slimbayes.posteriors.ensemble import EnsemblePosterior
+from slimbayes.posteriors.ensemble import EnsemblePosterior, shapes_of
 from slimbayes.train.likelihoods import NOISE_RULE
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -142,9 +142,9 @@ def ensemble(models: Sequence[Model]) -> Model:
     if len(models) < 2:
         raise ValueError(f"ensemble needs at least two models, got {len(models)}.")
     first, looks = models[0], {str(model) for model in models}
-    shapes = {name: tuple(t.shape) for name, t in first.state_dict().items()}
+    shapes = shapes_of(first)
     for i, other in enumerate(models):
-        theirs = {name: tuple(t.shape) for name, t in other.state_dict().items()}
+        theirs = shapes_of(other)
         differ = sorted(n for n in shapes.keys() | theirs.keys() if shapes.get(n) != theirs.get(n))
         again = any(other is former for former in models[:i])
         if type(other) is not type(first) or differ or again:
@@ -177,7 +177,7 @@ def debayesianize(model: Model) -> Model:
         if isinstance(layer, Converted):
             _restore(layer, layer.posterior)
         elif isinstance(layer, Opens):
-            layer.__class__ = layer.plain  # type: ignore[assignment]
+            layer.__class__ = class_before(type(layer))
         for kept in ("_slimbayes_rows", *LATEST.values(), "_slimbayes_tree"):
             layer.__dict__.pop(kept, None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
@@ -280,7 +280,7 @@ def _start(layer: Any, posteriors: nn.ModuleDict) -> None:
 def _restore(layer: Any, posteriors: nn.ModuleDict) -> None:
     """Undo `_swap`, if it was done with these posteriors."""
     if isinstance(layer, Converted) and layer._modules.get("posterior") is posteriors:
-        layer.__class__ = layer.plain  # type: ignore[assignment]
+        layer.__class__ = class_before(type(layer))
         del layer._modules["posterior"]
 
 

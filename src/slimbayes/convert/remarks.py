@@ -1,4 +1,6 @@
-"""What bayesianize says about a model that is converted, and probably not as it was meant, or cannot be."""
+"""What bayesianize says about a model that is converted, and probably not as it was meant, or cannot be; and save of
+what it cannot hold.
+"""
 
 import warnings
 
@@ -62,3 +64,19 @@ def report_members(model: nn.Module) -> None:
             whose = posterior.name or "the model"
             told = f"Ensemble of {whose}: {posterior.note}. Give factory= to start them alike."
             warnings.warn(told, SlimbayesWarning, stacklevel=3)
+
+
+def report_unsaved(model: nn.Module, base: bool) -> None:
+    """Warn of what makes a model what it is and is no tensor of its state: `load` cannot bring it back."""
+    state = {name: value for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}
+    left = [name for name in state if base or ".posterior." in f".{name}"]
+    ensembles = [p for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)]
+    differ = [".".join(filter(None, (p.name, p.unlike()))) for p in ensembles if p.unlike()]
+    for names, what in ((left, "is no tensor"), (differ, "differs between members and is not in their state")):
+        if names:
+            warnings.warn(
+                f"save writes the tensors of a model's state alone, and {', '.join(names[:5])} {what}: once loaded, it "
+                f"is as in the model that is loaded into.",
+                SlimbayesWarning,
+                stacklevel=3,
+            )

@@ -73,9 +73,10 @@ def belongs(model: nn.Module, saved: Sequence[str]) -> Callable[[str], bool]:
     """Whether a name in the state of a model belongs to a posterior or to one of these modules: the rule behind
     adapter-only checkpoints.
     """
-    converted = [name for name, module in model.named_modules() if isinstance(module, Converted)]
-    of_posterior = tuple(f"{name}.posterior.".lstrip(".") for name in converted)
-    of_saved = _within(saved)
+    every = list(model.named_modules(remove_duplicate=False))  # a module has all its names in the state
+    meant = {module for name, module in every if name in saved}
+    of_posterior = tuple(f"{name}.posterior.".lstrip(".") for name, module in every if isinstance(module, Converted))
+    of_saved = _within([*saved, *(name for name, module in every if module in meant)])
     return lambda name: name.startswith(of_posterior) or of_saved(name)
 
 

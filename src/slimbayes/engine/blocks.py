@@ -25,6 +25,25 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+@torch.library.custom_op("slimbayes::realised", mutates_args=())
+def _realised(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+_realised.register_fake(torch.empty_like)
+_realised.register_autograd(lambda ctx, gradient: gradient)
+_realised.register_vmap(lambda info, in_dims, x: (_realised(x), in_dims[0]))
+
+
+def realised(x: Tensor) -> Tensor:
+    """x, which a compiler then holds in memory: left alone, it draws factors anew for every activation that meets one.
+
+    >>> realised(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return _realised(x) if torch.compiler.is_compiling() and not exporting() else x
+
+
 def block_of_row(rows: int, blocks: int, device: torch.device | None = None) -> Tensor:
     """Block index of each row: consecutive, as equal in size as the numbers allow.
 

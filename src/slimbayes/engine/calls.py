@@ -20,7 +20,7 @@ from slimbayes.engine.locate import call_outside, check_size, latest_of
 from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import planned
 from slimbayes.engine.passes import Pass, Unproven
-from slimbayes.engine.tree import arrays_of, padded
+from slimbayes.engine.tree import arrays_of, fresh, padded
 
 Fold = Literal["auto"] | bool
 
@@ -212,12 +212,13 @@ def draw_all(
     if rows:
         copies = 1 if split or fold is False else min(total, at_once or total)
         check_size(model, (args, kwargs), posteriors, layout, copies)
-    folds = layout.folds and fold is not False and rows > 0
+    cached = any(hasattr(value, "get_seq_length") for value in kwargs.values())  # it has one draw's rows
+    folds = layout.folds and fold is not False and rows > 0 and not cached
     if fold is True and total > 1 and not layout.folds and rows > 0:
         raise ValueError(
             f"fold=True: the draws of this model cannot share a forward: {layout.why}. Use fold='auto' or fold=False."
         )
-    if fold == "auto" and total > 1 and not folds and rows > 0:
+    if fold == "auto" and total > 1 and not folds and rows > 0 and not cached:
         tell(layout, "its draws run one after another")
     if split:
         _check_split(layout, rows, total)
@@ -253,14 +254,15 @@ def run_draws(
 ) -> Any:
     """Outputs (S, B, ...) of a pass: all draws in one forward, or one after another."""
     posteriors, total = passes.posteriors_of(model), new.draws or 1
+    own = (lambda inputs: inputs) if torch.compiler.is_compiling() else fresh
     if folds:
         new.layout = layout
-        more, options = layout.tile((args, kwargs), total) if tile else (args, kwargs)
-        return layout.split(finish(new, posteriors, model, more, options), total)
+        more, options = layout.tile((args, kwargs), total) if tile and total > 1 else own((args, kwargs))
+        return layout.split(finish(new, posteriors, model, more, options), total, max(new.rows // total, 1))
     known, rows, parts = layout if layout.folds else None, new.rows // total, []
     for j in new.lasting.each(model, total) if layout.keeps and total > 1 else range(total):
-        own, options = (args, kwargs) if tile else layout.narrow((args, kwargs), j * rows, rows)
-        parts.append(finish(new.single(j, known), posteriors, model, own, options))
+        more, options = own((args, kwargs) if tile else layout.narrow((args, kwargs), j * rows, rows))
+        parts.append(finish(new.single(j, known), posteriors, model, more, options))
     return stack_draws(parts)
 
 

@@ -32,6 +32,7 @@ class Layout:
             all.
         arguments: the same for all arguments and outputs of modules that run as a whole.
         ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
+        made: how many rows the proof had, and the shapes of its outputs.
         tree: which modules the model had.
         random: the model draws random numbers of its own.
         told: the user knows why it does not fold.
@@ -50,6 +51,7 @@ class Layout:
     dims: dict[tuple[str, int], int] = field(default_factory=dict)
     arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = field(default_factory=dict)
     ahead: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
+    made: tuple[int, list[tuple[int, ...]]] = (1, [])
     tree: int = 0
     key: str | None = None
     random: bool = False
@@ -100,13 +102,26 @@ class Layout:
         """Whether layers were seen to be called alike for as many rows and numbers; one row is always right."""
         return size[0] <= 1 or all(map(int.__le__, size, self.most))
 
-    def split(self, outputs: Any, draws: int) -> Any:
-        """Undo `tile` on an output: every tensor of S x B rows becomes (S, B, ...); others are the same for every
-        draw.
+    def split(self, outputs: Any, draws: int, rows: int) -> Any:
+        """Undo `tile` on an output: every tensor of S x B rows becomes (S, B, ...); others are the same for every draw.
+
+        What has not as many entries for each of B `rows` is refused: draws may have kept different ones.
         """
         if len(arrays_of(outputs)) != len(self.outputs):
             raise Unproven("the model returned other tensors than when its rows were located")
-        return map_arrays(lambda i, leaf: _split(leaf, self.outputs[i], draws), outputs)
+
+        def cut(i: int, leaf: Any) -> Any:
+            dim, (before, shapes) = self.outputs[i], self.made
+            whole = dim is None or isinstance(leaf, PackedSequence) or torch.compiler.is_compiling()
+            if not whole and leaf.shape[dim] % (draws * rows):
+                made = shapes[i][dim]  # windows that are joined are as many for as many rows
+                if not made or before % made or leaf.shape[dim] * before != made * draws * rows:
+                    raise Unproven(
+                        f"output {i} of shape {tuple(leaf.shape)} has no entry for each of {draws * rows} rows"
+                    )
+            return _split(leaf, dim, draws)
+
+        return map_arrays(cut, outputs)
 
 
 def _tile(leaf: Any, dim: int | None, rows: int, draws: int) -> Any:

@@ -121,6 +121,7 @@ class Proof:
             raise Continues(f"it keeps {lasts!r} from one call for the next, which draws cannot share")
         double, out2 = self._probe(layout.tile(self.inputs, 2), single)
         layout.outputs = self._outputs(arrays_of(out1), arrays_of(out2), leaves_of(out1), leaves_of(out2))
+        layout.made = self.rows, [tuple(padded(a).shape) for a in arrays_of(out1)]
         layout.ahead, layout.random = double.ahead, single.quiet.random
         second, some = torch.arange(2 * self.rows) >= self.rows, some_rows(2 * self.rows)
         self._collect(self._change(second, double, out2))
@@ -187,7 +188,7 @@ class Proof:
         dims = []
         for i, (a, b) in enumerate(zip(map(padded, first), map(padded, second), strict=True)):
             name = f"output {i} of shape {tuple(a.shape)}"
-            dim = doubled(tuple(a.shape), tuple(b.shape), name)
+            dim = doubled(tuple(a.shape), tuple(b.shape), name) if a.numel() else tuple(a.shape).index(0)
             halves = [b] if dim is None else list(b.split(a.shape[dim], dim)) if a.shape[dim] else []
             if not all(self._close(half, a) for half in halves):
                 raise Mixed(f"{name} changes when every row comes twice")
@@ -269,13 +270,12 @@ class Proof:
         if not self.posteriors:
             return
         new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
-        devices = {p.device.type for p in self.posteriors}
-        with Quiet(), no_autocast(devices):
+        with Quiet(), no_autocast({p.device.type for p in self.posteriors}):
             folded = noise.realise(self.posteriors, new.view(new.rows, self.layout))
             args, kwargs = copied(self.layout.tile(self.inputs, 2))
             with kept(self.model):
                 out = tree_map(padded, passes.run(folded, self.model, *args, **kwargs))
-                together = arrays_of(self.layout.split(out, 2))
+                together = arrays_of(self.layout.split(out, 2, self.rows))
             parts = []
             for j in range(2):
                 args, kwargs = copied(self.inputs)

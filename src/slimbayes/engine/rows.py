@@ -68,6 +68,10 @@ def apply_rows(
         return _combined(combine, x, [_place(f, x.dim(), dim, channel_dim) for f in lines])
     if seen % count:
         raise Unproven(f"a layer met {seen} rows, which {count} draws cannot share")
+    if torch.compiler.is_compiling() and x.dim() > 2:
+        # A factor's gradient as a sum over positions, then over rows: both at once leave a GPU too few sums to do.
+        lines = [f if f.shape[0] == 1 else f.unsqueeze(1).expand(-1, seen // count, -1).flatten(0, 1) for f in lines]
+        return _combined(combine, x, [_place(f, x.dim(), dim, channel_dim) for f in lines])
     channel_dim = channel_dim + 1 if channel_dim > dim else channel_dim
     blocks = x.unflatten(dim, (count, seen // count))
     # Back to the very shape of x: flattening would nest a division in every layer's symbolic shape when it is compiled.

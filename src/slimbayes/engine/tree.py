@@ -6,7 +6,7 @@ leaf.
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -106,3 +106,26 @@ def index_rows(leaf: Any, dim: int, index: Tensor) -> Any:
 def without_cache(leaf: Any) -> Any:
     """Caches of earlier steps and lazy arguments cannot be repeated: trials run without them."""
     return None if hasattr(leaf, "get_seq_length") or type(leaf).__name__ == "NotJoined" else leaf
+
+
+def fresh(tree: Any) -> Any:
+    """The same inputs in containers and tensors of their own: a model may write into what it is given, and other draws
+    are to find it as it was.
+    """
+    return tree_map(_copy, tree) if not _plain_call(tree) else (tuple(array.clone() for array in tree[0]), {})
+
+
+def _copy(leaf: Any) -> Any:
+    if hasattr(leaf, "get_seq_length"):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
+        return copy.deepcopy(leaf, {id(tensor): tensor.clone() for tensor in _cached(leaf)})
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _cached(cache: Any) -> Iterator[Tensor]:
+    """The tensors in a cache, and in the layers and caches that it holds."""
+    for value in vars(cache).values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Tensor):
+                yield part
+            elif hasattr(part, "get_seq_length"):
+                yield from _cached(part)

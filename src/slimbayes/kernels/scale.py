@@ -67,7 +67,7 @@ def scale_rows(
     y = _room(x, dtype)
     if x.shape[0]:
         family, clip, salt, first_row = how
-        grid, rows, sizes, constants, warps = _plan(x.shape[0], x.shape[1], x.stride(0), loc.shape[0], False)
+        grid, rows, sizes, constants, warps = _plan(x, loc.shape[0], False, family != POINT)
         launch(
             _forward,
             grid,
@@ -94,7 +94,7 @@ def gradients_of_rows(
     Shape: g (M, C), columns side by side; `bias` has the number of its lines, and its type.
     """
     need_x, need_loc, need_scale, need_bias = needs
-    grid, rows, sizes, constants, warps = _plan(x.shape[0], x.shape[1], x.stride(0), loc.shape[0], True)
+    grid, rows, sizes, constants, warps = _plan(x, loc.shape[0], True, how[0] != POINT)
     dx = _room(x, x.dtype) if need_x else None
     count = need_loc + need_scale + need_bias
     # Sums that are needed lie in a row: of loc, of scale, of bias.
@@ -167,37 +167,38 @@ def _steps(*lines: Tensor | None) -> list[int]:
     return [0 if line is None or line.shape[0] == 1 else line.stride(0) for line in lines]
 
 
-def _tile(channels: int, sums: bool) -> tuple[int, int]:
-    """Rows and columns of a tile: the fastest of a sweep on an H200. Sums want smaller ones, for their registers."""
+def _tile(channels: int, sums: bool, noisy: bool) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps: the fastest of a sweep on an H200. Sums want smaller ones, for their
+    registers. A thread makes noise for eight columns: of these tiles it also has eight of x, others would swap them.
+    """
+    wide = 32 if channels <= 32 else 64
     if sums:
-        return 8, 32 if channels <= 32 else 64
+        return 1024 // wide if noisy else 8, wide, 4
     if channels <= 64:
-        return 32, 32 if channels <= 32 else 64
-    return (16, 256) if 128 < channels <= 256 else (32, 128)
+        return 32, wide, 4
+    return (16, 256, 4) if 128 < channels <= 256 and not noisy else (32, 128, 8)
 
 
 Plan = tuple[tuple[int, int, int], int, tuple[int, int], tuple[int, ...], int]
 
 
-def _planned(rows: int, channels: int, step: int, count: int, sums: bool) -> Plan:
+def _planned(rows: int, channels: int, step: int, count: int, sums: bool, noisy: bool) -> Plan:
     """Grid (blocks of rows, chunks of a block, tiles of columns), rows of a chunk, sizes (M, B), constants, and warps.
 
     There are as many chunks as keep a GPU busy; without any there is nothing to add up afterwards.
     """
-    tall, wide = _tile(channels, sums)
+    tall, wide, warps = _tile(channels, sums, noisy)
     tiles, largest = -(-channels // wide), -(-rows // count)
     chunks = max(1, min(-(-largest // tall), -(-BUSY // (count * tiles))))
-    warps = 8 if tall * wide > 2048 and wide == 128 else 4
     return (count, chunks, tiles), -(-largest // chunks), (rows, count), (channels, step, tall, wide), warps
 
 
 _KEPT = lru_cache(maxsize=1024)(_planned)  # a launch asks each time, and arithmetic in Python costs as much as it
 
 
-def _plan(rows: int, channels: int, step: int, count: int, sums: bool) -> Plan:
-    if torch.compiler.is_compiling():  # sizes may be symbols
-        return _planned(rows, channels, step, count, sums)
-    return _KEPT(rows, channels, step, count, sums)
+def _plan(x: Tensor, count: int, sums: bool, noisy: bool) -> Plan:
+    how = x.shape[0], x.shape[1], x.stride(0), count, sums, noisy
+    return _planned(*how) if torch.compiler.is_compiling() else _KEPT(*how)  # sizes may be symbols
 
 
 _NUMBERS = ["salt", "first_row", "clip", "rows", "M", "B", "loc_step", "scale_step", "bias_step", "chunks"]
@@ -214,7 +215,7 @@ def _forward(  # type: ignore[no-untyped-def]
     start = (block * M + B - 1) // B + tl.program_id(1) * rows
     stop = tl.minimum(((block + 1) * M + B - 1) // B, start + rows)
     column = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
-    quad = tl.program_id(2) * (WIDE // 4) + tl.arange(0, WIDE // 4)
+    eight = tl.program_id(2) * (WIDE // 8) + tl.arange(0, WIDE // 8)
     there = column < C
     middle = tl.load(loc + block * loc_step + column, mask=there, other=0.0).to(tl.float32)[None, :]
     if FAMILY != 0:
@@ -225,13 +226,13 @@ def _forward(  # type: ignore[no-untyped-def]
     for top in range(start, stop, TALL):
         row = top + tl.arange(0, TALL)
         mask = (row < stop)[:, None] & there[None, :]
+        at = row[:, None]
+        value = tl.load(x + at * X_STEP + column[None, :], mask=mask, other=0.0).to(tl.float32)
         factor = middle
         if FAMILY != 0:
-            factor, _by_loc, _by_scale = drawn(
-                middle, width, noise(key, (row + first_row).to(tl.int32), quad, salt, FAMILY), clip, FAMILY
-            )
-        at = row[:, None]
-        value = tl.load(x + at * X_STEP + column[None, :], mask=mask, other=0.0).to(tl.float32) * factor
+            numbers = noise(key, (row + first_row).to(tl.int32), eight, salt, FAMILY)
+            _free, factor = drawn(middle, width, numbers, clip, FAMILY)
+        value *= factor
         if BIASED:
             value += shift
         tl.store(y + at * C + column[None, :], value.to(y.dtype.element_ty), mask=mask)
@@ -247,7 +248,7 @@ def _backward(  # type: ignore[no-untyped-def]
     start = (block * M + B - 1) // B + tl.program_id(1) * rows
     stop = tl.minimum(((block + 1) * M + B - 1) // B, start + rows)
     column = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
-    quad = tl.program_id(2) * (WIDE // 4) + tl.arange(0, WIDE // 4)
+    eight = tl.program_id(2) * (WIDE // 8) + tl.arange(0, WIDE // 8)
     there = column < C
     middle = tl.load(loc + block * loc_step + column, mask=there, other=0.0).to(tl.float32)[None, :]
     if FAMILY != 0:
@@ -261,24 +262,25 @@ def _backward(  # type: ignore[no-untyped-def]
         mask = (row < stop)[:, None] & there[None, :]
         at = row[:, None]
         gradient = tl.load(g + at * C + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if LOC or SCALE:  # before anything is stored: nothing is loaded across a store
+            product = gradient * tl.load(x + at * X_STEP + column[None, :], mask=mask, other=0.0).to(tl.float32)
         factor = middle
         if FAMILY != 0:
-            factor, by_loc, by_scale = drawn(
-                middle, width, noise(key, (row + first_row).to(tl.int32), quad, salt, FAMILY), clip, FAMILY
-            )
+            numbers = noise(key, (row + first_row).to(tl.int32), eight, salt, FAMILY)
+            free, factor = drawn(middle, width, numbers, clip, FAMILY)
         if DX:
             tl.store(dx + at * C + column[None, :], (gradient * factor).to(dx.dtype.element_ty), mask=mask)
         if LOC or SCALE:
-            product = gradient * tl.load(x + at * X_STEP + column[None, :], mask=mask, other=0.0).to(tl.float32)
-            if FAMILY == 0:
-                sum_loc += product
-            else:
-                sum_loc += product * by_loc
-                sum_scale += product * by_scale
+            if FAMILY == 3:
+                product *= free
+            if FAMILY != 0:
+                product = tl.where(free == factor, product, 0.0)  # what was clipped has no slope
+                sum_scale += product * numbers
+            sum_loc += product
         if BIASED:
             sum_bias += gradient
     to = (block * chunks + tl.program_id(1)) * C + column
-    apart = B.to(tl.int64) * chunks * C
+    apart = tl.cast(B, tl.int64) * chunks * C  # B.to: torch's look at what kernels write to has a plain number here
     if LOC:
         tl.store(parts + to, tl.sum(sum_loc, 0), mask=there)
         to += apart

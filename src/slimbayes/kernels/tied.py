@@ -199,11 +199,11 @@ def _spread(  # type: ignore[no-untyped-def]
     """y += sqrt(variance) * noise, in place."""
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    quad = tl.program_id(1) * (WIDE // 4) + tl.arange(0, WIDE // 4)
+    eight = tl.program_id(1) * (WIDE // 8) + tl.arange(0, WIDE // 8)
     root = tl.sqrt(tl.maximum(_variance(thin, q, c, row, column, M, OUT, K, SHIFTED, TALL, WIDE), least))
     mask, at = (row < M)[:, None] & (column < OUT)[None, :], row.to(tl.int64)[:, None] * OUT + column[None, :]
     value = tl.load(y + at, mask=mask, other=0.0).to(tl.float32) + root * noise(
-        tl.load(seed), row + first_row, quad, 0, 1
+        tl.load(seed), row + first_row, eight, 0, 1
     )
     tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
 
@@ -218,12 +218,12 @@ def _spread_backward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    quad = tl.program_id(1) * (WIDE // 4) + tl.arange(0, WIDE // 4)
+    eight = tl.program_id(1) * (WIDE // 8) + tl.arange(0, WIDE // 8)
     here, there = row < M, column < OUT
     variance = _variance(thin, q, c, row, column, M, OUT, K, SHIFTED, TALL, WIDE)
     mask, at = here[:, None] & there[None, :], row.to(tl.int64)[:, None] * OUT + column[None, :]
     gradient = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
-    slope = 0.5 * gradient * noise(tl.load(seed), row + first_row, quad, 0, 1) / tl.sqrt(tl.maximum(variance, least))
+    slope = 0.5 * gradient * noise(tl.load(seed), row + first_row, eight, 0, 1) / tl.sqrt(tl.maximum(variance, least))
     slope = tl.where(variance > least, slope, 0.0)
     to = of_out + tl.program_id(0).to(tl.int64) * (K + 2) * OUT + column
     for a in tl.static_range(K):

@@ -22,6 +22,13 @@ from slimbayes.layers.site import LinearMap, Site, table_outer
 class LookupMap(LinearMap):
     """Rows of a table: the input factor of a word acts on that word's vector."""
 
+    def _batched(self, x: Tensor, weights: Tensor, biases: Tensor | None, batch_dim: int) -> Tensor:
+        y = super()._batched(x, weights, biases, batch_dim)
+        if self.mask is None:
+            return y
+        moves = self.mask.bool()[x]  # vmap forgets the padding word, which is not to learn
+        return torch.where(moves, y, y.detach())
+
     def squared(self, x: Tensor) -> Tensor:
         return x  # a lookup has weight one
 

@@ -117,6 +117,16 @@ def opening_class(plain: type[nn.Module]) -> type[nn.Module]:
     return type(plain.__name__, (Opens, plain), attributes | wrap_methods(plain, _scoped))
 
 
+def class_before(cls: Any) -> Any:
+    """The class that a swapped one was; of what others made of it since (torch's parametrisations, FSDP2's shards) the
+    same, made of that.
+    """
+    if "plain" in cls.__dict__:
+        return cls.plain
+    bases = tuple(class_before(base) if issubclass(base, (Converted, Opens)) else base for base in cls.__bases__)
+    return type(cls.__name__, bases, {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")})
+
+
 def open_passes(model: nn.Module) -> None:
     """Let calls of every module around converted layers open a pass; what lies inside a copied module belongs to it."""
     for module in _around(model):

@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import operator
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,12 +47,17 @@ def copies(config: Ensemble, module: nn.Module) -> EnsemblePosterior:
 def _built(module: nn.Module, factory: Callable[[], nn.Module]) -> nn.Module:
     """A member from the factory, on the module's device and in its type."""
     new, first = factory(), next(module.parameters(), torch.empty(0))
-    shapes, wanted = ({n: tuple(t.shape) for n, t in m.state_dict().items()} for m in (new, module))
+    shapes, wanted = shapes_of(new), shapes_of(module)
     differ = sorted(n for n in shapes.keys() | wanted.keys() if shapes.get(n) != wanted.get(n))
     if differ:
         names = ", ".join(differ[:5])
         raise ValueError(f"Ensemble: factory builds another network than the one converted: they differ in {names}.")
     return new.to(device=first.device, dtype=first.dtype).train(module.training)
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a module's state, by name; it may also keep what is none (`get_extra_state`)."""
+    return {name: tuple(t.shape) for name, t in module.state_dict().items() if isinstance(t, Tensor)}
 
 
 @torch.no_grad()
@@ -159,15 +166,41 @@ class EnsemblePosterior(Members):
         wanted = execution == "batched" or (execution == "auto" and batches_well(module, self.members))
         self.batched = len(others) > 0 and wanted
 
+    def unlike(self) -> str:
+        """The first thing that members have different and that is not in their state, if any: a part's type, a flag,
+        number or function that it keeps, a tensor that is no parameter and no persistent buffer.
+        """
+        own = [(n, m) for n, m in self.layer.named_modules() if not f"{n}.".startswith("posterior.")]
+        for other in self.others:
+            for (name, a), b in zip(own, other.modules(), strict=False):
+                if getattr(type(a), "plain", type(a)) is not getattr(type(b), "plain", type(b)):
+                    return name
+                theirs = _unsaved(b)
+                for at, value in _unsaved(a).items():
+                    same = (
+                        torch.equal if isinstance(value, Tensor) and isinstance(theirs.get(at), Tensor) else operator.eq
+                    )
+                    if at in theirs and not same(value, theirs[at]):
+                        return f"{name}.{at}".lstrip(".")
+        return ""
+
     @torch.no_grad()
     def select(self, members: Sequence[int], tied: Sequence[Any] = ()) -> None:
+        if what := members[0] and self.unlike():
+            raise ValueError(
+                f"Members differ in {what}, which is no parameter, so another cannot take the place of the first: join "
+                f"those you want by ensemble([...])."
+            )
         own = {n: t for n, t in self.layer.state_dict().items() if not n.startswith("posterior.")}
         every = [own, *(other.state_dict() for other in self.others)]
-        states = [{n: t.clone() for n, t in every[k].items()} for k in members]
-        self.layer.load_state_dict(states[0], strict=False)
-        self.others = self.others[: len(members) - 1]
-        for other, state in zip(self.others, states[1:], strict=True):
-            other.load_state_dict(state)
+        states = [copy.deepcopy(dict(every[k])) for k in members]
+        if members[0]:
+            self.layer.load_state_dict(states[0], strict=False)
+            self.others = self.others[: len(members) - 1]
+            for other, state in zip(self.others, states[1:], strict=True):
+                other.load_state_dict(state)
+        else:
+            self.others = nn.ModuleList([self.others[k - 1] for k in members[1:]])
         kept = self.weights[list(members)]
         self.weights, self.members = kept / kept.sum(), len(members)
 
@@ -178,6 +211,14 @@ class EnsemblePosterior(Members):
     def _load_from_state_dict(self, *args: Any) -> None:
         self.note = ""  # how members started no longer matters
         super()._load_from_state_dict(*args)
+
+
+def _unsaved(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps that may decide what it does and that its state does not hold; not what it counts."""
+    kinds = (bool, float, str, Tensor, types.FunctionType, types.BuiltinFunctionType)
+    kept = {n: v for n, v in vars(module).items() if n != "training" and not n.startswith("_slimbayes")}
+    buffers = {n: module._buffers[n] for n in module._non_persistent_buffers_set}
+    return {n: value for n, value in (kept | buffers).items() if isinstance(value, kinds)}
 
 
 _PLAIN: tuple[type[nn.Module], ...] = (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point, rho_from_scale, scale_from_rho, wide
 from slimbayes.distributions.sums import by_hand
-from slimbayes.engine.blocks import same
+from slimbayes.engine.blocks import realised, same
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass
 from slimbayes.posteriors.configs.rank1 import FAMILY
@@ -126,7 +126,7 @@ class Alike:
     def _values(self, factors: list[Factor], current: Pass) -> list[Tensor]:
         """Factors of one family, (n, channels) or (n, p, channels)."""
         values = self._joint_values(factors, current)
-        parts = _clipped(values, self.lead.clip).split([f.channels * f.rank for f in factors], dim=1)
+        parts = realised(_clipped(values, self.lead.clip)).split([f.channels * f.rank for f in factors], dim=1)
         if factors[0].rank == 1:
             return list(parts)
         return [part.unflatten(1, (f.rank, f.channels)) for f, part in zip(factors, parts, strict=True)]
@@ -197,7 +197,7 @@ class Alike:
         if known := self._own_biases():
             keys = [key for key, offset in zip(self.keys, self.offsets, strict=True) if offset is not None]
             own = [known[k] if k in known else o.new_zeros(o.shape[1]) for k, o in zip(keys, offsets, strict=True)]
-            for key, part in zip(keys, (lines + torch.cat(own)).split(sizes, dim=1), strict=True):
+            for key, part in zip(keys, realised(lines + torch.cat(own)).split(sizes, dim=1), strict=True):
                 if key in known:
                     current.biases[key] = known[key], part
         return iter(lines.split(sizes, dim=1))

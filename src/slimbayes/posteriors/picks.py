@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
-from slimbayes.engine.blocks import exporting
+from slimbayes.engine.blocks import exporting, realised
 from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Pass
 from slimbayes.layers.site import LinearMap, Site
@@ -227,7 +227,7 @@ def _mix_together(norms: Sequence[Norm], current: Pass) -> None:
         index = torch.stack(picked, 1).index_select(1, owners(tuple(counts), picked[0].device))
     else:
         index = torch.cat(picked, 1)
-    mixed = components.gather(0, index)
+    mixed = realised(components.gather(0, index))
     one = index.shape[0] == 1  # what serves all rows needs no axis of draws
     parts = iter((mixed.squeeze(0) if one else mixed).split([t.shape[0] for t in own], -1))
     for p, own_weight, bias, _, biases, z in norms:

@@ -5,6 +5,7 @@ how far it is: one line on stderr, in terminals and notebooks.
 import inspect
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from slimbayes.engine import calls
 from slimbayes.engine.tree import arrays_of, map_arrays, padded
+from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction.checks import check_inputs
 from slimbayes.prediction.draws import MOST_ROWS
 from slimbayes.prediction.sample import members, posteriors_in
@@ -50,6 +53,7 @@ def _whole_batches(model: nn.Module, x: Any, inputs: int | None) -> Iterator[tup
     if isinstance(x, list) and x and all(isinstance(part, (tuple, list, Mapping)) for part in x):
         x = iter(x)  # batches (input, target), or mappings
     if isinstance(x, Iterable) and not isinstance(x, (Tensor, Mapping, tuple, list, PackedSequence)) and not _array(x):
+        _warn_of_shuffling(x)
         for batch in x:
             yield call_batch(model, batch, inputs)
     elif isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
@@ -57,6 +61,18 @@ def _whole_batches(model: nn.Module, x: Any, inputs: int | None) -> Iterator[tup
         yield tuple(_tensor(model, part) for part in x), {}
     else:
         yield call_batch(model, x, inputs)
+
+
+def _warn_of_shuffling(loader: Any) -> None:
+    """Targets in the order of the data would be compared with predictions of other rows."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+    if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
+        warnings.warn(
+            "This loader shuffles: predictions are in the order in which it gave rows, not in that of its data. Give "
+            "predict a loader with shuffle=False, or the data set.",
+            SlimbayesWarning,
+            stacklevel=4,
+        )
 
 
 def _check_arguments(model: nn.Module, count: int) -> None:

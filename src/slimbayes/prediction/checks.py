@@ -21,6 +21,7 @@ from slimbayes.engine.trial import undisturbed
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.train.likelihoods import NOISE_RULE, likelihood_named
+from slimbayes.train.targets import check_logits
 
 _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
 
@@ -71,6 +72,24 @@ def check_noise_rule(model: nn.Module, likelihood: str) -> None:
             f"again.",
             SlimbayesWarning,
             stacklevel=4,
+        )
+
+
+def check_scores(model: nn.Module, outputs: Tensor, likelihood: str, class_dim: int | None) -> None:
+    """Refuse probabilities of classes in the place of logits, on any device, and warn of what looks like those of a yes
+    or no: numbers from near 0 to near 1 and none beyond, or out of a model whose last part is a sigmoid.
+    """
+    if likelihood == "categorical" and outputs.device.type != "cpu" and (class_dim is not None or outputs.dim() < 5):
+        check_logits(outputs, -1 if class_dim is None else class_dim)
+    if likelihood != "bernoulli" or outputs.numel() < 2 or bool(((outputs < 0) | (outputs > 1)).any()):
+        return
+    last = [m for m in model.modules() if not m._modules][-1]
+    if isinstance(last, nn.Sigmoid) or bool((outputs.min() < 0.05) & (outputs.max() > 0.95)):
+        warnings.warn(
+            "All outputs lie between 0 and 1, as probabilities do, but a bernoulli likelihood takes logits: if the "
+            "model ends in a sigmoid, return what goes into it.",
+            SlimbayesWarning,
+            stacklevel=3,
         )
 
 

@@ -19,7 +19,7 @@ from slimbayes.engine.calls import Fold, stack_draws
 from slimbayes.engine.layout import Layout
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass
-from slimbayes.engine.tree import arrays_of, padded, tree_map
+from slimbayes.engine.tree import arrays_of, fresh, padded, tree_map
 from slimbayes.posteriors.base import Support
 from slimbayes.prediction.sample import device_of, free_seed, members, posteriors_in, sampled
 
@@ -51,8 +51,9 @@ class Draws:
         """Outputs (S', N, ...) of the draws of each member from `start` on, so many at a time as fit."""
         if not self.posteriors:
             for j in range(start, start + draws):
+                more, options = fresh((args, kwargs))
                 with noise.own_noise(self._own(j), device_of(self.model)):
-                    yield calls.stack_draws([self.model(*args, **kwargs)])
+                    yield calls.stack_draws([self.model(*more, **options)])
             return
         if self.held is not None:
             yield sampled(self.model, args, kwargs, self.held.total, self.fold, self.held)

@@ -20,7 +20,14 @@ from slimbayes.engine.tree import arrays_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.batches import Progress, batches_of
-from slimbayes.prediction.checks import check_draws, check_inputs, check_noise_rule, explained, refuse_outputs
+from slimbayes.prediction.checks import (
+    check_draws,
+    check_inputs,
+    check_noise_rule,
+    check_scores,
+    explained,
+    refuse_outputs,
+)
 from slimbayes.prediction.draws import Draws, Networks
 from slimbayes.prediction.far import Far, features_of
 from slimbayes.prediction.prediction import Prediction
@@ -130,6 +137,8 @@ def predict(
             with explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
                     found = _checked(select(outputs, output), likelihood)
+                    if not parts and not sums.count:
+                        check_scores(model, found, likelihood, class_dim)
                     sums.scale = _scale_of(scale, found, likelihood, parts)
                     sums.add(found)
             part = Prediction(**sums.fields())

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slimbayes.convert.convert import conversions_of, debayesianize
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass, Unproven
-from slimbayes.engine.tree import arrays_of
+from slimbayes.engine.tree import arrays_of, fresh
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.prediction.checks import check_draws, explained
 
@@ -87,7 +87,8 @@ def sample(
         raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
     if not posteriors:
         with noise.own_noise(None if seed is None else noise.seed_of(seed), device_of(model)):
-            return calls.stack_draws([model(*args, **kwargs) for _ in range(draws)])
+            every = (fresh((args, kwargs)) for _ in range(draws))
+            return calls.stack_draws([model(*own, **options) for own, options in every])
     held = passes.of(posteriors[0].key)
     held = None if held is not None and passes.recomputing(held) else held
     if held is not None and not held.held:
@@ -285,7 +286,7 @@ def merge(model: Model, member: int | Literal["mean"] = 0) -> Model:
     every = [passes.run(new.single(k), written, model) for k in range(total)]
     means = []
     for tensors in zip(*(plain.state_dict().values() for plain in every), strict=True):
-        if tensors[0].is_floating_point():
+        if isinstance(tensors[0], Tensor) and tensors[0].is_floating_point():
             wide = torch.promote_types(tensors[0].dtype, torch.float32)
             means.append((tensors[0], torch.stack([t.to(wide) for t in tensors]).mean(0)))
     for own, mean in means:  # only now: what is tied is listed under each of its names

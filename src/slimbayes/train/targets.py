@@ -100,6 +100,24 @@ def check_classes(logits: Tensor, class_dim: int) -> None:
             f"outputs of shape {tuple(logits.shape)}. "
             f'For a yes or no use likelihood="bernoulli", for a real target "gaussian".'
         )
+    if readable(logits):
+        check_logits(logits, class_dim)
+
+
+def check_logits(logits: Tensor, class_dim: int = -1) -> None:
+    """Refuse probabilities where logits are needed: the softmax of a softmax is nearly uniform, whatever was learned.
+
+    Several rows that all sum to 1, none of them negative nor all of them zeros and ones, are no logits by chance.
+    """
+    rows = logits.detach().movedim(class_dim, -1).flatten(0, -2)
+    near = 1e-4 if torch.finfo(rows.dtype).bits > 16 else 1e-2
+    if len(rows) < 2 or not abs(float(rows[0].sum()) - 1) < near:  # one look is enough for most
+        return
+    if bool(((rows.sum(-1) - 1).abs() < near).all() & (rows >= 0).all() & (rows.frac() > 0).any()):
+        raise ValueError(
+            "The outputs are probabilities already: each row sums to 1 and none is negative. A categorical likelihood "
+            "takes logits: return what goes into the softmax, or the logarithms of the probabilities."
+        )
 
 
 def check_two_outputs(outputs: Tensor) -> None:
