@@ -10,7 +10,6 @@ mapping by mapping; a mapping with another `kind` replaces the former one. It ma
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -20,7 +19,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from slimbayes.errors import brief, cut
+from slimbayes.errors import brief, cut, did_you_mean
 from slimbayes.lab.choices import models_in
 from slimbayes.lab.config import FORMAT, Experiment
 from slimbayes.lab.own_config import filled
@@ -216,11 +215,11 @@ def _describe(fault: ErrorDetails) -> str:
     place = tuple(cut(part, most=60) if isinstance(part, str) else part for part in fault["loc"])
     path, fields = _locate(place, unknown=fault["type"] == "extra_forbidden")
     if fault["type"] == "extra_forbidden":
-        return f"{path}: no such field{_nearest(str(fault['loc'][-1]), fields)}"
+        return f"{path}: no such field{did_you_mean(str(fault['loc'][-1]), fields)}"
     if fault["type"] == "union_tag_invalid":
         context = fault["ctx"]
         known = [tag.strip().strip("'") for tag in context["expected_tags"].split(",")]
-        return f"{path}.kind: unknown {brief(context['tag'])}{_nearest(str(context['tag']), known)}"
+        return f"{path}.kind: unknown {brief(context['tag'])}{did_you_mean(str(context['tag']), known)}"
     if fault["type"] == "union_tag_not_found":
         return f"{path}: needs a `kind` that says which"
     if fault["type"] == "missing":
@@ -228,12 +227,6 @@ def _describe(fault: ErrorDetails) -> str:
     got = fault["input"]
     shown = "" if isinstance(got, dict | BaseModel) else f", got {brief(got)}"
     return f"{path}: {fault['msg'].removeprefix('Value error, ')}{shown}"
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word[:80].lower(), [n.lower() for n in known], n=1, cutoff=0.5)
-    hint = next((f"; did you mean {n!r}?" for n in known if near and n.lower() == near[0]), ".")
-    return f"{hint} Known: {', '.join(known)}." if known else "."
 
 
 def _locate(place: tuple[int | str, ...], unknown: bool) -> tuple[str, list[str]]:

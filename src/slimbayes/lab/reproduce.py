@@ -32,7 +32,7 @@ from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe
 from slimbayes.lab.papers import PaperRow, Scale, find, listings
 from slimbayes.lab.run_folder import default_folder
 from slimbayes.lab.watchers import Nobody, Watcher
-from slimbayes.report.record import Evaluation, Record, read
+from slimbayes.report.record import Evaluation, read
 from slimbayes.untrusted import parse_json, read_file
 
 
@@ -133,15 +133,11 @@ def _run(
     draws = draws_of(record, row.paper.draws)
     case = Case(folder, out, draws, seed, row.paper.options, execution)
     numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
-    record = _with_evaluations(record, [out / name for name in files if name.endswith("-corruption.json")])
+    made = [parse_json(read_file(out / name))["details"] for name in files if name.endswith("-corruption.json")]
+    more = [Evaluation.model_validate(one) for details in made for one in details]  # beside the record's own
+    record = record.model_copy(update={"evaluations": [*record.evaluations, *more]})
     setting = describe_setting(experiment, scale)
     return RowResult(row, seed, measured(record, draws) | numbers, record, folder, setting, files)
-
-
-def _with_evaluations(record: Record, files: Sequence[Path]) -> Record:
-    """A record with the evaluations that diagnostics have made beside its own."""
-    more = [Evaluation.model_validate(one) for file in files for one in parse_json(read_file(file))["details"]]
-    return record.model_copy(update={"evaluations": [*record.evaluations, *more]})
 
 
 def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[Numbers, tuple[str, ...]]:

@@ -159,11 +159,6 @@ def check_data_of(folder: Path, name: str, sha256: str) -> str:
     return ""
 
 
-def write_data(folder: Path, name: str, sha256: str) -> None:
-    """Write down which data a run reads."""
-    write_json(folder / "data.json", {"name": name, "sha256": sha256})
-
-
 # --- what is written down while it trains ---
 
 

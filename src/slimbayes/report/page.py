@@ -172,16 +172,13 @@ def _notes(chapters: Sequence[Chapter]) -> Iterator[str]:
                 f"On {chapter.data!r} the runs share {len(shared)} of {len(places)} corrupted sets: "
                 "the summary uses only those, the charts use all that each run has."
             )
-        hardware = {_hardware(record) for group in chapter.groups for record in group.records}
+        every = [record.environment for group in chapter.groups for record in group.records]
+        hardware = {facts.get("gpu") or facts.get("cpu", "") for facts in every}
         if len(hardware - {""}) > 1:
             yield (
                 f"The runs on {chapter.data!r} were made on different hardware "
                 f"({'; '.join(sorted(hardware - {''}))}): their times and memory do not compare."
             )
-
-
-def _hardware(record: Record) -> str:
-    return record.environment.get("gpu") or record.environment.get("cpu", "")
 
 
 def _machines(groups: Sequence[Group]) -> dict[tuple[tuple[str, str], ...], list[str]]:
