@@ -233,21 +233,24 @@ def reproduce(
     accelerator: Accelerator = "auto",
 ) -> None:
     """Run the rows of a paper's table and write ours beside the paper's numbers."""
-    from slimbayes.lab import reproduce as papers
-    from slimbayes.lab.execution import Execution
-    from slimbayes.lab.watchers import Bars
-
     if show_status:
         from slimbayes.lab.kept import overview, status
 
         typer.echo("\n".join(status(table, out) if table else overview()))
         return
     if list_all or not table:
+        from slimbayes.lab import papers
+
         typer.echo("\n".join(papers.list_all()))
         return
+    from slimbayes.lab.execution import Execution
+    from slimbayes.lab.reproduce import parse_seeds
+    from slimbayes.lab.reproduce import reproduce as run_rows
+    from slimbayes.lab.watchers import Bars
+
     execution = Execution(accelerator=accelerator, data_dir=data_dir)
     with Bars() as bars:
-        folder = papers.reproduce(table, out, execution, scale, papers.parse_seeds(seeds), bars)
+        folder = run_rows(table, out, execution, scale, parse_seeds(seeds), bars)
     typer.echo((folder / "table.md").read_text())
 
 

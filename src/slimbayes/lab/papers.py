@@ -165,6 +165,16 @@ def listings(folders: Sequence[Path] | None = None) -> dict[str, tuple[str, int]
     return dict(sorted(found.items(), key=lambda item: _by_number(item[0])))
 
 
+def list_all() -> list[str]:
+    """A line for each table and figure that can be reproduced, its name first.
+
+    Example:
+        >>> [line for line in list_all() if line.startswith("rank1/table8")]
+        ['rank1/table8         Table 8, 5 rows']
+    """
+    return [f"{name:<20} {place}, {rows} row{'s' if rows > 1 else ''}" for name, (place, rows) in listings().items()]
+
+
 def _by_number(name: str) -> tuple[str, bool, int, str]:
     """Papers by name, tables before figures, each by number."""
     paper, _, place = name.partition("/")

@@ -29,7 +29,7 @@ from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Stopped, fit
 from slimbayes.lab.kept import by_hash
 from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe_setting, draws_of, failed, measured
-from slimbayes.lab.papers import PaperRow, Scale, find, listings
+from slimbayes.lab.papers import PaperRow, Scale, find
 from slimbayes.lab.run_folder import default_folder
 from slimbayes.lab.watchers import Nobody, Watcher
 from slimbayes.report.record import Evaluation, read
@@ -180,13 +180,3 @@ def parse_seeds(text: str) -> list[int]:
         raise ValueError(f"--seeds takes whole numbers and ranges of them, such as 0,1,2 or 0-9, got {brief(text)}.")
     parts = [part.partition("-") for part in text.split(",")]
     return [seed for first, _, last in parts for seed in range(int(first), int(last or first) + 1)]
-
-
-def list_all() -> list[str]:
-    """A line for each table and figure that can be reproduced, its name first.
-
-    Example:
-        >>> [line for line in list_all() if line.startswith("rank1/table8")]
-        ['rank1/table8         Table 8, 5 rows']
-    """
-    return [f"{name:<20} {place}, {rows} row{'s' if rows > 1 else ''}" for name, (place, rows) in listings().items()]
