@@ -1,5 +1,7 @@
 """The numbers that kernels make from a seed (kernels/draws.py), by numpy in float64: Philox, then Box and Muller."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,7 +43,7 @@ def noise(family: int, rows: int, channels: int, seed: int, salt: int = 0, first
     return parts.reshape(rows, -1)[:, :channels]
 
 
-def polar(count: NDArray[np.float64], cells: float, turn: NDArray[np.float64]) -> NDArray[np.float64]:
+def polar(count: NDArray[Any], cells: float, turn: NDArray[Any]) -> NDArray[np.float64]:
     """Pairs of normals by Box and Muller, from where in so many cells the radius and the angle are."""
     size, angle = np.sqrt(-2 * np.log(count / cells)), 2 * np.pi * turn / cells
     return np.stack([size * np.cos(angle), size * np.sin(angle)], -1)

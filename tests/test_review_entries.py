@@ -324,6 +324,7 @@ class Encoder(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["batch-ensemble", "ensemble-layers"])
+@pytest.mark.filterwarnings("ignore:.*is called by itself after another part")
 @torch.no_grad()
 def test_a_submodule_on_its_own_gives_each_row_one_member(method: str) -> None:
     config = MEMBERS if method == "batch-ensemble" else {".+": METHODS["ensemble"]}

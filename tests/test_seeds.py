@@ -246,6 +246,29 @@ def test_compiled_models_have_the_same_draws(method: str) -> None:
     assert len(set(frames)) == 1
 
 
+@pytest.mark.slow
+def test_large_noise_of_a_compiled_loss_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many numbers as a compiler would take its own generator for; a loss is then what it is without one."""
+    monkeypatch.setattr("slimbayes.engine.noise.LARGE", 1)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    sb.bayesianize(model, sb.KTied(rank=2, prior=sb.Normal(0.0, 0.2), estimator="reparam"))
+    x = torch.randn(6, 5)
+    sb.sample(model, x)
+    torch._dynamo.reset()
+    results = []
+    for loss in (torch.compile(lambda: sb.sample(model, x).square().mean(), fullgraph=True),) * 2:
+        torch.manual_seed(3)
+        results.append(loss())
+    torch.manual_seed(3)
+    results.append(sb.sample(model, x).square().mean())
+    torch.manual_seed(4)
+    other = sb.sample(model, x).square().mean()
+    gradients = [torch.autograd.grad(y, list(model.parameters())) for y in results]
+    torch.testing.assert_close(results[0], results[2])
+    torch.testing.assert_close(gradients[0], gradients[2])
+    assert torch.equal(results[0], results[1]) and not torch.isclose(results[0], other)
+
+
 # Processes ------------------------------------------------------------------------------------------------------------
 
 

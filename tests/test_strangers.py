@@ -225,3 +225,111 @@ def test_a_loader_that_shuffles_is_told() -> None:
         sb.predict(net, DataLoader(data, batch_size=4, shuffle=True))
     in_order = sb.predict(net, DataLoader(data, batch_size=4), seed=0)
     torch.testing.assert_close(in_order.probs, sb.predict(net, X, seed=0).probs)
+
+
+class Agent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def act(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(self.body(x))
+        return scores, scores.logsumexp(-1)
+
+
+def by_member(outputs: Tensor, every: Tensor) -> list[int]:
+    """Which member each row is of."""
+    apart = (every - outputs).abs().flatten(2).amax(-1)
+    assert apart.amin(0).max() < 1e-5
+    return apart.argmin(0).tolist()
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.Ensemble(members=3)])
+def test_methods_share_rows_out_among_held_draws(config: Any) -> None:
+    net = sb.bayesianize(Agent(), config)
+    with sb.frozen(net, draws=1):
+        every = sb.sample(net, X)
+        scores, values = net.act(X)
+    assert by_member(scores, every) == [0, 0, 1, 1, 2, 2]
+    torch.testing.assert_close(values, scores.logsumexp(-1))
+
+
+class Uses(nn.Module):
+    """Calls a method of a part beside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agent, self.last = Agent(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.agent(x) + self.agent.act(x)[0].tanh())
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_methods_of_a_copied_part_are_those_of_its_members() -> None:
+    net = Uses().eval()
+    sb.bayesianize(net.agent, sb.Ensemble(members=3))
+    with sb.frozen(net):
+        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(3)])
+    for fold in ("auto", False):
+        torch.testing.assert_close(sb.sample(net, X, fold=fold), wanted)
+    assert wanted.std(0).min() > 0
+
+
+def test_parts_called_one_after_another_are_told_of_their_members() -> None:
+    net = sb.bayesianize(Agent(), sb.BatchEnsemble(members=3))
+    net.body(X), net.body(X), net(X), net.act(X)
+    features = nn.Sequential(*list(net.children()))  # the usual way to cut a head off
+    with pytest.warns(sb.SlimbayesWarning, match="head.* is called by itself after another part"):
+        features(X)
+    with sb.frozen(net):
+        assert by_member(features(X), sb.sample(net, X)) == [0, 0, 1, 1, 2, 2]
+
+
+def test_empty_batches_at_any_call() -> None:
+    net = sb.bayesianize(mlp(), sb.BatchEnsemble(members=3)).train()
+    for rows in (6, 6, 0, 3, 0, 0, 6, 0, *(0,) * 10):
+        assert net(X[:rows]).shape == (rows, 3)
+
+
+class Graph:
+    """A batch of graphs as one object, as graph libraries give it."""
+
+    def __init__(self) -> None:
+        self.x, self.edges = torch.randn(7, 4), torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 6]])
+        self.of = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+
+
+class Messages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, graph: Graph) -> Tensor:
+        graph.x = self.first(graph.x)  # and the next draw is to begin with the graph that was given
+        graph.x = graph.x.tanh().index_add(0, graph.edges[1], graph.x[graph.edges[0]])
+        return self.last(torch.zeros(2, 4).index_add(0, graph.of, graph.x))
+
+
+@pytest.mark.parametrize("config", [sb.Rank1(members=2, scale_init=0.3), sb.MeanField(), sb.Ensemble(members=3)])
+def test_inputs_that_are_objects_of_somebody(config: Any) -> None:
+    net, graph = sb.bayesianize(Messages(), config).eval(), Graph()
+    with sb.frozen(net, draws=3, seed=0), torch.no_grad():
+        wanted = torch.stack([sb.write_out(net, j)(copy.copy(graph)) for j in range(3 * sb.members(net))])
+        torch.testing.assert_close(sb.sample(net, graph), wanted)
+    torch.testing.assert_close(sb.predict(net, iter([graph]), draws=3, seed=0).samples, wanted.softmax(-1))
+    for use in (lambda: sb.sample(net, "text"), lambda: sb.predict(net, iter(["text"]))):
+        with pytest.raises(ValueError, match="no tensor"):
+            use()
+
+
+def test_a_part_of_one_member_alone_is_told_to_be_new() -> None:
+    net = sb.bayesianize(Agent(), sb.Ensemble(members=3))
+    copy.deepcopy(net)(X), net(X), net.act(X)
+    net.head = nn.Linear(8, 3)
+    with pytest.warns(sb.SlimbayesWarning, match="head of .* into member 0 alone"):
+        sb.sample(net, X)
+    assert not any("_slimbayes_member" in m.__dict__ for m in sb.debayesianize(net).modules())

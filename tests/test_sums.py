@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import slimbayes as sb
-from slimbayes.distributions import sums
+from slimbayes.distributions import joining, sums
 from slimbayes.distributions.families import rho_from_scale, scale_from_rho
 from slimbayes.distributions.kl import kl, summed_kl
 
@@ -177,3 +177,109 @@ def test_the_kl_of_many_factors_in_one_operation(q: Any) -> None:
     pairs = zip(leaves[:3], leaves[3:], strict=True)
     apart = [kl(sb.Normal(loc, scale_from_rho(rho)), sb.Cauchy(1.0, 0.1)).sum() for loc, rho in pairs]
     torch.testing.assert_close(wide, sum(apart))
+
+
+def test_many_parameters_side_by_side_have_the_gradients_of_a_cat() -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(3, 1, n, dtype=torch.float64, requires_grad=True) for n in range(1, joining.MANY + 2)]
+    whole = joining.side_by_side(parts, 2)
+    plain = torch.cat(parts, 2)
+    assert torch.equal(whole, plain) and whole.grad_fn.name() != plain.grad_fn.name()
+    weights = torch.randn_like(plain)
+    found, wanted = (torch.autograd.grad((t.sin() * weights).sum(), parts) for t in (whole, plain))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert all(g.is_contiguous() for g in found), "what is not dense is copied when it is kept"
+    assert torch.autograd.gradgradcheck(lambda *xs: joining.side_by_side(xs, 2).pow(3), parts)
+
+
+def many_layers(monkeypatch: pytest.MonkeyPatch, shares: bool) -> nn.Module:
+    """A net whose KL sends its gradient through what draws are made from, or not."""
+    monkeypatch.setattr(joining, "MANY", 2 if shares else 10**9)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    return sb.bayesianize(net, sb.Rank1(members=2, scale_init=0.3))
+
+
+def step(net: nn.Module, how: str) -> list[Tensor]:
+    """Gradients of draws and KL, for steps of some kind."""
+    x = torch.linspace(-1, 1, 20).view(5, 4)
+    parameters = list(net.parameters())
+    nll = sb.sample(net, x, seed=3).square().mean()
+    if how == "changed":
+        for p in parameters:
+            p.data.mul_(1.5)  # leaves no trace
+    kl = sb.kl(net)
+    if how == "apart":
+        nll.backward()
+        (2 * kl).backward()
+    elif how == "the KL alone":
+        (0 * nll).backward()
+        del nll
+        sb.kl(net).backward()
+    elif how == "twice":
+        (first,) = torch.autograd.grad(kl, net[2].posterior["weight"].r.rho, create_graph=True)
+        (first.square().sum() + nll).backward()
+    else:
+        (nll + 2 * kl).backward()
+    return [kl.detach(), *(p.grad for p in parameters)]
+
+
+@pytest.mark.parametrize("how", ["together", "apart", "changed", "the KL alone", "twice"])
+def test_a_kl_that_joins_the_gradients_of_draws(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    expected = step(many_layers(monkeypatch, shares=False), how)
+    net = many_layers(monkeypatch, shares=True)
+    torch.testing.assert_close(step(net, how), expected)
+    net.zero_grad()
+    for module in net.modules():  # parameters of another make: nothing may lead to the old ones
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(p.detach().clone()))
+    kl = sb.kl(net)
+    kl.backward()
+    assert all(p.grad is not None for name, p in net.named_parameters() if name.endswith(("loc", "rho")))
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("factors", [(0.1, 0.1, 0.1, 0.1), (0.1, 0.2, 0.3, 0.4)])
+def test_a_penalty_that_joins_the_gradients_of_draws(
+    monkeypatch: pytest.MonkeyPatch, cross: bool, factors: tuple[float, ...]
+) -> None:
+    """Together, where one factor serves all, and where factors leave scales and biases apart."""
+    found = []
+    for many in (10**9, 2):
+        monkeypatch.setattr(joining, "MANY", many)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5))
+        sb.bayesianize(net, sb.ModelPatch(components=3, patch="norm", cross=cross, init="uniform", tau=None))
+        out = net(torch.randn(7, 4))
+        for p in net.parameters():
+            p.data.mul_(1.5)
+        (out.square().mean() + sb.l2(net, *factors)).backward()
+        found.append([p.grad for p in net.parameters()])
+        assert bool(list(joining._JOINED.values())) == (many == 2)
+        del out
+    torch.testing.assert_close(*found)
+
+
+def test_tensors_that_count_twice_do_so_in_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "MANY", 2)
+    a, b, held = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True), []
+    joining.side_by_side([a, b], 0, held)
+    for tensors, wanted in (([a, b], 2.0), ([a, b, a], 4.0)):
+        (gradient,) = torch.autograd.grad(sums.squared_norms(tensors), a)
+        assert torch.equal(gradient, torch.full((2,), wanted))
+
+
+def test_what_draws_were_made_from_goes_with_their_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = joining.joined
+    net = many_layers(monkeypatch, shares=True)
+    locs = [p for name, p in net.named_parameters() if name.endswith("loc")]
+    out = sb.sample(net, torch.zeros(5, 4))
+    assert joined(locs) is not None and joined(locs[:-1]) is None and joined(locs[1:]) is None
+    locs[1].requires_grad_(False)
+    assert joined(locs) is None
+    locs[1].requires_grad_()
+    del out
+    assert joined(locs) is None
+    with torch.no_grad():
+        kept = sb.sample(net, torch.zeros(5, 4))
+    assert joined(locs) is None and not kept.requires_grad

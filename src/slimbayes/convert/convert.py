@@ -20,7 +20,7 @@ from slimbayes.engine.locate import LATEST, unwrapped
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
 from slimbayes.layers.copied import copied_class
-from slimbayes.layers.methods import Opens, class_before, open_passes, turn_off_fast_paths
+from slimbayes.layers.methods import MARK, Opens, class_before, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.configs.ensemble import Ensemble
 from slimbayes.posteriors.ensemble import EnsemblePosterior, shapes_of
@@ -178,7 +178,7 @@ def debayesianize(model: Model) -> Model:
             _restore(layer, layer.posterior)
         elif isinstance(layer, Opens):
             layer.__class__ = class_before(type(layer))
-        for kept in ("_slimbayes_rows", *LATEST.values(), "_slimbayes_tree"):
+        for kept in ("_slimbayes_rows", *LATEST.values(), "_slimbayes_tree", MARK):
             layer.__dict__.pop(kept, None)
         conversion: Conversion | None = layer.__dict__.pop("_slimbayes", None)
         for name, attribute, former in [] if conversion is None else conversion.patched:

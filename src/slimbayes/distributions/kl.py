@@ -51,13 +51,22 @@ def kl(q: Distribution, p: Distribution) -> Tensor:
     return _CLOSED_FORMS.get((type(q), type(p)), _kl_by_quadrature)(q, p)
 
 
-def summed_kl(family: type[Distribution], prior: Any, locs: Sequence[Tensor], rhos: Sequence[Tensor]) -> Tensor:
+def summed_kl(
+    family: type[Distribution],
+    prior: Any,
+    locs: Sequence[Tensor],
+    rhos: Sequence[Tensor],
+    loc: Tensor | None = None,
+    rho: Tensor | None = None,
+) -> Tensor:
     """KL of many factors under one prior, summed over all elements: a scalar. Pairs of one family take a third of the
     operations that autograd would.
 
     Args:
         family: of the posteriors, whose scales are `scale_from_rho` of `rhos`.
         locs, rhos: parameters, each (K, p, channels) with the same K and p.
+        loc, rho: where they are side by side already, (K, p, sum of channels): gradients go through these, which may
+            have older values.
 
     >>> rho = torch.full((1, 1, 2), 0.541325)  # of scale 1
     >>> summed_kl(Normal, Normal(1.0, 1.0), [torch.zeros(1, 1, 2)], [rho]).round(decimals=4)  # two halves
@@ -65,20 +74,22 @@ def summed_kl(family: type[Distribution], prior: Any, locs: Sequence[Tensor], rh
     """
     numbers = all(isinstance(getattr(prior, name, None), (int, float)) for name in ("loc", "scale"))
     if (family, type(prior)) in _SLOPES and numbers and not by_hand(locs[0]):
-        return _apply(family, prior, *locs, *rhos)
-    loc, rho = torch.cat(list(locs), 2), torch.cat(list(rhos), 2)
+        roots = (*locs, *rhos) if loc is None or rho is None else (loc, rho)
+        return _apply(family, prior, (locs, rhos), *roots)
     q: Any = family
-    return kl(q(wide(loc), scale_from_rho(rho)), prior).sum()
+    return kl(q(wide(torch.cat(list(locs), 2)), scale_from_rho(torch.cat(list(rhos), 2))), prior).sum()
 
 
 class _SummedKL(torch.autograd.Function):
+    """Of parameters that autograd does not see: gradients are those of `roots`, the same or what has joined them."""
+
     @staticmethod
-    def forward(ctx: Any, family: Any, prior: Any, *parameters: Tensor) -> Tensor:
-        half = len(parameters) // 2
-        loc, rho = wide(torch.cat(parameters[:half], 2)), wide(torch.cat(parameters[half:], 2))
+    def forward(ctx: Any, family: Any, prior: Any, parameters: Any, *roots: Tensor) -> Tensor:
+        locs, rhos = parameters
+        loc, rho = wide(torch.cat(locs, 2)), wide(torch.cat(rhos, 2))
         scale = scale_from_rho(rho)
-        ctx.save_for_backward(loc, rho, scale, *parameters)
-        ctx.pair = family, prior
+        ctx.save_for_backward(loc, rho, scale, *locs, *rhos)
+        ctx.pair, ctx.apart = (family, prior), len(roots) > 2
         return _SLOPES[family, type(prior)][0](family(loc, scale), prior)
 
     @staticmethod
@@ -88,13 +99,16 @@ class _SummedKL(torch.autograd.Function):
         if torch.is_grad_enabled():  # a derivative of the derivative is wanted
             loc, rho = torch.cat(parameters[:half], 2), torch.cat(parameters[half:], 2)
             total = kl(family(wide(loc), scale_from_rho(rho)), prior).sum()
-            wanted = [p for p in parameters if p.requires_grad]
+            wanted = [t for t in (loc, rho) if t.requires_grad]
             found = iter(torch.autograd.grad(total, wanted, gradients[0], create_graph=True))
-            return None, None, *[next(found) if p.requires_grad else None for p in parameters]
-        by_loc, by_scale = _SLOPES[family, type(prior)][1](family(loc, scale), prior, gradients[0])
-        by_rho = torch.ops.aten.softplus_backward(by_scale, rho, 1, 20)
+            by_loc, by_rho = (next(found) if t.requires_grad else torch.zeros_like(t) for t in (loc, rho))
+        else:
+            by_loc, by_scale = _SLOPES[family, type(prior)][1](family(loc, scale), prior, gradients[0])
+            by_rho = torch.ops.aten.softplus_backward(by_scale, rho, 1, 20)
+        if not ctx.apart:
+            return None, None, None, by_loc, by_rho
         sizes = [p.shape[2] for p in parameters[:half]]
-        return None, None, *by_loc.split(sizes, 2), *by_rho.split(sizes, 2)
+        return None, None, None, *by_loc.split(sizes, 2), *by_rho.split(sizes, 2)
 
 
 # Past what Function.apply does in Python for tensors of torch.func, which never come here.

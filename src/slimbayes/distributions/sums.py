@@ -98,7 +98,9 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """
     plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
     if plain and not by_hand(tensors[0]):
-        return _SquaredNorms.apply(*tensors)
+        from slimbayes.distributions.joining import joined_among
+
+        return _SquaredNorms.apply(tensors, *joined_among(tensors))
     return wide(torch.cat([x.flatten() for x in tensors])).square().sum()
 
 
@@ -189,21 +191,28 @@ class _SquaredNorm(torch.autograd.Function):
 
 
 class _SquaredNorms(torch.autograd.Function):
+    """Of tensors that autograd does not see: gradients are those of `roots`, what has joined some, then the others."""
+
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
+    def forward(ctx: Any, tensors: Sequence[Tensor], joined: Sequence[Any], *roots: Tensor) -> Tensor:
+        ctx.save_for_backward(*[part for one in joined for part in one.parts], *roots[len(joined) :])
+        ctx.joined = [(len(one.parts), one.dim) for one in joined]
         widest = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
         # On a CPU norms of lines: one norm of all would add up millions of float32 in a row.
         if tensors[0].is_cuda:
-            return torch.stack(torch._foreach_norm(tensors, 2, widest)).square().sum()
+            return torch.stack(torch._foreach_norm(list(tensors), 2, widest)).square().sum()
         lines = [x.flatten(1) if x.dim() > 1 else x.reshape(1, -1) for x in tensors]
         return torch.stack([torch.linalg.vector_norm(x, dim=1, dtype=widest).square().sum() for x in lines]).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found, twice = ctx.saved_tensors, 2 * gradients[0]
-        found = [x * twice for x in found] if torch.is_grad_enabled() else torch._foreach_mul(found, twice)
-        return tuple(g if need else None for g, need in zip(found, ctx.needs_input_grad, strict=True))
+        rest, twice, roots = list(ctx.saved_tensors), 2 * gradients[0], []
+        for count, dim in ctx.joined:
+            roots.append(torch.cat(rest[:count], dim))
+            rest = rest[count:]
+        roots += rest
+        found = [x * twice for x in roots] if torch.is_grad_enabled() else torch._foreach_mul(roots, twice)
+        return None, None, *[g if need else None for g, need in zip(found, ctx.needs_input_grad[2:], strict=True)]
 
 
 class _Shifted(torch.autograd.Function):

@@ -6,6 +6,7 @@ Sizes: S draws, B rows of the caller's batch, K members.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -21,8 +22,12 @@ from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import planned
 from slimbayes.engine.passes import Pass, Unproven
 from slimbayes.engine.tree import arrays_of, fresh, padded
+from slimbayes.errors import SlimbayesWarning
 
 Fold = Literal["auto"] | bool
+_PART = (
+    threading.local()
+)  # the latest part of a model that was called by itself: its name, its model's number, and its rows
 
 
 class Scope(Pass):
@@ -106,6 +111,7 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     if layout is not None:
         rows = layout.rows((args, kwargs))
         check_size(module, (args, kwargs), posteriors, layout)
+        _tell_of_part(module, posteriors, rows)
     if layout is not None and not layout.apart and rows > 1:
         tell(layout, "each call uses one draw for all rows, where rows would share out the members")
     new = _bare_pass(posteriors, rows, layout)
@@ -116,6 +122,24 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
         assert layout is not None
         unfold(layout, error)
         return _open(module, function, args, kwargs)
+
+
+def _tell_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> None:
+    """Say once that parts of a model which are called one after another begin at members of their own."""
+    if torch.compiler.is_compiling() or max(p.members for p in posteriors) == 1:
+        return
+    part = posteriors[0].name if "_slimbayes" not in module.__dict__ else ""
+    before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].conversion, rows)
+    if part and before and before[0] not in ("", part) and before[1:] == _PART.latest[1:] and not posteriors[0].alone:
+        posteriors[0].alone = True
+        warnings.warn(
+            f"{posteriors[0].name or type(module).__name__} is called by itself after another part: each such call "
+            f"shares its rows out among members anew, so that parts which belong together (net.head(net.body(x)), a "
+            f"Sequential of some children) run as different members. Call them inside `with frozen(model):`, in a "
+            f"method of the model, or by sample.",
+            SlimbayesWarning,
+            stacklevel=5,
+        )
 
 
 def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, first: Any = None) -> Pass:

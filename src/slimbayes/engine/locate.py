@@ -152,7 +152,7 @@ def _look_again(
     layout.calls += 1
     again = layout.calls >= 16 and 4 ** round(math.log(layout.calls, 4)) == layout.calls
     early = model.training and layout.calls in (2, 4, 8)
-    if not (again or early) or _cannot_look(inputs):
+    if not (again or early) or not layout.rows(inputs) or _cannot_look(inputs):
         return
     # A proof shows every row twice: half of them are as many rows as the model has room for.
     half = layout.narrow(inputs, 0, -(-layout.rows(inputs) // 2))

@@ -10,6 +10,7 @@ Sizes: S draws, R rows of the batch, B rows per draw, K members.
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import os
 import threading
@@ -24,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimbayes.engine import passes
-from slimbayes.engine.blocks import same
+from slimbayes.engine.blocks import exporting, same
 from slimbayes.engine.groups import Group, groups_of, kinds_of
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.quiet import inside_func
-from slimbayes.kernels import ready
+from slimbayes.kernels import LARGE, ready
 
 Seed = int | torch.Generator | None
 
@@ -166,8 +167,8 @@ def _mixed(number: Tensor) -> Tensor:
 
 def _hand_out(group: Group, new: Pass, block: Tensor, row: Tensor) -> None:
     """Give each posterior its part of (n, sum of widths) numbers for blocks and (R, sum of widths) for rows."""
-    rows = row.split(group.row, 1) if row.shape[1] else [row] * len(group.keys)
-    for at, part, line in zip(group.keys, block.split(group.block, 1), rows, strict=True):
+    rows = row.split_with_sizes(group.row, 1) if row.shape[1] else [row] * len(group.keys)
+    for at, part, line in zip(group.keys, block.split_with_sizes(group.block, 1), rows, strict=True):
         new.noise[at] = Noise(part, line)
     if not (row.shape[1] and block.shape[1]):
         new.joint[group.keys] = Noise(block, row)
@@ -182,7 +183,10 @@ def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
         alike = len(set(group.counts)) == 1
         if alike and not any(late):
             rows = new.rows if any(group.row) else 0
-            block = _random(torch.randn, (group.counts[0], sum(group.block)), group.device, group.dtype, new)
+            shape = group.counts[0], sum(group.block)
+            block = _random(
+                _large_normal if math.prod(shape) >= LARGE else torch.randn, shape, group.device, group.dtype, new
+            )
             _hand_out(group, new, block, _random(torch.randn, (rows, sum(group.row)), group.device, group.dtype, new))
         else:
             _draw_apart(group, late, new)
@@ -238,6 +242,23 @@ def standard_normal(shape: Sequence[int], device: torch.device, dtype: torch.dty
 def uniform(shape: Sequence[int], device: torch.device) -> Tensor:
     """Uniform numbers of this process; ranks with equal seeds get different ones."""
     return _random(torch.rand, shape, device, torch.float32, passes.current())
+
+
+@torch.library.custom_op("slimbayes::normal", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+def _compiled_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+@_compiled_normal.register_fake
+def _(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, device=device, dtype=dtype)
+
+
+def _large_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype, **generator: Any) -> Tensor:
+    """torch.randn, past a compiler, whose own takes four times as long: a call of Philox for each number."""
+    if torch.compiler.is_compiling() and not exporting():
+        return _compiled_normal(shape, device, dtype)
+    return torch.randn(shape, device=device, dtype=dtype, **generator)
 
 
 def _random(

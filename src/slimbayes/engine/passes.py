@@ -77,6 +77,7 @@ class Pass:
         self.values: dict[str, Any] = {}  # draws made from it
         self.biases: dict[str, tuple[Tensor, Tensor]] = {}  # drawn biases that have a layer's own in them, and that
         self.joint: dict[tuple[str, ...], Noise] = {}  # the same of several posteriors side by side, by their keys
+        self.joined: list[Any] = []  # parameters side by side that draws were made from
         self.keys: dict[str, Tensor] = {}  # numbers (S,) from which a posterior draws while its layer runs
         self.stream: Any = None  # where random numbers come from if not from torch's own generators
         self.masks: dict[str, list[Tensor]] = {}  # drawn for all draws while the first of them ran

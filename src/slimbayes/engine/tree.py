@@ -118,7 +118,15 @@ def fresh(tree: Any) -> Any:
 def _copy(leaf: Any) -> Any:
     if hasattr(leaf, "get_seq_length"):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
         return copy.deepcopy(leaf, {id(tensor): tensor.clone() for tensor in _cached(leaf)})
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    held = any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values())
+    return copy.copy(leaf) if opaque(leaf) and (held or hasattr(leaf, "__copy__")) else leaf
+
+
+def opaque(leaf: Any) -> bool:
+    """Whether an input is an object of somebody's, such as a batch of graphs, which may hold tensors."""
+    return not isinstance(leaf, (str, bytes, int, float, complex, type(None), list, tuple, dict))
 
 
 def _cached(cache: Any) -> Iterator[Tensor]:

@@ -55,8 +55,10 @@ def _counted(word, UPPER: tl.constexpr):  # type: ignore[no-untyped-def]
     """2^23 + the number in one half of a word, by its place in a mantissa: quicker than a conversion."""
     if not _HARDWARE:
         return ((word >> 16 if UPPER else word & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
-    bytes: tl.constexpr = "0x7632" if UPPER else "0x7610"
-    return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, " + bytes + ";", "=f,r", [word], tl.float32, True, 1)
+    selector: tl.constexpr = "0x7632" if UPPER else "0x7610"
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0x4B000000, " + selector + ";", "=f,r", [word], tl.float32, True, 1
+    )
 
 
 @triton.jit

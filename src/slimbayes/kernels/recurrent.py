@@ -7,7 +7,6 @@ gates' gradients. What crosses units passes through memory between two launches.
 Sizes: T steps, R rows, u units (C = 4u gates), n lines of factors, B weights.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,6 +40,17 @@ def _gate(z, gates, r, r_in, bias, at, line, inside):  # type: ignore[no-untyped
 
 
 @triton.jit
+def _settled(product, room, z, at, inside, KEEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A product, through memory: else all that is loaded moves to where tensor cores left it, at two barriers each."""
+    tl.store(room + at, product, mask=inside)
+    tl.debug_barrier()
+    product = tl.load(room + at, mask=inside, other=0.0)
+    if KEEP:
+        tl.store(z + at, product, mask=inside)
+    return product
+
+
+@triton.jit
 def _place(R, u, span, tiles, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Block of rows, rows (ROWS, 1) and units (1, UNITS) of this program, and which of the rows there are."""
     block = tl.program_id(0) // tiles
@@ -51,7 +61,7 @@ def _place(R, u, span, tiles, ROWS: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit(do_not_specialize=["t", "T", "R", "share", "span", "tiles"])
 def _forward_step(  # type: ignore[no-untyped-def]
-    gates, weight, s, r, r_in, bias, before, lengths, states, cells, z, hs, t, T, R, share, span, tiles,
+    gates, weight, s, r, r_in, bias, before, lengths, states, cells, z, hs, products, t, T, R, share, span, tiles,
     u: tl.constexpr, REVERSE: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -78,11 +88,10 @@ def _forward_step(  # type: ignore[no-untyped-def]
         zo = tl.dot(x, tl.load(w + 3 * u * u + k[:, None], mask=known, other=0.0), zo, input_precision=PRECISION)
     gate = row * 4 * u + unit
     line = row // share * 4 * u + unit
-    if KEEP:
-        tl.store(z + gate, zi, mask=inside)
-        tl.store(z + gate + u, zf, mask=inside)
-        tl.store(z + gate + 2 * u, zg, mask=inside)
-        tl.store(z + gate + 3 * u, zo, mask=inside)
+    zi = _settled(zi, products, z, gate, inside, KEEP)
+    zf = _settled(zf, products, z, gate + u, inside, KEEP)
+    zg = _settled(zg, products, z, gate + 2 * u, inside, KEEP)
+    zo = _settled(zo, products, z, gate + 3 * u, inside, KEEP)
     i = tl.sigmoid(_gate(zi, gates, r, r_in, bias, gate, line, inside))
     f = tl.sigmoid(_gate(zf, gates, r, r_in, bias, gate + u, line + u, inside))
     g = _tanh(_gate(zg, gates, r, r_in, bias, gate + 2 * u, line + 2 * u, inside))
@@ -112,8 +121,8 @@ def _forward_step(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["t", "depth", "R", "share", "span", "tiles"])
 def _backward_step(  # type: ignore[no-untyped-def]
-    dh, carry, rest, ds, gates, weight, s, r, r_in, bias, lengths, states, cells, z, dgates, dz, t, depth, R, share,
-    span, tiles, u: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    dh, carry, rest, ds, products, gates, weight, s, r, r_in, bias, lengths, states, cells, z, dgates, dz, t, depth, R,
+    share, span, tiles, u: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Step t. carry holds dc, rest what goes past a row that rests; `depth` is 4u, and 0 where no step comes after."""
@@ -134,6 +143,7 @@ def _backward_step(  # type: ignore[no-untyped-def]
         known = (k[:, None] < 4 * u) & (unit < u)
         back = tl.dot(x, tl.load(w + k[:, None] * u, mask=known, other=0.0), back, input_precision=PRECISION)
     own = row * u + unit
+    back = _settled(back, products, products, own, inside, False)
     if s is not None:
         h = tl.load(states + t * size + own, mask=inside, other=0.0).to(tl.float32)
         tl.store(ds + own, tl.load(ds + own, mask=inside, other=0.0) + back * h, mask=inside)
@@ -226,10 +236,6 @@ def _key(gates: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
     return gates.dtype, *(None if t is None else aligned(t) for t in (gates, *tensors))
 
 
-def _order(count: int, reverse: bool) -> Iterable[int]:
-    return reversed(range(count)) if reverse else range(count)
-
-
 def forward(
     gates: Tensor, cell: Cell, h: Tensor, c: Tensor, lengths: Tensor | None, reverse: bool, keep: bool
 ) -> tuple[Tensor, ...]:
@@ -244,8 +250,9 @@ def forward(
     hs[start % len(hs)] = h if cell.s is None else h * cell.s.repeat_interleave(sizes[1], 0)
     constants = (u, int(reverse), keep, *constants)
     # The state before the first step is given, those before the others are computed.
-    first, *others = _order(T, reverse)
-    fixed, key = (states, cells, z, hs), _key(gates, *cell, h, lengths, states)
+    first, *others = range(T)[:: -1 if reverse else 1]
+    products = torch.empty_like(gates[0], dtype=torch.float32)
+    fixed, key = (states, cells, z, hs, products), _key(gates, *cell, h, lengths, states)
     steps = [(gates, *cell, h, lengths, *fixed, first, T, *sizes)]
     steps += [(gates, *cell, states, lengths, *fixed, t, T, *sizes) for t in others]
     launch_steps(_forward_step, grid, steps, constants, key)
@@ -261,12 +268,12 @@ def backward(
     T, _, u = states.shape
     grid, sizes, constants = _plan(gates, cell)
     dc = dc.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    flows = dh, dc, torch.zeros_like(cells[0]), torch.zeros_like(cells[0])
-    _, carry, rest, ds = flows
+    flows = dh, dc, torch.zeros_like(cells[0]), torch.zeros_like(cells[0]), torch.empty_like(cells[0])
+    _, carry, rest, ds, _ = flows
     dgates = torch.empty_like(gates)
     dz = dgates if cell.r is None else torch.empty_like(gates)
     key = _key(gates, *cell, dh, lengths, states, cells, z)
-    last, *others = reversed(list(_order(T, reverse)))
+    last, *others = range(T)[:: 1 if reverse else -1]
     fixed = *flows, gates, *cell, lengths, states, cells, z, dgates, dz
     steps = [(*fixed, last, 0, *sizes), *((*fixed, t, 4 * u, *sizes) for t in others)]
     launch_steps(_backward_step, grid, steps, (u, int(reverse), *constants), key)

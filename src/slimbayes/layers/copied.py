@@ -21,7 +21,7 @@ from slimbayes.engine.blocks import block_of_row, same
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
 from slimbayes.layers.base import Converted, made_once
-from slimbayes.layers.methods import runs_later, wrap_methods
+from slimbayes.layers.methods import runs_later, tell_of_replaced, wrap_methods
 
 
 class Copied(Converted):
@@ -77,16 +77,24 @@ def copied_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[Convert
 
 
 def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A method other than forward: every member does it for its rows, which are those of the first tensor."""
+    """A method other than forward: every member does it for its rows, which are those of the first tensor. In the
+    forward of a model around it a method has the rows of one draw, which runs by itself.
+    """
     members = module.posterior["members"]
-    arrays = arrays_of((args, kwargs))
-    if passes.of(members.key) is not None or not arrays or members.members == 1:
+    arrays, found = arrays_of((args, kwargs)), passes.of(members.key)
+    if found is not None and not (found.held or found.probing or torch.compiler.is_compiling()):
+        found.drawn_yet, found.met[members.key] = True, None
+        if found.blocks(members) > 1:
+            raise Unproven(f"{module.bayes_name}.{name} is called, beside its forward or instead of it")
+        return _call(module, members, int(found.first) % members.members, args, kwargs, method=name)
+    if (found is not None and not found.held) or not arrays or members.members == 1:
         return _call(module, members, 0, args, kwargs, method=name)
     rows = arrays[0].shape[0]
-    first = noise.random_member(members.device)
+    first = noise.random_member(members.device) if found is None else found.first
     if runs_later(module.plain, name):  # there is nothing to join yet
         return _call(module, members, int(first) % members.members, args, kwargs, method=name)
-    lines, back = _deal(rows, members.members, first, members.members, members.device)
+    blocks = members.members if found is None or found.draws is None else found.draws
+    lines, back = _deal(rows, blocks, first, members.members, members.device)
     dims = tuple(0 if isinstance(a, Tensor) and a.dim() and a.shape[0] == rows else None for a in arrays)
     taken = {k: _take((args, kwargs), line, rows, dims) for k, line in enumerate(lines) if line.numel()}
     outputs = _even([_call(module, members, k, *mine, method=name) for k, mine in taken.items()], _padding(module))
@@ -114,6 +122,8 @@ def _run(module: Any, members: Any, args: Any, kwargs: Any, method: str | None) 
     current = members.current
     if members.members == 1:
         return _call(module, members, 0, args, kwargs, method=method)
+    if not torch.compiler.is_compiling():
+        tell_of_replaced(module)
     blocks = current.blocks(members)
     if blocks == 1:
         return _call(module, members, int(current.first) % members.members, args, kwargs, method=method)

@@ -62,6 +62,8 @@ class Posterior(Keyed, ABC):
     size_is_bound: bool = False  # whether `log_size` is only known not to be too large
     note: str = ""  # what a summary should say about it
     noticed: bool = False  # whether a first pass has told which layers never ran
+    alone: bool = False  # whether it was told that a part of a model was called by itself
+    conversion: int = 0  # its number
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from slimbayes.engine.passes import Noise
 from slimbayes.layers import kind_of
+from slimbayes.layers.methods import MARK, parts_of
 from slimbayes.posteriors.base import MapOf, Pick, Posterior, Role
 from slimbayes.posteriors.configs.ensemble import Ensemble, Execution
 from slimbayes.posteriors.picks import resets
@@ -165,6 +166,11 @@ class EnsemblePosterior(Members):
         self.register_buffer("weights", torch.full((self.members,), 1.0 / self.members))
         wanted = execution == "batched" or (execution == "auto" and batches_well(module, self.members))
         self.batched = len(others) > 0 and wanted
+
+    def join(self, layer: Any) -> None:
+        super().join(layer)
+        for module in parts_of(layer):
+            module.__dict__[MARK] = True
 
     def unlike(self) -> str:
         """The first thing that members have different and that is not in their state, if any: a part's type, a flag,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point, rho_from_scale, scale_from_rho, wide
+from slimbayes.distributions.joining import side_by_side
 from slimbayes.distributions.sums import by_hand
 from slimbayes.engine.blocks import realised, same
 from slimbayes.engine.fused import Seeded
@@ -73,13 +74,17 @@ class Drawn(NamedTuple):
     bias: Tensor | None
 
 
-def joint(factors: Sequence[Factor], pick: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> Any:
+def joint(
+    factors: Sequence[Factor],
+    pick: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+    current: Pass | None = None,
+) -> Any:
     """q of several factors of one family side by side, (K, sum of p * channels), laid out by `pick`; in float32."""
 
     def flat(name: str) -> Tensor:
         parts: list[Any] = [f._parameters[name] for f in factors]
         parts = parts if parts[0].shape[1] == 1 else [part.flatten(1).unsqueeze(1) for part in parts]
-        return wide(parts[0] if len(parts) == 1 else torch.cat(parts, 2)).squeeze(1)
+        return wide(side_by_side(parts, 2, None if current is None else current.joined)).squeeze(1)
 
     family = factors[0].family
     return Point(pick(flat("loc"))) if family is Point else family(pick(flat("loc")), pick(scale_from_rho(flat("rho"))))
@@ -113,30 +118,29 @@ class Alike:
 
     def draw(self, current: Pass) -> None:
         """Make this pass's draws."""
-        lead = self.lead
-        noise, blocks = current.noise[lead.key], current.blocks(lead)
+        noise, blocks = current.noise[self.lead.key], current.blocks(self.lead)
+        count = (noise.row if noise.row.shape[1] else noise.block).shape[0]
         drawn: dict[Factor, Any] = {}
         for family in self.families:
-            values = self._values(family, current) if noise.seed is None else self._seeded(family, current)
+            values = self._values(family, current, count) if noise.seed is None else self._seeded(family, current)
             drawn |= zip(family, values, strict=True)
-        biases = self._biases(current, blocks if noise.seed is not None else lead.drawn)
+        biases = self._biases(current, blocks if noise.seed is not None else count)
         for key, (r, s), offset in zip(self.keys, self.factors, self.offsets, strict=True):
             current.values[key] = Drawn(drawn[r], drawn[s], None if offset is None else next(biases))
 
-    def _values(self, factors: list[Factor], current: Pass) -> list[Tensor]:
+    def _values(self, factors: list[Factor], current: Pass, count: int) -> list[Tensor]:
         """Factors of one family, (n, channels) or (n, p, channels)."""
-        values = self._joint_values(factors, current)
-        parts = realised(_clipped(values, self.lead.clip)).split([f.channels * f.rank for f in factors], dim=1)
+        values = realised(_clipped(self._joint_values(factors, current, count), self.lead.clip))
+        parts = values.split_with_sizes([f.channels * f.rank for f in factors], 1)
         if factors[0].rank == 1:
             return list(parts)
         return [part.unflatten(1, (f.rank, f.channels)) for f, part in zip(factors, parts, strict=True)]
 
-    def _joint_values(self, factors: list[Factor], current: Pass) -> Tensor:
+    def _joint_values(self, factors: list[Factor], current: Pass, count: int) -> Tensor:
         """Values (n, sum of p * channels) of factors of one family, not clipped."""
-        lead = self.lead
-        blocks, count = current.blocks(lead), lead.drawn
+        lead, blocks = self.lead, current.blocks(self.lead)
         nested = _nested(count, blocks)
-        q = joint(factors, lambda parameter: current.pick(lead, parameter, blocks if nested else count))
+        q = joint(factors, lambda parameter: current.pick(lead, parameter, blocks if nested else count), current)
         if factors[0].family is Point:
             return q.loc.repeat_interleave(count // blocks, 0) if nested else q.loc
         lines = self._noise(factors, current)
@@ -163,10 +167,10 @@ class Alike:
         for key, (r, s) in zip(self.keys, self.factors, strict=True):
             own = current.noise[key]
             owner[r], owner[s] = (own, own.salt), (own, own.salt + 1)
-        q = joint(factors, lambda parameter: current.pick(lead, parameter, current.blocks(lead)))
+        q = joint(factors, lambda parameter: current.pick(lead, parameter, current.blocks(lead)), current)
         sizes = [f.channels for f in factors]
-        locs = q.loc.split(sizes, dim=1)
-        scales = [None] * len(factors) if factors[0].family is Point else q.scale.split(sizes, dim=1)
+        locs = q.loc.split_with_sizes(sizes, 1)
+        scales = [None] * len(factors) if factors[0].family is Point else q.scale.split_with_sizes(sizes, 1)
         return [
             Seeded(loc, scale, *owner[f], f.family.__name__, lead.clip, rows)
             for f, loc, scale in zip(factors, locs, scales, strict=True)
@@ -189,7 +193,7 @@ class Alike:
         offsets: list[Any] = [own["bias"] for own in self.offsets if own is not None]
         if not offsets:
             return iter(())
-        others, blocks = offsets[0] if len(offsets) == 1 else torch.cat(offsets, 1), current.blocks(self.lead)
+        others, blocks = side_by_side(offsets, 1), current.blocks(self.lead)
         nested = _nested(count, blocks)
         lines = current.pick(self.lead, F.pad(others, (0, 0, 1, 0)), blocks if nested else count)
         lines = lines.repeat_interleave(count // blocks, 0) if nested else lines
@@ -197,10 +201,10 @@ class Alike:
         if known := self._own_biases():
             keys = [key for key, offset in zip(self.keys, self.offsets, strict=True) if offset is not None]
             own = [known[k] if k in known else o.new_zeros(o.shape[1]) for k, o in zip(keys, offsets, strict=True)]
-            for key, part in zip(keys, realised(lines + torch.cat(own)).split(sizes, dim=1), strict=True):
+            for key, part in zip(keys, realised(lines + torch.cat(own)).split_with_sizes(sizes, 1), strict=True):
                 if key in known:
                     current.biases[key] = known[key], part
-        return iter(lines.split(sizes, dim=1))
+        return iter(lines.split_with_sizes(sizes, 1))
 
 
 def _clipped(values: Tensor, clip: float | None) -> Tensor:

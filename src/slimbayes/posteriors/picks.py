@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
+from slimbayes.distributions.joining import side_by_side
 from slimbayes.engine.blocks import exporting, realised
 from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Pass
@@ -221,7 +222,8 @@ def _mix_together(norms: Sequence[Norm], current: Pass) -> None:
         others += [weights] if biases is None else [weights, biases]
         counts.append(weight.numel() if biases is None else 2 * weight.numel())
     own, others = [_flat(t, 0) for t in own], [_flat(t, 1) for t in others]
-    components = torch.cat([torch.cat(own).unsqueeze(0), torch.cat(others, 1).to(own[0].dtype)])
+    first, further = side_by_side(own, 0, current.joined), side_by_side(others, 1, current.joined)
+    components = torch.cat([first.unsqueeze(0), further.to(first.dtype)])
     picked = [norm.picked for norm in norms]
     if picked[0].dim() == 1:  # one pick for each layer
         index = torch.stack(picked, 1).index_select(1, owners(tuple(counts), picked[0].device))

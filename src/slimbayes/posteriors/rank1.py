@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Point
+from slimbayes.distributions.joining import joined
 from slimbayes.distributions.kl import information, summed_kl
 from slimbayes.engine.fused import seeded
 from slimbayes.engine.modules import anchors_of, planned
-from slimbayes.engine.passes import Noise
+from slimbayes.engine.passes import Noise, Pass
 from slimbayes.layers.site import LinearMap, Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1
@@ -154,7 +155,7 @@ class Rank1Posterior(WeightPosterior):
         for same in planned(posteriors, ("kl", kinds), alike):
             (how, lead), factors = same[0], [f for _, f in same]
             locs, rhos = ([f._parameters[name] for f in factors] for name in ("loc", "rho"))
-            total = summed_kl(lead.family, lead.prior, locs, rhos)
+            total = summed_kl(lead.family, lead.prior, locs, rhos, joined(locs), joined(rhos))
             terms.append(total if how == "sum" else total / len(locs[0]))
             mixed += [joint(factors)] if how == "exact" else []
         terms += [-information(mixed)] if mixed else []
@@ -182,11 +183,11 @@ class Rank1Posterior(WeightPosterior):
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
         # Eq. 1: y = (W (x o s)) o r + b, averaged over the p products
         apply = linear.modulated if drawn.s.dim() == 2 else linear.averaged
-        return apply(combine, x, drawn.s, drawn.r, current, bias=self._biases(drawn, linear.bias))
+        return apply(combine, x, drawn.s, drawn.r, current, bias=self._biases(drawn, linear.bias, current))
 
-    def _biases(self, drawn: Drawn, own: Tensor | None) -> Tensor | None:
+    def _biases(self, drawn: Drawn, own: Tensor | None, current: Pass) -> Tensor | None:
         """Biases (n, out) or (1, out) of a layer with this bias of its own."""
-        known = self.current.biases.get(self.key)
+        known = current.biases.get(self.key)
         if known is not None and known[0] is own:  # layers that share a weight may have a bias each
             return known[1]
         if own is None or drawn.bias is None:

@@ -18,7 +18,7 @@ from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass, Unproven
-from slimbayes.engine.tree import arrays_of, fresh
+from slimbayes.engine.tree import arrays_of, fresh, opaque
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.prediction.checks import check_draws, explained
 
@@ -84,7 +84,9 @@ def sample(
         raise ValueError(f'rows must be "tile" or "split", got {rows!r}.')
     posteriors = posteriors_in(model)
     if not arrays_of((args, kwargs)):
-        raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
+        if rows == "split" or not any(map(opaque, (*args, *kwargs.values()))):
+            raise ValueError("sample found no tensor among the inputs, so it cannot tell the number of rows.")
+        fold = False  # what an object of somebody's holds cannot be repeated for each draw
     if not posteriors:
         with noise.own_noise(None if seed is None else noise.seed_of(seed), device_of(model)):
             every = (fresh((args, kwargs)) for _ in range(draws))

@@ -182,6 +182,10 @@ def check_classes_of(target: Tensor, classes: int, ignore_index: int | None) -> 
                 f"Divide them by their sum; for several labels of one row use bernoulli."
             )
         return
+    if target.dtype == torch.long and target.numel():  # one look is enough for most
+        low, high = map(int, target.aminmax())
+        if low >= 0 and high < classes and not low <= (-1 if ignore_index is None else ignore_index) <= high:
+            return
     check_labels(target, classes, ignore_index)
     if ignore_index is not None and bool((target == ignore_index).all()):
         raise ValueError(
