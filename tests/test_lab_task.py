@@ -19,7 +19,7 @@ from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.fit import Training, fit
 from slimbayes.lab.task import Scaling, open_task
-from slimbayes.lab.watchers import Nobody
+from slimbayes.lab.watchers import Watcher
 from slimbayes.report import record
 
 
@@ -80,7 +80,7 @@ def training(root: Path, workers: int = 0) -> Training:
         "train": {"epochs": 1, "batch": 8}, "evaluate": {"batch": 2},
     })  # fmt: skip
     execution = replace(CPU, workers=workers, data_dir=root)
-    return Training(validate(tree), root, execution, execution.fabric("32"), Nobody(), None, None)
+    return Training(validate(tree), root, execution, execution.fabric("32"), Watcher(), None, None)
 
 
 def test_crops_of_a_wide_picture_show_its_sides(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from slimbayes.lab.execution import key, seed_everything
 from slimbayes.lab.judging import check, corrupted
 from slimbayes.lab.paper_table import Numbers
 from slimbayes.lab.task import batches
-from slimbayes.lab.watchers import Nobody
+from slimbayes.lab.watchers import Watcher
 from slimbayes.report.record import Evaluation, Record
 from slimbayes.train.likelihoods import LIKELIHOODS
 
@@ -153,7 +153,7 @@ def corruption(case: Case) -> Found:
     task, execution = case.loaded.task, case.execution
     check(chosen, task, execution)
     made: list[Evaluation] = []
-    for source, about, rows in corrupted(experiment, task, execution, Nobody()):
+    for source, about, rows in corrupted(experiment, task, execution, Watcher()):
         rows = rows.to(case.loaded.device)
         made += case.loaded.score(rows, [case.draws], source, "corruption", about, execution.workers)[0]
     return {}, [one.model_dump(mode="json") for one in made]

@@ -31,7 +31,7 @@ from slimbayes.lab.judging import (
     unfamiliar,
 )
 from slimbayes.lab.task import Rows, Task, batches, limited
-from slimbayes.lab.watchers import Nobody, Watcher
+from slimbayes.lab.watchers import Watcher
 from slimbayes.prediction.draws import Networks
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.prediction.prediction import Prediction
@@ -212,7 +212,7 @@ def evaluate(
     if task.validation is not None:
         rows = task.in_own_units(task.validation)
         made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
-    for source, about, rows in corrupted(predictor.experiment, task, execution, watcher or Nobody()):
+    for source, about, rows in corrupted(predictor.experiment, task, execution, watcher or Watcher()):
         made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, workers)[0]
     for name in chosen.shift:
         shifted = limited(fitting(name, task, execution), chosen.limit)

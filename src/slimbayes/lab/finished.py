@@ -17,7 +17,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from slimbayes.lab.diagnose import elbo, snr, spectrum, truncation
 from slimbayes.lab.evaluate import Predictor
 from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.fit import diagnose_fit, load_run, write_record
-from slimbayes.lab.paper_table import Numbers
 from slimbayes.lab.predict_file import read_predictor
 from slimbayes.lab.run_folder import RunError, read_curve, seal
 from slimbayes.lab.task import Task
@@ -81,13 +79,9 @@ def diagnose_run(run: Path, execution: Execution, draws: int = 16) -> dict[str, 
         return found
     add("spectrum", lambda: spectrum(replace(case, picture=None))[1])
     for rank in (rank for rank in (1, 2, 3) if rank <= narrowest):
-        add(f"rank {rank}", partial(_cut, case, rank))
+        add(f"rank {rank}", lambda rank=rank: truncation(replace(case, options={"rank": rank}))[0])
     add("snr", lambda: snr(case)[1])
     return found
-
-
-def _cut(case: Case, rank: int) -> Numbers:
-    return truncation(replace(case, options={"rank": rank}))[0]
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
@@ -178,7 +172,7 @@ def stack_run(
     Returns: the directory, and the weights by layer.
 
     Example:
-        >>> stack_run(Path("runs/emp-0123456789ab"), None, Execution(), Nobody())  # doctest: +SKIP
+        >>> stack_run(Path("runs/emp-0123456789ab"), None, Execution(), Watcher())  # doctest: +SKIP
     """
     predictor = load_run(run, execution)
     experiment, network, task, likelihood = predictor

@@ -45,7 +45,7 @@ from slimbayes.lab.task import Rows, open_task
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
 from slimbayes.lab.training import Training
-from slimbayes.lab.watchers import Bars, Nobody, Ranks, Watcher
+from slimbayes.lab.watchers import Bars, Ranks, Watcher
 from slimbayes.report.record import Cost, Diagnostics, Parameters, Record, RecordError, read, write
 
 _ROWS, _PICTURES = 128, 32  # that are looked at, and of folders, whose pictures are large
@@ -72,12 +72,12 @@ def fit(
     Returns: the run directory.
     """
     if (folder / "record.json").exists() and read(folder).config_hash == experiment.hash:
-        _check_finished(experiment, folder, execution, watcher or Nobody(), dataset)
+        _check_finished(experiment, folder, execution, watcher or Watcher(), dataset)
         return folder
     fabric = execution.fabric(experiment.train.precision)
     fabric.launch()
     first = fabric.global_rank == 0
-    watcher = watcher if watcher and first else Nobody()
+    watcher = watcher if watcher and first else Watcher()
     with ExitStack() as stack:
         stack.enter_context(code_allowed())  # whoever calls this has chosen the experiment
         if first:

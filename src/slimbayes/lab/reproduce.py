@@ -31,7 +31,7 @@ from slimbayes.lab.kept import by_hash
 from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe_setting, draws_of, failed, measured
 from slimbayes.lab.papers import PaperRow, Scale, find
 from slimbayes.lab.run_folder import default_folder
-from slimbayes.lab.watchers import Nobody, Watcher
+from slimbayes.lab.watchers import Watcher
 from slimbayes.report.record import Evaluation, read
 from slimbayes.untrusted import parse_json, read_file
 
@@ -68,7 +68,7 @@ def reproduce(
     """
     if not seeds:
         raise ValueError("reproduce needs at least one seed, got none.")
-    watcher = watcher or Nobody()
+    watcher = watcher or Watcher()
     table = Reproduction(name, scale, find(name, folders))
     out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
     out.mkdir(parents=True, exist_ok=True)

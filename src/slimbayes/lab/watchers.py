@@ -14,7 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from rich.console import Console
@@ -34,21 +34,14 @@ from slimbayes.lab.execution import noting_signals
 from slimbayes.report.record import Record, read
 
 
-class Watcher(Protocol):
-    """Whoever looks on: a progress bar, or nobody."""
+class Watcher:
+    """Whoever looks on; this one says nothing."""
 
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        return None
+    def begin(self, what: str, total: int, done: int = 0) -> None: ...
 
-    def move(self, done: int, note: str = "") -> None:
-        return None
+    def move(self, done: int, note: str = "") -> None: ...
 
-    def say(self, message: str) -> None:
-        return None
-
-
-class Nobody(Watcher):
-    """Looks on and says nothing."""
+    def say(self, message: str) -> None: ...
 
 
 # --- a terminal ---
@@ -57,7 +50,7 @@ _SHOWN = ("accuracy", "nll", "ece", "rmse", "lpd", "crps", "auroc", "fpr95")
 _PAUSE = 0.1  # seconds between two looks: a step may take a millisecond
 
 
-class Bars:
+class Bars(Watcher):
     """A watcher that draws a bar for each stretch of work. Use it as a context."""
 
     def __init__(self, title: str = "") -> None:
