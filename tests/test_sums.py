@@ -283,3 +283,14 @@ def test_what_draws_were_made_from_goes_with_their_graph(monkeypatch: pytest.Mon
     with torch.no_grad():
         kept = sb.sample(net, torch.zeros(5, 4))
     assert joined(locs) is None and not kept.requires_grad
+
+
+def test_a_factor_that_was_frozen_when_it_was_drawn_has_its_kls_gradient_once_it_is_not() -> None:
+    net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(9)])
+    sb.bayesianize(net, sb.Rank1(members=2))
+    rho = net[4].posterior["weight"].r.rho.requires_grad_(False)
+    outputs = sb.sample(net, torch.ones(2, 3))  # its graph stands
+    rho.requires_grad_(True)
+    beside = torch.autograd.grad(sb.kl(net), rho)[0]
+    del outputs
+    torch.testing.assert_close(beside, torch.autograd.grad(sb.kl(net), rho)[0], rtol=0, atol=0)

@@ -48,7 +48,9 @@ def side_by_side(parts: Sequence[Tensor], dim: int, held: list[Any] | None = Non
     if len(parts) < MANY or not torch.is_grad_enabled() or by_hand(parts[0]):
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
     whole: Tensor = _side_by_side(dim, *parts)
-    if held is not None and whole.requires_grad and all([part.is_leaf for part in parts]):
+    if held is not None and all(
+        [part.is_leaf and part.requires_grad for part in parts]
+    ):  # a frozen one has no way back
         held.append(Joined(parts, whole, dim))
     return whole
 
