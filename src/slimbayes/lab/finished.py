@@ -79,7 +79,8 @@ def diagnose_run(run: Path, execution: Execution, draws: int = 16) -> dict[str, 
         return found
     add("spectrum", lambda: spectrum(replace(case, picture=None))[1])
     for rank in (rank for rank in (1, 2, 3) if rank <= narrowest):
-        add(f"rank {rank}", lambda rank=rank: truncation(replace(case, options={"rank": rank}))[0])
+        cut = replace(case, options={"rank": rank})
+        add(f"rank {rank}", lambda: truncation(cut)[0])  # noqa: B023 (called at once)
     add("snr", lambda: snr(case)[1])
     return found
 
