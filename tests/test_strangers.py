@@ -74,7 +74,7 @@ def test_layers_that_are_parametrised_after_their_conversion_become_plain_again(
 
 
 @pytest.mark.parametrize("end", [nn.Softmax(-1), nn.LogSoftmax(-1)])
-def test_probabilities_are_no_logits(end: nn.Module) -> None:
+def test_probabilities_are_no_logits(end: nn.Module, tmp_path: Path) -> None:
     net = sb.bayesianize(nn.Sequential(*mlp(), end), sb.Rank1(members=2))
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     if isinstance(end, nn.LogSoftmax):  # logarithms of probabilities are logits
@@ -82,7 +82,12 @@ def test_probabilities_are_no_logits(end: nn.Module) -> None:
             outputs = sb.sample(net, X)
         torch.testing.assert_close(sb.predict(net, X, seed=0).samples, outputs.exp())
         return
-    for use in (lambda: sb.predict(net, X), lambda: sb.categorical(sb.sample(net, X), labels)):
+    file = tmp_path / "net.pt2"
+    for use in (
+        lambda: sb.predict(net, X),
+        lambda: sb.categorical(sb.sample(net, X), labels),
+        lambda: sb.export(net, X, file, likelihood="categorical"),
+    ):
         with pytest.raises(ValueError, match="probabilities already"):
             use()
 
@@ -333,3 +338,10 @@ def test_a_part_of_one_member_alone_is_told_to_be_new() -> None:
     with pytest.warns(sb.SlimbayesWarning, match="head of .* into member 0 alone"):
         sb.sample(net, X)
     assert not any("_slimbayes_member" in m.__dict__ for m in sb.debayesianize(net).modules())
+
+
+def test_a_layer_that_was_resized_since_is_named() -> None:
+    net = sb.bayesianize(mlp(), sb.MeanField())
+    net[2].weight = nn.Parameter(torch.randn(5, 8))
+    with pytest.raises(ValueError, match=r"layer '2' is \(5, 8\), but its posterior was made for \(3, 8\)"):
+        sb.predict(net, X)

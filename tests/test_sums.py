@@ -283,6 +283,12 @@ def test_what_draws_were_made_from_goes_with_their_graph(monkeypatch: pytest.Mon
     with torch.no_grad():
         kept = sb.sample(net, torch.zeros(5, 4))
     assert joined(locs) is None and not kept.requires_grad
+    with sb.frozen(net):
+        for _ in range(3):
+            out = sb.sample(net, torch.zeros(5, 4))
+        assert joined(locs) is not None
+        del out
+        assert joined(locs) is None, "calls of a held pass leave nothing in it"
 
 
 def test_a_factor_that_was_frozen_when_it_was_drawn_has_its_kls_gradient_once_it_is_not() -> None:

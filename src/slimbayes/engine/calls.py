@@ -124,9 +124,13 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
         return _open(module, function, args, kwargs)
 
 
+def _most_members(posteriors: Sequence[Any]) -> int:
+    return planned(posteriors, "most members", lambda: max(p.members for p in posteriors))
+
+
 def _tell_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> None:
     """Say once that parts of a model which are called one after another begin at members of their own."""
-    if torch.compiler.is_compiling() or max(p.members for p in posteriors) == 1:
+    if torch.compiler.is_compiling() or _most_members(posteriors) == 1:
         return
     part = posteriors[0].name if "_slimbayes" not in module.__dict__ else ""
     before, _PART.latest = getattr(_PART, "latest", None), (part, posteriors[0].conversion, rows)
@@ -144,7 +148,7 @@ def _tell_of_part(module: nn.Module, posteriors: Sequence[Any], rows: int) -> No
 
 def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, first: Any = None) -> Pass:
     """Each row one draw, members starting at a random one; one draw for all rows where they cannot be told apart."""
-    most = planned(posteriors, "most members", lambda: max(p.members for p in posteriors))
+    most = _most_members(posteriors)
     apart = layout is not None and layout.apart and rows > 0
     if first is None:
         first = noise.random_member(posteriors[0].device) if most > 1 else 0

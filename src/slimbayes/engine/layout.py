@@ -112,8 +112,8 @@ class Layout:
 
         def cut(i: int, leaf: Any) -> Any:
             dim, (before, shapes) = self.outputs[i], self.made
-            whole = dim is None or isinstance(leaf, PackedSequence) or torch.compiler.is_compiling()
-            if not whole and leaf.shape[dim] % (draws * rows):
+            looks = isinstance(leaf, Tensor) and not torch.compiler.is_compiling()
+            if looks and dim is not None and leaf.shape[dim] % (draws * rows):
                 made = shapes[i][dim]  # windows that are joined are as many for as many rows
                 if not made or before % made or leaf.shape[dim] * before != made * draws * rows:
                     raise Unproven(

@@ -244,7 +244,7 @@ def uniform(shape: Sequence[int], device: torch.device) -> Tensor:
     return _random(torch.rand, shape, device, torch.float32, passes.current())
 
 
-@torch.library.custom_op("slimbayes::normal", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+@torch.library.custom_op("slimbayes::normal", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _compiled_normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=device, dtype=dtype)
 

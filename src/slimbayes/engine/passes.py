@@ -111,7 +111,7 @@ class Pass:
         """One call of a held pass: the same draws on so many rows."""
         new = copy.copy(self)
         new.rows, new.layout, new.held = rows, layout, False
-        new.calls, new.substitutes, new.drawn_yet = {}, {}, False
+        new.calls, new.substitutes, new.joined, new.drawn_yet = {}, {}, [], False
         if self.held:  # numbers are held, not what they made: parameters, gradients and types may differ between calls
             new.values, new.biases = {}, {}
         return new

@@ -19,6 +19,7 @@ from slimbayes.engine import calls
 from slimbayes.engine.tree import arrays_of
 from slimbayes.engine.trial import undisturbed
 from slimbayes.errors import SlimbayesWarning
+from slimbayes.layers.base import BayesLayer
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.train.likelihoods import NOISE_RULE, likelihood_named
 from slimbayes.train.targets import check_logits
@@ -75,11 +76,11 @@ def check_noise_rule(model: nn.Module, likelihood: str) -> None:
         )
 
 
-def check_scores(model: nn.Module, outputs: Tensor, likelihood: str, class_dim: int | None) -> None:
+def check_scores(model: nn.Module, outputs: Tensor, likelihood: str, class_dim: int | None = None) -> None:
     """Refuse probabilities of classes in the place of logits, on any device, and warn of what looks like those of a yes
     or no: numbers from near 0 to near 1 and none beyond, or out of a model whose last part is a sigmoid.
     """
-    if likelihood == "categorical" and outputs.device.type != "cpu" and (class_dim is not None or outputs.dim() < 5):
+    if likelihood == "categorical" and (class_dim is not None or outputs.dim() < 5):
         check_logits(outputs, -1 if class_dim is None else class_dim)
     if likelihood != "bernoulli" or outputs.numel() < 2 or bool(((outputs < 0) | (outputs > 1)).any()):
         return
@@ -131,10 +132,24 @@ def explained(model: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:
-        why = None if isinstance(error, torch.OutOfMemoryError) else _misfit(model, args, kwargs)
+        why = None if isinstance(error, torch.OutOfMemoryError) else _resized(model) or _misfit(model, args, kwargs)
         if why is None:
             raise
         raise ValueError(why) from error
+
+
+def _resized(model: nn.Module) -> str | None:
+    """What was made of a layer whose weight has got another shape since it was converted."""
+    for layer in (m for m in model.modules() if isinstance(m, BayesLayer)):
+        for site in layer.sites():
+            own = tuple(layer.linear_map(site.name).weight.shape)
+            made = tuple(getattr(getattr(layer.posterior[site.name], "site", None), "shape", own))
+            if made != own:
+                return (
+                    f"The weight of layer {layer.bayes_name!r} is {own}, but its posterior was made for "
+                    f"{made}: resize layers before bayesianize, or call debayesianize first and convert again."
+                )
+    return None
 
 
 def _misfit(model: nn.Module, args: Any, kwargs: Any) -> str | None:

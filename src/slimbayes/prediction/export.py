@@ -26,7 +26,7 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.sharing import evaluating
 from slimbayes.errors import cut
 from slimbayes.files import replacing
-from slimbayes.prediction.checks import check_inputs, check_noise_rule
+from slimbayes.prediction.checks import check_inputs, check_noise_rule, check_scores
 from slimbayes.prediction.predict import member_weights, select
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members as members_of
@@ -97,6 +97,8 @@ def export(
     with evaluating(model), torch.no_grad():
         graph = Graph(model, args, draws, members, seed, likelihood, scale, fixed=noise == "fixed")
         inputs = args if graph.noise is not None else (*args, torch.zeros(graph.total, sum(graph.widths)))
+        if likelihood is not None:  # no values are seen while a graph is traced
+            check_scores(model, graph.outputs(graph.noise if graph.noise is not None else inputs[-1], args), likelihood)
         made = _describe(path, args, inputs, graph)
         try:
             _write(graph, inputs, made, notes or {})
@@ -172,13 +174,13 @@ class Graph(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         given, args = (inputs[-1], inputs[:-1]) if self.noise is None else (self.noise, inputs)
-        outputs = self._outputs(given, args)
+        outputs = self.outputs(given, args)
         if self.likelihood is None:
             return outputs
         found = Prediction.from_outputs(outputs, self.likelihood, self.count, self.scale, weights=self.weights)
         return tuple(getattr(found, name) for name in SUMMARIES)
 
-    def _outputs(self, given: Tensor, args: tuple[Tensor, ...]) -> Tensor:
+    def outputs(self, given: Tensor, args: tuple[Tensor, ...]) -> Tensor:
         """Outputs (S, B, ...) of the draws that these normals make."""
         if not self.posteriors:
             return select(self.model(*args), None).unsqueeze(0)
