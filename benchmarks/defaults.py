@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from cells import lines_of
 from defaults_candidates import CANDIDATES
-from defaults_page import STARTS, compact, lines_of, page, write_record
+from defaults_page import STARTS, compact, page, write_record
 from defaults_tasks import TASKS, Rows, Task, load, pack
 from torch import nn
 

@@ -8,10 +8,12 @@ counts three times what helps.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+
+from cells import lines_of, table
 
 STARTS = ("scratch", "trained")
 WORDS = {"scratch": "from scratch", "trained": "from a trained net"}
@@ -39,15 +41,6 @@ In the lab the temperature is where the KL's weight ends: `train: {kl: {kind: Li
 1 it is a tempered posterior, no longer Bayes' rule: with far more weights than data the KL at 1 outweighs the
 likelihood.
 """
-
-
-def lines_of(file: Path) -> Iterator[dict[str, Any]]:
-    """What a run has written; a line that was cut off is left out."""
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
 
 
 def compact(files: Iterable[Path], candidates: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,7 +237,7 @@ def _choices(found: Results, chosen: Mapping[tuple[str, str], str], start: str) 
         rows.append([method, f"`{one['written']}`", f"{one['temperature']:g}", _lead(found, method, start)])
         rows[-1] += [f"{clean:+.3f}", ", ".join(harmed) or "none", f"{moved:+.3f}"]
         rows[-1].append(f"{sum(d is not None and d < 0 for d in shifted)} of {len(shifted)}")
-    return _table(rows)
+    return table(rows)
 
 
 def _by_task(found: Results, chosen: Mapping[tuple[str, str], str], start: str, what: str) -> list[str]:
@@ -252,7 +245,7 @@ def _by_task(found: Results, chosen: Mapping[tuple[str, str], str], start: str, 
     for method in found.methods(start):
         name = chosen[method, start]
         rows.append([method, *(_cell(found, task, start, name, what) for task in found.tasks)])
-    return _table(rows)
+    return table(rows)
 
 
 def _cell(found: Results, task: str, start: str, name: str, what: str) -> str:
@@ -280,7 +273,7 @@ def _reasons(found: Results, chosen: Mapping[tuple[str, str], str]) -> list[str]
             )
             why = _reason(median(every), median(fit), kl)
             rows[-1].append(f"harm: {why}" if found.harms(task, start, name) else f"no harm by the rule above; {why}")
-    return _table(rows) if rows[1:] else ["Nowhere."]
+    return table(rows) if rows[1:] else ["Nowhere."]
 
 
 def _reason(gap: float, fit: float, kl: float) -> str:
@@ -303,9 +296,4 @@ def _every(found: Results, chosen: Mapping[tuple[str, str], str]) -> list[str]:
             text = "" if score is None else f"{score:+.3f}, {harmed}"
             cells.append(f"**{text}**" if chosen.get((one["method"], start)) == name else text)
         rows.append([name, *cells, f"`{one['written']}`", f"{one['temperature']:g}"])
-    return _table(rows)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+    return table(rows)

@@ -37,7 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fine_tune_cells import Cells, Predict, Workers, clock, nll_of, run_all, saved_size, scores, size
+from cells import Workers, run_all
+from fine_tune_cells import Cells, Predict, clock, nll_of, saved_size, scores, size
 from fine_tune_tasks import (
     DEVICE,
     FULL,
@@ -276,7 +277,6 @@ def main() -> None:
     args = parser.parse_args()
     scale, until, work = SMOKE if args.smoke else FULL, time.monotonic() + args.limit_seconds, args.work
     work.mkdir(parents=True, exist_ok=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     cells, tasks = Cells(args.out), [task for task in TASKS if re.search(args.only, task)]
     bases = list(dict.fromkeys(TASKS[task].base for task in tasks))
     kinds = {"text" if base == "llama" else "images" for base in bases}
@@ -286,18 +286,20 @@ def main() -> None:
         print(f"{time.monotonic() - began:6.1f} s  {what}", flush=True)
 
     with Workers(args.workers, begin) as pool:
-        run_all(pool, [(prepare, kind, args.data, work, scale) for kind in sorted(kinds)], cells, until)
+        run_all(pool, [(prepare, kind, args.data, work, scale) for kind in sorted(kinds)], cells.add, until)
         say("data")
-        run_all(pool, [(train_base, b, work, scale) for b in bases if not (work / f"{b}.pt").exists()], cells, until)
+        run_all(
+            pool, [(train_base, b, work, scale) for b in bases if not (work / f"{b}.pt").exists()], cells.add, until
+        )
         say("bases")
         tries = [(tried, t, m, work, scale, i) for t in tasks for m in TRAINED for i in range(len(SETTINGS[m]))]
-        run_all(pool, [job for job in tries if not cells.has(job[1], job[2], -1, job[5])], cells, until)
+        run_all(pool, [job for job in tries if not cells.has(job[1], job[2], -1, job[5])], cells.add, until)
         say("settings")
         rates = {task: SETTINGS["plain"][cells.best(task, "plain")] for task in tasks}
         fits = [(tried_fits, t, work, scale, rates[t]) for t in tasks if not cells.has(t, FITTED[-1], -1, 1)]
-        run_all(pool, fits, cells, until)
+        run_all(pool, fits, cells.add, until)
         say("priors")
-        done = run_all(pool, judgements(cells, tasks, args.seeds, work, scale), cells, until)
+        done = run_all(pool, judgements(cells, tasks, args.seeds, work, scale), cells.add, until)
         say("all cells are there" if done else "STOPPED: call again to go on")
 
 

@@ -1,16 +1,12 @@
-"""Cells of benchmarks/fine_tune.py: what is measured of a method, the lines of a file, and jobs side by side."""
+"""Cells of benchmarks/fine_tune.py: what is measured of a method, and which are there."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
 
+import cells
 import torch
 from fine_tune_tasks import DEVICE, Material, Rows
 from torch import Tensor, nn
@@ -70,17 +66,8 @@ def clock() -> float:
     return time.perf_counter()
 
 
-class Cells:
-    """The lines of a file, as they come."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def add(self, lines: list[Any]) -> None:
-        with self.file.open("a") as out:
-            out.writelines(json.dumps(line) + "\n" for line in lines)
-        self.lines += lines
+class Cells(cells.Cells):
+    """Those of tasks, methods and seeds."""
 
     def has(self, task: str, method: str, seed: int, choice: int | None = None) -> bool:
         wanted = (task, method, seed, choice)
@@ -91,60 +78,3 @@ class Cells:
         tries = [c for c in self.lines if (c["task"], c["method"], c["seed"]) == (task, method, -1)]
         found = min(tries, key=lambda c: (c["metrics"]["nll"] != c["metrics"]["nll"], c["metrics"]["nll"]), default={})
         return int(found.get("choice", 0))
-
-
-class Workers:
-    """So many processes, each with one job at a time; one that met a fault starts anew, as a GPU asks for."""
-
-    def __init__(self, count: int, begin: Callable[[], None]) -> None:
-        self._begin = begin
-        self.idle = [self._started() for _ in range(count)]
-        self.running: dict[Future[Any], tuple[ProcessPoolExecutor, tuple[Any, ...]]] = {}
-
-    def _started(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(1, get_context("spawn"), self._begin)
-
-    def submit(self, job: tuple[Any, ...]) -> None:
-        worker = self.idle.pop()
-        self.running[worker.submit(*job)] = (worker, job)
-
-    def ended(self) -> list[tuple[tuple[Any, ...], Future[Any]]]:
-        """Jobs that have ended since, at least one, with what came of them."""
-        found = []
-        for future in wait(self.running, return_when=FIRST_COMPLETED).done:
-            worker, job = self.running.pop(future)
-            if future.exception() is not None:
-                worker.shutdown(wait=False)
-                worker = self._started()
-            self.idle.append(worker)
-            found.append((job, future))
-        return found
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in [*self.idle, *(worker for worker, _ in self.running.values())]:
-            worker.shutdown(wait=False, cancel_futures=True)
-
-
-def run_all(workers: Workers, jobs: list[tuple[Any, ...]], cells: Cells, until: float) -> bool:
-    """Run jobs side by side, the first ones first, and keep what they give; whether all of them were run.
-
-    What fails has a second try, at the end.
-    """
-    left, lost, clean = list(jobs), list[tuple[Any, ...]](), True
-    while left or workers.running:
-        while left and workers.idle and time.monotonic() < until:
-            workers.submit(left.pop(0))
-        if not workers.running:
-            return False
-        for job, future in workers.ended():
-            if future.exception() is not None:
-                print(f"LOST: {job[1:3]} {str(future.exception())[:300]!r}", flush=True)
-                clean = clean and job not in lost
-                left += [job] if job not in lost else []
-                lost.append(job)
-            elif isinstance(future.result(), list):
-                cells.add(future.result())
-    return clean

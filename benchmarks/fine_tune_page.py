@@ -12,11 +12,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from cells import between, paired
+
 MARKS = ("<!-- fine-tuning -->\n", "<!-- end of fine-tuning -->\n")
 OURS = ("rank-1 fine-tuned", "rank-1 after plain", "rank-1 Laplace")
 METHODS = ("plain", *OURS, "last-layer Laplace", "MC dropout", "LoRA ensemble", "deep ensemble")
 SCORES = {"nll": "NLL", "shifted_nll": "NLL, shifted", "ece": "ECE", "auroc": "OOD AUROC"}
-T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of Student's t, by the number of seeds
 Value = Callable[[dict[str, Any]], float]
 Cells = dict[tuple[str, str], dict[int, dict[str, Any]]]
 
@@ -33,12 +34,10 @@ def read(lines: Sequence[str]) -> Cells:
 def page(text: str, lines: Sequence[str]) -> str:
     """The page's text with tables of these lines between its marks."""
     cells = read(lines)
-    before, _, rest = text.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
     parts = [table(cells, title, score(name), name == "auroc") for name, title in SCORES.items()]
     parts.append(table(cells, "seconds", lambda cell: float(cell["seconds"])))
     parts.append(table(cells, "MB kept", lambda cell: cell["bytes"] / 1e6))
-    return before + MARKS[0] + "\n".join([verdict(cells), *parts]) + MARKS[1] + after
+    return between(text, MARKS, "\n".join([verdict(cells), *parts]))
 
 
 def score(name: str) -> Value:
@@ -96,13 +95,8 @@ def compared(cells: Cells, task: str, ours: str, rival: str, of: Value) -> str |
     """ "ahead", "behind" or "level": whether a 95 % interval of the paired difference over seeds holds zero. None where
     fewer than two seeds have both. Less is better.
     """
-    a, b = (values(cells, task, method, of) for method in (ours, rival))
-    differences = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
-    if len(differences) < 2:
-        return None
-    half = T.get(len(differences), 2.6) * stdev(differences) / len(differences) ** 0.5
-    middle = mean(differences)
-    return "level" if abs(middle) <= half else "ahead" if middle < 0 else "behind"
+    found = paired(*(values(cells, task, method, of) for method in (ours, rival)))
+    return None if found is None or found.half is None else ("level", "behind", "ahead")[found.side]
 
 
 def counted(cells: Cells, ours: str, rival: str, name: str) -> dict[str, list[str]]:

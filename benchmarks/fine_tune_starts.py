@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
 import fine_tune_tables as tables
 import torch
+from cells import Cells, between
 from laplace_priors import classes
 from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 from torch import Tensor, nn
@@ -185,8 +186,7 @@ def page(text: str, lines: list[dict[str, Any]]) -> str:
         starts = f"Normal(1, {one.spread:g}) | {one.width:g} | {one.prior:g} | {one.temperature:g}"
         rates = f"{one.rate:g} | x {one.faster:g} | {'yes' if one.bias else 'no'}"
         rows.append(f"| {starts} | {rates} | {scores} |")
-    before, _, rest = text.partition(MARKS[0])
-    return before + MARKS[0] + "\n".join(rows) + "\n" + MARKS[1] + rest.partition(MARKS[1])[2]
+    return between(text, MARKS, "\n".join(rows) + "\n")
 
 
 def main() -> None:
@@ -198,18 +198,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="The KL is")
-    lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    done = {(c["task"], c["seed"], tuple(c["candidate"] or ())) for c in lines}
-    end = time.monotonic() + args.limit_seconds
-    with args.out.open("a") as out:
-        for seed in range(SEEDS):
-            for task in TASKS:
-                left = [c for c in (None, *CANDIDATES) if (task, seed, tuple(c or ())) not in done]
-                for line in cells(task, seed, args.data, left) if left and time.monotonic() < end else ():
-                    lines.append(line)
-                    print(json.dumps(line), file=out, flush=True)
+    kept, end = Cells(args.out), time.monotonic() + args.limit_seconds
+    done = {(c["task"], c["seed"], tuple(c["candidate"] or ())) for c in kept.lines}
+    for seed, task in product(range(SEEDS), TASKS):
+        left = [c for c in (None, *CANDIDATES) if (task, seed, tuple(c or ())) not in done]
+        for line in cells(task, seed, args.data, left) if left and time.monotonic() < end else ():
+            kept.add([line])
     if args.page:
-        args.page.write_text(page(args.page.read_text(), lines))
+        args.page.write_text(page(args.page.read_text(), kept.lines))
 
 
 if __name__ == "__main__":

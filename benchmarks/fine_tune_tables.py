@@ -26,19 +26,18 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from functools import partial
-from multiprocessing import get_context
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from cells import Cells, Workers, run_all
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -300,23 +299,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=STEPS, help="of the base; fewer only try the code")
     args = parser.parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = args.out.read_text().splitlines() if args.out.exists() else []
-    done = {(line["task"], line["seed"], line["method"]) for line in map(json.loads, lines)}
-    jobs = [(name, seed) for seed in range(args.seeds) for name in args.sets]
-    left = [(*job, [m for m in SETTINGS if (f"UCI {job[0]}", job[1], m) not in done]) for job in jobs]
-    waiting, end = iter(job for job in left if job[2]), time.time() + args.limit_seconds
-    running: set[Future[list[dict[str, Any]]]] = set()
-    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool, args.out.open("a") as out:
-        while True:
-            while len(running) < args.workers and time.time() < end and (job := next(waiting, None)):
-                running.add(pool.submit(cells, job[0], job[1], args.data, job[2], args.steps))
-            if not running:
-                return
-            ended = next(as_completed(running))
-            running.remove(ended)
-            out.writelines(json.dumps(line) + "\n" for line in ended.result())
-            out.flush()
+    kept, jobs = Cells(args.out), []
+    done = {(line["task"], line["seed"], line["method"]) for line in kept.lines}
+    for seed, name in product(range(args.seeds), args.sets):
+        if left := [m for m in SETTINGS if (f"UCI {name}", seed, m) not in done]:
+            jobs.append((cells, name, seed, args.data, left, args.steps))
+    with Workers(args.workers) as pool:
+        run_all(pool, jobs, kept.add, time.monotonic() + args.limit_seconds)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from slimbayes.data import Dataset, Split, pad_crop_flip
-from slimbayes.lab.bars import Bars
 from slimbayes.lab.config_files import load, read_tree, validate
-from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import fit
 from slimbayes.lab.run_folder import environment
+from slimbayes.lab.trees import row_names
+from slimbayes.lab.watchers import Bars
 
 RANK1 = {
     "kind": "Rank1",

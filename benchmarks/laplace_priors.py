@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cells import between
 from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 from torch import Tensor, nn
 
@@ -161,8 +162,7 @@ def main(folder: Path, page: Path) -> None:
     names = ("concrete", "energy", "wine-quality-red", "bostonhousing", "yacht")
     real: dict[str, Callable[[int], Run]] = {name: partial(uci, folder / f"{name}.npz") for name in names}
     found = [part("Classes", "categorical", labels), part("Real targets", "gaussian", real)]
-    before, _, rest = page.read_text().partition(MARKS[0])
-    page.write_text(before + MARKS[0] + "\n".join(found) + MARKS[1] + rest.partition(MARKS[1])[2])
+    page.write_text(between(page.read_text(), MARKS, "\n".join(found)))
 
 
 if __name__ == "__main__":

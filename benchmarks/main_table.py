@@ -11,14 +11,27 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cifar_records import CONFIG, PLAIN, RESULTS, ROOT, SMALL, Scores, kept_attempts, kept_records, methods, take
-from moonshot import attempts, summit
+from cells import between
+from cifar_records import (
+    CONFIG,
+    PLAIN,
+    RESULTS,
+    ROOT,
+    SMALL,
+    Scores,
+    attempts,
+    kept_attempts,
+    kept_records,
+    methods,
+    summit,
+    take,
+)
 
 from slimbayes.lab.config_files import load, read_tree
-from slimbayes.lab.config_rows import row_names
+from slimbayes.lab.trees import row_names
 from slimbayes.report import compare
+from slimbayes.report.metric import mean, t_interval
 from slimbayes.report.record import Record
-from slimbayes.report.statistics import mean, t_interval
 
 MARKS = ("<!-- results -->\n", "<!-- /results -->\n")
 COMMAND = 'slimbayes sweep experiments/cifar10/methods.yaml --over "seed=[0, 1, 2, 3, 4]" --jobs 8'
@@ -190,20 +203,13 @@ def _panel(found: Mapping[str, Scores], score: str, title: str, left: int, high:
         yield f'<text x="{x(value):.1f}" y="{high - 8}" text-anchor="middle" fill="#666">{value:.2f}</text>'
 
 
-def between(text: str, middle: str) -> str:
-    """A page's text with something else between its marks."""
-    before, _, rest = text.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    return before + MARKS[0] + middle + MARKS[1] + after
-
-
 def main(words: Sequence[str]) -> None:
     if words[:1] == ["take"]:
         take(Path(words[1]))
     records = kept_records()
     shown = block(records, longer=kept_attempts())
     for file, middle in ((ROOT / "README.md", shown), (CONFIG.with_name("README.md"), cifar_page())):
-        file.write_text(between(file.read_text(), middle))
+        file.write_text(between(file.read_text(), MARKS, middle))
     if records:
         (ROOT / "docs" / "cifar10.svg").write_text(figure(methods(records)))
     print(f"{len(records)} records: README.md, experiments/cifar10/README.md")

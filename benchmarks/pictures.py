@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Subset
 
 from slimbayes.data.folders import ImageFolder, read_square
 from slimbayes.lab.config_files import validate
-from slimbayes.lab.step import pictures
+from slimbayes.lab.task import pictures
 
 SIZE, BATCH, DISTINCT = 224, 100, 200
 

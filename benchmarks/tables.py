@@ -10,17 +10,15 @@ authors' package, which has to be importable: `pip install tabm` or its two file
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from cells import Cells, Workers, lines_of, run_all
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_wine
 from sklearn.model_selection import train_test_split
 from tables_rivals import Found, Method, Split, boosting, deep_ensemble, ours, process, tabm, tuned_plain
@@ -101,7 +99,7 @@ def scores(split: Split, found: Found) -> dict[str, float]:
     }
 
 
-def cell(name: str, method: str, split: int, data: Path, choose: bool) -> dict[str, Any]:
+def cell(name: str, method: str, split: int, data: Path, choose: bool) -> list[dict[str, Any]]:
     """One line of the output."""
     torch.set_num_threads(1)
     line: dict[str, Any] = {"data": name, "method": method, "split": split}
@@ -112,7 +110,7 @@ def cell(name: str, method: str, split: int, data: Path, choose: bool) -> dict[s
         line |= scores(rows, (METHODS | CANDIDATES)[method](rows, split))
     except (ValueError, FloatingPointError, RuntimeError) as error:
         line["failed"] = str(error)[:200]
-    return line | {"seconds": round(time.time() - start, 2)}
+    return [line | {"seconds": round(time.time() - start, 2)}]
 
 
 def outdated(line: dict[str, Any]) -> bool:
@@ -122,8 +120,7 @@ def outdated(line: dict[str, Any]) -> bool:
 
 def missing_cells(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
     """Cells without a line yet."""
-    lines = args.out.read_text().splitlines() if args.out.exists() else []
-    done = {(line["data"], line["method"], line["split"]) for line in map(json.loads, lines) if not outdated(line)}
+    done = {(line["data"], line["method"], line["split"]) for line in lines_of(args.out) if not outdated(line)}
     # The splits of a method go together, those that are dear last: what is left over then is of one method.
     for method in args.methods:
         for split in range(args.splits):
@@ -147,18 +144,9 @@ def main() -> None:
     args.methods = list(METHODS | CANDIDATES) if args.methods == ["all"] else args.methods
     if "TabM" in args.methods and find_spec("tabm") is None:
         raise SystemExit("TabM needs its package: pip install tabm, or leave it out of --methods.")
-    end, waiting, running = time.time() + args.limit_seconds, missing_cells(args), {}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool, open(args.out, "a") as out:
-        while True:
-            while len(running) < args.workers and time.time() < end and (job := next(waiting, None)):
-                running[pool.submit(cell, *job, args.data, args.choose)] = job
-            if not running:
-                return
-            done = next(as_completed(running))
-            running.pop(done)
-            out.write(json.dumps(done.result()) + "\n")
-            out.flush()
+    jobs = [(cell, *job, args.data, args.choose) for job in missing_cells(args)]
+    with Workers(args.workers) as pool:
+        run_all(pool, jobs, Cells(args.out).add, time.monotonic() + args.limit_seconds)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
-from scipy.stats import t as student
+from cells import Paired, between, paired
 from tables import METHODS, SETS, SPLITS, outdated
 
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
@@ -25,32 +25,16 @@ OURS, PLAIN = "slimbayes", ("plain", "plain, tuned")
 Cells = dict[tuple[str, str], dict[int, dict[str, Any]]]  # by set and method, then by split
 
 
-class Paired(NamedTuple):
-    """Mean difference of two methods over the splits of a set that both have, and half of its 95 % interval."""
-
-    mean: float
-    half: float | None
-
-    @property
-    def verdict(self) -> str:
-        """What a negative difference is when its interval is, too."""
-        if self.half is None or abs(self.mean) <= self.half:
-            return "tie"
-        return "win" if self.mean < 0 else "loss"
-
-
 def page(text: str, lines: Sequence[str]) -> str:
     """The page's text with tables of these lines between its marks."""
     cells: Cells = {}
     for cell in map(json.loads, lines):
         cells.setdefault((cell["data"], cell["method"]), {})[cell["split"]] = cell
-    before, _, rest = text.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
     parts = [reading(cells), *older(cells), against_plain(cells), verdicts(cells)]
     for real, scores in ((True, ("nll", "crps", "rmse", "coverage")), (False, ("nll", "brier", "accuracy"))):
         parts += [table(cells, real, score) for score in scores]
     parts.append(table(cells, None, "seconds"))
-    return before + MARKS[0] + "\n".join(parts) + MARKS[1] + after
+    return between(text, MARKS, "\n".join(parts))
 
 
 def names(cells: Cells, real: bool | None = None) -> tuple[list[str], list[str]]:
@@ -65,25 +49,20 @@ def values(cells: Cells, data: str, method: str, score: str) -> dict[int, float]
     return {split: cell[score] for split, cell in found.items() if score in cell and "failed" not in cell}
 
 
-def paired(cells: Cells, data: str, method: str, rival: str, score: str) -> Paired | None:
+def less(cells: Cells, data: str, method: str, rival: str, score: str) -> Paired | None:
     """How much less a method's score is than a rival's; None where they share no split."""
-    one, other = (values(cells, data, m, score) for m in (method, rival))
-    apart = [one[split] - other[split] for split in sorted(one.keys() & other.keys())]
-    if not apart:
-        return None
-    spread = stdev(apart) / len(apart) ** 0.5 * float(student.ppf(0.975, len(apart) - 1)) if len(apart) > 1 else None
-    return Paired(mean(apart), spread)
+    return paired(*(values(cells, data, m, score) for m in (method, rival)))
 
 
 def comparisons(cells: Cells, method: str, rival: str, score: str) -> dict[str, Paired]:
-    found = {data: paired(cells, data, method, rival, score) for data in names(cells)[0]}
+    found = {data: less(cells, data, method, rival, score) for data in names(cells)[0]}
     return {data: one for data, one in found.items() if one is not None}
 
 
 def counted(found: dict[str, Paired]) -> str:
     """Wins / ties / losses."""
-    kinds = [one.verdict for one in found.values()]
-    return " / ".join(str(kinds.count(kind)) for kind in ("win", "tie", "loss"))
+    sides = [one.side for one in found.values()]
+    return " / ".join(str(sides.count(side)) for side in (-1, 0, 1))
 
 
 def reading(cells: Cells) -> str:
@@ -116,7 +95,7 @@ def ahead(cells: Cells, rivals: Sequence[str], score: str) -> str:
     told = []
     for rival in rivals:
         found = comparisons(cells, OURS, rival, score)
-        losses = [data for data, one in found.items() if one.verdict == "loss"]
+        losses = [data for data, one in found.items() if one.side > 0]
         won = f"{rival.replace(', ', ' and ')} on {sum(one.mean < 0 for one in found.values())} of {len(found)} sets"
         told += (
             [won + (f" (behind by more than the interval on {', '.join(losses)})" if losses else "")] if found else []
@@ -130,7 +109,7 @@ def against_plain(cells: Cells) -> str:
     head = " | ".join(f"{NAMES[score]}, {rival.replace(', ', ' and ')}" for score, rival in columns)
     rows = [f"| slimbayes less | {head} |", "|---" * (len(columns) + 1) + "|"]
     for data in names(cells)[0]:
-        found = [paired(cells, data, OURS, rival, score) for score, rival in columns]
+        found = [less(cells, data, OURS, rival, score) for score, rival in columns]
         rows.append(f"| {data} | {' | '.join(map(difference, found))} |")
     return "\n".join(rows) + "\n"
 
@@ -140,7 +119,7 @@ def difference(found: Paired | None) -> str:
     if found is None:
         return "-"
     text = f"{found.mean:+.3f}" + ("" if found.half is None else f" ± {found.half:.3f}")
-    return text if found.verdict == "tie" else f"**{text}**"
+    return f"**{text}**" if found.side else text
 
 
 def verdicts(cells: Cells) -> str:

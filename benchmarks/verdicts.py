@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from slimbayes.lab.claims import FEWEST, Claim
 from slimbayes.lab.paper_table import draws_of, measured
+from slimbayes.lab.papers import FEWEST, Claim
+from slimbayes.report.metric import mean, t_interval
 from slimbayes.report.record import read
-from slimbayes.report.statistics import mean, t_interval
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS, PAGE = ROOT / "experiments" / "claims.yaml", ROOT / "docs" / "reproduction.md"

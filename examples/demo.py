@@ -13,12 +13,12 @@ from pathlib import Path
 from rich.console import Console
 
 from slimbayes.lab.config_files import load, read_tree
-from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import fit
+from slimbayes.lab.trees import row_names
 from slimbayes.report import compare, write_page
 from slimbayes.report.groups import load as load_records
-from slimbayes.report.reasons import reasons
+from slimbayes.report.tables import reasons
 
 CONFIGS = Path(__file__).parents[1] / "experiments" / "demo" / "digits.yaml"
 WIDE = 140  # columns of a terminal

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from slimbayes.lab.config_files import read_tree
-from slimbayes.lab.config_rows import row_names
+from slimbayes.lab.trees import row_names
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST, PAGE, DEVIATIONS = (ROOT / "docs" / name for name in ("coverage.tsv", "coverage.md", "deviations.md"))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 
-from slimbayes.data.augment import pad_crop_flip, resized_crop
+from slimbayes.data.folders import pad_crop_flip, resized_crop
 
 
 def numbered(batch: int, height: int = 5, width: int = 6) -> torch.Tensor:

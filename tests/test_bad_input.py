@@ -80,6 +80,7 @@ def test_files_that_are_no_good_tables(name: str, run: Path) -> None:
     assert code == 1 and of_predict in message and len(message) < 500
 
 
+@pytest.mark.slow
 def test_marks_and_line_ends_are_no_fault(run: Path) -> None:
     made = []
     for number, text in enumerate((GOOD, GOOD.replace("\n", "\r\n"), f"\ufeff{GOOD}")):

@@ -22,6 +22,7 @@ def gaussian_loss(model: nn.Module) -> Tensor:
     return (0.5 * ((torch.cat(factors, 1) - CENTRE) / SPREAD).square()).sum(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "temperature", "options"),
     [

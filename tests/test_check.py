@@ -11,8 +11,8 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.diagnostics import check
-from slimbayes.lab.bars import Bars, print_scores
 from slimbayes.lab.fit import fit
+from slimbayes.lab.watchers import Bars, print_scores
 from slimbayes.report import record
 from slimbayes.report.groups import load
 

@@ -11,9 +11,8 @@ from report_records import record, regression, save
 from rich.console import Console
 
 from slimbayes.report import compare
-from slimbayes.report.metric import HEADLINE, metric
+from slimbayes.report.metric import HEADLINE, bootstrap_interval, metric, sign_flip_p
 from slimbayes.report.record import Evaluation, RecordError
-from slimbayes.report.statistics import bootstrap_interval, sign_flip_p
 
 
 def run(name, seed, data="toy", **metrics):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slimbayes.lab.config_files import ConfigError, load, read_tree
-from slimbayes.lab.config_rows import row_names
+from slimbayes.lab.trees import row_names
 
 
 @pytest.fixture

@@ -17,9 +17,8 @@ from scipy import ndimage
 from torch import Tensor
 
 from slimbayes.data import CORRUPTIONS, EXTRA, corrupt
-from slimbayes.data.corruptions import blur, digital, filters, weather
-from slimbayes.data.corruptions.noise import RandomNumbers
-from slimbayes.data.corruptions.strengths import STRENGTHS
+from slimbayes.data.corruptions import STRENGTHS, effects, filters, weather
+from slimbayes.data.corruptions.filters import RandomNumbers
 
 ALL = CORRUPTIONS + EXTRA
 FIXED = (
@@ -282,7 +281,7 @@ def test_glass_moves_against_numpys_swap(reach: int) -> None:
             for w in range(size[1] - reach, reach, -1):
                 h2, w2 = h + int(down[i, h, w]), w + int(right[i, h, w])
                 want[h, w], want[h2, w2] = want[h2, w2], want[h, w]  # on views: the quirk
-        index = blur.moved(down, right, reach)[i].numpy()
+        index = effects.moved(down, right, reach)[i].numpy()
         np.testing.assert_array_equal(image.reshape(-1, 3)[index], want)
 
 
@@ -310,7 +309,7 @@ def test_motion_against_a_loop() -> None:
 
 def test_motion_angles_fill_their_ranges() -> None:
     x = torch.zeros(400, 1, 4, 4)
-    for function, name, low, high in ((blur.motion_blur, "motion_blur", -45, 45), (weather.snow, "snow", -135, -45)):
+    for function, name, low, high in ((effects.motion_blur, "motion_blur", -45, 45), (weather.snow, "snow", -135, -45)):
         draw = Recorded(x, seeded())
         function(x, draw, *STRENGTHS["cifar"][name][0])
         angle = draw.log[-1]  # type: ignore[attr-defined]
@@ -473,7 +472,7 @@ def test_elastic_against_scipy(style: str, size: tuple[int, int]) -> None:
     for severity in range(1, 6):
         draw = Recorded(x, seeded(severity))
         strength = STRENGTHS[style]["elastic_transform"][severity - 1]  # type: ignore[index]
-        got = numpy(digital.elastic_transform(x, draw, *strength))
+        got = numpy(effects.elastic_transform(x, draw, *strength))
         offsets, fields = draw.log  # type: ignore[attr-defined]
         scale = min(size) * (244 / 224 if style == "imagenet" else 1)
         alpha, sigma, affine = (scale * c for c in strength[:3])

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from slimbayes.data import load, prepare
-from slimbayes.data.cache import FORMAT
+from slimbayes.data.catalog import FORMAT
 from slimbayes.data.dataset import Dataset
 
 REAL = Path(os.environ.get("SLIMBAYES_DATA", Path(__file__).parents[2] / "shared" / "data"))

@@ -15,9 +15,8 @@ from test_data_cache import mapped, write_mnist, write_yacht
 from typer.testing import CliRunner
 
 from slimbayes.data import load
-from slimbayes.data.catalog import SOURCES
-from slimbayes.data.inspection import inspect
-from slimbayes.lab.data_command import app
+from slimbayes.data.catalog import SOURCES, inspect
+from slimbayes.lab.run_commands import app
 
 REAL = Path(os.environ.get("SLIMBAYES_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
@@ -122,7 +121,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_importing_the_command_imports_no_torch() -> None:
     names = ("torch", "numpy", "duckdb", "slimbayes.data")
-    code = f"import sys, slimbayes.lab.data_command; print([m for m in {names} if m in sys.modules])"
+    code = f"import sys, slimbayes.lab.run_commands; print([m for m in {names} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -424,6 +424,7 @@ def test_a_deep_copied_block_put_twice_into_one_model_draws_apart() -> None:
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_first_compiled_call_runs_in_python_so_that_the_model_is_compiled_once() -> None:
     graphs: list[Any] = []
 

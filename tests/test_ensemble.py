@@ -991,6 +991,7 @@ def bert() -> nn.Module:
     return transformers.BertForSequenceClassification(config).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 @pytest.mark.parametrize("init", ["fresh", "copies"])
 def test_an_ensemble_of_berts(init: str, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from slimbayes.data import Dataset, Split, load, mortality, physionet2012
 from slimbayes.data.uci import split_rows
 from slimbayes.lab.config_files import load as load_config
 from slimbayes.lab.config_files import read_tree
-from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import fit
 from slimbayes.lab.reproduce import reproduce
+from slimbayes.lab.trees import row_names
 from slimbayes.report.record import read
 
 ROOT = Path(__file__).parents[1]

@@ -16,10 +16,10 @@ from slimbayes.data.catalog import SOURCES
 from slimbayes.data.uci import UCI
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import load, read_tree, validate
-from slimbayes.lab.config_rows import row_names
 from slimbayes.lab.diagnose import DIAGNOSTICS
 from slimbayes.lab.network import build_network
 from slimbayes.lab.papers import PaperRow, find, listings
+from slimbayes.lab.trees import row_names
 from slimbayes.layers.base import BayesLayer
 from slimbayes.models import keras_count
 
@@ -252,12 +252,14 @@ def count(row: PaperRow) -> int:
     return _summary(network).after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_sizes_are_the_papers(name: str) -> None:
     (row,) = find(name, [FOLDER])
     assert count(row) == EXACT[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row", [row for row in TRAINED if {"parameters", "overhead"} & row.paper.numbers.keys()], ids=ids
 )

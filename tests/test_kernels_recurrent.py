@@ -306,6 +306,7 @@ def test_models_with_the_operation_compile_as_one_graph(monkeypatch: pytest.Monk
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", ["example", "member"])
 def test_a_compiler_that_gives_recurrent_modules_up_compiles_nothing_inside(draws: Any) -> None:
     """It compiled six pieces of what the layer calls, each with guards; now there is one, the head."""

@@ -38,6 +38,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
     assert weights(cut) == weights(whole)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         crash_after(patch, 1)

@@ -71,14 +71,14 @@ print(time.process_time(), *(name in sys.modules for name in ("torch", "pydantic
 
 @pytest.mark.slow
 def test_configs_are_checked_without_torch() -> None:
-    """Every file of experiments/, one row of each, and the help of every command, in one process."""
+    """Every file of experiments/, one row of each, the list of tables, the help of every command, in one process."""
     code = """
 import sys, time
 from pathlib import Path
 from typer.testing import CliRunner
 from slimbayes.lab.command import app
 from slimbayes.lab.config_files import read_tree
-from slimbayes.lab.config_rows import row_names
+from slimbayes.lab.trees import row_names
 
 run, told = CliRunner().invoke, []
 first = run(app, ["config", "check", "experiments/demo/digits.yaml#2-rank1-cauchy"])
@@ -90,6 +90,7 @@ commands = ["fit", "evaluate", "predict", "compare", "sweep", "reproduce", "repo
 inner = [["data", name] for name in ("list", "check", "prepare")]
 inner += [["config", name] for name in ("check", "show", "schema")]
 helped = [run(app, [*words, "--help"]).exit_code for words in [[name] for name in commands] + inner]
+helped.append(0 if "rank1/table2" in run(app, ["reproduce", "--list"]).output else 1)
 wrong = run(app, ["config", "check", "experiments/demo/digits.yaml#2-rank1-cauchy", "--set", "method.prior.scale=-1"])
 print(seconds, "torch" in sys.modules, first.exit_code, sum("is valid" in text for text in told), len(told), *helped)
 print(wrong.exit_code, "needs a positive, finite scale" in wrong.output)

@@ -9,7 +9,7 @@ from lab_configs import CPU, call, experiment
 
 from slimbayes.diagnostics import spectrum
 from slimbayes.lab.case import Case, scores
-from slimbayes.lab.diagnose_run import diagnose_run, lines
+from slimbayes.lab.finished import diagnose_run, lines
 from slimbayes.lab.fit import fit, load_run
 
 DENSE = {"model": {"kind": "mlp", "hidden": [8]}, "train": {"epochs": 1}}
@@ -35,6 +35,7 @@ def test_a_gaussian_posterior_is_asked_everything(tmp_path: Path) -> None:
         assert part in text
 
 
+@pytest.mark.slow
 def test_picks_have_no_spectrum_and_it_says_so(tmp_path: Path) -> None:
     run = fit(experiment(method={"kind": "ModelPatch", "components": 2}, train={"epochs": 1}), tmp_path / "run", CPU)
     found = diagnose_run(run, CPU, draws=2)
@@ -46,6 +47,7 @@ def test_picks_have_no_spectrum_and_it_says_so(tmp_path: Path) -> None:
     assert found["scores"]["accuracy_sem"] == pytest.approx(math.sqrt(accuracy * (1 - accuracy) / (rows - 1)))
 
 
+@pytest.mark.slow
 def test_standard_errors_over_rows_and_over_draws(tmp_path: Path) -> None:
     run = fit(experiment(method={"kind": "MeanField"}, **DENSE), tmp_path / "run", CPU)
     case = Case(run, None, 8, execution=CPU)

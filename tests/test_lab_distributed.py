@@ -19,7 +19,7 @@ import yaml
 from lab_configs import BASE, CPU
 from safetensors.torch import load_file
 
-from slimbayes.lab import command, ranks
+from slimbayes.lab import command, watchers
 from slimbayes.lab.command import app
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.fit import fit
@@ -183,7 +183,7 @@ def test_a_rank_that_is_lost_or_stopped_is_named_and_the_job_ends_in_the_same_bi
     rank: str, number: int, how: str, place: Path, noisy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others leave, torchrun starts all of them again, and they go on: long before any timeout of torch's."""
-    monkeypatch.setitem(ranks.PATIENCE, "stopped", 1.0)  # seconds; five are a user's
+    monkeypatch.setitem(watchers.PATIENCE, "stopped", 1.0)  # seconds; five are a user's
     out = place / f"torchrun-{rank}"
     options = ["--accelerator", "cpu", "--checkpoint-every", "2", "--no-evaluate", "--out", str(out)]
     log, start = place / f"torchrun-{rank}.log", time.monotonic()

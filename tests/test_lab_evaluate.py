@@ -16,7 +16,7 @@ from torch import nn
 import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.lab import case as cases
-from slimbayes.lab import other_sets
+from slimbayes.lab import judging as other_sets
 from slimbayes.lab.config_files import merged, validate
 from slimbayes.lab.diagnose import Case, diagnose
 from slimbayes.lab.evaluate import Predictor
@@ -83,7 +83,7 @@ def test_validation_rows_and_noise_in_the_targets_own_units(tmp_path: Path) -> N
 
 def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told(tmp_path: Path) -> None:
 
-    from slimbayes.lab.other_sets import _published
+    from slimbayes.lab.judging import _published
 
     folder = tmp_path / "CIFAR-10-C"
     folder.mkdir()
@@ -103,6 +103,7 @@ def test_published_corruptions_are_used_where_they_are_and_damaged_ones_are_told
         _published("cifar10", "fog", 2, where, 224)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "method"),
     [("imdb_lstm", "plain"), ("imdb_lstm", "rank1"), ("mortality_lstm", "mean-field"), ("mortality_lstm", "ensemble")],
@@ -152,6 +153,7 @@ def test_how_rows_are_batched_changes_no_score_of_a_plain_network(tmp_path: Path
         assert one.metrics == pytest.approx(other.metrics, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_numbers_of_draws_are_prefixes_of_one_another(run: Path) -> None:
     _, net, task, _ = load_run(run, CPU)
     found = predict_prefixes(net, task.scaling(task.test.x[:5]), [1, 3, 4])  # type: ignore[union-attr]
@@ -206,6 +208,7 @@ def test_classes_need_no_names(tmp_path: Path) -> None:
     assert {e.label for e in record.read(folder).examples} <= {"0", "1", "2"}
 
 
+@pytest.mark.slow
 def test_a_corruption_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     told: list[str] = []
     watcher = SimpleNamespace(begin=lambda *_: None, move=lambda *_: None, say=told.append)
@@ -304,6 +307,7 @@ def folders(**changes: Any) -> dict[str, Any]:
     }, changes))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_imagenet_c_is_scored_from_its_folders(tmp_path: Path) -> None:
     write_trees(tmp_path)
     run = fit(validate(folders()), tmp_path / "run", replace(CPU, data_dir=tmp_path))

@@ -16,18 +16,17 @@ from torch import nn
 
 import slimbayes as sb
 from slimbayes.data import Dataset, Split
-from slimbayes.lab.bars import Bars
 from slimbayes.lab.checkpoints import latest_checkpoint
 from slimbayes.lab.config_files import merged, validate
-from slimbayes.lab.execution import Execution, Nobody
+from slimbayes.lab.execution import Execution, key
 from slimbayes.lab.fit import Diverged, Training, fit, load_run
 from slimbayes.lab.intake import digits
 from slimbayes.lab.network import build_network
 from slimbayes.lab.recipes import Train
 from slimbayes.lab.run_folder import RunError, default_folder, open_run, read_curve, stored_experiment
-from slimbayes.lab.seeds import key
 from slimbayes.lab.step import TrainingStep
 from slimbayes.lab.task import limited, open_task
+from slimbayes.lab.watchers import Bars, Watcher
 from slimbayes.report import record
 
 KEY = 4238720567276977853
@@ -252,7 +251,7 @@ def test_the_kl_counts_once_however_a_batch_is_cut(tmp_path: Path) -> None:
             tmp_path,
             CPU,
             CPU.fabric("32"),
-            Nobody(),
+            Watcher(),
             None,
             None,
         )
@@ -331,7 +330,8 @@ def test_an_ensemble_trains_as_its_networks_would_apart(tmp_path: Path, train: d
     trained alone from the same start, on the same rows."""
     small = {"data": {"train_limit": 60}, "train": {"batch": 20} | train}
     chosen = experiment(method={"kind": "Ensemble", "members": 3}, **small)
-    execution = {"folder": tmp_path, "execution": CPU, "fabric": CPU.fabric("32"), "watcher": Nobody(), "dataset": None}
+    fabric = CPU.fabric("32")
+    execution = {"folder": tmp_path, "execution": CPU, "fabric": fabric, "watcher": Watcher(), "dataset": None}
     together = Training(chosen, network=None, **execution)
     starts = members_of(together.network)
     apart = [
@@ -379,7 +379,7 @@ def test_every_schedule_of_the_kl_ends_at_its_weight() -> None:
 def test_the_kl_is_shown_per_datum_and_told_if_it_dwarfs_the_likelihood(tmp_path: Path) -> None:
     notes: list[str] = []
 
-    class Notes(Nobody):
+    class Notes(Watcher):
         def move(self, done: int, note: str = "") -> None:
             notes.extend([note] if note else [])
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slimbayes.lab import ranks as module
-from slimbayes.lab.execution import Nobody
-from slimbayes.lab.ranks import HOST, Line, Ranks
+from slimbayes.lab import watchers as module
+from slimbayes.lab.watchers import HOST, Line, Ranks, Watcher
 
 LOOKS = int(max(s for s in module.PATIENCE.values() if s < 1e9) / module.TICK) + 2
 
@@ -39,7 +38,7 @@ def rank_0(folder: Path, line: Line | str) -> Ranks:
     """Rank 0 of two, and what the other wrote last."""
     (folder / ".ranks").mkdir()
     (folder / ".ranks" / "1").write_text(line if isinstance(line, str) else json.dumps(line))
-    return Ranks(folder, 0, 2, "now", Nobody())
+    return Ranks(folder, 0, 2, "now", Watcher())
 
 
 def found(watching: Ranks, looks: int = LOOKS) -> tuple[int, str] | None:
@@ -121,7 +120,7 @@ def test_lines_of_a_former_start_or_half_a_line_say_nothing(line: str, tmp_path:
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TICK", 0.01)
-    with Ranks(tmp_path, 0, 2, "now", Nobody()) as watching:
+    with Ranks(tmp_path, 0, 2, "now", Watcher()) as watching:
         watching.move(5)
         while not (watching.place / "0").exists() or "step 5" not in (watching.place / "0").read_text():
             pass

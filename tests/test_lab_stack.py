@@ -7,8 +7,8 @@ import torch
 from lab_configs import CPU, call, experiment
 
 import slimbayes as sb
+from slimbayes.lab.execution import key
 from slimbayes.lab.fit import fit, load_run
-from slimbayes.lab.seeds import key
 from slimbayes.report.record import read
 
 HELD_OUT = {"train_limit": 150, "test_limit": 50, "validation": 0.4}

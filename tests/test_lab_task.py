@@ -17,9 +17,9 @@ from slimbayes.data.folders import ImageFolder, read_crop, read_square
 from slimbayes.lab import task as task_module
 from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import merged, validate
-from slimbayes.lab.execution import Nobody
 from slimbayes.lab.fit import Training, fit
 from slimbayes.lab.task import Scaling, open_task
+from slimbayes.lab.watchers import Watcher
 from slimbayes.report import record
 
 
@@ -80,7 +80,7 @@ def training(root: Path, workers: int = 0) -> Training:
         "train": {"epochs": 1, "batch": 8}, "evaluate": {"batch": 2},
     })  # fmt: skip
     execution = replace(CPU, workers=workers, data_dir=root)
-    return Training(validate(tree), root, execution, execution.fabric("32"), Nobody(), None, None)
+    return Training(validate(tree), root, execution, execution.fabric("32"), Watcher(), None, None)
 
 
 def test_crops_of_a_wide_picture_show_its_sides(tmp_path: Path) -> None:
@@ -96,6 +96,7 @@ def test_crops_of_a_wide_picture_show_its_sides(tmp_path: Path) -> None:
     assert torch.equal(rows, here.task.scaling(batches[0])), "and none is cropped again"
 
 
+@pytest.mark.slow
 def test_a_crop_does_not_depend_on_who_decodes_it(tmp_path: Path) -> None:
     write_wide_pictures(tmp_path, count=4)
     alone, helped = (next(training(tmp_path, workers)._batches(0, 0))[0] for workers in (0, 2))

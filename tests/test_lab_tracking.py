@@ -12,9 +12,10 @@ import slimbayes as sb
 from slimbayes.diagnostics import spectrum
 from slimbayes.lab.config_files import validate
 from slimbayes.lab.diagnose import Case, diagnose
-from slimbayes.lab.execution import Execution, Nobody
+from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Stopped, fit, load_run
-from slimbayes.lab.tracking import Tracker
+from slimbayes.lab.step import Tracker
+from slimbayes.lab.watchers import Watcher
 from slimbayes.report.record import read
 
 CPU = Execution(accelerator="cpu")
@@ -34,7 +35,7 @@ def experiment(**train: Any) -> Any:
     )
 
 
-class StopAt(Nobody):
+class StopAt(Watcher):
     def __init__(self, step: int) -> None:
         self.step = step
 

@@ -122,6 +122,7 @@ def test_training_and_prediction_equal_separate_layers(case: str, draws: int, af
     assert_same(layer, nets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 7, 9])
 @every_layer

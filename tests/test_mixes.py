@@ -46,6 +46,7 @@ MET = [pair if place % 2 else pair[::-1] for place, pair in enumerate(MET)]
 PAIRS = marked(MET, first_met(MET))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_two_methods_share_one_model(first: str, second: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

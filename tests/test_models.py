@@ -473,6 +473,7 @@ def test_convolutions_start_by_he(name: str) -> None:
         assert dense.weight.abs().max().item() <= 1 / math.sqrt(dense.in_features) and bool(dense.bias.any())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMAGE_NETWORKS)
 def test_same_seed_same_network(name: str) -> None:
     build = IMAGE_NETWORKS[name][0]

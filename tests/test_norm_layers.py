@@ -126,6 +126,7 @@ def test_one_component_is_the_plain_layer_over_many_calls(case: str, mode: str) 
         assert torch.equal(layer.get_buffer(name), buffer), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [1, 3])
 @pytest.mark.parametrize("assignment", ["layer", "element"])
 @pytest.mark.parametrize("case", CASES)
@@ -279,6 +280,7 @@ def test_dropout_before_norm_means_every_norm() -> None:
 # Precision and memory -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:Mismatch dtype between input and weight:UserWarning"
 )  # torch's own RMSNorm under autocast

@@ -113,6 +113,7 @@ def test_bands_are_the_intervals_over_x(axes: Any) -> None:
         sb.plot.bands(pred, torch.zeros(3))
 
 
+@pytest.mark.slow
 def test_entropies_are_shown_by_correctness(axes: Any) -> None:
     pred, y = classes()
     (panel,) = axes(pred.plot(y))
@@ -153,6 +154,7 @@ def test_risk_and_coverage(axes: Any) -> None:
     assert last == pytest.approx(float((two.mean - y).square().mean().sqrt()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_disagreement_is_pair_by_pair(axes: Any) -> None:
     outputs = torch.tensor([[[2.0, 0.0], [2.0, 0.0]], [[2.0, 0.0], [0.0, 2.0]]])
     panel = axes(sb.plot.disagreement(sb.Prediction.from_outputs(outputs, members=2)))[0]

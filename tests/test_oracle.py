@@ -404,12 +404,14 @@ def check_against_single_models(name: str, dtype: torch.dtype, tolerance: float,
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "family", "draws"), pairwise(LAYERS, FAMILIES, ["example", "member"]))
 def test_vectorised_members_equal_single_models(name: str, family: str, draws: str) -> None:
     """R16: every row of the folded batch against a plain torch layer that holds its draw's weights, to 1e-12."""
     check_against_single_models(name, torch.float64, 1e-12, 2, posterior=family, draws=draws)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_vectorised_members_equal_single_models_in_float32(name: str, draws: str) -> None:
@@ -423,6 +425,7 @@ def test_a_lone_draw_equals_a_single_model(name: str) -> None:
     check_against_single_models(name, torch.float64, 1e-12, 1, posterior="normal", draws="member", members=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_averaged_products_equal_single_models(name: str, draws: str) -> None:

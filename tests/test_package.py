@@ -135,6 +135,7 @@ def test_a_record_names_the_command_as_one_would_type_it(program: str, monkeypat
     assert run_folder.command() == "slimbayes fit 'a b.yaml'"
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())

@@ -7,19 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from slimbayes.lab.claims import Claim
+from slimbayes.lab.case import calibration_errors
 from slimbayes.lab.diagnose import Case, diagnose
-from slimbayes.lab.paper_table import (
-    Reproduction,
-    RowResult,
-    averages,
-    calibration_errors,
-    draws_of,
-    markdown,
-    measured,
-    relative_errors,
-)
-from slimbayes.lab.papers import find, listings
+from slimbayes.lab.paper_table import Reproduction, RowResult, averages, draws_of, markdown, measured, relative_errors
+from slimbayes.lab.papers import Claim, find, listings
 from slimbayes.metrics import ALEXNET
 from slimbayes.report.record import Cost, Evaluation, Parameters, Record, Reliability
 

@@ -124,6 +124,7 @@ def test_images_come_in_many_ways(kind: str, images_run: Path, tmp_path: Path) -
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["large", "negative", "complex", "empty", "none", "text", "damaged"])
 def test_rows_that_cannot_be_judged_are_refused(kind: str, images_run: Path, tmp_path: Path) -> None:
     file = tmp_path / ("x.npz" if kind == "damaged" else "x.npy")

@@ -503,6 +503,7 @@ def test_dtype_survives(case: Case, dtype: torch.dtype, wide: torch.dtype) -> No
     torch.testing.assert_close(out, expected.expand_as(out), atol=error, rtol=error)
 
 
+@pytest.mark.slow
 @every_model
 def test_flags_hooks_and_types_survive_and_debayesianize_gives_everything_back(case: Case) -> None:
     model, (args, kwargs) = case.build().train(), case.inputs()

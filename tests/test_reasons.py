@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from slimbayes.report.groups import Group
-from slimbayes.report.reasons import reasons
 from slimbayes.report.record import Cost, Evaluation, Parameters, Record
+from slimbayes.report.tables import reasons
 
 
 def group(name: str, nll: list[float], train: list[float], kl: float = 0.0, few: float | None = None) -> Group:

@@ -115,6 +115,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "options"), KINDS)
@@ -456,6 +457,7 @@ def test_attention_equals_torch_on_materialised_weights(
     check_attention(layer, qkv, told, y if layer.batch_first else y.transpose(0, 1), weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", ["example", "member"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_sampled_attention_repeats_masks_with_their_rows(mask: str, draws: str) -> None:

@@ -143,6 +143,7 @@ def test_all_sections_are_there_in_order(full):
     assert set(linked) <= set(full.ids)
 
 
+@pytest.mark.slow
 def test_figures_and_their_menus(full):
     menus = {key: [variant["label"] for variant in figure["variants"]] for key, figure in full.figures.items()}
     assert list(menus.values()) == [
@@ -168,6 +169,7 @@ def test_specs_are_valid_and_hold_their_data(full):
         assert "url" not in json.dumps(spec["data"]) and spec["params"] == [{"name": "focus", "value": ""}]
 
 
+@pytest.mark.slow
 def test_every_committed_record_still_opens():
     """Records of all earlier versions: the format may grow, but what was written must stay readable."""
     results = Path(__file__).parents[1] / "results"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from slimbayes.report.statistics import EXACT, bootstrap_interval, mean, sign_flip_p, standard_error, t_interval
+from slimbayes.report.metric import EXACT, bootstrap_interval, mean, sign_flip_p, standard_error, t_interval
 
 
 def all_resamples(values):

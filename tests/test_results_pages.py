@@ -13,7 +13,7 @@ import main_table
 import verdicts
 
 from slimbayes.lab.config_files import load, read_tree
-from slimbayes.lab.config_rows import row_names
+from slimbayes.lab.trees import row_names
 from slimbayes.report.record import Cost, Evaluation, Parameters, Record, read
 
 ROOT = Path(__file__).parents[1]
@@ -111,8 +111,11 @@ def test_stars_pair_rows_of_a_table(tmp_path: Path) -> None:
 def test_readme_and_the_page_of_cifar10_are_made_of_the_records() -> None:
     records = main_table.kept_records()
     readme, page = (ROOT / "README.md").read_text(), (METHODS.parent / "README.md").read_text()
-    assert main_table.between(readme, main_table.block(records, longer=main_table.kept_attempts())) == readme
-    assert main_table.between(page, main_table.cifar_page()) == page
+    assert (
+        main_table.between(readme, main_table.MARKS, main_table.block(records, longer=main_table.kept_attempts()))
+        == readme
+    )
+    assert main_table.between(page, main_table.MARKS, main_table.cifar_page()) == page
     if records:
         assert (ROOT / "docs" / "cifar10.svg").read_text() == main_table.figure(main_table.methods(records))
 

@@ -392,6 +392,7 @@ def test_generate_holds_one_draw_for_each_sequence(options: dict[str, Any], tied
         assert all(rows), f"rows {[i for i, fits in enumerate(rows) if not fits]} are no member's text"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_generate_draws_afresh_for_each_call() -> None:
     model, prompt = sb.bayesianize(_gpt2(False), RANDOM), torch.randint(2, 23, (3, 4))

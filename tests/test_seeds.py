@@ -130,6 +130,7 @@ def test_a_seed_leaves_torch_s_own_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("training", [False, True])
 def test_sample_is_a_function_of_its_seed(method: str, training: bool) -> None:
@@ -175,6 +176,7 @@ def test_seeds_that_are_none_are_refused() -> None:
                 run(model, x, seed=1)
 
 
+@pytest.mark.slow
 def test_a_row_by_itself_is_predicted_as_with_draws_of_its_own() -> None:
     """The mean of what predict says of one row is that of sample, which draws for each row afresh."""
     for method in ("rank1", "flipout", "own-dropout", "emp-example"):

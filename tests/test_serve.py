@@ -24,14 +24,13 @@ from slimbayes.lab.own_config import OwnCodeError, code_allowed
 from slimbayes.lab.predict_file import as_columns, read_predictor
 from slimbayes.lab.run_folder import RunError
 from slimbayes.lab.serve_model import Checked, RunModel, _array, open_model
-from slimbayes.lab.serve_queue import Busy, Queue
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette.testclient", exc_type=(ImportError, RuntimeError))
 from fastapi.testclient import TestClient
 
-from slimbayes.lab.serve import Limits, build_app, serve
+from slimbayes.lab.serve import Busy, Limits, Queue, build_app, serve
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Using `httpx`")
 

@@ -66,6 +66,7 @@ def test_searches_pipelines_and_calibration_take_an_estimator() -> None:
     assert model.score(X, y) > 0.9
 
 
+@pytest.mark.slow
 def test_a_pickle_and_a_clone_predict_the_same_and_torch_s_generator_is_left_alone() -> None:
     X, y = line()
     state = torch.get_rng_state()
@@ -78,6 +79,7 @@ def test_a_pickle_and_a_clone_predict_the_same_and_torch_s_generator_is_left_alo
         np.testing.assert_array_equal(again[1], std)
 
 
+@pytest.mark.slow
 def test_a_weight_of_two_is_a_row_given_twice() -> None:
     X, y = line(50)
     weight = np.arange(50) % 3
@@ -88,6 +90,7 @@ def test_a_weight_of_two_is_a_row_given_twice() -> None:
     assert np.abs(plain.predict(X) - weighed.predict(X)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_row_of_weight_zero_is_absent() -> None:
     """Neither its category nor its gap is known, and nothing about it moves the fit."""
     table = frame()
@@ -128,6 +131,7 @@ def test_early_stopping_keeps_the_best_epoch() -> None:
     np.testing.assert_array_equal(short.predict(X), model.predict(X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["learned", "heteroscedastic", 2.0])
 def test_noise_is_found_in_the_units_of_the_target(noise: Any) -> None:
     X, y = line(400, noise=2.0)
@@ -140,6 +144,7 @@ def test_noise_is_found_in_the_units_of_the_target(noise: Any) -> None:
     assert noise != 2.0 or torch.allclose(scale, torch.full_like(scale, 2.0), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_several_targets() -> None:
     X, y = line()
     model = BayesRegressor(**SEEDED | {"epochs": 40, "scaling": "standard"}).fit(X, np.stack([y, -10 * y], 1))
@@ -148,6 +153,7 @@ def test_several_targets() -> None:
     assert model.score(X, np.stack([y, -10 * y], 1)) > 0.9
 
 
+@pytest.mark.slow
 def test_parts_are_learnt_one_after_another() -> None:
     X, y = load_iris(return_X_y=True)
     model = BayesClassifier(**SEEDED)
@@ -208,6 +214,7 @@ def test_columns_must_be_those_of_training() -> None:
         model.fit(table.assign(day=np.datetime64("2020-01-01")), colours(table))
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_filled_in_when_asked() -> None:
     table = spoilt("colour", None)
     table.loc[:20, "size"] = np.nan

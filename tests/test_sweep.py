@@ -17,10 +17,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from slimbayes.lab import launch
+from slimbayes.lab import search as launch
 from slimbayes.lab.command import app
 from slimbayes.lab.config_files import ConfigError, load, validate
-from slimbayes.lab.launch import Run, train
+from slimbayes.lab.search import Run, train
 from slimbayes.lab.sweep import combinations, sweep, visible_gpus
 from slimbayes.report.record import read
 
@@ -181,6 +181,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_tried_again_and_the_others_go_on(
     fake: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,7 +289,7 @@ DRIVER = """
 import signal, sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
-from slimbayes.lab import launch
+from slimbayes.lab import search as launch
 from slimbayes.lab.sweep import sweep
 launch.COMMAND = (sys.executable, sys.argv[1])
 sweep(Path(sys.argv[2]), Path(sys.argv[3]), ["seed=[0, 1, 2]"], jobs=2, accelerator="cpu")

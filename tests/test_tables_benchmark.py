@@ -59,9 +59,9 @@ def test_finished_cells_are_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_cell_is_a_line(tmp_path: Path) -> None:
-    line = tables.cell("wine", "boosted trees", 0, tmp_path, choose=False)
+    (line,) = tables.cell("wine", "boosted trees", 0, tmp_path, choose=False)
     assert 0 < line["nll"] < 1 and line["rows"] == 160
-    assert "too many rows" in tables.cell("digits", "Gaussian process", 0, tmp_path, choose=False)["failed"]
+    assert "too many rows" in tables.cell("digits", "Gaussian process", 0, tmp_path, choose=False)[0]["failed"]
 
 
 def line(method: str, split: int, nll: float, crps: float = 1.0) -> str:

@@ -112,6 +112,7 @@ def test_posteriors_do_not_decay_and_every_row_has_its_draw(tmp_path: Path) -> N
     assert trainer._targets(batch) == 12
 
 
+@pytest.mark.slow
 def test_widths_may_learn_faster(tmp_path: Path) -> None:
     """By an optimizer of one's own, whose groups keep their ratio under the Trainer's schedule."""
     model = sb.bayesianize(bert(), sb.Rank1(members=2, scale_init=0.01), train="posterior")
@@ -222,6 +223,7 @@ def test_texts_are_classified_with_uncertainty() -> None:
     assert classify(model, Words(), "9", draws=5, seed=0) == alone  # one text, not its letters
 
 
+@pytest.mark.slow
 def test_generated_tokens_have_uncertainty() -> None:
     model = sb.bayesianize(gpt(), sb.Rank1(members=2, scale_init=0.5))
     prompts = {

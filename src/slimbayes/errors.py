@@ -42,6 +42,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     names = list(known)
     lower = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(word[:80].lower(), lower, n=1)
+    near = difflib.get_close_matches(word[:80].lower(), lower, n=1, cutoff=0.5)
     hint = f"; did you mean {lower[near[0]]!r}?" if near else "."
-    return f"{hint} Known: {cut(', '.join(names), most=2000)}."
+    return f"{hint} Known: {cut(', '.join(names), most=2000)}." if names else "."

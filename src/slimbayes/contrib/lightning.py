@@ -24,7 +24,7 @@ from torchmetrics import Metric
 
 from slimbayes import metrics
 from slimbayes.convert.convert import conversions_of
-from slimbayes.lab.seeds import seed_everything
+from slimbayes.lab.execution import seed_everything
 from slimbayes.prediction.predict import predict
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import sample

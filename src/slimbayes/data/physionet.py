@@ -30,10 +30,9 @@ from typing import Any
 import torch
 
 from slimbayes.data.archives import read_npz, read_xz
-from slimbayes.data.csv_rows import number_of, open_rows
 from slimbayes.data.dataset import Found
 from slimbayes.data.events import EventList, Events
-from slimbayes.data.stays import Stays, mortality, outcomes
+from slimbayes.data.stays import Stays, mortality, number_of, open_rows, outcomes
 
 SETS = {"a": "train", "b": "validation", "c": "test"}
 PACKED = "challenge2012.npz.xz"

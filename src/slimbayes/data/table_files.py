@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from slimbayes.data.csv_rows import cell_lines
-from slimbayes.data.table_cells import (
+from slimbayes.data.csv_rows import (
     MISSING,
     Decimal,
     Kind,
+    cell_lines,
     check_text,
     decimal_of,
     looks_like_date,

@@ -23,7 +23,9 @@ from slimbayes.lab.fit import load_run
 from slimbayes.lab.paper_table import Numbers
 from slimbayes.metrics.probabilities import labelled
 from slimbayes.models import keras_count
-from slimbayes.report.record import Record, read
+from slimbayes.report.record import Evaluation, Record, read
+
+_DROP = 5  # bins of at most so many rows are outliers (Chang et al. 2019, D.2)
 
 
 @dataclass(frozen=True)
@@ -115,3 +117,17 @@ def _log_likelihoods(case: Case, network: nn.Module) -> tuple[Tensor, dict[str, 
             by_row.setdefault("nll", []).append(-p.log_prob(y))
             by_row.setdefault("accuracy", []).append((p.label == y).double())
     return torch.cat(by_draw, 1), {name: torch.cat(parts) for name, parts in by_row.items()}
+
+
+def calibration_errors(evaluation: Evaluation) -> Numbers:
+    """Calibration errors of an evaluation without its bins of few rows; shares are of all rows."""
+    curve = evaluation.reliability
+    if curve is None:
+        raise ValueError(
+            f"The evaluation on {evaluation.data} has no reliability curve to take calibration errors from."
+        )
+    gaps = [(n, abs(a - c)) for n, a, c in zip(curve.count, curve.accuracy, curve.confidence, strict=True) if n > _DROP]
+    return {
+        "ece": sum(n * gap for n, gap in gaps) / evaluation.rows,
+        "mce": max((gap for _, gap in gaps), default=math.nan),
+    }

@@ -2,7 +2,7 @@
 
     checkpoints/step-00000120/   tensors.safetensors (network, optimizer, averages, losses of the epoch), state.json
 
-No state of a random generator is in it: noise and order are functions of the step (seeds.py). Of sharded models every
+No state of a random generator is in it: noise and order are functions of the step. Of sharded models every
 process takes part in saving and loading, and the file holds whole tensors, so that it fits any number of processes.
 """
 

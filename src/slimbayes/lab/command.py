@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from slimbayes.errors import SlimbayesWarning
-from slimbayes.lab.data_command import app as data_app
 from slimbayes.lab.run_commands import Accelerator, AllowCode, DataDir, diagnose, export, init, predict, stack
+from slimbayes.lab.run_commands import app as data_app
 
 _CODES = {
     "ConfigError": 2, "RunError": 1, "Incomplete": 1, "CheckpointError": 1, "RecordError": 3, "Diverged": 4,
@@ -83,11 +83,11 @@ def fit(
     evaluate: Annotated[bool, typer.Option(help="Evaluate and write the record when training is done.")] = True,
 ) -> None:
     """Train an experiment in a run directory and evaluate it. A finished run is left as it is."""
-    from slimbayes.lab.bars import Bars, print_scores
     from slimbayes.lab.config_files import load
     from slimbayes.lab.execution import Execution
     from slimbayes.lab.fit import fit as train
     from slimbayes.lab.run_folder import default_folder
+    from slimbayes.lab.watchers import Bars, print_scores
 
     experiment = load(config, overrides, scale)
     folder = out or default_folder(experiment)
@@ -115,9 +115,9 @@ def evaluate(
     allow_code: AllowCode = False,
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
-    from slimbayes.lab.bars import print_scores
     from slimbayes.lab.fit import evaluate_run
     from slimbayes.lab.own_config import code_allowed
+    from slimbayes.lab.watchers import print_scores
 
     wanted = [*overrides, *([f"evaluate.draws={draws if draws == 'exact' else f'[{draws}]'}"] if draws else [])]
     with code_allowed(allow_code):
@@ -233,21 +233,24 @@ def reproduce(
     accelerator: Accelerator = "auto",
 ) -> None:
     """Run the rows of a paper's table and write ours beside the paper's numbers."""
-    from slimbayes.lab import reproduce as papers
-    from slimbayes.lab.bars import Bars
-    from slimbayes.lab.execution import Execution
-
     if show_status:
         from slimbayes.lab.kept import overview, status
 
         typer.echo("\n".join(status(table, out) if table else overview()))
         return
     if list_all or not table:
+        from slimbayes.lab import papers
+
         typer.echo("\n".join(papers.list_all()))
         return
+    from slimbayes.lab.execution import Execution
+    from slimbayes.lab.reproduce import parse_seeds
+    from slimbayes.lab.reproduce import reproduce as run_rows
+    from slimbayes.lab.watchers import Bars
+
     execution = Execution(accelerator=accelerator, data_dir=data_dir)
     with Bars() as bars:
-        folder = papers.reproduce(table, out, execution, scale, papers.parse_seeds(seeds), bars)
+        folder = run_rows(table, out, execution, scale, parse_seeds(seeds), bars)
     typer.echo((folder / "table.md").read_text())
 
 
@@ -266,7 +269,7 @@ def config_check(config: Path, overrides: Overrides = [], scale: Scale = "full")
 def config_show(config: Path, overrides: Overrides = [], scale: Scale = "full") -> None:  # noqa: B006
     """Print a config with everything it extends and every default written out."""
     from slimbayes.lab.config_files import load
-    from slimbayes.lab.yaml_text import dump
+    from slimbayes.lab.trees import dump
 
     typer.echo(dump(load(config, overrides, scale).resolved), nl=False)
 

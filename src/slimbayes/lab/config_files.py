@@ -5,12 +5,11 @@
 A file may say `extends: base.yaml` (or a list of files, relative to itself): its values are laid over theirs,
 mapping by mapping; a mapping with another `kind` replaces the former one. It may hold `small:`, values that
 `--scale small` lays over all, and `paper:`, which only tables read. Of a file with several experiments
-(config_rows.py) `file.yaml#row` is one.
+(trees.py) `file.yaml#row` is one.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -20,14 +19,13 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from slimbayes.errors import brief, cut
+from slimbayes.errors import brief, cut, did_you_mean
 from slimbayes.lab.choices import models_in
 from slimbayes.lab.config import FORMAT, Experiment
-from slimbayes.lab.config_rows import SEVERAL, Tree, parts_of, row_names, row_parts
-from slimbayes.lab.config_rows import ConfigError as ConfigError
-from slimbayes.lab.config_rows import merged as merged
 from slimbayes.lab.own_config import filled
-from slimbayes.lab.yaml_text import SIZE, YamlError, parse
+from slimbayes.lab.trees import SEVERAL, SIZE, Tree, YamlError, parse, parts_of, row_names, row_parts
+from slimbayes.lab.trees import ConfigError as ConfigError
+from slimbayes.lab.trees import merged as merged
 from slimbayes.untrusted import DEPTH, read_file
 
 _SIDE = ("small", "paper")  # keys beside the experiment's own
@@ -181,6 +179,22 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
         raise ConfigError(f"{source} is not a valid experiment:\n{faults}") from None
 
 
+def with_values(tree: Tree, values: Mapping[str, Any]) -> Experiment:
+    """The experiment of a tree with values laid over it at some paths.
+
+    Example:
+        >>> from slimbayes.lab.papers import find
+        >>> tree = find("rank1/table2/mfvi")[0].experiment().resolved
+        >>> with_values(tree, {"train.optimizer.lr": 0.5, "seed": 3}).train.optimizer.lr
+        0.5
+    """
+    for path, value in values.items():
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        tree = merged(tree, value)
+    return validate(tree, ", ".join(f"{path}={value}" for path, value in values.items()))
+
+
 def _whole(value: Any) -> Any:
     """2.0 as 2, which strict types take for a count and for a number alike."""
     if isinstance(value, dict):
@@ -201,11 +215,11 @@ def _describe(fault: ErrorDetails) -> str:
     place = tuple(cut(part, most=60) if isinstance(part, str) else part for part in fault["loc"])
     path, fields = _locate(place, unknown=fault["type"] == "extra_forbidden")
     if fault["type"] == "extra_forbidden":
-        return f"{path}: no such field{_nearest(str(fault['loc'][-1]), fields)}"
+        return f"{path}: no such field{did_you_mean(str(fault['loc'][-1]), fields)}"
     if fault["type"] == "union_tag_invalid":
         context = fault["ctx"]
         known = [tag.strip().strip("'") for tag in context["expected_tags"].split(",")]
-        return f"{path}.kind: unknown {brief(context['tag'])}{_nearest(str(context['tag']), known)}"
+        return f"{path}.kind: unknown {brief(context['tag'])}{did_you_mean(str(context['tag']), known)}"
     if fault["type"] == "union_tag_not_found":
         return f"{path}: needs a `kind` that says which"
     if fault["type"] == "missing":
@@ -213,12 +227,6 @@ def _describe(fault: ErrorDetails) -> str:
     got = fault["input"]
     shown = "" if isinstance(got, dict | BaseModel) else f", got {brief(got)}"
     return f"{path}: {fault['msg'].removeprefix('Value error, ')}{shown}"
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word[:80].lower(), [n.lower() for n in known], n=1, cutoff=0.5)
-    hint = next((f"; did you mean {n!r}?" for n in known if near and n.lower() == near[0]), ".")
-    return f"{hint} Known: {', '.join(known)}." if known else "."
 
 
 def _locate(place: tuple[int | str, ...], unknown: bool) -> tuple[str, list[str]]:

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable
-from statistics import fmean
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import slimbayes as sb
 from slimbayes.data import Split
@@ -36,13 +37,12 @@ from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.diagnostics.spectra import Of
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.case import Case as Case
-from slimbayes.lab.case import scores
-from slimbayes.lab.execution import Nobody
-from slimbayes.lab.other_sets import check, corrupted
-from slimbayes.lab.paper_table import Numbers, calibration_errors
-from slimbayes.lab.seeds import key, seed_everything
-from slimbayes.lab.step_times import step_times
+from slimbayes.lab.case import calibration_errors, scores
+from slimbayes.lab.execution import key, seed_everything
+from slimbayes.lab.judging import check, corrupted
+from slimbayes.lab.paper_table import Numbers
 from slimbayes.lab.task import batches
+from slimbayes.lab.watchers import Watcher
 from slimbayes.report.record import Evaluation, Record
 from slimbayes.train.likelihoods import LIKELIHOODS
 
@@ -153,7 +153,7 @@ def corruption(case: Case) -> Found:
     task, execution = case.loaded.task, case.execution
     check(chosen, task, execution)
     made: list[Evaluation] = []
-    for source, about, rows in corrupted(experiment, task, execution, Nobody()):
+    for source, about, rows in corrupted(experiment, task, execution, Watcher()):
         rows = rows.to(case.loaded.device)
         made += case.loaded.score(rows, [case.draws], source, "corruption", about, execution.workers)[0]
     return {}, [one.model_dump(mode="json") for one in made]
@@ -234,22 +234,57 @@ def induced_priors(case: Case) -> Found:
     return numbers, found
 
 
-DIAGNOSTICS: dict[str, Callable[[Case], Found]] = {
-    one.__name__: one
-    for one in (
-        elbo,
-        truncation,
-        spectrum,
-        scales,
-        snr,
-        tracked,
-        corruption,
-        density,
-        reliability,
-        draws,
-        convergence,
-        induced_priors,
-        prior_functions,
-        step_times,
-    )
+_ROWS, _TRAINING_ROWS, _WARM = 32, 60_000, 5
+_PRIOR = sb.Normal(0.0, 0.3)
+POSTERIORS: dict[str, sb.Config] = {
+    "point": sb.Deterministic(),
+    "mean-field": sb.MeanField(prior=_PRIOR),
+    "2-tied": sb.KTied(rank=2, prior=_PRIOR),
 }
+
+
+def step_times(case: Case) -> tuple[Numbers, Any]:
+    """Milliseconds of a step of `posterior` over `steps` steps, taken in turn with those of a point estimate: a machine
+    that slows down slows both. Steps are eager, with Adam and a GPU waited for; `step_ratio` is of medians."""
+    device = case.execution.device
+    torch.manual_seed(case.seed)
+    own, point = _step(POSTERIORS[case.options["posterior"]], device), _step(POSTERIORS["point"], device)
+    taken: list[tuple[float, float]] = []
+    for _ in range(int(case.options.get("steps", 300)) + _WARM):
+        taken.append((_timed(own, device), _timed(point, device)))
+    mine, theirs = zip(*taken[_WARM:], strict=True)
+    numbers = {
+        "step_ms": fmean(mine),
+        "step_ms_sem": stdev(mine) / math.sqrt(len(mine)),
+        "step_ratio": median(mine) / median(theirs),
+    }
+    return numbers, numbers | {"median_ms": median(mine), "device": device.type, "torch": torch.__version__}
+
+
+def _step(config: sb.Config, device: torch.device) -> Callable[[], None]:
+    net = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = sb.bayesianize(net, config).to(device)
+    x, y = torch.randn(_ROWS, 784, device=device), torch.randint(10, (_ROWS,), device=device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        sb.elbo(sb.categorical(sb.sample(model, x), y), model, _TRAINING_ROWS).loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _timed(step: Callable[[], None], device: torch.device) -> float:
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+_ALL = (
+    elbo, truncation, spectrum, scales, snr, tracked, corruption, density, reliability, draws, convergence,
+    induced_priors, prior_functions, step_times,
+)  # fmt: skip
+DIAGNOSTICS: dict[str, Callable[[Case], Found]] = {one.__name__: one for one in _ALL}

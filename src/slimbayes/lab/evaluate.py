@@ -18,11 +18,20 @@ import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.engine.passes import posteriors_of
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.evaluation_scores import Scores, class_scores, curve_scores, ood_scores, regression_scores
-from slimbayes.lab.execution import Execution, Nobody, Watcher
-from slimbayes.lab.other_sets import check, corrupted, fitting, unfamiliar
-from slimbayes.lab.seeds import key, seed_everything
+from slimbayes.lab.execution import Execution, key, seed_everything
+from slimbayes.lab.judging import (
+    Scores,
+    check,
+    class_scores,
+    corrupted,
+    curve_scores,
+    fitting,
+    ood_scores,
+    regression_scores,
+    unfamiliar,
+)
 from slimbayes.lab.task import Rows, Task, batches, limited
+from slimbayes.lab.watchers import Watcher
 from slimbayes.prediction.draws import Networks
 from slimbayes.prediction.predict import predict_prefixes
 from slimbayes.prediction.prediction import Prediction
@@ -203,7 +212,7 @@ def evaluate(
     if task.validation is not None:
         rows = task.in_own_units(task.validation)
         made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
-    for source, about, rows in corrupted(predictor.experiment, task, execution, watcher or Nobody()):
+    for source, about, rows in corrupted(predictor.experiment, task, execution, watcher or Watcher()):
         made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, workers)[0]
     for name in chosen.shift:
         shifted = limited(fitting(name, task, execution), chosen.limit)

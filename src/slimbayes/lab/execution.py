@@ -1,4 +1,9 @@
-"""Where and how a run is carried out. None of it changes what is computed, but for rounding, so none names the run."""
+"""Where and how a run is carried out. None of it changes what is computed, but for rounding, so none names the run.
+
+Randomness is a pure function of where it is used: nothing to save, so a run resumes bit for bit at any step.
+
+seed_everything(seed, "step", 1200)      before step 1200, and every draw of that step follows
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from slimbayes.engine.noise import key as key
+
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
+
 
 PATIENCE = timedelta(minutes=5)  # how long processes wait for one another before the job ends with an error
 
@@ -156,18 +164,16 @@ def noting_signals(noted: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Watcher(Protocol):
-    """Whoever looks on: a progress bar, or nobody."""
-
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        return None
-
-    def move(self, done: int, note: str = "") -> None:
-        return None
-
-    def say(self, message: str) -> None:
-        return None
+def seed_everything(seed: int, *place: object) -> None:
+    """Set torch's generators, of all devices, for one place of a run; alike in all its processes, whose passes draw
+    numbers of their own from it all the same."""
+    number = key(seed, *place)
+    if torch.cuda.is_initialized():
+        torch.manual_seed(number)
+    else:  # torch.manual_seed notes the call for each kind of device that may start later: a tenth of a small step
+        torch.default_generator.manual_seed(number)
 
 
-class Nobody(Watcher):
-    """Looks on and says nothing."""
+def generator(seed: int, *place: object) -> torch.Generator:
+    """A CPU generator for one place of a run."""
+    return torch.Generator("cpu").manual_seed(key(seed, *place))

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,14 @@ import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.diagnostics.check import check as check_posterior
 from slimbayes.files import write_json
-from slimbayes.lab.bars import Bars
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import merged, parse_override, validate
 from slimbayes.lab.evaluate import Predictor, check, evaluate
-from slimbayes.lab.execution import Execution, Nobody, Watcher, leave_together
+from slimbayes.lab.execution import Execution, leave_together, seed_everything
 from slimbayes.lab.intake import data_digest, open_data
 from slimbayes.lab.network import likelihood_of, plain_network, with_noise
 from slimbayes.lab.own_config import code_allowed
 from slimbayes.lab.predict_file import write_inputs
-from slimbayes.lab.ranks import Ranks
 from slimbayes.lab.run_folder import (
     check_data_of,
     check_seal,
@@ -42,13 +40,12 @@ from slimbayes.lab.run_folder import (
     seal,
     stored_experiment,
     unseal,
-    write_data,
 )
-from slimbayes.lab.seeds import seed_everything
-from slimbayes.lab.task import Rows, Task, open_task
+from slimbayes.lab.task import Rows, open_task
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
 from slimbayes.lab.training import Training
+from slimbayes.lab.watchers import Bars, Ranks, Watcher
 from slimbayes.report.record import Cost, Diagnostics, Parameters, Record, RecordError, read, write
 
 _ROWS, _PICTURES = 128, 32  # that are looked at, and of folders, whose pictures are large
@@ -75,12 +72,12 @@ def fit(
     Returns: the run directory.
     """
     if (folder / "record.json").exists() and read(folder).config_hash == experiment.hash:
-        _check_finished(experiment, folder, execution, watcher or Nobody(), dataset)
+        _check_finished(experiment, folder, execution, watcher or Watcher(), dataset)
         return folder
     fabric = execution.fabric(experiment.train.precision)
     fabric.launch()
     first = fabric.global_rank == 0
-    watcher = watcher if watcher and first else Nobody()
+    watcher = watcher if watcher and first else Watcher()
     with ExitStack() as stack:
         stack.enter_context(code_allowed())  # whoever calls this has chosen the experiment
         if first:
@@ -88,17 +85,19 @@ def fit(
         plain = copy.deepcopy(network)
         with Ranks.of(fabric, folder, watcher) as ranks:
             training = Training(experiment, folder, execution, fabric, ranks, network, dataset)
-            _check_data(folder, training.task, watcher)
+            task, begun = training.task, (folder / "data.json").exists() or any((folder / "checkpoints").glob("step-*"))
+            if begun and (note := check_data_of(folder, task.name, task.sha256)):  # not to go on with other data
+                watcher.say(note)
             if first:
-                write_data(folder, training.task.name, training.task.sha256)
+                write_json(folder / "data.json", {"name": task.name, "sha256": task.sha256})
             if judge:
-                check(experiment.evaluate, training.task, execution)
+                check(experiment.evaluate, task, execution)
                 training.predictor.asked_draws()  # refuses "exact" of networks that cannot be counted
             training.run(resume)
             leave_together(fabric)
         if first:
             write_json(folder / "cost.json", training.cost())
-            write_inputs(folder, training.task, training.predictor.likelihood)
+            write_inputs(folder, task, training.predictor.likelihood)
         if judge and first:  # a network that was shared among processes is read back whole
             alone = fabric.world_size == 1
             predictor = training.predictor if alone else load_run(folder, execution, plain, dataset)
@@ -118,13 +117,6 @@ def _check_finished(
         watcher.say(f"{folder} is left as it is. Its data are not here, so they were not compared.")
         return
     if note := check_data_of(folder, data.name, data_digest(data, splits)):
-        watcher.say(note)
-
-
-def _check_data(folder: Path, task: Task, watcher: Watcher) -> None:
-    """Refuse to go on with a run on other data than it began with."""
-    begun = (folder / "data.json").exists() or any((folder / "checkpoints").glob("step-*"))
-    if begun and (note := check_data_of(folder, task.name, task.sha256)):
         watcher.say(note)
 
 
@@ -172,6 +164,9 @@ def write_record(folder: Path, predictor: Predictor, execution: Execution, watch
     evaluations, examples = evaluate(predictor, execution, watcher)
     seconds = time.perf_counter() - start
     curve, counts = read_curve(folder), sb.summary(predictor.network)
+    former: list[str] = []
+    with suppress(RecordError):
+        former = read(folder).commands
     record = Record(
         name=stored.name,
         method=stored.method_text,
@@ -179,7 +174,7 @@ def write_record(folder: Path, predictor: Predictor, execution: Execution, watch
         seed=stored.seed,
         config=stored.resolved,
         config_hash=stored.hash,
-        commands=[*_former_commands(folder), command()],
+        commands=[*former, command()],
         classes=list(predictor.task.classes),
         status="stopped early" if curve and curve[-1]["epoch"] < stored.train.epochs else "finished",
         parameters=Parameters(plain=counts.before, total=counts.after),
@@ -215,13 +210,6 @@ def _cost(file: Path, evaluate_seconds: float) -> Cost:
         evaluate_seconds=evaluate_seconds,
         peak_memory=measured.get("peak_memory"),
     )
-
-
-def _former_commands(folder: Path) -> list[str]:
-    try:
-        return read(folder).commands
-    except RecordError:
-        return []
 
 
 # --- diagnostics after every fit, from some rows of its own ---

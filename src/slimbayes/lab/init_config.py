@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from slimbayes.data.csv_rows import days_of
 from slimbayes.data.folders import ImageFolder, decode
-from slimbayes.data.table_cells import days_of
 from slimbayes.data.table_files import TABLES, Column, TableFile, look
 from slimbayes.distributions.families import dropout_scale
 from slimbayes.errors import did_you_mean
 from slimbayes.lab.config_files import ConfigError, validate
 from slimbayes.lab.own_data import FEW, feature_kind, target_is_class
-from slimbayes.lab.yaml_text import parse
+from slimbayes.lab.trees import parse
 from slimbayes.untrusted import check_regular
 
 _HEAD = "# Written by `slimbayes init` after a look at the data. Train with: slimbayes fit {file}\n"

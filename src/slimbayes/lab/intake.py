@@ -18,7 +18,7 @@ from slimbayes.data import Dataset, Split, load, load_bags
 from slimbayes.data.catalog import find, root_folder, source_of
 from slimbayes.data.folders import ImageFolder
 from slimbayes.lab import config
-from slimbayes.lab.seeds import generator
+from slimbayes.lab.execution import generator
 
 _WHOLE = 256 << 20  # bytes of a tensor that are all read
 _BLOCK, _BLOCKS = 64 << 10, 1024  # bytes of a block, and how many are read of larger ones

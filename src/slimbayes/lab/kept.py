@@ -47,9 +47,9 @@ def _kept(rows: Sequence[PaperRow], records: Iterable[tuple[Path, Record]], fold
     named: dict[str, list[tuple[PaperRow, Scale]]] = {}  # a run is a row's only if it has its name, which hashes hold
     for row, scale in ((row, scale) for row in rows if row.trains for scale in SCALES):
         named.setdefault(row.experiment(scale).name, []).append((row, scale))
-    for file, record in records:
-        alike = named.get(record.name, [])
-        _place([(row.stem, scale, row.experiment(scale, record.seed)) for row, scale in alike], out, file, record)
+    for file, record in (pair for pair in records if pair[1].name in named):
+        wanted = [(row.stem, scale, row.experiment(scale, record.seed)) for row, scale in named[record.name]]
+        _place(wanted, out, file, record)
     for row in (row for row in rows if not row.trains):  # no run to have a record of: its table is all there is
         out[row.stem].seeds = _tabled(row, folders)
     return list(out.values())

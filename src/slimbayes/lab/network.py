@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.seeds import seed_everything
+from slimbayes.lab.execution import seed_everything
 from slimbayes.lab.task import Task
 from slimbayes.posteriors.base import Config
 from slimbayes.train.likelihoods import LikelihoodName

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split
 from slimbayes.data.catalog import root_folder
+from slimbayes.data.csv_rows import Decimal, Kind, date_columns
 from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.data.table_cells import Decimal, Kind, date_columns
 from slimbayes.data.table_files import MOST_VALUES, Column, Frame, TableFile, frames, look
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab import config
-from slimbayes.lab.seeds import generator
+from slimbayes.lab.execution import generator
 from slimbayes.sklearn.columns import Table
 from slimbayes.untrusted import check_regular
 
@@ -101,7 +101,8 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
         raise ValueError(f"{path} has no column beside the target and those that are dropped.")
     discrete = target_is_class(found.column(chosen.target), path, chosen.task)
     target: Kind = "word" if discrete else "number"
-    whole = _joined(list(frames(path, kinds | {chosen.target: target}, found.header, found.decimal)))
+    blocks = list(frames(path, kinds | {chosen.target: target}, found.header, found.decimal))
+    whole = Frame({name: np.concatenate([block[name] for block in blocks]) for name in blocks[0].columns})
     table = Table([name for name, kind in kinds.items() if kind == "word"], chosen.missing)
     y, classes = _targets(whole[chosen.target], discrete)
     places = _split(Split(torch.arange(len(y)), y), chosen)
@@ -136,10 +137,6 @@ def told(error: Exception) -> str:
     """What `Table` says, with options called as in a config."""
     text = str(error).removeprefix("Input X contains NaN: ")
     return text.replace("missing='impute'", "data.missing: impute").replace("categorical_features", "data.categories")
-
-
-def _joined(blocks: Sequence[Frame]) -> Frame:
-    return Frame({name: np.concatenate([block[name] for block in blocks]) for name in blocks[0].columns})
 
 
 def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = (), dates: bool = False) -> Kind:

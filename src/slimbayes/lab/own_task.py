@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split
-from slimbayes.data.table_cells import Decimal, Kind
+from slimbayes.data.csv_rows import Decimal, Kind
 from slimbayes.data.table_files import TABLES, Frame, column_names, frame_of, frames
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.lab.own_data import OwnTable, told, with_dates

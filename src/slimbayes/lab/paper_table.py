@@ -12,16 +12,13 @@ from typing import Any
 
 from slimbayes.data import CORRUPTIONS
 from slimbayes.files import write_text
-from slimbayes.lab.claims import told
 from slimbayes.lab.config import Experiment
-from slimbayes.lab.corruption_rates import corruption_against, error_rates
-from slimbayes.lab.papers import UNITS, PaperRow, Scale
-from slimbayes.metrics.corruption import ALEXNET, ALEXNET_CLEAN
-from slimbayes.report.record import Evaluation, Record
-from slimbayes.report.statistics import bootstrap_interval
+from slimbayes.lab.papers import UNITS, PaperRow, Scale, told
+from slimbayes.metrics.corruption import ALEXNET, ALEXNET_CLEAN, corruption_errors
+from slimbayes.report.metric import bootstrap_interval
+from slimbayes.report.record import Record
 
 Numbers = dict[str, float]
-_DROP = 5  # bins of at most so many rows are outliers (Chang et al. 2019, D.2)
 _SIZES = ("parameters", "overhead")  # columns of every table
 
 
@@ -80,20 +77,6 @@ def relative_errors(result: RowResult, results: Iterable[RowResult]) -> Numbers:
     theirs = error_rates(against.record, draws_of(against.record, against.row.paper.draws))
     corrupted = [rates for name, rates in theirs.items() if name != "clean"]
     return corruption_against(ours, theirs) if len(ours) > 1 and all(map(sum, corrupted)) else {}
-
-
-def calibration_errors(evaluation: Evaluation) -> Numbers:
-    """Calibration errors of an evaluation without its bins of few rows; shares are of all rows."""
-    curve = evaluation.reliability
-    if curve is None:
-        raise ValueError(
-            f"The evaluation on {evaluation.data} has no reliability curve to take calibration errors from."
-        )
-    gaps = [(n, abs(a - c)) for n, a, c in zip(curve.count, curve.accuracy, curve.confidence, strict=True) if n > _DROP]
-    return {
-        "ece": sum(n * gap for n, gap in gaps) / evaluation.rows,
-        "mce": max((gap for _, gap in gaps), default=math.nan),
-    }
 
 
 @dataclass(frozen=True)
@@ -283,3 +266,27 @@ def _printed(row: Mapping[str, Any], name: str, decimals: int) -> str:
     error = row["paper_errors"].get(name)
     shown = "" if error is None else f" ± {error:g}" if error else f" ± {error:.{decimals}f}"
     return f"*{row['paper'][name]:,.{decimals}f}{shown}*"
+
+
+def error_rates(record: Record, draws: int) -> dict[str, Any]:
+    """Top-1 errors: "clean", of test rows, and by corruption, severity by severity."""
+    tests = [e.metrics for e in record.evaluations if e.role == "test" and e.draws == draws]
+    out: dict[str, Any] = {"clean": 1 - tests[0]["accuracy"]} if tests and "accuracy" in tests[0] else {}
+    found = [e for e in record.evaluations if e.role == "corruption" and e.draws == draws]
+    for e in sorted(found, key=lambda e: e.severity):
+        out.setdefault(e.corruption or "", []).append(1 - e.metrics["accuracy"])
+    return out
+
+
+def corruption_against(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
+    """Mean corruption error (mCE), that of each corruption, and the relative one (rmCE) where it has a meaning."""
+    absolute = corruption_errors(ours, {name: rates for name, rates in theirs.items() if name != "clean"})
+    out = {"corruption_error": absolute.mce}
+    out |= {f"error_{name}": value for name, value in absolute.by_corruption.items()}
+    # A reference that corruption does not harm has nothing to be relative to.
+    harmed = all(sum(rates) > len(rates) * theirs["clean"] + 1e-9 for name, rates in theirs.items() if name != "clean")
+    if harmed:
+        relative = corruption_errors(ours, theirs)
+        out |= {"relative_corruption_error": relative.rmce}
+        out |= {f"relative_error_{name}": value for name, value in relative.relative_by_corruption.items()}
+    return out

@@ -7,12 +7,16 @@ paper:
   columns: [nll, accuracy]
   units: {accuracy: "%"}                            as printed; without one, a score is as the record has it
   diagnostic: spectrum                              one or several of `slimbayes.lab.diagnose`
-rows:                                               see config_rows.py
+  claims: [{better: rank1-gaussian, than: deterministic, score: nll}]
+rows:                                               see trees.py
   mfvi: {method: {kind: MeanField}, paper: {row: MFVI BNN, numbers: [0.214, 94.7]}}
+
+A claim holds where the 95 % t interval of the paired differences lies on its side of zero, over three seeds at least.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,10 +27,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 
 import slimbayes
 from slimbayes.errors import brief, cut, did_you_mean
-from slimbayes.lab.claims import Claim
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import ConfigError, load, read_tree
-from slimbayes.lab.config_rows import row_names
+from slimbayes.lab.trees import row_names
+from slimbayes.report.metric import mean, metric, t_interval
 
 Scale = Literal["full", "small"]
 UNITS = {"": 1.0, "%": 100.0, "k": 1e-3, "M": 1e-6}  # from a record's numbers to printed ones
@@ -50,7 +54,7 @@ class Printed(BaseModel):
         repeat: what each of `--seeds` sets: the seed alone, or the standard split of the data too.
         relative_to: the row whose errors on corrupted rows count as 100.
         diagnostic, options: functions of `slimbayes.lab.diagnose` and their arguments.
-        claims: what the paper says of the table's rows, each judged over seeds (claims.py).
+        claims: what the paper says of the table's rows, each judged over seeds.
         note: how the row differs from the paper's.
     """
 
@@ -161,6 +165,16 @@ def listings(folders: Sequence[Path] | None = None) -> dict[str, tuple[str, int]
     return dict(sorted(found.items(), key=lambda item: _by_number(item[0])))
 
 
+def list_all() -> list[str]:
+    """A line for each table and figure that can be reproduced, its name first.
+
+    Example:
+        >>> [line for line in list_all() if line.startswith("rank1/table8")]
+        ['rank1/table8         Table 8, 5 rows']
+    """
+    return [f"{name:<20} {place}, {rows} row{'s' if rows > 1 else ''}" for name, (place, rows) in listings().items()]
+
+
 def _by_number(name: str) -> tuple[str, bool, int, str]:
     """Papers by name, tables before figures, each by number."""
     paper, _, place = name.partition("/")
@@ -179,3 +193,82 @@ def _row(file: Path, name: str) -> PaperRow:
         faults = [(".".join(map(str, ("paper", *f["loc"]))), f["msg"]) for f in error.errors(include_url=False)]
         told = "; ".join(f"{cut(path)}: {cut(fault)}" for path, fault in faults[:5])
         raise ConfigError(f"{place}: {told}.") from error
+
+
+FEWEST = 3  # seeds that can decide: two agree by chance half of the time
+BySeed = Mapping[int, Mapping[str, float]]  # scores of a row, for each seed
+PREFIXES = ("corrupted_", "validation_", "member_")
+_LOWER = ("corruption_error", "relative_corruption_error", "error_", "neg_elbo")  # how such names begin
+
+
+class Claim(BaseModel):
+    """One row is better than another in a score; rows by their names in the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    better: str
+    than: str
+    score: str
+
+    @property
+    def sign(self) -> int:
+        """1 where more is better, -1 where less is."""
+        name = self.score
+        for prefix in PREFIXES:
+            name = name.removeprefix(prefix)
+        lower = name.startswith(_LOWER) or metric(name).better == "lower"
+        if not lower and not name.startswith("snr") and metric(name).better != "higher":
+            raise ValueError(f"claims: nobody says whether more or less of {self.score!r} is better.")
+        return -1 if lower else 1
+
+    def judged(self, rows: Mapping[str, BySeed]) -> dict[str, Any]:
+        """The claim, the mean difference and its interval over the seeds that both rows have, and a verdict.
+
+        Example:
+            >>> claim = Claim(better="rank1", than="plain", score="nll")
+            >>> plain, rank1 = ({s: {"nll": level + 0.01 * s} for s in range(5)} for level in (0.5, 0.4))
+            >>> claim.judged({"plain": plain, "rank1": rank1})["verdict"]
+            'holds'
+        """
+        ours, theirs = rows.get(self.better, {}), rows.get(self.than, {})
+        shared = [s for s in ours if s in theirs and self.score in ours[s] and self.score in theirs[s]]
+        differences = [ours[s][self.score] - theirs[s][self.score] for s in shared]
+        interval = t_interval(differences)
+        found = {**self.model_dump(), "seeds": len(shared), "difference": None, "interval": interval}
+        if not shared:
+            return found | {"verdict": "not run"}
+        average = mean(differences)
+        if not math.isfinite(average):
+            return found | {"verdict": "undecided: a score is not finite"}
+        return found | {"difference": average, "verdict": self._verdict(differences, interval)}
+
+    def _verdict(self, differences: Sequence[float], interval: tuple[float, float] | None) -> str:
+        agrees = all(self.sign * difference > 0 for difference in differences)
+        if interval is None:
+            return f"one seed, which {'agrees' if agrees else 'does not agree'}"
+        if len(differences) < FEWEST:
+            return f"two seeds, which {'agree' if agrees else 'do not both agree'}"
+        low, high = sorted(self.sign * end for end in interval)
+        return "holds" if low > 0 else "does not hold: it is the other way round" if high < 0 else "undecided"
+
+
+def told(claims: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> list[str]:
+    """Lines about judged claims, as a table has them.
+
+    Example:
+        >>> claim = Claim(better="a", than="b", score="nll").judged({})
+        >>> told([claim], {"a": "Rank-1", "b": "Plain"})
+        ['- Rank-1 better than Plain in nll: **not run**']
+    """
+    lines = []
+    for claim in claims:
+        text = (
+            f"- {labels[claim['better']]} better than {labels[claim['than']]} in {claim['score'].replace('_', ' ')}: "
+        )
+        text += f"**{claim['verdict']}**"
+        if claim["difference"] is not None:
+            text += f", {claim['difference']:+.4g}"
+        if claim["interval"] is not None:
+            low, high = claim["interval"]
+            text += f" [{low:+.4g}, {high:+.4g}] over {claim['seeds']} seeds"
+        lines.append(text)
+    return lines

@@ -135,7 +135,10 @@ def _csv_blocks(file: Path, columns: Sequence[str], finite: bool) -> Iterator[Te
     """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
     first, rows = first_cells(file), 0
     named = not _is_row(first, columns, file)
-    order = _order(first, columns, file) if named and first and columns else None
+    order = None
+    if named and first and columns:
+        check_names(f"{file}, line 1", first, columns)
+        order = [first.index(column) for column in columns]
     for block in number_blocks(file, first, named, order, finite):
         rows += len(block)
         yield torch.from_numpy(block)
@@ -156,12 +159,6 @@ def _is_row(first: Sequence[str], columns: Sequence[str], file: Path) -> bool:
             f"Fill in its missing cells, or give every column a name that is no number."
         )
     return bool(first) and len(numbers) == len(first) and set(first) != set(columns)
-
-
-def _order(names: Sequence[str], columns: Sequence[str], file: Path) -> list[int]:
-    """Where the training data's columns are among a file's names."""
-    check_names(f"{file}, line 1", names, columns)
-    return [names.index(column) for column in columns]
 
 
 def check_names(place: str, names: Sequence[str], needed: Sequence[str], passed: Sequence[str] = ()) -> None:

@@ -213,7 +213,7 @@ class Train(Options):
             learned for tables and data of one's own, 1 for others and where evaluate.noise is given.
         ema: decay of a running average of the weights, which is what is evaluated and saved.
         track: what to note of a Gaussian posterior after each epoch: "scales", and "snr", the noise of their gradients
-            (see tracking.py).
+            (see step.py).
         alternate: train shared parameters and those of patches in turn, so many steps each (EMP paper, C.2).
     """
 

@@ -25,13 +25,14 @@ from slimbayes.data.uci import standard_splits
 from slimbayes.errors import brief
 from slimbayes.files import write_text
 from slimbayes.lab.diagnose import Case, diagnose
-from slimbayes.lab.execution import Execution, Nobody, Watcher
+from slimbayes.lab.execution import Execution
 from slimbayes.lab.fit import Stopped, fit
 from slimbayes.lab.kept import by_hash
 from slimbayes.lab.paper_table import Numbers, Reproduction, RowResult, describe_setting, draws_of, failed, measured
-from slimbayes.lab.papers import PaperRow, Scale, find, listings
+from slimbayes.lab.papers import PaperRow, Scale, find
 from slimbayes.lab.run_folder import default_folder
-from slimbayes.report.record import Evaluation, Record, read
+from slimbayes.lab.watchers import Watcher
+from slimbayes.report.record import Evaluation, read
 from slimbayes.untrusted import parse_json, read_file
 
 
@@ -67,7 +68,7 @@ def reproduce(
     """
     if not seeds:
         raise ValueError("reproduce needs at least one seed, got none.")
-    watcher = watcher or Nobody()
+    watcher = watcher or Watcher()
     table = Reproduction(name, scale, find(name, folders))
     out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
     out.mkdir(parents=True, exist_ok=True)
@@ -132,15 +133,11 @@ def _run(
     draws = draws_of(record, row.paper.draws)
     case = Case(folder, out, draws, seed, row.paper.options, execution)
     numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}-{experiment.hash}", record.digest)
-    record = _with_evaluations(record, [out / name for name in files if name.endswith("-corruption.json")])
+    made = [parse_json(read_file(out / name))["details"] for name in files if name.endswith("-corruption.json")]
+    more = [Evaluation.model_validate(one) for details in made for one in details]  # beside the record's own
+    record = record.model_copy(update={"evaluations": [*record.evaluations, *more]})
     setting = describe_setting(experiment, scale)
     return RowResult(row, seed, measured(record, draws) | numbers, record, folder, setting, files)
-
-
-def _with_evaluations(record: Record, files: Sequence[Path]) -> Record:
-    """A record with the evaluations that diagnostics have made beside its own."""
-    more = [Evaluation.model_validate(one) for file in files for one in parse_json(read_file(file))["details"]]
-    return record.model_copy(update={"evaluations": [*record.evaluations, *more]})
 
 
 def _diagnosed(row: PaperRow, case: Case, out: Path, stem: str, digest: str) -> tuple[Numbers, tuple[str, ...]]:
@@ -183,13 +180,3 @@ def parse_seeds(text: str) -> list[int]:
         raise ValueError(f"--seeds takes whole numbers and ranges of them, such as 0,1,2 or 0-9, got {brief(text)}.")
     parts = [part.partition("-") for part in text.split(",")]
     return [seed for first, _, last in parts for seed in range(int(first), int(last or first) + 1)]
-
-
-def list_all() -> list[str]:
-    """A line for each table and figure that can be reproduced, its name first.
-
-    Example:
-        >>> [line for line in list_all() if line.startswith("rank1/table8")]
-        ['rank1/table8         Table 8, 5 rows']
-    """
-    return [f"{name:<20} {place}, {rows} row{'s' if rows > 1 else ''}" for name, (place, rows) in listings().items()]

@@ -1,12 +1,23 @@
-"""Commands that look at a finished run, use it, or make another of it."""
+"""Commands that look at a finished run, use it, or make another of it; and those about data sets.
+
+torch and the readers are imported when a command runs, so that `--help` answers at once.
+"""
 
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from slimbayes.data.catalog import Facts
+
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; $SLIMBAYES_DATA by default.")]
 Accelerator = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
@@ -27,8 +38,8 @@ def init(
 ) -> None:
     """Look at data of your own and write a commented config for them."""
     from slimbayes.files import write_text
-    from slimbayes.lab.config_rows import ConfigError
     from slimbayes.lab.init_config import config_text
+    from slimbayes.lab.trees import ConfigError
 
     file = output or Path(f"{data.resolve().stem or 'data'}.yaml")
     if file.exists():
@@ -46,8 +57,8 @@ def diagnose(
     allow_code: AllowCode = False,
 ) -> None:
     """Look at a run's posterior: ELBO, calibration, k-hat; of Gaussian ones spectrum, truncation, gradient noise."""
-    from slimbayes.lab.diagnose_run import diagnose_run, lines
     from slimbayes.lab.execution import Execution
+    from slimbayes.lab.finished import diagnose_run, lines
     from slimbayes.lab.own_config import code_allowed
 
     with code_allowed(allow_code):
@@ -64,14 +75,14 @@ def stack(
     allow_code: AllowCode = False,
 ) -> None:
     """Weigh a run's members or components by its validation rows (stacking), and judge it again."""
-    from slimbayes.lab.bars import Bars, print_scores
     from slimbayes.lab.execution import Execution
+    from slimbayes.lab.finished import stack_run, weight_lines
     from slimbayes.lab.own_config import code_allowed
-    from slimbayes.lab.stack_run import lines, stack_run
+    from slimbayes.lab.watchers import Bars, print_scores
 
     with Bars("stacked") as bars, code_allowed(allow_code):
         folder, weights = stack_run(run, out, Execution(accelerator=accelerator, data_dir=data_dir), bars, draws)
-    typer.echo("\n".join(lines(weights)))
+    typer.echo("\n".join(weight_lines(weights)))
     print_scores(folder)
 
 
@@ -106,9 +117,9 @@ def export(
     allow_code: AllowCode = False,
 ) -> None:
     """Write a run as one file that predicts without slimbayes; `slimbayes serve` takes .onnx files."""
-    from slimbayes.lab.config_rows import ConfigError
-    from slimbayes.lab.export_run import export_run
+    from slimbayes.lab.finished import export_run
     from slimbayes.lab.own_config import code_allowed
+    from slimbayes.lab.trees import ConfigError
 
     file = output or Path(f"{run.resolve().name}.{to}")
     if file.suffix != f".{to}":
@@ -117,3 +128,104 @@ def export(
         made = export_run(run, file, draws, accelerator)
     shape = " x ".join("rows" if size is None else str(size) for size in made.inputs["input"])
     typer.echo(f"{file}: {shape} -> {', '.join(made.outputs)}, of {made.draws} draws")
+
+
+# --- slimbayes data: what sets are there, whether they are the published ones (exit code 1 if not), and their cache ---
+
+app = typer.Typer(help="Data sets on disk: list them, check them, keep them as arrays.", no_args_is_help=True)
+
+Root = Annotated[
+    Path | None,
+    typer.Option("--data-dir", envvar="SLIMBAYES_DATA", help="Folder that holds the data sets.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+Name = Annotated[
+    str, typer.Argument(help='A data set, such as "mnist" or "uci/yacht"; `list` names those that are there.')
+]
+_FILES = 12  # shown of a set
+_BROKEN = 2
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Errors of users and of their files as one line, and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        text = (
+            f"{error.strerror}" if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
+        )
+        typer.echo(f"Error: {' '.join(text.split())}", err=True)
+        raise typer.Exit(_BROKEN) from error
+
+
+@app.command("list")
+def list_(data_dir: Root = None, as_json: AsJson = False) -> None:
+    """Every data set that is there, with its splits."""
+    with _plain_errors():
+        from slimbayes.data import available
+        from slimbayes.data.catalog import SOURCES, root_folder
+
+        folder = root_folder(data_dir)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a folder: give --data-dir the folder that holds the data sets.")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            here = available(folder)
+    for warning in caught:
+        typer.echo(f"Warning: {warning.message}", err=True)
+    if as_json:
+        typer.echo(json.dumps(here, indent=1))
+        return
+    for name, splits in here.items():
+        more = f" and {len(splits) - 6} more" if len(splits) > 6 else ""
+        typer.echo(f"{name:<32} {', '.join(splits[:6])}{more}")
+    absent = [name for name in SOURCES if name not in here]
+    typer.echo(f"\n{len(here)} of {len(SOURCES)} known sets are in {folder}. Not there: {', '.join(absent) or 'none'}.")
+
+
+@app.command()
+def check(name: Name, data_dir: Root = None, as_json: AsJson = False) -> None:
+    """Read a set in full and compare it with what was published; exit code 1 where it differs."""
+    with _plain_errors():
+        from slimbayes.data.catalog import inspect
+
+        facts = inspect(name, data_dir)
+    typer.echo(json.dumps(asdict(facts), indent=1) if as_json else _report(facts))
+    if facts.differences:
+        raise typer.Exit(1)
+
+
+def _report(facts: Facts) -> str:
+    lines = [facts.name]
+    for split, rows in facts.rows.items():
+        counts = facts.classes.get(split, {})
+        spread = f", {min(counts.values()):,} to {max(counts.values()):,} in each of {len(counts)} classes"
+        lines.append(f"  {split}: {rows:,} rows" + (spread if counts else ""))
+    sums = [f"  sha256 {digest}  {file}" for file, digest in facts.sha256.items()]
+    lines += sums[:_FILES] or ["  (images are counted, not read: no sha256)"]
+    lines += [f"  and {len(sums) - _FILES:,} more files: --json lists them"] if len(sums) > _FILES else []
+    lines += [f"DIFFERS {line}" for line in facts.differences] or ["Rows and class balance are as published."]
+    return "\n".join(lines)
+
+
+@app.command()
+def prepare(
+    name: Name,
+    data_dir: Root = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; <data-dir>/.slimbayes-cache/<name> by default.")] = None,
+) -> None:
+    """Keep a set as arrays that are mapped into memory instead of read."""
+    with _plain_errors():
+        from slimbayes.data import prepare as prepare_
+        from slimbayes.lab.watchers import Bars
+
+        with Bars(name) as bars:
+
+            def show(done: int, total: int, split: str) -> None:
+                if not done:
+                    bars.begin("as arrays", total)
+                bars.move(done, split)
+
+            folder = prepare_(name, data_dir, out, show)
+    typer.echo(str(folder))

@@ -32,7 +32,7 @@ from torch import Tensor
 from slimbayes.files import sweep, write_json, write_text
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import ConfigError, read_tree, validate
-from slimbayes.lab.yaml_text import dump
+from slimbayes.lab.trees import dump
 from slimbayes.report.record import note_unsealed
 from slimbayes.untrusted import parse_json, read_file
 
@@ -157,11 +157,6 @@ def check_data_of(folder: Path, name: str, sha256: str) -> str:
             f"{sha256[:16]}.... Give the --data-dir it was trained with, or choose another directory with --out."
         )
     return ""
-
-
-def write_data(folder: Path, name: str, sha256: str) -> None:
-    """Write down which data a run reads."""
-    write_json(folder / "data.json", {"name": name, "sha256": sha256})
 
 
 # --- what is written down while it trains ---

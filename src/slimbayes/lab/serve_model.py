@@ -26,16 +26,7 @@ from slimbayes.untrusted import check_regular, parse_json
 if TYPE_CHECKING:
     from slimbayes.lab.own_task import OwnColumns
 
-_TYPES = {
-    f"tensor({name})": np.dtype(kind)
-    for name, kind in {
-        "float": "float32",
-        "double": "float64",
-        "int64": "int64",
-        "int32": "int32",
-        "uint8": "uint8",
-    }.items()
-}
+_TYPES = {"float": "float32", "double": "float64", "int64": "int64", "int32": "int32", "uint8": "uint8"}  # ONNX's
 Columns = dict[str, list[Any]]
 Named = dict[str, list[Any]]  # rows' values by column's name
 
@@ -157,7 +148,7 @@ def open_onnx(file: Path) -> ExportedModel:
     first = session.get_inputs()[0]
     try:
         about = parse_json(session.get_modelmeta().custom_metadata_map["slimbayes"])
-        kind = _TYPES[first.type]
+        kind = np.dtype(_TYPES[first.type.removeprefix("tensor(").removesuffix(")")])
     except (KeyError, ValueError) as error:
         raise RunError(f"{file} was not written by sb.export.") from error
     return ExportedModel(file, about, kind, lambda rows: session.run(None, {first.name: rows}))

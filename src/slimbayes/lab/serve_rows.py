@@ -8,14 +8,16 @@ Sizes: N rows.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
 
 from slimbayes.errors import brief, cut
 from slimbayes.lab.predict_input import DAMAGE, blocks_of
@@ -23,9 +25,50 @@ from slimbayes.lab.serve_model import Checked, Columns, Named, Served
 from slimbayes.untrusted import parse_json
 
 JSON, NPY, ARROW = "application/json", "application/x-npy", "application/vnd.apache.arrow.stream"
-_OPTIONS = ("draws", "level")
 _BATCHES = {2: 1, 3: None}  # kinds of Arrow's messages with data: where in a dictionary batch its record batch is
 _COMPRESSION = 3  # field of a record batch
+
+
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_OPTIONS = {
+    "draws": {"type": "integer", "minimum": 1},
+    "level": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+}
+BODY = {
+    "parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in _OPTIONS.items()],
+    "requestBody": {"required": True, "content": {NPY: _BINARY, ARROW: _BINARY, JSON: {"schema": {
+        "type": "object", "required": ["rows"], "additionalProperties": False,
+        "properties": {"rows": {"type": "array"}, **_OPTIONS}}}}},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes: bytes of a body, rows and draws of a request, and seconds to wait in the queue, for a body
+    to arrive, and for an answer."""
+
+    body: int = 1 << 20
+    rows: int = 1024
+    draws: int = 64
+    wait: float = 0.25
+    arrive: float = 10.0
+    answer: float = 30.0
+
+
+async def body_of(request: Request, limits: Limits) -> bytes:
+    """A request's body, refused as soon as it is too long or too slow, whatever its headers say."""
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.arrive):
+            async for part in request.stream():
+                size += len(part)
+                if size > limits.body:
+                    raise HTTPException(413, f"A body may have {limits.body:,} bytes.", {"Connection": "close"})
+                parts.append(part)
+    except TimeoutError:
+        raise HTTPException(408, "The body did not arrive in time.", {"Connection": "close"}) from None
+    return b"".join(parts)
 
 
 def media(kind: str) -> str:
@@ -34,7 +77,7 @@ def media(kind: str) -> str:
 
 
 def asked(
-    body: bytes, kind: str, query: Mapping[str, str], model: Served, most_rows: int, most_draws: int
+    body: bytes, kind: str, query: Mapping[str, str], model: Served, limits: Limits
 ) -> tuple[Checked, int, float | None]:
     """Rows, draws and level of a request, from its body or its address."""
     readers: dict[str, Callable[[bytes, int], tuple[np.ndarray | Named, dict[str, Any]]]]
@@ -44,20 +87,20 @@ def asked(
     options: dict[str, Any] = {}
     try:
         options = {name: parse_json(value) for name, value in query.items()}
-        rows, more = readers[media(kind)](body, most_rows)
+        rows, more = readers[media(kind)](body, limits.rows)
         options |= more
         if unknown := sorted(set(options) - {*_OPTIONS}):
             raise ValueError(f"unknown key {brief(unknown[0])}; known are rows, draws and level")
     except (ValueError, RecursionError) as error:
         raise HTTPException(422, cut(f"The request cannot be read: {error}")) from error
     count = len(next(iter(rows.values()), ())) if isinstance(rows, dict) else len(rows) if rows.ndim else 0
-    if not 1 <= count <= most_rows:
-        raise HTTPException(422, f"rows: from 1 to {most_rows:,} rows are answered, got {count:,}.")
+    if not 1 <= count <= limits.rows:
+        raise HTTPException(422, f"rows: from 1 to {limits.rows:,} rows are answered, got {count:,}.")
     try:
         checked = model.check(rows)
     except (ValueError, RuntimeError, TypeError) as error:
         raise HTTPException(422, cut(str(error))) from error
-    return checked, _draws(options, model, most_draws), _level(options, model)
+    return checked, _draws(options, model, limits.draws), _level(options, model)
 
 
 def answer(found: Columns, accept: str, notes: Sequence[str]) -> tuple[bytes, str]:

@@ -8,10 +8,10 @@ Sizes: B rows of a step, S draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from slimbayes.data import Split
-from slimbayes.data.folders import ImageFolder, read_crop
+from slimbayes.data.folders import ImageFolder
+from slimbayes.diagnostics import GradientSNR
+from slimbayes.diagnostics.sites import gaussian_sites
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.evaluate import Predictor
+from slimbayes.lab.execution import seed_everything
 from slimbayes.lab.recipes import set_rate
-from slimbayes.lab.seeds import generator, seed_everything
+from slimbayes.lab.task import crops_pictures
 from slimbayes.prediction.sample import sample
 from slimbayes.train.elbo import ELBO, check_finite, elbo
 from slimbayes.train.likelihoods import LIKELIHOODS
@@ -213,37 +216,61 @@ class TrainingStep:
         return "All layers' outputs are finite, so it is the likelihood, the KL or the penalty that is not."
 
 
-# --- crops of full pictures, made where they are decoded ---
+# --- what is noted of a posterior while it trains ---
+#
+# column of the curve     with `train.track`   what
+# mean_scale.LAYER.W      scales               mean posterior standard deviation (k-tied Normal, Figure 10)
+# scales_1.LAYER.W        scales               share of the variance of the scales that one singular value explains
+# scales_2.LAYER.W        scales               and two
+# snr.LAYER               snr                  mean signal-to-noise ratio of the gradients of the scales, over the
+#                                              epoch's last ten steps, parameters moving (Figure 6, right)
+# snr_median.LAYER        snr                  median over the same gradients
+
+WINDOW = 10  # steps
+_SAVED = "tracked/"
 
 
-@dataclass(frozen=True)
-class RandomCrops(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """An image folder in one epoch, cropped from the full pictures, before they become a batch without their sides.
+class Tracker:
+    """Looks at a network after its steps and epochs; it draws nothing, so training is the same without it."""
 
-    A row's crop depends on seed, epoch and row alone, not on who decodes it.
-    """
+    def __init__(self, experiment: Experiment, network: nn.Module, steps_per_epoch: int) -> None:
+        self.network, self.steps, self.wanted = network, steps_per_epoch, experiment.train.track
+        if "snr" in self.wanted and steps_per_epoch < 2:
+            raise ValueError("train.track: a signal-to-noise ratio needs two steps in an epoch; take a smaller batch.")
+        window = min(WINDOW, steps_per_epoch)
+        self.snr = GradientSNR(network, window) if "snr" in self.wanted else None
+        if "scales" in self.wanted:
+            gaussian_sites(network)  # refuses a network that has none
 
-    rows: ImageFolder
-    crop: Callable[..., Tensor]
-    seed: int
-    epoch: int
+    def after(self, step: int) -> None:
+        """Take the gradients of a step, as clipped, if it is one of an epoch's last."""
+        if self.snr is not None and step % self.steps >= self.steps - self.snr.window:
+            self.snr.update()
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    def columns(self) -> dict[str, float]:
+        """What an epoch adds to the curve; numbers that are not finite are left out."""
+        found: dict[str, float] = {}
+        if "scales" in self.wanted:
+            for site in gaussian_sites(self.network):
+                scales = site.scales()
+                squares = torch.linalg.svdvals(scales).square()
+                found[f"mean_scale.{site.name}"] = float(scales.mean())
+                found |= {f"scales_{k}.{site.name}": float(squares[:k].sum() / squares.sum()) for k in (1, 2)}
+        if self.snr is not None:
+            found |= {f"snr.{layer}": ratio for layer, ratio in self.snr.result().items()}
+            found |= {f"snr_median.{layer}": ratio for layer, ratio in self.snr.result("median").items()}
+        return {name: value for name, value in found.items() if math.isfinite(value)}
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        cut = self.crop(self.rows.paths[index], generator=generator(self.seed, "crop", self.epoch, index))
-        return cut, int(self.rows.y[index])
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint inside of an epoch's last steps needs; nothing elsewhere."""
+        if self.snr is None or self.snr.steps % self.snr.window == 0:
+            return {}
+        steps = torch.tensor(self.snr.steps)
+        return {f"{_SAVED}steps": steps} | {f"{_SAVED}{n}": h for n, h in self.snr.history.items()}
 
-
-def crops_pictures(experiment: Experiment) -> bool:
-    """Whether the augmentation crops full pictures of image folders; others act on batches of their centres."""
-    return experiment.augment is not None and experiment.augment.kind == "resized_crop"
-
-
-def pictures(rows: ImageFolder, experiment: Experiment, epoch: int) -> ImageFolder | RandomCrops:
-    """What an epoch's loader reads: pictures cropped at random, or as the folder itself reads them."""
-    if experiment.augment is None or not crops_pictures(experiment):
-        return rows
-    crop = partial(read_crop, **experiment.augment.model_dump(exclude={"kind"}))
-    return RandomCrops(rows, crop, experiment.seed, epoch)
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
+        if self.snr is not None and f"{_SAVED}steps" in saved:
+            self.snr.steps = int(saved[f"{_SAVED}steps"])
+            for name, history in self.snr.history.items():
+                history.copy_(saved[f"{_SAVED}{name}"])

@@ -15,7 +15,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -29,10 +29,9 @@ from rich.table import Table
 from rich.text import Text
 
 from slimbayes.errors import brief, cut
-from slimbayes.lab.config import Experiment
-from slimbayes.lab.config_files import ConfigError, Tree, load, merged, parse_override, read_tree, validate
-from slimbayes.lab.config_rows import row_names
-from slimbayes.lab.launch import Run, train
+from slimbayes.lab.config_files import ConfigError, load, parse_override, read_tree, with_values
+from slimbayes.lab.search import Run, train
+from slimbayes.lab.trees import row_names
 
 _UNNAMED = ("seed", "data.name")  # runs that differ by these alone share a name: reports tell them apart
 _COLOURS = {"finished": "green", "skipped": "dim", "failed": "red", "stopped": "yellow", "left": "yellow"}
@@ -139,22 +138,6 @@ def _label(path: str, value: Any) -> str:
     """A value in a run's name: lr-0.1, method-Rank1-members-4."""
     words = re.findall(r"[\w.+-]+", str(value).replace("'kind'", ""))
     return "-".join([path.rpartition(".")[2], *words])
-
-
-def with_values(tree: Tree, values: Mapping[str, Any]) -> Experiment:
-    """The experiment of a tree with values laid over it at some paths.
-
-    Example:
-        >>> from slimbayes.lab.papers import find
-        >>> tree = find("rank1/table2/mfvi")[0].experiment().resolved
-        >>> with_values(tree, {"train.optimizer.lr": 0.5, "seed": 3}).train.optimizer.lr
-        0.5
-    """
-    for path, value in values.items():
-        for key in reversed(path.split(".")):
-            value = {key: value}
-        tree = merged(tree, value)
-    return validate(tree, ", ".join(f"{path}={value}" for path, value in values.items()))
 
 
 def _check_names(runs: Iterable[Run]) -> None:

@@ -5,7 +5,7 @@ Sizes: N rows, C channels, T targets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split
-from slimbayes.data.folders import ImageFolder, read_square
+from slimbayes.data.folders import ImageFolder, read_crop, read_square
 from slimbayes.data.uci import check_index, split_rows
 from slimbayes.lab import config
+from slimbayes.lab.execution import generator
 from slimbayes.lab.intake import check_data, data_digest, open_data
-from slimbayes.lab.seeds import generator
 
 if TYPE_CHECKING:
     from slimbayes.lab.own_task import OwnColumns
@@ -240,3 +240,39 @@ def _scaling(x: Tensor, kind: str) -> Scaling:
     mean, square = sums / count
     std = (square - mean**2).clamp_min(1e-12).sqrt()
     return Scaling(mean.float().view(-1, 1, 1), std.float().view(-1, 1, 1))
+
+
+# --- crops of full pictures, made where they are decoded ---
+
+
+@dataclass(frozen=True)
+class RandomCrops(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """An image folder in one epoch, cropped from the full pictures, before they become a batch without their sides.
+
+    A row's crop depends on seed, epoch and row alone, not on who decodes it.
+    """
+
+    rows: ImageFolder
+    crop: Callable[..., Tensor]
+    seed: int
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        cut = self.crop(self.rows.paths[index], generator=generator(self.seed, "crop", self.epoch, index))
+        return cut, int(self.rows.y[index])
+
+
+def crops_pictures(experiment: config.Experiment) -> bool:
+    """Whether the augmentation crops full pictures of image folders; others act on batches of their centres."""
+    return experiment.augment is not None and experiment.augment.kind == "resized_crop"
+
+
+def pictures(rows: ImageFolder, experiment: config.Experiment, epoch: int) -> ImageFolder | RandomCrops:
+    """What an epoch's loader reads: pictures cropped at random, or as the folder itself reads them."""
+    if experiment.augment is None or not crops_pictures(experiment):
+        return rows
+    crop = partial(read_crop, **experiment.augment.model_dump(exclude={"kind"}))
+    return RandomCrops(rows, crop, experiment.seed, epoch)

@@ -5,17 +5,20 @@ Everything is worked out from records; two calls with the same records and argum
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from slimbayes.report.comparison_table import Comparison, ComparisonRow, Difference, MeanScore
 from slimbayes.report.groups import Group, LoadedRuns, Selection, load, main_set
-from slimbayes.report.metric import HEADLINE, metric, printable
-from slimbayes.report.record import Evaluation
-from slimbayes.report.statistics import bootstrap_interval, mean, sign_flip_p
+from slimbayes.report.metric import HEADLINE, MISSING, Metric, bootstrap_interval, mean, metric, printable, sign_flip_p
+from slimbayes.report.record import Evaluation, Frozen, Number
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
 
 ROLES: tuple[str, ...] = get_args(Evaluation.model_fields["role"].annotation)
 FEW = 10  # below so many seeds a percentile interval holds the mean less than nine times in ten (docs/report.md)
@@ -51,10 +54,7 @@ def compare(
         ...     record = Record(name=name, method=name, data="toy", seed=seed, config={}, config_hash="", commands=[],
         ...                     parameters=size, cost=cost, evaluations=scores)
         ...     _ = (folder / f"{name}-{seed}.json").write_text(record.model_dump_json())
-        >>> table = compare(sorted(folder.glob("*.json")), baseline="plain")
-        >>> [(row.name, round(row.scores["nll"].mean, 2)) for row in table.rows]
-        [('plain', 0.52), ('rank1', 0.43)]
-        >>> round(table.rows[1].scores["nll"].difference.mean, 2)
+        >>> round(compare(sorted(folder.glob("*.json")), baseline="plain").rows[1].scores["nll"].difference.mean, 2)
         -0.09
     """
     loaded = load(runs)
@@ -82,7 +82,10 @@ def compare(
     scored = {name for row in rows for name in row.scores}
     names = tuple(metrics) if metrics is not None else tuple(name for name in HEADLINE if name in scored)
     notes += _warnings(rows, baseline)
-    return Comparison(on, severity, draws, baseline, names, tuple(rows), tuple(notes), loaded.skipped)
+    return Comparison(
+        on=on, severity=severity, draws=draws, baseline=baseline, metrics=names, rows=tuple(rows), notes=tuple(notes),
+        skipped=loaded.skipped,
+    )  # fmt: skip
 
 
 def _selection(groups: Sequence[Group], on: str, asked: Selection) -> Selection:
@@ -110,13 +113,14 @@ def _rows(
         for name, seeds in values[group.name].items():
             numbers = list(seeds.values())
             difference = _difference(seeds, base.get(name, {}))
-            scores[name] = MeanScore(mean(numbers), bootstrap_interval(numbers), seeds, difference=difference)
+            interval = bootstrap_interval(numbers)
+            scores[name] = MeanScore(mean=mean(numbers), interval=interval, seeds=seeds, difference=difference)
         method, draws = group.records[0].method, selection.most_draws(group)
-        rows.append(ComparisonRow(group.data, group.name, method, draws, scores))
+        rows.append(ComparisonRow(data=group.data, name=group.name, method=method, draws=draws, scores=scores))
     for name in names:
         rivals = [row.scores for row in rows if name in row.scores]
         for i in metric(name).best([scores[name].mean for scores in rivals]):
-            rivals[i][name] = replace(rivals[i][name], best=True)
+            rivals[i][name] = rivals[i][name].model_copy(update={"best": True})
     return rows
 
 
@@ -126,7 +130,8 @@ def _difference(seeds: BySeed, base: BySeed) -> Difference | None:
     values = list(gaps.values())
     if not gaps:
         return None
-    return Difference(mean(values), bootstrap_interval(values), sign_flip_p(values), tuple(gaps))
+    interval, p = bootstrap_interval(values), sign_flip_p(values)
+    return Difference(mean=mean(values), interval=interval, p=p, seeds=tuple(gaps))
 
 
 def _warnings(rows: Sequence[ComparisonRow], baseline: str | None) -> Iterator[str]:
@@ -165,3 +170,127 @@ def _nothing(loaded: LoadedRuns, on: str, asked: Selection, metrics: Sequence[st
         f"no run has scores for on={on!r}, severity={asked.severity}, draws={asked.draws}, metrics={chosen}; the "
         f"records hold sets {', '.join(sets) or 'none'}; draws {draws}; metrics {', '.join(names) or 'none'}."
     )
+
+
+_LEGEND = "Mean over seeds [95 % bootstrap interval]."
+
+
+class Difference(Frozen):
+    """Mean of (this - baseline) over the common seeds, its 95 % bootstrap interval and its sign-flip p-value."""
+
+    mean: Number
+    interval: tuple[Number, Number] | None
+    p: float | None
+    seeds: tuple[int, ...]
+
+
+class MeanScore(Frozen):
+    """Mean over seeds with its 95 % bootstrap interval (None for one seed), each seed's value, and if it is best."""
+
+    mean: Number
+    interval: tuple[Number, Number] | None
+    seeds: dict[int, Number]
+    best: bool = False
+    difference: Difference | None = None
+
+
+class ComparisonRow(Frozen):
+    """One name on one data set, with its score for each metric."""
+
+    data: str
+    name: str
+    method: str
+    draws: int | None
+    scores: dict[str, MeanScore]
+
+
+class Comparison(Frozen):
+    """What was compared and how it came out. `notes` tell a reader what to mind, `skipped` what could not be read."""
+
+    on: str
+    severity: int | None
+    draws: int | None
+    baseline: str | None
+    metrics: tuple[str, ...]
+    rows: tuple[ComparisonRow, ...]
+    notes: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What was compared, in a line."""
+        title = f"Comparison on {self.on}"
+        title += f", severity {self.severity}" if self.severity is not None else ""
+        title += f", {self.draws} draws" if self.draws is not None else ""
+        return title + (f"; differences to {self.baseline}" if self.baseline is not None else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; NaN and infinity as text, as in records."""
+        return self.model_dump(mode="json")
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False, ensure_ascii=False)
+
+    def to_markdown(self) -> str:
+        """A Markdown table and the notes; the best mean of each metric on each data set is bold."""
+        heads = self._heads()
+        lines = [f"**{_escaped(self.title)}**", "", f"| {' | '.join(map(_escaped, heads))} |"]
+        lines.append("|" + "---|" * 2 + "---:|" * (len(heads) - 2))
+        for row in self.rows:
+            # Data and name come from records; the others are numbers, whose brackets need no escape.
+            numbers = [f"**{text}**" if best else text for text, best in self._numbers(row)]
+            lines.append(f"| {' | '.join([_escaped(row.data), _escaped(row.name), *numbers])} |")
+        return "\n".join([*lines, "", _LEGEND, *(f"- {_escaped(note)}" for note in self._all_notes())]) + "\n"
+
+    def render(self) -> Table:
+        """A table for the terminal, with the notes below it; text from records is never taken for markup."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        caption = Text("\n".join([_LEGEND, *self._all_notes()]))
+        table = Table(title=Text(self.title), caption=caption, box=box.SIMPLE_HEAD)
+        table.title_justify = table.caption_justify = "left"
+        for i, head in enumerate(self._heads()):
+            table.add_column(Text(head), justify="left" if i < 2 else "right", overflow="fold")
+        for row in self.rows:
+            numbers = (Text(text, style="bold green" if best else "") for text, best in self._numbers(row))
+            table.add_row(Text(row.data), Text(row.name), *numbers)
+        return table
+
+    def _all_notes(self) -> list[str]:
+        return [*self.notes, *(f"Left out: {reason}" for reason in self.skipped)]
+
+    def _heads(self) -> list[str]:
+        heads = ["Data", "Name", "Draws", "Seeds"]
+        for known in map(metric, self.metrics):
+            heads.append(f"{known.head} {known.arrow}".strip())
+            heads += [f"Δ {known.head}", "p"] if self.baseline is not None else []
+        return heads
+
+    def _numbers(self, row: ComparisonRow) -> Iterator[tuple[str, bool]]:
+        """The texts of a row behind its name, and whether each is the best of its column."""
+        yield "" if row.draws is None else str(row.draws), False
+        yield str(max(len(score.seeds) for score in row.scores.values())), False
+        for known in map(metric, self.metrics):
+            score = row.scores.get(known.name)
+            places = known.decimals(other.scores[known.name].mean for other in self.rows if known.name in other.scores)
+            yield _text(known, score, places), bool(score and score.best)
+            if self.baseline is not None:
+                gap = score.difference if score else None
+                yield _text(known, gap, places + 1), False
+                yield MISSING if gap is None or gap.p is None else f"{gap.p:.3g}", False
+
+
+def _text(known: Metric, score: MeanScore | Difference | None, places: int) -> str:
+    if score is None:
+        return MISSING
+    ends = [known.text(end, places) for end in score.interval or ()]
+    return known.text(score.mean, places) + (f" [{', '.join(ends)}]" if ends else "")
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is: no markup, no HTML, no new cell."""
+    for sign in "\\`*_[]<>|":
+        text = text.replace(sign, f"\\{sign}")
+    return " ".join(text.split())

@@ -15,9 +15,8 @@ import numpy as np
 
 from slimbayes.report.charts import Axis, Chart, Names, Point, bars, boxes, intervals, lines, members, points
 from slimbayes.report.groups import CORRUPTED, Group, Selection, main_set
-from slimbayes.report.metric import metric, ordered, printable
+from slimbayes.report.metric import mean, metric, ordered, printable, standard_error
 from slimbayes.report.record import Evaluation, Record
-from slimbayes.report.statistics import mean, standard_error
 
 MENU = 6  # at most so many metrics to choose from: each is a chart that the page must carry
 CURVES = 8  # columns of the training curve to choose from

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slimbayes.report.metric import ordered, printable
+from slimbayes.report.metric import mean, ordered, printable
 from slimbayes.report.record import Evaluation, Record, RecordError, read
-from slimbayes.report.statistics import mean
 
 Place = tuple[str, str | None, int]  # data, corruption, severity: what an evaluation is of
 

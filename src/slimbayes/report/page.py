@@ -27,9 +27,8 @@ from slimbayes.report.charts import PALETTE
 from slimbayes.report.figures import Figure
 from slimbayes.report.groups import CORRUPTED, Group, LoadedRuns, load, main_set
 from slimbayes.report.metric import printable
-from slimbayes.report.reasons import reasons
 from slimbayes.report.record import Example, Record
-from slimbayes.report.tables import PageTable
+from slimbayes.report.tables import PageTable, reasons
 
 SHOWN = 8  # examples of each kind, for each name
 PICTURES = 200_000  # characters of pictures on the whole page
@@ -173,16 +172,13 @@ def _notes(chapters: Sequence[Chapter]) -> Iterator[str]:
                 f"On {chapter.data!r} the runs share {len(shared)} of {len(places)} corrupted sets: "
                 "the summary uses only those, the charts use all that each run has."
             )
-        hardware = {_hardware(record) for group in chapter.groups for record in group.records}
+        every = [record.environment for group in chapter.groups for record in group.records]
+        hardware = {facts.get("gpu") or facts.get("cpu", "") for facts in every}
         if len(hardware - {""}) > 1:
             yield (
                 f"The runs on {chapter.data!r} were made on different hardware "
                 f"({'; '.join(sorted(hardware - {''}))}): their times and memory do not compare."
             )
-
-
-def _hardware(record: Record) -> str:
-    return record.environment.get("gpu") or record.environment.get("cpu", "")
 
 
 def _machines(groups: Sequence[Group]) -> dict[tuple[tuple[str, str], ...], list[str]]:

@@ -35,11 +35,11 @@ Number = Annotated[float, PlainSerializer(_as_text)]
 Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # arithmetic on larger ones fails, or takes for ever
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Reliability(_Frozen):
+class Reliability(Frozen):
     """Rows binned by confidence, empty bins left out: mean confidence, accuracy and number of rows of each bin."""
 
     confidence: list[Number]
@@ -47,14 +47,14 @@ class Reliability(_Frozen):
     count: list[Whole]
 
 
-class RiskCoverage(_Frozen):
+class RiskCoverage(Frozen):
     """Error among the rows the model is surest of, by the share of rows that is kept."""
 
     coverage: list[Number]
     risk: list[Number]
 
 
-class Evaluation(_Frozen):
+class Evaluation(Frozen):
     """Scores on one set of rows with one number of draws.
 
     `metrics` of classes: accuracy, top5, nll, brier, ece, mce, adaptive_ece, classwise_ece, aurc, entropy, epistemic;
@@ -76,7 +76,7 @@ class Evaluation(_Frozen):
     risk_coverage: RiskCoverage | None = None
 
 
-class Example(_Frozen):
+class Example(Frozen):
     """A test row the model is most or least sure of. `image` is a PNG as a data URL, None where rows are no images."""
 
     index: Whole
@@ -89,7 +89,7 @@ class Example(_Frozen):
     image: str | None = None
 
 
-class Parameters(_Frozen):
+class Parameters(Frozen):
     """How many numbers the plain network trains, and how many the converted one does."""
 
     plain: Whole
@@ -101,7 +101,7 @@ class Parameters(_Frozen):
         return self.total / self.plain if self.plain else None
 
 
-class Cost(_Frozen):
+class Cost(Frozen):
     """What the run took. Peak memory is the device's on a GPU, the process's on a CPU, in bytes."""
 
     train_seconds: Number
@@ -110,7 +110,7 @@ class Cost(_Frozen):
     peak_memory: Whole | None = None
 
 
-class Diagnostics(_Frozen):
+class Diagnostics(Frozen):
     """What to know before a posterior is trusted; None and nan where a method has no such thing. Numbers are per datum.
 
     `warnings` has a sentence with a remedy for each thing that looks wrong.
@@ -129,7 +129,7 @@ class Diagnostics(_Frozen):
     warnings: list[str] = []
 
 
-class Record(_Frozen):
+class Record(Frozen):
     """One run. `curve` has a row for each epoch: epoch, step, loss, nll, kl, kl_weight, lr, and validation scores."""
 
     format: int = FORMAT

@@ -13,29 +13,119 @@ Constants and quirks are those of the authors' code; each quirk is named where i
 - The published ImageNet-C was stored as JPEG of quality 85 after all this; nothing here does so.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from slimbayes.data.corruptions import blur, digital, filters, noise, weather
-from slimbayes.data.corruptions.noise import RandomNumbers
-from slimbayes.data.corruptions.strengths import CORRUPTIONS as CORRUPTIONS
-from slimbayes.data.corruptions.strengths import EXTRA as EXTRA
-from slimbayes.data.corruptions.strengths import STRENGTHS, Style
+from slimbayes.data.corruptions import effects, filters, weather
+from slimbayes.data.corruptions.filters import RandomNumbers
 from slimbayes.errors import did_you_mean
 
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    function.__name__: function
-    for function in (
-        noise.gaussian_noise, noise.shot_noise, noise.impulse_noise, noise.speckle_noise,
-        blur.defocus_blur, blur.glass_blur, blur.motion_blur, blur.zoom_blur, blur.gaussian_blur,
-        weather.snow, weather.frost, weather.fog, weather.brightness, weather.spatter,
-        digital.contrast, digital.elastic_transform, digital.pixelate, digital.jpeg_compression, digital.saturate,
-    )
+Style = Literal["cifar", "imagenet"]
+Arguments = tuple[float, ...]
+# Strengths, severity 1 to 5, from the authors' code: the arguments that follow `(images, draw)` in the function of that
+# name. Beside strength, the sets differ in three sizes: the plasma map of fog, the shrinking of frost photos and the
+# scale of elastic_transform.
+
+
+CORRUPTIONS = (
+    "gaussian_noise", "shot_noise", "impulse_noise",
+    "defocus_blur", "glass_blur", "motion_blur", "zoom_blur",
+    "snow", "frost", "fog", "brightness",
+    "contrast", "elastic_transform", "pixelate", "jpeg_compression",
+)  # fmt: skip
+EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
+
+
+def steps(stop: float, step: float) -> Arguments:
+    """Zoom factors from 1 to `stop` as numpy's arange rounds: (1.06 - 1) / 0.01 is a little over 6, so 1.06 is in.
+
+    Example:
+        >>> [round(f, 2) for f in steps(1.06, 0.01)]
+        [1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06]
+    """
+    delta = (1 + step) - 1
+    return tuple(1 + i * delta for i in range(math.ceil((stop - 1) / step)))
+
+
+def _single(*values: float) -> tuple[Arguments, ...]:
+    return tuple((value,) for value in values)
+
+
+_CIFAR: dict[str, tuple[Arguments, ...]] = {
+    "gaussian_noise": _single(0.04, 0.06, 0.08, 0.09, 0.10),
+    "shot_noise": _single(500, 250, 100, 75, 50),
+    "impulse_noise": _single(0.01, 0.02, 0.03, 0.05, 0.07),
+    "speckle_noise": _single(0.06, 0.1, 0.12, 0.16, 0.2),
+    "gaussian_blur": _single(0.4, 0.6, 0.7, 0.8, 1),
+    "defocus_blur": ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),  # radius, alias
+    "glass_blur": ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),  # sigma, reach, rounds
+    "motion_blur": ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),  # radius, sigma
+    "zoom_blur": (steps(1.06, 0.01), steps(1.11, 0.01), steps(1.16, 0.01), steps(1.21, 0.01), steps(1.26, 0.01)),
+    "snow": (  # mean, std, zoom, threshold, radius, sigma, mix
+        (0.1, 0.2, 1, 0.6, 8, 3, 0.95), (0.1, 0.2, 1, 0.5, 10, 4, 0.9), (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85), (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+    ),
+    "frost": ((1, 0.2, 5), (1, 0.3, 5), (0.9, 0.4, 5), (0.85, 0.4, 5), (0.75, 0.45, 5)),  # image, photo, shrink
+    "fog": ((0.2, 3, 32), (0.5, 3, 32), (0.75, 2.5, 32), (1, 2, 32), (1.5, 1.75, 32)),  # amount, decay, map size
+    "brightness": _single(0.05, 0.1, 0.15, 0.2, 0.3),
+    "contrast": _single(0.75, 0.5, 0.4, 0.3, 0.15),
+    "elastic_transform": (  # alpha, sigma, affine, all three as shares of the image size, and a factor on the size
+        (0, 0, 0.08, 1), (0.05, 0.2, 0.07, 1), (0.08, 0.06, 0.06, 1), (0.1, 0.04, 0.05, 1), (0.1, 0.03, 0.03, 1),
+    ),
+    "pixelate": _single(0.95, 0.9, 0.85, 0.75, 0.65),
+    "jpeg_compression": _single(80, 65, 58, 50, 40),
+    "spatter": (  # mean, std, sigma, threshold, strength of water or sigma of mud, mud
+        (0.62, 0.1, 0.7, 0.7, 0.5, 0), (0.65, 0.1, 0.8, 0.7, 0.5, 0), (0.65, 0.3, 1, 0.69, 0.5, 0),
+        (0.65, 0.1, 0.7, 0.69, 0.6, 1), (0.65, 0.1, 0.5, 0.68, 0.6, 1),
+    ),
+    "saturate": ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),  # factor, offset
 }  # fmt: skip
+
+_LARGE = 244 / 224  # the reference multiplies elastic_transform's constants by 244 where images have 224 pixels; kept
+
+_IMAGENET: dict[str, tuple[Arguments, ...]] = {
+    "gaussian_noise": _single(0.08, 0.12, 0.18, 0.26, 0.38),
+    "shot_noise": _single(60, 25, 12, 5, 3),
+    "impulse_noise": _single(0.03, 0.06, 0.09, 0.17, 0.27),
+    "speckle_noise": _single(0.15, 0.2, 0.35, 0.45, 0.6),
+    "gaussian_blur": _single(1, 2, 3, 4, 6),
+    "defocus_blur": ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
+    "glass_blur": ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
+    "motion_blur": ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
+    "zoom_blur": (steps(1.11, 0.01), steps(1.16, 0.01), steps(1.21, 0.02), steps(1.26, 0.02), steps(1.31, 0.03)),
+    "snow": (
+        (0.1, 0.3, 3, 0.5, 10, 4, 0.8), (0.2, 0.3, 2, 0.5, 12, 4, 0.7), (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
+        (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65), (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
+    ),
+    "frost": ((1, 0.4, 1), (0.8, 0.6, 1), (0.7, 0.7, 1), (0.65, 0.7, 1), (0.6, 0.75, 1)),
+    "fog": ((1.5, 2, 256), (2, 2, 256), (2.5, 1.7, 256), (2.5, 1.5, 256), (3, 1.4, 256)),
+    "brightness": _single(0.1, 0.2, 0.3, 0.4, 0.5),
+    "contrast": _single(0.4, 0.3, 0.2, 0.1, 0.05),
+    "elastic_transform": (
+        (2, 0.7, 0.1, _LARGE), (2, 0.08, 0.2, _LARGE), (0.05, 0.01, 0.02, _LARGE), (0.07, 0.01, 0.02, _LARGE),
+        (0.12, 0.01, 0.02, _LARGE),
+    ),
+    "pixelate": _single(0.6, 0.5, 0.4, 0.3, 0.25),
+    "jpeg_compression": _single(25, 18, 15, 10, 7),
+    "spatter": (
+        (0.65, 0.3, 4, 0.69, 0.6, 0), (0.65, 0.3, 3, 0.68, 0.6, 0), (0.65, 0.3, 2, 0.68, 0.5, 0),
+        (0.65, 0.3, 1, 0.65, 1.5, 1), (0.67, 0.4, 1, 0.65, 1.5, 1),
+    ),
+    "saturate": ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)),
+}  # fmt: skip
+
+STRENGTHS: dict[Style, dict[str, tuple[Arguments, ...]]] = {"cifar": _CIFAR, "imagenet": _IMAGENET}
+
+# --- corrupting ---
+
+_MADE = vars(effects) | vars(weather)
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {name: _MADE[name] for name in (*CORRUPTIONS, *EXTRA)}
 # Number of channels, for those corruptions that know colours; the others take any.
 _GRAY, _COLOUR = ("snow", "brightness", "jpeg_compression"), ("frost", "spatter", "saturate")
 _CHANNELS = dict.fromkeys(_GRAY, (1, 3)) | dict.fromkeys(_COLOUR, (3,))

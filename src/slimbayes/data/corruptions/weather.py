@@ -12,25 +12,16 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from slimbayes.data.corruptions import filters
-from slimbayes.data.corruptions.noise import RandomNumbers
+from slimbayes.data.corruptions.filters import RandomNumbers
 from slimbayes.data.folders import decode
 
 PHOTOS = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # quirk: it never draws its sixth
 GRAY = (0.299, 0.587, 0.114)
 
 
-def snow(
-    x: Tensor,
-    draw: RandomNumbers,
-    mean: float,
-    std: float,
-    zoom: float,
-    limit: float,
-    radius: float,
-    sigma: float,
-    mix: float,
-) -> Tensor:
+def snow(x: Tensor, draw: RandomNumbers, *strength: float) -> Tensor:
     """Whiten the image and add flakes: thresholded noise, enlarged, blown along a line, and turned by 180 degrees."""
+    mean, std, zoom, limit, radius, sigma, mix = strength
     batch, channels, height, width = x.shape
     flakes = filters.zoom(draw.normal(batch, 1, height, width, mean=mean, std=std), zoom)
     flakes = filters.truncate_levels(torch.where(flakes < limit, 0, flakes).clamp(0, 1))
