@@ -18,8 +18,8 @@ MUTATIONS = [
     ),
     Mutation(
         "outputs-cut-anywhere",
-        "if looks and dim is not None and leaf.shape[dim] % (draws * rows):",
-        "if looks and dim is not None and leaf.shape[dim] % draws:",
+        "if not torch.compiler.is_compiling() and leaf.shape[dim] % (draws * rows):",
+        "if not torch.compiler.is_compiling() and leaf.shape[dim] % draws:",
         "test_strangers.py -k never_mixed",
     ),
     Mutation("padding-learns", "return torch.where(moves, y, y.detach())", "return y", "test_strangers.py -k padding"),
@@ -46,8 +46,8 @@ MUTATIONS = [
     ),
     Mutation(
         "view-keeps-calls",
-        "new.calls, new.substitutes, new.drawn_yet = {}, {}, False",
-        "new.substitutes, new.drawn_yet = {}, False",
+        "new.calls, new.substitutes, new.joined, new.drawn_yet = {}, {}, [], False",
+        "new.substitutes, new.joined, new.drawn_yet = {}, [], False",
         "test_engine.py -k held_masks",
     ),
     Mutation(

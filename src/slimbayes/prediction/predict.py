@@ -78,9 +78,9 @@ def predict(
             numbers.
         likelihood: what the outputs parameterise: "categorical" and "bernoulli" logits, "gaussian" means, or
             "heteroscedastic_gaussian" means and raw scales.
-        scale: standard deviation of the observation noise, for "gaussian"; for "heteroscedastic_gaussian" that of the
-            targets, as in training (1 if nothing is given, with a warning); a tensor for several targets, or (N, ...)
-            for rows that have noise of their own.
+        scale: standard deviation of the observation noise, for "gaussian", without which `std` and `interval` are those
+            of the mean alone; for "heteroscedastic_gaussian" that of the targets, as in training (1 if nothing is
+            given, with a warning); a tensor for several targets, or (N, ...) for rows that have noise of their own.
         keep_samples: keep every draw's prediction. Without, memory does not grow with the number of draws.
         output: key or position of the outputs in what the model returns; by default the tensor itself, `.logits`, or
             the first tensor.
