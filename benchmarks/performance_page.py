@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 Row = dict[str, Any]
 Table = dict[tuple[str, str, str], Row]  # by case, mode and method
 BUSY = 0.85  # a GPU that is idle for more than the rest of the time waits for Python
+# What is kept beyond a plain network's activations, by case.
+MEMORY = {
+    "wrn-rank1": " The gradient of a factor of outputs needs what a convolution gave before the factor met it, where a "
+    "plain residual block keeps the sum alone: one activation more for each block, and one for each shortcut."
+}
 COLUMNS = {"train": "step", "predict": "prediction", "peak": "memory", "seconds": "s per epoch"}
 
 
@@ -250,7 +255,7 @@ def _missed(rows: Table) -> list[str]:
 def _reading(target: Target, row: Row, plain: Row) -> str:
     kind = target.number.split("_")[0]
     if kind == "peak":
-        return f"{row['peak_mib']:.0f} MiB, plain {plain['peak_mib']:.0f}."
+        return f"{row['peak_mib']:.0f} MiB, plain {plain['peak_mib']:.0f}.{MEMORY.get(target.case, '')}"
     ours, theirs = row.get(f"{kind}_profile"), plain.get(f"{kind}_profile", {})
     if ours is None:
         return "; ".join(row.get("messages", [])) or "no profile."
