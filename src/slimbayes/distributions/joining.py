@@ -16,9 +16,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from slimbayes.distributions.sums import by_hand
-
 MANY = 8  # parameters from which on this pays
+
+
+def by_hand(x: Tensor) -> bool:
+    """Whether autograd's own backward is called for."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or hasattr(x, "full_tensor")
 
 
 class Joined:

@@ -37,8 +37,9 @@ from torch import Tensor
 
 from slimbayes.distributions.families import Cauchy, Distribution, LogNormal, LogUniform, Normal, Point, log_of, wide
 from slimbayes.distributions.families import check_pair as check_pair
+from slimbayes.distributions.joining import by_hand
 from slimbayes.distributions.scales import scale_from_rho
-from slimbayes.distributions.sums import by_hand, exact
+from slimbayes.distributions.sums import exact
 
 
 def kl(q: Distribution, p: Distribution) -> Tensor:

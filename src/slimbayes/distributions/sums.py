@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
+from slimbayes.distributions.joining import by_hand, joined_among
 from slimbayes.kernels import LARGE, ready
 
 
@@ -98,8 +99,6 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """
     plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
     if plain and not by_hand(tensors[0]):
-        from slimbayes.distributions.joining import joined_among
-
         return _SquaredNorms.apply(tensors, *joined_among(tensors))
     return wide(torch.cat([x.flatten() for x in tensors])).square().sum()
 
@@ -112,11 +111,6 @@ def exact(x: Tensor) -> torch.dtype:
 def floor(x: Tensor) -> float:
     """A number that is lost beside any that matters, and whose reciprocals can still be added up in their millions."""
     return float(torch.finfo(x.dtype).tiny ** 0.8)
-
-
-def by_hand(x: Tensor) -> bool:
-    """Whether autograd's own backward is called for."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or hasattr(x, "full_tensor")
 
 
 def _rows_summed(matrix: Tensor) -> Tensor:

@@ -25,9 +25,7 @@ from slimbayes.engine.tree import arrays_of, fresh, padded
 from slimbayes.errors import SlimbayesWarning
 
 Fold = Literal["auto"] | bool
-_PART = (
-    threading.local()
-)  # the latest part of a model that was called by itself: its name, its model's number, and its rows
+_PART = threading.local()  # the latest part of a model called by itself: its name, its model's number, and its rows
 
 
 class Scope(Pass):

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point, rho_from_scale, scale_from_rho, wide
-from slimbayes.distributions.joining import side_by_side
-from slimbayes.distributions.sums import by_hand
+from slimbayes.distributions.joining import by_hand, side_by_side
 from slimbayes.engine.blocks import realised, same
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass

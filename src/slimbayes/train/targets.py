@@ -111,9 +111,8 @@ def check_logits(logits: Tensor, class_dim: int = -1) -> None:
     """
     near = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 1e-2
     lines = logits.detach() if class_dim == -1 else logits.detach().movedim(class_dim, -1)
-    if (
-        not lines.numel() or not abs(float(lines[(0,) * (lines.dim() - 1)].sum()) - 1) < near
-    ):  # one look is enough for most
+    # One look is enough for most.
+    if not lines.numel() or not abs(float(lines[(0,) * (lines.dim() - 1)].sum()) - 1) < near:
         return
     rows = lines.flatten(0, -2)
     if len(rows) > 1 and bool(((rows.sum(-1) - 1).abs() < near).all() & (rows >= 0).all() & (rows.frac() > 0).any()):
