@@ -226,6 +226,13 @@ def of(key: str) -> Pass | None:
     return found
 
 
+def dim_of(key: str, x: Tensor) -> int:
+    """The dimension of a layer's input that holds rows, as proven."""
+    found = of(key)
+    assert found is not None
+    return found.dim(key, x)
+
+
 def run(new: Pass, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function while a pass is under way; it ends with the call, whatever is raised."""
     new.outer, before = current(), _traced()

@@ -18,10 +18,10 @@ from torch.nn.utils import parametrize
 
 from slimbayes.engine import passes
 from slimbayes.engine.passes import Unproven
-from slimbayes.engine.rows import sizes_of_blocks
+from slimbayes.engine.rows import LinearMap, sizes_of_blocks
 from slimbayes.engine.tree import arrays_of, map_arrays, tree_map
 from slimbayes.layers.base import BayesLayer, made_once, reading
-from slimbayes.layers.site import Kind, LinearMap, Site, has, mask_of, own_value
+from slimbayes.layers.site import Kind, Site, has, mask_of, own_value
 
 NOT_WORTH_IT = re.compile(
     r"posit|pos_?(emb|enc|bias|table)|wpe|(^|_)rel_|relative|_token$|bias_table|logit_scale", re.IGNORECASE

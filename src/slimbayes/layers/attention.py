@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.base import BayesLayer, register_layer
-from slimbayes.layers.site import LinearMap, Site, matrix_outer
+from slimbayes.layers.site import Site, matrix_outer
 
 _BLOCKS = {"q": 0, "k": 1, "v": 2}
 

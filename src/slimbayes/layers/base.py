@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import calls, passes
-from slimbayes.layers.site import Kind, LinearMap, Site, has, mask_of, matrix_outer, own_value, set_value
+from slimbayes.engine.rows import LinearMap
+from slimbayes.layers.site import Kind, Site, has, matrix_outer, own_value, set_value
 
 
 class Converted(nn.Module):
@@ -97,6 +98,7 @@ class BayesLayer(Converted):
     bayes_channel_dim: ClassVar[int] = -1
     # Of the weight, where `bayes_op` is one matrix along the last dimension, whatever comes before.
     bayes_out_dim: ClassVar[int | None] = None
+    bayes_unbatched: int | None = None  # dimensions of an input that counts as one row
     inner_dropout: ClassVar[str] = ""  # where a rate at its attribute `dropout` acts, inside its own forward
     read_names: ClassVar[tuple[str, ...]] = ("weight", "bias")  # what others may read past the layer's forward
 
@@ -131,12 +133,13 @@ class BayesLayer(Converted):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         """The map of one site, with its present weight and bias, for inputs with rows along `batch_dim`."""
-        (weight, bias), mask = self.own_affine(), mask_of(self)
+        (weight, bias), mask = self.own_affine(), self._buffers.get("weight_mask")
         op, outer, channels = self.bayes_op, self.bayes_outer, self.bayes_channel_dim
         return LinearMap(weight, bias, op, outer, batch_dim, channels, mask=mask, out_dim=self.bayes_out_dim)
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.project_draw("weight", *args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        return self.project_draw("weight", x)
 
     def own_value(self, name: str) -> Any:
         """A parameter of the layer itself, whatever the pass under way."""
@@ -144,14 +147,11 @@ class BayesLayer(Converted):
 
     def rows_of(self, x: Tensor) -> int:
         """The dimension of an input that holds rows, as proven."""
-        key = self.bayes_key
-        found = passes.of(key)
-        assert found is not None
-        return found.dim(key, x)
+        return passes.dim_of(self.bayes_key, x)
 
-    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None, unbatched: int | None = None) -> Tensor:
-        """Apply this pass's draw of one site's linear map; an input of `unbatched` dimensions counts as one row."""
-        if x.dim() == unbatched:
+    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None) -> Tensor:
+        """Apply this pass's draw of one site's linear map."""
+        if batch_dim is None and x.dim() == self.bayes_unbatched:
             return self.project_draw(site, x.unsqueeze(0), 0).squeeze(0)
         posterior: Any = self._modules["posterior"]._modules[site]  # type: ignore[union-attr]
         # Not a call of the module: nobody hooks a posterior, and a call costs as much as the product of a small layer.

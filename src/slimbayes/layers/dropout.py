@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.base import BayesLayer, bayes_form, registered
-from slimbayes.layers.site import LinearMap, Site, Unit, diagonal_outer
+from slimbayes.layers.site import Site, Unit, diagonal_outer
 
 
 @dataclass
@@ -31,7 +32,6 @@ class _BayesDropout(BayesLayer):
     read_names = ()
     unit: Unit = "element"
     selu = False
-    unbatched: int | None = None  # dimensions of an input without a row axis, where torch allows one
 
     def sites(self) -> list[Site]:
         return [Site("units", 0, 0, False, "", (0,), positions="many", kind="dropout")]
@@ -44,14 +44,14 @@ class _BayesDropout(BayesLayer):
         return DropMap(torch.empty(0), None, self.bayes_op, diagonal_outer, batch_dim, self.bayes_channel_dim, **how)
 
     def bayes_forward(self, input: Tensor) -> Tensor:
-        return self.project_draw("units", input, unbatched=self.unbatched)
+        return self.project_draw("units", input)
 
 
 BayesDropout = bayes_form(_BayesDropout, nn.Dropout)  # any shape; every element is dropped on its own
 # Whole channels of (R, C, ...) are dropped.
-BayesDropout1d = bayes_form(_BayesDropout, nn.Dropout1d, unit="channel", unbatched=2)
+BayesDropout1d = bayes_form(_BayesDropout, nn.Dropout1d, unit="channel", bayes_unbatched=2)
 BayesDropout2d = bayes_form(_BayesDropout, nn.Dropout2d, unit="channel")
-BayesDropout3d = bayes_form(_BayesDropout, nn.Dropout3d, unit="channel", unbatched=4)
+BayesDropout3d = bayes_form(_BayesDropout, nn.Dropout3d, unit="channel", bayes_unbatched=4)
 # What is dropped gets SELU's negative limit, and mean and variance are kept.
 BayesAlphaDropout = bayes_form(_BayesDropout, nn.AlphaDropout, selu=True)
 BayesFeatureAlphaDropout = bayes_form(_BayesDropout, nn.FeatureAlphaDropout, selu=True, unit="channel")

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import Pass
-from slimbayes.engine.rows import line_of_row, per_row, spread
+from slimbayes.engine.rows import Given, LinearMap, line_of_row, per_row, spread
 from slimbayes.layers.base import BayesLayer, register_layer
-from slimbayes.layers.site import Given, LinearMap, Site, own_value, table_outer
+from slimbayes.layers.site import Site, own_value, table_outer
 
 
 class LookupMap(LinearMap):
@@ -65,6 +65,7 @@ class BayesEmbedding(_BayesTable, nn.Embedding):
     """
 
     plain = nn.Embedding
+    bayes_unbatched = 0
 
     def bayes_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
@@ -73,9 +74,6 @@ class BayesEmbedding(_BayesTable, nn.Embedding):
         weight = self.own_value("weight")
         mask = words_that_move(self.padding_idx, weight)
         return LookupMap(weight, None, self.bayes_op, table_outer, batch_dim, -1, foldable=False, mask=mask)
-
-    def bayes_forward(self, input: Tensor) -> Tensor:
-        return self.project_draw("weight", input, unbatched=0)
 
 
 def words_that_move(padding: int | None, weight: Tensor) -> Tensor | None:

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.base import BayesLayer, bayes_form, register_layer
-from slimbayes.layers.site import LinearMap, Site, has, own_value, table_outer
+from slimbayes.layers.site import Site, has, own_value, table_outer
 
 
 @register_layer
@@ -29,6 +30,8 @@ class BayesLinear(BayesLayer, nn.Linear):
 
     plain = nn.Linear
     bayes_out_dim = 0
+    bayes_unbatched = 1
+    bayes_op = staticmethod(F.linear)  # type: ignore[assignment]
 
     def sites(self) -> list[Site]:
         shape = (self.out_features, self.in_features)
@@ -37,12 +40,6 @@ class BayesLinear(BayesLayer, nn.Linear):
     @classmethod
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
         return dim < ndim - 1
-
-    def bayes_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    def bayes_forward(self, input: Tensor) -> Tensor:
-        return self.project_draw("weight", input, unbatched=1)
 
 
 class StoredInOut(BayesLayer):
@@ -70,7 +67,7 @@ class Quantised(BayesLayer):
     bayes_note = "factors around the layer's own forward"
     read_names = ()  # its forward reads the weight as it is
     may_hold_rows = BayesLinear.may_hold_rows
-    bayes_forward = BayesLinear.bayes_forward
+    bayes_unbatched = 1
 
     def sites(self) -> list[Site]:
         n_in, n_out = self.in_features, self.out_features
@@ -119,8 +116,9 @@ class _BayesConv(BayesLayer):
         mask = r[:, None] * s.reshape(self.out_channels, -1)
         return mask.view(*mask.shape, *[1] * self.spatial)
 
-    def bayes_forward(self, input: Tensor) -> Tensor:
-        return self.project_draw("weight", input, unbatched=self.spatial + 1)
+    @property
+    def bayes_unbatched(self) -> int:  # type: ignore[override]
+        return self.spatial + 1
 
 
 class _BayesTransposed(_BayesConv):

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slimbayes.engine.passes import Pass
-from slimbayes.engine.rows import apply_rows
+from slimbayes.engine.rows import LinearMap, apply_rows
 from slimbayes.layers.base import BayesLayer, bayes_form, register_layer
-from slimbayes.layers.site import LinearMap, Site, diagonal_outer, has, own_value
+from slimbayes.layers.site import Site, diagonal_outer, has, own_value
 
 LARGE = 2**16  # from so many activations on, a pass over them costs more than a few operations on their channels
 
@@ -83,11 +83,11 @@ class BayesNorm(BayesLayer):
         """Mean and one over the standard deviation of each channel (C,), where they do not depend on the input."""
         return None
 
-    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None, unbatched: int | None = None) -> Tensor:
+    def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None) -> Tensor:
         posterior: Any = self._modules["posterior"]._modules[site]  # type: ignore[union-attr]
-        served = None if x.dim() == unbatched else posterior.served()
+        served = None if x.dim() == self.bayes_unbatched else posterior.served()
         if served is None:
-            return super().project_draw(site, x, batch_dim, unbatched)
+            return super().project_draw(site, x, batch_dim)
         return self.bayes_op(x, *served)  # wherever rows lie: torch's own kernel takes the drawn scale and bias
 
 
@@ -128,9 +128,13 @@ class _InstanceNorm(BayesNorm):
         batch = self.training or not self.track_running_stats
         return F.instance_norm(x, self.running_mean, self.running_var, weight, bias, batch, momentum, self.eps)
 
+    @property
+    def bayes_unbatched(self) -> int:  # type: ignore[override]
+        return self._get_no_batch_dim()
+
     def bayes_forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        return self.project_draw("weight", input, unbatched=self._get_no_batch_dim())
+        return super().bayes_forward(input)
 
 
 @register_layer
@@ -146,8 +150,9 @@ class BayesGroupNorm(BayesNorm, nn.GroupNorm):
 class _LastDimensions(BayesNorm):
     bayes_channel_dim = -1
 
-    def bayes_forward(self, input: Tensor) -> Tensor:
-        return self.project_draw("weight", input, unbatched=len(self.normalized_shape))
+    @property
+    def bayes_unbatched(self) -> int:  # type: ignore[override]
+        return len(self.normalized_shape)
 
 
 @register_layer

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from slimbayes.engine.blocks import exporting
 from slimbayes.engine.passes import Pass
-from slimbayes.engine.rows import per_row
+from slimbayes.engine.rows import LinearMap, per_row
 from slimbayes.kernels import ready, recurrent_torch
 from slimbayes.kernels.recurrent_torch import Cell, steps, wide
-from slimbayes.layers.site import LinearMap
 
 KERNEL_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import _VF, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from slimbayes.engine.rows import sizes_of_blocks
+from slimbayes.engine.rows import LinearMap, sizes_of_blocks
 from slimbayes.kernels import ready
 from slimbayes.layers import recurrence
 from slimbayes.layers.base import BayesLayer, bayes_form
-from slimbayes.layers.site import LinearMap, Site, matrix_outer
+from slimbayes.layers.site import Site, matrix_outer
 
 State = tuple[Tensor, ...]  # h, and of an LSTM c
 

@@ -1,12 +1,10 @@
-"""What a layer tells a posterior: its weight matrices (sites), for each the linear map that applies it, and its own
-parameters, which torch.nn.utils may compute from others: parametrisations, norms and pruning.
+"""What a layer tells a posterior: its weight matrices (sites), and its own parameters, which torch.nn.utils may compute
+from others: parametrisations, norms and pruning. `engine.rows.LinearMap` applies a site.
 
-Sizes: n draws of a pass, m x n the matrix view of a weight.
+Sizes: m x n the matrix view of a weight.
 """
 
 import math
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,18 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from slimbayes.engine.blocks import same
-from slimbayes.engine.fused import lowered
-from slimbayes.engine.passes import Pass
-from slimbayes.engine.rows import apply_rows, dense_rows, sizes_of_blocks, spread
-
 # What a layer is: it multiplies by a matrix, or by one stored as integers, looks up rows of one, scales normalised
 # channels, or drops units.
 Kind = Literal["matrix", "quantised", "table", "norm", "dropout"]
 Unit = Literal["element", "channel"]  # what dropout drops
-Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Outer = Callable[[Tensor, Tensor], Tensor]
-Given = Tensor | None
 
 
 @dataclass(frozen=True)
@@ -88,122 +78,6 @@ class Site:
         shape = [size for d, size in enumerate(self.shape) if d != self.out_dim]
         lead = matrix.dim() - 2
         return matrix.reshape(*matrix.shape[:-2], *shape, matrix.shape[-1]).movedim(-1, lead + self.out_dim)
-
-
-@dataclass
-class LinearMap:
-    """y = op(x, weight, bias), with rows along `batch_dim` and channels along `channel_dim` of x and of y.
-
-    A `batch_dim` of -1 means a single row that stands for all. `outer(r, s)` spreads output factors r (n_out,) and
-    input factors s (n_in,) to a tensor that broadcasts against `weight`.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    op: Op
-    outer: Outer
-    batch_dim: int
-    channel_dim: int
-    foldable: bool = True  # one draw for all rows may be multiplied into the weight (a lookup touches few rows of it)
-    out_dim: int | None = None  # of the weight, where op is one matrix along the last dimension, whatever comes before
-    mask: Tensor | None = None  # broadcasts against weight: zero where it must stay as it is (padding, pruned)
-
-    def modulated(
-        self, combine: Any, x: Tensor, s: Any, r: Any, current: Pass, weights: Given = None, bias: Given = None
-    ) -> Tensor:
-        """op(x . s) . r + bias, where . is `combine` (multiply or add), s is (n, n_in), r and bias are (n, n_out) or
-        None.
-
-        With `weights` (blocks, ...) each block of rows has a weight of its own.
-        """
-        if self.out_dim is not None and combine is operator.mul and weights is None and r is not None:
-            y = dense_rows(self, x, s, r, bias, current)
-            if y is not None:
-                return y
-        x = apply_rows(combine, x, s, current, self.batch_dim, self.channel_dim, dtype=lowered(x))
-        y = self.apply(x, weights, current)
-        return y if r is None else apply_rows(combine, y, r, current, self.batch_dim, self.channel_dim, bias)
-
-    def apply(self, x: Tensor, weights: Tensor | None, current: Pass) -> Tensor:
-        """op without a bias, with the layer's own weight or one for each block of rows."""
-        return self.op(x, self.weight, None) if weights is None else self.blocks(x, weights, None, current)
-
-    def squared(self, x: Tensor) -> Tensor:
-        """The inputs that carry variances where x carries means."""
-        return x.square()
-
-    def averaged(self, combine: Any, x: Tensor, s: Tensor, r: Tensor, current: Pass, bias: Given = None) -> Tensor:
-        """Mean of `modulated` over p products of factors, s (n, p, n_in) and r (n, p, n_out), and a bias (n, n_out)."""
-        parts = [self.modulated(combine, x, s[:, j], r[:, j], current) for j in range(s.shape[1])]
-        y = sum(parts[1:], parts[0]) / len(parts)
-        return y if bias is None else self.rows(operator.add, y, bias, current)
-
-    def masked(self, change: Tensor) -> Tensor:
-        """A change of the weight, without what must stay as it is."""
-        return change if self.mask is None else change * self.mask.to(change.dtype)
-
-    def free(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Of values (..., *shape) of the weights those that may change, (..., count), where not all may."""
-        if self.mask is None:
-            return values
-        free = self.mask.expand_as(self.weight) != 0
-        return tuple(value[..., free] for value in values)
-
-    def rows(self, combine: Any, y: Tensor, factor: Tensor, current: Pass) -> Tensor:
-        """Combine the outputs with one line of factors (n, n_out) for each draw."""
-        return apply_rows(combine, y, factor, current, self.batch_dim, self.channel_dim)
-
-    def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
-        """Apply one weight (n, ...) and bias (n, n_out) to each block of rows."""
-        if weights.shape[0] == 1:  # squeezing has a cheaper backward than [0]
-            return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))
-        x, batch_dim = spread(x, current.rows, self.batch_dim)
-        sizes = sizes_of_blocks(x.shape[batch_dim], weights.shape[0], current)
-        if not all(same(size, sizes[0]) for size in sizes):
-            parts = enumerate(x.split(sizes, batch_dim))
-            done = [self.op(part, weights[k], None if biases is None else biases[k]) for k, part in parts]
-            return torch.cat(done, batch_dim)
-        if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):  # vmap runs past autocast
-            lower = torch.get_autocast_dtype(x.device.type)
-            biases = None if biases is None else biases.to(lower)
-            with torch.autocast(x.device.type, enabled=False):
-                return self._batched(x.to(lower), weights.to(lower), biases, batch_dim)
-        return self._batched(x, weights, biases, batch_dim)
-
-    def _batched(self, x: Tensor, weights: Tensor, biases: Tensor | None, batch_dim: int) -> Tensor:
-        blocks = x.unflatten(batch_dim, (weights.shape[0], -1))
-        in_dims = (batch_dim, 0, None if biases is None else 0)
-        y = torch.vmap(self.op, in_dims, out_dims=batch_dim)(blocks, weights, biases)
-        return y.flatten(batch_dim, batch_dim + 1)
-
-    def chosen(self, x: Tensor, weights: Tensor, biases: Tensor | None, index: Tensor, current: Pass) -> Tensor:
-        """`blocks` with weights[index[j]] for block j: rows that share one of few weights (K, ...) meet it together."""
-        x, batch_dim = spread(x, current.rows, self.batch_dim)
-        sizes = sizes_of_blocks(x.shape[batch_dim], index.shape[0], current)
-        even = all(same(size, sizes[0]) for size in sizes)
-        if torch.compiler.is_compiling() or not self.foldable or not even:
-            biases = None if biases is None else biases.index_select(0, index)
-            return self.blocks(x, weights.index_select(0, index), biases, current)
-        order = index.argsort()
-        blocks = x.unflatten(batch_dim, (index.shape[0], -1))
-        rows = blocks.shape[batch_dim + 1]
-        counts = index.bincount(minlength=weights.shape[0])
-        sizes = [rows * count for count in counts.tolist()]
-        used = [k for k, size in enumerate(sizes) if size]
-        parts = blocks.index_select(batch_dim, order).flatten(batch_dim, batch_dim + 1).split(sizes, batch_dim)
-        done = [self.op(parts[k], weights[k], None if biases is None else biases[k]) for k in used]
-        y = torch.cat(done, batch_dim).unflatten(batch_dim, (index.shape[0], -1))
-        return y.index_select(batch_dim, order.argsort()).flatten(batch_dim, batch_dim + 1)
-
-    def add_bias(self, y: Tensor) -> Tensor:
-        """Add the layer's own bias (n_out,), if there is one."""
-        return y if self.bias is None else y + self.along_channels(self.bias.to(y.dtype), y.dim())
-
-    def along_channels(self, numbers: Tensor, ndim: int) -> Tensor:
-        """One number for each output channel, (n_out,), shaped to meet an output of `ndim` dimensions."""
-        shape = [1] * ndim
-        shape[self.channel_dim] = -1
-        return numbers.view(shape)
 
 
 def matrix_outer(r: Tensor, s: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from slimbayes.engine import passes
 from slimbayes.engine.groups import noise_type
 from slimbayes.engine.noise import kernel_seed
 from slimbayes.engine.passes import Keyed, Noise, Pass
-from slimbayes.layers.site import LinearMap
+from slimbayes.engine.rows import LinearMap
 from slimbayes.posteriors.configs.base import Config as Config
 from slimbayes.posteriors.configs.base import SiteConfig as SiteConfig
 

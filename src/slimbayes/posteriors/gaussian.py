@@ -37,7 +37,8 @@ from slimbayes.distributions.scales import rademacher
 from slimbayes.distributions.sums import shifted
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
-from slimbayes.layers.site import LinearMap, Site
+from slimbayes.engine.rows import LinearMap
+from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior, recomputed
 from slimbayes.posteriors.configs.gaussian import GaussianConfig, MeanField
 

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
 from slimbayes.engine.passes import Noise
-from slimbayes.layers.site import LinearMap, Site
+from slimbayes.engine.rows import LinearMap
+from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import MapOf, Pick, Role
 from slimbayes.posteriors.configs.rank1 import BatchEnsemble, JointNormal
 from slimbayes.posteriors.factors import Drawn

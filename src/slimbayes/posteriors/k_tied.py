@@ -29,8 +29,9 @@ from slimbayes.distributions.families import wide
 from slimbayes.distributions.priors import Sums
 from slimbayes.distributions.sums import exact, floor, outer, sum_log_outer
 from slimbayes.engine.fused import product_type
+from slimbayes.engine.rows import LinearMap
 from slimbayes.kernels import LARGE, ready
-from slimbayes.layers.site import LinearMap, Site
+from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import MapOf
 from slimbayes.posteriors.configs.gaussian import KTied
 from slimbayes.posteriors.gaussian import GaussianPosterior

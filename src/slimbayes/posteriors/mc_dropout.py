@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from slimbayes.engine.blocks import block_of_row, same
 from slimbayes.engine.noise import kept_units, uniform
 from slimbayes.engine.passes import Noise
-from slimbayes.engine.rows import spread
+from slimbayes.engine.rows import LinearMap, spread
 from slimbayes.layers import LAYERS, class_for
 from slimbayes.layers.dropout import DropMap, functional_dropout
-from slimbayes.layers.site import LinearMap, Site, Unit
+from slimbayes.layers.site import Site, Unit
 from slimbayes.posteriors.base import MapOf, Pick, Posterior
 from slimbayes.posteriors.configs.modules import MCDropout
 

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slimbayes.engine.rows import sizes_of_blocks, spread
+from slimbayes.engine.rows import LinearMap, sizes_of_blocks, spread
 from slimbayes.layers.base import LAYERS, registered
 from slimbayes.layers.norm import BayesNorm
-from slimbayes.layers.site import LinearMap, Site
+from slimbayes.layers.site import Site
 from slimbayes.posteriors.configs.modules import MemberNorm
 from slimbayes.posteriors.ensemble import Members
 

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import wide
 from slimbayes.distributions.kl import collapsed
 from slimbayes.engine.passes import Noise
-from slimbayes.layers.site import LinearMap, Site
+from slimbayes.engine.rows import LinearMap
+from slimbayes.layers.site import Site
 from slimbayes.posteriors import picks
 from slimbayes.posteriors.base import MapOf, Pick, Role, Support, WeightPosterior
 from slimbayes.posteriors.configs.mixture import Mixture

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import wide
 from slimbayes.engine.noise import standard_normal
 from slimbayes.engine.passes import Noise
+from slimbayes.engine.rows import LinearMap
 from slimbayes.layers import class_for, kind_of
 from slimbayes.layers.base import sites_of
-from slimbayes.layers.site import LinearMap, Site
+from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.mixture import FlowPatch, words
 

@@ -18,7 +18,8 @@ from slimbayes.distributions.joining import side_by_side
 from slimbayes.engine.blocks import exporting, realised
 from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Pass
-from slimbayes.layers.site import LinearMap, Site
+from slimbayes.engine.rows import LinearMap
+from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import Support
 from slimbayes.posteriors.configs.mixture import ComponentConfig
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Normal, wide
 from slimbayes.engine.passes import Noise
-from slimbayes.layers.site import LinearMap, Site
+from slimbayes.engine.rows import LinearMap
+from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior
 from slimbayes.posteriors.configs.gaussian import Radial
 

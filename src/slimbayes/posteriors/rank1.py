@@ -27,10 +27,12 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import Point
 from slimbayes.distributions.joining import joined
 from slimbayes.distributions.kl import information, summed_kl
+from slimbayes.engine import passes
 from slimbayes.engine.fused import seeded
 from slimbayes.engine.modules import anchors_of, planned
 from slimbayes.engine.passes import Noise, Pass
-from slimbayes.layers.site import LinearMap, Site
+from slimbayes.engine.rows import LinearMap
+from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1
 from slimbayes.posteriors.factors import Alike, Drawn, Factor, factor_of, grouped, joint
@@ -176,7 +178,7 @@ class Rank1Posterior(WeightPosterior):
         return self.r.against_prior() + self.s.against_prior()
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        current = self.current
+        current: Any = passes.of(self.key)
         drawn: Drawn = current.values.get(self.key) or self.values()
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
