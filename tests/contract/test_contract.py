@@ -330,8 +330,8 @@ def test_every_row_of_a_folded_batch_equals_a_plain_model_with_that_draws_weight
         if isinstance(posterior, MemberNormPosterior):  # and statistics
             nn.init.normal_(posterior.running_mean)
             nn.init.uniform_(posterior.running_var, 0.5, 2.0)
-    new, layout, folds = calls.draw_all(model, (x,), {}, 2 * sb.members(model), fold=True)
-    sampled = main_output(calls.run_draws(model, (x,), {}, new, layout, folds))
+    new, layout, folds = calls.draw_all(model, posteriors_of(model), (x,), {}, 2 * sb.members(model), fold=True)
+    sampled = main_output(calls.run_draws(model, posteriors_of(model), (x,), {}, new, layout, folds))
     rtol, atol = (1e-6, 1e-7) if "drop" in method else (1e-9, 1e-10)  # dropout rates are float32
     posteriors = posteriors_of(model)
     own = passes.run(new, lambda: any(p.per_row or isinstance(p, GaussianPosterior) for p in posteriors))

@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Layout, stack_draws
+from slimbayes.engine.layout import Layout, arrays_of, fresh, padded, stack_draws
 from slimbayes.engine.locate import batch_dim_of as batch_dim_of
 from slimbayes.engine.locate import call_outside, check_size, latest_of
 from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import planned
 from slimbayes.engine.passes import Pass, Unproven
-from slimbayes.engine.tree import arrays_of, fresh, padded
 from slimbayes.errors import SlimbayesWarning
 
 Fold = Literal["auto"] | bool
@@ -151,11 +150,15 @@ def _bare_pass(posteriors: Sequence[Any], rows: int, layout: Layout | None, firs
 
 def finish(new: Pass, posteriors: Sequence[Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the draws of a pass, run, and let a backward pass find them again."""
-    noise.realise(posteriors, new)
-    out = passes.run(new, function, *args, **kwargs)
+    out = passes.run(new, _drawn, posteriors, new, function, args, kwargs)
     notice(posteriors, new, function)
     passes.remember(out, new)
     return out
+
+
+def _drawn(posteriors: Sequence[Any], new: Pass, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    noise.realise(posteriors, new)
+    return function(*args, **kwargs)
 
 
 def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -211,6 +214,7 @@ def tell(layout: Layout, what: str) -> None:
 
 def draw_all(
     model: nn.Module,
+    posteriors: Sequence[Any],
     args: Any,
     kwargs: Any,
     total: int,
@@ -221,7 +225,6 @@ def draw_all(
     seed: int | None = None,
 ) -> tuple[Pass, Layout, bool]:
     """The pass of S draws of a call, its layout, and whether the draws share a forward, so many at once."""
-    posteriors = passes.posteriors_of(model)
     by_row = planned(posteriors, "by row", lambda: any(p.by_row or p.late for p in posteriors))
     alone = not split and not by_row and (total == 1 or fold is False)
     layout = Layout(keeps=True) if alone else layout_of(model, args, kwargs, posteriors)
@@ -229,7 +232,7 @@ def draw_all(
     if rows:
         copies = 1 if split or fold is False else min(total, at_once or total)
         check_size(model, (args, kwargs), posteriors, layout, copies)
-    cached = any(hasattr(value, "get_seq_length") for value in kwargs.values())  # it has one draw's rows
+    cached = bool(kwargs) and any(hasattr(value, "get_seq_length") for value in kwargs.values())  # one draw's rows
     folds = layout.folds and fold is not False and rows > 0 and not cached
     if fold is True and total > 1 and not layout.folds and rows > 0:
         raise ValueError(
@@ -262,10 +265,17 @@ def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:
 
 
 def run_draws(
-    model: nn.Module, args: Any, kwargs: Any, new: Pass, layout: Layout, folds: bool, tile: bool = True
+    model: nn.Module,
+    posteriors: Sequence[Any],
+    args: Any,
+    kwargs: Any,
+    new: Pass,
+    layout: Layout,
+    folds: bool,
+    tile: bool = True,
 ) -> Any:
     """Outputs (S, B, ...) of a pass: all draws in one forward, or one after another."""
-    posteriors, total = passes.posteriors_of(model), new.draws or 1
+    total = new.draws or 1
     own = (lambda inputs: inputs) if torch.compiler.is_compiling() else fresh
     if folds:
         new.layout = layout

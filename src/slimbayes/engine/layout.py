@@ -1,22 +1,29 @@
 """Where the rows of a kind of call lie: in its inputs, in its outputs, and at each converted layer. And how calls are
-folded by it. Which inputs may hold rows, and where, are guesses that the proof tries in turn (`hypotheses`).
+folded by it, with inputs and outputs in tuples, mappings, dataclasses, packed sequences, in any nesting.
+
+torch's pytree does the work. Dataclasses that it does not know are opened here, and a packed sequence counts as one
+leaf.
 
 Sizes: S draws, B rows of the caller's batch.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import field as made
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
-
-from slimbayes.engine.passes import Unproven
-from slimbayes.engine.tree import arrays_of, index_rows, map_arrays, padded, tree_map
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils import _pytree as pytree
 
 Dims = tuple[int | None, ...]
 PACKED = "A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence."
+
+
+class Unproven(Exception):
+    """A layer met an input whose rows nobody has located: the caller falls back to one draw at a time."""
 
 
 @dataclass
@@ -49,9 +56,9 @@ class Layout:
     inputs: Dims = ()
     outputs: Dims = ()
     lead: tuple[int, int] | None = None
-    dims: dict[tuple[str, int], int] = field(default_factory=dict)
-    arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = field(default_factory=dict)
-    ahead: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
+    dims: dict[tuple[str, int], int] = made(default_factory=dict)
+    arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = made(default_factory=dict)
+    ahead: dict[int, tuple[Dims, Dims]] = made(default_factory=dict)
     made: tuple[int, list[tuple[int, ...]]] = (1, [])
     tree: int = 0
     key: str | None = None
@@ -71,21 +78,19 @@ class Layout:
 
     def tile(self, inputs: Any, draws: int) -> Any:
         """Inputs repeated once for each draw, whole block after whole block."""
+        if draws == 1:
+            return inputs
         rows = self.rows(inputs)
 
         def tile(i: int, leaf: Any) -> Any:
             dim = self.inputs[i]
-            if dim is None or draws == 1:
+            if dim is None:
                 return leaf
             if isinstance(leaf, PackedSequence):
                 return index_rows(leaf, 1, torch.arange(rows).repeat(draws))
             if leaf.shape[dim] == 1 != rows:
                 return leaf  # it stands for all rows already
-            repeats = [draws if d == dim else 1 for d in range(leaf.dim())]
-            image = leaf.dim() == 4 and dim == 0 and not leaf.is_contiguous()
-            if image and leaf.is_contiguous(memory_format=torch.channels_last):
-                return leaf.permute(0, 2, 3, 1).repeat(repeats).permute(0, 3, 1, 2)  # repeat forgets the memory format
-            return leaf.repeat(repeats)
+            return torch.cat([leaf] * draws, dim)  # which keeps the memory format; repeat does not
 
         return map_arrays(tile, inputs)
 
@@ -120,12 +125,13 @@ class Layout:
 
     def size(self, inputs: Any, draws: int = 1) -> tuple[int, int]:
         """How many rows there are with every row repeated for so many draws, and how many numbers they hold."""
-        arrays = zip(map(padded, arrays_of(inputs)), self.inputs, strict=True)
-        return draws * self.rows(inputs), draws * sum(a.numel() for a, dim in arrays if dim is not None)
+        arrays = zip(arrays_of(inputs), self.inputs, strict=True)
+        return draws * self.rows(inputs), draws * sum([padded(a).numel() for a, dim in arrays if dim is not None])
 
-    def covers(self, size: tuple[int, int]) -> bool:
+    def covers(self, inputs: Any, draws: int = 1) -> bool:
         """Whether layers were seen to be called alike for as many rows and numbers; one row is always right."""
-        return size[0] <= 1 or all(map(int.__le__, size, self.most))
+        rows, numbers = self.size(inputs, draws)
+        return rows <= 1 or (rows <= self.most[0] and numbers <= self.most[1])
 
     def split(self, outputs: Any, draws: int, rows: int) -> Any:
         """Undo `tile` on an output: S x B rows become (S, B, ...); what has no rows is the same for every draw.
@@ -147,7 +153,8 @@ class Layout:
                     raise Unproven(
                         f"output {i} of shape {tuple(leaf.shape)} has no entry for each of {draws * rows} rows"
                     )
-            return leaf.unflatten(dim, (draws, leaf.shape[dim] // draws)).movedim(dim, 0)
+            parts = leaf.unflatten(dim, (draws, leaf.shape[dim] // draws))
+            return parts.movedim(dim, 0) if dim else parts
 
         return map_arrays(split, outputs)
 
@@ -171,40 +178,122 @@ def stack_draws(parts: list[Any]) -> Any:
     return tree_map(stack, *parts)
 
 
-def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:
-    """Layouts that say which inputs hold rows, where, and what tells how many there are; the likeliest first."""
-    arrays = arrays_of(inputs)
-    shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]
-    # Inputs with more dimensions first: masks, lengths and weights have fewer than what they are for.
-    packed = [isinstance(a, PackedSequence) for a in arrays]
-    flags = [isinstance(a, Tensor) and a.dtype == torch.bool for a in arrays]
-    order = sorted(range(len(arrays)), key=lambda i: (not packed[i], flags[i], -len(shapes[i])))
-    seen: set[Dims] = set()
-    for dim in (0, 1) if batch_dim is None else (batch_dim,):
-        for i in order:
-            at = 1 if packed[i] else dim
-            if len(shapes[i]) > at and shapes[i][at] > 0:
-                for dims in _variants(shapes, i, at):
-                    if dims not in seen:
-                        seen.add(dims)
-                        yield Layout(inputs=dims, lead=(i, at))
+def _packed(leaf: Any) -> bool:
+    return isinstance(leaf, PackedSequence)
 
 
-def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator[Dims]:
-    """Rows of all inputs, if input `lead` has them along `at`: where sizes fit, with one input less, multiples too."""
-    rows = shapes[lead][at]
-    fits = [[d for d, size in enumerate(shape) if size == rows and d < 2] for shape in shapes]
-    first = [at if at in f else f[0] if f else None for f in fits]
-    first[lead] = at
-    yield tuple(first)
-    for i, found in enumerate(fits):  # a state (layers, rows, units) of as many layers as rows
-        for other in found if i != lead else ():
-            yield tuple(other if j == i else d for j, d in enumerate(first))
-    yield tuple(next((d for d in reversed(f)), None) if j != lead else at for j, f in enumerate(fits))
-    for i, dim in enumerate(first):
-        if dim is not None and i != lead:
-            yield tuple(None if j == i else d for j, d in enumerate(first))
-    yield tuple(
-        d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(first, shapes, strict=True)
+def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply a function to every leaf of a tree, or to leaves at one place of several trees alike.
+
+    >>> tree_map(lambda a, b: a + b, {"x": 1, "y": (2,)}, {"x": 10, "y": (20,)})
+    {'x': 11, 'y': (22,)}
+    """
+
+    def at(leaf: Any, *rest: Any) -> Any:
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            return function(leaf, *rest)
+        new = copy.copy(leaf)
+        for field in fields(leaf):
+            parts = [getattr(one, field.name) for one in (leaf, *rest)]
+            object.__setattr__(new, field.name, tree_map(function, *parts))
+        return new
+
+    return pytree.tree_map(at, tree, *others, is_leaf=_packed)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """All leaves, in order.
+
+    >>> leaves_of(({"a": 1}, [2, None]))
+    [1, 2, None]
+    """
+    out: list[Any] = []
+    for leaf in pytree.tree_leaves(tree, is_leaf=_packed):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            out += [part for field in fields(leaf) for part in leaves_of(getattr(leaf, field.name))]
+        else:
+            out.append(leaf)
+    return out
+
+
+def replaced(tree: Any, leaves: list[Any]) -> Any:
+    """The tree with other leaves, in the order of `leaves_of`."""
+    rest = iter(leaves)
+    return tree_map(lambda leaf: next(rest), tree)
+
+
+def _plain_call(tree: Any) -> bool:
+    """Whether a tree is (tensors, {}), as of most calls: there is a shorter way through it."""
+    plain = type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict and not tree[1]
+    return plain and {*map(type, tree[0])} == {Tensor}
+
+
+def arrays_of(tree: Any) -> list[Any]:
+    """The leaves that may hold rows: tensors and packed sequences."""
+    if type(tree) is Tensor:
+        return [tree]
+    if _plain_call(tree):
+        return list(tree[0])
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, (Tensor, PackedSequence))]
+
+
+def map_arrays(function: Callable[[int, Any], Any], tree: Any) -> Any:
+    """Apply function(i, array) to the i-th leaf that is a tensor or a packed sequence; other leaves stay."""
+    if type(tree) is Tensor:
+        return function(0, tree)
+    if _plain_call(tree):
+        return tuple([function(i, array) for i, array in enumerate(tree[0])]), {}
+    count = iter(range(10**9))
+    return tree_map(
+        lambda leaf: function(next(count), leaf) if isinstance(leaf, (Tensor, PackedSequence)) else leaf, tree
     )
-    yield tuple(at if j == lead else None for j in range(len(shapes)))
+
+
+def padded(leaf: Any) -> Tensor:
+    """A tensor as it is; a packed sequence as (time, rows, ...)."""
+    return pad_packed_sequence(leaf)[0] if isinstance(leaf, PackedSequence) else leaf
+
+
+def index_rows(leaf: Any, dim: int, index: Tensor) -> Any:
+    """Rows of a tensor along `dim`, or of a packed sequence, chosen by index."""
+    if not isinstance(leaf, PackedSequence):
+        return leaf.index_select(dim, index.to(leaf.device))
+    whole, lengths = pad_packed_sequence(leaf)
+    chosen = whole.index_select(1, index.to(whole.device))
+    return pack_padded_sequence(chosen, lengths[index.cpu()], enforce_sorted=False)
+
+
+def without_cache(leaf: Any) -> Any:
+    """Caches of earlier steps and lazy arguments cannot be repeated: trials run without them."""
+    return None if hasattr(leaf, "get_seq_length") or type(leaf).__name__ == "NotJoined" else leaf
+
+
+def fresh(tree: Any) -> Any:
+    """The same inputs in containers and tensors of their own: a model may write into what it is given, and other draws
+    are to find it as it was.
+    """
+    return tree_map(_copy, tree) if not _plain_call(tree) else (tuple(array.clone() for array in tree[0]), {})
+
+
+def _copy(leaf: Any) -> Any:
+    if hasattr(leaf, "get_seq_length"):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
+        return copy.deepcopy(leaf, {id(tensor): tensor.clone() for tensor in _cached(leaf)})
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    held = any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values())
+    return copy.copy(leaf) if opaque(leaf) and (held or hasattr(leaf, "__copy__")) else leaf
+
+
+def opaque(leaf: Any) -> bool:
+    """Whether an input is an object of somebody's, such as a batch of graphs, which may hold tensors."""
+    return not isinstance(leaf, (str, bytes, int, float, complex, type(None), list, tuple, dict))
+
+
+def _cached(cache: Any) -> Iterator[Tensor]:
+    """The tensors in a cache, and in the layers and caches that it holds."""
+    for value in vars(cache).values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Tensor):
+                yield part
+            elif hasattr(part, "get_seq_length"):
+                yield from _cached(part)

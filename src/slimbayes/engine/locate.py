@@ -17,11 +17,10 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes, proof
-from slimbayes.engine.layout import Layout
+from slimbayes.engine.layout import Layout, arrays_of, tree_map, without_cache
 from slimbayes.engine.modules import Posteriors, tree_of
 from slimbayes.engine.probe import Mixed, Visit
 from slimbayes.engine.quiet import captured, inside_func
-from slimbayes.engine.tree import arrays_of, tree_map, without_cache
 from slimbayes.engine.trial import first_line, probed, undisturbed
 
 _PROVING = threading.RLock()
@@ -67,7 +66,7 @@ def batch_dim_of(model: nn.Module) -> int | None:
 def layout_of(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) -> Layout:
     """The proven layout of a call. While torch.compile traces, the one of the last call of this model in its mode."""
     if not torch.compiler.is_compiling():
-        return locate(model, args, kwargs, posteriors, batch_dim_of(model))
+        return locate(model, args, kwargs, posteriors)
     return latest_of(model, posteriors) or _locate_outside(model, args, kwargs)
 
 
@@ -90,7 +89,7 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
 @_outside
 def _locate_outside(model: nn.Module, args: Any, kwargs: Any) -> Layout:
     _refuse_fake(args, kwargs)
-    return locate(model, args, kwargs, passes.posteriors_of(model), batch_dim_of(model))
+    return locate(model, args, kwargs, passes.posteriors_of(model))
 
 
 @_outside
@@ -107,7 +106,7 @@ def _refuse_fake(args: Any, kwargs: Any) -> None:
         )
 
 
-def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
+def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) -> Layout:
     """The layout of a call: the one proven for its kind and kept with the model, or a proof now."""
     given, model = model, unwrapped(model)
     read = posteriors.tree if model is given and isinstance(posteriors, Posteriors) else None  # just now
@@ -124,10 +123,12 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
             careful = sorted(known.values(), key=lambda layout: (layout.folds, layout.apart))
             layout = careful[0] if len(known) >= _MODES else None
         if layout is None:
-            layout = proof.prove(model, (args, kwargs), posteriors, batch_dim)
+            layout = proof.prove(model, (args, kwargs), posteriors, batch_dim_of(model))
             layout.tree, layout.key = tree, passes.first_key(model)
-        elif layout.folds:
-            _look_again(model, (args, kwargs), posteriors, batch_dim, layout)
+        elif layout.folds and _look_again(model, (args, kwargs), posteriors, layout):
+            pass
+        elif model.__dict__.get(LATEST[model.training]) is layout:
+            return layout
         if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
             model.__dict__[LATEST[model.training]] = layout
             layout.told = any(other.told and other.why == layout.why for other in known.values())
@@ -136,23 +137,21 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any], 
         return layout
 
 
-def _look_again(
-    model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None, layout: Layout
-) -> None:
+def _look_again(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> bool:
     """Prove it anew at the 16th, 64th, 256th ... call after the first: other numbers may lead a model another way, as
     when experts are full and pass rows on. While it trains, two draws are compared both ways at the second, fourth and
-    eighth after it, too: that takes less than a step where modules keep little.
+    eighth after it, too: that takes less than a step where modules keep little. Says whether that changed the layout.
     """
     layout.calls += 1
     again = layout.calls >= 16 and 4 ** round(math.log(layout.calls, 4)) == layout.calls
-    early = model.training and layout.calls in (2, 4, 8)
-    if not (again or early) or not layout.rows(inputs) or _cannot_look(inputs):
-        return
+    if not (again or (model.training and layout.calls in (2, 4, 8))) or not layout.rows(inputs) or _cannot_look(inputs):
+        return False
     # A proof shows every row twice: half of them are as many rows as the model has room for.
     half = layout.narrow(inputs, 0, -(-layout.rows(inputs) // 2))
-    found = proof.prove(model, half, posteriors, batch_dim) if again else _compared(model, half, posteriors, layout)
+    whole = again and proof.prove(model, half, posteriors, batch_dim_of(model))
+    found = whole or _compared(model, half, posteriors, layout)
     if not (found.folds or found.mixed) or (found.folds, found.apart) >= (layout.folds, layout.apart):
-        return
+        return False
     layout.folds, layout.apart, layout.why = found.folds, found.apart, found.why
     warnings.warn(
         f"slimbayes looked again at how this model treats rows, after {layout.calls} calls, and found what the first "
@@ -160,6 +159,7 @@ def _look_again(
         f"draws of different rows. Pass fold=False, or exclude that layer, to be sure from the first call on.",
         stacklevel=6,
     )
+    return True
 
 
 def _compared(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout: Layout) -> Layout:
@@ -181,7 +181,7 @@ def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout:
     Layers must be called alike for all rows and for a part of them. Two runs of the plain model are paid for each new
     maximum.
     """
-    if not layout.folds or torch.compiler.is_compiling() or layout.covers(layout.size(inputs, draws)):
+    if not layout.folds or torch.compiler.is_compiling() or layout.covers(inputs, draws):
         return
     if not _cannot_look(inputs):
         with _PROVING:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from slimbayes.engine import passes
 from slimbayes.engine.blocks import exporting, same
-from slimbayes.engine.groups import Group, groups_of, kinds_of
+from slimbayes.engine.modules import Group, groups_of, kinds_of
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.quiet import inside_func
 from slimbayes.kernels import LARGE, ready
@@ -182,15 +182,19 @@ def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
             late = [apart and p.seeded(new.rows) for p, apart in zip(group.posteriors, group.apart, strict=True)]
         alike = len(set(group.counts)) == 1
         if alike and not any(late):
-            rows = new.rows if any(group.row) else 0
-            shape = group.counts[0], sum(group.block)
-            block = _random(
-                _large_normal if math.prod(shape) >= LARGE else torch.randn, shape, group.device, group.dtype, new
-            )
-            _hand_out(group, new, block, _random(torch.randn, (rows, sum(group.row)), group.device, group.dtype, new))
+            block, row = (group.counts[0], sum(group.block)), (new.rows if any(group.row) else 0, sum(group.row))
+            numbers = [_normal(shape, group.device, group.dtype, new) for shape in (block, row)]
+            _hand_out(group, new, *numbers)
         else:
             _draw_apart(group, late, new)
     return new
+
+
+def _normal(shape: tuple[int, int], device: torch.device, dtype: torch.dtype, new: Pass) -> Tensor:
+    if not shape[1]:
+        return torch.empty(shape, device=device, dtype=dtype)
+    large = torch.compiler.is_compiling() and math.prod(shape) >= LARGE
+    return _random(_large_normal if large else torch.randn, shape, device, dtype, new)
 
 
 def _draw_apart(group: Group, late: list[bool], new: Pass) -> None:
@@ -208,15 +212,11 @@ def _draw_apart(group: Group, late: list[bool], new: Pass) -> None:
 
 
 def realise(posteriors: Sequence[Any], new: Pass) -> Pass:
-    """Turn a pass's noise into draws, in a few large operations for all layers. Sharded parameters wait until their
-    layer runs.
+    """Turn the noise of the pass under way into draws, in a few large operations for all layers. Sharded parameters
+    wait until their layer runs.
     """
-
-    def together() -> None:
-        for alike in kinds_of(posteriors):
-            type(alike[0]).realise_together(alike)
-
-    passes.run(new, together)
+    for alike in kinds_of(posteriors):
+        type(alike[0]).realise_together(alike, new)
     return new
 
 

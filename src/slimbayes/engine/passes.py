@@ -19,21 +19,19 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slimbayes.engine.blocks import block_of_row, same
+from slimbayes.engine.layout import Layout, arrays_of
+from slimbayes.engine.layout import Unproven as Unproven
 from slimbayes.engine.modules import Keyed as Keyed
 from slimbayes.engine.modules import first_key as first_key
 from slimbayes.engine.modules import modules_of as modules_of
 from slimbayes.engine.modules import posteriors_of as posteriors_of
 from slimbayes.engine.state import Lasting
-from slimbayes.engine.tree import arrays_of
-
-if TYPE_CHECKING:
-    from slimbayes.engine.layout import Layout
 
 
 class Noise(NamedTuple):
@@ -51,10 +49,6 @@ class Noise(NamedTuple):
     def part(self, block: slice | Tensor, rows: slice) -> Noise:
         """Some of the blocks, and rows of one of them."""
         return Noise(self.block[block], self.row[rows], self.seed, self.salt, self.first_row + rows.start)
-
-
-class Unproven(Exception):
-    """A layer met an input whose rows nobody has located: the caller falls back to one draw at a time."""
 
 
 class Pass:

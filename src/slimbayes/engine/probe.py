@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
-from slimbayes.engine.layout import Dims
+from slimbayes.engine.layout import Dims, arrays_of, map_arrays, padded
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.state import Change
-from slimbayes.engine.tree import arrays_of, map_arrays, padded
 
 
 class Mixed(Exception):

@@ -25,7 +25,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Dims, Layout, hypotheses, stack_draws
+from slimbayes.engine.layout import (
+    Dims,
+    Layout,
+    arrays_of,
+    leaves_of,
+    map_arrays,
+    padded,
+    stack_draws,
+    tree_map,
+    without_cache,
+)
 from slimbayes.engine.probe import (
     Mixed,
     Probe,
@@ -40,8 +50,7 @@ from slimbayes.engine.probe import (
 )
 from slimbayes.engine.quiet import Quiet, captured, inside_func
 from slimbayes.engine.state import kept
-from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, padded, tree_map, without_cache
-from slimbayes.engine.trial import apart, copied, first_line, no_autocast, probed, undisturbed, what_lasts
+from slimbayes.engine.trial import apart, copied, first_line, hypotheses, no_autocast, probed, undisturbed, what_lasts
 
 
 def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: int | None) -> Layout:
@@ -256,7 +265,8 @@ class Proof:
             return
         new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
         with Quiet(), no_autocast({p.device.type for p in self.posteriors}):
-            folded = noise.realise(self.posteriors, new.view(new.rows, self.layout))
+            folded = new.view(new.rows, self.layout)
+            passes.run(folded, noise.realise, self.posteriors, folded)
             args, kwargs = copied(self.layout.tile(self.inputs, 2))
             with kept(self.model):
                 out = tree_map(padded, passes.run(folded, self.model, *args, **kwargs))
@@ -264,7 +274,8 @@ class Proof:
             parts = []
             for j in range(2):
                 args, kwargs = copied(self.inputs)
-                one = noise.realise(self.posteriors, new.single(j, self.layout))
+                one = new.single(j, self.layout)
+                passes.run(one, noise.realise, self.posteriors, one)
                 with kept(self.model):
                     parts.append(tree_map(padded, passes.run(one, self.model, *args, **kwargs)))
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):

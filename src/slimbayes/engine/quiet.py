@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from slimbayes.engine.tree import arrays_of, padded
+from slimbayes.engine.layout import arrays_of, padded
 
 _DROPOUT = {"dropout1d", "dropout2d", "dropout3d", "native_dropout"}
 _DROPOUT |= {f"{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}

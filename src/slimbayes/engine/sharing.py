@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from slimbayes.engine import passes
-from slimbayes.engine.tree import map_arrays
+from slimbayes.engine.layout import map_arrays
 
 
 def plain_modules(model: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,6 @@
-"""A trial of the plain model: nothing random, nothing left behind, and a note of what its converted layers met."""
+"""A trial of the plain model: nothing random, nothing left behind, and a note of what its converted layers met. And the
+guesses that the proof tries in turn: which inputs hold rows, and where.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes
+from slimbayes.engine.layout import Dims, Layout, arrays_of, map_arrays, padded
 from slimbayes.engine.probe import Mixed, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.sharing import plain_modules
 from slimbayes.engine.state import kept, same_changes
-from slimbayes.engine.tree import arrays_of, map_arrays, padded
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
 
@@ -136,3 +139,42 @@ def apart(a: Tensor, b: Tensor) -> float:
         return float((a != b).any())
     a, b = a.double().nan_to_num(0.123, 1e30, -1e30), b.double().nan_to_num(0.123, 1e30, -1e30)
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:
+    """Layouts that say which inputs hold rows, where, and what tells how many there are; the likeliest first."""
+    arrays = arrays_of(inputs)
+    shapes = [(-1, int(a.batch_sizes[0])) if isinstance(a, PackedSequence) else tuple(a.shape) for a in arrays]
+    # Inputs with more dimensions first: masks, lengths and weights have fewer than what they are for.
+    packed = [isinstance(a, PackedSequence) for a in arrays]
+    flags = [isinstance(a, Tensor) and a.dtype == torch.bool for a in arrays]
+    order = sorted(range(len(arrays)), key=lambda i: (not packed[i], flags[i], -len(shapes[i])))
+    seen: set[Dims] = set()
+    for dim in (0, 1) if batch_dim is None else (batch_dim,):
+        for i in order:
+            at = 1 if packed[i] else dim
+            if len(shapes[i]) > at and shapes[i][at] > 0:
+                for dims in _variants(shapes, i, at):
+                    if dims not in seen:
+                        seen.add(dims)
+                        yield Layout(inputs=dims, lead=(i, at))
+
+
+def _variants(shapes: Sequence[tuple[int, ...]], lead: int, at: int) -> Iterator[Dims]:
+    """Rows of all inputs, if input `lead` has them along `at`: where sizes fit, with one input less, multiples too."""
+    rows = shapes[lead][at]
+    fits = [[d for d, size in enumerate(shape) if size == rows and d < 2] for shape in shapes]
+    first = [at if at in f else f[0] if f else None for f in fits]
+    first[lead] = at
+    yield tuple(first)
+    for i, found in enumerate(fits):  # a state (layers, rows, units) of as many layers as rows
+        for other in found if i != lead else ():
+            yield tuple(other if j == i else d for j, d in enumerate(first))
+    yield tuple(next((d for d in reversed(f)), None) if j != lead else at for j, f in enumerate(fits))
+    for i, dim in enumerate(first):
+        if dim is not None and i != lead:
+            yield tuple(None if j == i else d for j, d in enumerate(first))
+    yield tuple(
+        d if d is not None or not s or rows < 2 or s[0] % rows else 0 for d, s in zip(first, shapes, strict=True)
+    )
+    yield tuple(at if j == lead else None for j in range(len(shapes)))

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.engine import calls, passes
-from slimbayes.engine.layout import Layout
+from slimbayes.engine.layout import Layout, arrays_of, map_arrays
 from slimbayes.engine.locate import check_size
 from slimbayes.engine.noise import Seed, key, seed_of
 from slimbayes.engine.passes import Noise, Pass, Unproven
 from slimbayes.engine.sharing import evaluating
-from slimbayes.engine.tree import arrays_of, map_arrays
 from slimbayes.posteriors.joint_forms import Watched
 from slimbayes.posteriors.joint_normal import Joint
 from slimbayes.prediction.batches import batches_of, rows_of

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from slimbayes.engine import passes
+from slimbayes.engine.layout import arrays_of, map_arrays, tree_map
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.rows import LinearMap, sizes_of_blocks
-from slimbayes.engine.tree import arrays_of, map_arrays, tree_map
 from slimbayes.layers.base import BayesLayer, made_once, reading
 from slimbayes.layers.site import Kind, Site, has, mask_of, own_value
 

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from slimbayes.engine import noise, passes
 from slimbayes.engine.blocks import block_of_row, same
+from slimbayes.engine.layout import arrays_of, map_arrays, padded, tree_map
 from slimbayes.engine.passes import Unproven
-from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
 from slimbayes.layers.base import Converted, made_once
 from slimbayes.layers.methods import runs_later, tell_of_replaced, wrap_methods
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.engine import passes
-from slimbayes.engine.groups import noise_type
+from slimbayes.engine.modules import noise_type
 from slimbayes.engine.noise import kernel_seed
 from slimbayes.engine.passes import Keyed, Noise, Pass
 from slimbayes.engine.rows import LinearMap
@@ -163,7 +163,7 @@ class Posterior(Keyed, ABC):
         return []
 
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self]) -> None:
+    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
         """Realise the draws of all posteriors of this class in a model; a method may use fewer, larger operations."""
         for posterior in posteriors:
             posterior.values()

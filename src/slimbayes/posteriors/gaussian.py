@@ -36,7 +36,7 @@ from slimbayes.distributions.priors import TiedMean, gaussian_log_ratio, prior_o
 from slimbayes.distributions.scales import rademacher
 from slimbayes.distributions.sums import shifted
 from slimbayes.engine.noise import standard_normal
-from slimbayes.engine.passes import Noise
+from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import MapOf, Pick, WeightPosterior, recomputed
@@ -123,14 +123,13 @@ class GaussianPosterior(WeightPosterior):
         return self.noise.block.shape[1] > 0 and not self.per_row
 
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self]) -> None:
+    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
         """Signs of all layers take a dozen small operations, not a dozen for each."""
-        current = posteriors[0].current
         alike: dict[Any, list[Any]] = {}
         for p in posteriors:
             noise = current.noise[p.key]
             alike.setdefault((noise.row.device, noise.row.dtype) if noise.row.shape[1] else None, []).append((p, noise))
-        super().realise_together([p for p, _ in alike.pop(None, [])])
+        super().realise_together([p for p, _ in alike.pop(None, [])], current)
         for same in alike.values():
             rows = [noise.row for _, noise in same]
             signs = rademacher(torch.cat(rows, 1)).split([8 * row.shape[1] for row in rows], 1)

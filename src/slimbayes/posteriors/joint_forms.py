@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
-from slimbayes.engine.passes import Noise
+from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import MapOf, Pick, Role
@@ -231,8 +231,8 @@ class JointFactors(Joint, Rank1Posterior):
 
     # What rank-1 posteriors join over layers is independent factors: these go one by one, as any posterior does.
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self]) -> None:
-        super(Rank1Posterior, cls).realise_together(posteriors)
+    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+        super(Rank1Posterior, cls).realise_together(posteriors, current)
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import wide
 from slimbayes.distributions.kl import collapsed
-from slimbayes.engine.passes import Noise
+from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
 from slimbayes.posteriors import picks
@@ -134,9 +134,9 @@ class MixturePosterior(WeightPosterior):
             self.logits.copy_(probs.clamp_min(torch.finfo(torch.float32).tiny).log())
 
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self]) -> None:
-        picks.realise_alike(posteriors)
-        super().realise_together([p for p in posteriors if not p.joins])
+    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
+        picks.realise_alike(posteriors, current)
+        super().realise_together([p for p in posteriors if not p.joins], current)
 
     def realise(self, noise: Noise, pick: Pick) -> Assigned:
         count = self.picks * (1 if self.logits is None else self.components)

@@ -169,9 +169,8 @@ class Norm(NamedTuple):
     picked: Tensor
 
 
-def realise_alike(posteriors: Sequence[Any]) -> None:
+def realise_alike(posteriors: Sequence[Any], current: Pass) -> None:
     """Draw the picks of layers in a handful of operations for all that are alike, and mix the scales of norms."""
-    current: Pass = posteriors[0].current
     for assignment, by_row, same in _alike(posteriors, current):
         noise = [current.noise[p.key] for p in same]
         picked = _pick_together(same, [n.row if by_row else n.block for n in noise])

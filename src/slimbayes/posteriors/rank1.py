@@ -121,9 +121,8 @@ class Rank1Posterior(WeightPosterior):
         return current.values[self.key]
 
     @classmethod
-    def realise_together(cls, posteriors: Sequence[Self]) -> None:
+    def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
-        current = posteriors[0].current
         pairs = zip(posteriors, [current.noise[p.key] for p in posteriors], anchors_of(posteriors), strict=True)
         kinds = tuple([(n.row.shape[1] > 0, n.seed is None, a.device, a.dtype, p.clip) for p, n, a in pairs])
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from slimbayes.engine import calls
-from slimbayes.engine.tree import arrays_of, map_arrays, opaque, padded
+from slimbayes.engine.layout import arrays_of, map_arrays, opaque, padded
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction.checks import check_inputs
 from slimbayes.prediction.draws import MOST_ROWS

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from slimbayes.engine import calls
-from slimbayes.engine.tree import arrays_of
+from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.trial import undisturbed
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer

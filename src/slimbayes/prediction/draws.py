@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold, stack_draws
+from slimbayes.engine.layout import arrays_of, fresh, padded, tree_map
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass
-from slimbayes.engine.tree import arrays_of, fresh, padded, tree_map
 from slimbayes.posteriors.base import Support
 from slimbayes.prediction.sample import device_of, free_seed, members, posteriors_in, sampled
 
@@ -56,7 +56,7 @@ class Draws:
                     yield calls.stack_draws([self.model(*more, **options)])
             return
         if self.held is not None:
-            yield sampled(self.model, args, kwargs, self.held.total, self.fold, self.held)
+            yield sampled(self.model, self.posteriors, args, kwargs, self.held.total, self.fold, self.held)
             return
         at_once = min(draws, self._at_once((args, kwargs)))
         if self.share and draws > 1 and self.members == 1 and all(p.countable for p in self.posteriors):
@@ -69,8 +69,8 @@ class Draws:
         return None if self.own is None else noise.key(self.own, "call", first)
 
     def _some(self, args: Any, kwargs: Any, first: int, draws: int) -> Any:
-        new = self._numbered(first, draws)
-        return sampled(self.model, args, kwargs, new.total, self.fold, new, share=self.share, seed=self._own(first))
+        new, own = self._numbered(first, draws), self._own(first)
+        return sampled(self.model, self.posteriors, args, kwargs, new.total, self.fold, new, share=self.share, seed=own)
 
     def _numbered(self, first: int, draws: int) -> Pass:
         """The pass of so many draws of each member; the latest is kept for the next batch."""
@@ -92,7 +92,9 @@ class Draws:
     def _distinct(self, args: Any, kwargs: Any, start: int, draws: int, at_once: int) -> Iterator[Any]:
         """Outputs of draws that pick from finitely many networks: each network that was picked runs once."""
         held = self._numbered(start, draws)
-        new, layout, folds = calls.draw_all(self.model, args, kwargs, draws, self.fold, held, at_once=1)
+        new, layout, folds = calls.draw_all(
+            self.model, self.posteriors, args, kwargs, draws, self.fold, held, at_once=1
+        )
         if layout.random:  # the user's own noise differs between draws that picked alike
             for first in range(start, start + draws, at_once):
                 yield self._some(args, kwargs, first, min(at_once, start + draws - first))
@@ -110,7 +112,7 @@ class Draws:
             parts = []
             for some in map(new.take, first_of.split(at_once)):
                 some.shared = layout.ahead if folds and some.total > 1 else None
-                parts.append(calls.run_draws(self.model, args, kwargs, some, layout, folds))
+                parts.append(calls.run_draws(self.model, self.posteriors, args, kwargs, some, layout, folds))
         except passes.Unproven as error:
             calls.unfold(layout, error, self.fold)
             yield from self._distinct(args, kwargs, start, draws, at_once)
@@ -191,7 +193,9 @@ class Networks(Draws):
                 at += support.picks
                 block = support.lines.to(p.device, p.dtype)[picked].transpose(1, 2).flatten(1)
                 new.put(p.key, Noise(block.repeat_interleave(self.members, 0), block.new_empty(0, 0)))
-            parts.append(sampled(self.model, args, kwargs, new.total, self.fold, new, share=self.share))
+            parts.append(
+                sampled(self.model, self.posteriors, args, kwargs, new.total, self.fold, new, share=self.share)
+            )
         yield _joined(parts)
 
 

@@ -180,7 +180,7 @@ class Graph(nn.Module):
         known = self.layout if self.layout.folds else None
         new = held.view(self.total * self.layout.rows((args, {})), known)
         if self.folded:
-            return select(calls.run_draws(self.model, args, {}, new, self.layout, folds=True), None)
+            return select(calls.run_draws(self.model, self.posteriors, args, {}, new, self.layout, folds=True), None)
         parts = [calls.finish(new.single(j, known), self.posteriors, self.model, args, {}) for j in self.kept]
         return torch.stack([select(part, None) for part in parts])
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from slimbayes.engine import passes
 from slimbayes.engine.calls import Fold
+from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.sharing import evaluating
-from slimbayes.engine.tree import arrays_of
 from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.batches import Progress, batches_of

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from slimbayes.convert.convert import conversions_of, debayesianize
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
+from slimbayes.engine.layout import arrays_of, fresh, opaque
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass, Unproven
-from slimbayes.engine.tree import arrays_of, fresh, opaque
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.prediction.checks import check_draws, explained
 
@@ -99,7 +99,7 @@ def sample(
     total = calls.total_draws(posteriors, draws) if held is None else held.total
     number = None if seed is None else free_seed("sample", seed, held)
     with nullcontext() if torch.compiler.is_compiling() else explained(model, args, kwargs):
-        return sampled(model, args, kwargs, total, fold, held, rows == "split", seed=number)
+        return sampled(model, posteriors, args, kwargs, total, fold, held, rows == "split", seed=number)
 
 
 def free_seed(what: str, seed: Seed, held: Pass | None) -> int:
@@ -111,6 +111,7 @@ def free_seed(what: str, seed: Seed, held: Pass | None) -> int:
 
 def sampled(
     model: nn.Module,
+    posteriors: Sequence[Any],
     args: Any,
     kwargs: Any,
     total: int,
@@ -124,18 +125,18 @@ def sampled(
 
     `seed` also rules what the model draws by itself.
     """
-    new, layout, folds = calls.draw_all(model, args, kwargs, total, fold, held, split, seed=seed)
+    new, layout, folds = calls.draw_all(model, posteriors, args, kwargs, total, fold, held, split, seed=seed)
     share = share and folds and total > 1 and not layout.random  # what a random module gives differs between draws
     new.shared = layout.ahead if share else new.shared
     try:
         if seed is None or (held is not None and layout.tree and not layout.random):
-            return calls.run_draws(model, args, kwargs, new, layout, folds, tile=not split)
+            return calls.run_draws(model, posteriors, args, kwargs, new, layout, folds, tile=not split)
         # What is drawn late in compiled code comes from torch's generators, too, unless draws are numbered.
         with noise.own_noise(seed, device_of(model)):
-            return calls.run_draws(model, args, kwargs, new, layout, folds, tile=not split)
+            return calls.run_draws(model, posteriors, args, kwargs, new, layout, folds, tile=not split)
     except Unproven as error:
         calls.unfold(layout, error, fold)
-        return sampled(model, args, kwargs, total, fold, held, split, share, seed)
+        return sampled(model, posteriors, args, kwargs, total, fold, held, split, share, seed)
 
 
 @contextmanager
