@@ -372,7 +372,9 @@ def single_model(plain: nn.Module, net: Any, n: int) -> nn.Module:
     out = copy.deepcopy(plain)
     swapped = isinstance(out, (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvTransposeNd))  # weight is (in, out)
     for site, posterior in net.posterior.items():
-        r, s, offset = (None if t is None else t[n].detach() for t in posterior.values())
+        drawn = posterior.values()
+        lines = drawn.r, drawn.s, posterior._offsets(drawn)
+        r, s, offset = (None if t is None else t[n].detach() for t in lines)
         r, s = torch.atleast_2d(r), torch.atleast_2d(s)
         mask = torch.einsum("pi,po->io" if swapped else "pi,po->oi", s, r) / len(r)
         with torch.no_grad():

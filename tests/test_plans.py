@@ -57,12 +57,15 @@ def test_biases_of_dense_layers_are_joined_beside_other_layers() -> None:
         for p in net.parameters():
             p.normal_()
     posteriors, seen = posteriors_of(net), []
-    handle = net.register_forward_hook(lambda *_: seen.append(dict(passes.current().biases)))  # type: ignore[union-attr]
+    handle = net.register_forward_hook(lambda *_: seen.append(dict(passes.current().values)))  # type: ignore[union-attr]
     y = sb.sample(net, torch.randn(3, 2, 3), seed=1)
     handle.remove()
-    assert list(seen[-1]) == [p.key for p in posteriors[1:]]  # not the convolution's
-    offset = torch.cat([torch.zeros(1, 2), posteriors[2].bias])
-    torch.testing.assert_close(seen[-1][posteriors[2].key][1], net[3].bias + offset)
+    drawn = [seen[-1][p.key] for p in posteriors]
+    assert [d.own for d in drawn] == [None, net[2].bias, net[3].bias]  # not the convolution's
+    offsets = [torch.cat([torch.zeros(1, p.bias.shape[1]), p.bias]) for p in posteriors]
+    torch.testing.assert_close(
+        [d.bias for d in drawn], [offsets[0], net[2].bias + offsets[1], net[3].bias + offsets[2]]
+    )
     assert y.shape == (2, 3, 2)
 
 

@@ -45,7 +45,8 @@ def spread_bias(net: nn.Module) -> None:
 
 def factors(layer: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """r, s and bias offset of every draw of the last pass, ranks first: (p, n, channels)."""
-    r, s, bias = layer.posterior["weight"].values()
+    posterior = layer.posterior["weight"]
+    (r, s, *_), bias = posterior.values(), posterior._offsets(posterior.values())
     r, s = (f if f.dim() == 3 else f.unsqueeze(1) for f in (r, s))
     return (
         r.detach().numpy().swapaxes(0, 1),

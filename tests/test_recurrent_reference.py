@@ -43,7 +43,7 @@ def array(t: Tensor) -> np.ndarray:
 
 def drawn_weight(layer: Any, site: str, n: int) -> tuple[np.ndarray, np.ndarray]:
     """W o r s^T and bias of draw n of the last pass; or, additive, W and a bias shifted by W s + r."""
-    r, s, offset = layer.posterior[site].values()
+    r, s, offset, _ = layer.posterior[site].values()
     weight, r, s = array(getattr(layer, site)), array(r[n]), array(s[n])
     bias = getattr(layer, site.replace("weight", "bias"), None)
     out = np.zeros(len(weight)) if bias is None else array(bias)
@@ -357,11 +357,11 @@ def plain_row(layer: Any, n: int) -> nn.MultiheadAttention:
         for block, site in enumerate("qkv"):
             rows = slice(block * E, (block + 1) * E)
             target = plain.in_proj_weight[rows] if plain._qkv_same_embed_dim else getattr(plain, f"{site}_proj_weight")
-            r, s, offset = layer.posterior[site].values()
+            r, s, offset, _ = layer.posterior[site].values()
             target.mul_(torch.outer(r[n], s[n]))
             if offset is not None:
                 plain.in_proj_bias[rows] += offset[n]
-        r, s, offset = layer.posterior["out"].values()
+        r, s, offset, _ = layer.posterior["out"].values()
         plain.out_proj.weight.mul_(torch.outer(r[n], s[n]))
         if offset is not None:
             plain.out_proj.bias += offset[n]
@@ -496,7 +496,7 @@ def test_encoder_layer_equals_torch_on_materialised_weights(batch_first: bool, n
             single = copy.deepcopy(plain).eval()
             single.self_attn = plain_row(net.self_attn, i)
             for name in ("linear1", "linear2"):
-                r, s, offset = getattr(net, name).posterior["weight"].values()
+                s, r, offset = getattr(net, name).posterior["weight"].factors()
                 getattr(single, name).weight.mul_(torch.outer(r[i], s[i]))
                 getattr(single, name).bias.add_(offset[i])
             row = x[i % R : i % R + 1]

@@ -30,7 +30,7 @@ Sizes: K members, or the least common multiple where layers have different numbe
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,12 +81,20 @@ def summed_kl(
     >>> summed_kl(Normal, Normal(1.0, 1.0), [torch.zeros(1, 1, 2)], [rho]).round(decimals=4)  # two halves
     tensor(1.)
     """
-    numbers = all(isinstance(getattr(prior, name, None), (int, float)) for name in ("loc", "scale"))
-    if (family, type(prior)) in _SLOPES and numbers and not by_hand(locs[0]):
+    # A pair that is known has a location and a scale.
+    known = (family, type(prior)) in _SLOPES and {type(prior.loc), type(prior.scale)} <= {int, float}
+    if known and not by_hand(locs[0]):
         roots = (*locs, *rhos) if loc is None or rho is None else (loc, rho)
         return _apply(family, prior, (locs, rhos), *roots)
     q: Any = family
     return kl(q(wide(torch.cat(list(locs), 2)), scale_from_rho(torch.cat(list(rhos), 2))), prior).sum()
+
+
+class _Of(NamedTuple):
+    """Locations and scales of factors, which nobody has to check."""
+
+    loc: Tensor
+    scale: Tensor
 
 
 class _SummedKL(torch.autograd.Function):
@@ -95,11 +103,11 @@ class _SummedKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, family: Any, prior: Any, parameters: Any, *roots: Tensor) -> Tensor:
         locs, rhos = parameters
-        loc, rho = wide(torch.cat(locs, 2)), wide(torch.cat(rhos, 2))
-        scale = scale_from_rho(rho)
+        loc, rho = torch.cat(locs, 2), torch.cat(rhos, 2)
+        loc, rho, scale = wide(loc), wide(rho), scale_from_rho(rho)
         ctx.save_for_backward(loc, rho, scale, *locs, *rhos)
         ctx.pair, ctx.apart = (family, prior), len(roots) > 2
-        return _SLOPES[family, type(prior)][0](family(loc, scale), prior)
+        return _SLOPES[family, type(prior)][0](_Of(loc, scale), prior)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -112,7 +120,7 @@ class _SummedKL(torch.autograd.Function):
             found = iter(torch.autograd.grad(total, wanted, gradients[0], create_graph=True))
             by_loc, by_rho = (next(found) if t.requires_grad else torch.zeros_like(t) for t in (loc, rho))
         else:
-            by_loc, by_scale = _SLOPES[family, type(prior)][1](family(loc, scale), prior, gradients[0])
+            by_loc, by_scale = _SLOPES[family, type(prior)][1](_Of(loc, scale), prior, gradients[0])
             by_rho = torch.ops.aten.softplus_backward(by_scale, rho, 1, 20)
         if not ctx.apart:
             return None, None, None, by_loc, by_rho

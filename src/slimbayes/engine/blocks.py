@@ -1,6 +1,7 @@
 """How rows are cut into blocks, one for each draw, and what compilers have to say about it."""
 
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,3 +62,35 @@ def block_sizes(rows: int, blocks: int) -> list[int]:
     """
     edges = [-(-j * rows // blocks) for j in range(blocks + 1)]  # the first row of block j is ceil(j * rows / blocks)
     return [stop - start for start, stop in pairwise(edges)]
+
+
+class Spread(NamedTuple):
+    """How lines of K members become those of n draws: by the member of each block of draws, or in order."""
+
+    index: Tensor | None
+    shape: tuple[int, int, int]  # of n: turns of all members (or 1), members (or blocks), draws of a block
+
+    def out(self, lines: Tensor) -> Tensor:
+        """Lines (K, 1, w) as (members or blocks, 1, w), to meet what has the shape of the draws."""
+        return lines if self.index is None else lines.index_select(0, self.index)
+
+    def laid(self, lines: Tensor) -> Tensor:
+        """Lines (K, 1, w) as (n, w)."""
+        lines = self.out(lines)
+        if same(self.shape[0], 1) and same(self.shape[2], 1):
+            return lines.squeeze(1)
+        return lines.expand(self.shape + lines.shape[2:]).reshape(-1, lines.shape[2])
+
+
+def spread_of(members: int, blocks: int, count: int, first: Any, device: torch.device) -> Spread:
+    """How the lines of members become those of so many draws, one for each block of rows or for each row of a pass
+    whose first block has member `first`.
+
+    >>> spread_of(2, 4, 12, 0, torch.device("cpu"))
+    Spread(index=None, shape=(2, 2, 3))
+    """
+    rows = 1 if same(count, blocks) else count // blocks if same(count % blocks, 0) else 0
+    if rows and isinstance(first, int) and not first % members and not blocks % members:
+        return Spread(None, (blocks // members, members, rows))
+    block = torch.arange(blocks, device=device) if rows else block_of_row(count, blocks, device)
+    return Spread((block + first) % members, (1, blocks, rows) if rows else (1, count, 1))

@@ -229,8 +229,8 @@ def draw_all(
     alone = not split and not by_row and (total == 1 or fold is False)
     layout = Layout(keeps=True) if alone else layout_of(model, args, kwargs, posteriors)
     rows = max(layout.rows((args, kwargs)), 0)
-    if rows:
-        copies = 1 if split or fold is False else min(total, at_once or total)
+    copies = 1 if split or fold is False else min(total, at_once or total)
+    if rows and layout.folds and not torch.compiler.is_compiling() and not layout.covers((args, kwargs), copies):
         check_size(model, (args, kwargs), posteriors, layout, copies)
     cached = bool(kwargs) and any(hasattr(value, "get_seq_length") for value in kwargs.values())  # one draw's rows
     folds = layout.folds and fold is not False and rows > 0 and not cached

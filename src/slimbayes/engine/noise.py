@@ -29,7 +29,7 @@ from slimbayes.engine.blocks import exporting, same
 from slimbayes.engine.modules import Group, groups_of, kinds_of
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.quiet import inside_func
-from slimbayes.kernels import LARGE, ready
+from slimbayes.kernels import INTERPRETED, LARGE, ready
 
 Seed = int | torch.Generator | None
 
@@ -178,7 +178,7 @@ def draw(posteriors: Sequence[Any], new: Pass) -> Pass:
     """Draw the noise of a pass for all posteriors at once."""
     for group in groups_of(posteriors, new):
         late = [False] * len(group.keys)
-        if any(group.apart) and ready(group.posteriors[0].anchor):
+        if any(group.apart) and (group.device.type == "cuda" or INTERPRETED) and ready(group.posteriors[0].anchor):
             late = [apart and p.seeded(new.rows) for p, apart in zip(group.posteriors, group.apart, strict=True)]
         alike = len(set(group.counts)) == 1
         if alike and not any(late):

@@ -69,7 +69,6 @@ class Pass:
         self.layout: Layout | None = None
         self.noise: dict[str, Noise] = {}  # by key of a posterior
         self.values: dict[str, Any] = {}  # draws made from it
-        self.biases: dict[str, tuple[Tensor, Tensor]] = {}  # drawn biases that have a layer's own in them, and that
         self.joint: dict[tuple[str, ...], Noise] = {}  # the same of several posteriors side by side, by their keys
         self.joined: list[Any] = []  # parameters side by side that draws were made from
         self.keys: dict[str, Tensor] = {}  # numbers (S,) from which a posterior draws while its layer runs
@@ -107,7 +106,7 @@ class Pass:
         new.rows, new.layout, new.held = rows, layout, False
         new.calls, new.substitutes, new.joined, new.drawn_yet = {}, {}, [], False
         if self.held:  # numbers are held, not what they made: parameters, gradients and types may differ between calls
-            new.values, new.biases = {}, {}
+            new.values = {}
         return new
 
     def single(self, index: int, layout: Layout | None = None) -> Pass:
@@ -117,7 +116,7 @@ class Pass:
             return self
         new = self.view(self.rows // (self.draws or 1), layout)
         new.draws, new.first, new.index, new.values = 1, self.first + index, index, {}
-        new.joint, new.biases = {}, {}
+        new.joint = {}
         rows = slice(index * new.rows, (index + 1) * new.rows)
         new.noise = {key: noise.part(slice(index, index + 1), rows) for key, noise in self.noise.items()}
         new.keys = {key: numbers[index : index + 1] for key, numbers in self.keys.items()}
@@ -127,7 +126,7 @@ class Pass:
         """Some of the draws, by number."""
         new = self.view(self.rows // self.total * len(index), self.layout)
         new.draws, new.total, new.lasting = len(index), len(index), Lasting()
-        new.values, new.joint, new.biases = {}, {}, {}
+        new.values, new.joint = {}, {}
         rows = self.rows // self.total
         new.noise = {
             k: Noise(n.block[index], n.row.unflatten(0, (self.total, -1))[index].flatten(0, 1) if len(n.row) else n.row)
@@ -203,7 +202,7 @@ def _again(done: Pass | None) -> Pass | None:
     if done is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return done
     new = copy.copy(done)
-    new.values, new.biases = {}, {}
+    new.values = {}
     return new
 
 
@@ -274,6 +273,6 @@ def remember(outputs: Any, done: Pass) -> None:
             _BACKWARD.pop(next(iter(_BACKWARD)), None)
         _BACKWARD[torch._C._current_graph_task_id()] = weakref.ref(done)
 
-    for leaf in arrays_of(outputs):
+    for leaf in (outputs,) if type(outputs) is Tensor else arrays_of(outputs):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             leaf.grad_fn.register_prehook(restore)

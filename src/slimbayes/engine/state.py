@@ -118,9 +118,8 @@ class Lasting:
     the last draw's where several did.
     """
 
-    def __init__(self) -> None:
-        self.origin: State | None = None
-        self.by_draw: dict[int, Change] = {}
+    origin: State | None = None
+    by_draw: dict[int, Change] = {}  # noqa: RUF012 - of each object as soon as there is anything in it
 
     def each(self, model: nn.Module, draws: int) -> Iterator[int]:
         """The numbers of the draws, with the modules made ready for each."""

@@ -3,7 +3,7 @@
 Sizes: K members, p rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slimbayes.distributions.families import Cauchy, Distribution, Normal, Point, rho_from_scale, scale_from_rho, wide
 from slimbayes.distributions.joining import by_hand, side_by_side
-from slimbayes.engine.blocks import realised, same
+from slimbayes.engine.blocks import Spread, realised, spread_of
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass
 from slimbayes.posteriors.configs.rank1 import FAMILY
@@ -65,28 +65,32 @@ def factor_of(config: Any, channels: int, random: bool) -> Factor:
 
 class Drawn(NamedTuple):
     """Factors of one pass: r (n, out) and s (n, in), of rank p (n, p, out) and (n, p, in), and members' bias offsets
-    (n, out) or None.
+    (n, out) or None; `own` is the layer's own bias where that is in the offsets already.
     """
 
     r: Tensor
     s: Tensor
     bias: Tensor | None
+    own: Tensor | None = None
 
 
-def joint(
-    factors: Sequence[Factor],
-    pick: Callable[[Tensor], Tensor] = lambda parameter: parameter,
-    current: Pass | None = None,
-) -> Any:
+def _whole(factors: Sequence[Factor], current: Pass | None) -> tuple[Tensor, Tensor | None]:
+    """Locations of factors of one family side by side, (K, 1, sum of p * channels), and their scales; in float32."""
+    locs: list[Any] = [f._parameters["loc"] for f in factors]
+    rhos: list[Any] = [] if factors[0].family is Point else [f._parameters["rho"] for f in factors]
+    if factors[0].rank > 1:
+        locs, rhos = ([part.flatten(1).unsqueeze(1) for part in parts] for parts in (locs, rhos))
+    held = None if current is None else current.joined
+    loc, rho = side_by_side(locs, 2, held), side_by_side(rhos, 2, held) if rhos else None
+    return wide(loc), None if rho is None else scale_from_rho(rho)
+
+
+def joint(factors: Sequence[Factor], pick: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> Any:
     """q of several factors of one family side by side, (K, sum of p * channels), laid out by `pick`; in float32."""
-
-    def flat(name: str) -> Tensor:
-        parts: list[Any] = [f._parameters[name] for f in factors]
-        parts = parts if parts[0].shape[1] == 1 else [part.flatten(1).unsqueeze(1) for part in parts]
-        return wide(side_by_side(parts, 2, None if current is None else current.joined)).squeeze(1)
-
-    family = factors[0].family
-    return Point(pick(flat("loc"))) if family is Point else family(pick(flat("loc")), pick(scale_from_rho(flat("rho"))))
+    loc, scale = _whole(factors, None)
+    if scale is None:
+        return Point(pick(loc.squeeze(1)))
+    return factors[0].family(pick(loc.squeeze(1)), pick(scale.squeeze(1)))
 
 
 def grouped(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
@@ -106,47 +110,43 @@ class Alike:
         self.factors: list[tuple[Factor, Factor]] = [(p.r, p.s) for p in posteriors]
         self.families: list[list[Factor]] = grouped([f for pair in self.factors for f in pair], lambda f: f.family)
         self.random = [family for family in self.families if family[0].family is not Point]
-        self.offsets = [None if p.bias is None else p._parameters for p in posteriors]
+        biased = [p for p in posteriors if p.bias is not None]
+        self.offsets = [(p.key, p._parameters) for p in biased]
         # Of dense layers with offsets: their own parameters.
-        self.layers = [
-            p.layer._parameters
-            if p.bias is not None and p.layer is not None and p.layer.bayes_out_dim is not None
-            else {}
-            for p in posteriors
-        ]
+        dense = [p.layer is not None and p.layer.bayes_out_dim is not None for p in biased]
+        self.layers = [p.layer._parameters if own else {} for p, own in zip(biased, dense, strict=True)]
 
     def draw(self, current: Pass) -> None:
         """Make this pass's draws."""
-        noise, blocks = current.noise[self.lead.key], current.blocks(self.lead)
-        count = (noise.row if noise.row.shape[1] else noise.block).shape[0]
+        lead, noise = self.lead, current.noise[self.lead.key]
+        blocks, seeded = current.draws or lead.members, noise.seed is not None
+        count = blocks if seeded else (noise.row if noise.row.shape[1] else noise.block).shape[0]
+        spread = spread_of(lead.members, blocks, count, current.first, lead.device)
         drawn: dict[Factor, Any] = {}
         for family in self.families:
-            values = self._values(family, current, count) if noise.seed is None else self._seeded(family, current)
+            values = self._seeded(family, current, spread) if seeded else self._values(family, current, spread)
             drawn |= zip(family, values, strict=True)
-        biases = self._biases(current, blocks if noise.seed is not None else count)
-        for key, (r, s), offset in zip(self.keys, self.factors, self.offsets, strict=True):
-            current.values[key] = Drawn(drawn[r], drawn[s], None if offset is None else next(biases))
+        biases = self._biases(spread)
+        for key, (r, s) in zip(self.keys, self.factors, strict=True):
+            current.values[key] = Drawn(drawn[r], drawn[s], *biases.get(key, (None, None)))
 
-    def _values(self, factors: list[Factor], current: Pass, count: int) -> list[Tensor]:
+    def _values(self, factors: list[Factor], current: Pass, spread: Spread) -> Sequence[Tensor]:
         """Factors of one family, (n, channels) or (n, p, channels)."""
-        values = realised(_clipped(self._joint_values(factors, current, count), self.lead.clip))
+        loc, scale = _whole(factors, current)
+        if scale is None:
+            values = spread.laid(loc)
+        else:
+            lines = self._noise(factors, current)
+            if spread.index is not None:
+                loc, scale = spread.out(loc), spread.out(scale)
+            q = factors[0].family(loc, scale)
+            # By broadcasting, whose gradient is a sum; that of a lookup is a scatter.
+            values = q.rsample(lines.view(spread.shape + lines.shape[1:])).view(lines.shape)
+        values = realised(_clipped(values, self.lead.clip))
         parts = values.split_with_sizes([f.channels * f.rank for f in factors], 1)
         if factors[0].rank == 1:
-            return list(parts)
+            return parts
         return [part.unflatten(1, (f.rank, f.channels)) for f, part in zip(factors, parts, strict=True)]
-
-    def _joint_values(self, factors: list[Factor], current: Pass, count: int) -> Tensor:
-        """Values (n, sum of p * channels) of factors of one family, not clipped."""
-        lead, blocks = self.lead, current.blocks(self.lead)
-        nested = _nested(count, blocks)
-        q = joint(factors, lambda parameter: current.pick(lead, parameter, blocks if nested else count), current)
-        if factors[0].family is Point:
-            return q.loc.repeat_interleave(count // blocks, 0) if nested else q.loc
-        lines = self._noise(factors, current)
-        if not nested:
-            return q.rsample(lines)
-        q = type(q)(q.loc.unsqueeze(1), q.scale.unsqueeze(1))
-        return q.rsample(lines.unflatten(0, (blocks, count // blocks))).flatten(0, 1)
 
     def _noise(self, factors: list[Factor], current: Pass) -> Tensor:
         """Standard normals of factors side by side, (n, sum of p * channels)."""
@@ -159,51 +159,38 @@ class Alike:
             noise[r], noise[s] = (own.row if own.row.shape[1] else own.block).split([r.width, s.width], dim=1)
         return noise[factors[0]] if len(factors) == 1 else torch.cat([noise[f] for f in factors], 1)
 
-    def _seeded(self, factors: list[Factor], current: Pass) -> list[Seeded]:
+    def _seeded(self, factors: list[Factor], current: Pass, spread: Spread) -> list[Seeded]:
         """Factors of one family whose noise is made where they are used."""
-        lead, rows = self.lead, current.rows
         owner = {}
         for key, (r, s) in zip(self.keys, self.factors, strict=True):
             own = current.noise[key]
             owner[r], owner[s] = (own, own.salt), (own, own.salt + 1)
-        q = joint(factors, lambda parameter: current.pick(lead, parameter, current.blocks(lead)), current)
-        sizes = [f.channels for f in factors]
-        locs = q.loc.split_with_sizes(sizes, 1)
-        scales = [None] * len(factors) if factors[0].family is Point else q.scale.split_with_sizes(sizes, 1)
-        return [
-            Seeded(loc, scale, *owner[f], f.family.__name__, lead.clip, rows)
-            for f, loc, scale in zip(factors, locs, scales, strict=True)
-        ]
+        loc, scale = _whole(factors, current)
+        sizes, how = [f.channels for f in factors], (factors[0].family.__name__, self.lead.clip, current.rows)
+        locs = spread.laid(loc).split_with_sizes(sizes, 1)
+        scales = [None] * len(factors) if scale is None else spread.laid(scale).split_with_sizes(sizes, 1)
+        return [Seeded(m, s, *owner[f], *how) for f, m, s in zip(factors, locs, scales, strict=True)]
 
-    def _own_biases(self) -> dict[str, Tensor]:
-        """The biases of dense layers, by key of their posterior, where they are at hand and of the offsets' type."""
-        found: dict[str, Tensor] = {}
-        for key, layer, offset in zip(self.keys, self.layers, self.offsets, strict=True):
+    def _biases(self, spread: Spread) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Bias offsets (n, out) by key, laid out by member, of which the first has none; and the bias of a dense layer
+        that is in them, where it is at hand and of their type.
+        """
+        if not self.offsets:
+            return {}
+        offsets: list[Any] = [parameters["bias"] for _, parameters in self.offsets]
+        own: list[Any] = []
+        for layer, like in zip(self.layers, offsets, strict=True):
             bias = layer.get("bias")
-            if type(bias) is nn.Parameter and offset is not None:
-                like = offset["bias"]
-                whole = bias.shape == like.shape[1:]  # else somebody gathers it when the layer runs
-                if whole and bias.dtype == like.dtype and bias.device == like.device:
-                    found[key] = bias
-        return found
-
-    def _biases(self, current: Pass, count: int) -> Iterator[Tensor]:
-        """Bias offsets (n, out) of each posterior that has any, laid out by member; that of the first is zero."""
-        offsets: list[Any] = [own["bias"] for own in self.offsets if own is not None]
-        if not offsets:
-            return iter(())
-        others, blocks = side_by_side(offsets, 1), current.blocks(self.lead)
-        nested = _nested(count, blocks)
-        lines = current.pick(self.lead, F.pad(others, (0, 0, 1, 0)), blocks if nested else count)
-        lines = lines.repeat_interleave(count // blocks, 0) if nested else lines
-        sizes = [offset.shape[1] for offset in offsets]
-        if known := self._own_biases():
-            keys = [key for key, offset in zip(self.keys, self.offsets, strict=True) if offset is not None]
-            own = [known[k] if k in known else o.new_zeros(o.shape[1]) for k, o in zip(keys, offsets, strict=True)]
-            for key, part in zip(keys, realised(lines + torch.cat(own)).split_with_sizes(sizes, 1), strict=True):
-                if key in known:
-                    current.biases[key] = known[key], part
-        return iter(lines.split_with_sizes(sizes, 1))
+            # Of another shape: somebody gathers it when the layer runs.
+            fits = type(bias) is nn.Parameter and bias.shape == like.shape[1:]
+            own.append(bias if fits and bias.dtype == like.dtype and bias.device == like.device else None)
+        lines = F.pad(side_by_side(offsets, 1), (0, 0, 1, 0))
+        if any([bias is not None for bias in own]):
+            pairs = zip(own, offsets, strict=True)
+            lines = lines + torch.cat([o.new_zeros(o.shape[1]) if b is None else b for b, o in pairs])
+        parts = realised(spread.laid(lines.unsqueeze(1))).split_with_sizes([o.shape[1] for o in offsets], 1)
+        keys = [key for key, _ in self.offsets]
+        return dict(zip(keys, zip(parts, own, strict=True), strict=True))
 
 
 def _clipped(values: Tensor, clip: float | None) -> Tensor:
@@ -215,10 +202,3 @@ def _clipped(values: Tensor, clip: float | None) -> Tensor:
         if -clip <= float(low) and float(high) <= clip:
             return values
     return F.hardtanh(values, -clip, clip)  # a clamp whose derivative is one operation
-
-
-def _nested(count: int, blocks: int) -> bool:
-    """Whether n draws lie evenly in blocks of rows: the numbers of a member then meet its rows by broadcasting, whose
-    gradient is a sum; that of a lookup is a scatter.
-    """
-    return not same(count, blocks) and same(count % blocks, 0)

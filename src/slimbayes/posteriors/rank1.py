@@ -134,8 +134,10 @@ class Rank1Posterior(WeightPosterior):
             same.draw(current)
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        r, s, bias = self.values()
-        return None if self.additive or r.dim() > 2 or self.noise.seed is not None else (s, r, bias)
+        drawn: Drawn = self.values()
+        if self.additive or drawn.r.dim() > 2 or self.noise.seed is not None:
+            return None
+        return drawn.s, drawn.r, self._offsets(drawn)
 
     def kl(self, linear: MapOf) -> Tensor:
         if self.sharded and self.mixture_kl == "exact":
@@ -184,16 +186,22 @@ class Rank1Posterior(WeightPosterior):
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
         # Eq. 1: y = (W (x o s)) o r + b, averaged over the p products
         apply = linear.modulated if drawn.s.dim() == 2 else linear.averaged
-        return apply(combine, x, drawn.s, drawn.r, current, bias=self._biases(drawn, linear.bias, current))
+        return apply(combine, x, drawn.s, drawn.r, current, bias=self._biases(drawn, linear.bias))
 
-    def _biases(self, drawn: Drawn, own: Tensor | None, current: Pass) -> Tensor | None:
+    def _offsets(self, drawn: Drawn) -> Tensor | None:
+        """Bias offsets (n, out) of members, without a layer's own bias."""
+        if drawn.own is None or drawn.bias is None or self.bias is None:
+            return drawn.bias
+        return self.current.pick(self, nn.functional.pad(self.bias, (0, 0, 1, 0)), drawn.bias.shape[0])
+
+    def _biases(self, drawn: Drawn, own: Tensor | None) -> Tensor | None:
         """Biases (n, out) or (1, out) of a layer with this bias of its own."""
-        known = current.biases.get(self.key)
-        if known is not None and known[0] is own:  # layers that share a weight may have a bias each
-            return known[1]
-        if own is None or drawn.bias is None:
+        if drawn.own is not None and drawn.own is own:
+            return drawn.bias
+        offsets = self._offsets(drawn)  # layers that share a weight may have a bias each
+        if own is None or offsets is None:
             return None if own is None else own.unsqueeze(0)
-        return own.unsqueeze(0) + drawn.bias.to(own.dtype)
+        return own.unsqueeze(0) + offsets.to(own.dtype)
 
     def materialise(self, linear: LinearMap, index: int) -> tuple[Tensor, Tensor | None]:
         drawn: Drawn = self.values()
@@ -201,9 +209,8 @@ class Rank1Posterior(WeightPosterior):
         if not weight.is_floating_point():
             raise ValueError(f"{self.name}: integers cannot take factors in; convert the layer back to floats first.")
         r, s = drawn.r[index].view(-1, drawn.r.shape[-1]), drawn.s[index].view(-1, drawn.s.shape[-1])
-        bias = linear.bias
-        if bias is not None and drawn.bias is not None:
-            bias = bias + drawn.bias[index].to(weight.dtype)
+        lines = self._biases(drawn, linear.bias)
+        bias = None if lines is None else lines[index if lines.shape[0] > 1 else 0]
         if self.additive and weight.dim() > 2:
             raise ValueError(f"{self.name}: additive factors do not shift a convolution's padding: no weight has them.")
         if self.additive:

@@ -122,16 +122,24 @@ def refuse_outputs(sums: Accumulator, outputs: Iterable[Tensor], before: int) ->
     )
 
 
+MISFITS = (RuntimeError, IndexError, ValueError)  # what torch raises for inputs that do not fit a layer
+
+
+def explain(error: Exception, model: nn.Module, args: Any, kwargs: Any) -> NoReturn:
+    """Raise a sentence that names inputs that do not fit a layer, and that, instead of torch's error; else this."""
+    why = None if isinstance(error, torch.OutOfMemoryError) else _resized(model) or _misfit(model, args, kwargs)
+    if why is None:
+        raise error
+    raise ValueError(why) from error
+
+
 @contextmanager
 def explained(model: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """Turn torch's error about inputs that do not fit a layer into a sentence that names both."""
+    """`explain` what is raised inside."""
     try:
         yield
-    except (RuntimeError, IndexError, ValueError) as error:
-        why = None if isinstance(error, torch.OutOfMemoryError) else _resized(model) or _misfit(model, args, kwargs)
-        if why is None:
-            raise
-        raise ValueError(why) from error
+    except MISFITS as error:
+        explain(error, model, args, kwargs)
 
 
 def _resized(model: nn.Module) -> str | None:

@@ -7,7 +7,7 @@ draw j, and draw j to member j mod K.
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from slimbayes.engine.layout import arrays_of, fresh, opaque
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass, Unproven
 from slimbayes.layers.base import BayesLayer, Converted
-from slimbayes.prediction.checks import check_draws, explained
+from slimbayes.prediction.checks import MISFITS, check_draws, explain
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -98,8 +98,13 @@ def sample(
     held = None if isinstance(held, calls.Scope) else held
     total = calls.total_draws(posteriors, draws) if held is None else held.total
     number = None if seed is None else free_seed("sample", seed, held)
-    with nullcontext() if torch.compiler.is_compiling() else explained(model, args, kwargs):
-        return sampled(model, posteriors, args, kwargs, total, fold, held, rows == "split", seed=number)
+    how = total, fold, held, rows == "split", False, number
+    if torch.compiler.is_compiling():
+        return sampled(model, posteriors, args, kwargs, *how)
+    try:
+        return sampled(model, posteriors, args, kwargs, *how)
+    except MISFITS as error:
+        explain(error, model, args, kwargs)
 
 
 def free_seed(what: str, seed: Seed, held: Pass | None) -> int:

@@ -72,7 +72,8 @@ def elbo(
     if not isinstance(nll, Tensor) or nll.numel() != 1:
         got = f"shape {tuple(nll.shape)}" if isinstance(nll, Tensor) else type(nll).__name__
         raise ValueError(f"nll must be a tensor of one number, the mean over the batch, got {got}: use nll.mean().")
-    if not posteriors_of(model) and not any("_slimbayes" in m.__dict__ for m in model.modules()):
+    every = posteriors_of(model)
+    if not every and not any("_slimbayes" in m.__dict__ for m in model.modules()):
         raise ValueError(f"This {type(model).__name__} has not been converted, so it has no KL: see bayesianize.")
     if not 0 < num_data < math.inf:
         raise ValueError(f"num_data must be the size of the training set, at least 1, got {num_data!r}.")
@@ -82,11 +83,11 @@ def elbo(
         raise ValueError(f"kl_weight must be a number from 0 on, 1 for the whole KL, got {kl_weight!r}.")
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be positive, 1 for Bayes' rule, got {temperature!r}.")
-    divergence = kl(model) / (num_data * micro_batches)
+    divergence = _kl(model, every) / (num_data * micro_batches)
     weighed = temperature * kl_weight * divergence
     loss = nll + weighed
     if loss.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU this would stall every step
-        if not bool(loss.isfinite().all()):
+        if not math.isfinite(loss.item()):
             check_finite(model)
         elif model not in _warned:
             warn_of_dwarfed(model, micro_batches * float(weighed.detach()))
@@ -140,8 +141,12 @@ def kl(model: nn.Module) -> Tensor:
         >>> bool(kl(sb.bayesianize(nn.Linear(4, 3), sb.Rank1())) > 0)
         True
     """
+    return _kl(model, posteriors_of(model))
+
+
+def _kl(model: nn.Module, every: Any) -> Tensor:
     terms: list[Tensor] = []
-    for kind, apart, posteriors, linears in _regularised(model):
+    for kind, apart, posteriors, linears in _regularised(model, every):
         if apart:
             terms += [p.kl(linear) for p, linear in zip(posteriors, linears, strict=True)]
         else:
@@ -149,6 +154,8 @@ def kl(model: nn.Module) -> Tensor:
     if not terms:
         first = next(model.parameters(), torch.zeros(()))
         return torch.zeros((), device=first.device)
+    if len(terms) == 1 and not hasattr(terms[0], "full_tensor"):
+        return terms[0]
     # FSDP2: parameters of a group that is resharded after its forward give sharded terms, the others whole ones.
     sharded = [term for term in terms if hasattr(term, "full_tensor")]
     whole = [term for term in terms if not hasattr(term, "full_tensor")]
@@ -157,10 +164,9 @@ def kl(model: nn.Module) -> Tensor:
     return sum((term.to(whole[0].device) for term in whole[1:]), whole[0])
 
 
-def _regularised(model: nn.Module) -> list[tuple[Any, bool, Any, list[Any]]]:
+def _regularised(model: nn.Module, every: Any) -> list[tuple[Any, bool, Any, list[Any]]]:
     """Posteriors of each class, whether their parameters are sharded, and what builds the linear map of each."""
-    every: Any = posteriors_of(model)
-    sharded = {id(p): hasattr(a, "full_tensor") for p, a in zip(every, anchors_of(every), strict=True)}
+    sharded = tuple([hasattr(anchor, "full_tensor") for anchor in anchors_of(every)])
 
     def make() -> list[tuple[Any, bool, Any, list[Any]]]:
         layers = [m for m in modules_of(model) if isinstance(m, BayesLayer)]
@@ -168,12 +174,13 @@ def _regularised(model: nn.Module) -> list[tuple[Any, bool, Any, list[Any]]]:
         # Layers with one weight share a posterior: it counts once.
         found = list({id(pair[0]): pair for pair in reversed(pairs)}.values())[::-1]
         kinds: dict[tuple[Any, bool], list[Any]] = {}
+        split = dict(zip(map(id, every), sharded, strict=True))
         for pair in found:
-            kinds.setdefault((type(pair[0]), sharded[id(pair[0])]), []).append(pair)
+            kinds.setdefault((type(pair[0]), split[id(pair[0])]), []).append(pair)
         some: Any = type(every)
         return [(*kind, some([p for p, _ in same]), [linear for _, linear in same]) for kind, same in kinds.items()]
 
-    return planned(every, ("kl", tuple(sharded.values())), make)
+    return planned(every, ("kl", sharded), make)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimbayes.engine.quiet import inside_func
 from slimbayes.errors import SlimbayesWarning, did_you_mean
 
 FORMS = ("average", "mixture", "probs", "logits")
@@ -57,7 +56,8 @@ def check_targets(
 
 def readable(target: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device or breaking a graph."""
-    return not torch.compiler.is_compiling() and target.device.type == "cpu" and not inside_func()
+    func = torch._C._functorch.peek_interpreter_stack() is not None
+    return target.device.type == "cpu" and not func and not torch.compiler.is_compiling()
 
 
 def floating(target: Any) -> bool:
