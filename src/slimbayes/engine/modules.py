@@ -192,6 +192,16 @@ def anchors_of(posteriors: Sequence[Any]) -> list[Tensor]:
         return [p.anchor for p in posteriors]
 
 
+Places = tuple[tuple[torch.device, torch.dtype, bool], ...]
+
+
+def places_of(posteriors: Sequence[Any]) -> Places:
+    """Device and type of each posterior's parameters, and whether they are split over processes (FSDP2): all of it may
+    change where modules do not.
+    """
+    return tuple([(a.device, a.dtype, hasattr(a, "full_tensor")) for a in anchors_of(posteriors)])
+
+
 def _place(posterior: Any) -> tuple[dict[str, Any], str]:
     anchor = posterior.anchor
     for module in posterior.modules():
@@ -218,12 +228,13 @@ class Group(NamedTuple):
 
 def groups_of(posteriors: Sequence[Any], new: Any) -> list[Group]:
     """How the noise of a pass is cut: the same for all passes of its kind."""
-    kinds = tuple([(anchor.device, noise_type(anchor)) for anchor in anchors_of(posteriors)])
-    return planned(posteriors, (new.draws, new.rowwise, kinds), lambda: _made(posteriors, new, kinds))
+    places = places_of(posteriors)
+    return planned(posteriors, (new.draws, new.rowwise, places), lambda: _made(posteriors, new, places))
 
 
-def _made(posteriors: Sequence[Any], new: Any, kinds: Sequence[Any]) -> list[Group]:
+def _made(posteriors: Sequence[Any], new: Any, places: Places) -> list[Group]:
     groups = []
+    kinds = [(device, noise_type(dtype)) for device, dtype, _ in places]
     for device, dtype in dict.fromkeys(kinds):
         places = [i for i, kind in enumerate(kinds) if kind == (device, dtype)]
         same = [posteriors[i] for i in places]
@@ -235,19 +246,18 @@ def _made(posteriors: Sequence[Any], new: Any, kinds: Sequence[Any]) -> list[Gro
     return groups
 
 
-def noise_type(anchor: Tensor) -> torch.dtype:
+def noise_type(own: torch.dtype) -> torch.dtype:
     """Type of the noise of parameters: their own, float32 at least."""
-    own = anchor.dtype
     return torch.float32 if own in (torch.float16, torch.bfloat16) else own
 
 
 def kinds_of(posteriors: Sequence[Any]) -> list[Sequence[Any]]:
     """Posteriors of each class together, without those whose parameters are sharded."""
-    sharded = [hasattr(a, "full_tensor") if type(a) is not nn.Parameter else False for a in anchors_of(posteriors)]
+    places = places_of(posteriors)
 
     def make() -> list[Sequence[Any]]:
-        whole = [p for p, split in zip(posteriors, sharded, strict=True) if not split]
+        whole = [p for p, (_, _, sharded) in zip(posteriors, places, strict=True) if not sharded]
         some: Any = Posteriors if type(posteriors) is Posteriors else list
         return [some([p for p in whole if type(p) is kind]) for kind in dict.fromkeys(map(type, whole))]
 
-    return planned(posteriors, ("kinds", tuple(sharded)), make)
+    return planned(posteriors, ("kinds", places), make)

@@ -219,11 +219,11 @@ def of(key: str) -> Pass | None:
     return found
 
 
-def dim_of(key: str, x: Tensor) -> int:
-    """The dimension of a layer's input that holds rows, as proven."""
+def met_by(key: str, x: Tensor) -> tuple[Pass, int]:
+    """The pass under way that has draws of this posterior, and the dimension of an input that holds rows, as proven."""
     found = of(key)
     assert found is not None
-    return found.dim(key, x)
+    return found, found.dim(key, x)
 
 
 def run(new: Pass, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

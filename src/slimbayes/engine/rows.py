@@ -39,6 +39,7 @@ class LinearMap:
     foldable: bool = True  # one draw for all rows may be multiplied into the weight (a lookup touches few rows of it)
     out_dim: int | None = None  # of the weight, where op is one matrix along the last dimension, whatever comes before
     mask: Tensor | None = None  # broadcasts against weight: zero where it must stay as it is (padding, pruned)
+    current: Pass | None = None  # the pass under way, where whoever made it had looked
 
     def modulated(
         self, combine: Any, x: Tensor, s: Any, r: Any, current: Pass, weights: Given = None, bias: Given = None

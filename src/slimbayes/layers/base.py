@@ -147,7 +147,7 @@ class BayesLayer(Converted):
 
     def rows_of(self, x: Tensor) -> int:
         """The dimension of an input that holds rows, as proven."""
-        return passes.dim_of(self.bayes_key, x)
+        return passes.met_by(self.bayes_key, x)[1]
 
     def project_draw(self, site: str, x: Tensor, batch_dim: int | None = None) -> Tensor:
         """Apply this pass's draw of one site's linear map."""
@@ -155,7 +155,12 @@ class BayesLayer(Converted):
             return self.project_draw(site, x.unsqueeze(0), 0).squeeze(0)
         posterior: Any = self._modules["posterior"]._modules[site]  # type: ignore[union-attr]
         # Not a call of the module: nobody hooks a posterior, and a call costs as much as the product of a small layer.
-        return posterior.forward(x, self.linear_map(site, self.rows_of(x) if batch_dim is None else batch_dim))
+        if batch_dim is not None:
+            return posterior.forward(x, self.linear_map(site, batch_dim))
+        current, dim = passes.met_by(self.bayes_key, x)
+        linear = self.linear_map(site, dim)
+        linear.current = current
+        return posterior.forward(x, linear)
 
     def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
         """Put a drawn weight and bias into a plain layer of the same type."""

@@ -130,7 +130,7 @@ class Posterior(Keyed, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the noise: that of the parameters, float32 at least."""
-        return noise_type(self.anchor)
+        return noise_type(self.anchor.dtype)
 
     @property
     def sharded(self) -> bool:

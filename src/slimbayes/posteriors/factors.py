@@ -121,7 +121,7 @@ class Alike:
         lead, noise = self.lead, current.noise[self.lead.key]
         blocks, seeded = current.draws or lead.members, noise.seed is not None
         count = blocks if seeded else (noise.row if noise.row.shape[1] else noise.block).shape[0]
-        spread = spread_of(lead.members, blocks, count, current.first, lead.device)
+        spread = spread_of(lead.members, blocks, count, current.first, noise.block.device)
         drawn: dict[Factor, Any] = {}
         for family in self.families:
             values = self._seeded(family, current, spread) if seeded else self._values(family, current, spread)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import wide
 from slimbayes.distributions.joining import side_by_side
 from slimbayes.engine.blocks import exporting, realised
-from slimbayes.engine.modules import anchors_of, planned
+from slimbayes.engine.modules import places_of, planned
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
@@ -191,7 +191,7 @@ def realise_alike(posteriors: Sequence[Any], current: Pass) -> None:
 def _alike(posteriors: Sequence[Any], current: Pass) -> list[tuple[str, bool, list[Any]]]:
     """Posteriors whose picks are drawn together: how they are assigned, and whether rows have picks of their own."""
     by_row = tuple([current.noise[p.key].row.shape[1] > 0 for p in posteriors])
-    places = tuple([(anchor.device, anchor.dtype) for anchor in anchors_of(posteriors)])
+    places = places_of(posteriors)
 
     def make() -> list[tuple[str, bool, list[Any]]]:
         alike: dict[Any, list[Any]] = {}

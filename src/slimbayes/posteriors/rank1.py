@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from slimbayes.distributions.families import Point
 from slimbayes.distributions.joining import joined
 from slimbayes.distributions.kl import information, summed_kl
-from slimbayes.engine import passes
 from slimbayes.engine.fused import seeded
-from slimbayes.engine.modules import anchors_of, planned
+from slimbayes.engine.modules import places_of, planned
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.site import Site
@@ -123,14 +122,14 @@ class Rank1Posterior(WeightPosterior):
     @classmethod
     def realise_together(cls, posteriors: Sequence[Self], current: Pass) -> None:
         """All factors that are drawn alike in a handful of large operations, not a dozen small ones for each layer."""
-        pairs = zip(posteriors, [current.noise[p.key] for p in posteriors], anchors_of(posteriors), strict=True)
-        kinds = tuple([(n.row.shape[1] > 0, n.seed is None, a.device, a.dtype, p.clip) for p, n, a in pairs])
+        pairs = zip(posteriors, [current.noise[p.key] for p in posteriors], strict=True)
+        kinds, places = tuple([(n.row.shape[1] > 0, n.seed is None, p.clip) for p, n in pairs]), places_of(posteriors)
 
         def alike() -> list[Alike]:
-            kind = dict(zip([p.key for p in posteriors], kinds, strict=True))
-            return [Alike(same) for same in grouped(posteriors, lambda p: (p.members, p.clip, kind[p.key]))]
+            kind = dict(zip([p.key for p in posteriors], zip(kinds, places, strict=True), strict=True))
+            return [Alike(same) for same in grouped(posteriors, lambda p: (p.members, kind[p.key]))]
 
-        for same in planned(posteriors, ("alike", kinds), alike):
+        for same in planned(posteriors, ("alike", kinds, places), alike):
             same.draw(current)
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -146,8 +145,7 @@ class Rank1Posterior(WeightPosterior):
 
     @classmethod
     def kl_together(cls, posteriors: Sequence[Self], linears: Sequence[MapOf]) -> list[Tensor]:
-        pairs = zip(posteriors, anchors_of(posteriors), strict=True)
-        kinds = tuple([(a.device, a.dtype, p.mixture_kl, p.r.prior, p.s.prior) for p, a in pairs])
+        kinds = tuple([(p.mixture_kl, p.r.prior, p.s.prior) for p in posteriors])
 
         def alike() -> list[list[Any]]:
             every = [(p.mixture_kl, f) for p in posteriors for f in (p.r, p.s) if f.family is not Point]
@@ -155,7 +153,7 @@ class Rank1Posterior(WeightPosterior):
 
         terms: list[Tensor] = []
         mixed: list[Any] = []
-        for same in planned(posteriors, ("kl", kinds), alike):
+        for same in planned(posteriors, ("kl", kinds, places_of(posteriors)), alike):
             (how, lead), factors = same[0], [f for _, f in same]
             locs, rhos = ([f._parameters[name] for f in factors] for name in ("loc", "rho"))
             total = summed_kl(lead.family, lead.prior, locs, rhos, joined(locs), joined(rhos))
@@ -179,7 +177,7 @@ class Rank1Posterior(WeightPosterior):
         return self.r.against_prior() + self.s.against_prior()
 
     def forward(self, x: Tensor, linear: LinearMap) -> Tensor:
-        current: Any = passes.of(self.key)
+        current = linear.current or self.current
         drawn: Drawn = current.values.get(self.key) or self.values()
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine.modules import Keyed, anchors_of, modules_of, planned, posteriors_of
+from slimbayes.engine.modules import Keyed, modules_of, places_of, planned, posteriors_of
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.layers.base import BayesLayer
 
@@ -166,7 +166,7 @@ def _kl(model: nn.Module, every: Any) -> Tensor:
 
 def _regularised(model: nn.Module, every: Any) -> list[tuple[Any, bool, Any, list[Any]]]:
     """Posteriors of each class, whether their parameters are sharded, and what builds the linear map of each."""
-    sharded = tuple([hasattr(anchor, "full_tensor") for anchor in anchors_of(every)])
+    places = places_of(every)
 
     def make() -> list[tuple[Any, bool, Any, list[Any]]]:
         layers = [m for m in modules_of(model) if isinstance(m, BayesLayer)]
@@ -174,13 +174,13 @@ def _regularised(model: nn.Module, every: Any) -> list[tuple[Any, bool, Any, lis
         # Layers with one weight share a posterior: it counts once.
         found = list({id(pair[0]): pair for pair in reversed(pairs)}.values())[::-1]
         kinds: dict[tuple[Any, bool], list[Any]] = {}
-        split = dict(zip(map(id, every), sharded, strict=True))
+        split = {id(p): sharded for p, (_, _, sharded) in zip(every, places, strict=True)}
         for pair in found:
             kinds.setdefault((type(pair[0]), split[id(pair[0])]), []).append(pair)
         some: Any = type(every)
         return [(*kind, some([p for p, _ in same]), [linear for _, linear in same]) for kind, same in kinds.items()]
 
-    return planned(every, ("kl", sharded), make)
+    return planned(every, ("kl", places), make)
 
 
 @torch.no_grad()
