@@ -178,9 +178,10 @@ def test_the_kl_of_many_factors_in_one_operation(q: Any) -> None:
     torch.testing.assert_close(wide, sum(apart))
 
 
-def test_many_parameters_side_by_side_have_the_gradients_of_a_cat() -> None:
+def test_many_parameters_side_by_side_have_the_gradients_of_a_cat(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    parts = [torch.randn(3, 1, n, dtype=torch.float64, requires_grad=True) for n in range(1, joining.MANY + 2)]
+    monkeypatch.setitem(joining.MANY, "cpu", 8)
+    parts = [torch.randn(3, 1, n, dtype=torch.float64, requires_grad=True) for n in range(1, 10)]
     whole = joining.side_by_side(parts, 2)
     plain = torch.cat(parts, 2)
     assert torch.equal(whole, plain) and whole.grad_fn.name() != plain.grad_fn.name()
@@ -193,7 +194,7 @@ def test_many_parameters_side_by_side_have_the_gradients_of_a_cat() -> None:
 
 def many_layers(monkeypatch: pytest.MonkeyPatch, shares: bool) -> nn.Module:
     """A net whose KL sends its gradient through what draws are made from, or not."""
-    monkeypatch.setattr(joining, "MANY", 2 if shares else 10**9)
+    monkeypatch.setitem(joining.MANY, "cpu", 2 if shares else 10**9)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     return sb.bayesianize(net, sb.Rank1(members=2, scale_init=0.3))
@@ -245,7 +246,7 @@ def test_a_penalty_that_joins_the_gradients_of_draws(
     """Together, where one factor serves all, and where factors leave scales and biases apart."""
     found = []
     for many in (10**9, 2):
-        monkeypatch.setattr(joining, "MANY", many)
+        monkeypatch.setitem(joining.MANY, "cpu", many)
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5))
         sb.bayesianize(net, sb.ModelPatch(components=3, patch="norm", cross=cross, init="uniform", tau=None))
@@ -260,7 +261,7 @@ def test_a_penalty_that_joins_the_gradients_of_draws(
 
 
 def test_tensors_that_count_twice_do_so_in_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "MANY", 2)
+    monkeypatch.setitem(joining.MANY, "cpu", 2)
     a, b, held = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True), []
     joining.side_by_side([a, b], 0, held)
     for tensors, wanted in (([a, b], 2.0), ([a, b, a], 4.0)):
@@ -290,7 +291,10 @@ def test_what_draws_were_made_from_goes_with_their_graph(monkeypatch: pytest.Mon
         assert joined(locs) is None, "calls of a held pass leave nothing in it"
 
 
-def test_a_factor_that_was_frozen_when_it_was_drawn_has_its_kls_gradient_once_it_is_not() -> None:
+def test_a_factor_that_was_frozen_when_it_was_drawn_has_its_kls_gradient_once_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(joining.MANY, "cpu", 8)
     net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(9)])
     sb.bayesianize(net, sb.Rank1(members=2))
     rho = net[4].posterior["weight"].r.rho.requires_grad_(False)

@@ -58,7 +58,7 @@ def categorical(
         tensor(1.3863)
     """
     check_classes(logits, class_dim)
-    logits = logits.movedim(class_dim, -1)
+    logits = logits if class_dim == -1 else logits.movedim(class_dim, -1)
     soft = floating(target)
     check_shape(logits, target, logits.shape[1:] if soft and target.dim() > 1 else logits.shape[1:-1], form)
     if readable(target) or (soft and target.dim() == 1):
