@@ -61,7 +61,7 @@ def test_biases_of_dense_layers_are_joined_beside_other_layers() -> None:
     y = sb.sample(net, torch.randn(3, 2, 3), seed=1)
     handle.remove()
     drawn = [seen[-1][p.key] for p in posteriors]
-    assert [d.own for d in drawn] == [None, net[2].bias, net[3].bias]  # not the convolution's
+    assert [d.own for d in drawn] == [None, net[2].bias, net[3].bias]  # the convolution has none
     offsets = [torch.cat([torch.zeros(1, p.bias.shape[1]), p.bias]) for p in posteriors]
     torch.testing.assert_close(
         [d.bias for d in drawn], [offsets[0], net[2].bias + offsets[1], net[3].bias + offsets[2]]

@@ -43,7 +43,7 @@ def array(t: Tensor) -> np.ndarray:
 
 def drawn_weight(layer: Any, site: str, n: int) -> tuple[np.ndarray, np.ndarray]:
     """W o r s^T and bias of draw n of the last pass; or, additive, W and a bias shifted by W s + r."""
-    r, s, offset, _ = layer.posterior[site].values()
+    r, s, offset = layer.posterior[site].values()[:3]
     weight, r, s = array(getattr(layer, site)), array(r[n]), array(s[n])
     bias = getattr(layer, site.replace("weight", "bias"), None)
     out = np.zeros(len(weight)) if bias is None else array(bias)
@@ -357,11 +357,11 @@ def plain_row(layer: Any, n: int) -> nn.MultiheadAttention:
         for block, site in enumerate("qkv"):
             rows = slice(block * E, (block + 1) * E)
             target = plain.in_proj_weight[rows] if plain._qkv_same_embed_dim else getattr(plain, f"{site}_proj_weight")
-            r, s, offset, _ = layer.posterior[site].values()
+            r, s, offset = layer.posterior[site].values()[:3]
             target.mul_(torch.outer(r[n], s[n]))
             if offset is not None:
                 plain.in_proj_bias[rows] += offset[n]
-        r, s, offset, _ = layer.posterior["out"].values()
+        r, s, offset = layer.posterior["out"].values()[:3]
         plain.out_proj.weight.mul_(torch.outer(r[n], s[n]))
         if offset is not None:
             plain.out_proj.bias += offset[n]

@@ -216,7 +216,8 @@ def weights_of_row(plain: nn.Module, converted: nn.Module, block: int, row: int)
             with torch.no_grad():
                 if isinstance(posterior, Rank1Posterior):  # W[o, i] * mean_j r_j[o] * s_j[i]
                     weight.mul_(_spread(layers[name], drawn.r[line], drawn.s[line], weight.shape))
-                    offset = None if drawn.bias is None else drawn.bias[line]
+                    offsets = posterior._offsets(drawn)
+                    offset = None if offsets is None else offsets[line]
                 elif isinstance(posterior, MixturePosterior):
                     _pick_by_hand(layers[name], posterior, drawn, line, weight, bias)
                     offset = None

@@ -1,7 +1,9 @@
 """The factors r and s of rank-1 methods: one posterior for each, and many of them side by side.
 
-Sizes: K members, p rank.
+Sizes: K members, n draws of a pass, p rank.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +18,8 @@ from slimbayes.engine.blocks import Spread, realised, spread_of
 from slimbayes.engine.fused import Seeded
 from slimbayes.engine.passes import Pass
 from slimbayes.posteriors.configs.rank1 import FAMILY
+
+_FEW = 2**20  # numbers below which lines of draws are repeated for each of their rows
 
 
 class Factor(nn.Module):
@@ -65,13 +69,42 @@ def factor_of(config: Any, channels: int, random: bool) -> Factor:
 
 class Drawn(NamedTuple):
     """Factors of one pass: r (n, out) and s (n, in), of rank p (n, p, out) and (n, p, in), and members' bias offsets
-    (n, out) or None; `own` is the layer's own bias where that is in the offsets already.
+    (n, out) or None; `own` is the layer's own bias where that is in the offsets already. `lines` has the same of all
+    layers, as their inputs meet them.
     """
 
     r: Tensor
     s: Tensor
     bias: Tensor | None
     own: Tensor | None = None
+    lines: Lines | None = None
+
+
+class Lines:
+    """Factors and biases of all layers, (n, sum of widths) and the width of each by its name, shaped for kinds of
+    inputs: once for all layers, where each would take several views of its own.
+    """
+
+    def __init__(self) -> None:
+        self.wholes: list[tuple[Tensor, dict[Any, int]]] = []
+        self.made: dict[Any, dict[Any, Tensor]] = {}
+
+    def meeting(self, x: Tensor, channel_dim: int, rows: int) -> dict[Any, Tensor]:
+        """Lines by name that meet an input with so many rows first and its channels second or last."""
+        dims, second = x.dim(), channel_dim == 1 and x.dim() > 2
+        # What is made without a graph, in a checkpoint's forward say, is not for those who need one.
+        kind = dims, second, rows, x.dtype, torch.is_grad_enabled()
+        if kind not in self.made:
+            self.made[kind] = {}
+            for whole, widths in self.wholes:
+                lines = whole if whole.dtype == x.dtype else whole.to(x.dtype)
+                if lines.shape[0] != rows:
+                    lines = lines.unsqueeze(1).expand(-1, rows // lines.shape[0], -1).reshape(rows, -1)
+                for _ in range(dims - 2):
+                    lines = lines.unsqueeze(-1 if second else 1)
+                parts = lines.split_with_sizes(list(widths.values()), 1 if second else -1)
+                self.made[kind] |= zip(widths, parts, strict=True)
+        return self.made[kind]
 
 
 def _whole(factors: Sequence[Factor], current: Pass | None) -> tuple[Tensor, Tensor | None]:
@@ -110,11 +143,11 @@ class Alike:
         self.factors: list[tuple[Factor, Factor]] = [(p.r, p.s) for p in posteriors]
         self.families: list[list[Factor]] = grouped([f for pair in self.factors for f in pair], lambda f: f.family)
         self.random = [family for family in self.families if family[0].family is not Point]
+        self.width = sum(f.channels for pair in self.factors for f in pair)
+        self.widths = {family[0].family: {f: f.channels for f in family} for family in self.families}
         biased = [p for p in posteriors if p.bias is not None]
         self.offsets = [(p.key, p._parameters) for p in biased]
-        # Of dense layers with offsets: their own parameters.
-        dense = [p.layer is not None and p.layer.bayes_out_dim is not None for p in biased]
-        self.layers = [p.layer._parameters if own else {} for p, own in zip(biased, dense, strict=True)]
+        self.layers = [{} if p.layer is None else p.layer._parameters for p in biased]
 
     def draw(self, current: Pass) -> None:
         """Make this pass's draws."""
@@ -123,14 +156,17 @@ class Alike:
         count = blocks if seeded else (noise.row if noise.row.shape[1] else noise.block).shape[0]
         spread = spread_of(lead.members, blocks, count, current.first, noise.block.device)
         drawn: dict[Factor, Any] = {}
+        even = count == current.rows or (current.rows % count == 0 and current.rows * self.width < _FEW)
+        plain = even and not (seeded or lead.additive or lead.r.rank > 1 or torch.compiler.is_compiling())
+        lines = Lines() if plain else None
         for family in self.families:
-            values = self._seeded(family, current, spread) if seeded else self._values(family, current, spread)
+            values = self._seeded(family, current, spread) if seeded else self._values(family, current, spread, lines)
             drawn |= zip(family, values, strict=True)
-        biases = self._biases(spread)
+        biases = self._biases(spread, lines)
         for key, (r, s) in zip(self.keys, self.factors, strict=True):
-            current.values[key] = Drawn(drawn[r], drawn[s], *biases.get(key, (None, None)))
+            current.values[key] = Drawn(drawn[r], drawn[s], *biases.get(key, (None, None)), lines)
 
-    def _values(self, factors: list[Factor], current: Pass, spread: Spread) -> Sequence[Tensor]:
+    def _values(self, factors: list[Factor], current: Pass, spread: Spread, every: Lines | None) -> Sequence[Tensor]:
         """Factors of one family, (n, channels) or (n, p, channels)."""
         loc, scale = _whole(factors, current)
         if scale is None:
@@ -143,6 +179,8 @@ class Alike:
             # By broadcasting, whose gradient is a sum; that of a lookup is a scatter.
             values = q.rsample(lines.view(spread.shape + lines.shape[1:])).view(lines.shape)
         values = realised(_clipped(values, self.lead.clip))
+        if every is not None:
+            every.wholes.append((values, self.widths[factors[0].family]))
         parts = values.split_with_sizes([f.channels * f.rank for f in factors], 1)
         if factors[0].rank == 1:
             return parts
@@ -171,9 +209,9 @@ class Alike:
         scales = [None] * len(factors) if scale is None else spread.laid(scale).split_with_sizes(sizes, 1)
         return [Seeded(m, s, *owner[f], *how) for f, m, s in zip(factors, locs, scales, strict=True)]
 
-    def _biases(self, spread: Spread) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Bias offsets (n, out) by key, laid out by member, of which the first has none; and the bias of a dense layer
-        that is in them, where it is at hand and of their type.
+    def _biases(self, spread: Spread, every: Lines | None) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Bias offsets (n, out) by key, laid out by member, of which the first has none; and the bias of a layer that
+        is in them, where it is at hand and of their type.
         """
         if not self.offsets:
             return {}
@@ -188,8 +226,11 @@ class Alike:
         if any([bias is not None for bias in own]):
             pairs = zip(own, offsets, strict=True)
             lines = lines + torch.cat([o.new_zeros(o.shape[1]) if b is None else b for b, o in pairs])
-        parts = realised(spread.laid(lines.unsqueeze(1))).split_with_sizes([o.shape[1] for o in offsets], 1)
-        keys = [key for key, _ in self.offsets]
+        lines, keys = realised(spread.laid(lines.unsqueeze(1))), [key for key, _ in self.offsets]
+        widths = dict(zip(keys, [offset.shape[1] for offset in offsets], strict=True))
+        if every is not None:
+            every.wholes.append((lines, widths))
+        parts = lines.split_with_sizes(list(widths.values()), 1)
         return dict(zip(keys, zip(parts, own, strict=True), strict=True))
 
 

@@ -181,6 +181,11 @@ class Rank1Posterior(WeightPosterior):
         drawn: Drawn = current.values.get(self.key) or self.values()
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
+        if drawn.lines is not None and drawn.own is linear.bias and linear.plain(x, current):
+            lines = drawn.lines.meeting(x, linear.channel_dim, current.rows)
+            y = linear.op(x * lines[self.s], linear.weight, None)
+            lines = lines if y.dtype == x.dtype else drawn.lines.meeting(y, linear.channel_dim, current.rows)
+            return y * lines[self.r] + lines[self.key] if drawn.own is not None else y * lines[self.r]
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
         # Eq. 1: y = (W (x o s)) o r + b, averaged over the p products
         apply = linear.modulated if drawn.s.dim() == 2 else linear.averaged
