@@ -57,10 +57,6 @@ class LinearMap:
         y = self.apply(x, weights, current)
         return y if r is None else apply_rows(combine, y, r, current, self.batch_dim, self.channel_dim, bias)
 
-    def plain(self, x: Tensor, current: Pass) -> bool:
-        """Whether x has the rows of the pass, first, and is too small for kernels."""
-        return type(self) is LinearMap and self.batch_dim == 0 and x.shape[0] == current.rows and x.numel() < LARGE
-
     def _dense(self, x: Tensor, s: Any, r: Any, bias: Tensor | None, current: Pass) -> Tensor | None:
         """op(x o s) o r + bias, as `apply_rows` before and after, for rows along the first dimension and one matrix
         along the last; None where that takes a closer look.

@@ -31,6 +31,7 @@ from slimbayes.engine.fused import seeded
 from slimbayes.engine.modules import places_of, planned
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.rows import LinearMap
+from slimbayes.kernels import LARGE
 from slimbayes.layers.site import Site
 from slimbayes.posteriors.base import MapOf, Pick, Role, WeightPosterior
 from slimbayes.posteriors.configs.rank1 import Rank1
@@ -181,7 +182,9 @@ class Rank1Posterior(WeightPosterior):
         drawn: Drawn = current.values.get(self.key) or self.values()
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
-        if drawn.lines is not None and drawn.own is linear.bias and linear.plain(x, current):
+        plain = drawn.lines is not None and drawn.own is linear.bias and type(linear) is LinearMap
+        # Rows come first, all that the pass has, and are too few for kernels.
+        if plain and linear.batch_dim == 0 and x.shape[0] == current.rows and x.numel() < LARGE:
             lines = drawn.lines.meeting(x, linear.channel_dim, current.rows)
             y = linear.op(x * lines[self.s], linear.weight, None)
             lines = lines if y.dtype == x.dtype else drawn.lines.meeting(y, linear.channel_dim, current.rows)
