@@ -108,7 +108,10 @@ MUTATIONS = [
     Mutation("proof-first-half", "self._change(~second, double, out2)", "pass", "test_engine.py -k wrong_folding"),
     Mutation("larger-inputs", "            if why:\n", "            if False:\n", "test_engine.py -k cut_only"),
     Mutation(
-        "more-rows", "all(map(int.__le__, size, self.most))", "size[1] <= self.most[1]", "test_engine.py -k looked_at"
+        "more-rows",
+        "(rows <= self.most[0] and numbers <= self.most[1])",
+        "numbers <= self.most[1]",
+        "test_engine.py -k looked_at",
     ),
     Mutation(
         "proof-allowed",
@@ -181,8 +184,8 @@ MUTATIONS = [
     ),
     Mutation(
         "tile-draws",
-        "leaf.unflatten(dim, (draws, leaf.shape[dim] // draws)).movedim(dim, 0)",
-        "leaf.unflatten(dim, (leaf.shape[dim] // draws, draws)).movedim(dim + 1, 0)",
+        "parts = leaf.unflatten(dim, (draws, leaf.shape[dim] // draws))",
+        "parts = leaf.unflatten(dim, (leaf.shape[dim] // draws, draws)).movedim(dim + 1, dim)",
         "contract/test_contract.py -k rank1-normal",
     ),
     # Layers.
@@ -284,11 +287,23 @@ MUTATIONS = [
         "for f in (p.r,) if f.family is not Point]",
         "contract/test_contract.py -k kl_is",
     ),
-    Mutation("member-biases", "F.pad(others, (0, 0, 1, 0))", "F.pad(others, (0, 0, 0, 1))", "test_rank1_paper.py"),
+    Mutation(
+        "lines-without-a-graph",
+        "kind = dims, second, rows, x.dtype, torch.is_grad_enabled()",
+        "kind = dims, second, rows, x.dtype",
+        "test_steps.py",
+    ),
+    Mutation("lines-of-a-tied-layer", "drawn.lines if drawn.own is linear.bias and", "drawn.lines if", "test_plans.py"),
+    Mutation(
+        "member-biases",
+        "F.pad(side_by_side(offsets, 1), (0, 0, 1, 0))",
+        "F.pad(side_by_side(offsets, 1), (0, 0, 0, 1))",
+        "test_rank1_paper.py",
+    ),
     Mutation(
         "nested-rows",
-        "q.rsample(lines.unflatten(0, (blocks, count // blocks))).flatten(0, 1)",
-        "q.rsample(lines.unflatten(0, (blocks, count // blocks))).transpose(0, 1).flatten(0, 1)",
+        "q.rsample(lines.view(spread.shape + lines.shape[1:])).view(lines.shape)",
+        "q.rsample(lines.view(spread.shape + lines.shape[1:])).transpose(1, 2).reshape(lines.shape)",
         "test_rank1_paper.py",
     ),
     Mutation(
@@ -298,8 +313,10 @@ MUTATIONS = [
         "test_rank1_paper.py",
     ),
     Mutation("dense-bias", "y = y * lines[1] + lines[2]", "y = y * lines[1] + 2 * lines[2]", "test_rank1_paper.py"),
-    Mutation("joint-biases", "(lines + torch.cat(own))", "lines.clone()", "test_plans.py"),
-    Mutation("shared-bias", "if known is not None and known[0] is own:", "if known is not None:", "test_plans.py"),
+    Mutation("joint-biases", "lines = lines + torch.cat(", "lines = lines + 0 * torch.cat(", "test_plans.py"),
+    Mutation(
+        "shared-bias", "if drawn.own is not None and drawn.own is own:", "if drawn.own is not None:", "test_plans.py"
+    ),
     Mutation("tree-stands", "len(found) == len(self.children) and all(", "True or all(", "test_plans.py"),
     Mutation(
         "numbered-draws",
@@ -390,7 +407,12 @@ MUTATIONS = [
         "cauchy-draw", "torch.sign(noise) / torch.tan(", "torch.sign(noise) * torch.tan(", "test_distributions.py"
     ),
     # Training.
-    Mutation("kl-shares", "kl(model) / (num_data * micro_batches)", "kl(model) / num_data", "test_numbers.py -k micro"),
+    Mutation(
+        "kl-shares",
+        "_kl(model, every) / (num_data * micro_batches)",
+        "_kl(model, every) / num_data",
+        "test_numbers.py -k micro",
+    ),
     Mutation(
         "kl-tied-twice",
         "list({id(pair[0]): pair for pair in reversed(pairs)}.values())[",

@@ -67,12 +67,12 @@ def block_sizes(rows: int, blocks: int) -> list[int]:
 class Spread(NamedTuple):
     """How lines of K members become those of n draws: by the member of each block of draws, or in order."""
 
-    index: Tensor | None
+    member: Tensor | None
     shape: tuple[int, int, int]  # of n: turns of all members (or 1), members (or blocks), draws of a block
 
     def out(self, lines: Tensor) -> Tensor:
         """Lines (K, 1, w) as (members or blocks, 1, w), to meet what has the shape of the draws."""
-        return lines if self.index is None else lines.index_select(0, self.index)
+        return lines if self.member is None else lines.index_select(0, self.member)
 
     def laid(self, lines: Tensor) -> Tensor:
         """Lines (K, 1, w) as (n, w)."""
@@ -87,7 +87,7 @@ def spread_of(members: int, blocks: int, count: int, first: Any, device: torch.d
     whose first block has member `first`.
 
     >>> spread_of(2, 4, 12, 0, torch.device("cpu"))
-    Spread(index=None, shape=(2, 2, 3))
+    Spread(member=None, shape=(2, 2, 3))
     """
     rows = 1 if same(count, blocks) else count // blocks if same(count % blocks, 0) else 0
     if rows and isinstance(first, int) and not first % members and not blocks % members:

@@ -125,10 +125,10 @@ def locate(model: nn.Module, args: Any, kwargs: Any, posteriors: Sequence[Any]) 
         if layout is None:
             layout = proof.prove(model, (args, kwargs), posteriors, batch_dim_of(model))
             layout.tree, layout.key = tree, passes.first_key(model)
-        elif layout.folds and _look_again(model, (args, kwargs), posteriors, layout):
-            pass
-        elif model.__dict__.get(LATEST[model.training]) is layout:
-            return layout
+        else:
+            changed = layout.folds and _look_again(model, (args, kwargs), posteriors, layout)
+            if not changed and id(layout) == id(model.__dict__.get(LATEST[model.training])):
+                return layout
         if not layout.told and (layout.lead is None or layout.rows((args, kwargs)) > 0):
             model.__dict__[LATEST[model.training]] = layout
             layout.told = any(other.told and other.why == layout.why for other in known.values())

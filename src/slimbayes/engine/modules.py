@@ -236,13 +236,13 @@ def _made(posteriors: Sequence[Any], new: Any, places: Places) -> list[Group]:
     groups = []
     kinds = [(device, noise_type(dtype)) for device, dtype, _ in places]
     for device, dtype in dict.fromkeys(kinds):
-        places = [i for i, kind in enumerate(kinds) if kind == (device, dtype)]
-        same = [posteriors[i] for i in places]
+        which = [i for i, kind in enumerate(kinds) if kind == (device, dtype)]
+        same = [posteriors[i] for i in which]
         apart = [new.rowwise and not p.blockwise for p in same]
         widths = [p.widths(rowwise) for p, rowwise in zip(same, apart, strict=True)]
         keys, counts = tuple([p.key for p in same]), [new.blocks(p) for p in same]
         block, row = [w for w, _ in widths], [w for _, w in widths]
-        groups.append(Group(device, dtype, same, places, keys, counts, block, row, apart))
+        groups.append(Group(device, dtype, same, which, keys, counts, block, row, apart))
     return groups
 
 

@@ -164,7 +164,8 @@ class Alike:
             drawn |= zip(family, values, strict=True)
         biases = self._biases(spread, lines)
         for key, (r, s) in zip(self.keys, self.factors, strict=True):
-            current.values[key] = Drawn(drawn[r], drawn[s], *biases.get(key, (None, None)), lines)
+            bias, own = biases.get(key, (None, None))
+            current.values[key] = Drawn(drawn[r], drawn[s], bias, own, lines)
 
     def _values(self, factors: list[Factor], current: Pass, spread: Spread, every: Lines | None) -> Sequence[Tensor]:
         """Factors of one family, (n, channels) or (n, p, channels)."""
@@ -173,7 +174,7 @@ class Alike:
             values = spread.laid(loc)
         else:
             lines = self._noise(factors, current)
-            if spread.index is not None:
+            if spread.member is not None:
                 loc, scale = spread.out(loc), spread.out(scale)
             q = factors[0].family(loc, scale)
             # By broadcasting, whose gradient is a sum; that of a lookup is a scatter.
@@ -204,10 +205,11 @@ class Alike:
             own = current.noise[key]
             owner[r], owner[s] = (own, own.salt), (own, own.salt + 1)
         loc, scale = _whole(factors, current)
-        sizes, how = [f.channels for f in factors], (factors[0].family.__name__, self.lead.clip, current.rows)
+        sizes, how = [f.channels for f in factors], (self.lead.clip, current.rows)
         locs = spread.laid(loc).split_with_sizes(sizes, 1)
         scales = [None] * len(factors) if scale is None else spread.laid(scale).split_with_sizes(sizes, 1)
-        return [Seeded(m, s, *owner[f], *how) for f, m, s in zip(factors, locs, scales, strict=True)]
+        kinds = zip(factors, locs, scales, strict=True)
+        return [Seeded(m, s, *owner[f], f.family.__name__, *how) for f, m, s in kinds]
 
     def _biases(self, spread: Spread, every: Lines | None) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Bias offsets (n, out) by key, laid out by member, of which the first has none; and the bias of a layer that

@@ -182,12 +182,12 @@ class Rank1Posterior(WeightPosterior):
         drawn: Drawn = current.values.get(self.key) or self.values()
         if drawn.r.shape[0] == 1 and linear.foldable and not self.additive:
             return linear.op(x, *self.materialise(linear, 0))
-        plain = drawn.lines is not None and drawn.own is linear.bias and type(linear) is LinearMap
+        every = drawn.lines if drawn.own is linear.bias and type(linear) is LinearMap else None
         # Rows come first, all that the pass has, and are too few for kernels.
-        if plain and linear.batch_dim == 0 and x.shape[0] == current.rows and x.numel() < LARGE:
-            lines = drawn.lines.meeting(x, linear.channel_dim, current.rows)
+        if every is not None and linear.batch_dim == 0 and x.shape[0] == current.rows and x.numel() < LARGE:
+            lines = every.meeting(x, linear.channel_dim, current.rows)
             y = linear.op(x * lines[self.s], linear.weight, None)
-            lines = lines if y.dtype == x.dtype else drawn.lines.meeting(y, linear.channel_dim, current.rows)
+            lines = lines if y.dtype == x.dtype else every.meeting(y, linear.channel_dim, current.rows)
             return y * lines[self.r] + lines[self.key] if drawn.own is not None else y * lines[self.r]
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
         # Eq. 1: y = (W (x o s)) o r + b, averaged over the p products
