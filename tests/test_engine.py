@@ -26,7 +26,7 @@ from slimbayes.engine import passes, proof
 from slimbayes.engine.blocks import block_of_row
 from slimbayes.engine.layout import Layout
 from slimbayes.engine.quiet import Quiet
-from slimbayes.engine.rows import LinearMap
+from slimbayes.posteriors.factors import Lines
 
 MEMBERS = sb.BatchEnsemble(members=3)
 RANDOM = sb.Rank1(members=2, scale_init=0.3)
@@ -1435,8 +1435,8 @@ def test_a_layer_that_sees_pairs_of_rows(method: str) -> None:
 
 def test_a_layer_that_folds_wrongly_is_found_out_by_real_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain model folds: only the comparison of two draws, together and one by one, can see what the layer does."""
-    right = LinearMap._dense
-    monkeypatch.setattr(LinearMap, "_dense", lambda linear, x, s, *rest: right(linear, x, s.flip(0), *rest))
+    right = Lines.meeting
+    monkeypatch.setattr(Lines, "meeting", lambda *given: {name: s.flip(0) for name, s in right(*given).items()})
     model, inputs = converted(mlp()), torch.randn(6, 4)
     with torch.no_grad(), pytest.warns(UserWarning, match="differs from that of single ones"):
         folded = sb.sample(model, inputs)

@@ -49,7 +49,7 @@ def test_a_penalty_follows_the_parameters() -> None:
     assert abs(float(sb.l2(net, shared_biases=1.0).detach()) - 3.0) < 1e-6
 
 
-def test_biases_of_dense_layers_are_joined_beside_other_layers() -> None:
+def test_biases_of_layers_are_joined_to_those_of_members() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 2))
     net = sb.bayesianize(net, sb.Rank1(members=2, draws="member"))
@@ -61,11 +61,10 @@ def test_biases_of_dense_layers_are_joined_beside_other_layers() -> None:
     y = sb.sample(net, torch.randn(3, 2, 3), seed=1)
     handle.remove()
     drawn = [seen[-1][p.key] for p in posteriors]
-    assert [d.own for d in drawn] == [None, net[2].bias, net[3].bias]  # the convolution has none
+    own = [layer.bias for layer in (net[0], net[2], net[3])]
+    assert all(d.own is bias for d, bias in zip(drawn, own, strict=True))
     offsets = [torch.cat([torch.zeros(1, p.bias.shape[1]), p.bias]) for p in posteriors]
-    torch.testing.assert_close(
-        [d.bias for d in drawn], [offsets[0], net[2].bias + offsets[1], net[3].bias + offsets[2]]
-    )
+    torch.testing.assert_close([d.bias for d in drawn], [b + o for b, o in zip(own, offsets, strict=True)])
     assert y.shape == (2, 3, 2)
 
 
