@@ -179,7 +179,7 @@ def main() -> None:
             bars = Pausing(lambda: held.enter_context(_locked(args.lock)), held.close)
             return run(job[1], job[0], data, args.epochs, cases=cases, bars=bars)
 
-        lock = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "lock"
+        lock = args.lock or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "lock"
         jobs = [(mode, name) for mode in args.modes.split(",") for name in names]
         for found in pool.map(alone, jobs) if args.jobs > 1 else map(here, jobs):
             record["results"].append(found)
