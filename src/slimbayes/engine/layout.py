@@ -223,9 +223,9 @@ def replaced(tree: Any, leaves: list[Any]) -> Any:
 
 
 def _plain_call(tree: Any) -> bool:
-    """Whether a tree is (tensors, {}), as of most calls: there is a shorter way through it."""
-    plain = type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict and not tree[1]
-    return plain and {*map(type, tree[0])} == {Tensor}
+    """Whether a tree is (tensors, tensors by name), as of most calls: there is a shorter way through it."""
+    plain = type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict
+    return plain and {*map(type, tree[0]), *map(type, tree[1].values())} == {Tensor}
 
 
 def arrays_of(tree: Any) -> list[Any]:
@@ -233,7 +233,7 @@ def arrays_of(tree: Any) -> list[Any]:
     if type(tree) is Tensor:
         return [tree]
     if _plain_call(tree):
-        return list(tree[0])
+        return [*tree[0], *tree[1].values()]
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, (Tensor, PackedSequence))]
 
 
@@ -242,7 +242,8 @@ def map_arrays(function: Callable[[int, Any], Any], tree: Any) -> Any:
     if type(tree) is Tensor:
         return function(0, tree)
     if _plain_call(tree):
-        return tuple([function(i, array) for i, array in enumerate(tree[0])]), {}
+        more, names = [function(i, array) for i, array in enumerate(arrays_of(tree))], tree[1]
+        return tuple(more[: len(tree[0])]), dict(zip(names, more[len(tree[0]) :], strict=True))
     count = iter(range(10**9))
     return tree_map(
         lambda leaf: function(next(count), leaf) if isinstance(leaf, (Tensor, PackedSequence)) else leaf, tree
@@ -272,7 +273,7 @@ def fresh(tree: Any) -> Any:
     """The same inputs in containers and tensors of their own: a model may write into what it is given, and other draws
     are to find it as it was.
     """
-    return tree_map(_copy, tree) if not _plain_call(tree) else (tuple(array.clone() for array in tree[0]), {})
+    return map_arrays(lambda i, array: array.clone(), tree) if _plain_call(tree) else tree_map(_copy, tree)
 
 
 def _copy(leaf: Any) -> Any:

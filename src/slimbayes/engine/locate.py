@@ -25,17 +25,21 @@ from slimbayes.engine.trial import first_line, probed, undisturbed
 
 _PROVING = threading.RLock()
 LATEST = {True: "_slimbayes_training", False: "_slimbayes_evaluating"}  # where a model keeps the layout it used last
+_PLAIN = {Tensor, bool, int, float, str, type(None)}  # arguments that hold no others
 _MODES = 8  # of a model for which rows are located, for each kind of input
 _WRAPPED = {"_orig_mod", "_forward_module"}  # where torch.compile and Fabric keep what they run
 
 
 def kind_of(model: nn.Module, args: Any, kwargs: Any, modes: Any) -> tuple[Any, Any]:
     """What makes two calls alike: the nesting, types and numbers of dimensions, flags; and modes and numbers."""
-    if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
-        return (model.training, args[0].dim(), args[0].is_floating_point()), modes
-    import torch.utils._pytree as pytree
+    leaves: list[Any] = [*args, *kwargs.values()]
+    if all([type(leaf) in _PLAIN for leaf in leaves]):
+        spec: Any = len(args), *kwargs
+    else:
+        import torch.utils._pytree as pytree
 
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+        leaves, tree = pytree.tree_flatten((args, dict(kwargs)), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+        spec = str(tree)
 
     def kind(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -43,7 +47,7 @@ def kind_of(model: nn.Module, args: Any, kwargs: Any, modes: Any) -> tuple[Any, 
         return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
 
     numbers = [leaf for leaf in leaves if isinstance(leaf, (int, float))]
-    return (model.training, str(spec), tuple(map(kind, leaves))), (modes, *numbers)
+    return (model.training, spec, tuple(map(kind, leaves))), (modes, *numbers)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

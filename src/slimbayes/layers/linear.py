@@ -53,8 +53,9 @@ class StoredInOut(BayesLayer):
         return [Site("weight", n_in, n_out, True, "weight", (n_in, n_out), out_dim=1)]
 
     def bayes_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = x @ weight if bias is None else torch.addmm(bias, x.reshape(-1, x.size(-1)), weight)
-        return y.view(*x.shape[:-1], weight.shape[1])
+        if bias is None:
+            return x @ weight
+        return torch.addmm(bias, x.reshape(-1, x.size(-1)), weight).view(*x.shape[:-1], weight.shape[1])
 
     def bayes_outer(self, r: Tensor, s: Tensor) -> Tensor:
         return table_outer(r, s)
