@@ -122,6 +122,8 @@ class Probe(passes.Pass):
             earlier = self.before.visits[place]
             if self.taint is None:
                 here.out_dims = [doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
+                if hasattr(layer, "copied_names"):
+                    self._refuse_rowless(here, arrays_of(out), arrays)
                 return out
             if hasattr(layer, "copied_names") and here.reads != earlier.reads:
                 # Members see only their own rows: what one reads from all rows it would read from fewer.
@@ -129,6 +131,13 @@ class Probe(passes.Pass):
             return self._tainted(out, earlier, here)
         finally:
             self.quiet.muted = False
+
+    def _refuse_rowless(self, here: Visit, outputs: list[Any], inputs: list[Tensor]) -> None:
+        """Each member makes its own of what has no rows, such as a bias for all positions, unless it was given."""
+        given = {a.data_ptr() for a in inputs}
+        for leaf, dim in zip(map(padded, outputs), here.out_dims, strict=True):
+            if dim is None and leaf.is_floating_point() and leaf.numel() and leaf.data_ptr() not in given:
+                raise Mixed(f"{here.name} gives {tuple(leaf.shape)} without rows, of which each member has its own")
 
     def _compare(self, here: Visit, earlier: Visit | None, arrays: list[Tensor]) -> None:
         if earlier is None or earlier.key != here.key or len(earlier.shapes) != len(here.shapes):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from slimbayes.engine import noise, passes
@@ -53,7 +54,8 @@ class Copied(Converted):
         used = [k for k, line in enumerate(lines) if traced or line.numel()]
         inputs = {k: _take((args, kwargs), lines[k], current.rows, ins) for k in used}
         even = traced or len({line.numel() for line in lines}) == 1
-        if members.batched and even and not _needs_loop(self, members) and all(d == 0 for d in (*ins, *outs)):
+        alone = current.layout.keeps or _needs_loop(self, members)  # what a call leaves in a module, vmap loses
+        if members.batched and even and not alone and all(d == 0 for d in (*ins, *outs)):
             outputs = _batched(self, members, list(inputs.values()))
         else:
             outputs = [_call(self, members, k, *one) for k, one in inputs.items()]
@@ -186,9 +188,10 @@ def _as_it_was(module: Any) -> Iterator[Any]:
 
 
 def _needs_loop(module: Any, members: Any) -> bool:
-    """vmap follows no updates of batch norm's statistics, and runs past autocast and the module's own hooks."""
+    """vmap follows no updates of batch norm's and spectral norm's statistics, and runs past autocast and hooks."""
     alone = torch.is_autocast_enabled(members.device.type) or bool(_hooked(module))
-    return alone or any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in module.modules())
+    updates = (nn.modules.batchnorm._NormBase, parametrize.ParametrizationList)
+    return alone or any(isinstance(m, updates) and m.training for m in module.modules())
 
 
 def _batched(module: Any, members: Any, inputs: list[Any]) -> list[Any]:
