@@ -345,3 +345,137 @@ def test_a_layer_that_was_resized_since_is_named() -> None:
     net[2].weight = nn.Parameter(torch.randn(5, 8))
     with pytest.raises(ValueError, match=r"layer '2' is \(5, 8\), but its posterior was made for \(3, 8\)"):
         sb.predict(net, X)
+
+
+class Observed(nn.Module):
+    """Notes what passes through while it trains, for use in eval mode, as observers of quantisation do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.net(x)
+        if self.training:
+            self.centre.mul_(0.9).add_(0.1 * h.detach().mean(0))
+            return self.last(h)
+        return self.last(h - self.centre)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_members_at_once_keep_what_a_call_leaves_in_them(normed: bool) -> None:
+    made = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 3))) if normed else Observed()
+    net = sb.bayesianize(made, sb.Ensemble(members=3, init="copies", jitter=0.3, execution="batched")).train()
+    with sb.frozen(net):
+        members = [sb.write_out(net, j).train() for j in range(3)]
+    for _ in range(3):
+        torch.testing.assert_close(sb.sample(net, X), torch.stack([member(X) for member in members]))
+    wanted = torch.stack([member.eval()(X) for member in members])
+    torch.testing.assert_close(sb.sample(net.eval(), X), wanted)
+
+
+class Biased(nn.Module):
+    """Attention with a bias for all positions, of its own or given by the block before, as T5 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.last = nn.Embedding(4, 4), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        bias = self.bias(torch.arange(4)) if bias is None else bias
+        return self.last((x @ x.mT + bias).softmax(-1) @ x), bias
+
+
+class Biases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Biased(), Biased()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(*self.first(x))[0]
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_what_members_that_began_alike_give_without_rows_is_their_own() -> None:
+    net, x = Biases(), torch.randn(6, 4, 8)
+    sb.bayesianize(net.first, sb.Ensemble(members=3, init="copies"))
+    sb.sample(net, x)
+    for parameter in net.parameters():
+        parameter.data.add_(torch.randn_like(parameter))
+    with sb.frozen(net):
+        wanted = torch.stack([sb.write_out(net, j)(x) for j in range(3)])
+    torch.testing.assert_close(sb.sample(net, x), wanted)
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=2), sb.MeanField(), sb.Ensemble(members=2)])
+def test_models_that_collect_hidden_states_by_hooks_give_each_once(config: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    size = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    net = transformers.BertModel(transformers.BertConfig(**size, intermediate_size=8, max_position_embeddings=9))
+    net, words = sb.bayesianize(net.eval(), config).eval(), torch.randint(0, 20, (3, 5))
+    with sb.frozen(net, draws=2), torch.no_grad():
+        plain = [sb.write_out(net, j)(words, output_hidden_states=True).hidden_states for j in range(2)]
+        for fold in ("auto", False, "auto"):
+            found = sb.sample(net, words, output_hidden_states=True, fold=fold).hidden_states
+            assert len(found) == len(plain[0]) == 3
+            for layer, one in enumerate(found):
+                torch.testing.assert_close(one[:2], torch.stack([states[layer] for states in plain]))
+
+
+class SomeRows(nn.Module):
+    """Runs a part of it on some of the rows: those that are said to be valid, or that it is not sure of."""
+
+    def __init__(self, sure: float | None) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("sure", torch.tensor(torch.nan if sure is None else sure))
+
+    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        some = valid if self.sure.isnan() else h[:, 0] < self.sure
+        return self.last(h.index_put((some,), self.again(h[some]))).tanh()
+
+
+@pytest.mark.parametrize("sure", [None, 2.0])
+@pytest.mark.parametrize(
+    "config", [sb.Rank1(members=2, scale_init=0.3), sb.BatchEnsemble(members=2), sb.MeanField(), sb.Ensemble(members=2)]
+)
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_layers_that_meet_some_of_the_rows_later(config: Any, sure: float | None) -> None:
+    net, x = sb.bayesianize(SomeRows(sure), config).eval(), torch.randn(12, 4)
+    every = torch.ones(12, dtype=torch.bool)
+    sb.sample(net, x, every, draws=2), net(x, every)
+    net.sure.fill_(net.sure * 0)
+    for seed in range(5):  # as many rows as are valid may be shared out among draws, evenly but wrongly
+        valid = torch.randperm(12, generator=torch.Generator().manual_seed(seed)) < (1, 4, 6, 8, 0)[seed]
+        with sb.frozen(net, draws=2, seed=seed):
+            wanted = torch.stack([sb.write_out(net, j)(x, valid) for j in range(2 * sb.members(net))])
+            torch.testing.assert_close(sb.sample(net, x, valid), wanted)
+            by_member(net(x, valid), wanted)
+
+
+class Mixes(nn.Module):
+    """Experts that each run on the rows whose gate leads to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 3), nn.ModuleList([nn.Linear(4, 5) for _ in range(3)])
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = self.gate(x).argmax(-1), x.new_zeros(len(x), 5)
+        for k, expert in enumerate(self.experts):
+            if (chosen == k).any():
+                out[chosen == k] = expert(x[chosen == k])
+        return self.last(out)
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes")
+def test_experts_that_get_other_rows_of_each_draw() -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        net = sb.bayesianize(Mixes(), sb.MeanField(scale_init=0.2)).eval()
+        with sb.frozen(net, draws=2):
+            wanted = torch.stack([sb.write_out(net, j)(X) for j in range(2)])
+            torch.testing.assert_close(sb.sample(net, X), wanted)

@@ -174,7 +174,13 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
             what = f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all"
             tell(layout, what)
         new = held.view(rows, layout) if layout.apart else held.single(0, layout if layout.folds else None)
-    return finish(new, posteriors, function, args, kwargs)
+    try:
+        return finish(new, posteriors, function, args, kwargs)
+    except Unproven as error:
+        if isinstance(held, Scope):
+            raise ValueError(f"{error}: hold one draw for all rows, with frozen(model, draws=1).") from error
+        unfold(layout, error)
+        return _within(held, module, function, args, kwargs)
 
 
 def notice(posteriors: Sequence[Any], done: Pass, function: Any = None) -> None:

@@ -31,6 +31,7 @@ class Layout:
         lead: number and dimension of an input that tells how many rows there are.
         dims: by layer and number of dimensions of its input, where that holds rows; -1 for a single row that stands for
             all.
+        joined: of these, what has no entries of its own for each row, as of pairs of rows that became one.
         arguments: the same for all arguments and outputs of modules that run as a whole.
         ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
         made: how many rows the proof had, and the shapes of its outputs.
@@ -50,6 +51,7 @@ class Layout:
     outputs: Dims = ()
     lead: tuple[int, int] | None = None
     dims: dict[tuple[str, int], int] = field(default_factory=dict)
+    joined: set[tuple[str, int]] = field(default_factory=set)
     arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = field(default_factory=dict)
     ahead: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
     made: tuple[int, list[tuple[int, ...]]] = (1, [])

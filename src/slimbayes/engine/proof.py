@@ -75,6 +75,8 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                     first, mixed = first or str(error), True
                 except ValueError:
                     return layout  # a posterior refuses what it met: the call itself will say so
+                except (RuntimeError, IndexError) as error:  # experts that get other rows of each draw
+                    first = first or f"{type(error).__name__} when two draws came together: {first_line(error)}"
             keeps = keeps or proof.layout.keeps
             if tried > 20:
                 break
@@ -248,6 +250,8 @@ class Proof:
             at = (visit.key, len(visit.shapes[0]))
             if (known := layout.dims.setdefault(at, dim)) != dim:
                 raise Mixed(f"{visit.name}: its rows lie along dimension {known} in one call and {dim} in another")
+            if dim >= 0 and visit.shapes[0][dim] % (2 * self.rows):
+                layout.joined.add(at)
             layout.arguments[visit.key, visit.ndims] = (tuple(visit.dims), tuple(before.out_dims))
 
     def verify(self) -> None:
