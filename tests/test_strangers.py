@@ -480,3 +480,11 @@ def test_experts_that_get_other_rows_of_each_draw(seed: int) -> None:
         with sb.frozen(net, draws=2, seed=1):
             wanted = torch.stack([sb.write_out(net, j)(x) for j in range(2)])
             torch.testing.assert_close(sb.sample(net, x), wanted)
+
+
+def test_intervals_without_noise_are_told_to_be_those_of_the_mean() -> None:
+    found = sb.predict(sb.bayesianize(nn.Linear(4, 1), sb.MeanField()), X, draws=8, likelihood="gaussian")
+    with pytest.warns(sb.SlimbayesWarning, match=r"those of the mean.*scale="):
+        found.interval(0.9)
+    sb.predict(sb.bayesianize(nn.Linear(4, 1), sb.MeanField()), X, likelihood="gaussian", scale=0.1).interval(0.9)
+    sb.predict(sb.bayesianize(mlp(), sb.MeanField()), X, draws=8).interval(0.9)
