@@ -488,3 +488,95 @@ def test_intervals_without_noise_are_told_to_be_those_of_the_mean() -> None:
         found.interval(0.9)
     sb.predict(sb.bayesianize(nn.Linear(4, 1), sb.MeanField()), X, likelihood="gaussian", scale=0.1).interval(0.9)
     sb.predict(sb.bayesianize(mlp(), sb.MeanField()), X, draws=8).interval(0.9)
+
+
+class Decides(nn.Module):
+    """Returns an object of somebody's, as policies return distributions: perhaps of rows that act on each other."""
+
+    def __init__(self, makes: Any, mixes: bool) -> None:
+        super().__init__()
+        self.net, self.makes, self.mixes = mlp(), makes, mixes
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.net(x)
+        return self.makes(h - h.mean(0) if self.mixes else h)
+
+    def act(self, x: Tensor) -> Any:
+        return self.makes(self.net(x))
+
+
+class Answer:
+    def __init__(self, scores: Tensor) -> None:
+        self.logits = scores
+
+
+def normal(scores: Tensor) -> Any:
+    return torch.distributions.Independent(torch.distributions.Normal(scores, scores.exp()), 1)
+
+
+def told_by(answer: Any) -> Tensor:
+    return answer.mean if isinstance(answer, torch.distributions.Independent) else answer.logits
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)])
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("makes", [Answer, normal, lambda h: torch.distributions.Categorical(logits=h)])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_outputs_that_are_objects_of_somebody(config: Any, mixes: bool, makes: Any) -> None:
+    net = sb.bayesianize(Decides(makes, mixes), config).eval()
+    with sb.frozen(net, draws=2, seed=0):
+        plain = [sb.write_out(net, j)(X) for j in range(2 * sb.members(net))]
+        wanted = torch.stack([told_by(one) for one in plain])
+        found = sb.sample(net, X)
+        torch.testing.assert_close(told_by(found), wanted)
+        if makes is normal:
+            assert found.batch_shape == wanted.shape[:2] and found.event_shape == (3,)
+            torch.testing.assert_close(found.log_prob(X[:, :3]), torch.stack([p.log_prob(X[:, :3]) for p in plain]))
+        by_member(told_by(net(X)), wanted)
+    name = "mean" if makes is normal else "logits"
+    samples = sb.predict(net, X, draws=2, seed=0, likelihood="gaussian", output=name).samples
+    torch.testing.assert_close(samples, wanted)
+    if isinstance(config, sb.Ensemble):
+        with pytest.raises(ValueError, match="which nobody can join"):
+            net.act(X)
+
+
+class Reports(nn.Module):
+    """Returns numbers, words and arrays beside its scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        scores = self.net(x)
+        word = "high" if scores[0, 0] > scores[0, 1] else "low"
+        return {"scores": scores, "mean": scores.mean().item(), "word": word, "array": scores.detach().numpy(), "n": 3}
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_numbers_and_words_that_draws_return_are_their_own() -> None:
+    net = sb.bayesianize(Reports(), sb.MeanField(scale_init=0.5)).eval()
+    with sb.frozen(net, draws=8, seed=0):
+        found, plain = sb.sample(net, X), [sb.write_out(net, j)(X) for j in range(8)]
+    torch.testing.assert_close(found["mean"], torch.tensor([one["mean"] for one in plain]))
+    torch.testing.assert_close(found["array"], found["scores"].detach())
+    assert [found["word"].of(j) for j in range(8)] == [one["word"] for one in plain] and found["n"] == 3
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(scale_init=0.3), sb.BatchEnsemble(members=3), sb.Ensemble(members=3)])
+@pytest.mark.parametrize("fold", ["auto", False])
+def test_steps_with_a_cache_are_those_of_the_draws_that_filled_it(config: Any, fold: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    size = {"vocab_size": 20, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "initializer_range": 0.5}
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=1)).eval()
+    net, words = sb.bayesianize(plain, config).eval(), torch.randint(0, 20, (3, 6))
+    with sb.frozen(net, draws=3 // sb.members(net)), torch.no_grad():
+        wanted = [sb.write_out(net, j)(words, use_cache=False).logits[:, -1] for j in range(3)]
+        cache = sb.sample(net, words[:, :4], fold=fold).past_key_values
+        for step in (4, 5):
+            found = sb.sample(net, words[:, step : step + 1], past_key_values=cache, fold=fold)
+            cache = found.past_key_values
+        torch.testing.assert_close(found.logits[:, :, -1], torch.stack(wanted))
+    with pytest.raises(ValueError, match="belongs to the 3 draws that filled it"):
+        sb.sample(net, words[:, 5:], past_key_values=cache)

@@ -21,7 +21,7 @@ from slimbayes.engine.locate import call_outside, check_size, latest_of
 from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import planned
 from slimbayes.engine.passes import Pass, Unproven
-from slimbayes.engine.tree import arrays_of, fresh, padded
+from slimbayes.engine.tree import NotJoined, arrays_of, fresh, is_cache, padded
 from slimbayes.errors import SlimbayesWarning
 
 Fold = Literal["auto"] | bool
@@ -235,7 +235,8 @@ def draw_all(
     if rows:
         copies = 1 if split or fold is False else min(total, at_once or total)
         check_size(model, (args, kwargs), posteriors, layout, copies)
-    cached = any(hasattr(value, "get_seq_length") for value in kwargs.values())  # it has one draw's rows
+    refuse_others(kwargs, total, held)
+    cached = layout.objects or any(map(is_cache, kwargs.values()))  # each has one draw's rows
     folds = layout.folds and fold is not False and rows > 0 and not cached
     if fold is True and total > 1 and not layout.folds and rows > 0:
         raise ValueError(
@@ -260,6 +261,16 @@ def draw_all(
     return noise.draw(posteriors, new), layout, folds
 
 
+def refuse_others(kwargs: Any, total: int, held: Pass | None) -> None:
+    """Refuse a cache of other draws than those of this call."""
+    for name, value in kwargs.items():
+        if isinstance(value, NotJoined) and (held is None or value.draws != total):
+            raise ValueError(
+                f"{name} belongs to the {value.draws} draws that filled it, and this call has {total} of its own: call "
+                f"sample for all steps inside one `with frozen(model):`, or with fold=False if that is so."
+            )
+
+
 def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:
     """A layer met what the proof did not foresee: from now on calls of this kind run draw by draw."""
     if fold is True:
@@ -279,7 +290,8 @@ def run_draws(
         return layout.split(finish(new, posteriors, model, more, options), total, max(new.rows // total, 1))
     known, rows, parts = layout if layout.folds else None, new.rows // total, []
     for j in new.lasting.each(model, total) if layout.keeps and total > 1 else range(total):
-        more, options = own((args, kwargs) if tile else layout.narrow((args, kwargs), j * rows, rows))
+        mine = {name: value.of(j) if isinstance(value, NotJoined) else value for name, value in kwargs.items()}
+        more, options = own((args, mine) if tile else layout.narrow((args, mine), j * rows, rows))
         parts.append(finish(new.single(j, known), posteriors, model, more, options))
     return stack_draws(parts)
 

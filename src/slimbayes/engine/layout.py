@@ -4,16 +4,29 @@ folded by it. Which inputs may hold rows, and where, are guesses that the proof 
 Sizes: S draws, B rows of the caller's batch.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine.passes import Unproven
-from slimbayes.engine.tree import arrays_of, index_rows, map_arrays, padded, tree_map
+from slimbayes.engine.tree import (
+    NotJoined,
+    alike,
+    arrays_of,
+    attributes_of,
+    index_rows,
+    is_cache,
+    leaves_of,
+    map_arrays,
+    padded,
+    tree_map,
+)
 
 Dims = tuple[int | None, ...]
 PACKED = "A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence."
@@ -42,6 +55,7 @@ class Layout:
         most: rows and numbers of the largest inputs for which layers were seen to be called alike.
         calls: how many used it after the one it was proven for.
         keeps: a call leaves something in the modules for the next.
+        objects: outputs are, or hold, objects of somebody's, of which each draw has its own.
     """
 
     folds: bool = False
@@ -63,6 +77,7 @@ class Layout:
     most: tuple[int, ...] = (0, 0)
     calls: int = 0
     keeps: bool = False
+    objects: bool = False
 
     def rows(self, inputs: Any) -> int:
         """How many rows these inputs have; 1 where nothing holds rows."""
@@ -136,6 +151,10 @@ class Layout:
         """
         if len(arrays_of(outputs)) != len(self.outputs):
             raise Unproven("the model returned other tensors than when its rows were located")
+        if draws > 1 and not isinstance(outputs, Tensor) and any(map(is_cache, leaves_of(outputs))):
+            outputs = tree_map(
+                lambda leaf: NotJoined([leaf], draws) if hasattr(leaf, "get_seq_length") else leaf, outputs
+            )
 
         def split(i: int, leaf: Any) -> Any:
             dim, (before, shapes) = self.outputs[i], self.made
@@ -161,7 +180,7 @@ def stack_draws(parts: list[Any]) -> Any:
         if isinstance(leaves[0], PackedSequence):
             raise ValueError(PACKED)
         if not isinstance(leaves[0], Tensor):
-            return leaves[0]
+            return _joined(leaves)
         shapes = {tuple(leaf.shape) for leaf in leaves}
         if len(shapes) > 1:
             raise ValueError(
@@ -171,6 +190,27 @@ def stack_draws(parts: list[Any]) -> Any:
         return torch.stack(leaves)
 
     return tree_map(stack, *parts)
+
+
+def _joined(leaves: Sequence[Any]) -> Any:
+    """What draws returned that is no tensor: one for all if they are the same, (S,) of numbers, objects with all that
+    they hold stacked.
+    """
+    first = leaves[0]
+    if alike(leaves):
+        return first
+    if isinstance(first, (int, float)) or hasattr(first, "__array__"):
+        return torch.stack([torch.as_tensor(leaf) for leaf in leaves])
+    held = [attributes_of(leaf) for leaf in leaves]
+    batch = getattr(first, "_batch_shape", torch.Size())  # of a distribution
+    stacks = all(v.shape[: len(batch)] == batch for one in held for v in one.values() if isinstance(v, Tensor))
+    if not held[0] or not stacks or any(one.keys() != held[0].keys() for one in held):
+        return NotJoined(leaves)
+    new = copy.copy(first)
+    vars(new).update({name: stack_draws([one[name] for one in held]) for name in held[0]})
+    if isinstance(first, Distribution):
+        new._batch_shape = torch.Size([len(leaves), *batch])
+    return new
 
 
 def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:

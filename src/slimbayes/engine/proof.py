@@ -40,7 +40,7 @@ from slimbayes.engine.probe import (
 )
 from slimbayes.engine.quiet import Quiet, captured, inside_func
 from slimbayes.engine.state import kept
-from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, padded, tree_map, without_cache
+from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, opened, padded, tree_map, without_cache
 from slimbayes.engine.trial import apart, copied, first_line, no_autocast, probed, undisturbed, what_lasts
 
 
@@ -112,7 +112,7 @@ class Proof:
             self._outputs(arrays_of(alone), arrays_of(twice), [], [])
         layout.most = layout.size(self.inputs, 2)
         single, out1 = self._probe(self.inputs)
-        layout.keeps = bool(single.changes)
+        layout.keeps, layout.objects = bool(single.changes), single.objects
         if lasts := what_lasts(self.model, self.posteriors, self.inputs, single, out1):
             raise Continues(f"it keeps {lasts!r} from one call for the next, which draws cannot share")
         double, out2 = self._probe(layout.tile(self.inputs, 2), single)
@@ -263,14 +263,14 @@ class Proof:
             folded = noise.realise(self.posteriors, new.view(new.rows, self.layout))
             args, kwargs = copied(self.layout.tile(self.inputs, 2))
             with kept(self.model):
-                out = tree_map(padded, passes.run(folded, self.model, *args, **kwargs))
+                out = tree_map(padded, opened(passes.run(folded, self.model, *args, **kwargs)))
                 together = arrays_of(self.layout.split(out, 2, self.rows))
             parts = []
             for j in range(2):
                 args, kwargs = copied(self.inputs)
                 one = noise.realise(self.posteriors, new.single(j, self.layout))
                 with kept(self.model):
-                    parts.append(tree_map(padded, passes.run(one, self.model, *args, **kwargs)))
+                    parts.append(tree_map(padded, opened(passes.run(one, self.model, *args, **kwargs))))
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
                 off = f"{apart(a, b):.2g} of its size"

@@ -6,10 +6,12 @@ leaf.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
@@ -103,9 +105,54 @@ def index_rows(leaf: Any, dim: int, index: Tensor) -> Any:
     return pack_padded_sequence(chosen, lengths[index.cpu()], enforce_sorted=False)
 
 
+def attributes_of(leaf: Any) -> dict[str, Any]:
+    """The tensors and distributions that an object of somebody's keeps as attributes, such as a distribution does."""
+    if isinstance(leaf, (Tensor, PackedSequence)) or is_cache(leaf):
+        return {}
+    return {n: v for n, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, (Tensor, Distribution))}
+
+
+def opened(tree: Any) -> Any:
+    """Outputs with the tensors of such objects in their place."""
+    if isinstance(tree, Tensor):
+        return tree
+    return tree_map(lambda leaf: {n: opened(v) for n, v in attributes_of(leaf).items()} or leaf, tree)
+
+
+def alike(leaves: Sequence[Any]) -> bool:
+    """Whether these are one object, or equal numbers or words."""
+    first, plain = leaves[0], (str, int, float)
+    return all(leaf is first or (isinstance(leaf, plain) and leaf == first) for leaf in leaves)
+
+
+class NotJoined:
+    """Stands for what draws, or members, return one by one and nobody can join, such as caches of keys and values; or
+    for one cache of the rows of several draws. The next call of the same draws gives each its own again.
+    """
+
+    def __init__(self, parts: Sequence[Any], draws: int = 1) -> None:
+        self.parts, self.draws = tuple(parts), len(parts) * draws
+
+    def of(self, draw: int) -> Any:
+        """What one draw returned."""
+        if len(self.parts) == self.draws:
+            return self.parts[draw]
+        rows, whole = next(_cached(self.parts[0])).shape[0] // self.draws, _copy(self.parts[0])
+        whole.batch_select_indices(torch.arange(draw * rows, (draw + 1) * rows))
+        return whole
+
+    def __repr__(self) -> str:
+        return f"{self.draws} separate {type(self.parts[0]).__name__}s"
+
+
+def is_cache(leaf: Any) -> bool:
+    """Whether an input or output holds keys and values of earlier steps."""
+    return hasattr(leaf, "get_seq_length") or isinstance(leaf, NotJoined)
+
+
 def without_cache(leaf: Any) -> Any:
     """Caches of earlier steps and lazy arguments cannot be repeated: trials run without them."""
-    return None if hasattr(leaf, "get_seq_length") or type(leaf).__name__ == "NotJoined" else leaf
+    return None if is_cache(leaf) else leaf
 
 
 def fresh(tree: Any) -> Any:

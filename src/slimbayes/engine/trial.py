@@ -18,7 +18,7 @@ from slimbayes.engine.probe import Mixed, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.sharing import plain_modules
 from slimbayes.engine.state import kept, same_changes
-from slimbayes.engine.tree import arrays_of, map_arrays, padded
+from slimbayes.engine.tree import arrays_of, attributes_of, leaves_of, map_arrays, opened, padded
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
 
@@ -91,6 +91,7 @@ def probed(
     with kept(model) as state, quiet, no_autocast(devices), probe.watching(plain_modules(model)):
         out = passes.run(probe, model, *args, **kwargs)
         quiet.muted = True
+        probe.objects, out = any(map(attributes_of, leaves_of(out))), opened(out)
         probe.changes = state.changes() if before is None else {}
     if quiet.used:
         raise Mixed(f"the weight of {next(iter(quiet.used))} is used past the layer's own forward")

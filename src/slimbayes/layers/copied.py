@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from slimbayes.engine import noise, passes
 from slimbayes.engine.blocks import block_of_row, same
 from slimbayes.engine.passes import Unproven
-from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
+from slimbayes.engine.tree import NotJoined, alike, arrays_of, attributes_of, is_cache, map_arrays, padded, tree_map
 from slimbayes.layers.base import Converted, made_once
 from slimbayes.layers.methods import runs_later, tell_of_replaced, wrap_methods
 
@@ -215,16 +215,6 @@ def _batched(module: Any, members: Any, inputs: list[Any]) -> list[Any]:
     return [pytree.tree_map(lambda leaf, k=k: leaf[k], outputs) for k in range(len(states))]
 
 
-class NotJoined:
-    """Stands for what members return one by one and nobody can join, such as transformers' caches."""
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts = parts
-
-    def __repr__(self) -> str:
-        return f"{len(self.parts)} separate {type(self.parts[0]).__name__}s"
-
-
 def _deal(
     rows: int, blocks: int, first: int | Tensor, members: int, device: torch.device
 ) -> tuple[list[Tensor], Tensor]:
@@ -254,7 +244,7 @@ def _take(inputs: Any, line: Tensor, rows: int, dims: Any) -> Any:
         return _select(leaf, dim, rows, line)
 
     for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, NotJoined) or hasattr(leaf, "get_seq_length"):
+        if is_cache(leaf):
             raise ValueError(
                 f"A cache of keys and values ({leaf!r}) cannot be shared out among members: "
                 f"call the model with use_cache=False."
@@ -278,7 +268,14 @@ def _join(outputs: list[Any], back: Tensor, total: int, dims: Any) -> Any:
 
     def join(*leaves: Any) -> Any:
         if not isinstance(leaves[0], Tensor):
-            return NotJoined(leaves) if hasattr(leaves[0], "get_seq_length") else leaves[0]
+            if is_cache(leaves[0]):
+                return NotJoined(leaves)
+            if not alike(leaves) and (attributes_of(leaves[0]) or isinstance(leaves[0], (int, float, str))):
+                raise ValueError(
+                    f"Each member returns a {type(leaves[0]).__name__} for its rows, which nobody can join: return "
+                    f"tensors, or ask one member, select(model, [k])."
+                )
+            return leaves[0]
         i = next(count)
         dim = dims[i] if i < len(dims) else None
         if dim is None:
