@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import slimbayes as sb
@@ -580,3 +581,42 @@ def test_steps_with_a_cache_are_those_of_the_draws_that_filled_it(config: Any, f
         torch.testing.assert_close(found.logits[:, :, -1], torch.stack(wanted))
     with pytest.raises(ValueError, match="belongs to the 3 draws that filled it"):
         sb.sample(net, words[:, 5:], past_key_values=cache)
+    if not isinstance(config, sb.Ensemble):
+        with pytest.warns(sb.SlimbayesWarning, match="other draws than this one"):
+            net(words[:, 4:5], past_key_values=net(words[:, :4]).past_key_values)
+
+
+class Twice(nn.Linear):
+    """A layer of a type that nobody knows, which reads its weight in its own way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, 2 * self.weight, self.bias).tanh()
+
+
+class Rerun(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.second, self.last, self.reentrant = nn.Linear(4, 8), Twice(8, 8), nn.Linear(8, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = self.second(h) if self.reentrant is None else checkpoint(self.second, h, use_reentrant=self.reentrant)
+        return self.last(h)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [sb.BatchEnsemble(members=3), sb.Rank1(members=3), sb.MeanField(), sb.ModelPatch(patch=".*"), sb.DropConnect()],
+)
+@pytest.mark.parametrize("bare", [False, True])
+def test_layers_of_other_types_are_rerun_with_their_draws(config: Any, bare: bool) -> None:
+    gradients = []
+    for reentrant in (None, True, False):
+        torch.manual_seed(0)
+        net = sb.bayesianize(Rerun(reentrant), config)
+        torch.manual_seed(1)
+        out = net(X) if bare else sb.sample(net, X, draws=2)
+        (out * torch.arange(1.0, out.numel() + 1).view(out.shape)).sum().backward()
+        gradients.append([p.grad for p in net.parameters() if p.grad is not None])
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Layout, stack_draws
+from slimbayes.engine.layout import Layout, check_caches, stack_draws
 from slimbayes.engine.locate import batch_dim_of as batch_dim_of
 from slimbayes.engine.locate import call_outside, check_size, latest_of
 from slimbayes.engine.locate import layout_of as layout_of
@@ -99,6 +99,7 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     if torch.compiler.is_compiling() and needs_rows(posteriors) and latest_of(module, posteriors) is None:
         return call_outside(module, args, kwargs)  # the compiler sees the next call, which it can take whole
     layout = layout_of(module, args, kwargs, posteriors) if needs_rows(posteriors) else None
+    check_caches(kwargs)
     rows = 1
     if layout is not None:
         rows = layout.rows((args, kwargs))
@@ -235,7 +236,7 @@ def draw_all(
     if rows:
         copies = 1 if split or fold is False else min(total, at_once or total)
         check_size(model, (args, kwargs), posteriors, layout, copies)
-    refuse_others(kwargs, total, held)
+    check_caches(kwargs, total if held is not None else None)
     cached = layout.objects or any(map(is_cache, kwargs.values()))  # each has one draw's rows
     folds = layout.folds and fold is not False and rows > 0 and not cached
     if fold is True and total > 1 and not layout.folds and rows > 0:
@@ -259,16 +260,6 @@ def draw_all(
     new = Pass(total, total * rows, rowwise=layout.apart and rows > 0)
     new.stream = None if seed is None else noise.Stream(seed)
     return noise.draw(posteriors, new), layout, folds
-
-
-def refuse_others(kwargs: Any, total: int, held: Pass | None) -> None:
-    """Refuse a cache of other draws than those of this call."""
-    for name, value in kwargs.items():
-        if isinstance(value, NotJoined) and (held is None or value.draws != total):
-            raise ValueError(
-                f"{name} belongs to the {value.draws} draws that filled it, and this call has {total} of its own: call "
-                f"sample for all steps inside one `with frozen(model):`, or with fold=False if that is so."
-            )
 
 
 def unfold(layout: Layout, error: Unproven, fold: Fold = "auto") -> None:

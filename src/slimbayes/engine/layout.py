@@ -5,7 +5,8 @@ Sizes: S draws, B rows of the caller's batch.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from slimbayes.engine.tree import (
     padded,
     tree_map,
 )
+from slimbayes.errors import SlimbayesWarning
 
 Dims = tuple[int | None, ...]
 PACKED = "A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence."
@@ -190,6 +192,23 @@ def stack_draws(parts: list[Any]) -> Any:
         return torch.stack(leaves)
 
     return tree_map(stack, *parts)
+
+
+def check_caches(kwargs: Mapping[str, Any], total: int | None = None) -> None:
+    """Refuse caches of other draws than the `total` ones that are held, or warn where they may be others'."""
+    for name, value in kwargs.items() if not torch.compiler.is_compiling() else ():
+        if isinstance(value, NotJoined) and value.draws != total:
+            raise ValueError(
+                f"{name} belongs to the {value.draws} draws that filled it: call sample for all steps inside one `with "
+                f"frozen(model):`, with fold=False where members are copies."
+            )
+        if total is None and hasattr(value, "get_seq_length") and value.get_seq_length() > 0:
+            warnings.warn(
+                f"{name} was filled by an earlier call, which had other draws than this one: take all steps inside one "
+                f"`with frozen(model):`, or call generate.",
+                SlimbayesWarning,
+                stacklevel=7,
+            )
 
 
 def _joined(leaves: Sequence[Any]) -> Any:
