@@ -620,3 +620,24 @@ def test_layers_of_other_types_are_rerun_with_their_draws(config: Any, bare: boo
         gradients.append([p.grad for p in net.parameters() if p.grad is not None])
     for found in gradients[1:]:
         torch.testing.assert_close(found, gradients[0])
+
+
+class Rare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Linear(4, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(self.table(words).mean(1))
+
+
+@pytest.mark.parametrize("config", [sb.Rank1(members=3), sb.MeanField(estimator="flipout"), sb.Ensemble(members=3)])
+def test_gradients_divided_by_how_often_a_word_occurs_are_those_of_each_draw(config: Any) -> None:
+    net, words, gradients = sb.bayesianize(Rare(), config), torch.randint(0, 9, (6, 5)), []
+    for fold in (False, "auto"):
+        net.zero_grad()
+        with pytest.warns(UserWarning, match="how often a word occurs") if fold else nullcontext():
+            sb.sample(net, words, draws=2, seed=1, fold=fold).square().sum().backward()
+        gradients.append(net.table.weight.grad)
+    net(words)  # rows share out the members, as before
+    torch.testing.assert_close(*gradients)

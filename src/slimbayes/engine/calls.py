@@ -279,7 +279,7 @@ def run_draws(
         new.layout = layout
         more, options = layout.tile((args, kwargs), total) if tile and total > 1 else own((args, kwargs))
         return layout.split(finish(new, posteriors, model, more, options), total, max(new.rows // total, 1))
-    known, rows, parts = layout if layout.folds else None, new.rows // total, []
+    known, rows, parts = layout if layout.folds or layout.apart else None, new.rows // total, []
     for j in new.lasting.each(model, total) if layout.keeps and total > 1 else range(total):
         mine = {name: value.of(j) if isinstance(value, NotJoined) else value for name, value in kwargs.items()}
         more, options = own((args, mine) if tile else layout.narrow((args, mine), j * rows, rows))

@@ -70,7 +70,9 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
             else:
                 try:
                     proof.verify()
-                    return layout
+                    counts = model.training and any(getattr(m, "scale_grad_by_freq", False) for m in model.modules())
+                    why = "an embedding divides gradients by how often a word occurs, which all draws together have more of"
+                    return replace(layout, folds=False, why=why) if counts else layout
                 except (Mixed, passes.Unproven) as error:
                     first, mixed = first or str(error), True
                 except ValueError:
