@@ -71,7 +71,7 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
                 try:
                     proof.verify()
                     counts = model.training and any(getattr(m, "scale_grad_by_freq", False) for m in model.modules())
-                    why = "an embedding divides gradients by how often a word occurs, which all draws together have more of"
+                    why = "an embedding divides gradients by how often a word occurs, which is more often in all draws"
                     return replace(layout, folds=False, why=why) if counts else layout
                 except (Mixed, passes.Unproven) as error:
                     first, mixed = first or str(error), True
