@@ -641,3 +641,27 @@ def test_gradients_divided_by_how_often_a_word_occurs_are_those_of_each_draw(con
         gradients.append(net.table.weight.grad)
     net(words)  # rows share out the members, as before
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(), sb.ModelPatch(patch=".*"), sb.Rank1(members=2, scale_init=0.1)])
+def test_tables_with_sparse_gradients_learn(config: Any) -> None:
+    words, gradients = torch.randint(0, 9, (6, 5)), []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        net = sb.bayesianize(nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 3)), config, include=".*")
+        sb.sample(net, words, draws=2, seed=0).square().sum().backward()
+        found = net[0].weight.grad
+        gradients.append(found.to_dense() if found.is_sparse else found)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_bags_divide_gradients_by_how_often_a_word_occurs() -> None:
+    words, gradients = torch.randint(0, 9, (6, 5)), []
+    for table in (nn.EmbeddingBag, nn.Embedding):
+        torch.manual_seed(0)
+        net = sb.bayesianize(nn.Sequential(table(9, 4, scale_grad_by_freq=True)), sb.MeanField())
+        out = sb.sample(net, words, draws=2, seed=0)
+        (out if out.dim() == 3 else out.mean(2)).square().sum().backward()
+        gradients.append(net[0].weight.grad)
+    torch.testing.assert_close(*gradients)
