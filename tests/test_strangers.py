@@ -665,3 +665,15 @@ def test_bags_divide_gradients_by_how_often_a_word_occurs() -> None:
         (out if out.dim() == 3 else out.mean(2)).square().sum().backward()
         gradients.append(net[0].weight.grad)
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)])
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
+def test_norms_without_running_statistics_are_those_of_each_draw_when_nothing_trains(config: Any) -> None:
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Tanh(), nn.Linear(8, 3)
+    net = sb.bayesianize(nn.Sequential(*layers), config, include="0|3").eval()
+    with sb.frozen(net, draws=2, seed=0):
+        wanted = torch.stack([sb.write_out(net, j)(X) for j in range(2 * sb.members(net))])
+        torch.testing.assert_close(sb.sample(net, X), wanted)
+        by_member(net(X), wanted)
+    torch.testing.assert_close(sb.predict(net, X, draws=2, seed=0).samples, wanted.softmax(-1))

@@ -261,7 +261,7 @@ class Proof:
         if not self.posteriors:
             return
         new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
-        with Quiet(), no_autocast({p.device.type for p in self.posteriors}):
+        with Quiet(not self.model.training), no_autocast({p.device.type for p in self.posteriors}):
             folded = noise.realise(self.posteriors, new.view(new.rows, self.layout))
             args, kwargs = copied(self.layout.tile(self.inputs, 2))
             with kept(self.model):

@@ -83,7 +83,7 @@ def probed(
     taint: Tensor | None = None,
 ) -> tuple[Probe, Any]:
     """Run the plain model once, with everything random in it made constant: what was met, and the outputs."""
-    quiet = Quiet()
+    quiet = Quiet(not model.training)
     probe = Probe([p.key for p in posteriors], quiet, before, taint)
     probe.rows = rows
     args, kwargs = copied(inputs)
