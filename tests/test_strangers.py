@@ -677,3 +677,27 @@ def test_norms_without_running_statistics_are_those_of_each_draw_when_nothing_tr
         torch.testing.assert_close(sb.sample(net, X), wanted)
         by_member(net(X), wanted)
     torch.testing.assert_close(sb.predict(net, X, draws=2, seed=0).samples, wanted.softmax(-1))
+
+
+class Compares(nn.Module):
+    """A method calls a part with all rows, and with some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def compared(self, x: Tensor) -> Tensor:
+        return (self.net(x)[:4] - self.net(x[:4])).abs().amax()
+
+
+@pytest.mark.parametrize("config", [sb.MeanField(), sb.KTied(), sb.DropConnect(), sb.ModelPatch(patch=".*")])
+def test_a_method_has_one_draw_however_many_rows_its_parts_meet(config: Any) -> None:
+    assert sb.bayesianize(Compares(), config).compared(X) < 1e-5
+    several = sb.bayesianize(Compares(), sb.BatchEnsemble(members=3))
+    with pytest.warns(sb.SlimbayesWarning, match="with 6 and 4 rows"):
+        several.compared(X)
+    with sb.frozen(sb.select(several, [1])) as one:
+        assert one.compared(X) < 1e-5

@@ -9,6 +9,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -55,7 +56,15 @@ class Scope(Pass):
         """The pass for one call inside."""
         if self.whole and rows and self.rows and rows % self.rows == 0:
             rows = self.rows
+        if not needs_rows(self.posteriors):
+            layout = replace(layout, apart=False)  # one draw for all, however many rows the parts are called with
         if self.inner is None or self.inner.spent or (self.inner.rows != rows and self.inner.draws is None):
+            if self.inner is not None and not self.inner.spent and layout.apart:
+                said = (
+                    f"A method of {type(self.module).__name__} calls its parts with {self.inner.rows} and {rows} rows, "
+                    f"which share out draws in other ways: hold one for all, with frozen(model, draws=1)."
+                )
+                warnings.warn(said, SlimbayesWarning, stacklevel=6)
             self.inner = _bare_pass(self.posteriors, rows, layout, self.first)
         if self.whole and self.inner.draws is None and not layout.apart and rows > 1:
             raise ValueError(
