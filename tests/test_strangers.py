@@ -511,6 +511,14 @@ class Answer:
         self.logits = scores
 
 
+class Mapped(dict[str, Any]):
+    """A mapping that has its items as attributes, too."""
+
+    def __init__(self, scores: Tensor) -> None:
+        super().__init__(logits=scores, more=[scores, "words"])
+        self.__dict__ = self
+
+
 def normal(scores: Tensor) -> Any:
     return torch.distributions.Independent(torch.distributions.Normal(scores, scores.exp()), 1)
 
@@ -521,7 +529,7 @@ def told_by(answer: Any) -> Tensor:
 
 @pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.MeanField(scale_init=0.2), sb.Ensemble(members=3)])
 @pytest.mark.parametrize("mixes", [False, True])
-@pytest.mark.parametrize("makes", [Answer, normal, lambda h: torch.distributions.Categorical(logits=h)])
+@pytest.mark.parametrize("makes", [Answer, Mapped, normal, lambda h: torch.distributions.Categorical(logits=h)])
 @pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_outputs_that_are_objects_of_somebody(config: Any, mixes: bool, makes: Any) -> None:
     net = sb.bayesianize(Decides(makes, mixes), config).eval()
@@ -540,6 +548,9 @@ def test_outputs_that_are_objects_of_somebody(config: Any, mixes: bool, makes: A
     if isinstance(config, sb.Ensemble):
         with pytest.raises(ValueError, match="which nobody can join"):
             net.act(X)
+    net.makes = lambda h: {h}
+    with pytest.raises(ValueError, match="gave a set each"):
+        sb.sample(net.train(), X)
 
 
 class Reports(nn.Module):

@@ -6,7 +6,7 @@ Sizes: S draws, B rows of the caller's batch.
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,12 @@ from slimbayes.engine.tree import (
     map_arrays,
     padded,
     tree_map,
+    vars_of,
 )
 from slimbayes.errors import SlimbayesWarning
 
 Dims = tuple[int | None, ...]
+UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run again
 PACKED = "A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence."
 
 
@@ -202,7 +204,7 @@ def check_caches(kwargs: Mapping[str, Any], total: int | None = None) -> None:
                 f"{name} belongs to the {value.draws} draws that filled it: call sample for all steps inside one `with "
                 f"frozen(model):`, with fold=False where members are copies."
             )
-        if total is None and hasattr(value, "get_seq_length") and value.get_seq_length() > 0:
+        if total is None and hasattr(type(value), "get_seq_length") and value.get_seq_length() > 0:
             warnings.warn(
                 f"{name} was filled by an earlier call, which had other draws than this one: take all steps inside one "
                 f"`with frozen(model):`, or call generate.",
@@ -215,18 +217,25 @@ def _joined(leaves: Sequence[Any]) -> Any:
     """What draws returned that is no tensor: one for all if they are the same, (S,) of numbers, objects with all that
     they hold stacked.
     """
-    first = leaves[0]
-    if alike(leaves):
+    first, held = leaves[0], [attributes_of(leaf) for leaf in leaves]
+    if isinstance(first, UNORDERED):
+        raise ValueError(f"Draws gave a {type(first).__name__} each, which cannot be stacked: return a tuple or list.")
+    array = hasattr(type(first), "__array__")
+    if alike(leaves) and not array and (len(leaves) > 1 or not held[0]):
         return first
-    if isinstance(first, (int, float)) or hasattr(first, "__array__"):
+    if array or isinstance(first, (int, float)):
         return torch.stack([torch.as_tensor(leaf) for leaf in leaves])
-    held = [attributes_of(leaf) for leaf in leaves]
-    batch = getattr(first, "_batch_shape", torch.Size())  # of a distribution
+    batch = first._batch_shape if isinstance(first, Distribution) else torch.Size()
     stacks = all(v.shape[: len(batch)] == batch for one in held for v in one.values() if isinstance(v, Tensor))
     if not held[0] or not stacks or any(one.keys() != held[0].keys() for one in held):
         return NotJoined(leaves)
     new = copy.copy(first)
-    vars(new).update({name: stack_draws([one[name] for one in held]) for name in held[0]})
+    for name in held[0]:
+        value = stack_draws([one[name] for one in held])
+        if isinstance(new, (Mapping, list)):
+            new[name] = value  # type: ignore[index]
+        if not isinstance(new, (Mapping, list)) or name in vars_of(new):  # mappings may have items as attributes, too
+            vars(new)[name] = value
     if isinstance(first, Distribution):
         new._batch_shape = torch.Size([len(leaves), *batch])
     return new

@@ -6,11 +6,12 @@ leaf.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
@@ -105,11 +106,19 @@ def index_rows(leaf: Any, dim: int, index: Tensor) -> Any:
     return pack_padded_sequence(chosen, lengths[index.cpu()], enforce_sorted=False)
 
 
-def attributes_of(leaf: Any) -> dict[str, Any]:
-    """The tensors and distributions that an object of somebody's keeps as attributes, such as a distribution does."""
+def attributes_of(leaf: Any) -> dict[Any, Any]:
+    """What an object of somebody's holds tensors in: its attributes, as of a distribution, or its items, as of a
+    mapping or a list that pytrees do not know.
+    """
     if isinstance(leaf, (Tensor, PackedSequence)) or is_cache(leaf):
         return {}
-    return {n: v for n, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, (Tensor, Distribution))}
+    items = leaf if isinstance(leaf, Mapping) else enumerate(leaf) if isinstance(leaf, list) else vars_of(leaf)
+    return {n: v for n, v in dict(items).items() if isinstance(v, Distribution) or arrays_of(v)}
+
+
+def vars_of(leaf: Any) -> dict[str, Any]:
+    """The attributes of an object, without those that Python keeps elsewhere."""
+    return getattr(leaf, "__dict__", {}) if not isinstance(leaf, (type, ModuleType, nn.Module)) else {}
 
 
 def opened(tree: Any) -> Any:
@@ -147,7 +156,7 @@ class NotJoined:
 
 def is_cache(leaf: Any) -> bool:
     """Whether an input or output holds keys and values of earlier steps."""
-    return hasattr(leaf, "get_seq_length") or isinstance(leaf, NotJoined)
+    return hasattr(type(leaf), "get_seq_length") or isinstance(leaf, NotJoined)
 
 
 def without_cache(leaf: Any) -> Any:
@@ -163,7 +172,9 @@ def fresh(tree: Any) -> Any:
 
 
 def _copy(leaf: Any) -> Any:
-    if hasattr(leaf, "get_seq_length"):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
+    if hasattr(
+        type(leaf), "get_seq_length"
+    ):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
         return copy.deepcopy(leaf, {id(tensor): tensor.clone() for tensor in _cached(leaf)})
     if isinstance(leaf, Tensor):
         return leaf.clone()
@@ -182,5 +193,5 @@ def _cached(cache: Any) -> Iterator[Tensor]:
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, Tensor):
                 yield part
-            elif hasattr(part, "get_seq_length"):
+            elif hasattr(type(part), "get_seq_length"):
                 yield from _cached(part)

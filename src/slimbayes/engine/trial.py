@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from slimbayes.engine import passes
+from slimbayes.engine.layout import UNORDERED
 from slimbayes.engine.probe import Mixed, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.sharing import plain_modules
@@ -91,7 +92,8 @@ def probed(
     with kept(model) as state, quiet, no_autocast(devices), probe.watching(plain_modules(model)):
         out = passes.run(probe, model, *args, **kwargs)
         quiet.muted = True
-        probe.objects, out = any(map(attributes_of, leaves_of(out))), opened(out)
+        leaves = leaves_of(out)
+        probe.objects, out = any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves), opened(out)
         probe.changes = state.changes() if before is None else {}
     if quiet.used:
         raise Mixed(f"the weight of {next(iter(quiet.used))} is used past the layer's own forward")
