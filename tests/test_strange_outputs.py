@@ -1,5 +1,5 @@
-"""More faults that users of models nobody here wrote would have met: what rows layers meet, what calls leave behind, and
-what a model returns.
+"""More faults that users of models nobody here wrote would have met: which rows layers meet, what calls leave behind,
+and what a model returns.
 """
 
 from contextlib import nullcontext
