@@ -110,12 +110,13 @@ class Probe(passes.Pass):
             if self.before is not None:
                 self._compare(here, next(iter(self.before.visits[place:]), None), arrays)
             self.inside.append(layer.bayes_key)
-            start, self.quiet.muted = len(self.quiet.reads), False
+            start, evaluates, self.quiet.muted = len(self.quiet.reads), self.quiet.evaluates, False
+            self.quiet.evaluates = evaluates and not any(hasattr(p, "own_statistics") for p in layer.posteriors())
             try:
                 out = layer.plain_forward(args, kwargs)
             finally:
                 self.inside.pop()
-                self.quiet.muted = True
+                self.quiet.evaluates, self.quiet.muted = evaluates, True
             here.reads = self.quiet.reads[start:]
             here.outputs = [tuple(padded(leaf).shape) for leaf in arrays_of(out)]
             if self.before is None:
