@@ -8,7 +8,7 @@ Sizes: S draws, B rows of the caller's batch.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from dataclasses import field as made
 from typing import Any
@@ -38,6 +38,7 @@ class Layout:
         lead: number and dimension of an input that tells how many rows there are.
         dims: by layer and number of dimensions of its input, where that holds rows; -1 for a single row that stands for
             all.
+        joined: of these, what has no entries of its own for each row, as of pairs of rows that became one.
         arguments: the same for all arguments and outputs of modules that run as a whole.
         ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
         made: how many rows the proof had, and the shapes of its outputs.
@@ -48,6 +49,7 @@ class Layout:
         most: rows and numbers of the largest inputs for which layers were seen to be called alike.
         calls: how many used it after the one it was proven for.
         keeps: a call leaves something in the modules for the next.
+        objects: outputs are, or hold, objects of somebody's, of which each draw has its own.
     """
 
     folds: bool = False
@@ -57,6 +59,7 @@ class Layout:
     outputs: Dims = ()
     lead: tuple[int, int] | None = None
     dims: dict[tuple[str, int], int] = made(default_factory=dict)
+    joined: set[tuple[str, int]] = made(default_factory=set)
     arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = made(default_factory=dict)
     ahead: dict[int, tuple[Dims, Dims]] = made(default_factory=dict)
     made: tuple[int, list[tuple[int, ...]]] = (1, [])
@@ -68,6 +71,7 @@ class Layout:
     most: tuple[int, ...] = (0, 0)
     calls: int = 0
     keeps: bool = False
+    objects: bool = False
 
     def rows(self, inputs: Any) -> int:
         """How many rows these inputs have; 1 where nothing holds rows."""
@@ -140,6 +144,10 @@ class Layout:
         """
         if len(arrays_of(outputs)) != len(self.outputs):
             raise Unproven("the model returned other tensors than when its rows were located")
+        if draws > 1 and not isinstance(outputs, Tensor) and any(map(is_cache, leaves_of(outputs))):
+            outputs = tree_map(
+                lambda leaf: NotJoined([leaf], draws) if hasattr(leaf, "get_seq_length") else leaf, outputs
+            )
 
         def split(i: int, leaf: Any) -> Any:
             dim, (before, shapes) = self.outputs[i], self.made
@@ -157,25 +165,6 @@ class Layout:
             return parts.movedim(dim, 0) if dim else parts
 
         return map_arrays(split, outputs)
-
-
-def stack_draws(parts: list[Any]) -> Any:
-    """Outputs of single draws, stacked along a new first axis."""
-
-    def stack(*leaves: Any) -> Any:
-        if isinstance(leaves[0], PackedSequence):
-            raise ValueError(PACKED)
-        if not isinstance(leaves[0], Tensor):
-            return leaves[0]
-        shapes = {tuple(leaf.shape) for leaf in leaves}
-        if len(shapes) > 1:
-            raise ValueError(
-                f"Draws gave outputs of different shapes, which cannot be stacked: {sorted(shapes)[:3]}. Take draws "
-                f"one by one: inside frozen(model), write_out(model, draw) is a plain model of one."
-            )
-        return torch.stack(leaves)
-
-    return tree_map(stack, *parts)
 
 
 def _packed(leaf: Any) -> bool:
@@ -214,12 +203,6 @@ def leaves_of(tree: Any) -> list[Any]:
         else:
             out.append(leaf)
     return out
-
-
-def replaced(tree: Any, leaves: list[Any]) -> Any:
-    """The tree with other leaves, in the order of `leaves_of`."""
-    rest = iter(leaves)
-    return tree_map(lambda leaf: next(rest), tree)
 
 
 def _plain_call(tree: Any) -> bool:
@@ -264,20 +247,35 @@ def index_rows(leaf: Any, dim: int, index: Tensor) -> Any:
     return pack_padded_sequence(chosen, lengths[index.cpu()], enforce_sorted=False)
 
 
-def without_cache(leaf: Any) -> Any:
-    """Caches of earlier steps and lazy arguments cannot be repeated: trials run without them."""
-    return None if hasattr(leaf, "get_seq_length") or type(leaf).__name__ == "NotJoined" else leaf
-
-
-def fresh(tree: Any) -> Any:
-    """The same inputs in containers and tensors of their own: a model may write into what it is given, and other draws
-    are to find it as it was.
+class NotJoined:
+    """Stands for what draws, or members, return one by one and nobody can join, such as caches of keys and values; or
+    for one cache of the rows of several draws. The next call of the same draws gives each its own again.
     """
-    return map_arrays(lambda i, array: array.clone(), tree) if _plain_call(tree) else tree_map(_copy, tree)
+
+    def __init__(self, parts: Sequence[Any], draws: int = 1) -> None:
+        self.parts, self.draws = tuple(parts), len(parts) * draws
+
+    def of(self, draw: int) -> Any:
+        """What one draw returned."""
+        if len(self.parts) == self.draws:
+            return self.parts[draw]
+        rows, whole = next(_cached(self.parts[0])).shape[0] // self.draws, _copy(self.parts[0])
+        whole.batch_select_indices(torch.arange(draw * rows, (draw + 1) * rows))
+        return whole
+
+    def __repr__(self) -> str:
+        return f"{self.draws} separate {type(self.parts[0]).__name__}s"
+
+
+def is_cache(leaf: Any) -> bool:
+    """Whether an input or output holds keys and values of earlier steps."""
+    return hasattr(type(leaf), "get_seq_length") or isinstance(leaf, NotJoined)
 
 
 def _copy(leaf: Any) -> Any:
-    if hasattr(leaf, "get_seq_length"):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
+    if hasattr(
+        type(leaf), "get_seq_length"
+    ):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
         return copy.deepcopy(leaf, {id(tensor): tensor.clone() for tensor in _cached(leaf)})
     if isinstance(leaf, Tensor):
         return leaf.clone()
@@ -296,5 +294,5 @@ def _cached(cache: Any) -> Iterator[Tensor]:
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, Tensor):
                 yield part
-            elif hasattr(part, "get_seq_length"):
+            elif hasattr(type(part), "get_seq_length"):
                 yield from _cached(part)

@@ -17,10 +17,11 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine import passes, proof
-from slimbayes.engine.layout import Layout, arrays_of, tree_map, without_cache
+from slimbayes.engine.layout import Layout, arrays_of, tree_map
 from slimbayes.engine.modules import Posteriors, tree_of
 from slimbayes.engine.probe import Mixed, Visit
 from slimbayes.engine.quiet import captured, inside_func
+from slimbayes.engine.tree import without_cache
 from slimbayes.engine.trial import first_line, probed, undisturbed
 
 _PROVING = threading.RLock()
@@ -226,3 +227,15 @@ def _alike(few: Visit | None, many: Visit | None, rows_few: int, rows_many: int)
     if few is None or many is None or few.key != many.key or len(few.shapes) != len(many.shapes):
         return False
     return all(map(grew, few.shapes, many.shapes))
+
+
+def tell(layout: Layout, what: str) -> None:
+    """Say once what a layout that cannot be folded means."""
+    if layout.told or torch.compiler.is_compiling():
+        return
+    layout.told = True
+    warnings.warn(
+        f"slimbayes runs this model draw by draw, which is right but slower: {layout.why}. So {what}. Exclude that "
+        f"layer, declare batch_dim= in bayesianize, or pass fold=False to run draw by draw without this warning.",
+        stacklevel=5,
+    )

@@ -119,7 +119,10 @@ class LinearMap:
         if weights.shape[0] == 1:  # squeezing has a cheaper backward than [0]
             return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))
         x, batch_dim = spread(x, current.rows, self.batch_dim)
-        sizes = sizes_of_blocks(x.shape[batch_dim], weights.shape[0], current)
+        seen = x.shape[batch_dim]
+        if not torch.compiler.is_compiling() and seen % current.rows and seen % len(weights):
+            raise Unproven(f"a layer met {seen} rows, which {len(weights)} draws cannot share")
+        sizes = sizes_of_blocks(seen, weights.shape[0], current)
         if not all(same(size, sizes[0]) for size in sizes):
             parts = enumerate(x.split(sizes, batch_dim))
             done = [self.op(part, weights[k], None if biases is None else biases[k]) for k, part in parts]

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold, stack_draws
-from slimbayes.engine.layout import arrays_of, fresh, padded, tree_map
+from slimbayes.engine.layout import arrays_of, padded, tree_map
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass
+from slimbayes.engine.tree import fresh
 from slimbayes.posteriors.base import Support
 from slimbayes.prediction.sample import device_of, free_seed, members, posteriors_in, sampled
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from slimbayes.convert.convert import conversions_of, debayesianize
 from slimbayes.engine import calls, noise, passes
 from slimbayes.engine.calls import Fold
-from slimbayes.engine.layout import arrays_of, fresh, opaque
+from slimbayes.engine.layout import arrays_of, opaque
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass, Unproven
+from slimbayes.engine.tree import fresh
 from slimbayes.layers.base import BayesLayer, Converted
 from slimbayes.prediction.checks import MISFITS, check_draws, explain
 
@@ -97,8 +98,7 @@ def sample(
         raise ValueError("sample was called inside a forward pass of the same model; call it from outside.")
     held = None if isinstance(held, calls.Scope) else held
     total = calls.total_draws(posteriors, draws) if held is None else held.total
-    number = None if seed is None else free_seed("sample", seed, held)
-    how = total, fold, held, rows == "split", False, number
+    how = total, fold, held, rows == "split", False, None if seed is None else free_seed("sample", seed, held)
     if torch.compiler.is_compiling():
         return sampled(model, posteriors, args, kwargs, *how)
     try:
