@@ -338,8 +338,8 @@ MUTATIONS = [
     ),
     Mutation(
         "lines-without-a-graph",
-        "kind = dims, second, rows, x.dtype, torch.is_grad_enabled()",
-        "kind = dims, second, rows, x.dtype",
+        "kind = rows, x.dtype, torch.is_grad_enabled()",
+        "kind = rows, x.dtype",
         "test_steps.py",
     ),
     Mutation("lines-of-a-tied-layer", "drawn.lines if drawn.own is linear.bias and", "drawn.lines if", "test_plans.py"),

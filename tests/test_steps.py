@@ -62,13 +62,20 @@ class Shapes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Conv2d(1, 3, 2), nn.Conv1d(3, 4, 2)
+        self.a, self.b, self.c, self.d = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Conv2d(1, 3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.a(x))
-        x = torch.tanh(self.a(torch.stack([x, x * 2, x - 1], 1)))  # (R, 3, 4)
-        x = torch.tanh(self.b(x.unsqueeze(1)))  # (R, 3, 2, 3)
-        return self.c(x.flatten(2)[:, :, :4]).flatten(1)
+        x = torch.tanh(self.b(torch.tanh(self.a(x))))
+        x = torch.tanh(self.c(self.a(torch.stack([x, x * 2, x - 1], 1))))  # (R, 3, 4)
+        return self.d(x.unsqueeze(1)).flatten(1)
+
+
+class Pictures(nn.Sequential):
+    """Convolutions for the most part."""
+
+    def __init__(self) -> None:
+        maps = [nn.Conv1d(2, 3, 1), nn.Conv1d(3, 3, 1), nn.Conv1d(3, 2, 1)]
+        super().__init__(nn.Unflatten(1, (2, 2)), *maps, nn.Flatten(), nn.Linear(4, 3))
 
 
 METHODS = [sb.Rank1(members=2), sb.Rank1(members=2, draws="member"), sb.BatchEnsemble(members=2), sb.Rank1(members=1)]
@@ -76,9 +83,10 @@ METHODS = [sb.Rank1(members=2), sb.Rank1(members=2, draws="member"), sb.BatchEns
 
 @pytest.mark.parametrize("config", METHODS, ids=["example", "member", "point", "one"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_one_layers_lines_meet_inputs_of_several_kinds(config: Any, autocast: bool) -> None:
+@pytest.mark.parametrize("make", [Shapes, Pictures])
+def test_one_layers_lines_meet_inputs_of_several_kinds(make: Any, config: Any, autocast: bool) -> None:
     torch.manual_seed(0)
-    net = sb.bayesianize(Shapes(), config)
+    net = sb.bayesianize(make(), config)
     with torch.no_grad():
         for p in posteriors_of(net):
             p.s.loc.normal_(1.0, 0.3)
@@ -123,15 +131,22 @@ def test_lines_that_a_checkpoint_made_without_a_graph_serve_nobody_else(reentran
 
 def test_lines_are_shaped_anew_for_every_kind_of_input() -> None:
     whole = torch.arange(12.0).view(2, 6).requires_grad_()
-    lines = Lines()
-    lines.wholes.append((whole, {"a": 4, "b": 2}))
+
+    def made(second: bool) -> Lines:
+        lines = Lines(second)
+        lines.wholes.append((whole, {"a": 4, "b": 2}))
+        return lines
+
+    lines = made(False)
     a = lines.meeting(torch.zeros(2, 4), -1, 2)["a"]
     assert a.shape == (2, 4) and lines.meeting(torch.ones(2, 4), -1, 2)["a"] is a and a.requires_grad
     assert torch.equal(lines.meeting(torch.zeros(6, 4), -1, 6)["b"], whole[:, 4:].repeat_interleave(3, 0))
-    assert lines.meeting(torch.zeros(2, 5, 4), -1, 2)["a"].shape == (2, 1, 4)
-    assert lines.meeting(torch.zeros(2, 4, 5), 1, 2)["a"].shape == (2, 4, 1)
-    assert lines.meeting(torch.zeros(2, 4, 5, 5), 1, 2)["a"].shape == (2, 4, 1, 1)
     assert lines.meeting(torch.zeros(2, 4, dtype=torch.float64), -1, 2)["a"].dtype == torch.float64
     with torch.no_grad():
         assert not lines.meeting(torch.zeros(2, 4), -1, 2)["a"].requires_grad
     assert lines.meeting(torch.zeros(2, 4), -1, 2)["a"].requires_grad
+    assert lines.meeting(torch.zeros(2, 5, 4), -1, 2) is None and lines.meeting(torch.zeros(2, 4, 5), 1, 2) is None
+    assert made(False).meeting(torch.zeros(2, 5, 4), -1, 2)["a"].shape == (2, 1, 4)
+    assert made(True).meeting(torch.zeros(2, 4, 5), 1, 2)["a"].shape == (2, 4, 1)
+    assert made(True).meeting(torch.zeros(2, 4, 5, 5), 1, 2)["a"].shape == (2, 4, 1, 1)
+    assert made(True).meeting(torch.zeros(2, 4), -1, 2) is None

@@ -82,18 +82,23 @@ class Drawn(NamedTuple):
 
 class Lines:
     """Factors and biases of all layers, (n, sum of widths) and the width of each by its name, shaped for kinds of
-    inputs: once for all layers, where each would take several views of its own.
+    inputs: once for all layers, where each would take several views of its own. For layers whose channels come second,
+    or last, and inputs of as many dimensions as the first: lines that nobody asks for cost, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, second: bool) -> None:
+        self.second, self.dims = second, 0
         self.wholes: list[tuple[Tensor, dict[Any, int]]] = []
         self.made: dict[Any, dict[Any, Tensor]] = {}
 
-    def meeting(self, x: Tensor, channel_dim: int, rows: int) -> dict[Any, Tensor]:
-        """Lines by name that meet an input with so many rows first and its channels second or last."""
+    def meeting(self, x: Tensor, channel_dim: int, rows: int) -> dict[Any, Tensor] | None:
+        """Lines by name that meet an input with so many rows first; None for other inputs than those they are for."""
         dims, second = x.dim(), channel_dim == 1 and x.dim() > 2
+        if second != self.second or self.dims not in (0, dims):
+            return None
+        self.dims = dims
         # What is made without a graph, in a checkpoint's forward say, is not for those who need one.
-        kind = dims, second, rows, x.dtype, torch.is_grad_enabled()
+        kind = rows, x.dtype, torch.is_grad_enabled()
         if kind not in self.made:
             self.made[kind] = {}
             for whole, widths in self.wholes:
@@ -143,6 +148,10 @@ class Alike:
         self.factors: list[tuple[Factor, Factor]] = [(p.r, p.s) for p in posteriors]
         self.families: list[list[Factor]] = grouped([f for pair in self.factors for f in pair], lambda f: f.family)
         self.random = [family for family in self.families if family[0].family is not Point]
+        # Whether channels come second in most layers, or last; of layers with several matrices neither counts.
+        alone = [p.layer for p in posteriors if p.layer is not None and len(p.layer.posterior) == 1]
+        second = [layer.bayes_channel_dim == 1 for layer in alone]
+        self.second = next((s for s in (True, False) if 4 * second.count(s) >= 3 * len(posteriors)), None)
         self.width = sum(f.channels for pair in self.factors for f in pair)
         self.widths = {family[0].family: {f: f.channels for f in family} for family in self.families}
         biased = [p for p in posteriors if p.bias is not None]
@@ -158,7 +167,7 @@ class Alike:
         drawn: dict[Factor, Any] = {}
         even = count == current.rows or (current.rows % count == 0 and current.rows * self.width < _FEW)
         plain = even and not (seeded or lead.additive or lead.r.rank > 1 or torch.compiler.is_compiling())
-        lines = Lines() if plain else None
+        lines = Lines(self.second) if plain and self.second is not None else None
         for family in self.families:
             values = self._seeded(family, current, spread) if seeded else self._values(family, current, spread, lines)
             drawn |= zip(family, values, strict=True)

@@ -186,9 +186,11 @@ class Rank1Posterior(WeightPosterior):
         # Rows come first, all that the pass has, and are too few for kernels.
         if every is not None and linear.batch_dim == 0 and x.shape[0] == current.rows and x.numel() < LARGE:
             lines = every.meeting(x, linear.channel_dim, current.rows)
-            y = linear.op(x * lines[self.s], linear.weight, None)
-            lines = lines if y.dtype == x.dtype else every.meeting(y, linear.channel_dim, current.rows)
-            return y * lines[self.r] + lines[self.key] if drawn.own is not None else y * lines[self.r]
+            if lines is not None:
+                y = linear.op(x * lines[self.s], linear.weight, None)
+                if y.dtype != x.dtype:
+                    lines = every.meeting(y, linear.channel_dim, current.rows) or lines
+                return y * lines[self.r] + lines[self.key] if drawn.own is not None else y * lines[self.r]
         combine: Callable[[Any, Any], Any] = operator.add if self.additive else operator.mul
         # Eq. 1: y = (W (x o s)) o r + b, averaged over the p products
         apply = linear.modulated if drawn.s.dim() == 2 else linear.averaged
