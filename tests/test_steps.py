@@ -150,3 +150,14 @@ def test_lines_are_shaped_anew_for_every_kind_of_input() -> None:
     assert made(True).meeting(torch.zeros(2, 4, 5), 1, 2)["a"].shape == (2, 4, 1)
     assert made(True).meeting(torch.zeros(2, 4, 5, 5), 1, 2)["a"].shape == (2, 4, 1, 1)
     assert made(True).meeting(torch.zeros(2, 4), -1, 2) is None
+
+
+def test_held_draws_meet_no_rows_and_any_number_of_them() -> None:
+    net = sb.bayesianize(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), sb.Rank1(members=3))
+    with sb.frozen(net, draws=2):
+        whole = torch.randn(12, 4)
+        first = sb.sample(net, whole[:6])
+        for rows in (0, 1, 5, 12):
+            found = sb.sample(net, whole[:rows])
+            assert found.shape == (6, rows, 3) and net(whole[:rows]).shape == (rows, 3)
+            torch.testing.assert_close(found[:, :6], first[:, :rows])

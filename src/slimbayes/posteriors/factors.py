@@ -104,7 +104,7 @@ class Lines:
             for whole, widths in self.wholes:
                 lines = whole if whole.dtype == x.dtype else whole.to(x.dtype)
                 if lines.shape[0] != rows:
-                    lines = lines.unsqueeze(1).expand(-1, rows // lines.shape[0], -1).reshape(rows, -1)
+                    lines = lines.unsqueeze(1).expand(-1, rows // lines.shape[0], -1).reshape(rows, lines.shape[1])
                 for _ in range(dims - 2):
                     lines = lines.unsqueeze(-1 if second else 1)
                 parts = lines.split_with_sizes(list(widths.values()), 1 if second else -1)
