@@ -1,5 +1,5 @@
-"""The kept records of CIFAR-10's runs, what pages show of them, and the attempts of experiments/cifar10/moonshot.yaml:
-their table, and whether one reaches a deep ensemble."""
+"""The kept records of runs on CIFAR-10 and CIFAR-100, what pages show of them, and the attempts of moonshot.yaml in
+experiments/cifar10: their table, and whether one reaches a deep ensemble."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from slimbayes.report.record import Record, read, write
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "cifar10"
+HUNDRED = ROOT / "results" / "cifar100"
 CONFIG = ROOT / "experiments" / "cifar10" / "methods.yaml"
 PLAIN, SMALL = "plain", 0.02  # the share of parameters that a method may add and still be of the plain network's size
 Scores = dict[int, dict[str, float]]  # by seed
@@ -40,24 +41,25 @@ def methods(records: Sequence[Record]) -> dict[str, Scores]:
     return found
 
 
-def take(folder: Path, results: Path = RESULTS) -> None:
-    """Keep the records of finished runs, <table>/<run>/record.json, as results/cifar10/<table>/<name>-<seed>.json.
+def take(folder: Path, results: Path = RESULTS.parent) -> None:
+    """Keep the records of finished runs, <table>/<run>/record.json, as results/<data>/<table>/<name>-<seed>.json.
 
     Their commands name folders from runs/ on, and data by its folder's name: others run them elsewhere.
     """
     for file in sorted(folder.glob("**/record.json")):
-        record, kept = read(file), results / file.parents[1].name
+        record = read(file)
+        kept = results / record.data / file.parents[1].name
         kept.mkdir(parents=True, exist_ok=True)
         told = [re.sub(r"(?<!\S)[/~]\S*?(runs/\S+|[^/\s]+)(?!\S)", r"\1", line) for line in record.commands]
         slug = re.sub(r"[^a-z0-9.]+", "-", record.name.lower())
         write(kept / f"{slug}-{record.seed}.json", record.model_copy(update={"commands": told}))
 
 
-def kept_records() -> list[Record]:
+def kept_records(results: Path = RESULTS) -> list[Record]:
     """Records of methods.yaml, in the order of its rows, then by seed."""
     rows = row_names(read_tree(CONFIG))
     order = {load(f"{CONFIG}#{row}").name: place for place, row in enumerate(rows)}
-    records = [read(file) for file in sorted((RESULTS / "methods").glob("*.json"))]
+    records = [read(file) for file in sorted((results / "methods").glob("*.json"))]
     return sorted(records, key=lambda record: (order.get(record.name, len(order)), record.seed))
 
 

@@ -130,7 +130,7 @@ class Trial:
         recorded = compiled and device.type == "cuda"
         self.optimizer = torch.optim.Adam(trained, lr=1e-4, fused=True, capturable=recorded)
         # Sizes change between variants only: dynamic=False keeps later ones' sizes from being symbolic.
-        compiler = partial(torch.compile, dynamic=False) if compiled else lambda f: f
+        compiler = partial(sb.compiled if variant.ours else torch.compile, dynamic=False) if compiled else lambda f: f
         self.call = self.model
         if compiled:  # rows are located on real inputs: not while the compiler traces
             with torch.no_grad(), self.autocast:
@@ -174,7 +174,7 @@ def settle() -> None:
     """What the compiler needs for many variants of one code."""
     # All variants share the code that is compiled, and each adds two versions; past the default 8 they run eagerly.
     torch._dynamo.config.recompile_limit = 64
-    # torch 2.11 fails an assertion of its own where this fuses batch norm's sums over rows with a factor's.
+    # torch 2.11 fails an assertion of its own where this fuses batch norm's sums over rows with a rival's factors.
     if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
         torch._inductor.config.triton.mix_order_reduction = False
 

@@ -1,6 +1,6 @@
-"""CIFAR-10's main table: README.md, docs/cifar10.svg and experiments/cifar10/README.md from the records of its runs.
+"""CIFAR's main tables: README.md, docs/cifar10.svg and experiments/cifar10/README.md from the records of their runs.
 
-python benchmarks/main_table.py               from results/cifar10/{methods,tune,moonshot}
+python benchmarks/main_table.py               from results/cifar10/{methods,tune,moonshot} and results/cifar100/methods
 python benchmarks/main_table.py take FOLDER   the same, after taking records from run directories in that folder
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from cells import between
 from cifar_records import (
     CONFIG,
+    HUNDRED,
     PLAIN,
     RESULTS,
     ROOT,
@@ -35,6 +36,7 @@ from slimbayes.report.record import Record
 
 MARKS = ("<!-- results -->\n", "<!-- /results -->\n")
 COMMAND = 'slimbayes sweep experiments/cifar10/methods.yaml --over "seed=[0, 1, 2, 3, 4]" --jobs 8'
+COMMAND_100 = f"{COMMAND} --set data.name=cifar100 --set evaluate.ood=[cifar10] --set evaluate.shift=[]"
 ENSEMBLE = "deep ensemble"
 FEWEST = 3  # seeds that can decide anything
 # Of a column: the score, its title, what it is multiplied by, decimals, and whether less is better.
@@ -70,11 +72,12 @@ def costs(results: Path = RESULTS) -> dict[str, float]:
 
 
 def table(found: Mapping[str, Scores], cost: Mapping[str, float]) -> list[str]:
-    heads = ["method", "more parameters", *(["cost"] if cost else []), *(column[1] for column in COLUMNS), "seeds"]
+    shown = [column for column in COLUMNS if any(column[0] in one for mine in found.values() for one in mine.values())]
+    heads = ["method", "more parameters", *(["cost"] if cost else []), *(column[1] for column in shown), "seeds"]
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for name, mine in found.items():
         cells = []
-        for score, _, unit, digits, less in COLUMNS:
+        for score, _, unit, digits, less in shown:
             values = [one[score] * unit for one in mine.values() if score in one]
             mark = {True: " +", False: " -", None: ""}[better(found, name, score, less)]
             cells.append(f"{mean(values):.{digits}f}{mark}" if values else "")
@@ -125,8 +128,11 @@ def _against_ensemble(found: Mapping[str, Scores]) -> list[str]:
     ]
 
 
-def block(records: Sequence[Record], cost: Mapping[str, float] | None = None, longer: Sequence[Record] = ()) -> str:
-    """What stands between README's marks; `longer` are the attempts of moonshot.yaml."""
+def block(
+    records: Sequence[Record], cost: Mapping[str, float] | None = None, longer: Sequence[Record] = (),
+    hundred: Sequence[Record] = (),
+) -> str:  # fmt: skip
+    """What stands between README's marks; `longer` are the attempts of moonshot.yaml, `hundred` runs on CIFAR-100."""
     found, cost = methods(records), costs() if cost is None else cost
     if PLAIN not in found:
         return f"The table of all methods on CIFAR-10 at equal cost has no records yet: `{COMMAND}`.\n"
@@ -141,6 +147,8 @@ def block(records: Sequence[Record], cost: Mapping[str, float] | None = None, lo
         "", *table(found, cost), "",
         "![NLL of every method on clean and corrupted images](docs/cifar10.svg)", "",
         f"{reading(found)} {summit(longer)}".strip(), "",
+        *([f"**The same settings on CIFAR-100** ([table](experiments/cifar10/README.md)). "
+           f"{reading(methods(hundred))}", ""] if hundred else []),
         f"What the papers claim and what came out here: [docs/reproduction.md](docs/reproduction.md), "
         f"generated, as is this: `{COMMAND}`, then `make reproduction`.",
     ]  # fmt: skip
@@ -164,8 +172,21 @@ def cifar_page(results: Path = RESULTS) -> str:
     if kept["tune"]:
         shown = compare(kept["tune"], on="validation", metrics=["nll", "accuracy", "ece"]).to_markdown()
         parts.append(f"Candidates of tune.yaml, by validation rows:\n\n{shown}")
-    parts.append(attempts(kept_attempts(results)))
+    parts += [hundred_page(kept_records(results.parent / HUNDRED.name)), attempts(kept_attempts(results))]
     return "\n".join(parts) + "\n"
+
+
+def hundred_page(records: Sequence[Record]) -> str:
+    """The same methods on CIFAR-100."""
+    found = methods(records)
+    if PLAIN not in found:
+        return f"There are no records of CIFAR-100 yet: `{COMMAND_100}`\n"
+    return "\n".join([
+        f"**CIFAR-100.** Every setting is the one chosen on CIFAR-10, {_budget(records)} plain epochs' cost, none was "
+        f"chosen on CIFAR-100; OOD: CIFAR-10's test images. + and -: better or worse than plain beyond noise. "
+        f"`{COMMAND_100}`",
+        "", *table(found, {}), "", reading(found),
+    ]) + "\n"  # fmt: skip
 
 
 def figure(found: Mapping[str, Scores]) -> str:
@@ -207,7 +228,7 @@ def main(words: Sequence[str]) -> None:
     if words[:1] == ["take"]:
         take(Path(words[1]))
     records = kept_records()
-    shown = block(records, longer=kept_attempts())
+    shown = block(records, longer=kept_attempts(), hundred=kept_records(HUNDRED))
     for file, middle in ((ROOT / "README.md", shown), (CONFIG.with_name("README.md"), cifar_page())):
         file.write_text(between(file.read_text(), MARKS, middle))
     if records:

@@ -156,11 +156,19 @@ def _profile(work: Callable[[], Any], device: torch.device) -> dict[str, Any]:
         work()
         if cuda:
             torch.cuda.synchronize()
-    kind = DeviceType.CUDA if cuda else DeviceType.CPU
-    events = [e for e in found.key_averages() if e.device_type == kind and not getattr(e, "is_user_annotation", False)]
-    if not cuda:
-        return {"kernels": sum(e.count for e in events if e.key.startswith("aten::"))}
-    longest = sorted(events, key=lambda e: -e.self_device_time_total)[:8]
+    if cuda:
+        return kernels(found)
+    events = [e for e in found.key_averages() if e.device_type == DeviceType.CPU]
+    return {"kernels": sum(e.count for e in events if e.key.startswith("aten::"))}
+
+
+def kernels(found: torch.profiler.profile, shown: int = 8) -> dict[str, Any]:
+    """What a profile that has ended saw on the GPU."""
+    events = [
+        e for e in found.key_averages()
+        if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)
+    ]  # fmt: skip
+    longest = sorted(events, key=lambda e: -e.self_device_time_total)[:shown]
     return {
         "busy_ms": sum(e.self_device_time_total for e in events) / 1e3,
         "kernels": sum(e.count for e in events),

@@ -12,9 +12,58 @@ MUTATIONS = [
     # Passes and calls.
     Mutation(
         "draws-share-inputs",
-        "more, options = own((args, kwargs) if tile else",
-        "more, options = ((args, kwargs) if tile else",
+        "more, options = own((args, mine) if tile else",
+        "more, options = ((args, mine) if tile else",
         "test_strangers.py -k write_into",
+    ),
+    Mutation(
+        "cache-of-draw-0",
+        "value.of(j) if isinstance(value, NotJoined)",
+        "value.of(0) if isinstance(value, NotJoined)",
+        "test_strange_outputs.py -k with_a_cache",
+    ),
+    Mutation(
+        "objects-fold",
+        "cached = layout.objects or any(",
+        "cached = any(",
+        "test_strange_outputs.py -k objects_of_somebody",
+    ),
+    Mutation(
+        "some-of-the-rows",
+        "(x.shape[found] % self.rows and (key, x.dim()) not in self.layout.joined)",
+        "False",
+        "test_strange_outputs.py -k some_of_the_rows",
+    ),
+    Mutation(
+        "trials-leave-hooks",
+        "            held.pop(number, None)",
+        "            pass",
+        "test_strange_outputs.py -k hidden_states",
+    ),
+    Mutation("rowless-of-member-0", "objects.append(f", "str(f", "test_strange_outputs.py -k began_alike"),
+    Mutation(
+        "members-at-once-forget",
+        "alone = current.layout.keeps or _needs_loop",
+        "alone = _needs_loop",
+        "test_strange_outputs.py -k at_once_keep",
+    ),
+    Mutation(
+        "norms-of-all-draws",
+        "if evaluates and mean is None:",
+        "if evaluates and mean is not None:",
+        "test_strange_outputs.py -k running_statistics",
+    ),
+    Mutation(
+        "reruns-find-own-weights",
+        "held = found.substitutes  #",
+        "held = found.substitutes = found.substitutes.copy()  #",
+        "test_strange_outputs.py -k other_types",
+    ),
+    Mutation(
+        "methods-draw-anew",
+        "if not needs_rows(self.posteriors):",
+        "if False:",
+        "test_strange_outputs.py -k has_one_draw",
     ),
     Mutation(
         "outputs-cut-anywhere",

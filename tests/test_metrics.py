@@ -678,7 +678,8 @@ def test_coverage() -> None:
     assert value(sm.IntervalCoverage(0.8), values, target) == pytest.approx(inside)
     assert value(sm.IntervalCoverage(0.8), (torch.tensor(low), torch.tensor(high)), target) == pytest.approx(inside)
     pred = sb.Prediction.from_outputs(values, "gaussian")
-    assert value(sm.IntervalCoverage(0.8), pred, target) == pytest.approx(inside)
+    with pytest.warns(sb.SlimbayesWarning, match="no observation noise"):
+        assert value(sm.IntervalCoverage(0.8), pred, target) == pytest.approx(inside)
     y = torch.randn(20_000, dtype=torch.float64)
     for level in (0.5, 0.9, 0.99):
         assert value(sm.IntervalCoverage(level), torch.zeros(1, len(y)), y, 1.0) == pytest.approx(level, abs=0.015)

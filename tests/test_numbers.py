@@ -260,6 +260,7 @@ class Cut(nn.Module):
         return str(self.classes)
 
 
+@pytest.mark.filterwarnings("ignore:slimbayes runs this model draw by draw")
 def test_stack_refuses_unequal_members() -> None:
     x, y = torch.randn(8, 2), torch.randint(2, (8,))
     with pytest.raises(ValueError, match="members that predict in one shape"):

@@ -240,6 +240,7 @@ def test_weighted_interval_of_a_known_mixture() -> None:
     assert high.mean().item() == pytest.approx(quantile(0.95), abs=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:This prediction has no observation noise")
 def test_an_outlier_of_tiny_weight_does_not_move_the_interval() -> None:
     """Stacking gives unhelpful members weights like 1e-12; they must not reach in by interpolation."""
     outputs = torch.tensor([[-1e6], [0.0], [1.0]], dtype=torch.float64)

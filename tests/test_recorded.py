@@ -252,3 +252,37 @@ def test_moments_that_were_loaded_are_recorded_anew(recordings: list[Replayed]) 
     optimizer.load_state_dict(saved)
     call(x)
     assert len(recordings) == 2 and optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.25
+
+
+# sb.compiled
+
+
+def test_compiled_is_torchs_compiler_with_settings_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda model, **how: told.append(how) or model)
+    net = nn.Linear(2, 2)
+    assert sb.compiled(net, dynamic=False) is net and told[-1]["dynamic"] is False
+    known = torch._inductor.list_options()
+    assert told[-1]["options"]["realize_reads_threshold"] > 4 and set(told[-1]["options"]) <= set(known)
+    sb.compiled(net, mode="max-autotune", options={"realize_reads_threshold": 5})
+    assert told[-1]["options"]["realize_reads_threshold"] == 5 and told[-1]["options"]["max_autotune"] is True
+    with pytest.raises(ValueError, match="call torch.compile for 'eager'"):
+        sb.compiled(net, backend="eager")
+
+
+@on_gpu
+def test_compiled_networks_have_the_values_and_gradients_of_plain_ones() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2)
+    )
+    net = sb.bayesianize(net, sb.Rank1(members=2, mean_init=sb.Normal(1.0, 0.5))).cuda()
+    x, found = torch.randn(6, 3, 8, 8, device="cuda"), []
+    for call in (net, sb.compiled(net, dynamic=False)):
+        torch.manual_seed(1)
+        out = sb.sample(call, x, rows="split")
+        net.zero_grad()
+        out.square().sum().backward()
+        found.append([out.detach(), *(p.grad for p in net.parameters())])
+    for own, fast in zip(*found, strict=True):
+        torch.testing.assert_close(fast, own, rtol=1e-3, atol=1e-3)

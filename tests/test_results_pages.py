@@ -112,7 +112,13 @@ def test_readme_and_the_page_of_cifar10_are_made_of_the_records() -> None:
     records = main_table.kept_records()
     readme, page = (ROOT / "README.md").read_text(), (METHODS.parent / "README.md").read_text()
     assert (
-        main_table.between(readme, main_table.MARKS, main_table.block(records, longer=main_table.kept_attempts()))
+        main_table.between(
+            readme,
+            main_table.MARKS,
+            main_table.block(
+                records, longer=main_table.kept_attempts(), hundred=main_table.kept_records(main_table.HUNDRED)
+            ),
+        )
         == readme
     )
     assert main_table.between(page, main_table.MARKS, main_table.cifar_page()) == page
@@ -135,6 +141,12 @@ def test_the_table_marks_what_differs_from_plain_beyond_noise() -> None:
     assert "ones noisy is best (0.900, plain 1.000). Better than plain beyond noise: noisy. Worse: rank-1." in text
     assert "4 seeds" in text and "cost of 40 epochs" in text
     assert "no records yet" in main_table.block([], {})
+    unshifted = [r.model_copy(update={"evaluations": [e for e in r.evaluations if e.role != "shift"]}) for r in records]
+    page = main_table.hundred_page(unshifted)
+    assert "CIFAR-10H" not in page and "CIFAR-10H" in main_table.hundred_page(records)
+    assert "| rank-1 | 1.0% | 0.415 + | 90.00 |" in page and "clean images rank-1 is best (0.415" in page
+    assert "The same settings on CIFAR-100" in main_table.block(records, {}, hundred=records)
+    assert "no records of CIFAR-100" in main_table.hundred_page([])
     drawn = main_table.figure(main_table.methods(records))
     assert drawn.count("<circle") == 6 and ">rank-1</text>" in drawn and ">0.90</text>" in drawn
     assert "Not judged" not in text and "deep ensemble" not in text
@@ -197,7 +209,7 @@ def test_records_are_taken_from_run_directories_without_the_folders_of_their_mac
     )
     (run / "record.json").write_text(made.model_dump_json())
     main_table.take(tmp_path / "from", tmp_path / "to")
-    kept = read(tmp_path / "to" / "methods" / "rank-1-normal-3.json")
+    kept = read(tmp_path / "to" / "cifar10" / "methods" / "rank-1-normal-3.json")
     assert kept.seed == 3
     assert kept.commands == ["slimbayes fit runs/methods/a/config.yaml --out runs/methods/a --data-dir data"]
 

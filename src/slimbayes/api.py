@@ -90,5 +90,6 @@ from slimbayes.train.optim import l2 as l2
 from slimbayes.train.optim import param_groups as param_groups
 from slimbayes.train.precision import OutputPrecision as OutputPrecision
 from slimbayes.train.precision import shared_precision as shared_precision
+from slimbayes.train.recorded import compiled as compiled
 from slimbayes.train.recorded import recorded as recorded
 from slimbayes.train.targets import check_targets as check_targets

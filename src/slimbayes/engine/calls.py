@@ -9,19 +9,20 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from slimbayes.engine import noise, passes
-from slimbayes.engine.layout import Layout, stack_draws
+from slimbayes.engine.layout import Layout, check_caches, stack_draws
 from slimbayes.engine.locate import batch_dim_of as batch_dim_of
 from slimbayes.engine.locate import call_outside, check_size, latest_of
 from slimbayes.engine.locate import layout_of as layout_of
 from slimbayes.engine.modules import planned
 from slimbayes.engine.passes import Pass, Unproven
-from slimbayes.engine.tree import arrays_of, fresh, padded
+from slimbayes.engine.tree import NotJoined, arrays_of, fresh, is_cache, padded
 from slimbayes.errors import SlimbayesWarning
 
 Fold = Literal["auto"] | bool
@@ -55,7 +56,15 @@ class Scope(Pass):
         """The pass for one call inside."""
         if self.whole and rows and self.rows and rows % self.rows == 0:
             rows = self.rows
+        if not needs_rows(self.posteriors):
+            layout = replace(layout, apart=False)  # one draw for all, however many rows the parts are called with
         if self.inner is None or self.inner.spent or (self.inner.rows != rows and self.inner.draws is None):
+            if self.inner is not None and not self.inner.spent and layout.apart:
+                said = (
+                    f"A method of {type(self.module).__name__} calls its parts with {self.inner.rows} and {rows} rows, "
+                    f"which share out draws in other ways: hold one for all, with frozen(model, draws=1)."
+                )
+                warnings.warn(said, SlimbayesWarning, stacklevel=6)
             self.inner = _bare_pass(self.posteriors, rows, layout, self.first)
         if self.whole and self.inner.draws is None and not layout.apart and rows > 1:
             raise ValueError(
@@ -99,6 +108,7 @@ def _open(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: An
     if torch.compiler.is_compiling() and needs_rows(posteriors) and latest_of(module, posteriors) is None:
         return call_outside(module, args, kwargs)  # the compiler sees the next call, which it can take whole
     layout = layout_of(module, args, kwargs, posteriors) if needs_rows(posteriors) else None
+    check_caches(kwargs)
     rows = 1
     if layout is not None:
         rows = layout.rows((args, kwargs))
@@ -174,7 +184,13 @@ def _within(held: Pass, module: nn.Module, function: Callable[..., Any], args: A
             what = f"of the {held.draws} draws that are held this call uses the first; sample(model, ...) runs all"
             tell(layout, what)
         new = held.view(rows, layout) if layout.apart else held.single(0, layout if layout.folds else None)
-    return finish(new, posteriors, function, args, kwargs)
+    try:
+        return finish(new, posteriors, function, args, kwargs)
+    except Unproven as error:
+        if isinstance(held, Scope):
+            raise ValueError(f"{error}: hold one draw for all rows, with frozen(model, draws=1).") from error
+        unfold(layout, error)
+        return _within(held, module, function, args, kwargs)
 
 
 def notice(posteriors: Sequence[Any], done: Pass, function: Any = None) -> None:
@@ -229,7 +245,8 @@ def draw_all(
     if rows:
         copies = 1 if split or fold is False else min(total, at_once or total)
         check_size(model, (args, kwargs), posteriors, layout, copies)
-    cached = any(hasattr(value, "get_seq_length") for value in kwargs.values())  # it has one draw's rows
+    check_caches(kwargs, total if held is not None else None)
+    cached = layout.objects or any(map(is_cache, kwargs.values()))  # each has one draw's rows
     folds = layout.folds and fold is not False and rows > 0 and not cached
     if fold is True and total > 1 and not layout.folds and rows > 0:
         raise ValueError(
@@ -271,9 +288,10 @@ def run_draws(
         new.layout = layout
         more, options = layout.tile((args, kwargs), total) if tile and total > 1 else own((args, kwargs))
         return layout.split(finish(new, posteriors, model, more, options), total, max(new.rows // total, 1))
-    known, rows, parts = layout if layout.folds else None, new.rows // total, []
+    known, rows, parts = layout if layout.folds or layout.apart else None, new.rows // total, []
     for j in new.lasting.each(model, total) if layout.keeps and total > 1 else range(total):
-        more, options = own((args, kwargs) if tile else layout.narrow((args, kwargs), j * rows, rows))
+        mine = {name: value.of(j) if isinstance(value, NotJoined) else value for name, value in kwargs.items()}
+        more, options = own((args, mine) if tile else layout.narrow((args, mine), j * rows, rows))
         parts.append(finish(new.single(j, known), posteriors, model, more, options))
     return stack_draws(parts)
 

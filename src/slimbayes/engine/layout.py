@@ -4,18 +4,35 @@ folded by it. Which inputs may hold rows, and where, are guesses that the proof 
 Sizes: S draws, B rows of the caller's batch.
 """
 
-from collections.abc import Iterator, Sequence
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 
 from slimbayes.engine.passes import Unproven
-from slimbayes.engine.tree import arrays_of, index_rows, map_arrays, padded, tree_map
+from slimbayes.engine.tree import (
+    NotJoined,
+    alike,
+    arrays_of,
+    attributes_of,
+    index_rows,
+    is_cache,
+    leaves_of,
+    map_arrays,
+    padded,
+    tree_map,
+    vars_of,
+)
+from slimbayes.errors import SlimbayesWarning
 
 Dims = tuple[int | None, ...]
+UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run again
 PACKED = "A packed output has no axis for draws: unpack it inside the model, with pad_packed_sequence."
 
 
@@ -31,6 +48,7 @@ class Layout:
         lead: number and dimension of an input that tells how many rows there are.
         dims: by layer and number of dimensions of its input, where that holds rows; -1 for a single row that stands for
             all.
+        joined: of these, what has no entries of its own for each row, as of pairs of rows that became one.
         arguments: the same for all arguments and outputs of modules that run as a whole.
         ahead: modules (by identity) that run before any draw is used, with the dimensions of their inputs and outputs.
         made: how many rows the proof had, and the shapes of its outputs.
@@ -41,6 +59,7 @@ class Layout:
         most: rows and numbers of the largest inputs for which layers were seen to be called alike.
         calls: how many used it after the one it was proven for.
         keeps: a call leaves something in the modules for the next.
+        objects: outputs are, or hold, objects of somebody's, of which each draw has its own.
     """
 
     folds: bool = False
@@ -50,6 +69,7 @@ class Layout:
     outputs: Dims = ()
     lead: tuple[int, int] | None = None
     dims: dict[tuple[str, int], int] = field(default_factory=dict)
+    joined: set[tuple[str, int]] = field(default_factory=set)
     arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = field(default_factory=dict)
     ahead: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
     made: tuple[int, list[tuple[int, ...]]] = (1, [])
@@ -61,6 +81,7 @@ class Layout:
     most: tuple[int, ...] = (0, 0)
     calls: int = 0
     keeps: bool = False
+    objects: bool = False
 
     def rows(self, inputs: Any) -> int:
         """How many rows these inputs have; 1 where nothing holds rows."""
@@ -134,6 +155,10 @@ class Layout:
         """
         if len(arrays_of(outputs)) != len(self.outputs):
             raise Unproven("the model returned other tensors than when its rows were located")
+        if draws > 1 and not isinstance(outputs, Tensor) and any(map(is_cache, leaves_of(outputs))):
+            outputs = tree_map(
+                lambda leaf: NotJoined([leaf], draws) if hasattr(leaf, "get_seq_length") else leaf, outputs
+            )
 
         def split(i: int, leaf: Any) -> Any:
             dim, (before, shapes) = self.outputs[i], self.made
@@ -159,7 +184,7 @@ def stack_draws(parts: list[Any]) -> Any:
         if isinstance(leaves[0], PackedSequence):
             raise ValueError(PACKED)
         if not isinstance(leaves[0], Tensor):
-            return leaves[0]
+            return _joined(leaves)
         shapes = {tuple(leaf.shape) for leaf in leaves}
         if len(shapes) > 1:
             raise ValueError(
@@ -169,6 +194,51 @@ def stack_draws(parts: list[Any]) -> Any:
         return torch.stack(leaves)
 
     return tree_map(stack, *parts)
+
+
+def check_caches(kwargs: Mapping[str, Any], total: int | None = None) -> None:
+    """Refuse caches of other draws than the `total` ones that are held, or warn where they may be others'."""
+    for name, value in kwargs.items() if not torch.compiler.is_compiling() else ():
+        if isinstance(value, NotJoined) and value.draws != total:
+            raise ValueError(
+                f"{name} belongs to the {value.draws} draws that filled it: call sample for all steps inside one `with "
+                f"frozen(model):`, with fold=False where members are copies."
+            )
+        if total is None and hasattr(type(value), "get_seq_length") and value.get_seq_length() > 0:
+            warnings.warn(
+                f"{name} was filled by an earlier call, which had other draws than this one: take all steps inside one "
+                f"`with frozen(model):`, or call generate.",
+                SlimbayesWarning,
+                stacklevel=7,
+            )
+
+
+def _joined(leaves: Sequence[Any]) -> Any:
+    """What draws returned that is no tensor: one for all if they are the same, (S,) of numbers, objects with all that
+    they hold stacked.
+    """
+    first, held = leaves[0], [attributes_of(leaf) for leaf in leaves]
+    if isinstance(first, UNORDERED):
+        raise ValueError(f"Draws gave a {type(first).__name__} each, which cannot be stacked: return a tuple or list.")
+    array = hasattr(type(first), "__array__")
+    if alike(leaves) and not array and (len(leaves) > 1 or not held[0]):
+        return first
+    if array or isinstance(first, (int, float)):
+        return torch.stack([torch.as_tensor(leaf) for leaf in leaves])
+    batch = first._batch_shape if isinstance(first, Distribution) else torch.Size()
+    stacks = all(v.shape[: len(batch)] == batch for one in held for v in one.values() if isinstance(v, Tensor))
+    if not held[0] or not stacks or any(one.keys() != held[0].keys() for one in held):
+        return NotJoined(leaves)
+    new = copy.copy(first)
+    for name in held[0]:
+        value = stack_draws([one[name] for one in held])
+        if isinstance(new, (Mapping, list)):
+            new[name] = value  # type: ignore[index]
+        if not isinstance(new, (Mapping, list)) or name in vars_of(new):  # mappings may have items as attributes, too
+            vars(new)[name] = value
+    if isinstance(first, Distribution):
+        new._batch_shape = torch.Size([len(leaves), *batch])
+    return new
 
 
 def hypotheses(inputs: Any, batch_dim: int | None) -> Iterator[Layout]:

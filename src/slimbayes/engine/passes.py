@@ -169,10 +169,11 @@ class Pass:
             if self.draws == 1 and not self.rowwise:
                 return 0
             raise Unproven(f"a layer met an input of {x.dim()} dimensions, unlike those that its rows were located in")
-        if found >= 0 and x.shape[found] == 1 and not same(self.rows, 1):
-            if found > 0:
-                raise Unproven("a layer met a single row where it had many when its rows were located")
-            return -1
+        if found >= 0 and not same(x.shape[found], self.rows) and not torch.compiler.is_compiling():
+            if self.draws == 1 and not self.rowwise:
+                return found
+            if x.shape[found] == 1 or (x.shape[found] % self.rows and (key, x.dim()) not in self.layout.joined):
+                raise Unproven(f"a layer met {x.shape[found]} of {self.rows} rows, where it had all when located")
         return found
 
 

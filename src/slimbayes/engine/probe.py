@@ -15,7 +15,7 @@ from slimbayes.engine import passes
 from slimbayes.engine.layout import Dims
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.state import Change
-from slimbayes.engine.tree import arrays_of, map_arrays, padded
+from slimbayes.engine.tree import arrays_of, attributes_of, leaves_of, map_arrays, padded
 
 
 class Mixed(Exception):
@@ -55,6 +55,7 @@ class Probe(passes.Pass):
         self.shapes_ahead: dict[int, tuple[list[Any], list[Any] | None]] = {}
         self.inside: list[str] = []  # keys of modules whose own forward is under way
         self.changes: Change = {}  # what modules kept of the run
+        self.objects = False  # whether outputs hold objects of somebody's
 
     @contextmanager
     def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -109,12 +110,13 @@ class Probe(passes.Pass):
             if self.before is not None:
                 self._compare(here, next(iter(self.before.visits[place:]), None), arrays)
             self.inside.append(layer.bayes_key)
-            start, self.quiet.muted = len(self.quiet.reads), False
+            start, evaluates, self.quiet.muted = len(self.quiet.reads), self.quiet.evaluates, False
+            self.quiet.evaluates = evaluates and not any(hasattr(p, "own_statistics") for p in layer.posteriors())
             try:
                 out = layer.plain_forward(args, kwargs)
             finally:
                 self.inside.pop()
-                self.quiet.muted = True
+                self.quiet.evaluates, self.quiet.muted = evaluates, True
             here.reads = self.quiet.reads[start:]
             here.outputs = [tuple(padded(leaf).shape) for leaf in arrays_of(out)]
             if self.before is None:
@@ -122,6 +124,8 @@ class Probe(passes.Pass):
             earlier = self.before.visits[place]
             if self.taint is None:
                 here.out_dims = [doubled(a, b, here.name) for a, b in zip(earlier.outputs, here.outputs, strict=True)]
+                if hasattr(layer, "copied_names"):
+                    self._refuse_unshared(here, out, arrays)
                 return out
             if hasattr(layer, "copied_names") and here.reads != earlier.reads:
                 # Members see only their own rows: what one reads from all rows it would read from fewer.
@@ -129,6 +133,16 @@ class Probe(passes.Pass):
             return self._tainted(out, earlier, here)
         finally:
             self.quiet.muted = False
+
+    def _refuse_unshared(self, here: Visit, out: Any, inputs: list[Tensor]) -> None:
+        """Each member makes its own of objects, and of what has no rows, such as a bias for all positions."""
+        given, outputs = {a.data_ptr() for a in inputs}, arrays_of(out)
+        objects = [type(leaf).__name__ for leaf in leaves_of(out) if attributes_of(leaf)]
+        for leaf, dim in zip(map(padded, outputs), here.out_dims, strict=True):
+            if dim is None and leaf.is_floating_point() and leaf.numel() and leaf.data_ptr() not in given:
+                objects.append(f"{tuple(leaf.shape)} without rows")
+        if objects:
+            raise Mixed(f"{here.name} gives {objects[0]}, of which each member has its own")
 
     def _compare(self, here: Visit, earlier: Visit | None, arrays: list[Tensor]) -> None:
         if earlier is None or earlier.key != here.key or len(earlier.shapes) != len(here.shapes):

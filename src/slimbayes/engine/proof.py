@@ -40,7 +40,7 @@ from slimbayes.engine.probe import (
 )
 from slimbayes.engine.quiet import Quiet, captured, inside_func
 from slimbayes.engine.state import kept
-from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, padded, tree_map, without_cache
+from slimbayes.engine.tree import arrays_of, leaves_of, map_arrays, opened, padded, tree_map, without_cache
 from slimbayes.engine.trial import apart, copied, first_line, no_autocast, probed, undisturbed, what_lasts
 
 
@@ -70,11 +70,15 @@ def prove(model: nn.Module, inputs: Any, posteriors: Sequence[Any], batch_dim: i
             else:
                 try:
                     proof.verify()
-                    return layout
+                    counts = model.training and any(getattr(m, "scale_grad_by_freq", False) for m in model.modules())
+                    why = "an embedding divides gradients by how often a word occurs, which is more often in all draws"
+                    return replace(layout, folds=False, why=why) if counts else layout
                 except (Mixed, passes.Unproven) as error:
                     first, mixed = first or str(error), True
                 except ValueError:
                     return layout  # a posterior refuses what it met: the call itself will say so
+                except (RuntimeError, IndexError) as error:  # experts that get other rows of each draw
+                    first = first or f"{type(error).__name__} when two draws came together: {first_line(error)}"
             keeps = keeps or proof.layout.keeps
             if tried > 20:
                 break
@@ -110,7 +114,7 @@ class Proof:
             self._outputs(arrays_of(alone), arrays_of(twice), [], [])
         layout.most = layout.size(self.inputs, 2)
         single, out1 = self._probe(self.inputs)
-        layout.keeps = bool(single.changes)
+        layout.keeps, layout.objects = bool(single.changes), single.objects
         if lasts := what_lasts(self.model, self.posteriors, self.inputs, single, out1):
             raise Continues(f"it keeps {lasts!r} from one call for the next, which draws cannot share")
         double, out2 = self._probe(layout.tile(self.inputs, 2), single)
@@ -248,6 +252,8 @@ class Proof:
             at = (visit.key, len(visit.shapes[0]))
             if (known := layout.dims.setdefault(at, dim)) != dim:
                 raise Mixed(f"{visit.name}: its rows lie along dimension {known} in one call and {dim} in another")
+            if dim >= 0 and visit.shapes[0][dim] % (2 * self.rows):
+                layout.joined.add(at)
             layout.arguments[visit.key, visit.ndims] = (tuple(visit.dims), tuple(before.out_dims))
 
     def verify(self) -> None:
@@ -255,18 +261,18 @@ class Proof:
         if not self.posteriors:
             return
         new = noise.draw(self.posteriors, passes.Pass(2, 2 * self.rows, rowwise=self.layout.apart))
-        with Quiet(), no_autocast({p.device.type for p in self.posteriors}):
+        with Quiet(not self.model.training), no_autocast({p.device.type for p in self.posteriors}):
             folded = noise.realise(self.posteriors, new.view(new.rows, self.layout))
             args, kwargs = copied(self.layout.tile(self.inputs, 2))
             with kept(self.model):
-                out = tree_map(padded, passes.run(folded, self.model, *args, **kwargs))
+                out = tree_map(padded, opened(passes.run(folded, self.model, *args, **kwargs)))
                 together = arrays_of(self.layout.split(out, 2, self.rows))
             parts = []
             for j in range(2):
                 args, kwargs = copied(self.inputs)
                 one = noise.realise(self.posteriors, new.single(j, self.layout))
                 with kept(self.model):
-                    parts.append(tree_map(padded, passes.run(one, self.model, *args, **kwargs)))
+                    parts.append(tree_map(padded, opened(passes.run(one, self.model, *args, **kwargs))))
         for i, (a, b) in enumerate(zip(together, arrays_of(stack_draws(parts)), strict=True)):
             if not self._close(a, b):
                 off = f"{apart(a, b):.2g} of its size"

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -48,6 +49,7 @@ class State:
         known = set(map(id, own))
         self.modules = own + ([m for m in found if m._buffers and id(m) not in known] if every else [])
         self.every, self.before = every, self._now()
+        self.hooks = [(held, set(held)) for m in found for held in (m._forward_pre_hooks, m._forward_hooks)]
         inside = _reached(v for kept in self.before for v in kept.values())
         self.values = {key: (v, _copy(v), _version(v)) for key, v in inside.items() if not isinstance(v, tuple)}
 
@@ -64,7 +66,14 @@ class State:
                     found[i, name] = (value, True)
                 elif written := [v for key in _reached([value]) for v in self._written(key)]:
                     found[i, name] = (written, False)
+        for i, held, number in self._hooked():
+            found.setdefault((~i, "hooks"), ([], False))[0].append(partial(held.__setitem__, number, held[number]))
         return found
+
+    def _hooked(self) -> list[tuple[int, Any, int]]:
+        """Hooks that came since and are not ours: models that collect what their parts give put them up in a call."""
+        new = [(i, held, n) for i, (held, old) in enumerate(self.hooks) for n in sorted(held.keys() - old)]
+        return [(i, held, n) for i, held, n in new if not str(held[n].__module__).startswith("slimbayes.")]
 
     def _written(self, key: int) -> Iterator[tuple[Any, Any]]:
         if key in self.values and not _same(*self.values[key]):
@@ -73,7 +82,7 @@ class State:
     def names(self, changes: Change) -> list[str]:
         """What the model calls the changed attributes."""
         paths = {id(module): f"{path}." if path else "" for path, module in self.model.named_modules()}
-        return [paths.get(id(self.modules[i]), "") + name for i, name in changes]
+        return [name if i < 0 else paths.get(id(self.modules[i]), "") + name for i, name in changes]
 
     def write(self, changes: Change) -> None:
         """Make these changes, starting from that moment."""
@@ -81,6 +90,9 @@ class State:
         for (i, name), (value, another) in changes.items():
             if another:
                 _put(self.modules[i], name, value)
+            elif i < 0:
+                for put in value:
+                    put()
             else:
                 for inner, content in value:
                     _fill(inner, content)
@@ -91,6 +103,8 @@ class State:
             for name in {**before, **now}:
                 if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
                     _put(module, name, before.get(name, _ABSENT))
+        for _, held, number in self._hooked():
+            held.pop(number, None)
         for value, old, version in self.values.values():
             # Batch norm writes its statistics without counting that: a trial's are put back unseen, as to look waits.
             if (self.every and isinstance(value, Tensor) and value.is_cuda) or not _same(value, old, version):

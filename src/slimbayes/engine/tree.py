@@ -6,10 +6,13 @@ leaf.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
@@ -103,9 +106,62 @@ def index_rows(leaf: Any, dim: int, index: Tensor) -> Any:
     return pack_padded_sequence(chosen, lengths[index.cpu()], enforce_sorted=False)
 
 
+def attributes_of(leaf: Any) -> dict[Any, Any]:
+    """What an object of somebody's holds tensors in: its attributes, as of a distribution, or its items, as of a
+    mapping or a list that pytrees do not know.
+    """
+    if isinstance(leaf, (Tensor, PackedSequence)) or is_cache(leaf):
+        return {}
+    items = leaf if isinstance(leaf, Mapping) else enumerate(leaf) if isinstance(leaf, list) else vars_of(leaf)
+    return {n: v for n, v in dict(items).items() if isinstance(v, Distribution) or arrays_of(v)}
+
+
+def vars_of(leaf: Any) -> dict[str, Any]:
+    """The attributes of an object, without those that Python keeps elsewhere."""
+    return getattr(leaf, "__dict__", {}) if not isinstance(leaf, (type, ModuleType, nn.Module)) else {}
+
+
+def opened(tree: Any) -> Any:
+    """Outputs with the tensors of such objects in their place."""
+    if isinstance(tree, Tensor):
+        return tree
+    return tree_map(lambda leaf: {n: opened(v) for n, v in attributes_of(leaf).items()} or leaf, tree)
+
+
+def alike(leaves: Sequence[Any]) -> bool:
+    """Whether these are one object, or equal numbers or words."""
+    first, plain = leaves[0], (str, int, float)
+    return all(leaf is first or (isinstance(leaf, plain) and leaf == first) for leaf in leaves)
+
+
+class NotJoined:
+    """Stands for what draws, or members, return one by one and nobody can join, such as caches of keys and values; or
+    for one cache of the rows of several draws. The next call of the same draws gives each its own again.
+    """
+
+    def __init__(self, parts: Sequence[Any], draws: int = 1) -> None:
+        self.parts, self.draws = tuple(parts), len(parts) * draws
+
+    def of(self, draw: int) -> Any:
+        """What one draw returned."""
+        if len(self.parts) == self.draws:
+            return self.parts[draw]
+        rows, whole = next(_cached(self.parts[0])).shape[0] // self.draws, _copy(self.parts[0])
+        whole.batch_select_indices(torch.arange(draw * rows, (draw + 1) * rows))
+        return whole
+
+    def __repr__(self) -> str:
+        return f"{self.draws} separate {type(self.parts[0]).__name__}s"
+
+
+def is_cache(leaf: Any) -> bool:
+    """Whether an input or output holds keys and values of earlier steps."""
+    return hasattr(type(leaf), "get_seq_length") or isinstance(leaf, NotJoined)
+
+
 def without_cache(leaf: Any) -> Any:
     """Caches of earlier steps and lazy arguments cannot be repeated: trials run without them."""
-    return None if hasattr(leaf, "get_seq_length") or type(leaf).__name__ == "NotJoined" else leaf
+    return None if is_cache(leaf) else leaf
 
 
 def fresh(tree: Any) -> Any:
@@ -116,7 +172,9 @@ def fresh(tree: Any) -> Any:
 
 
 def _copy(leaf: Any) -> Any:
-    if hasattr(leaf, "get_seq_length"):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
+    if hasattr(
+        type(leaf), "get_seq_length"
+    ):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply
         return copy.deepcopy(leaf, {id(tensor): tensor.clone() for tensor in _cached(leaf)})
     if isinstance(leaf, Tensor):
         return leaf.clone()
@@ -135,5 +193,5 @@ def _cached(cache: Any) -> Iterator[Tensor]:
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, Tensor):
                 yield part
-            elif hasattr(part, "get_seq_length"):
+            elif hasattr(type(part), "get_seq_length"):
                 yield from _cached(part)

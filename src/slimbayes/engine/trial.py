@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from slimbayes.engine import passes
+from slimbayes.engine.layout import UNORDERED
 from slimbayes.engine.probe import Mixed, Probe, other_numbers
 from slimbayes.engine.quiet import Quiet
 from slimbayes.engine.sharing import plain_modules
 from slimbayes.engine.state import kept, same_changes
-from slimbayes.engine.tree import arrays_of, map_arrays, padded
+from slimbayes.engine.tree import arrays_of, attributes_of, leaves_of, map_arrays, opened, padded
 
 _UNDER_WAY: ContextVar[bool] = ContextVar("slimbayes_trial", default=False)
 
@@ -83,7 +84,7 @@ def probed(
     taint: Tensor | None = None,
 ) -> tuple[Probe, Any]:
     """Run the plain model once, with everything random in it made constant: what was met, and the outputs."""
-    quiet = Quiet()
+    quiet = Quiet(not model.training)
     probe = Probe([p.key for p in posteriors], quiet, before, taint)
     probe.rows = rows
     args, kwargs = copied(inputs)
@@ -91,6 +92,8 @@ def probed(
     with kept(model) as state, quiet, no_autocast(devices), probe.watching(plain_modules(model)):
         out = passes.run(probe, model, *args, **kwargs)
         quiet.muted = True
+        leaves = leaves_of(out)
+        probe.objects, out = any(isinstance(leaf, UNORDERED) or attributes_of(leaf) for leaf in leaves), opened(out)
         probe.changes = state.changes() if before is None else {}
     if quiet.used:
         raise Mixed(f"the weight of {next(iter(quiet.used))} is used past the layer's own forward")

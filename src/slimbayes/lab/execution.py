@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slimbayes.engine.noise import key as key
+from slimbayes.train.recorded import compiled
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -109,15 +110,8 @@ class Execution:
 
     def compiled(self, network: nn.Module, device: torch.device) -> nn.Module:
         """The network as it is run on a device, compiled or not."""
-        if not (device.type == "cuda" if self.compile is None else self.compile):
-            return network
-        import torch._inductor.config as inductor
-
-        # torch 2.11's compiler fails an assertion of its own when it joins batch norm's sums with a factor's.
-        if hasattr(inductor.triton, "mix_order_reduction"):
-            inductor.triton.mix_order_reduction = False
-        compiled: nn.Module = torch.compile(network, dynamic=False)  # type: ignore[assignment]
-        return compiled
+        asked = device.type == "cuda" if self.compile is None else self.compile
+        return compiled(network, dynamic=False) if asked else network  # type: ignore[no-any-return]
 
     def captures(self, device: torch.device, world: int) -> bool:
         return device.type == "cuda" and world == 1 and self.graph is not False

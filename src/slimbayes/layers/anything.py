@@ -135,13 +135,14 @@ class AnyLayer(BayesLayer):
     def _substituting(self, values: dict[str, Any], args: Any, kwargs: Any) -> Any:
         found = passes.of(self.bayes_key)
         assert found is not None
-        before = found.substitutes
-        own = {name: self.own_value(name) for name in self.read_names}
-        found.substitutes = before | {(self.bayes_key, name): value for name, value in (own | values).items()}
+        held = found.substitutes  # written into: reentrant checkpoints find a copy of the pass at each look
+        before, own = held.copy(), {name: self.own_value(name) for name in self.read_names}
+        held.update({(self.bayes_key, name): value for name, value in (own | values).items()})
         try:
             return self.plain_forward(args, kwargs)
         finally:
-            found.substitutes = before
+            held.clear()
+            held.update(before)
 
     def _by_blocks(self, lead: Any, args: Any, kwargs: Any) -> Any:
         found, arrays = lead.current, arrays_of((args, kwargs))

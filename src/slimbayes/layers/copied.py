@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from slimbayes.engine import noise, passes
 from slimbayes.engine.blocks import block_of_row, same
 from slimbayes.engine.passes import Unproven
-from slimbayes.engine.tree import arrays_of, map_arrays, padded, tree_map
+from slimbayes.engine.tree import NotJoined, alike, arrays_of, attributes_of, is_cache, map_arrays, padded, tree_map
 from slimbayes.layers.base import Converted, made_once
 from slimbayes.layers.methods import runs_later, tell_of_replaced, wrap_methods
 
@@ -53,7 +54,8 @@ class Copied(Converted):
         used = [k for k, line in enumerate(lines) if traced or line.numel()]
         inputs = {k: _take((args, kwargs), lines[k], current.rows, ins) for k in used}
         even = traced or len({line.numel() for line in lines}) == 1
-        if members.batched and even and not _needs_loop(self, members) and all(d == 0 for d in (*ins, *outs)):
+        alone = current.layout.keeps or _needs_loop(self, members)  # what a call leaves in a module, vmap loses
+        if members.batched and even and not alone and all(d == 0 for d in (*ins, *outs)):
             outputs = _batched(self, members, list(inputs.values()))
         else:
             outputs = [_call(self, members, k, *one) for k, one in inputs.items()]
@@ -186,9 +188,10 @@ def _as_it_was(module: Any) -> Iterator[Any]:
 
 
 def _needs_loop(module: Any, members: Any) -> bool:
-    """vmap follows no updates of batch norm's statistics, and runs past autocast and the module's own hooks."""
+    """vmap follows no updates of batch norm's and spectral norm's statistics, and runs past autocast and hooks."""
     alone = torch.is_autocast_enabled(members.device.type) or bool(_hooked(module))
-    return alone or any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in module.modules())
+    updates = (nn.modules.batchnorm._NormBase, parametrize.ParametrizationList)
+    return alone or any(isinstance(m, updates) and m.training for m in module.modules())
 
 
 def _batched(module: Any, members: Any, inputs: list[Any]) -> list[Any]:
@@ -210,16 +213,6 @@ def _batched(module: Any, members: Any, inputs: list[Any]) -> list[Any]:
 
     outputs = torch.vmap(run, randomness="different")(stacked, *together)
     return [pytree.tree_map(lambda leaf, k=k: leaf[k], outputs) for k in range(len(states))]
-
-
-class NotJoined:
-    """Stands for what members return one by one and nobody can join, such as transformers' caches."""
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts = parts
-
-    def __repr__(self) -> str:
-        return f"{len(self.parts)} separate {type(self.parts[0]).__name__}s"
 
 
 def _deal(
@@ -251,7 +244,7 @@ def _take(inputs: Any, line: Tensor, rows: int, dims: Any) -> Any:
         return _select(leaf, dim, rows, line)
 
     for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, NotJoined) or hasattr(leaf, "get_seq_length"):
+        if is_cache(leaf):
             raise ValueError(
                 f"A cache of keys and values ({leaf!r}) cannot be shared out among members: "
                 f"call the model with use_cache=False."
@@ -275,7 +268,14 @@ def _join(outputs: list[Any], back: Tensor, total: int, dims: Any) -> Any:
 
     def join(*leaves: Any) -> Any:
         if not isinstance(leaves[0], Tensor):
-            return NotJoined(leaves) if hasattr(leaves[0], "get_seq_length") else leaves[0]
+            if is_cache(leaves[0]):
+                return NotJoined(leaves)
+            if not alike(leaves) and (attributes_of(leaves[0]) or isinstance(leaves[0], (int, float, str))):
+                raise ValueError(
+                    f"Each member returns a {type(leaves[0]).__name__} for its rows, which nobody can join: return "
+                    f"tensors, or ask one member, select(model, [k])."
+                )
+            return leaves[0]
         i = next(count)
         dim = dims[i] if i < len(dims) else None
         if dim is None:

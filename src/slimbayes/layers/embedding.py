@@ -67,7 +67,8 @@ class BayesEmbedding(_BayesTable, nn.Embedding):
     plain = nn.Embedding
 
     def bayes_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, self.sparse)
+        sparse = self.sparse and weight is self._parameters.get("weight")  # what a draw is made of takes none
+        return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, sparse)
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight = self.own_value("weight")
@@ -98,7 +99,8 @@ class BagMap(LinearMap):
     def apply(self, x: Tensor, weights: Tensor | None, current: Pass) -> Tensor:
         """The vector of each entry, before the bags are reduced."""
         if weights is None or weights.shape[0] == 1:
-            return F.embedding(x, self.weight if weights is None else weights[0])
+            weight = self.weight if weights is None else weights[0]
+            return F.embedding(x, weight, None, None, 2.0, self.layer.scale_grad_by_freq)
         return weights[line_of_row(weights.shape[0], self.bags, current, x.device)[self.bag], x]
 
     def blocks(self, x: Tensor, weights: Tensor, biases: Tensor | None, current: Pass) -> Tensor:
@@ -155,7 +157,8 @@ class BayesEmbeddingBag(_BayesTable, nn.EmbeddingBag):
         weight = self.own_value("weight")
         mask = words_that_move(self.padding_idx, weight)
         linear = BagMap(weight, None, self.bayes_op, table_outer, 0, -1, foldable=False, mask=mask, layer=self)
-        linear.op = lambda x, weight, bias: linear.reduce(F.embedding(x, weight), x)
+        scaled = self.scale_grad_by_freq
+        linear.op = lambda x, weight, bias: linear.reduce(F.embedding(x, weight, None, None, 2.0, scaled), x)
         return linear
 
     def bayes_forward(

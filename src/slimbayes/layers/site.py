@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from slimbayes.engine.blocks import same
 from slimbayes.engine.fused import lowered
-from slimbayes.engine.passes import Pass
+from slimbayes.engine.passes import Pass, Unproven
 from slimbayes.engine.rows import apply_rows, dense_rows, sizes_of_blocks, spread
 
 # What a layer is: it multiplies by a matrix, or by one stored as integers, looks up rows of one, scales normalised
@@ -158,6 +158,12 @@ class LinearMap:
         if weights.shape[0] == 1:  # squeezing has a cheaper backward than [0]
             return self.op(x, weights.squeeze(0), None if biases is None else biases.squeeze(0))
         x, batch_dim = spread(x, current.rows, self.batch_dim)
+        if (
+            not torch.compiler.is_compiling()
+            and x.shape[batch_dim] % current.rows
+            and x.shape[batch_dim] % len(weights)
+        ):
+            raise Unproven(f"a layer met {x.shape[batch_dim]} rows, which {len(weights)} draws cannot share")
         sizes = sizes_of_blocks(x.shape[batch_dim], weights.shape[0], current)
         if not all(same(size, sizes[0]) for size in sizes):
             parts = enumerate(x.split(sizes, batch_dim))

@@ -66,6 +66,7 @@ def _statistics(layer: nn.Module) -> str:
 class MemberNormPosterior(Members):
     """Members 1 to K - 1 of a batch norm; member 0 is the layer itself."""
 
+    own_statistics = True  # of the rows of each member, also where no running ones are kept
     place: Tensor
     running_mean: Tensor
     running_var: Tensor

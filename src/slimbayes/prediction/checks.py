@@ -90,6 +90,17 @@ def check_scores(model: nn.Module, outputs: Tensor, likelihood: str, class_dim: 
         )
 
 
+def tell_of_no_noise(classes: bool) -> None:
+    """Warn that intervals of real targets without observation noise are those of the mean."""
+    if not classes:
+        warnings.warn(
+            "This prediction has no observation noise: its intervals are those of the mean and hold fewer targets than "
+            "their level. Call predict(..., scale=) with the noise's standard deviation.",
+            SlimbayesWarning,
+            stacklevel=3,
+        )
+
+
 def _name_of(model: nn.Module, inputs: tuple[Any, Any], number: int) -> str:
     """What the model calls its n-th tensor, with its place in a nested argument."""
     packed = pytree.tree_flatten_with_path(inputs, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))[0]

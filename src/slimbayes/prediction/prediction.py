@@ -17,6 +17,7 @@ import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
 from slimbayes.prediction import accumulate, figures
+from slimbayes.prediction.checks import tell_of_no_noise
 from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 from slimbayes.train.targets import check_labels, check_values
@@ -214,8 +215,7 @@ class Prediction(Views):
         Shape: mean and std are numbers, or broadcast against one row's targets.
 
         Example:
-            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=0.5)
-            >>> p = p.rescaled(mean=10.0, std=2.0)
+            >>> p = Prediction.from_outputs(torch.tensor([[-1.0], [1.0]]), "gaussian", scale=0.5).rescaled(10.0, 2.0)
             >>> p.mean, p.epistemic, p.aleatoric
             (tensor([10.]), tensor([4.]), tensor([1.]))
         """
@@ -237,7 +237,7 @@ class Prediction(Views):
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Central credible interval of the predictive distribution (real targets) or of the class probabilities.
 
-        For real targets it is exact for the mixture of the draws with their observation noise.
+        For real targets it is exact for the mixture of the draws with their noise; a warning says if there is none.
 
         Shape: two tensors of the shape of `mean`.
 
@@ -251,6 +251,7 @@ class Prediction(Views):
         if noise is not None and bool((noise > 0).any()):
             low, high = (accumulate.mixture_quantile(values, noise, self.weights, end) for end in ends)
         else:
+            tell_of_no_noise(self._classes)
             low, high = (accumulate.quantile(values, self.weights, end) for end in ends)
         return low, high
 

@@ -96,8 +96,8 @@ def _stack_members(posteriors: Sequence[Any], scores: Callable[[], Tensor]) -> d
         posterior.weights.fill_(1 / posterior.members)
     try:
         weights = stacking_weights(scores())
-    except RuntimeError as error:
-        if "must match" not in str(error):  # torch's words for tensors that do not join
+    except (RuntimeError, ValueError) as error:
+        if "must match" not in str(error) and "different shapes" not in str(error):  # tensors that do not join
             raise
         raise ValueError(
             f"stack needs members that predict in one shape, and these do not join: {error} "
