@@ -113,8 +113,8 @@ def test_normals_of_sixteen_bits_have_the_moments_of_normals() -> None:
 
 @pytest.mark.slow
 def test_normals_of_sixteen_bits_are_normal_and_apart() -> None:
-    """2^22 numbers: the distance of their distribution from a normal's, and of neighbours' from that of two normals. All
-    radii and angles of 16 bits are among them."""
+    """2^22 numbers: the distance of their distribution from a normal's, and of neighbours' from that of two normals.
+    All radii and angles of 16 bits are among them."""
     lines = kernel_noise.noise(1, 2048, 2048, 2024)
     even, odd = lines.reshape(-1, 2).T
     for turns in (np.exp(-(even**2 + odd**2) / 2), np.arctan2(odd, even) / (2 * np.pi) + 0.5):
