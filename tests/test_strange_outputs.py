@@ -378,3 +378,28 @@ def test_a_method_has_one_draw_however_many_rows_its_parts_meet(config: Any) -> 
         several.compared(X)
     with sb.frozen(sb.select(several, [1])) as one:
         assert one.compared(X) < 1e-5
+
+
+class Called(nn.Module):
+    """Has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("config", [sb.BatchEnsemble(members=3), sb.Ensemble(members=3)])
+def test_models_without_a_forward_are_refused(config: Any) -> None:
+    with pytest.raises(ValueError, match="Rename it to forward"):
+        sb.bayesianize(Called(), config)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_tracing_a_converted_model_names_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match="slimbayes.export"):
+        torch.jit.trace(sb.bayesianize(mlp(), sb.MeanField()), X)
+    traced = torch.jit.trace(sb.merge(sb.bayesianize(mlp(), sb.MeanField())), X)
+    assert traced(X).shape == (6, 3)

@@ -115,7 +115,11 @@ class Posterior(Keyed, ABC):
     def current(self) -> Pass:
         """The pass under way that has draws of this posterior."""
         found = passes.of(self.key)
-        assert found is not None, "no pass has been opened"
+        if found is None:
+            raise RuntimeError(
+                "Draws exist only while the model is called. torch.jit.trace and script ask for them outside: "
+                "use slimbayes.export or torch.compile, or trace merge(model)."
+            )
         return found
 
     @property
