@@ -21,7 +21,7 @@ demo: .venv/ready
 digits: .venv/ready
 	$(RUN) examples/digits.py
 
-# Side by side: checking the types takes one core a minute.
+# Side by side: checking the types takes one core a quarter of a minute.
 test: .venv/ready
 	@$(MAKE) --no-print-directory --jobs 3 lint supply suite
 

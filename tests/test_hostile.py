@@ -50,7 +50,7 @@ def fuzz(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a fuzzer; one that was asked for more cases takes as long as it takes."""
     calm = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     chosen = settings(
-        max_examples=MORE or 100, derandomize=not MORE, deadline=None, database=None, suppress_health_check=calm
+        max_examples=MORE or 60, derandomize=not MORE, deadline=None, database=None, suppress_health_check=calm
     )
     return pytest.mark.slow(pytest.mark.timeout(0 if MORE else 240)(chosen(test)))
 

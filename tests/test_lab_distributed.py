@@ -152,48 +152,50 @@ def test_a_sharded_run_resumes_from_its_checkpoint(place: Path, shards: Path) ->
         assert torch.equal(learned(run)[name], value), name
 
 
-def mortal(rank: str, number: int, given: list[str]) -> None:
-    """The command; at the first start a rank sends itself a signal after the first checkpoint."""
+DEATHS = {"0": ("1", signal.SIGKILL), "1": ("0", signal.SIGSTOP)}  # by start: a rank, and what it sends itself
+
+
+def mortal(given: list[str]) -> None:
+    """The command; at the first two starts a rank sends itself a signal after a checkpoint."""
+    rank, number = DEATHS.get(os.environ["TORCHELASTIC_RESTART_COUNT"], ("", 0))
+    folder = Path(given[-1], "checkpoints")
+    before = set(folder.glob("step-*[0-9]"))
 
     def die() -> None:
-        while not list(Path(given[-1], "checkpoints").glob("step-*[0-9]")):
+        while before.issuperset(folder.glob("step-*[0-9]")):
             time.sleep(0.002)
         os.kill(os.getpid(), number)
 
     warnings.simplefilter("default")
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == rank:
+    if os.environ["RANK"] == rank:
         threading.Thread(target=die, daemon=True).start()
     app(given, standalone_mode=False)
 
 
-def torchrun(rank: str, number: int, given: list[str]) -> None:
-    """What `torchrun --standalone --nproc-per-node=2 --max-restarts=1` does, with forks for processes."""
+def torchrun(given: list[str]) -> None:
+    """What `torchrun --standalone --nproc-per-node=2 --max-restarts=2` does, with forks for processes."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # It looks seldom enough for the other rank to speak before it is told to go, also where cores are busy.
     place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "two"}
-    config = LaunchConfig(1, 1, 2, max_restarts=1, monitor_interval=1.0, start_method="fork", **place)
-    elastic_launch(config, mortal)(rank, number, given)
+    config = LaunchConfig(1, 1, 2, max_restarts=2, monitor_interval=1.0, start_method="fork", **place)
+    elastic_launch(config, mortal)(given)
 
 
-@pytest.mark.parametrize(
-    ("rank", "number", "how"), [("1", signal.SIGKILL, "is gone"), ("0", signal.SIGSTOP, "is stopped and was killed")]
-)
-def test_a_rank_that_is_lost_or_stopped_is_named_and_the_job_ends_in_the_same_bits(
-    rank: str, number: int, how: str, place: Path, noisy: Path, monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_are_lost_or_stopped_are_named_and_the_job_ends_in_the_same_bits(
+    place: Path, noisy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others leave, torchrun starts all of them again, and they go on: long before any timeout of torch's."""
     monkeypatch.setitem(watchers.PATIENCE, "stopped", 1.0)  # seconds; five are a user's
-    out = place / f"torchrun-{rank}"
+    out, log, start = place / "torchrun", place / "torchrun.log", time.monotonic()
     options = ["--accelerator", "cpu", "--checkpoint-every", "2", "--no-evaluate", "--out", str(out)]
-    log, start = place / f"torchrun-{rank}.log", time.monotonic()
-    given = ["fit", str(place / "c.yaml"), *options]
-    codes = forks.exit_codes([forks.start(torchrun, rank, number, given, log=log)], 100)
+    codes = forks.exit_codes([forks.start(torchrun, ["fit", str(place / "c.yaml"), *options], log=log)], 100)
     said = log.read_text()
     assert codes == [0], said[-3000:]
     assert time.monotonic() - start < 60
-    assert re.search(rf"Rank {rank} \(process \d+ on \S+\) {how}", said), said[-3000:]
-    assert "Resuming after step" in said, "the second start goes on from a checkpoint"
+    for rank, how in (("1", "is gone"), ("0", "is stopped and was killed")):
+        assert re.search(rf"Rank {rank} \(process \d+ on \S+\) {how}", said), said[-3000:]
+    assert said.count("Resuming after step") >= 2, "each start goes on from a checkpoint"
     for name, value in learned(noisy).items():
         assert torch.equal(learned(out)[name], value), name
     assert (out / "metrics.csv").read_bytes() == (noisy / "metrics.csv").read_bytes()

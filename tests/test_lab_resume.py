@@ -176,25 +176,23 @@ def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyte
 def test_kill_nine_at_random_times(tmp_path: Path) -> None:
     """SIGKILL from outside, again and again; then the run is let through."""
     draw, kills, every2 = random.Random(1), 0, Execution(accelerator="cpu", workers=0, checkpoint_every=2)
-    for method in ("rank1-cauchy", "emp"):
-        chosen = experiment(method=METHODS[method], train={"epochs": 10}, model={"width": 2})
-        whole = fit(chosen, tmp_path / f"{method}-whole", CPU)
-        cut = tmp_path / method
-        for _ in range(3):
-            child = forks.start(fit, chosen, cut, every2, True)
-            seen = latest_step(cut)
-            deadline = time.monotonic() + 60
-            while child.is_alive() and latest_step(cut) <= seen + 8 and time.monotonic() < deadline:
-                time.sleep(0.005)
-            time.sleep(draw.random() * 0.05)
-            kills += child.is_alive()
-            child.kill()
-            child.join()
-        fit(chosen, cut, EVERY_STEP, resume=True)
-        assert weights(cut) == weights(whole), method
-        assert record.read(cut).digest == record.read(whole).digest
-        assert not [p for p in cut.rglob(".*") if p.name != ".lock"], "what killed writers left"
-    assert kills >= 4, "most children must have died on the way"
+    chosen = experiment(method=METHODS["emp"], train={"epochs": 10}, model={"width": 2})
+    whole, cut = fit(chosen, tmp_path / "whole", CPU), tmp_path / "cut"
+    for _ in range(4):
+        child = forks.start(fit, chosen, cut, every2, True)
+        seen = latest_step(cut)
+        deadline = time.monotonic() + 60
+        while child.is_alive() and latest_step(cut) <= seen + 6 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(draw.random() * 0.05)
+        kills += child.is_alive()
+        child.kill()
+        child.join()
+    fit(chosen, cut, EVERY_STEP, resume=True)
+    assert weights(cut) == weights(whole)
+    assert record.read(cut).digest == record.read(whole).digest
+    assert not [p for p in cut.rglob(".*") if p.name != ".lock"], "what killed writers left"
+    assert kills >= 3, "most children must have died on the way"
 
 
 def latest_step(run: Path) -> int:

@@ -73,7 +73,7 @@ def gpt2(**options: Any) -> nn.Module:
 
 def vit(**options: Any) -> nn.Module:
     config = ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4,
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4,
         num_channels=options.pop("num_channels", 3), num_labels=options.pop("num_labels", C), initializer_range=0.3,
         **options,
     )  # fmt: skip
@@ -87,12 +87,12 @@ def resnet() -> nn.Module:
 
 
 def seq2seq(batch_first: bool) -> nn.Module:
-    return nn.Transformer(32, 4, 2, 2, 48, batch_first=batch_first)
+    return nn.Transformer(32, 4, 1, 1, 48, batch_first=batch_first)
 
 
 def encoder(batch_first: bool = True) -> nn.Module:
     layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=batch_first)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=batch_first)
 
 
 def padding() -> Tensor:

@@ -1,7 +1,9 @@
 """The estimators obey scikit-learn, read tables as they come, and say what they cannot read."""
 
 import pickle
+from contextlib import suppress
 from typing import Any
+from unittest import SkipTest
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from sklearn.datasets import load_iris
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import check_estimator
+from sklearn.utils.estimator_checks import estimator_checks_generator
 from torch import nn
 
 import slimbayes as sb
@@ -28,7 +30,10 @@ SEEDED = QUICK | {"epochs": 8, "random_state": 0}
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
 @pytest.mark.parametrize(("estimator", "epochs"), [(BayesClassifier, 6), (BayesRegressor, 25)])
 def test_scikit_learn_approves(estimator: Any, epochs: int) -> None:
-    check_estimator(estimator(epochs=epochs, **QUICK))
+    """`check_classifiers_train` and `check_regressors_train` need a good fit; the others any."""
+    for one, check in estimator_checks_generator(estimator(**QUICK)):
+        with suppress(SkipTest):  # array APIs, for which scikit-learn wants another package
+            check(one.set_params(epochs=epochs if check.func.__name__.endswith("s_train") else 1))
 
 
 def line(rows: int = 80, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:

@@ -348,7 +348,7 @@ def test_a_sweep_with_a_kill_and_a_second_call(
     def killing(*given: Any) -> Any:
         process = plain(*given)
         if not first:
-            time.sleep(1)
+            time.sleep(0.2)
             os.kill(process.pid, signal.SIGKILL)
         first.append(process.pid)
         return process

@@ -31,12 +31,6 @@ _BATCHES = {"train": [f"data_batch_{n}" for n in range(1, 6)], "test": ["test_ba
 _UNNAMED = tuple(f"class {n}" for n in range(100))
 
 
-def binary10(folder: Path) -> Found | None:
-    """CIFAR-10, binary version: data_batch_1.bin to data_batch_5.bin and test_batch.bin."""
-    files = {split: [folder / f"{name}.bin" for name in names] for split, names in _BATCHES.items()}
-    return _joined(files, partial(_read_records, header=1, classes=10), CIFAR10_CLASSES)
-
-
 def binary100(folder: Path) -> Found | None:
     """CIFAR-100, binary version, fine labels: train.bin, test.bin, fine_label_names.txt."""
     files = {split: [folder / f"{split}.bin"] for split in _BATCHES}
@@ -45,10 +39,12 @@ def binary100(folder: Path) -> Found | None:
     return _joined(files, partial(_read_records, header=2, classes=len(classes)), classes, names)
 
 
-def python10(folder: Path) -> Found | None:
-    """CIFAR-10, python version: data_batch_1 to data_batch_5 and test_batch."""
-    files = {split: [folder / name for name in names] for split, names in _BATCHES.items()}
-    return _joined(files, partial(_read_batch, key="labels", classes=10), CIFAR10_CLASSES)
+def cifar10(folder: Path, binary: bool) -> Found | None:
+    """CIFAR-10, binary or python version: data_batch_1 to data_batch_5 and test_batch, with .bin or without."""
+    end = ".bin" if binary else ""
+    files = {split: [folder / f"{name}{end}" for name in names] for split, names in _BATCHES.items()}
+    read = partial(_read_records, header=1) if binary else partial(_read_batch, key="labels")
+    return _joined(files, partial(read, classes=10), CIFAR10_CLASSES)
 
 
 def python100(folder: Path) -> Found | None:
@@ -106,24 +102,16 @@ def _read_batch(path: Path, key: str, classes: int) -> Split:
     return Split(images.reshape(-1, 3, 32, 32), torch.tensor(numbers, device="cpu"))
 
 
-def sheets10(folder: Path) -> Found | None:
-    """CIFAR-10 as sheets."""
-    return _sheets(folder, lambda names: CIFAR10_CLASSES)
-
-
-def sheets100(folder: Path) -> Found | None:
-    """CIFAR-100 as sheets, fine labels; labels.npz also names the classes."""
-    return _sheets(folder, lambda names: tuple(map(str, read_npz(names, "classes")["classes"])))
-
-
-def _sheets(folder: Path, name_classes: Callable[[Path], tuple[str, ...]]) -> Found | None:
+def sheets(folder: Path, names: tuple[str, ...] = ()) -> Found | None:
+    """Either set as sheets, CIFAR-100 with its fine labels; `names` of the classes, or those in labels.npz."""
     # The pieces may lie in several folders below this one; their names, not their paths, say the order.
     found = {s: sorted(folder.rglob(f"{s}-images*.zip"), key=lambda path: path.name) for s in _BATCHES}
     pieces = {split: paths for split, paths in found.items() if paths}
     numbers = next(iter(sorted(folder.rglob("labels.npz"))), None)
     if numbers is None or not pieces:
         return None
-    classes, files = name_classes(numbers), [*chain(*pieces.values()), numbers]
+    classes = names or tuple(map(str, read_npz(numbers, "classes")["classes"]))
+    files = [*chain(*pieces.values()), numbers]
     splits = {s: partial(_read_sheets, paths, numbers, s, len(classes)) for s, paths in pieces.items()}
     return Found(splits, classes, files=lambda: files)
 

@@ -55,6 +55,7 @@ def _human(folder: Path) -> Found | None:
     return images.cifar10h(folder, cache(lambda: find(SOURCES["cifar10"], folder.parent)))
 
 
+_CIFAR10 = [partial(cifar.cifar10, binary=binary) for binary in (True, False)]
 _CIFAR, _FULL = "https://www.cs.toronto.edu/~kriz/cifar.html", {"train": 50_000, "test": 10_000}
 _SHEETS = "train-images*.zip, test-images*.zip and labels.npz (sheets)"
 _CORRUPTED = "<corruption>.npy (50000, 32, 32, 3) and labels.npy (50000,)"
@@ -65,12 +66,12 @@ SOURCES = {
         Source(
             "cifar10", _CIFAR, f"data_batch_1..5 and test_batch, all .bin (binary) or none (python), or {_SHEETS}",
             ("cifar10", "cifar-10-batches-bin", "cifar-10-batches-py"),
-            (cifar.binary10, cifar.python10, cifar.sheets10), _FULL, True,
+            (*_CIFAR10, partial(cifar.sheets, names=cifar.CIFAR10_CLASSES)), _FULL, True,
         ),
         Source(
             "cifar100", _CIFAR, f"train.bin and test.bin, train, test and meta (python), or {_SHEETS}",
             ("cifar100", "cifar-100-binary", "cifar-100-python"),
-            (cifar.binary100, cifar.python100, cifar.sheets100), _FULL, True,
+            (cifar.binary100, cifar.python100, cifar.sheets), _FULL, True,
         ),
         Source(
             "cifar10-c", "https://zenodo.org/records/2535967", _CORRUPTED,

@@ -116,12 +116,10 @@ def evaluate(
 ) -> None:
     """Judge a trained run again: on test, corrupted, shifted and unfamiliar rows. Writes its record anew."""
     from slimbayes.lab.fit import evaluate_run
-    from slimbayes.lab.own_config import code_allowed
     from slimbayes.lab.watchers import print_scores
 
     wanted = [*overrides, *([f"evaluate.draws={draws if draws == 'exact' else f'[{draws}]'}"] if draws else [])]
-    with code_allowed(allow_code):
-        evaluate_run(run, wanted, accelerator, data_dir, workers)
+    evaluate_run(run, wanted, accelerator, data_dir, workers)
     print_scores(run)
 
 
@@ -147,8 +145,6 @@ def serve(
     allow_code: AllowCode = False,
 ) -> None:
     """Answer predictions over HTTP, with uncertainty: POST /predict."""
-    from slimbayes.lab.own_config import code_allowed
-
     try:
         from slimbayes.lab import serve as server
     except ModuleNotFoundError as error:
@@ -158,8 +154,7 @@ def serve(
     if key is not None and not key:
         raise ValueError("The API key is empty.")
     limits = server.Limits(max_body, max_rows, max_draws, max_wait)
-    with code_allowed(allow_code):
-        server.serve(model, host, port, limits, key, draws, accelerator)
+    server.serve(model, host, port, limits, key, draws, accelerator)
 
 
 @app.command()

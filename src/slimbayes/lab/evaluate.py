@@ -17,19 +17,9 @@ from torch import Tensor, nn
 import slimbayes as sb
 from slimbayes.data import Split
 from slimbayes.engine.passes import posteriors_of
+from slimbayes.lab import judging
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.execution import Execution, key, seed_everything
-from slimbayes.lab.judging import (
-    Scores,
-    check,
-    class_scores,
-    corrupted,
-    curve_scores,
-    fitting,
-    ood_scores,
-    regression_scores,
-    unfamiliar,
-)
 from slimbayes.lab.task import Rows, Task, batches, limited
 from slimbayes.lab.watchers import Watcher
 from slimbayes.prediction.draws import Networks
@@ -153,7 +143,7 @@ class Predictor(NamedTuple):
         `brief` is for every epoch: likelihood and errors alone, and no notes.
         """
         about = dict(about or {})
-        scores = {count: curve_scores(self.discrete, self.device) if brief else self._scores() for count in draws}
+        scores = {n: judging.curve_scores(self.discrete, self.device) if brief else self._scores() for n in draws}
         notes: dict[int, list[Tensor]] = {count: [] for count in draws}
         name = " ".join([data, role, *map(str, about.values())])
         for found, y in self.predictions(rows, f"{data} {role} {about}", draws, workers, name):
@@ -165,12 +155,12 @@ class Predictor(NamedTuple):
         made = [Evaluation(data=data, role=role, draws=n, **about, **s.result(curves)) for n, s in scores.items()]
         return made, {n: torch.cat(parts) for n, parts in notes.items() if parts}
 
-    def _scores(self) -> Scores:
+    def _scores(self) -> judging.Scores:
         if not self.discrete:
-            return regression_scores(self.device)
+            return judging.regression_scores(self.device)
         classes, chosen = max(2, len(self.task.classes)), self.experiment.evaluate
         binary, members = self.likelihood == "bernoulli", 1 if self._networks > 1 else sb.members(self.network)
-        return class_scores(classes, chosen.bins, members, binary, self.device, chosen.drop)
+        return judging.class_scores(classes, chosen.bins, members, binary, self.device, chosen.drop)
 
     def scores_after(self, epoch: int, workers: int = 0) -> dict[str, float]:
         """What a curve has of an epoch beside its losses, with one draw of each member: scores of validation rows, and
@@ -206,23 +196,23 @@ def evaluate(
 ) -> tuple[list[Evaluation], list[Example]]:
     """All evaluations that a config asks for, and the rows it is most and least sure of."""
     task, chosen, workers = predictor.task, predictor.experiment.evaluate, execution.workers
-    check(chosen, task, execution)
+    judging.check(chosen, task, execution)
     draws = predictor.asked_draws()
     made, familiar = predictor.score(task.test, draws, task.name, "test", workers=workers)
     if task.validation is not None:
         rows = task.in_own_units(task.validation)
         made += predictor.score(rows, draws, task.name, "validation", workers=workers)[0]
-    for source, about, rows in corrupted(predictor.experiment, task, execution, watcher or Watcher()):
+    for source, about, rows in judging.corrupted(predictor.experiment, task, execution, watcher or Watcher()):
         made += predictor.score(rows.to(predictor.device), draws, source, "corruption", about, workers)[0]
     for name in chosen.shift:
-        shifted = limited(fitting(name, task, execution), chosen.limit)
+        shifted = limited(judging.fitting(name, task, execution), chosen.limit)
         made += predictor.score(shifted.to(predictor.device), draws, name, "shift")[0]
     for name in chosen.ood:
-        strange = unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
+        strange = judging.unfamiliar(name, chosen.limit, task, execution).to(predictor.device)
         predictions = predictor.predictions(strange, f"ood {name}", draws)
         entropies = [{n: p.entropy.double() for n, p in found.items()} for found, _ in predictions]
         for n in draws:
-            scores = ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
+            scores = judging.ood_scores(familiar[n][:, _ENTROPY], torch.cat([entropy[n] for entropy in entropies]))
             made.append(Evaluation(data=name, role="ood", draws=n, rows=len(strange), metrics=scores))
     return made, _examples(task, familiar[draws[-1]], chosen.examples) if chosen.examples and familiar else []
 

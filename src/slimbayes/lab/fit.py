@@ -21,26 +21,15 @@ import slimbayes as sb
 from slimbayes.data import Dataset, Split
 from slimbayes.diagnostics.check import check as check_posterior
 from slimbayes.files import write_json
+from slimbayes.lab import judging, run_folder
 from slimbayes.lab.config import Experiment
 from slimbayes.lab.config_files import merged, parse_override, validate
-from slimbayes.lab.evaluate import Predictor, check, evaluate
+from slimbayes.lab.evaluate import Predictor, evaluate
 from slimbayes.lab.execution import Execution, leave_together, seed_everything
 from slimbayes.lab.intake import data_digest, open_data
 from slimbayes.lab.network import likelihood_of, plain_network, with_noise
 from slimbayes.lab.own_config import code_allowed
 from slimbayes.lab.predict_file import write_inputs
-from slimbayes.lab.run_folder import (
-    check_data_of,
-    check_seal,
-    command,
-    environment,
-    open_run,
-    read_curve,
-    read_losses,
-    seal,
-    stored_experiment,
-    unseal,
-)
 from slimbayes.lab.task import Rows, open_task
 from slimbayes.lab.training import Diverged as Diverged
 from slimbayes.lab.training import Stopped as Stopped
@@ -81,17 +70,17 @@ def fit(
     with ExitStack() as stack:
         stack.enter_context(code_allowed())  # whoever calls this has chosen the experiment
         if first:
-            stack.enter_context(open_run(folder, experiment, resume))
+            stack.enter_context(run_folder.open_run(folder, experiment, resume))
         plain = copy.deepcopy(network)
         with Ranks.of(fabric, folder, watcher) as ranks:
             training = Training(experiment, folder, execution, fabric, ranks, network, dataset)
             task, begun = training.task, (folder / "data.json").exists() or any((folder / "checkpoints").glob("step-*"))
-            if begun and (note := check_data_of(folder, task.name, task.sha256)):  # not to go on with other data
-                watcher.say(note)
+            if begun and (note := run_folder.check_data_of(folder, task.name, task.sha256)):
+                watcher.say(note)  # nor does it go on with other data
             if first:
                 write_json(folder / "data.json", {"name": task.name, "sha256": task.sha256})
             if judge:
-                check(experiment.evaluate, task, execution)
+                judging.check(experiment.evaluate, task, execution)
                 training.predictor.asked_draws()  # refuses "exact" of networks that cannot be counted
             training.run(resume)
             leave_together(fabric)
@@ -103,7 +92,7 @@ def fit(
             predictor = training.predictor if alone else load_run(folder, execution, plain, dataset)
             write_record(folder, predictor, execution, watcher)
         if first:
-            seal(folder)
+            run_folder.seal(folder)
     return folder
 
 
@@ -116,7 +105,7 @@ def _check_finished(
     except FileNotFoundError:
         watcher.say(f"{folder} is left as it is. Its data are not here, so they were not compared.")
         return
-    if note := check_data_of(folder, data.name, data_digest(data, splits)):
+    if note := run_folder.check_data_of(folder, data.name, data_digest(data, splits)):
         watcher.say(note)
 
 
@@ -127,10 +116,10 @@ def load_run(
 
     Data other than those it was trained on are refused.
     """
-    experiment = stored_experiment(folder)
-    check_seal(folder, ["data.json", "model/manifest.json"])
+    experiment = run_folder.stored_experiment(folder)
+    run_folder.check_seal(folder, ["data.json", "model/manifest.json"])
     task = open_task(experiment.data, execution.data_dir, dataset).to(execution.device)
-    check_data_of(folder, task.name, task.sha256)
+    run_folder.check_data_of(folder, task.name, task.sha256)
     facts = task.fills()
     plain = with_noise(experiment, facts, network or plain_network(experiment, facts, task.name))
     loaded = sb.load(plain, folder / "model").to(execution.device)
@@ -148,22 +137,22 @@ def evaluate_run(
         if not override.strip().startswith("evaluate."):
             raise ValueError(f"Only evaluate.* can be changed after training, got {override!r}.")
         tree = merged(tree, parse_override(override))
-    check_seal(run, ["metrics.csv", "cost.json"])
-    unseal(run)
+    run_folder.check_seal(run, ["metrics.csv", "cost.json"])
+    run_folder.unseal(run)
     write_inputs(run, predictor.task, predictor.likelihood)
     predictor = predictor._replace(experiment=validate(tree, str(run)))
     with Bars(predictor.experiment.name) as bars:
         record = write_record(run, predictor, execution, bars)
-    seal(run)
+    run_folder.seal(run)
     return record
 
 
 def write_record(folder: Path, predictor: Predictor, execution: Execution, watcher: Watcher) -> Record:
     """Evaluate a trained network as its experiment asks, and write the record of the run in a directory."""
-    stored, start = stored_experiment(folder), time.perf_counter()
+    stored, start = run_folder.stored_experiment(folder), time.perf_counter()
     evaluations, examples = evaluate(predictor, execution, watcher)
     seconds = time.perf_counter() - start
-    curve, counts = read_curve(folder), sb.summary(predictor.network)
+    curve, counts = run_folder.read_curve(folder), sb.summary(predictor.network)
     former: list[str] = []
     with suppress(RecordError):
         former = read(folder).commands
@@ -174,14 +163,14 @@ def write_record(folder: Path, predictor: Predictor, execution: Execution, watch
         seed=stored.seed,
         config=stored.resolved,
         config_hash=stored.hash,
-        commands=[*former, command()],
+        commands=[*former, run_folder.command()],
         classes=list(predictor.task.classes),
         status="stopped early" if curve and curve[-1]["epoch"] < stored.train.epochs else "finished",
         parameters=Parameters(plain=counts.before, total=counts.after),
         curve=curve,
         evaluations=evaluations,
         examples=examples,
-        environment=dict(environment()),
+        environment=dict(run_folder.environment()),
         cost=_cost(folder / "cost.json", seconds),
         data_sha256=predictor.task.sha256,
         diagnostics=_diagnostics(predictor, folder, curve, watcher),
@@ -224,7 +213,7 @@ def diagnose_fit(predictor: Predictor, folder: Path, curve: Sequence[dict[str, f
     found = check_posterior(
         predictor.network, x, y, predictor.likelihood, predictor.training_noise, len(task.train), weight, unseen
     )
-    skipped = sum(not math.isfinite(loss) for loss in read_losses(folder))
+    skipped = sum(not math.isfinite(loss) for loss in run_folder.read_losses(folder))
     warnings = found.warnings
     if skipped:
         warnings.append(f"The loss of {skipped} steps was not finite. Lower the learning rate or clip gradients.")

@@ -25,6 +25,11 @@ from slimbayes.untrusted import check_regular
 
 _HEAD = "# Written by `slimbayes init` after a look at the data. Train with: slimbayes fit {file}\n"
 _SHOWN = 6  # values of a column, in a comment
+_COMMON = (
+    "  test: 0.2  # share of the rows, drawn by chance; `held_out: last` takes the last ones",
+    "  validation: 0.2  # of the training rows, to stop by",
+)
+_MEMBERS = ("  {kind: Rank1, members: 4, prior: {kind: Normal, loc: 1.0, scale: 0.3}}",)
 _FACTORS = (
     "{kind: Rank1, members: 8, mean_init: {kind: Normal, loc: 1.0, scale: 0.5}, "
     f"prior: {{kind: Normal, loc: 1.0, scale: 0.3}}, scale_init: {dropout_scale(0.05)}}}"
@@ -88,11 +93,6 @@ def _training(plan: Plan) -> Iterator[str]:
     yield "evaluate: {draws: [4]}"
 
 
-def _common() -> Iterator[str]:
-    yield "  test: 0.2  # share of the rows, drawn by chance; `held_out: last` takes the last ones"
-    yield "  validation: 0.2  # of the training rows, to stop by"
-
-
 # --- tables ---
 
 
@@ -127,7 +127,7 @@ def _table(path: Path, target: str | None, header: bool | None) -> Plan:
     gaps = any(c.missing for c in used)
     data.append(f"  missing: {'impute  # with medians, beside columns that say where' if gaps else 'refuse'}")
     method = ["  kind: ByName", "  layers:", f"    dense.*: {_FACTORS}", "    head: {kind: Ensemble, members: 8}"]
-    return Plan([*data, *_common()], "{kind: table_net, hidden: [128, 128]}", method, found.rows, classes)
+    return Plan([*data, *_COMMON], "{kind: table_net, hidden: [128, 128]}", method, found.rows, classes)
 
 
 def _unusable(found: TableFile, column: Column) -> str:
@@ -142,25 +142,20 @@ def _unusable(found: TableFile, column: Column) -> str:
         and (lower in ("id", "index", "unnamed: 0") or lower[-3:] == "_id" or nameless)
     ):
         return "it numbers the rows"
+    first = column.odd[1]
     try:
         feature_kind(found, column)
+        return ""
     except ValueError:
-        return _dates(column) if column.kind == "date" else _texts(column)
-    return ""
-
-
-def _dates(column: Column) -> str:
+        if column.kind != "date" and column.dressed:
+            return f"numbers with signs, such as {_quoted(first[:40])}: take the signs out to use them"
+        if column.kind != "date":
+            return "texts that hardly repeat, or a few texts among numbers"
     try:
-        days_of(column.odd[1])
+        days_of(first)
     except ValueError as error:
-        return f"dates, but {_quoted(column.odd[1][:40])} {error}"
+        return f"dates, but {_quoted(first[:40])} {error}"
     return "dates; used, if not dropped, with `dates: encode`"
-
-
-def _texts(column: Column) -> str:
-    if column.dressed:
-        return f"numbers with signs, such as {_quoted(column.odd[1][:40])}: take the signs out to use them"
-    return "texts that hardly repeat, or a few texts among numbers"
 
 
 def _values(column: Column) -> str:
@@ -191,7 +186,7 @@ def _arrays(path: Path) -> Plan:
     model = "{kind: small_cnn}" if x.ndim == 4 else "{kind: mlp, hidden: [128, 128]}"
     if not classes:
         model = "{kind: regression_net, hidden: 128}  # or a function of your own: {python: package.module:function}"
-    return Plan([*data, *_common()], model, _members(), len(x), classes)
+    return Plan([*data, *_COMMON], model, _MEMBERS, len(x), classes)
 
 
 def _pictures(path: Path) -> Plan:
@@ -206,8 +201,4 @@ def _pictures(path: Path) -> Plan:
         f"  image_size: {size}  # pixels; the middle square of each picture is taken",
     ]
     model = "{kind: small_cnn}" if size <= 64 else "{kind: resnet18}"
-    return Plan([*data, *_common()], model, _members(), len(folder), True)
-
-
-def _members() -> list[str]:
-    return ["  {kind: Rank1, members: 4, prior: {kind: Normal, loc: 1.0, scale: 0.3}}"]
+    return Plan([*data, *_COMMON], model, _MEMBERS, len(folder), True)

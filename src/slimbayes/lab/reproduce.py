@@ -47,7 +47,6 @@ def reproduce(
     scale: Scale = "full",
     seeds: Sequence[int] = (0,),
     watcher: Watcher | None = None,
-    runs: Path | None = None,
     folders: Sequence[Path] | None = None,
 ) -> Path:
     """Run the rows of a table or figure and write the table.
@@ -57,7 +56,6 @@ def reproduce(
         out: folder of the table; runs/<name> by default.
         scale: "small" lays each row's `small` values over its config.
         seeds: a run for each; of regressions on standard splits, seed s is split s, as far as a set has them.
-        runs: folder of the run directories, if tables are to share them; by default `out`.
         folders: where experiments are looked for, as in `find`.
 
     Returns: the folder, which holds `table.md` and `table.json`.
@@ -73,12 +71,12 @@ def reproduce(
     out = out or Path("runs") / "/".join(table.rows[0].name.split("/")[:2])
     out.mkdir(parents=True, exist_ok=True)
     table.write(out)
-    known = by_hash(runs or out)
+    known = by_hash(out)
     asked = [(row, seed) for row in table.rows for seed in dict.fromkeys(seeds) if seed < _splits(row, scale)]
     for row, seed in asked:
         watcher.say(f"{row.name}, seed {seed}")
         try:
-            table.results.append(_run(row, seed, out, runs or out, execution, scale, watcher, known))
+            table.results.append(_run(row, seed, out, execution, scale, watcher, known))
         except Stopped:
             raise
         except Exception as error:  # whatever it is, the other rows can still be run
@@ -115,15 +113,14 @@ def _draw(table: Reproduction, out: Path, watcher: Watcher) -> None:
 
 
 def _run(
-    row: PaperRow, seed: int, out: Path, runs: Path, execution: Execution, scale: Scale, watcher: Watcher,
-    known: Mapping[str, Path],
-) -> RowResult:  # fmt: skip
+    row: PaperRow, seed: int, out: Path, execution: Execution, scale: Scale, watcher: Watcher, known: Mapping[str, Path]
+) -> RowResult:
     if not row.trains:
         case = Case(None, out, 1, seed, row.paper.options, execution)
         numbers, files = _diagnosed(row, case, out, f"{row.stem}-{seed}", "")
         return RowResult(row, seed, numbers, files=files)
     experiment = row.experiment(scale, seed)
-    folder, former = default_folder(experiment, runs), known.get(experiment.hash)
+    folder, former = default_folder(experiment, out), known.get(experiment.hash)
     if former is not None and not (folder / "record.json").exists():
         folder = former  # of before the rule of hashes changed
         watcher.say(f"{former.name} is this row's run: its record holds the same config.")

@@ -21,9 +21,18 @@ if TYPE_CHECKING:
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; $SLIMBAYES_DATA by default.")]
 Accelerator = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
-AllowCode = Annotated[
-    bool, typer.Option("--allow-code", help="Trust files that may run code: runs with model.python, .pt2 files.")
-]
+
+
+def _allow(ctx: typer.Context, allowed: bool) -> bool:
+    """Let code run as long as the command does."""
+    from slimbayes.lab.own_config import code_allowed
+
+    ctx.with_resource(code_allowed(allowed))
+    return allowed
+
+
+_TRUST = "Trust files that may run code: runs with model.python, .pt2 files."
+AllowCode = Annotated[bool, typer.Option("--allow-code", help=_TRUST, callback=_allow)]
 
 
 def init(
@@ -59,10 +68,8 @@ def diagnose(
     """Look at a run's posterior: ELBO, calibration, k-hat; of Gaussian ones spectrum, truncation, gradient noise."""
     from slimbayes.lab.execution import Execution
     from slimbayes.lab.finished import diagnose_run, lines
-    from slimbayes.lab.own_config import code_allowed
 
-    with code_allowed(allow_code):
-        found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
+    found = diagnose_run(run, Execution(accelerator=accelerator, data_dir=data_dir), draws)
     typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(lines(found)))
 
 
@@ -77,10 +84,9 @@ def stack(
     """Weigh a run's members or components by its validation rows (stacking), and judge it again."""
     from slimbayes.lab.execution import Execution
     from slimbayes.lab.finished import stack_run, weight_lines
-    from slimbayes.lab.own_config import code_allowed
     from slimbayes.lab.watchers import Bars, print_scores
 
-    with Bars("stacked") as bars, code_allowed(allow_code):
+    with Bars("stacked") as bars:
         folder, weights = stack_run(run, out, Execution(accelerator=accelerator, data_dir=data_dir), bars, draws)
     typer.echo("\n".join(weight_lines(weights)))
     print_scores(folder)
@@ -100,11 +106,9 @@ def predict(
     allow_code: AllowCode = False,
 ) -> None:
     """Predict rows of your own, with uncertainty."""
-    from slimbayes.lab.own_config import code_allowed
     from slimbayes.lab.predict_file import predict_file
 
-    with code_allowed(allow_code):
-        rows = predict_file(run, inputs, output, draws, accelerator, level)
+    rows = predict_file(run, inputs, output, draws, accelerator, level)
     typer.echo(f"{rows} predictions in {output}")
 
 
@@ -118,14 +122,12 @@ def export(
 ) -> None:
     """Write a run as one file that predicts without slimbayes; `slimbayes serve` takes .onnx files."""
     from slimbayes.lab.finished import export_run
-    from slimbayes.lab.own_config import code_allowed
     from slimbayes.lab.trees import ConfigError
 
     file = output or Path(f"{run.resolve().name}.{to}")
     if file.suffix != f".{to}":
         raise ConfigError(f"-o must end in .{to}, as --to says, got {file}.")
-    with code_allowed(allow_code):
-        made = export_run(run, file, draws, accelerator)
+    made = export_run(run, file, draws, accelerator)
     shape = " x ".join("rows" if size is None else str(size) for size in made.inputs["input"])
     typer.echo(f"{file}: {shape} -> {', '.join(made.outputs)}, of {made.draws} draws")
 

@@ -17,16 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -55,18 +47,18 @@ class Bars(Watcher):
 
     def __init__(self, title: str = "") -> None:
         self.console = Console(stderr=True)
-        self.progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}", style="dim", markup=False),
+        self.progress = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=self.console,
             disable=not self.console.is_terminal,
         )
         self.title, self.looked, self.total = title, 0.0, 0
-        self.task: TaskID | None = None
+        self.task: progress.TaskID | None = None
         self.messages: list[str] = []
 
     def __enter__(self) -> Self:

@@ -18,16 +18,9 @@ from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.sharing import evaluating
 from slimbayes.posteriors.ensemble import EnsemblePosterior
+from slimbayes.prediction import checks
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.batches import Progress, batches_of
-from slimbayes.prediction.checks import (
-    check_draws,
-    check_inputs,
-    check_noise_rule,
-    check_scores,
-    explained,
-    refuse_outputs,
-)
 from slimbayes.prediction.draws import Draws, Networks
 from slimbayes.prediction.far import Far, features_of
 from slimbayes.prediction.prediction import Prediction
@@ -109,7 +102,7 @@ def predict(
     """
     if draws != "exact" and not (isinstance(draws, Integral) and draws >= 1):
         raise ValueError(f'predict needs draws >= 1, or "exact", got draws={draws!r}.')
-    check_draws("predict", 1, fold)
+    checks.check_draws("predict", 1, fold)
     if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
         raise ValueError(f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}.")
     scale = scale if isinstance(scale, (int, float)) else torch.as_tensor(scale)  # arrays and lists
@@ -122,7 +115,7 @@ def predict(
         raise ValueError(
             f"predict runs one draw of every member at once: chunk must be at least {members(model)}, got {chunk!r}."
         )
-    check_noise_rule(model, likelihood)
+    checks.check_noise_rule(model, likelihood)
     if far is not None:
         far.check(model)
     if not allow_nonfinite:
@@ -137,11 +130,11 @@ def predict(
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
             keep = keep_samples or far is not None
             sums = Accumulator(likelihood, source.count, scale, keep, class_dim, weights)
-            with explained(model, args, kwargs):
+            with checks.explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
                     found = _checked(select(outputs, output), likelihood)
                     if not parts and not sums.count:
-                        check_scores(model, found, likelihood, class_dim)
+                        checks.check_scores(model, found, likelihood, class_dim)
                     sums.scale = _scale_of(scale, found, likelihood, parts)
                     sums.add(found)
             part = Prediction(**sums.fields())
@@ -150,7 +143,7 @@ def predict(
             parts.append(part if keep_samples else replace(part, by_draw=None, noise=None))
             if not (allow_nonfinite or sums.sound()):
                 before = sum(len(part.aleatoric) for part in parts[:-1])
-                refuse_outputs(sums, (select(o, output) for o in source.outputs(args, kwargs, number)), before)
+                checks.refuse_outputs(sums, (select(o, output) for o in source.outputs(args, kwargs, number)), before)
             bar.add(len(part))
     bar.close()
     whole = Prediction.joined(parts)
@@ -182,19 +175,19 @@ def predict_prefixes(
     """
     if not draws or min(draws) < 1:
         raise ValueError(f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}.")
-    check_noise_rule(model, likelihood)
+    checks.check_noise_rule(model, likelihood)
     check_finite(model)
     if not allow_nonfinite:
-        check_inputs(model, ((x,), {}), before)
+        checks.check_inputs(model, ((x,), {}), before)
     out, done, source = {}, 0, Draws(model, None, True, "auto", seed)
-    with evaluating(model), explained(model, (x,), {}):
+    with evaluating(model), checks.explained(model, (x,), {}):
         sums = Accumulator(likelihood, source.members, scale, True, None, member_weights(model))
         for count in sorted(set(draws)):
             for outputs in source.outputs((x,), {}, count - done, done):
                 sums.add(select(outputs, None))
             out[count], done = Prediction(**sums.fields()), count
         if not allow_nonfinite and not sums.sound():
-            refuse_outputs(sums, map(partial(select, output=None), source.outputs((x,), {}, done)), before)
+            checks.refuse_outputs(sums, map(partial(select, output=None), source.outputs((x,), {}, done)), before)
     return out
 
 

@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING
 import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
-from slimbayes.prediction import figures
-from slimbayes.prediction.accumulate import (
-    Accumulator,
-    along_draws,
-    for_a_row,
-    log_at,
-    log_mean,
-    mixture_quantile,
-    quantile,
-)
+from slimbayes.prediction import accumulate, figures
 from slimbayes.prediction.checks import tell_of_no_noise
 from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
@@ -90,7 +81,7 @@ class Prediction(Views):
             >>> Prediction.from_outputs(torch.tensor([[1.0], [5.0]]), "gaussian", members=2, weights=[0.75, 0.25]).mean
             tensor([2.])
         """
-        draws = Accumulator(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
+        draws = accumulate.Accumulator(likelihood, members, scale, keep=True, class_dim=class_dim, weights=weights)
         draws.add(outputs)
         return cls(**draws.fields())
 
@@ -101,7 +92,7 @@ class Prediction(Views):
             return self._plain(self.log_probs)
         if self.weights is None:
             return self.by_member.mean(0)
-        return (along_draws(self.weights.to(self.by_member), self.by_member) * self.by_member).sum(0)
+        return (accumulate.along_draws(self.weights.to(self.by_member), self.by_member) * self.by_member).sum(0)
 
     @property
     def member_mean(self) -> Tensor:
@@ -123,7 +114,7 @@ class Prediction(Views):
             tensor([[-200.,    0.]])
         """
         self._need("categorical", "bernoulli")
-        return log_mean(self.by_member, self.weights)
+        return accumulate.log_mean(self.by_member, self.weights)
 
     @property
     def member_probs(self) -> Tensor:
@@ -182,7 +173,7 @@ class Prediction(Views):
             >>> p.log_prob(torch.zeros(1))  # log of N(1; 0, 1)
             tensor([-1.4189])
         """
-        return log_mean(self.member_log_prob(target), self.weights)
+        return accumulate.log_mean(self.member_log_prob(target), self.weights)
 
     def member_log_prob(self, target: Tensor) -> Tensor:
         """Log probability, or density, of each target under every member's mixture of its own draws.
@@ -191,9 +182,9 @@ class Prediction(Views):
         """
         if self._classes:
             self._check_target(target)
-            return log_at(self.by_member, target)
+            return accumulate.log_at(self.by_member, target)
         logp = self.draw_log_prob(target).unflatten(0, (-1, len(self.by_member)))  # draw j belongs to member j mod K
-        return log_mean(logp)
+        return accumulate.log_mean(logp)
 
     def draw_log_prob(self, target: Tensor) -> Tensor:
         """Log probability, or density, of each target under every draw by itself: what stacking weighs.
@@ -208,7 +199,7 @@ class Prediction(Views):
         self._check_target(target)
         values = self._kept()
         if self._classes:
-            return log_at(values, target)
+            return accumulate.log_at(values, target)
         assert self.noise is not None  # kept with the samples
         if bool((self.noise == 0).any()):
             raise ValueError(
@@ -229,7 +220,8 @@ class Prediction(Views):
             (tensor([10.]), tensor([4.]), tensor([1.]))
         """
         self._need("gaussian", "heteroscedastic_gaussian")
-        shift, factor = for_a_row("mean", mean, self.by_member), for_a_row("std", std, self.by_member)
+        given = {"mean": mean, "std": std}
+        shift, factor = (accumulate.for_a_row(name, value, self.by_member) for name, value in given.items())
         if not bool((factor > 0).all()):
             raise ValueError(f"std must be positive, got {std!r}.")
         square = factor.square()
@@ -257,10 +249,10 @@ class Prediction(Views):
             raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}.")
         values, noise, ends = self.samples, self.noise, ((1 - level) / 2, (1 + level) / 2)
         if noise is not None and bool((noise > 0).any()):
-            low, high = (mixture_quantile(values, noise, self.weights, end) for end in ends)
+            low, high = (accumulate.mixture_quantile(values, noise, self.weights, end) for end in ends)
         else:
             tell_of_no_noise(self._classes)
-            low, high = (quantile(values, self.weights, end) for end in ends)
+            low, high = (accumulate.quantile(values, self.weights, end) for end in ends)
         return low, high
 
     def plot(self, target: Tensor | None = None, x: Tensor | None = None) -> "Figure":
