@@ -1390,13 +1390,14 @@ def test_a_batch_that_is_cut_only_when_it_is_large(method: str, size: int, windo
 
 
 def test_rows_are_looked_at_again_for_more_rows_even_of_fewer_numbers() -> None:
-    """Long rows first: forty short ones hold fewer numbers, and are cut all the same."""
+    """Long rows first: forty short ones hold fewer numbers, and are shown to a layer twice all the same."""
 
-    class Steps(Pieces):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.mean(1))
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = x.mean(1)
+        return m.b(m.a(x) if len(x) <= 50 else m.a(torch.cat([x, x])).unflatten(0, (2, -1)).mean(0))
 
-    model = sb.bayesianize(Steps(24, 1), sb.Rank1(members=2, draws="member", scale_init=0.3)).eval()
+    net = Net(run)
+    model = sb.bayesianize(net, sb.Rank1(members=2, draws="member", scale_init=0.3)).eval()
     long, short = torch.randn(4, 100, 4), torch.randn(40, 2, 4)
     with quietly(), sb.frozen(model, draws=1):
         plains = held(model, 1)

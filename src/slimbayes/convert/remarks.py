@@ -23,7 +23,8 @@ def refuse_fixed_code(model: nn.Module) -> None:
             "The model is TorchScript or has modules of torch.fx in it, whose code is fixed and whose copies forget "
             "what became of them: convert the module that they were made of."
         )
-    if type(model).forward is nn.Module.forward and type(model).__call__ is not nn.Module.__call__:
+    own = "forward" in vars(model)  # as of a compiled one
+    if not own and type(model).forward is nn.Module.forward and type(model).__call__ is not nn.Module.__call__:
         raise ValueError(
             f"{type(model).__name__} has a __call__ of its own and no forward: nobody knows which of its layers "
             f"belong to one call. Rename it to forward."

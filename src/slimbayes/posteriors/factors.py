@@ -165,9 +165,9 @@ class Alike:
         count = blocks if seeded else (noise.row if noise.row.shape[1] else noise.block).shape[0]
         spread = spread_of(lead.members, blocks, count, current.first, noise.block.device)
         drawn: dict[Factor, Any] = {}
-        even = count == current.rows or (current.rows % count == 0 and current.rows * self.width < _FEW)
-        plain = even and not (seeded or lead.additive or lead.r.rank > 1 or torch.compiler.is_compiling())
-        lines = Lines(self.second) if plain and self.second is not None else None
+        special = seeded or lead.additive or lead.r.rank > 1 or torch.compiler.is_compiling()
+        wanted = self.second is not None and not special and self._few(count, current)
+        lines = Lines(self.second is True) if wanted else None
         for family in self.families:
             values = self._seeded(family, current, spread) if seeded else self._values(family, current, spread, lines)
             drawn |= zip(family, values, strict=True)
@@ -175,6 +175,10 @@ class Alike:
         for key, (r, s) in zip(self.keys, self.factors, strict=True):
             bias, own = biases.get(key, (None, None))
             current.values[key] = Drawn(drawn[r], drawn[s], bias, own, lines)
+
+    def _few(self, count: int, current: Pass) -> bool:
+        """Whether n lines meet the rows of a pass as they are, or may be repeated for each of them."""
+        return count == current.rows or (current.rows % count == 0 and current.rows * self.width < _FEW)
 
     def _values(self, factors: list[Factor], current: Pass, spread: Spread, every: Lines | None) -> Sequence[Tensor]:
         """Factors of one family, (n, channels) or (n, p, channels)."""
