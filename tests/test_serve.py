@@ -270,7 +270,7 @@ def test_the_window_shrinks_while_answers_are_late_and_opens_again() -> None:
         app.window = 2.0
         app._learn(2.0)  # in time, but not at once
         assert app.window == 2.5
-        app.active = 1000
+        app.active, app.wait = 1000, 0.1
         assert server.post("/predict", json={"rows": [[1, 2]]}).status_code == 503
         assert server.get("/healthz").status_code == 200
 
