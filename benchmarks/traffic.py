@@ -23,7 +23,7 @@ from torch._inductor.utils import shape_env_from_inputs
 from torch._inductor.virtualized import V
 
 import slimbayes as sb
-from slimbayes.train.recorded import _FUSION
+from slimbayes.train.recorded import FUSION
 
 ROWS = 32
 DEFAULTS = {"realize_reads_threshold": 4, "realize_acc_reads_threshold": 8, "realize_opcount_threshold": 30}
@@ -83,7 +83,7 @@ def main() -> None:
     for name, case in CASES.items():
         if only in (None, name) or name == "plain":
             found = []
-            for settings in (DEFAULTS, {key: value for key, value in _FUSION.items() if key in DEFAULTS}):
+            for settings in (DEFAULTS, {key: value for key, value in FUSION.items() if key in DEFAULTS}):
                 with inductor.patch(settings):
                     found.append(traffic(*case))
             plain = plain or found[0]

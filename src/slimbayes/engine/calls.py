@@ -236,7 +236,7 @@ def draw_all(
     layout = Layout(keeps=True) if alone else layout_of(model, args, kwargs, posteriors)
     rows = max(layout.rows((args, kwargs)), 0)
     copies = 1 if split or fold is False else min(total, at_once or total)
-    if rows and layout.folds and not torch.compiler.is_compiling() and not layout.covers((args, kwargs), copies):
+    if rows and not layout.covers((args, kwargs), copies):
         check_size(model, (args, kwargs), posteriors, layout, copies)
     if kwargs:
         check_caches(kwargs, total if held is not None else None)

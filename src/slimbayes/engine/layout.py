@@ -9,8 +9,7 @@ Sizes: S draws, B rows of the caller's batch.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from dataclasses import field as made
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -58,10 +57,10 @@ class Layout:
     inputs: Dims = ()
     outputs: Dims = ()
     lead: tuple[int, int] | None = None
-    dims: dict[tuple[str, int], int] = made(default_factory=dict)
-    joined: set[tuple[str, int]] = made(default_factory=set)
-    arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = made(default_factory=dict)
-    ahead: dict[int, tuple[Dims, Dims]] = made(default_factory=dict)
+    dims: dict[tuple[str, int], int] = field(default_factory=dict)
+    joined: set[tuple[str, int]] = field(default_factory=set)
+    arguments: dict[tuple[str, tuple[int, ...]], tuple[Dims, Dims]] = field(default_factory=dict)
+    ahead: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
     made: tuple[int, list[tuple[int, ...]]] = (1, [])
     tree: int = 0
     key: str | None = None
@@ -134,6 +133,8 @@ class Layout:
 
     def covers(self, inputs: Any, draws: int = 1) -> bool:
         """Whether layers were seen to be called alike for as many rows and numbers; one row is always right."""
+        if not self.folds or torch.compiler.is_compiling():
+            return True  # nothing hangs on it, or nobody can look
         rows, numbers = self.size(inputs, draws)
         return rows <= 1 or (rows <= self.most[0] and numbers <= self.most[1])
 
@@ -182,9 +183,9 @@ def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         if not is_dataclass(leaf) or isinstance(leaf, type):
             return function(leaf, *rest)
         new = copy.copy(leaf)
-        for field in fields(leaf):
-            parts = [getattr(one, field.name) for one in (leaf, *rest)]
-            object.__setattr__(new, field.name, tree_map(function, *parts))
+        for part in fields(leaf):
+            parts = [getattr(one, part.name) for one in (leaf, *rest)]
+            object.__setattr__(new, part.name, tree_map(function, *parts))
         return new
 
     return pytree.tree_map(at, tree, *others, is_leaf=_packed)
@@ -199,13 +200,13 @@ def leaves_of(tree: Any) -> list[Any]:
     out: list[Any] = []
     for leaf in pytree.tree_leaves(tree, is_leaf=_packed):
         if is_dataclass(leaf) and not isinstance(leaf, type):
-            out += [part for field in fields(leaf) for part in leaves_of(getattr(leaf, field.name))]
+            out += [inner for part in fields(leaf) for inner in leaves_of(getattr(leaf, part.name))]
         else:
             out.append(leaf)
     return out
 
 
-def _plain_call(tree: Any) -> bool:
+def plain_call(tree: Any) -> bool:
     """Whether a tree is (tensors, tensors by name), as of most calls: there is a shorter way through it."""
     plain = type(tree) is tuple and len(tree) == 2 and type(tree[0]) is tuple and type(tree[1]) is dict
     return plain and {*map(type, tree[0]), *map(type, tree[1].values())} == {Tensor}
@@ -215,7 +216,7 @@ def arrays_of(tree: Any) -> list[Any]:
     """The leaves that may hold rows: tensors and packed sequences."""
     if type(tree) is Tensor:
         return [tree]
-    if _plain_call(tree):
+    if plain_call(tree):
         return [*tree[0], *tree[1].values()]
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, (Tensor, PackedSequence))]
 
@@ -224,7 +225,7 @@ def map_arrays(function: Callable[[int, Any], Any], tree: Any) -> Any:
     """Apply function(i, array) to the i-th leaf that is a tensor or a packed sequence; other leaves stay."""
     if type(tree) is Tensor:
         return function(0, tree)
-    if _plain_call(tree):
+    if plain_call(tree):
         more, names = [function(i, array) for i, array in enumerate(arrays_of(tree))], tree[1]
         return tuple(more[: len(tree[0])]), dict(zip(names, more[len(tree[0]) :], strict=True))
     count = iter(range(10**9))
@@ -259,7 +260,7 @@ class NotJoined:
         """What one draw returned."""
         if len(self.parts) == self.draws:
             return self.parts[draw]
-        rows, whole = next(_cached(self.parts[0])).shape[0] // self.draws, _copy(self.parts[0])
+        rows, whole = next(_cached(self.parts[0])).shape[0] // self.draws, copy_of(self.parts[0])
         whole.batch_select_indices(torch.arange(draw * rows, (draw + 1) * rows))
         return whole
 
@@ -272,7 +273,7 @@ def is_cache(leaf: Any) -> bool:
     return hasattr(type(leaf), "get_seq_length") or isinstance(leaf, NotJoined)
 
 
-def _copy(leaf: Any) -> Any:
+def copy_of(leaf: Any) -> Any:
     if hasattr(
         type(leaf), "get_seq_length"
     ):  # a cache, to which a call adds its own; tensors of a graph do not copy deeply

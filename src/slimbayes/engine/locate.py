@@ -186,9 +186,7 @@ def check_size(model: nn.Module, inputs: Any, posteriors: Sequence[Any], layout:
     Layers must be called alike for all rows and for a part of them. Two runs of the plain model are paid for each new
     maximum.
     """
-    if not layout.folds or torch.compiler.is_compiling() or layout.covers(inputs, draws):
-        return
-    if not _cannot_look(inputs):
+    if not layout.covers(inputs, draws) and not _cannot_look(inputs):
         with _PROVING:
             inputs = tree_map(without_cache, inputs)
             why = _called_alike(unwrapped(model), inputs, posteriors, layout, draws)

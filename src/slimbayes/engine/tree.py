@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 
-from slimbayes.engine.layout import PACKED, NotJoined, _copy, _plain_call, arrays_of, is_cache, map_arrays, tree_map
+from slimbayes.engine.layout import PACKED, NotJoined, arrays_of, copy_of, is_cache, map_arrays, plain_call, tree_map
 from slimbayes.errors import SlimbayesWarning
 
 UNORDERED = Iterator, Set  # in which nobody finds the tensors of another run again
@@ -60,7 +60,7 @@ def fresh(tree: Any) -> Any:
     """The same inputs in containers and tensors of their own: a model may write into what it is given, and other draws
     are to find it as it was.
     """
-    return map_arrays(lambda i, array: array.clone(), tree) if _plain_call(tree) else tree_map(_copy, tree)
+    return map_arrays(lambda i, array: array.clone(), tree) if plain_call(tree) else tree_map(copy_of, tree)
 
 
 def stack_draws(parts: list[Any]) -> Any:

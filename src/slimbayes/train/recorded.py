@@ -24,9 +24,13 @@ WARM_UP = 3  # calls before recording: autograd, optimizers and libraries set th
 # Inductor's thresholds for writing a value to memory that several kernels use. A norm of a scaled activation reads six
 # tensors, of which one is large: by the defaults (4, 8, 30) the backward pass of a WRN-16-4 with rank-1 factors writes
 # and reads it again, and moves 1.57 times the plain network's bytes; with these, 1.13 times (benchmarks/traffic.py).
-_FUSION = {"realize_reads_threshold": 16, "realize_acc_reads_threshold": 16, "realize_opcount_threshold": 100}
-# torch 2.11's compiler fails an assertion of its own when it joins batch norm's sums with a factor's.
-_FUSION["triton.mix_order_reduction"] = False
+FUSION = {
+    "realize_reads_threshold": 16,
+    "realize_acc_reads_threshold": 16,
+    "realize_opcount_threshold": 100,
+    # torch 2.11's compiler fails an assertion of its own when it joins batch norm's sums with a factor's.
+    "triton.mix_order_reduction": False,
+}
 
 
 def moments(optimizer: Optimizer) -> list[Tensor]:
@@ -254,6 +258,6 @@ def compiled(
     import torch._inductor as inductor  # slow to import
 
     known = set(inductor.list_options())
-    ours = {name: value for name, value in _FUSION.items() if name in known}
+    ours = {name: value for name, value in FUSION.items() if name in known}
     by_mode = inductor.list_mode_options(mode) if mode else {}
     return torch.compile(model, options=ours | by_mode | (options or {}), **how)
