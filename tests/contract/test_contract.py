@@ -625,8 +625,11 @@ def test_half_precision_is_finite(method: str, layer: str) -> None:
     assert all(p.dtype == torch.float32 for p in half.parameters() if p.dtype != torch.bfloat16)
     model = convert(case.make(), method, case)
     with torch.autocast("cpu", torch.bfloat16):
+        try:
+            plain = main_output(case.make()(x))
+        except RuntimeError as error:
+            pytest.skip(f"torch itself cannot run this layer in bfloat16 on this CPU: {str(error)[:60]}")
         cast = main_output(sb.sample(model, x))
-        plain = main_output(case.make()(x))
     if "GRU" not in layer and "Cell" not in layer:  # torch itself mixes types there: the state stays float32
         assert cast.dtype == plain.dtype
     for converted, output in ((half, y), (model, cast)):
