@@ -57,10 +57,6 @@ def gaussian_sites(model: nn.Module, include: Selection = None, exclude: Selecti
     """Every weight matrix with a Gaussian posterior, in the model's order; refuses a model with none, or broken ones.
 
     `include` and `exclude` choose layers as in `bayesianize`.
-
-    >>> import slimbayes as sb
-    >>> [s.name for s in gaussian_sites(sb.bayesianize(nn.Sequential(nn.Linear(3, 2)), sb.MeanField()))]
-    ['0.weight']
     """
     conversions_of(model)
     check_finite(model)

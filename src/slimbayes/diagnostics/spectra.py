@@ -185,12 +185,7 @@ def _plan(model: nn.Module, rank: int, epsilon: float, include: Selection, exclu
 
 
 def low_rank(matrix: Tensor, rank: int) -> Tensor:
-    """The nearest matrix of this rank (Eckart-Young), which may have negative entries from rank 2 on.
-
-    >>> low_rank(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), 1)
-    tensor([[2., 0.],
-            [0., 0.]])
-    """
+    """The nearest matrix of this rank (Eckart-Young), which may have negative entries from rank 2 on."""
     u, values, vt = torch.linalg.svd(matrix, full_matrices=False)
     return (u[:, :rank] * values[:rank]) @ vt[:rank]
 

@@ -62,10 +62,6 @@ def functional_dropout(model: nn.Module) -> dict[str, str]:
 
     Attention and recurrent layers say so by their `dropout` attribute; other modules are found by the calls in the
     source of their forward, whatever the rate given there.
-
-    Example:
-        >>> functional_dropout(nn.Sequential(nn.LSTM(2, 2, num_layers=2, dropout=0.1)))
-        {'0': 'dropout=0.1 between its layers'}
     """
     found = {}
     for name, module in model.named_modules():

@@ -211,7 +211,7 @@ class _BayesRecurrent(_Gated):
         return torch.stack(outputs), state
 
     def _lstm(self, x: Tensor, state: State, stem: str, backwards: bool, lengths: Tensor | None) -> Any:
-        """`_direction` of an LSTM, given factors of its two matrices, or one recurrent matrix for each block of rows."""
+        """`_direction` of an LSTM, by factors of its two matrices, or one recurrent matrix for each block of rows."""
         inward: Any = self.posterior[f"weight_ih{stem}"]
         hidden: Any = self.posterior[f"weight_hh{stem}"]
         linear, current = self.linear_map(f"weight_ih{stem}"), self.posteriors()[0].current

@@ -62,11 +62,7 @@ class Site:
 
     @property
     def fan_in(self) -> int:
-        """How many inputs feed one output, for priors that scale with it: a lookup has one, the row that is looked up.
-
-        >>> Site("weight", 5000, 16, False, "weight", (5000, 16), out_dim=1, kind="table").fan_in
-        1
-        """
+        """How many inputs feed one output, for priors that scale with it; a lookup has one, the row looked up."""
         return 1 if self.kind == "table" else self.matrix[0]
 
     def to_matrix(self, weight: Tensor) -> Tensor:

@@ -20,13 +20,6 @@ class Accumulator:
 
     Args:
         class_dim: where the classes are; None means last, refused where outputs may be images, (S, N, C, H, W).
-
-    Example:
-        >>> draws = Accumulator("categorical", members=1, scale=0.0, keep=False)
-        >>> draws.add(torch.tensor([[[0.0, 200.0]]]))
-        >>> draws.add(torch.tensor([[[0.0, 0.0]]]))
-        >>> draws.fields()["by_member"].exp()
-        tensor([[[0.2500, 0.7500]]])
     """
 
     def __init__(
@@ -132,12 +125,7 @@ def along_draws(factors: Tensor, values: Tensor) -> Tensor:
 
 
 def log_mean(logs: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Log of the mean over the first axis of what has these logs (K, ...), weighted by (K,), by (K, N) or equally.
-
-    Example:
-        >>> log_mean(torch.tensor([1.0, 3.0]).log()).exp()
-        tensor(2.)
-    """
+    """Log of the mean over the first axis of what has these logs (K, ...), weighted by (K,), by (K, N) or equally."""
     if weights is None:
         return torch.logsumexp(logs, 0) - math.log(len(logs))
     return torch.logsumexp(logs + along_draws(weights.log().to(logs), logs), 0)
@@ -151,10 +139,6 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     It interpolates as torch.quantile does for equal weights. That is the mean of the inverse distribution function over
     a window of one observation's width; for unequal ones the width comes from Kish's effective number of observations
     (Akinshin 2023), so a share of nearly zero has nearly no influence.
-
-    Example:
-        >>> quantile(torch.tensor([1.0, 2.0, 3.0, 7.0]), torch.tensor([0.5, 0.5]), 0.5)
-        tensor(2.5000)
     """
     if weights is None:
         return torch.quantile(values, level, dim=0)
@@ -173,10 +157,6 @@ def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level
     """Quantile of the mixture of normals with these means and variances (M, ...), members and weights as in `quantile`.
 
     Bisection, between the lowest and the highest of the normals' own quantiles.
-
-    Example:
-        >>> mixture_quantile(torch.tensor([-1.0, 3.0]), torch.ones(2), None, 0.5)
-        tensor(1.)
     """
     wide, scale = means.double(), noise.double().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
     each = len(wide) if weights is None else len(wide) // len(weights)

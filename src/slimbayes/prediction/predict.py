@@ -166,12 +166,6 @@ def predict_prefixes(
     """Predictions of one batch for several numbers of draws at the price of the largest: each is made of the first so
     many draws, the same that `predict` uses with that seed. Errors count rows on from `before`; `allow_nonfinite` lets
     inputs and outputs pass that are not finite.
-
-    Example:
-        >>> import slimbayes as sb
-        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
-        >>> {n: p.count for n, p in predict_prefixes(net, torch.randn(7, 4), draws=[1, 4]).items()}
-        {1: 2, 4: 8}
     """
     if not draws or min(draws) < 1:
         raise ValueError(f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}.")

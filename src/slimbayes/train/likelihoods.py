@@ -190,12 +190,7 @@ def _log_mean(logp: Tensor) -> Tensor:
 
 
 def entropy(logs: Tensor) -> Tensor:
-    """Entropy in nats of the probabilities whose logs are the last dimension: (..., C) to (...).
-
-    Example:
-        >>> entropy(torch.tensor([[0.0, -torch.inf], [-0.6931, -0.6931]]))
-        tensor([0.0000, 0.6931])
-    """
+    """Entropy in nats of the probabilities whose logs are the last dimension: (..., C) to (...)."""
     surprise = -logs.clamp_min(torch.finfo(logs.dtype).min)  # finite, as zero times infinity is nan
     return (logs.exp() * surprise).sum(-1)
 
@@ -271,12 +266,7 @@ LIKELIHOODS: dict[str, Likelihood] = {
 
 
 def likelihood_named(name: str) -> Likelihood:
-    """The likelihood of this name.
-
-    Example:
-        >>> likelihood_named("gaussian").discrete
-        False
-    """
+    """The likelihood of this name."""
     if name not in LIKELIHOODS:
         raise ValueError(f"Unknown likelihood {name!r}{did_you_mean(name, LIKELIHOODS)}")
     return LIKELIHOODS[name]

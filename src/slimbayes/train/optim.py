@@ -143,12 +143,6 @@ def apart(model: nn.Module) -> list[list[nn.Parameter]]:
 
     A loss that is summed over networks trains each as it would train alone: `len(apart(model)) * nll`, where the
     likelihoods here give their average.
-
-    Example:
-        >>> import slimbayes as sb
-        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Ensemble(members=5))
-        >>> len(apart(net)), [len(parameters) for parameters in apart(net)]
-        (5, [2, 2, 2, 2, 2])
     """
     if not isinstance(model, Copied):
         return [list(model.parameters())]

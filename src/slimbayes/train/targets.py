@@ -149,12 +149,7 @@ def scale_for(scale: float | Tensor, target: Tensor, outputs: Tensor) -> Tensor:
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether a tensor of one shape can be expanded to another.
-
-    Example:
-        >>> broadcasts((3,), (6, 3)), broadcasts((6, 1), (6,))
-        (True, False)
-    """
+    """Whether a tensor of one shape can be expanded to another."""
     spare = len(to) - len(shape)
     return spare >= 0 and all(a in (1, b) for a, b in zip(shape, to[spare:], strict=True))
 
