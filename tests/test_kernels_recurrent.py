@@ -1,4 +1,4 @@
-"""The recurrence of an LSTM: its loop in plain torch, and kernels as one operation against the loop that defines them."""
+"""The recurrence of an LSTM: its loop in plain torch, and kernels as one operation against that loop."""
 
 import itertools
 from typing import Any, NamedTuple
