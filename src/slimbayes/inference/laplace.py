@@ -18,6 +18,7 @@ import copy
 import math
 import re
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -211,17 +212,12 @@ def _last(model: nn.Module, decisions: list[Decision], batch: tuple[Any, Any, Te
     it must be the last of all that have a matrix.
     """
     ran: list[Decision] = []
-    handles = [
-        model.get_submodule(d.name).register_forward_hook(lambda *_, d=d: ran.append(d))
-        for d in decisions
-        if d.config is not None or (free and any(p.dim() > 1 for p in model.get_submodule(d.name).parameters()))
-    ]
-    try:
-        with torch.no_grad():
-            model(*batch[0], **batch[1])
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for d in decisions:
+            layer = model.get_submodule(d.name)
+            if d.config is not None or (free and any(p.dim() > 1 for p in layer.parameters())):
+                hooks.enter_context(layer.register_forward_hook(lambda *_, d=d: ran.append(d)))
+        model(*batch[0], **batch[1])
     last = ran[-1]
     if last.config is None:
         raise ValueError(

@@ -142,8 +142,7 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     """
     if weights is None:
         return torch.quantile(values, level, dim=0)
-    each = len(values) // len(weights)
-    shares = along_draws(weights.to(values.device).repeat(each, *[1] * (weights.dim() - 1)) / each, values)
+    shares = _shares(weights.to(values.device), values)
     ordered, order = values.sort(0)
     share = shares.expand_as(values).gather(0, order)
     width = shares.square().sum(0)
@@ -153,15 +152,19 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     return (inside / inside.sum(0) * ordered).sum(0).to(values.dtype)
 
 
+def _shares(weights: Tensor, values: Tensor) -> Tensor:
+    """Weights of members for each of values (M, ...)."""
+    each = len(values) // len(weights)
+    return along_draws(weights.repeat(each, *[1] * (weights.dim() - 1)) / each, values)
+
+
 def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level: float) -> Tensor:
     """Quantile of the mixture of normals with these means and variances (M, ...), members and weights as in `quantile`.
 
     Bisection, between the lowest and the highest of the normals' own quantiles.
     """
     wide, scale = means.double(), noise.double().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-    each = len(wide) if weights is None else len(wide) // len(weights)
-    shares = wide.new_ones(1) if weights is None else weights.to(wide)
-    shares = along_draws(shares.repeat(each, *[1] * (shares.dim() - 1)) / each, wide)
+    shares = _shares(wide.new_ones(1) if weights is None else weights.to(wide), wide)
     own = wide + scale * torch.special.ndtri(wide.new_tensor(level))
     low, high = own.amin(0), own.amax(0)
     for _ in range(50):

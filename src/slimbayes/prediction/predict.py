@@ -100,9 +100,7 @@ def predict(
         >>> pred.probs.shape, pred.samples.shape
         (torch.Size([7, 3]), torch.Size([16, 7, 3]))
     """
-    if draws != "exact" and not (isinstance(draws, Integral) and draws >= 1):
-        raise ValueError(f'predict needs draws >= 1, or "exact", got draws={draws!r}.')
-    checks.check_draws("predict", 1, fold)
+    checks.check_draws("predict", draws, fold, "exact")
     if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
         raise ValueError(f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}.")
     scale = scale if isinstance(scale, (int, float)) else torch.as_tensor(scale)  # arrays and lists

@@ -9,6 +9,7 @@ Sizes: S draws, K members, N rows, C classes.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
+from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction import accumulate, figures
-from slimbayes.prediction.checks import tell_of_no_noise
 from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
 from slimbayes.train.targets import check_labels, check_values
@@ -49,16 +50,6 @@ class Prediction(Views):
         >>> torch.equal(p.total, p.aleatoric + p.epistemic)
         True
     """
-
-    likelihood: str
-    count: int
-    by_member: Tensor
-    aleatoric: Tensor
-    epistemic: Tensor
-    by_draw: Tensor | None = None
-    noise: Tensor | None = None
-    weights: Tensor | None = None
-    distance: Tensor | None = None
 
     @classmethod
     def from_outputs(
@@ -251,7 +242,13 @@ class Prediction(Views):
         if noise is not None and bool((noise > 0).any()):
             low, high = (accumulate.mixture_quantile(values, noise, self.weights, end) for end in ends)
         else:
-            tell_of_no_noise(self._classes)
+            if not self._classes:
+                warnings.warn(
+                    "This prediction has no observation noise: its intervals are those of the mean and hold fewer "
+                    "targets than their level. Call predict(..., scale=) with the noise's standard deviation.",
+                    SlimbayesWarning,
+                    stacklevel=2,
+                )
             low, high = (accumulate.quantile(values, self.weights, end) for end in ends)
         return low, high
 

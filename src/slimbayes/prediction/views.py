@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -17,18 +17,19 @@ _DIMS = {"aleatoric": 0, "epistemic": 0, "distance": 0, "by_member": 1, "by_draw
 _SHOWN, _COLUMNS = 8, 12  # rows and columns of a table in a notebook
 
 
+@dataclass(repr=False)
 class Views:
-    """What needs nothing but the fields of a Prediction and where their rows lie."""
+    """The fields of a Prediction, whose docstring says what they are, and what needs no more than where rows lie."""
 
     likelihood: str
     count: int
     by_member: Tensor
     aleatoric: Tensor
     epistemic: Tensor
-    by_draw: Tensor | None
-    noise: Tensor | None
-    weights: Tensor | None
-    distance: Tensor | None
+    by_draw: Tensor | None = None
+    noise: Tensor | None = None
+    weights: Tensor | None = None
+    distance: Tensor | None = None
 
     def __len__(self) -> int:
         """N."""
@@ -54,7 +55,7 @@ class Views:
     def to(self, target: torch.device | str | torch.dtype) -> Self:
         """The same on another device, or in another precision."""
         moved = self._each(lambda t, dim: t.to(target))
-        return moved if moved.weights is None else replace(moved, weights=moved.weights.to(target))  # type: ignore[type-var]
+        return moved if moved.weights is None else replace(moved, weights=moved.weights.to(target))
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
@@ -86,14 +87,14 @@ class Views:
         joined = {name: torch.cat(ts, _DIMS[name]) for name, ts in fields.items() if ts[0] is not None}
         if first.weights is not None and first.weights.dim() == 2:
             joined["weights"] = torch.cat([p.weights for p in parts if p.weights is not None], 1)
-        return replace(first, **joined)  # type: ignore[type-var]
+        return replace(first, **joined)
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
         """Every tensor with rows changed, given where they lie."""
         changed = {n: change(getattr(self, n), dim) for n, dim in _DIMS.items() if getattr(self, n) is not None}
         if self.weights is not None and self.weights.dim() == 2:
             changed["weights"] = change(self.weights, 1)
-        return replace(self, **changed)  # type: ignore[type-var]
+        return replace(self, **changed)
 
     def to_numpy(self) -> dict[str, Any]:
         """Every summary as numpy arrays: mean, member_mean, total and its parts; distance and samples if there."""
