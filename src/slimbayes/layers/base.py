@@ -128,8 +128,8 @@ class BayesLayer(Converted):
     def own_affine(self) -> tuple[Any, Any]:
         """The layer's own weight and its bias or None, whatever the pass under way."""
         own = self._parameters
-        weight = own["weight"] if "weight" in own else self.own_value("weight")
-        return weight, own["bias"] if "bias" in own else self.own_value("bias") if has(self, "bias") else None
+        weight = own["weight"] if "weight" in own else own_value(self, "weight")
+        return weight, own["bias"] if "bias" in own else own_value(self, "bias") if has(self, "bias") else None
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         """The map of one site, with its present weight and bias, for inputs with rows along `batch_dim`."""
@@ -140,10 +140,6 @@ class BayesLayer(Converted):
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         (x,) = (*args, *kwargs.values())
         return self.project_draw("weight", x)
-
-    def own_value(self, name: str) -> Any:
-        """A parameter of the layer itself, whatever the pass under way."""
-        return own_value(self, name)
 
     def rows_of(self, x: Tensor) -> int:
         """The dimension of an input that holds rows, as proven."""
@@ -178,7 +174,7 @@ class BayesLayer(Converted):
             posterior: Any = self.posterior[site.name]
             if name in (site.parameter, site.bias_parameter) and posterior.has_weights and posterior.drawn == 1:
                 return posterior.materialise(self.linear_map(site.name), 0)[name != site.parameter]
-        return self.own_value(name)
+        return own_value(self, name)
 
 
 def reading(name: str) -> property:

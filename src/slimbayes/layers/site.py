@@ -135,11 +135,6 @@ def has(layer: nn.Module, name: str) -> bool:
         return False
 
 
-def mask_of(layer: nn.Module) -> Any:
-    """Where pruning keeps a weight, as torch.nn.utils.prune notes it."""
-    return layer._buffers.get("weight_mask")
-
-
 def _hooks(layer: nn.Module, name: str) -> dict[int, Any]:
     """What computes a parameter before each forward."""
     hooks = layer._forward_pre_hooks.items()

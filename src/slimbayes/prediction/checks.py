@@ -29,7 +29,7 @@ _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
 
 def check_draws(what: str, draws: Any, fold: Any = "auto", other: Any = 1) -> None:
     """Refuse numbers of draws, of which `other` is one, and ways to run them that are none."""
-    if draws != other and not (isinstance(draws, Integral) and draws >= 1):
+    if draws != other and (not isinstance(draws, Integral) or draws < 1):
         also = "" if other == 1 else f", or {other!r}"
         raise ValueError(f"{what} needs at least one draw, a whole number{also}, got draws={draws!r}.")
     if fold != "auto" and not isinstance(fold, bool):

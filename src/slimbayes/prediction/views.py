@@ -84,14 +84,15 @@ class Views:
         if not all(same(first.weights, p.weights) for p in parts[1:]):
             raise ValueError("Predictions to join need the same weights of members, or weights for each row, in all.")
         fields = {name: [getattr(p, name) for p in parts] for name in _DIMS}
-        joined = {name: torch.cat(ts, _DIMS[name]) for name, ts in fields.items() if ts[0] is not None}
+        joined: dict[str, Any] = {name: torch.cat(ts, _DIMS[name]) for name, ts in fields.items() if ts[0] is not None}
         if first.weights is not None and first.weights.dim() == 2:
             joined["weights"] = torch.cat([p.weights for p in parts if p.weights is not None], 1)
         return replace(first, **joined)
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
         """Every tensor with rows changed, given where they lie."""
-        changed = {n: change(getattr(self, n), dim) for n, dim in _DIMS.items() if getattr(self, n) is not None}
+        present = {n: dim for n, dim in _DIMS.items() if getattr(self, n) is not None}
+        changed: dict[str, Any] = {n: change(getattr(self, n), dim) for n, dim in present.items()}
         if self.weights is not None and self.weights.dim() == 2:
             changed["weights"] = change(self.weights, 1)
         return replace(self, **changed)
