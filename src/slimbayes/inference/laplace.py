@@ -26,8 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import Conversion, bayesianize, debayesianize, decisions_of
-from slimbayes.convert.members import said_again
+from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, debayesianize, decisions_of, restate
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
@@ -130,9 +129,9 @@ def laplace(
         prior = Normal(1.0, 0.15) if discrete and not weights else "layer"
     start = prior if isinstance(prior, Normal) else Normal(0.0, 1.0)
     numbers: Over = "weights" if weights else over
-    work, means, say = model, {}, None  # a plain model to work on; a converted one is copied, and its means are taken
+    work, means, said = model, {}, []  # a plain model to work on; a converted one is copied, and its means are taken
     if passes.posteriors_of(model):
-        work, means, say = copy.deepcopy(model), member_factors(model), said_again(model)
+        work, means, said = copy.deepcopy(model), member_factors(model), conversions_of(model)
         if weights and means:
             problem = "laplace over weights needs a plain model, but this one has factors"
             raise ValueError(f"{problem}: call merge(model) first.")
@@ -157,8 +156,7 @@ def laplace(
             free, decisions = include is None and exclude is None, plan(work, config, include, exclude)
             include, batches = _last(work, decisions, first, free), chain([first], batches)
         bayesianize(work, config, include=(lambda name, _: name in means) if means else include, exclude=exclude)
-        if say is not None:
-            say(work)
+        restate(said, work)
         set_factors(work, means)
         spread = noise if likelihood == "heteroscedastic_gaussian" and noise is not None else 1.0
         curvature = accumulate(work, batches, likelihood, samples, output, spread)
@@ -170,8 +168,7 @@ def laplace(
         raise
     if work is not model:
         _move(work, model)
-    if say is not None:
-        say(model)
+        restate(said, model)
     return replace(report, model=given)
 
 

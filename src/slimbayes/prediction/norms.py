@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slimbayes.convert.convert import bayesianize, ensemble
+from slimbayes.convert.convert import bayesianize
+from slimbayes.convert.members import ensemble
 from slimbayes.engine.noise import Seed, seed_of
 from slimbayes.posteriors.configs.base import Deterministic
 from slimbayes.prediction.batches import batches_of
