@@ -21,7 +21,7 @@ from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction import accumulate, figures
 from slimbayes.prediction.views import Views
 from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
-from slimbayes.train.targets import check_labels, check_values
+from slimbayes.train.targets import check_labels, check_real, floating, readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -279,7 +279,8 @@ class Prediction(Views):
         return (values[..., 1] if self.likelihood == "bernoulli" else values).exp()
 
     def _check_target(self, target: Tensor) -> None:
-        check_values(target, real=not self._classes)
+        if floating(target) and not self._classes and readable(target):
+            check_real(target)
         needed = self.by_member.shape[1:-1] if self._classes else self.by_member.shape[1:]
         if target.shape != needed:
             raise ValueError(
