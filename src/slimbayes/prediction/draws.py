@@ -60,18 +60,20 @@ class Draws:
             yield sampled(self.model, self.posteriors, args, kwargs, self.held.total, self.fold, self.held)
             return
         at_once = min(draws, self._at_once((args, kwargs)))
-        if self.share and draws > 1 and self.members == 1 and all(p.countable for p in self.posteriors):
+        countable = self.share and draws > 1 and self.members == 1 and all(p.countable for p in self.posteriors)
+        # The user's own noise differs between draws that picked alike.
+        if countable and (self.fold is False or not calls.layout_of(self.model, args, kwargs, self.posteriors).random):
             yield from self._distinct(args, kwargs, start, draws, at_once)
             return
         for first in range(start, start + draws, at_once):
-            yield self._some(args, kwargs, first, min(at_once, start + draws - first))
+            yield self._run(args, kwargs, self._numbered(first, min(at_once, start + draws - first)), first)
 
     def _own(self, first: int) -> int | None:
         return None if self.own is None else noise.key(self.own, "call", first)
 
-    def _some(self, args: Any, kwargs: Any, first: int, draws: int) -> Any:
-        new, own = self._numbered(first, draws), self._own(first)
-        return sampled(self.model, self.posteriors, args, kwargs, new.total, self.fold, new, share=self.share, seed=own)
+    def _run(self, args: Any, kwargs: Any, new: Pass, first: int) -> Any:
+        how = {"share": self.share, "seed": self._own(first)}
+        return sampled(self.model, self.posteriors, args, kwargs, new.total, self.fold, new, **how)
 
     def _numbered(self, first: int, draws: int) -> Pass:
         """The pass of so many draws of each member; the latest is kept for the next batch."""
@@ -92,33 +94,12 @@ class Draws:
 
     def _distinct(self, args: Any, kwargs: Any, start: int, draws: int, at_once: int) -> Iterator[Any]:
         """Outputs of draws that pick from finitely many networks: each network that was picked runs once."""
-        held = self._numbered(start, draws)
-        new, layout, folds = calls.draw_all(
-            self.model, self.posteriors, args, kwargs, draws, self.fold, held, at_once=1
-        )
-        if layout.random:  # the user's own noise differs between draws that picked alike
-            for first in range(start, start + draws, at_once):
-                yield self._some(args, kwargs, first, min(at_once, start + draws - first))
-            return
-        device = self.posteriors[0].device
-        picked = torch.stack([choice.to(device) for choice in passes.run(new, choices_of, self.posteriors)])
+        held, device = self._numbered(start, draws), self.posteriors[0].device
+        picked = torch.stack([choice.to(device) for choice in passes.run(held, choices_of, self.posteriors)])
         unique, which = torch.unique(picked, dim=1, return_inverse=True)
         first_of = torch.empty(unique.shape[1], dtype=torch.long, device=device)
         first_of.scatter_(0, which, torch.arange(draws, device=device))
-        try:
-            copies = min(at_once, len(first_of)) if folds else 1
-            calls.check_size(self.model, (args, kwargs), self.posteriors, layout, copies)
-            if folds and not layout.folds:
-                raise passes.Unproven(layout.why)
-            parts = []
-            for some in map(new.take, first_of.split(at_once)):
-                some.shared = layout.ahead if folds and some.total > 1 else None
-                parts.append(calls.run_draws(self.model, self.posteriors, args, kwargs, some, layout, folds))
-        except passes.Unproven as error:
-            calls.unfold(layout, error, self.fold)
-            yield from self._distinct(args, kwargs, start, draws, at_once)
-            return
-        networks = _joined(parts)
+        networks = _joined([self._run(args, kwargs, held.take(some), start) for some in first_of.split(at_once)])
         for index in which.split(max(at_once, 64)):
             yield tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)
 
