@@ -175,9 +175,7 @@ class Networks(Draws):
                 at += support.picks
                 block = support.lines.to(p.device, p.dtype)[picked].transpose(1, 2).flatten(1)
                 new.put(p.key, Noise(block.repeat_interleave(self.members, 0), block.new_empty(0, 0)))
-            parts.append(
-                sampled(self.model, self.posteriors, args, kwargs, new.total, self.fold, new, share=self.share)
-            )
+            parts.append(self._run(args, kwargs, new, 0))
         yield _joined(parts)
 
 
