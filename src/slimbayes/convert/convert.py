@@ -105,7 +105,9 @@ def bayesianize(
         raise ValueError(f"No layer would be converted. {reasons}.")
     try:
         for decision, layer, cls, posteriors in built:
-            _swap(layer, cls, posteriors, decision.tied is None)
+            layer.__class__, layer.posterior = cls, posteriors
+            for posterior in posteriors.values() if decision.tied is None else ():
+                posterior.join(layer)  # type: ignore[operator]
         # Only now, when nothing else can fail: starting components may set the layer's scales.
         for decision, layer, _, posteriors in built:
             for site, posterior in posteriors.items() if decision.tied is None else ():
@@ -235,15 +237,8 @@ def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built
         built.append((decision, layer, cls, nn.ModuleDict({first.name: posterior})))
 
 
-def _swap(layer: nn.Module, cls: type[Converted], posteriors: nn.ModuleDict, owner: bool) -> None:
-    layer.__class__ = cls
-    layer.posterior = posteriors
-    for posterior in posteriors.values() if owner else ():
-        posterior.join(layer)  # type: ignore[operator]
-
-
 def _restore(layer: Any, posteriors: nn.ModuleDict) -> None:
-    """Undo `_swap`, if it was done with these posteriors."""
+    """Give a layer its own class back, if it was swapped for these posteriors."""
     if isinstance(layer, Converted) and layer._modules.get("posterior") is posteriors:
         layer.__class__ = class_before(type(layer))
         del layer._modules["posterior"]

@@ -248,7 +248,3 @@ class Product(Single):
     def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
         values, sides = self._eigen()
         self.posterior.set_bases(*sides, (values / scale + precision).rsqrt())
-
-
-def block_of(posterior: Any) -> Single:
-    return Product(posterior) if posterior.factored else Single(posterior)

@@ -18,7 +18,6 @@ from torch.nn.utils import parametrize
 
 from slimbayes.engine import passes
 from slimbayes.engine.layout import arrays_of, map_arrays, tree_map
-from slimbayes.engine.passes import Unproven
 from slimbayes.engine.rows import LinearMap, sizes_of_blocks
 from slimbayes.layers.base import BayesLayer, made_once, reading
 from slimbayes.layers.site import Kind, Site, has, own_value
@@ -146,11 +145,7 @@ class AnyLayer(BayesLayer):
 
     def _by_blocks(self, lead: Any, args: Any, kwargs: Any) -> Any:
         found, arrays = lead.current, arrays_of((args, kwargs))
-        at = (self.bayes_key, tuple(a.dim() for a in arrays))
-        known = None if found.layout is None else found.layout.arguments.get(at)
-        if known is None:
-            raise Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
-        ins, outs = known
+        ins, outs = self.located(found, arrays)
         whole = all(d is None for d in ins)  # a single row that stands for all
         rows = next((a.shape[d] for a, d in zip(arrays, ins, strict=True) if d is not None), found.rows)
         sizes = sizes_of_blocks(rows, lead.drawn, found)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slimbayes.engine import calls, passes
 from slimbayes.engine.rows import LinearMap
-from slimbayes.layers.site import Kind, Site, has, matrix_outer, own_value, set_value
+from slimbayes.layers.site import Kind, Site, has, own_value, set_value
 
 
 class Converted(nn.Module):
@@ -46,6 +46,14 @@ class Converted(nn.Module):
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
         """Whether a dimension of the first input, which has `ndim` of them, can hold rows."""
         return True
+
+    def located(self, found: passes.Pass, arrays: list[Any]) -> Any:
+        """Where rows lie in the tensors of a call, and in those of its outputs, as proven."""
+        at = (self.bayes_key, tuple(a.dim() for a in arrays))
+        known = None if found.layout is None else found.layout.arguments.get(at)
+        if known is None:
+            raise passes.Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
+        return known
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module did before it was converted."""
@@ -123,7 +131,7 @@ class BayesLayer(Converted):
 
     def bayes_outer(self, r: Tensor, s: Tensor) -> Tensor:
         """Output factors r (n_out,) and input factors s (n_in,) as a tensor that broadcasts against the weight."""
-        return matrix_outer(r, s)
+        return torch.outer(r, s)
 
     def own_affine(self) -> tuple[Any, Any]:
         """The layer's own weight and its bias or None, whatever the pass under way."""

@@ -45,11 +45,7 @@ class Copied(Converted):
         arrays = arrays_of((args, kwargs))
         if any(padded(leaf) is not leaf for leaf in arrays):
             raise Unproven("members cannot share out a packed sequence")
-        at = (members.key, tuple(a.dim() for a in arrays))
-        layout = None if current.layout is None else current.layout.arguments.get(at)
-        if layout is None:
-            raise Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
-        ins, outs = layout
+        ins, outs = self.located(current, arrays)
         lines, back = _deal(current.rows, blocks, current.first, members.members, members.device)
         traced = torch.compiler.is_compiling()
         used = [k for k, line in enumerate(lines) if traced or line.numel()]

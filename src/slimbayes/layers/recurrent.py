@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from slimbayes.engine.rows import LinearMap, per_row, sizes_of_blocks
 from slimbayes.kernels.lstm import Cell, activated, fused, lstm
 from slimbayes.layers.base import BayesLayer, bayes_form
-from slimbayes.layers.site import Site, matrix_outer
+from slimbayes.layers.site import Site
 
 State = tuple[Tensor, ...]  # h, and of an LSTM c
 
@@ -76,7 +76,7 @@ class _Gated(BayesLayer):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = getattr(self, site.replace("weight", "bias")) if self.bias else None
-        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1)
+        return LinearMap(getattr(self, site), bias, F.linear, torch.outer, batch_dim, -1)
 
     def _initial(self, x: Tensor, hx: Any, batched: bool, *layers: int) -> State:
         if hx is None:

@@ -76,19 +76,9 @@ class Site:
         return matrix.reshape(*matrix.shape[:-2], *shape, matrix.shape[-1]).movedim(-1, lead + self.out_dim)
 
 
-def matrix_outer(r: Tensor, s: Tensor) -> Tensor:
-    """r s^T for weights stored as (out, in)."""
-    return torch.outer(r, s)
-
-
 def table_outer(r: Tensor, s: Tensor) -> Tensor:
     """s r^T for weights stored as (in, out)."""
     return torch.outer(s, r)
-
-
-def diagonal_outer(r: Tensor, s: Tensor) -> Tensor:
-    """The factors of a scale (C,), whose inputs are its outputs."""
-    return r * s
 
 
 def own_value(layer: Any, name: str) -> Any:

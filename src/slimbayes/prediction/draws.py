@@ -72,8 +72,8 @@ class Draws:
         return None if self.own is None else noise.key(self.own, "call", first)
 
     def _run(self, args: Any, kwargs: Any, new: Pass, first: int) -> Any:
-        how = {"share": self.share, "seed": self._own(first)}
-        return sampled(self.model, self.posteriors, args, kwargs, new.total, self.fold, new, **how)
+        call, own = (self.model, self.posteriors, args, kwargs), self._own(first)
+        return sampled(*call, new.total, self.fold, new, share=self.share, seed=own)
 
     def _numbered(self, first: int, draws: int) -> Pass:
         """The pass of so many draws of each member; the latest is kept for the next batch."""

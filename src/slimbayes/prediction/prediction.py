@@ -20,7 +20,7 @@ from torch import Tensor
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction import accumulate, figures
 from slimbayes.prediction.views import Views
-from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
+from slimbayes.train.likelihoods import LikelihoodName
 from slimbayes.train.targets import check_labels, check_real, floating, readable
 
 if TYPE_CHECKING:
@@ -262,10 +262,6 @@ class Prediction(Views):
     def _need(self, *kinds: str) -> None:
         if self.likelihood not in kinds:
             raise AttributeError(f"This has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}.")
-
-    @property
-    def _classes(self) -> bool:
-        return LIKELIHOODS[self.likelihood].discrete
 
     def _kept(self) -> Tensor:
         if self.by_draw is None:
