@@ -21,6 +21,7 @@ from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.tree import fresh
 from slimbayes.posteriors.base import Support
+from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction.sample import device_of, free_seed, members, posteriors_in, sampled
 
 MOST_ROWS = 2**15  # draws x inputs in one forward, by default
@@ -38,7 +39,7 @@ class Draws:
     def __init__(self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed) -> None:
         self.model, self.chunk, self.share, self.fold = model, chunk, share, fold
         self.posteriors, self.members = posteriors_in(model), members(model)
-        self.count = self.members  # of the members that outputs are of
+        self.count, self.weights = self.members, member_weights(model)  # of the members that outputs are of
         held = passes.of(self.posteriors[0].key) if self.posteriors else None
         if held is not None and not held.held:
             raise ValueError("predict was called inside a forward pass of the same model; call it from outside.")
@@ -104,6 +105,14 @@ class Draws:
             yield tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)
 
 
+def member_weights(model: nn.Module) -> Tensor | None:
+    """Stacking weights of a model's members, (K,), or None where they count alike."""
+    found = [p.weights for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)]
+    if not found or bool((found[0] == found[0][0]).all()):
+        return None
+    return found[0].repeat(members(model) // len(found[0])) * len(found[0]) / members(model)
+
+
 def choices_of(posteriors: Sequence[Any]) -> list[Tensor]:
     """Which function each draw of this pass picked at each posterior: L tensors (S,)."""
     found = [p.choices() for p in posteriors]
@@ -115,14 +124,9 @@ MOST_NETWORKS = 4096
 
 
 class Networks(Draws):
-    """All M networks of a model as draws of one pass, each a member with a weight of its own.
+    """All M networks of a model as draws of one pass, each a member with a weight of its own."""
 
-    Args: as of `Draws`; `weights` are those of the model's own members, None where they count alike.
-    """
-
-    def __init__(
-        self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed, weights: Tensor | None
-    ) -> None:
+    def __init__(self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed) -> None:
         super().__init__(model, chunk, share, fold, seed)
         if self.held is not None:
             raise ValueError('predict(draws="exact") inside `frozen`: held draws are all there are; call it outside.')
@@ -136,7 +140,7 @@ class Networks(Draws):
         joint = torch.ones(len(self.combined), dtype=torch.float64)
         for index, values in zip(self.combined.T, probs, strict=True):
             joint *= values[index]
-        own = torch.ones(self.members) if weights is None else weights.cpu()
+        own = torch.ones(self.members) if self.weights is None else self.weights.cpu()
         every = (joint[:, None] * own).flatten()
         self.count = len(every)  # M
         self.weights = None if bool((every == every[0]).all()) else every / every.sum()

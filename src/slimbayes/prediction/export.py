@@ -27,7 +27,8 @@ from slimbayes.engine.sharing import evaluating
 from slimbayes.errors import cut
 from slimbayes.files import replacing
 from slimbayes.prediction.checks import check_draws, check_inputs, check_noise_rule, check_scores
-from slimbayes.prediction.predict import member_weights, select
+from slimbayes.prediction.draws import member_weights
+from slimbayes.prediction.predict import select
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members as members_of
 from slimbayes.prediction.sample import posteriors_in

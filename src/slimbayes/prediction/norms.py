@@ -21,7 +21,7 @@ from slimbayes.engine.noise import Seed, seed_of
 from slimbayes.posteriors.configs.base import Deterministic
 from slimbayes.prediction.batches import batches_of
 from slimbayes.prediction.checks import check_draws
-from slimbayes.prediction.predict import member_weights
+from slimbayes.prediction.draws import member_weights
 from slimbayes.prediction.sample import frozen, members, posteriors_in, sample, write_out
 
 Model = TypeVar("Model", bound=nn.Module)

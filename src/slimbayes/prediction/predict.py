@@ -12,12 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine import passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.sharing import evaluating
-from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction import checks
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.batches import Progress, batches_of
@@ -118,16 +116,13 @@ def predict(
         far.check(model)
     if not allow_nonfinite:
         check_finite(model)
-    weights, how = member_weights(model), (chunk, share, fold, seed)
-    source = Networks(model, *how, weights) if draws == "exact" else Draws(model, *how)
-    if isinstance(source, Networks):
-        weights = source.weights
+    source = (Networks if draws == "exact" else Draws)(model, chunk, share, fold, seed)
     number, bar = 1 if draws == "exact" else int(draws), Progress(x, progress)
     parts: list[Prediction] = []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
             keep = keep_samples or far is not None
-            sums = Accumulator(likelihood, source.count, scale, keep, class_dim, weights)
+            sums = Accumulator(likelihood, source.count, scale, keep, class_dim, source.weights)
             with checks.explained(model, args, kwargs):
                 for outputs in source.outputs(args, kwargs, number):
                     found = _checked(select(outputs, output), likelihood)
@@ -173,7 +168,7 @@ def predict_prefixes(
         checks.check_inputs(model, ((x,), {}), before)
     out, done, source = {}, 0, Draws(model, None, True, "auto", seed)
     with evaluating(model), checks.explained(model, (x,), {}):
-        sums = Accumulator(likelihood, source.members, scale, True, None, member_weights(model))
+        sums = Accumulator(likelihood, source.members, scale, True, None, source.weights)
         for count in sorted(set(draws)):
             for outputs in source.outputs((x,), {}, count - done, done):
                 sums.add(select(outputs, None))
@@ -181,14 +176,6 @@ def predict_prefixes(
         if not allow_nonfinite and not sums.sound():
             checks.refuse_outputs(sums, map(partial(select, output=None), source.outputs((x,), {}, done)), before)
     return out
-
-
-def member_weights(model: nn.Module) -> Tensor | None:
-    """Stacking weights of a model's members, (K,), or None where they count alike."""
-    found = [p.weights for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)]
-    if not found or bool((found[0] == found[0][0]).all()):
-        return None
-    return found[0].repeat(members(model) // len(found[0])) * len(found[0]) / members(model)
 
 
 def _checked(outputs: Tensor, likelihood: str) -> Tensor:
