@@ -61,10 +61,11 @@ def steps(
     weight, s, r, r_in, bias = cell.weight.mT, *(_by_row(line, gates.shape[1]) for line in cell[1:])
     gates = gates if r_in is None else gates * r_in
     inputs = (gates if bias is None else gates + bias).unbind()  # a backward pass over T parts of one is quadratic in T
-    states, dtype, c = [h] * len(inputs), gates.dtype, c.to(torch.promote_types(c.dtype, torch.float32))
+    states, single, dtype = [h] * len(inputs), weight[0], gates.dtype
+    c = c.to(torch.promote_types(c.dtype, torch.float32))
     for t in reversed(range(len(inputs))) if reverse else range(len(inputs)):
         x = h if s is None else h * s
-        z = torch.bmm(x.unflatten(0, (len(weight), -1)), weight).flatten(0, 1) if len(weight) > 1 else x @ weight[0]
+        z = x @ single if len(weight) == 1 else torch.bmm(x.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)
         a = inputs[t] + z if r is None else torch.addcmul(inputs[t], z, r)
         out, new = activated(a.to(c.dtype), c)
         live = None if lengths is None else (t < lengths).unsqueeze(-1)
