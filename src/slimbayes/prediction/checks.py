@@ -5,8 +5,8 @@ A look costs one sum per batch; places are searched for only where something is 
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -132,15 +132,6 @@ def explain(error: Exception, model: nn.Module, args: Any, kwargs: Any) -> NoRet
     if why is None:
         raise error
     raise ValueError(why) from error
-
-
-@contextmanager
-def explained(model: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """`explain` what is raised inside."""
-    try:
-        yield
-    except MISFITS as error:
-        explain(error, model, args, kwargs)
 
 
 def _resized(model: nn.Module) -> str | None:
