@@ -26,6 +26,7 @@ from slimbayes.engine import passes, proof
 from slimbayes.engine.blocks import block_of_row
 from slimbayes.engine.layout import Layout
 from slimbayes.engine.quiet import Quiet
+from slimbayes.layers.site import own_value
 from slimbayes.posteriors.factors import Lines
 
 MEMBERS = sb.BatchEnsemble(members=3)
@@ -1098,7 +1099,7 @@ def test_an_unknown_layer_runs_its_own_forward_with_drawn_weights(method: str, r
         close(found, torch.stack([p(part) for p, part in zip(plain, twice.chunk(len(held)), strict=True)]))
     if method == "ensemble":
         return
-    kept = model.mix.own_value("weight").clone()
+    kept = own_value(model.mix, "weight").clone()
     sb.sample(model, values)
     assert torch.equal(model.mix.weight, kept)
     assert model.mix.weight is model.mix._parameters["weight"]

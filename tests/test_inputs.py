@@ -376,7 +376,7 @@ def test_probabilities_that_are_rounded_and_a_loss_of_one_number_are_taken() -> 
         ({"class_dim": 0}, "class_dim=0"),
         ({"class_dim": 1}, "class_dim=1"),
         ({"fold": None}, "fold must be"),
-        ({"draws": 2.0}, "draws >= 1"),
+        ({"draws": 2.0}, "at least one draw"),
         ({"chunk": 2.5}, "chunk=2.5"),
     ],
 )

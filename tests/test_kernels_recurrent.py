@@ -1,4 +1,4 @@
-"""The recurrence of an LSTM as one operation: kernels and plain torch against the loop that defines them."""
+"""The recurrence of an LSTM: its loop in plain torch, and kernels as one operation against that loop."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import slimbayes as sb
 from slimbayes import kernels
-from slimbayes.kernels.recurrent_torch import Cell, steps
-from slimbayes.layers import recurrence
+from slimbayes.kernels.lstm import Cell, lstm, steps
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
@@ -81,7 +80,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
     """Outputs, and gradients of all inputs from gradients of all outputs."""
     narrow = given(case, dtype)
     exact = narrow.to(torch.float64)
-    found, expected = recurrence.lstm(*narrow), steps(*exact)
+    found, expected = lstm(*narrow), steps(*exact)
     weights = [torch.randn_like(t) for t in expected]
     gradients = torch.autograd.grad(found, narrow.tensors, [w.to(dtype) for w in weights])
     expected = (*expected, *torch.autograd.grad(expected, exact.tensors, weights))
@@ -90,48 +89,113 @@ def check(case: Case, dtype: torch.dtype) -> None:
         error = (got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1)
         assert error < TOLERANCE[dtype]
     with torch.no_grad():
-        for got, again in zip(recurrence.lstm(*narrow), found, strict=True):
+        for got, again in zip(lstm(*narrow), found, strict=True):
             assert torch.equal(got, again)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_operation_equals_the_loop(case: Case) -> None:
-    with kernels.disable():
-        check(case, torch.float64)
+def test_the_loop_equals_torchs_cell_row_by_row(case: Case) -> None:
+    """With the weight W o r s^T of each row written out."""
+    one = given(case)
+    (T, R, u), (weight, *lines) = case.sizes, one.cell
+    s, r, r_in, bias = (None if line is None else line.repeat_interleave(R // len(line), 0) for line in lines)
+    states, last = steps(*one)
+    for row in range(R):
+        own = weight[row * case.weights // R] * (1 if r is None else r[row, :, None]) * (1 if s is None else s[row])
+        inputs = one.gates[:, row] * (1 if r_in is None else r_in[row]) + (0 if bias is None else bias[row])
+        state = one.h[row, None], one.c[row, None]
+        for t in reversed(range(T)) if case.reverse else range(T):
+            if one.lengths is None or t < one.lengths[row]:
+                state = torch.lstm_cell(inputs[t, None], state, torch.eye(4 * u).double(), own)
+            torch.testing.assert_close(states[t, row], state[0][0])
+        torch.testing.assert_close(last[row], state[1][0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_plain_torch_sums_in_float32(dtype: torch.dtype) -> None:
+def test_plain_torch_keeps_cell_states_in_float32(dtype: torch.dtype) -> None:
     with kernels.disable():
         check(Case((4, 6, 5), 3, lengths=True), dtype)
 
 
+# The operation, by kernels where there are any, else by the loop in their place ---------------------------------------
+
+
+class Loop:
+    """What kernels/recurrent.py computes, by the loop and its gradients."""
+
+    @staticmethod
+    def forward(gates: Tensor, cell: Cell, h: Tensor, c: Tensor, lengths: Any, reverse: bool, keep: bool) -> Any:
+        T, R, u = *gates.shape[:2], h.shape[1]
+        kept = [(T + 1, R, u), (T, R, 4 * u), (T, R, u)] if keep else [(0,)] * 3
+        return *steps(gates, cell, h, c, lengths, reverse), *(gates.new_empty(shape) for shape in kept)
+
+    @staticmethod
+    def backward(dh: Tensor, dc: Tensor, gates: Tensor, cell: Cell, h: Tensor, c: Tensor, *rest: Any) -> Any:
+        *_, lengths, reverse, weighs = rest
+        given = {i: t for i, t in enumerate((gates, *cell, h, c)) if t is not None}
+
+        def run(found: dict[int, Tensor]) -> Any:
+            every: list[Any] = [found.get(i) for i in range(8)]
+            return steps(every[0], Cell(*every[1:6]), *every[6:], lengths, reverse)
+
+        (grads,) = torch.func.vjp(run, given)[1]((dh, dc))  # autograd itself is off inside an operation
+        kept = grads if weighs else {i: g for i, g in grads.items() if i != 1}
+        return tuple(kept[i] if i in kept else gates.new_empty(0) for i in range(8))
+
+
+@pytest.fixture
+def operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels.ready(torch.zeros(1)):
+        monkeypatch.setattr(kernels, "recurrent", Loop, raising=False)
+        monkeypatch.setattr("slimbayes.kernels.lstm.ready", lambda x: True)
+
+
+@pytest.mark.usefixtures("operation")
+@pytest.mark.parametrize("case", CASES)
+def test_the_operation_equals_the_loop(case: Case) -> None:
+    check(case, torch.float32)
+
+
+@pytest.mark.usefixtures("operation")
 def test_second_derivatives_go_through_the_loop() -> None:
-    case = given(Case((2, 2, 1), 2, lengths=True))
-    present = case.tensors
+    case = given(Case((2, 2, 1), 2, lengths=True), torch.float32)
+    tensors = case.tensors
 
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return recurrence.lstm(tensors[0], Cell(*tensors[1:6]), *tensors[6:], case.lengths, case.reverse)
+    def second(run: Any) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(sum(t.square().sum() for t in run(*case)), tensors, create_graph=True)
+        return torch.autograd.grad(sum(t.square().sum() for t in first), tensors)
 
-    assert torch.autograd.gradgradcheck(run, present)
+    for a, b in zip(second(lstm), second(steps), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("operation")
 def test_gradients_of_what_needs_none_are_left_out() -> None:
     """A frozen weight, and a state that nothing depends on."""
-    case = given(Case((3, 4, 2), 4))
+    case = given(Case((3, 4, 2), 4), torch.float32)
     frozen = case._replace(cell=case.cell._replace(weight=case.cell.weight.detach()), h=case.h.detach())
     leaves = [t for t in frozen.tensors if t.requires_grad]
-    got = torch.autograd.grad(recurrence.lstm(*frozen)[0].sum(), leaves)
+    got = torch.autograd.grad(lstm(*frozen)[0].sum(), leaves)
     wanted = torch.autograd.grad(steps(*frozen)[0].sum(), leaves)
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_no_gradients_keep_nothing() -> None:
-    case = given(Case((3, 4, 2), 4))
-    with torch.no_grad():
-        outputs = recurrence._lstm(case.gates, *case.cell, case.h, case.c, None, False, False)
-    assert [t.numel() for t in outputs[2:]] == [0, 0, 0]
+@pytest.mark.usefixtures("operation")
+def test_a_graph_has_one_node_for_all_steps() -> None:
+    """That of a long sequence is as large as that of a short one."""
+
+    def nodes(length: int) -> int:
+        model = sb.bayesianize(nn.LSTM(3, 4, batch_first=True), METHODS["per example"])
+        seen, found = set(), [sb.sample(model, torch.randn(2, length, 3))[0].grad_fn]
+        while found:
+            node = found.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                found.extend(n for n, _ in node.next_functions)
+        return len(seen)
+
+    assert nodes(2) == nodes(5)
 
 
 # Kernels, interpreted on a CPU under TRITON_INTERPRET=1 ---------------------------------------------------------------
@@ -171,7 +235,7 @@ def test_kernels_take_strided_inputs_and_expanded_gradients() -> None:
     turned = case._replace(gates=case.gates.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_())
     assert not turned.gates.is_contiguous()
     for a, b in zip(
-        torch.autograd.grad(recurrence.lstm(*turned)[0].sum(), turned.tensors),
+        torch.autograd.grad(lstm(*turned)[0].sum(), turned.tensors),
         torch.autograd.grad(steps(*case)[0].sum(), case.tensors),
         strict=True,
     ):
@@ -220,7 +284,7 @@ def test_a_layer_used_twice_is_as_the_loop_over_time(method: str, monkeypatch: p
     inputs = torch.randn(3, 2, 3), torch.tensor([1, 2, 1])
     got = gradients_of(model, *inputs)
     assert len(got) > 10
-    monkeypatch.setattr(recurrence, "applies", lambda x: False)
+    monkeypatch.setattr(type(model.lstm), "_lstm", type(model.lstm)._direction)
     with kernels.disable():
         wanted = gradients_of(model, *inputs)
     for a, b in zip(got, wanted, strict=True):
@@ -239,22 +303,6 @@ def test_uneven_blocks_keep_their_lines() -> None:
             torch.manual_seed(3)
             outputs.append(model(x)[0])
     torch.testing.assert_close(*outputs)
-
-
-def test_a_step_of_the_loop_is_few_operations() -> None:
-    """One node of autograd for all steps: the graph of a long sequence is as large as that of a short one."""
-
-    def nodes(length: int) -> int:
-        model = sb.bayesianize(nn.LSTM(3, 4, batch_first=True), METHODS["per example"])
-        seen, found = set(), [sb.sample(model, torch.randn(2, length, 3))[0].grad_fn]
-        while found:
-            node = found.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                found.extend(n for n, _ in node.next_functions)
-        return len(seen)
-
-    assert nodes(2) == nodes(5)
 
 
 class Recomputed(nn.Module):
@@ -286,10 +334,10 @@ def test_half_precision_under_autocast_and_checkpointing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("operation")
 def test_models_with_the_operation_compile_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the compiler meets the operation and not the loop."""
     monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)
-    monkeypatch.setattr(recurrence, "applies", lambda x: True)
     torch._dynamo.reset()
     model = sb.bayesianize(nn.LSTM(3, 4, batch_first=True), METHODS["per example"])
     x = torch.randn(4, 3, 3)

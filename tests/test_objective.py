@@ -210,7 +210,7 @@ def test_heteroscedastic_noise_neither_collapses_nor_explodes() -> None:
 
 def test_heteroscedastic_targets_in_other_units_are_told() -> None:
     output, target = torch.zeros(1, 40, 2), torch.linspace(0, 1e-3, 40)
-    with pytest.warns(UserWarning, match=r"deviation 0.0003, but scale=1 .*\[0.1, 10\].*standardise"):
+    with pytest.warns(UserWarning, match=r"deviation 0.0003, but scale=1 .*\[0.03, 3\].*standardise"):
         sb.heteroscedastic_gaussian(output, target)
     sb.heteroscedastic_gaussian(output, target, scale=3e-4)
 

@@ -13,7 +13,7 @@ from slimbayes.convert.checkpoint import load as load
 from slimbayes.convert.checkpoint import save as save
 from slimbayes.convert.convert import bayesianize as bayesianize
 from slimbayes.convert.convert import debayesianize as debayesianize
-from slimbayes.convert.convert import ensemble as ensemble
+from slimbayes.convert.members import ensemble as ensemble
 from slimbayes.convert.members import select as select
 from slimbayes.convert.summary import Cost as Cost
 from slimbayes.convert.summary import Summary as Summary

@@ -119,7 +119,7 @@ def load(model: Model, path: str | os.PathLike[str], check_base: Literal["weight
     if weights:  # of tied ones one will do
         filled = {own[name].data_ptr() for name in base.keys() & own.keys()}
         needed = {n: t for n, t in own.items() if n in base or t.data_ptr() not in filled}
-        _check_fit(base, needed, folder / "base.safetensors")
+        _check_same(base, _shapes(needed), f"{folder / 'base.safetensors'} does not fit")
     _convert(model, config["conversions"], posterior, folder)
     for _, conversion in conversions_of(model):
         conversion.noise_rule = tuple(config["noise_rule"])
@@ -196,7 +196,7 @@ def _convert(model: nn.Module, conversions: list[dict[str, Any]], posterior: dic
             conversion.frozen = freeze(module, conversion.heads) if record["frozen"] else []
         inside = belongs(model, _saved(model))
         needed = {name: tensor for name, tensor in _state(model).items() if inside(name)}
-        _check_fit(posterior, needed, folder / "posterior.safetensors")
+        _check_same(posterior, _shapes(needed), f"{folder / 'posterior.safetensors'} does not fit")
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         debayesianize(model)
         if isinstance(error, CheckpointError):
@@ -216,14 +216,20 @@ def _room_after(room: int, module: nn.Module, config: Config, include: Selection
     return room - needed
 
 
-def _check_fit(given: dict[str, Tensor], needed: dict[str, Tensor], file: Path) -> None:
-    shapes, wanted = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (given, needed))
-    faults = [f"missing {n}" for n in wanted.keys() - shapes.keys()]
-    faults += [f"unexpected {n}" for n in shapes.keys() - wanted.keys()]
-    both = wanted.keys() & shapes.keys()
-    faults += [f"{n} is {shapes[n]} but {wanted[n]} is needed" for n in both if wanted[n] != shapes[n]]
+def _shapes(state: dict[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in sorted(state.items())}
+
+
+def _check_same(here: dict[str, Tensor], wanted: dict[str, list[int]], problem: str) -> None:
+    """Refuse tensors of other names or shapes than are wanted."""
+    shapes = _shapes(here)
+    faults = [f"it lacks {n}" for n in sorted(wanted.keys() - shapes.keys())]
+    faults += [f"it has {n}, which is not wanted" for n in sorted(shapes.keys() - wanted.keys())]
+    both = sorted(shapes.keys() & wanted.keys())
+    faults += [f"{n} is {shapes[n]} but {wanted[n]} is wanted" for n in both if shapes[n] != wanted[n]]
     if faults:
-        raise CheckpointError(f"{file} does not fit: {_some(sorted(faults))}.")
+        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise CheckpointError(f"{problem}: {'; '.join(map(cut, faults[:5]))}{more}.")
 
 
 def _fingerprint(state: dict[str, Tensor]) -> dict[str, Any]:
@@ -232,31 +238,20 @@ def _fingerprint(state: dict[str, Tensor]) -> dict[str, Any]:
     for name in sorted(state):
         digest.update(name.encode())
         digest.update(state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return {"shapes": {n: list(t.shape) for n, t in sorted(state.items())}, "sha256": digest.hexdigest()}
+    return {"shapes": _shapes(state), "sha256": digest.hexdigest()}
 
 
 def _check_base(recorded: dict[str, Any], state: dict[str, Tensor], check: str) -> None:
     if check not in ("weights", "structure"):
         raise ValueError(f"check_base must be 'weights' or 'structure', got {check!r}.")
-    here = {n: list(t.shape) for n, t in state.items()}
-    wanted = recorded["shapes"]
-    faults = [f"the model lacks {n}" for n in sorted(wanted.keys() - here.keys())]
-    faults += [f"the model has {n}, which the checkpoint's base had not" for n in sorted(here.keys() - wanted.keys())]
-    both = sorted(here.keys() & wanted.keys())
-    faults += [f"{n} is {here[n]} here but was {wanted[n]}" for n in both if here[n] != wanted[n]]
-    if faults:
-        raise CheckpointError(f"The base model is not the one this posterior was made for: {_some(faults)}.")
+    problem = "The base model is not the one this posterior was made for"
+    _check_same(state, recorded["shapes"], problem)
     if check == "weights" and _fingerprint(state)["sha256"] != recorded["sha256"]:
         raise CheckpointError(
             "The base model has the right shapes but other weights than the one this posterior was saved with. Load "
             "its weights first, or save with base=True, or pass check_base='structure' if the difference is meant "
             "(fine-tuned or cast since)."
         )
-
-
-def _some(faults: list[str], most: int = 5) -> str:
-    more = f" and {len(faults) - most} more" if len(faults) > most else ""
-    return "; ".join(cut(fault) for fault in faults[:most]) + more
 
 
 def _tensors(data: bytes, file: Path) -> dict[str, Tensor]:

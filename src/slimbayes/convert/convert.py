@@ -15,7 +15,6 @@ from torch import nn
 from slimbayes.convert.plan import Decision, Selection, plan, refuse
 from slimbayes.convert.remarks import refuse_fixed_code, report_functional_dropout, report_members, report_signs
 from slimbayes.convert.training import Train, freeze, modules_to_save
-from slimbayes.engine import passes
 from slimbayes.engine.locate import LATEST, unwrapped
 from slimbayes.layers import class_for
 from slimbayes.layers.base import Converted, sites_of
@@ -23,7 +22,7 @@ from slimbayes.layers.copied import copied_class
 from slimbayes.layers.methods import MARK, Opens, class_before, open_passes, turn_off_fast_paths
 from slimbayes.posteriors.base import Config, SiteConfig
 from slimbayes.posteriors.configs.modules import Ensemble
-from slimbayes.posteriors.ensemble import EnsemblePosterior, shapes_of
+from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.train.likelihoods import NOISE_RULE
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -106,7 +105,9 @@ def bayesianize(
         raise ValueError(f"No layer would be converted. {reasons}.")
     try:
         for decision, layer, cls, posteriors in built:
-            _swap(layer, cls, posteriors, decision.tied is None)
+            layer.__class__, layer.posterior = cls, posteriors
+            for posterior in posteriors.values() if decision.tied is None else ():
+                posterior.join(layer)  # type: ignore[operator]
         # Only now, when nothing else can fail: starting components may set the layer's scales.
         for decision, layer, _, posteriors in built:
             for site, posterior in posteriors.items() if decision.tied is None else ():
@@ -121,42 +122,6 @@ def bayesianize(
     open_passes(model)
     report_members(model)
     return model
-
-
-def ensemble(models: Sequence[Model]) -> Model:
-    """Join networks of one architecture, trained or built apart, into a deep ensemble: the first, with the others in.
-
-    Args:
-        models: two or more modules of one type whose parameters and buffers have the same names and shapes. They are
-            not copied.
-
-    Example:
-        >>> import slimbayes as sb
-        >>> nets = [nn.Linear(4, 3) for _ in range(5)]
-        >>> pred = sb.predict(ensemble(nets), torch.randn(7, 4))
-        >>> pred.member_probs.shape
-        torch.Size([5, 7, 3])
-    """
-    if len(models) < 2:
-        raise ValueError(f"ensemble needs at least two models, got {len(models)}.")
-    first, looks = models[0], {str(model) for model in models}
-    shapes = shapes_of(first)
-    for i, other in enumerate(models):
-        theirs = shapes_of(other)
-        differ = sorted(n for n in shapes.keys() | theirs.keys() if shapes.get(n) != theirs.get(n))
-        again = any(other is former for former in models[:i])
-        if type(other) is not type(first) or differ or again:
-            what = f"is a {type(other).__name__} that differs in {', '.join(differ[:5]) or 'its type'}"
-            what = "is the same object as one before" if again else what
-            raise ValueError(
-                f"ensemble needs separate models like the first ({type(first).__name__}), but model {i} {what}."
-            )
-    bayesianize(first, Ensemble(members=len(models), init="copies"))
-    posterior: Any = passes.posteriors_of(first)[0]
-    posterior.others = nn.ModuleList(models[1:])
-    posterior.train(first.training)
-    posterior.batched = posterior.batched and len(looks) == 1  # networks that do different things run one by one
-    return first
 
 
 def debayesianize(model: Model) -> Model:
@@ -184,6 +149,19 @@ def debayesianize(model: Model) -> Model:
             for name in own.keys() & set(conversion.frozen):
                 own[name].requires_grad_(True)
     return model
+
+
+def restate(said: Sequence[tuple[str, Conversion]], model: nn.Module, freezing: bool = True) -> None:
+    """Say of a model's new conversion what those that it replaces said beside their methods: where rows lie, what
+    trains and is saved.
+    """
+    new: Conversion = model.__dict__["_slimbayes"]
+    for root, former in said:
+        new.saved += [f"{root}.{name}".strip(".") for name in former.saved]
+        new.heads += [f"{root}.{name}".strip(".") for name in former.heads]
+    new.batch_dim = next((c.batch_dim for _, c in said if c.batch_dim is not None), None)
+    if freezing and any(c.frozen for _, c in said):
+        new.frozen = freeze(model, new.heads)
 
 
 def conversions_of(model: nn.Module) -> list[tuple[str, Conversion]]:
@@ -259,15 +237,8 @@ def _share(decisions: Sequence[Decision], layers: Mapping[str, nn.Module], built
         built.append((decision, layer, cls, nn.ModuleDict({first.name: posterior})))
 
 
-def _swap(layer: nn.Module, cls: type[Converted], posteriors: nn.ModuleDict, owner: bool) -> None:
-    layer.__class__ = cls
-    layer.posterior = posteriors
-    for posterior in posteriors.values() if owner else ():
-        posterior.join(layer)  # type: ignore[operator]
-
-
 def _restore(layer: Any, posteriors: nn.ModuleDict) -> None:
-    """Undo `_swap`, if it was done with these posteriors."""
+    """Give a layer its own class back, if it was swapped for these posteriors."""
     if isinstance(layer, Converted) and layer._modules.get("posterior") is posteriors:
         layer.__class__ = class_before(type(layer))
         del layer._modules["posterior"]

@@ -1,18 +1,55 @@
-"""A converted model changed again: `select` keeps some members, `said_again` serves a conversion in another's place."""
+"""Members of a model: `ensemble` joins networks as such, `select` keeps some of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from slimbayes.convert.convert import Conversion, Model, conversions_of, decisions_of
-from slimbayes.convert.training import freeze
+from slimbayes.convert.convert import Model, bayesianize, conversions_of, decisions_of
 from slimbayes.engine import passes
 from slimbayes.engine.calls import total_draws
 from slimbayes.engine.modules import changed
 from slimbayes.layers.base import Converted
+from slimbayes.posteriors.configs.modules import Ensemble
+from slimbayes.posteriors.ensemble import shapes_of
+
+
+def ensemble(models: Sequence[Model]) -> Model:
+    """Join networks of one architecture, trained or built apart, into a deep ensemble: the first, with the others in.
+
+    Args:
+        models: two or more modules of one type whose parameters and buffers have the same names and shapes. They are
+            not copied.
+
+    Example:
+        >>> import slimbayes as sb
+        >>> nets = [nn.Linear(4, 3) for _ in range(5)]
+        >>> pred = sb.predict(ensemble(nets), torch.randn(7, 4))
+        >>> pred.member_probs.shape
+        torch.Size([5, 7, 3])
+    """
+    if len(models) < 2:
+        raise ValueError(f"ensemble needs at least two models, got {len(models)}.")
+    first, looks = models[0], {str(model) for model in models}
+    shapes = shapes_of(first)
+    for i, other in enumerate(models):
+        theirs = shapes_of(other)
+        differ = sorted(n for n in shapes.keys() | theirs.keys() if shapes.get(n) != theirs.get(n))
+        again = any(other is former for former in models[:i])
+        if type(other) is not type(first) or differ or again:
+            what = f"is a {type(other).__name__} that differs in {', '.join(differ[:5]) or 'its type'}"
+            what = "is the same object as one before" if again else what
+            raise ValueError(
+                f"ensemble needs separate models like the first ({type(first).__name__}), but model {i} {what}."
+            )
+    bayesianize(first, Ensemble(members=len(models), init="copies"))
+    posterior: Any = passes.posteriors_of(first)[0]
+    posterior.others = nn.ModuleList(models[1:])
+    posterior.train(first.training)
+    posterior.batched = posterior.batched and len(looks) == 1  # networks that do different things run one by one
+    return first
 
 
 @torch.no_grad()
@@ -53,22 +90,3 @@ def select(model: Model, members: Sequence[int]) -> Model:
         if d.config is not None and isinstance(layer, Converted) and d.config.members > 1:
             d.config = replace(d.config, members=len(chosen))  # type: ignore[type-var]
     return model
-
-
-def said_again(model: nn.Module) -> Callable[..., None]:
-    """What a model's conversions say beside their methods: where rows lie, what trains and is saved. The function that
-    is returned says it of a conversion that takes their place.
-    """
-    found = conversions_of(model)
-    saved, heads = (
-        [f"{root}.{name}".strip(".") for root, c in found for name in getattr(c, of)] for of in ("saved", "heads")
-    )
-    batch_dim = next((c.batch_dim for _, c in found if c.batch_dim is not None), None)
-    frozen = any(c.frozen for _, c in found)
-
-    def say(converted: nn.Module, freezing: bool = True) -> None:
-        new: Conversion = converted.__dict__["_slimbayes"]
-        new.batch_dim, new.saved, new.heads = batch_dim, saved, heads
-        new.frozen = freeze(converted, heads) if frozen and freezing else []
-
-    return say

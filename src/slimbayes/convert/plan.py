@@ -50,8 +50,10 @@ def plan(
 ) -> list[Decision]:
     """Decide for every layer with parameters what a conversion does to it, without changing anything."""
     check_config(config)
-    if isinstance(config, Config) and config.whole and exclude is None and _means_root(include, model):
-        return [_whole(model, config)]
+    if isinstance(config, Config) and config.whole and exclude is None:
+        root = include is None or any(_matching(pattern, {"": model}) for pattern in _patterns(include))
+        if root:
+            return [_whole(model, config)]
     layers = dict(_layers(model))
     included, excluded = selected("include", include, layers), selected("exclude", exclude, layers)
     configs: dict[str, Config] = {n: config for n in layers} if isinstance(config, Config) else {}
@@ -109,10 +111,6 @@ def refuse(decisions: Sequence[Decision]) -> None:
             + "\nLeave them as they are with exclude=[...] or without strict=True, "
             "or make their type known with register_layer (docs/adding_a_layer.md)."
         )
-
-
-def _means_root(include: Selection, model: nn.Module) -> bool:
-    return include is None or any(_matching(pattern, {"": model}) for pattern in _patterns(include))
 
 
 def _whole(model: nn.Module, config: Config) -> Decision:

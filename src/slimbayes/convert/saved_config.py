@@ -21,14 +21,7 @@ _FORM: Any = {
 
 
 def read_config(data: bytes, file: Path) -> dict[str, Any]:
-    """The fields of a config.json; CheckpointError names the one that is missing or of another form.
-
-    Example:
-        >>> read_config(b'{"conversions": [{"module": 3}], "base": {}}', Path("config.json"))
-        Traceback (most recent call last):
-        ...
-        slimbayes.files.CheckpointError: config.json is damaged: conversions.0.module must be str, got 3.
-    """
+    """The fields of a config.json; CheckpointError names the one that is missing or of another form."""
     try:
         config = parse_json(data)
         _check(config, _FORM, "")

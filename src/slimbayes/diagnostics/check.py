@@ -92,12 +92,7 @@ class Check:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """A check's plain data in lines of less than 80 characters, warnings aside.
-
-    Example:
-        >>> lines({"nll": 0.5, "kl": 0.25, "at_prior": 0.1, "collapsed": 0.0, "label_changes": math.nan})
-        ['NLL 0.5000, KL 0.2500 per datum', 'posterior 10% at its prior, 0% collapsed']
-    """
+    """A check's plain data in lines of less than 80 characters, warnings aside."""
     out = [f"NLL {found['nll']:.4f}, KL {found['kl']:.4f} per datum"]
     if not math.isnan(found["at_prior"]):
         out.append(f"posterior {found['at_prior']:.0%} at its prior, {found['collapsed']:.0%} collapsed")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,10 +56,6 @@ def gaussian_sites(model: nn.Module, include: Selection = None, exclude: Selecti
     """Every weight matrix with a Gaussian posterior, in the model's order; refuses a model with none, or broken ones.
 
     `include` and `exclude` choose layers as in `bayesianize`.
-
-    >>> import slimbayes as sb
-    >>> [s.name for s in gaussian_sites(sb.bayesianize(nn.Sequential(nn.Linear(3, 2)), sb.MeanField()))]
-    ['0.weight']
     """
     conversions_of(model)
     check_finite(model)
@@ -79,49 +74,32 @@ def gaussian_sites(model: nn.Module, include: Selection = None, exclude: Selecti
     return [site for site in sites if site.layer_name in inside and site.layer_name not in outside]
 
 
-class Replacement(NamedTuple):
-    """A site, the posterior it is to get, and the config of its layer that goes with it."""
-
-    site: GaussianSite
-    posterior: MeanFieldPosterior
-    config: MeanField
-
-
 @torch.no_grad()
-def mean_field(model: nn.Module, site: GaussianSite, scales: Tensor) -> Replacement:
-    """A mean-field posterior with standard deviations (m, n) in a site's place; those of biases are copied."""
-    old = site.posterior
-    former = next(d.config for name, _, d in decisions_of(model) if name == site.layer_name and d.config is not None)
-    assert isinstance(former, GaussianConfig)
-    config = MeanField.like(former)
-    with torch.random.fork_rng(devices=[]):  # the start is overwritten: the caller's noise must not depend on it
-        new = config.build(old.site)
-    assert isinstance(new, MeanFieldPosterior)
-    first = next(old.parameters())
-    new.to(device=first.device, dtype=first.dtype).train(old.training).requires_grad_(first.requires_grad)
-    new.name = old.name
-    if old.bias_log_scale is not None and new.bias_log_scale is not None:
-        new.bias_log_scale.copy_(old.bias_log_scale)
-    new.weight_log_scale.copy_(new.site.from_matrix(scales.log()))
-    return Replacement(site, new, config)
+def set_scales(model: nn.Module, verb: str, scales: Sequence[tuple[GaussianSite, Tensor]]) -> None:
+    """Let posteriors become mean-field ones with these standard deviations (m, n); those of biases are copied.
 
-
-def replace(model: nn.Module, replacements: Sequence[Replacement]) -> None:
-    """Let posteriors become the new ones, and record the layers' new configs, from which checkpoints are written."""
+    The layers' new configs are recorded, from which checkpoints are written.
+    """
+    if any(passes.of(p.key) is not None for p in posteriors_of(model)[:1]):
+        advice = "Call it outside `frozen` and the model's forward."
+        raise ValueError(f"{verb} cannot change a model whose draws are held. {advice}")
     decisions = {name: decision for name, _, decision in decisions_of(model) if decision.config is not None}
-    for site, new, config in replacements:
-        old = site.posterior
-        decisions[site.layer_name].config = config
+    for site, values in scales:
+        old, former = site.posterior, decisions[site.layer_name].config
+        assert isinstance(former, GaussianConfig)
+        config = decisions[site.layer_name].config = MeanField.like(former)
+        with torch.random.fork_rng(devices=[]):  # the start is overwritten: the caller's noise must not depend on it
+            new = config.build(old.site)
+        assert isinstance(new, MeanFieldPosterior)
+        first = next(old.parameters())
+        new.to(device=first.device, dtype=first.dtype).train(old.training).requires_grad_(first.requires_grad)
+        new.name = old.name
+        if old.bias_log_scale is not None and new.bias_log_scale is not None:
+            new.bias_log_scale.copy_(old.bias_log_scale)
+        new.weight_log_scale.copy_(new.site.from_matrix(values.log()))
         if {n: v.shape for n, v in old.state_dict().items()} == {n: v.shape for n, v in new.state_dict().items()}:
             old.load_state_dict(new.state_dict())  # an optimizer keeps hold of the parameters
         else:  # the object stays and its class is swapped: whoever knows the posterior goes on knowing it
             old.__class__ = type(new)
             old.__dict__.clear()
             old.__dict__.update(new.__dict__)
-
-
-def refuse_held_draws(model: nn.Module, verb: str) -> None:
-    """Draws that are held were made from the scales about to change."""
-    if any(passes.of(p.key) is not None for p in posteriors_of(model)[:1]):
-        advice = "Call it outside `frozen` and the model's forward."
-        raise ValueError(f"{verb} cannot change a model whose draws are held. {advice}")

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from slimbayes.convert.plan import Selection
-from slimbayes.diagnostics.sites import gaussian_sites, mean_field, refuse_held_draws, replace
+from slimbayes.diagnostics.sites import gaussian_sites, set_scales
 from slimbayes.posteriors.configs.base import check_choice
 
 
@@ -142,19 +142,14 @@ def prune(
         >>> pruned.sparsity, int((net[0].weight == 0).sum()) == round(200 * pruned.by_weight["0.weight"])
         (0.8, True)
     """
-    refuse_held_draws(model, "prune")
     sites = gaussian_sites(model, include, exclude)
     ratios = [(site.means().abs() / site.scales()).cpu() for site in sites]
     chosen = _chosen(torch.cat([r.flatten() for r in ratios]), fraction, snr_threshold)
     masks = [part.view(r.shape) for part, r in zip(chosen.split([r.numel() for r in ratios]), ratios)]
     pairs = list(zip(sites, masks, strict=True))
     losing = {site.layer_name for site, mask in pairs if mask.any()}  # a layer has one config: all its matrices change
-    new = [
-        mean_field(model, site, site.scales().masked_fill(mask.to(site.posterior.device), PRUNED_SCALE))
-        for site, mask in pairs
-        if site.layer_name in losing
-    ]
-    replace(model, new)
+    new = [(site, site.scales().masked_fill(mask.to(site.posterior.device), PRUNED_SCALE)) for site, mask in pairs]
+    set_scales(model, "prune", [(site, scales) for site, scales in new if site.layer_name in losing])
     for site, mask in pairs:
         site.weight.masked_fill_(site.posterior.site.from_matrix(mask).to(site.weight.device), 0.0)
     gone = [r[mask].max() for r, mask in zip(ratios, masks) if mask.any()]

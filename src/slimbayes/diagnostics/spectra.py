@@ -18,7 +18,7 @@ KL infinite, so we cut at epsilon. For k = 1 nothing is cut, since the rank-1 pa
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from slimbayes.convert.convert import Model
 from slimbayes.convert.plan import Selection
-from slimbayes.diagnostics.sites import Replacement, gaussian_sites, mean_field, refuse_held_draws, replace
+from slimbayes.diagnostics.sites import gaussian_sites, set_scales
 from slimbayes.errors import did_you_mean
 from slimbayes.posteriors.configs.base import check_choice, check_count
 from slimbayes.prediction.figures import bare, empty_figure
@@ -141,12 +141,21 @@ def truncate(
         >>> round(spectrum(net)["0"].first(2), 6)
         1.0
     """
-    refuse_held_draws(model, "truncate")
-    replace(model, _plan(model, rank, epsilon, include, exclude))
+    sites = gaussian_sites(model, include, exclude)
+    check_count("truncate", "rank", rank)
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be positive: a standard deviation of zero has an infinite KL; got {epsilon!r}.")
+    for site in sites:
+        m, n = site.posterior.site.matrix
+        if rank > min(m, n):
+            raise ValueError(
+                f"{site.name}: rank={rank} is more than its {m} x {n} matrix of standard deviations can have, which is "
+                f"{min(m, n)}. Choose a lower rank, or leave the layer as it is with exclude={site.layer_name!r}."
+            )
+    set_scales(model, "truncate", [(site, low_rank(site.scales(), rank).clamp_min(epsilon)) for site in sites])
     return model
 
 
-@torch.no_grad()
 def truncation_errors(
     model: nn.Module, rank: int, epsilon: float = 1e-6, include: Selection = None, exclude: Selection = None
 ) -> dict[str, float]:
@@ -161,36 +170,14 @@ def truncation_errors(
         >>> one > 1e-3, three < 1e-6
         (True, True)
     """
-    errors = {}
-    for site, new, _ in _plan(model, rank, epsilon, include, exclude):
-        before, after = site.scales(), dataclasses.replace(site, posterior=new).scales()
-        errors[site.name] = float((after - before).norm() / before.norm())
-    return errors
-
-
-def _plan(model: nn.Module, rank: int, epsilon: float, include: Selection, exclude: Selection) -> list[Replacement]:
-    """What becomes of every site."""
     sites = gaussian_sites(model, include, exclude)
-    check_count("truncate", "rank", rank)
-    if not epsilon > 0:
-        raise ValueError(f"epsilon must be positive: a standard deviation of zero has an infinite KL; got {epsilon!r}.")
-    for site in sites:
-        m, n = site.posterior.site.matrix
-        if rank > min(m, n):
-            raise ValueError(
-                f"{site.name}: rank={rank} is more than its {m} x {n} matrix of standard deviations can have, which is "
-                f"{min(m, n)}. Choose a lower rank, or leave the layer as it is with exclude={site.layer_name!r}."
-            )
-    return [mean_field(model, site, low_rank(site.scales(), rank).clamp_min(epsilon)) for site in sites]
+    truncated = gaussian_sites(truncate(copy.deepcopy(model), rank, epsilon, include, exclude), include, exclude)
+    pairs = [(site.name, site.scales(), new.scales()) for site, new in zip(sites, truncated, strict=True)]
+    return {name: float((after - before).norm() / before.norm()) for name, before, after in pairs}
 
 
 def low_rank(matrix: Tensor, rank: int) -> Tensor:
-    """The nearest matrix of this rank (Eckart-Young), which may have negative entries from rank 2 on.
-
-    >>> low_rank(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), 1)
-    tensor([[2., 0.],
-            [0., 0.]])
-    """
+    """The nearest matrix of this rank (Eckart-Young), which may have negative entries from rank 2 on."""
     u, values, vt = torch.linalg.svd(matrix, full_matrices=False)
     return (u[:, :rank] * values[:rank]) @ vt[:rank]
 

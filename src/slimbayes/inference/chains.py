@@ -18,8 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import bayesianize, debayesianize
-from slimbayes.convert.members import said_again
+from slimbayes.convert.convert import bayesianize, conversions_of, debayesianize, restate
 from slimbayes.convert.plan import Selection
 from slimbayes.distributions.families import Distribution, Normal, Point
 from slimbayes.engine import passes
@@ -140,7 +139,7 @@ def sample_posterior(
     check_finite(model)
     plain = not passes.posteriors_of(model)
     means = {} if plain else member_factors(model)
-    say = None if plain else said_again(model)
+    said = [] if plain else conversions_of(model)
     if means and (include is not None or exclude is not None):
         raise ValueError("sample_posterior: include and exclude choose layers of a plain model; this one's are set.")
     prior = prior or next((p.prior_of_factors for p in passes.posteriors_of(model)), None) or Normal(1.0, 0.1)
@@ -148,8 +147,7 @@ def sample_posterior(
     generator = torch.Generator().manual_seed(key(seed_of(seed), "chains"))
     try:
         _begin(work, means, chains, include, exclude, generator)
-        if say is not None:
-            say(work, freezing=not base_lr)  # which moves the network's own weights
+        restate(said, work, freezing=not base_lr)  # which moves the network's own weights
         density = Density(work, data, likelihood, noise, prior, temperature, output)
         if method == "hmc":
             sampler = HMC(density, step_size, leapfrog, generator)
@@ -170,8 +168,7 @@ def sample_posterior(
     config = Rank1(members=chains * draws, posterior="point", clip=None, draws="member")
     bayesianize(model, config, include=lambda name, _: name in found)  # so that its members are these states
     set_factors(model, found)
-    if say is not None:
-        say(model)
+    restate(said, model)
     states = torch.stack([torch.cat(factors, 1) for factors, _ in kept], 1)
     return Chains(given, states, torch.stack([value for _, value in kept], 1), acceptance, step_size)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimbayes.inference.evidence import Single, block_of
+from slimbayes.inference.evidence import Product, Single
 from slimbayes.inference.linearised import MOST_ROOTS, Rows, joints_of, rows_at_means
 from slimbayes.prediction.batches import call_batch
 from slimbayes.prediction.prediction import Prediction
@@ -108,7 +108,7 @@ def accumulate(
     `scale` is the noise of "gaussian", or the targets' own deviation for "heteroscedastic_gaussian".
     """
     joints = joints_of(model)
-    total, members = Curvature([block_of(p) for p in joints]), joints[0].members
+    total, members = Curvature([(Product if p.factored else Single)(p) for p in joints]), joints[0].members
     for args, kwargs, target in batches:
         for member in range(members):
             for rows in rows_at_means(model, args, kwargs, member, output, factored=True):

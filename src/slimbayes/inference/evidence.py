@@ -62,13 +62,7 @@ class Evidence:
 
 
 def best_precision(spectra: Sequence[Spectrum]) -> float:
-    """The prior precision of most evidence that these matrices share.
-
-    Example:
-        >>> layer = Spectrum("fc", torch.full((1, 3), 99.0, dtype=torch.float64), scatter=2.97)
-        >>> round(best_precision([layer]), 6)  # gamma = 3 * 99 / (99 + 1) = 2.97
-        1.0
-    """
+    """The prior precision of most evidence that these matrices share."""
     low, high = -math.log(LARGEST), math.log(LARGEST)
     scatter, names = sum(s.scatter for s in spectra), ", ".join(s.name for s in spectra[:3])
 
@@ -155,12 +149,7 @@ def _root(falling: Callable[[float], float], low: float, high: float, steps: int
 
 
 def triangular(values: Tensor, vectors: Tensor, precision: float) -> Tensor:
-    """Cholesky factor of (H + lambda)^-1 (D, D) from eigenvalues (D,) and eigenvectors (D, D) of H.
-
-    Example:
-        >>> triangular(torch.tensor([3.0]), torch.ones(1, 1), 1.0)
-        tensor([[0.5000]])
-    """
+    """Cholesky factor of (H + lambda)^-1 (D, D) from eigenvalues (D,) and eigenvectors (D, D) of H."""
     half = vectors * (values.clamp_min(0) + precision).rsqrt()
     # A triangular root of half half^T from a QR, which keeps the digits that forming the product would lose.
     root = torch.linalg.qr(half.mT).R.mT
@@ -259,7 +248,3 @@ class Product(Single):
     def fit(self, scale: float, precision: float, directions: int | None = None) -> None:
         values, sides = self._eigen()
         self.posterior.set_bases(*sides, (values / scale + precision).rsqrt())
-
-
-def block_of(posterior: Any) -> Single:
-    return Product(posterior) if posterior.factored else Single(posterior)

@@ -18,6 +18,7 @@ import copy
 import math
 import re
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -25,8 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.convert.convert import Conversion, bayesianize, debayesianize, decisions_of
-from slimbayes.convert.members import said_again
+from slimbayes.convert.convert import Conversion, bayesianize, conversions_of, debayesianize, decisions_of, restate
 from slimbayes.convert.plan import Decision, Selection, plan
 from slimbayes.distributions.families import Normal
 from slimbayes.engine import passes
@@ -129,9 +129,9 @@ def laplace(
         prior = Normal(1.0, 0.15) if discrete and not weights else "layer"
     start = prior if isinstance(prior, Normal) else Normal(0.0, 1.0)
     numbers: Over = "weights" if weights else over
-    work, means, say = model, {}, None  # a plain model to work on; a converted one is copied, and its means are taken
+    work, means, said = model, {}, []  # a plain model to work on; a converted one is copied, and its means are taken
     if passes.posteriors_of(model):
-        work, means, say = copy.deepcopy(model), member_factors(model), said_again(model)
+        work, means, said = copy.deepcopy(model), member_factors(model), conversions_of(model)
         if weights and means:
             problem = "laplace over weights needs a plain model, but this one has factors"
             raise ValueError(f"{problem}: call merge(model) first.")
@@ -156,8 +156,7 @@ def laplace(
             free, decisions = include is None and exclude is None, plan(work, config, include, exclude)
             include, batches = _last(work, decisions, first, free), chain([first], batches)
         bayesianize(work, config, include=(lambda name, _: name in means) if means else include, exclude=exclude)
-        if say is not None:
-            say(work)
+        restate(said, work)
         set_factors(work, means)
         spread = noise if likelihood == "heteroscedastic_gaussian" and noise is not None else 1.0
         curvature = accumulate(work, batches, likelihood, samples, output, spread)
@@ -169,8 +168,7 @@ def laplace(
         raise
     if work is not model:
         _move(work, model)
-    if say is not None:
-        say(model)
+        restate(said, model)
     return replace(report, model=given)
 
 
@@ -211,17 +209,12 @@ def _last(model: nn.Module, decisions: list[Decision], batch: tuple[Any, Any, Te
     it must be the last of all that have a matrix.
     """
     ran: list[Decision] = []
-    handles = [
-        model.get_submodule(d.name).register_forward_hook(lambda *_, d=d: ran.append(d))
-        for d in decisions
-        if d.config is not None or (free and any(p.dim() > 1 for p in model.get_submodule(d.name).parameters()))
-    ]
-    try:
-        with torch.no_grad():
-            model(*batch[0], **batch[1])
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for d in decisions:
+            layer = model.get_submodule(d.name)
+            if d.config is not None or (free and any(p.dim() > 1 for p in layer.parameters())):
+                hooks.enter_context(layer.register_forward_hook(lambda *_, d=d: ran.append(d)))
+        model(*batch[0], **batch[1])
     last = ran[-1]
     if last.config is None:
         raise ValueError(

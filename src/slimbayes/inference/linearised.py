@@ -28,7 +28,7 @@ from slimbayes.engine.sharing import evaluating
 from slimbayes.posteriors.joint_forms import Watched
 from slimbayes.posteriors.joint_normal import Joint
 from slimbayes.prediction.batches import batches_of, rows_of
-from slimbayes.prediction.checks import check_noise_rule
+from slimbayes.prediction.checks import check_draws, check_noise_rule
 from slimbayes.prediction.predict import select
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.train.elbo import check_finite
@@ -165,8 +165,7 @@ def predict_linearised(
         >>> pred.mean.shape, bool((pred.variance > fit.noise**2).all())
         (torch.Size([7, 1]), True)
     """
-    if draws is not None and draws < 1:
-        raise ValueError(f"predict_linearised needs at least one draw, or None, got draws={draws!r}.")
+    check_draws("predict_linearised", draws, other=None)
     check_noise_rule(model, likelihood)
     check_finite(model)
     joints, number, parts = joints_of(model), seed_of(seed) if draws else 0, []

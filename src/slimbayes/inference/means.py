@@ -98,14 +98,7 @@ def fit_k_tied(model: nn.Module, rank: int) -> None:
 
 
 def k_tied_logs(precision: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """log U (m, k) and log V (n, k) of the k-tied scales nearest to a diagonal Gaussian of these precisions (m, n).
-
-    Example:
-        >>> u, v = k_tied_logs(torch.tensor([[4.0, 1.0], [1.0, 0.25]]), 1)
-        >>> (u + v.T).exp()  # exact where standard deviations have rank one
-        tensor([[0.5000, 1.0000],
-                [1.0000, 2.0000]])
-    """
+    """log U (m, k) and log V (n, k) of the k-tied scales nearest to a diagonal Gaussian of these precisions (m, n)."""
     m, n = precision.shape
     b = torch.ones(n, dtype=precision.dtype, device=precision.device)
     for _ in range(200):

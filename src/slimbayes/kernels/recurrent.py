@@ -1,4 +1,4 @@
-"""The recurrence of an LSTM in Triton: one kernel a step, forward and backward; recurrent_torch.py defines it.
+"""The recurrence of an LSTM in Triton: one kernel a step, forward and backward; `lstm.steps` defines it.
 
 A program owns a tile of rows and units. Forward it multiplies its rows of h o s by the four gates' weights of its units
 and goes straight on to the new states; backward it multiplies its rows of the next step's dz by W and goes on to its
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slimbayes.kernels.launch import aligned, launch_steps
-from slimbayes.kernels.recurrent_torch import Cell, sum_lines, weight_gradient
+from slimbayes.kernels.lstm import Cell, sum_lines, weight_gradient
 
 UNITS = tl.constexpr(32)  # of a program
 BUSY = 96  # programs that keep a large GPU busy: tiles have as many rows as leave so many
@@ -239,7 +239,7 @@ def _key(gates: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
 def forward(
     gates: Tensor, cell: Cell, h: Tensor, c: Tensor, lengths: Tensor | None, reverse: bool, keep: bool
 ) -> tuple[Tensor, ...]:
-    """As `recurrent_torch.forward`."""
+    """What the operation in lstm.py says it returns."""
     T, R, u = *gates.shape[:2], h.shape[1]
     grid, sizes, constants, warps = _plan(gates, cell)
     states = gates.new_empty(T, R, u)
@@ -264,7 +264,7 @@ def backward(
     dh: Tensor, dc: Tensor, gates: Tensor, cell: Cell, h: Tensor, c: Tensor, states: Tensor, cells: Tensor, z: Tensor,
     hs: Tensor, lengths: Tensor | None, reverse: bool, weighs: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """As `recurrent_torch.backward`."""
+    """What the operation in lstm.py says it returns."""
     T, _, u = states.shape
     grid, sizes, constants, warps = _plan(gates, cell)
     dc = dc.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

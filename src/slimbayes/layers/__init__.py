@@ -23,15 +23,7 @@ _CALLED = ("forward", "_conv_forward", "_output_padding", "_check_input_dim", "_
 
 
 def bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
-    """The class that a layer's type converts to on the fast path, or None.
-
-    >>> bayes_class(nn.Linear(1, 1)).__name__
-    'BayesLinear'
-    >>> class Named(nn.Linear):
-    ...     pass
-    >>> issubclass(bayes_class(Named(1, 1)), Named)
-    True
-    """
+    """The class that a layer's type converts to on the fast path, or None."""
     kind = type(layer)
     if kind not in LAYERS and (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
         LAYERS[kind] = formed(StoredInOut, kind)
@@ -43,11 +35,7 @@ def bayes_class(layer: nn.Module) -> type[BayesLayer] | None:
 
 
 def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | None:
-    """The class a layer converts to for a method that covers these kinds: on the fast path, else by its own forward.
-
-    >>> class_for(nn.LayerNorm(4), ("matrix",)) is None
-    True
-    """
+    """The class a layer converts to for a method that covers these kinds: on the fast path, else by its own forward."""
     known = bayes_class(layer)
     if known is not None:
         return known if known.bayes_kind in covers else None
@@ -64,11 +52,7 @@ def class_for(layer: nn.Module, covers: Sequence[Kind]) -> type[BayesLayer] | No
 
 
 def kind_of(layer: nn.Module) -> Kind | None:
-    """What a layer is by its type or a parent's, converted or not; None for types that nobody registered.
-
-    >>> kind_of(nn.Embedding(3, 2)), kind_of(nn.ReLU())
-    ('table', None)
-    """
+    """What a layer is by its type or a parent's, converted or not; None for types that nobody registered."""
     known = registered(layer)
     if known is None and isinstance(layer, nn.modules.batchnorm._NormBase):
         return "norm"  # SyncBatchNorm is no subclass of a registered one

@@ -18,10 +18,9 @@ from torch.nn.utils import parametrize
 
 from slimbayes.engine import passes
 from slimbayes.engine.layout import arrays_of, map_arrays, tree_map
-from slimbayes.engine.passes import Unproven
 from slimbayes.engine.rows import LinearMap, sizes_of_blocks
 from slimbayes.layers.base import BayesLayer, made_once, reading
-from slimbayes.layers.site import Kind, Site, has, mask_of, own_value
+from slimbayes.layers.site import Kind, Site, has, own_value
 
 NOT_WORTH_IT = re.compile(
     r"posit|pos_?(emb|enc|bias|table)|wpe|(^|_)rel_|relative|_token$|bias_table|logit_scale", re.IGNORECASE
@@ -87,8 +86,8 @@ class AnyLayer(BayesLayer):
         return found
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        weight, bias_name = self.own_value(site), site.replace("weight", "bias")
-        bias = self.own_value(bias_name) if has_bias(self, site) else None
+        weight, bias_name = own_value(self, site), site.replace("weight", "bias")
+        bias = own_value(self, bias_name) if has_bias(self, site) else None
 
         def op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             return self._substituting({site: weight} | ({} if bias is None else {bias_name: bias}), (x,), {})
@@ -96,7 +95,7 @@ class AnyLayer(BayesLayer):
         def outer(r: Tensor, s: Tensor) -> Tensor:
             return torch.outer(r, s).view(*weight.shape[:2], *[1] * (weight.dim() - 2))
 
-        mask = mask_of(self) if site == "weight" else None
+        mask = self._buffers.get("weight_mask") if site == "weight" else None
         return LinearMap(weight, bias, op, outer, batch_dim, -1, foldable=False, mask=mask)
 
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +135,7 @@ class AnyLayer(BayesLayer):
         found = passes.of(self.bayes_key)
         assert found is not None
         held = found.substitutes  # written into: reentrant checkpoints find a copy of the pass at each look
-        before, own = held.copy(), {name: self.own_value(name) for name in self.read_names}
+        before, own = held.copy(), {name: own_value(self, name) for name in self.read_names}
         held.update({(self.bayes_key, name): value for name, value in (own | values).items()})
         try:
             return self.plain_forward(args, kwargs)
@@ -146,11 +145,7 @@ class AnyLayer(BayesLayer):
 
     def _by_blocks(self, lead: Any, args: Any, kwargs: Any) -> Any:
         found, arrays = lead.current, arrays_of((args, kwargs))
-        at = (self.bayes_key, tuple(a.dim() for a in arrays))
-        known = None if found.layout is None else found.layout.arguments.get(at)
-        if known is None:
-            raise Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
-        ins, outs = known
+        ins, outs = self.located(found, arrays)
         whole = all(d is None for d in ins)  # a single row that stands for all
         rows = next((a.shape[d] for a, d in zip(arrays, ins, strict=True) if d is not None), found.rows)
         sizes = sizes_of_blocks(rows, lead.drawn, found)

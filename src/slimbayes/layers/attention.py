@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.base import BayesLayer, register_layer
-from slimbayes.layers.site import Site, matrix_outer
+from slimbayes.layers.site import Site
 
 _BLOCKS = {"q": 0, "k": 1, "v": 2}
 
@@ -44,7 +44,7 @@ class BayesMultiheadAttention(BayesLayer, nn.MultiheadAttention):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias = _parameters_of(self, site)
-        return LinearMap(weight, bias, F.linear, matrix_outer, 0 if self.batch_first else 1, -1)
+        return LinearMap(weight, bias, F.linear, torch.outer, 0 if self.batch_first else 1, -1)
 
     def write_draw(self, plain: nn.Module, site: Site, weight: Tensor, bias: Tensor | None) -> None:
         for own, drawn in zip(_parameters_of(plain, site.name), (weight, bias), strict=True):

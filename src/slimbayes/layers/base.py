@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slimbayes.engine import calls, passes
 from slimbayes.engine.rows import LinearMap
-from slimbayes.layers.site import Kind, Site, has, matrix_outer, own_value, set_value
+from slimbayes.layers.site import Kind, Site, has, own_value, set_value
 
 
 class Converted(nn.Module):
@@ -46,6 +46,14 @@ class Converted(nn.Module):
     def may_hold_rows(cls, dim: int, ndim: int) -> bool:
         """Whether a dimension of the first input, which has `ndim` of them, can hold rows."""
         return True
+
+    def located(self, found: passes.Pass, arrays: list[Any]) -> Any:
+        """Where rows lie in the tensors of a call, and in those of its outputs, as proven."""
+        at = (self.bayes_key, tuple(a.dim() for a in arrays))
+        known = None if found.layout is None else found.layout.arguments.get(at)
+        if known is None:
+            raise passes.Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
+        return known
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module did before it was converted."""
@@ -123,13 +131,13 @@ class BayesLayer(Converted):
 
     def bayes_outer(self, r: Tensor, s: Tensor) -> Tensor:
         """Output factors r (n_out,) and input factors s (n_in,) as a tensor that broadcasts against the weight."""
-        return matrix_outer(r, s)
+        return torch.outer(r, s)
 
     def own_affine(self) -> tuple[Any, Any]:
         """The layer's own weight and its bias or None, whatever the pass under way."""
         own = self._parameters
-        weight = own["weight"] if "weight" in own else self.own_value("weight")
-        return weight, own["bias"] if "bias" in own else self.own_value("bias") if has(self, "bias") else None
+        weight = own["weight"] if "weight" in own else own_value(self, "weight")
+        return weight, own["bias"] if "bias" in own else own_value(self, "bias") if has(self, "bias") else None
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         """The map of one site, with its present weight and bias, for inputs with rows along `batch_dim`."""
@@ -140,10 +148,6 @@ class BayesLayer(Converted):
     def bayes_forward(self, *args: Any, **kwargs: Any) -> Any:
         (x,) = (*args, *kwargs.values())
         return self.project_draw("weight", x)
-
-    def own_value(self, name: str) -> Any:
-        """A parameter of the layer itself, whatever the pass under way."""
-        return own_value(self, name)
 
     def rows_of(self, x: Tensor) -> int:
         """The dimension of an input that holds rows, as proven."""
@@ -178,7 +182,7 @@ class BayesLayer(Converted):
             posterior: Any = self.posterior[site.name]
             if name in (site.parameter, site.bias_parameter) and posterior.has_weights and posterior.drawn == 1:
                 return posterior.materialise(self.linear_map(site.name), 0)[name != site.parameter]
-        return self.own_value(name)
+        return own_value(self, name)
 
 
 def reading(name: str) -> property:

@@ -22,7 +22,7 @@ from slimbayes.engine.blocks import block_of_row, same
 from slimbayes.engine.layout import NotJoined, arrays_of, is_cache, map_arrays, padded, tree_map
 from slimbayes.engine.passes import Unproven
 from slimbayes.engine.tree import alike, attributes_of
-from slimbayes.layers.base import Converted, made_once
+from slimbayes.layers.base import Converted, made_once, reading
 from slimbayes.layers.methods import runs_later, tell_of_replaced, wrap_methods
 
 
@@ -45,11 +45,7 @@ class Copied(Converted):
         arrays = arrays_of((args, kwargs))
         if any(padded(leaf) is not leaf for leaf in arrays):
             raise Unproven("members cannot share out a packed sequence")
-        at = (members.key, tuple(a.dim() for a in arrays))
-        layout = None if current.layout is None else current.layout.arguments.get(at)
-        if layout is None:
-            raise Unproven(f"{self.bayes_name} met arguments whose rows nobody has located")
-        ins, outs = layout
+        ins, outs = self.located(current, arrays)
         lines, back = _deal(current.rows, blocks, current.first, members.members, members.device)
         traced = torch.compiler.is_compiling()
         used = [k for k, line in enumerate(lines) if traced or line.numel()]
@@ -65,6 +61,16 @@ class Copied(Converted):
     def plain_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return _call(self, self.posterior["members"], 0, args, kwargs)
 
+    def drawn_value(self, name: str) -> Any:
+        """A parameter that others read past the module's forward: that of the member under way."""
+        members: Any = self.posterior["members"]
+        found: Any = passes.of(members.key)
+        if found.blocks(members) > 1:
+            return self._parameters[name]
+        found.met[members.key] = None
+        index = int(found.first) % members.members
+        return members.others[index - 1].get_parameter(name) if index else self._parameters[name]
+
 
 class _Hidden:
     """Keeps the posterior, the last child, out of what a container lists as its own."""
@@ -78,32 +84,12 @@ class _Hidden:
         return len(self._modules) - ("posterior" in self._modules)
 
 
-def _reading(name: str) -> property:
-    """A parameter of a copied layer that others read past its forward: that of the member under way."""
-
-    def get(module: Any) -> Any:
-        own = module._parameters.get(name)
-        members: Any = module._modules["posterior"]["members"] if "posterior" in module._modules else None
-        found: Any = None if members is None else passes.of(members.key)
-        if own is None or found is None or found.held:
-            return own
-        if found.probing:
-            return found.quiet.watch(own, module.bayes_name)
-        if found.blocks(members) > 1:
-            return own
-        found.met[members.key] = None
-        index = int(found.first) % members.members
-        return members.others[index - 1].get_parameter(name) if index else own
-
-    return property(get, lambda module, value: module._parameters.__setitem__(name, value))
-
-
 @made_once
 def copied_class(plain: type[nn.Module], names: tuple[str, ...]) -> type[Converted]:
     """The class of copied modules of one type, with parameters of these names."""
     bases = (Copied, _Hidden, plain) if issubclass(plain, (nn.Sequential, nn.ModuleList)) else (Copied, plain)
     attributes = {"plain": plain, "__module__": __name__} | wrap_methods(plain, _method)
-    return type(f"Copied{plain.__name__}", bases, attributes | {name: _reading(name) for name in names})
+    return type(f"Copied{plain.__name__}", bases, attributes | {name: reading(name) for name in names})
 
 
 def _method(module: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slimbayes.engine.rows import LinearMap
 from slimbayes.layers.base import BayesLayer, bayes_form, registered
-from slimbayes.layers.site import Site, Unit, diagonal_outer
+from slimbayes.layers.site import Site, Unit
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _BayesDropout(BayesLayer):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> DropMap:
         how = {"rate": self.p, "unit": self.unit, "selu": self.selu}
-        return DropMap(torch.empty(0), None, self.bayes_op, diagonal_outer, batch_dim, self.bayes_channel_dim, **how)
+        return DropMap(torch.empty(0), None, self.bayes_op, torch.mul, batch_dim, self.bayes_channel_dim, **how)
 
     def bayes_forward(self, input: Tensor) -> Tensor:
         return self.project_draw("units", input)
@@ -62,10 +62,6 @@ def functional_dropout(model: nn.Module) -> dict[str, str]:
 
     Attention and recurrent layers say so by their `dropout` attribute; other modules are found by the calls in the
     source of their forward, whatever the rate given there.
-
-    Example:
-        >>> functional_dropout(nn.Sequential(nn.LSTM(2, 2, num_layers=2, dropout=0.1)))
-        {'0': 'dropout=0.1 between its layers'}
     """
     found = {}
     for name, module in model.named_modules():

@@ -72,7 +72,7 @@ class BayesEmbedding(_BayesTable, nn.Embedding):
         return F.embedding(x, weight, self.padding_idx, None, 2.0, self.scale_grad_by_freq, sparse)
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
-        weight = self.own_value("weight")
+        weight = own_value(self, "weight")
         mask = words_that_move(self.padding_idx, weight)
         return LookupMap(weight, None, self.bayes_op, table_outer, batch_dim, -1, foldable=False, mask=mask)
 
@@ -152,7 +152,7 @@ class BayesEmbeddingBag(_BayesTable, nn.EmbeddingBag):
         return "nonlinear" if self.mode == "max" else "pooled"
 
     def linear_map(self, site: str, batch_dim: int = 0) -> BagMap:
-        weight = self.own_value("weight")
+        weight = own_value(self, "weight")
         mask = words_that_move(self.padding_idx, weight)
         linear = BagMap(weight, None, self.bayes_op, table_outer, 0, -1, foldable=False, mask=mask, layer=self)
         scaled = self.scale_grad_by_freq

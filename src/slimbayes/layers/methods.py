@@ -134,18 +134,12 @@ def open_passes(model: nn.Module) -> None:
         if not isinstance(module, (Converted, Opens)) and type(module).forward is not nn.Module.forward:
             module.__class__ = opening_class(type(module))
         own = module.__dict__.get("forward")  # set on the instance by somebody, it hides that of the class
-        if own is not None and not isinstance(own, _Instance):
-            module.forward = _Instance(module, own)
-
-
-class _Instance(functools.partial):  # type: ignore[type-arg]
-    """A forward that somebody set on a module, made to open a pass."""
-
-    def __new__(cls, module: nn.Module, function: Any) -> Any:
-        return super().__new__(cls, _call_instance, module, function)
+        if own is not None and getattr(own, "func", None) is not _call_instance:
+            module.forward = functools.partial(_call_instance, module, own)
 
 
 def _call_instance(module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A forward that somebody set on a module, made to open a pass."""
     return calls.bare(module, function, args, kwargs)
 
 

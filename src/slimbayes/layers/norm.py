@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from slimbayes.engine.passes import Pass
 from slimbayes.engine.rows import LinearMap, apply_rows
 from slimbayes.layers.base import BayesLayer, bayes_form, register_layer
-from slimbayes.layers.site import Site, diagonal_outer, has, own_value
+from slimbayes.layers.site import Site, has, own_value
 
 LARGE = 2**16  # from so many activations on, a pass over them costs more than a few operations on their channels
 
@@ -76,7 +76,7 @@ class BayesNorm(BayesLayer):
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         weight, bias = self.own_affine()
         return NormMap(
-            weight, bias, self.bayes_op, diagonal_outer, batch_dim, self.bayes_channel_dim, known=self.bayes_known
+            weight, bias, self.bayes_op, torch.mul, batch_dim, self.bayes_channel_dim, known=self.bayes_known
         )
 
     def bayes_known(self, x: Tensor) -> tuple[Tensor, Tensor] | None:

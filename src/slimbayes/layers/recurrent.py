@@ -2,14 +2,15 @@
 
 Every input and every recurrent matrix is a site of its own, all gates of one matrix together: (4u, in) for an LSTM.
 Factors are drawn once per pass, so they stay fixed over time. Draws shared by a block of rows go through torch's fused
-kernel, once per block, with that draw's weights; it cannot take fresh draws for every row. For these the LSTM has an
-operation of its own (recurrence.py), which on a GPU also serves blocks of rows, all at once; every other recurrence is
-a loop over time.
+kernel, once per block, with that draw's weights; it cannot take fresh draws for every row. For these the LSTM has
+kernels/lstm.py, whose kernels on a GPU also serve blocks of rows, all at once; every other recurrence is a loop over
+time.
 
 Sizes: T steps, R rows, D inputs, u units, n draws of the pass.
 """
 
 import functools
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,19 +22,12 @@ import torch.nn.functional as F
 from torch import _VF, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from slimbayes.engine.rows import LinearMap, sizes_of_blocks
-from slimbayes.kernels import ready
-from slimbayes.layers import recurrence
+from slimbayes.engine.rows import LinearMap, per_row, sizes_of_blocks
+from slimbayes.kernels.lstm import Cell, activated, fused, lstm
 from slimbayes.layers.base import BayesLayer, bayes_form
-from slimbayes.layers.site import Site, matrix_outer
+from slimbayes.layers.site import Site
 
 State = tuple[Tensor, ...]  # h, and of an LSTM c
-
-
-def _lstm_step(gi: Tensor, gh: Tensor, state: State) -> State:
-    i, f, g, o = (gi + gh).chunk(4, -1)
-    cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
 def _gru_step(gi: Tensor, gh: Tensor, state: State) -> State:
@@ -45,7 +39,7 @@ def _gru_step(gi: Tensor, gh: Tensor, state: State) -> State:
 
 
 _STEPS: dict[str, Callable[[Tensor, Tensor, State], State]] = {
-    "LSTM": _lstm_step,
+    "LSTM": lambda gi, gh, state: activated(gi + gh, state[1]),
     "GRU": _gru_step,
     "RNN_TANH": lambda gi, gh, state: (torch.tanh(gi + gh),),
     "RNN_RELU": lambda gi, gh, state: (torch.relu(gi + gh),),
@@ -82,7 +76,14 @@ class _Gated(BayesLayer):
 
     def linear_map(self, site: str, batch_dim: int = 0) -> LinearMap:
         bias = getattr(self, site.replace("weight", "bias")) if self.bias else None
-        return LinearMap(getattr(self, site), bias, F.linear, matrix_outer, batch_dim, -1)
+        return LinearMap(getattr(self, site), bias, F.linear, torch.outer, batch_dim, -1)
+
+    def _initial(self, x: Tensor, hx: Any, batched: bool, *layers: int) -> State:
+        if hx is None:
+            zeros = x.new_zeros(*layers, x.shape[-2], self.hidden_size)
+            return (zeros, zeros) if self.mode == "LSTM" else (zeros,)
+        state = tuple(hx) if self.mode == "LSTM" else (hx,)
+        return state if batched else tuple(h.unsqueeze(-2) for h in state)
 
 
 class _BayesRecurrent(_Gated):
@@ -115,7 +116,7 @@ class _BayesRecurrent(_Gated):
             x = x.transpose(0, 1) if self.batch_first and batched else x
         if x.shape[-1] != self.input_size:  # torch's kernels do not look
             raise ValueError(f"inputs of width {self.input_size} (input_size) are needed, got {tuple(input.shape)}")
-        state = self._initial(x, hx, batched)
+        state = self._initial(x, hx, batched, self.num_layers * (2 if self.bidirectional else 1))
         run = self._over_time if self._together(x) else self._fused
         y: Any
         y, state = run(x, state, lengths)
@@ -127,26 +128,16 @@ class _BayesRecurrent(_Gated):
             y = y.transpose(0, 1)
         return y, (state if self.mode == "LSTM" else state[0])
 
-    def _initial(self, x: Tensor, hx: Any, batched: bool) -> State:
-        if hx is None:
-            shape = (self.num_layers * (2 if self.bidirectional else 1), x.shape[1], self.hidden_size)
-            zeros = x.new_zeros(shape)
-            return (zeros, zeros) if self.mode == "LSTM" else (zeros,)
-        state = hx if self.mode == "LSTM" else (hx,)
-        return tuple(state) if batched else tuple(h.unsqueeze(1) for h in state)
-
     def _together(self, x: Tensor) -> bool:
         """Whether all draws run in one loop over time, not draw by draw through torch's kernel.
 
-        Four draws of 128 rows, 512 units, half precision, on an H200: a step of 128 rows is a product of .3 GFLOP,
-        under a microsecond of arithmetic, so launches and latency set its time as they do for 512 rows, and four
-        calls of torch's kernel were measured at 2.65 times one. Streams would overlap them, at four times the launches.
-        One recurrence over all rows launches once a step and reads its weights, 2 MiB each, from the L2 cache.
+        A step of few rows waits for launches and latency: on an H200 four calls of torch's kernel, for four draws of
+        128 rows, took 2.65 times as long as one.
         """
         lead = self.posteriors()[0]
         if not lead.has_weights:
             return True
-        if self.mode != "LSTM" or lead.drawn == 1 or not ready(x) or not recurrence.applies(x):
+        if self.mode != "LSTM" or lead.drawn == 1 or not fused(x):
             return False
         return lead.factors() is not None or lead.current.rows % lead.drawn == 0
 
@@ -196,9 +187,8 @@ class _BayesRecurrent(_Gated):
                     x = F.dropout(torch.cat(outputs, -1), self.dropout, self.training)
                 outputs = []
             hidden: Any = self.posterior[f"weight_hh{stem}"]
-            whole = self.mode == "LSTM" and x.numel() and recurrence.applies(x)
-            whole = whole and (hidden.has_weights or hidden.factors() is not None)
-            run = self._recurrence if whole else self._direction
+            whole = self.mode == "LSTM" and x.numel() and (hidden.has_weights or hidden.factors() is not None)
+            run = self._lstm if whole else self._direction
             y, final = run(x, tuple(h[row] for h in state), stem, backwards, lengths)
             outputs.append(y)
             last.append(final)
@@ -220,18 +210,47 @@ class _BayesRecurrent(_Gated):
                 outputs[t] = torch.where(live, new[0], torch.zeros_like(new[0]))
         return torch.stack(outputs), state
 
-    def _recurrence(self, x: Tensor, state: State, stem: str, backwards: bool, lengths: Tensor | None) -> Any:
-        inward, recurrent = f"weight_ih{stem}", f"weight_hh{stem}"
-        gates, r_in, shift = recurrence.input_gates(x, self.posterior[inward], self.linear_map(inward))
-        cell = recurrence.cell_of(self.posterior[recurrent], self.linear_map(recurrent), r_in, shift)
-        cell = recurrence.laid_out(cell, x.shape[1], self.posteriors()[0].current, gates.dtype)
+    def _lstm(self, x: Tensor, state: State, stem: str, backwards: bool, lengths: Tensor | None) -> Any:
+        """`_direction` of an LSTM, by factors of its two matrices, or one recurrent matrix for each block of rows."""
+        inward: Any = self.posterior[f"weight_ih{stem}"]
+        hidden: Any = self.posterior[f"weight_hh{stem}"]
+        linear, current = self.linear_map(f"weight_ih{stem}"), self.posteriors()[0].current
+        given, s, r, r_in, shift = inward.factors(), None, None, None, None
+        if given is None:
+            gates = inward(x, linear)
+        else:
+            gates = linear.modulated(operator.mul, x, given[0], None, inward.current)
+            r_in, shift = given[1], _added(linear.bias, given[2])
+        linear, drawn = self.linear_map(f"weight_hh{stem}"), hidden.factors()
+        if drawn is not None:
+            weights, (s, r, bias) = linear.weight.unsqueeze(0), drawn
+            bias = _added(linear.bias, bias)
+        else:
+            each = [hidden.materialise(linear, j) for j in range(hidden.drawn)]
+            weights = torch.stack([weight for weight, _ in each])
+            bias = None if each[0][1] is None else torch.stack([bias for _, bias in each])
+        lines = [None if line is None else torch.atleast_2d(line) for line in (s, r, r_in, _added(bias, shift))]
+        n = max([1, *(len(line) for line in lines if line is not None)])
+
+        def lay(line: Tensor | None) -> Tensor | None:
+            """Equally many lines of each kind, given one for each draw of the pass, or one for all."""
+            if line is None:
+                return None
+            even = line.expand(n, -1) if len(line) == 1 else line
+            return (per_row(line, x.shape[1], current) if current.rows % n else even).to(gates.dtype)
+
+        cell = Cell(weights.to(gates.dtype), *map(lay, lines))
         h, c = (part.to(gates.dtype) for part in state)  # autocast lowers the gates, not the state
-        y, last = recurrence.lstm(gates, cell, h, c, lengths, backwards)
+        y, last = lstm(gates, cell, h, c, lengths, backwards)
         final = y[0 if backwards else -1]
         if lengths is not None:
             steps = torch.arange(x.shape[0], device=x.device)[:, None, None]
             y = y.where(steps < lengths.to(x.device)[:, None], y.new_zeros(()))
         return y, (final, last)
+
+
+def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
 class _BayesCell(_Gated):
@@ -246,19 +265,12 @@ class _BayesCell(_Gated):
     def bayes_forward(self, input: Tensor, hx: Any = None) -> Any:
         batched = input.dim() == 2
         x = input if batched else input.unsqueeze(0)
-        lstm = self.mode == "LSTM"
-        if hx is None:
-            zeros = x.new_zeros(x.shape[0], self.hidden_size)
-            state: State = (zeros, zeros) if lstm else (zeros,)
-        else:
-            state = tuple(hx) if lstm else (hx,)
-            state = state if batched else tuple(h.unsqueeze(0) for h in state)
         mode = f"RNN_{self.nonlinearity.upper()}" if self.mode == "RNN" else self.mode
         gates = self.project_draw("weight_ih", x, 0)
-        state = tuple(h.to(gates.dtype) for h in state)
+        state = tuple(h.to(gates.dtype) for h in self._initial(x, hx, batched))
         new = _STEPS[mode](gates, self.project_draw("weight_hh", state[0], 0), state)
         new = new if batched else tuple(h.squeeze(0) for h in new)
-        return new if lstm else new[0]
+        return new if self.mode == "LSTM" else new[0]
 
 
 def _unseen(forward: Any) -> Any:

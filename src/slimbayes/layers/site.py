@@ -62,11 +62,7 @@ class Site:
 
     @property
     def fan_in(self) -> int:
-        """How many inputs feed one output, for priors that scale with it: a lookup has one, the row that is looked up.
-
-        >>> Site("weight", 5000, 16, False, "weight", (5000, 16), out_dim=1, kind="table").fan_in
-        1
-        """
+        """How many inputs feed one output, for priors that scale with it; a lookup has one, the row looked up."""
         return 1 if self.kind == "table" else self.matrix[0]
 
     def to_matrix(self, weight: Tensor) -> Tensor:
@@ -80,19 +76,9 @@ class Site:
         return matrix.reshape(*matrix.shape[:-2], *shape, matrix.shape[-1]).movedim(-1, lead + self.out_dim)
 
 
-def matrix_outer(r: Tensor, s: Tensor) -> Tensor:
-    """r s^T for weights stored as (out, in)."""
-    return torch.outer(r, s)
-
-
 def table_outer(r: Tensor, s: Tensor) -> Tensor:
     """s r^T for weights stored as (in, out)."""
     return torch.outer(s, r)
-
-
-def diagonal_outer(r: Tensor, s: Tensor) -> Tensor:
-    """The factors of a scale (C,), whose inputs are its outputs."""
-    return r * s
 
 
 def own_value(layer: Any, name: str) -> Any:
@@ -137,11 +123,6 @@ def has(layer: nn.Module, name: str) -> bool:
         return own_value(layer, name) is not None
     except AttributeError:
         return False
-
-
-def mask_of(layer: nn.Module) -> Any:
-    """Where pruning keeps a weight, as torch.nn.utils.prune notes it."""
-    return layer._buffers.get("weight_mask")
 
 
 def _hooks(layer: nn.Module, name: str) -> dict[int, Any]:

@@ -20,10 +20,6 @@ def started(
     """The model with every kernel of some kinds of layer started by `kernel`, and their biases at zero, in place.
 
     So the k-tied paper starts its networks; kernels become the posteriors' means (its Appendix D.2).
-
-    Example:
-        >>> bool(started(nn.Sequential(nn.Linear(3, 2)))[0].bias.any())
-        False
     """
     for layer in model.modules():
         if isinstance(layer, kinds):

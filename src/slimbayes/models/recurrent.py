@@ -26,12 +26,6 @@ def start_lstm(lstm: nn.LSTM, kernel: Start, recurrent_kernel: Start) -> None:
 
     torch has two bias vectors that only ever act as their sum, Keras has one: the second is held at zero, so that the
     sum trains at the optimizer's own pace.
-
-    Example:
-        >>> lstm = nn.LSTM(3, 1)
-        >>> start_lstm(lstm, he_normal, he_normal)
-        >>> lstm.bias_ih_l0.tolist(), lstm.bias_hh_l0.requires_grad
-        ([0.0, 1.0, 0.0, 0.0], False)
     """
     inputs, hidden, bias, idle_bias = lstm.parameters()
     kernel(inputs)

@@ -23,12 +23,7 @@ started_by_fan_out = partial(
 def stage(
     block: Callable[[int, int, int], nn.Module], inputs: int, outputs: Sequence[int], stride: int
 ) -> nn.Sequential:
-    """A row of blocks (inputs, outputs, stride), each fed by the one before; only the first has the stride.
-
-    Example:
-        >>> [block.conv1.in_channels for block in stage(BasicBlock, 8, [16, 32], stride=2)]
-        [8, 16]
-    """
+    """A row of blocks (inputs, outputs, stride), each fed by the one before; only the first has the stride."""
     sizes = [inputs, *outputs]
     return nn.Sequential(*(block(sizes[i], sizes[i + 1], stride if i == 0 else 1) for i in range(len(outputs))))
 

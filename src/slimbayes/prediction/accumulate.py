@@ -20,13 +20,6 @@ class Accumulator:
 
     Args:
         class_dim: where the classes are; None means last, refused where outputs may be images, (S, N, C, H, W).
-
-    Example:
-        >>> draws = Accumulator("categorical", members=1, scale=0.0, keep=False)
-        >>> draws.add(torch.tensor([[[0.0, 200.0]]]))
-        >>> draws.add(torch.tensor([[[0.0, 0.0]]]))
-        >>> draws.fields()["by_member"].exp()
-        tensor([[[0.2500, 0.7500]]])
     """
 
     def __init__(
@@ -132,12 +125,7 @@ def along_draws(factors: Tensor, values: Tensor) -> Tensor:
 
 
 def log_mean(logs: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Log of the mean over the first axis of what has these logs (K, ...), weighted by (K,), by (K, N) or equally.
-
-    Example:
-        >>> log_mean(torch.tensor([1.0, 3.0]).log()).exp()
-        tensor(2.)
-    """
+    """Log of the mean over the first axis of what has these logs (K, ...), weighted by (K,), by (K, N) or equally."""
     if weights is None:
         return torch.logsumexp(logs, 0) - math.log(len(logs))
     return torch.logsumexp(logs + along_draws(weights.log().to(logs), logs), 0)
@@ -151,15 +139,10 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     It interpolates as torch.quantile does for equal weights. That is the mean of the inverse distribution function over
     a window of one observation's width; for unequal ones the width comes from Kish's effective number of observations
     (Akinshin 2023), so a share of nearly zero has nearly no influence.
-
-    Example:
-        >>> quantile(torch.tensor([1.0, 2.0, 3.0, 7.0]), torch.tensor([0.5, 0.5]), 0.5)
-        tensor(2.5000)
     """
     if weights is None:
         return torch.quantile(values, level, dim=0)
-    each = len(values) // len(weights)
-    shares = along_draws(weights.to(values.device).repeat(each, *[1] * (weights.dim() - 1)) / each, values)
+    shares = _shares(weights.to(values.device), values)
     ordered, order = values.sort(0)
     share = shares.expand_as(values).gather(0, order)
     width = shares.square().sum(0)
@@ -169,19 +152,19 @@ def quantile(values: Tensor, weights: Tensor | None, level: float) -> Tensor:
     return (inside / inside.sum(0) * ordered).sum(0).to(values.dtype)
 
 
+def _shares(weights: Tensor, values: Tensor) -> Tensor:
+    """Weights of members for each of values (M, ...)."""
+    each = len(values) // len(weights)
+    return along_draws(weights.repeat(each, *[1] * (weights.dim() - 1)) / each, values)
+
+
 def mixture_quantile(means: Tensor, noise: Tensor, weights: Tensor | None, level: float) -> Tensor:
     """Quantile of the mixture of normals with these means and variances (M, ...), members and weights as in `quantile`.
 
     Bisection, between the lowest and the highest of the normals' own quantiles.
-
-    Example:
-        >>> mixture_quantile(torch.tensor([-1.0, 3.0]), torch.ones(2), None, 0.5)
-        tensor(1.)
     """
     wide, scale = means.double(), noise.double().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-    each = len(wide) if weights is None else len(wide) // len(weights)
-    shares = wide.new_ones(1) if weights is None else weights.to(wide)
-    shares = along_draws(shares.repeat(each, *[1] * (shares.dim() - 1)) / each, wide)
+    shares = _shares(wide.new_ones(1) if weights is None else weights.to(wide), wide)
     own = wide + scale * torch.special.ndtri(wide.new_tensor(level))
     low, high = own.amin(0), own.amax(0)
     for _ in range(50):

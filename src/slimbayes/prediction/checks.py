@@ -5,8 +5,8 @@ A look costs one sum per batch; places are searched for only where something is 
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -27,10 +27,11 @@ from slimbayes.train.targets import check_logits
 _ANYWAY = "predict(..., allow_nonfinite=True) predicts anyway"
 
 
-def check_draws(what: str, draws: Any, fold: Any = "auto") -> None:
-    """Refuse numbers of draws and ways to run them that are none."""
-    if not isinstance(draws, Integral) or draws < 1:
-        raise ValueError(f"{what} needs a whole number of draws, at least one, got draws={draws!r}.")
+def check_draws(what: str, draws: Any, fold: Any = "auto", other: Any = 1) -> None:
+    """Refuse numbers of draws, of which `other` is one, and ways to run them that are none."""
+    if draws != other and (not isinstance(draws, Integral) or draws < 1):
+        also = "" if other == 1 else f", or {other!r}"
+        raise ValueError(f"{what} needs at least one draw, a whole number{also}, got draws={draws!r}.")
     if fold != "auto" and not isinstance(fold, bool):
         raise ValueError(f'fold must be True, False or "auto", got {fold!r}.')
 
@@ -90,17 +91,6 @@ def check_scores(model: nn.Module, outputs: Tensor, likelihood: str, class_dim: 
         )
 
 
-def tell_of_no_noise(classes: bool) -> None:
-    """Warn that intervals of real targets without observation noise are those of the mean."""
-    if not classes:
-        warnings.warn(
-            "This prediction has no observation noise: its intervals are those of the mean and hold fewer targets than "
-            "their level. Call predict(..., scale=) with the noise's standard deviation.",
-            SlimbayesWarning,
-            stacklevel=3,
-        )
-
-
 def _name_of(model: nn.Module, inputs: tuple[Any, Any], number: int) -> str:
     """What the model calls its n-th tensor, with its place in a nested argument."""
     packed = pytree.tree_flatten_with_path(inputs, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))[0]
@@ -144,15 +134,6 @@ def explain(error: Exception, model: nn.Module, args: Any, kwargs: Any) -> NoRet
     raise ValueError(why) from error
 
 
-@contextmanager
-def explained(model: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """`explain` what is raised inside."""
-    try:
-        yield
-    except MISFITS as error:
-        explain(error, model, args, kwargs)
-
-
 def _resized(model: nn.Module) -> str | None:
     """What was made of a layer whose weight has got another shape since it was converted."""
     for layer in (m for m in model.modules() if isinstance(m, BayesLayer)):
@@ -178,16 +159,12 @@ def _misfit(model: nn.Module, args: Any, kwargs: Any) -> str | None:
             name = next(n for n, m in model.named_modules() if m is module)
             found.append(f"The model's layer {name!r} {why}" if name else f"The model {why}")
 
-    handles = [module.register_forward_pre_hook(look) for module in model.modules()]
-    try:
-        with undisturbed(model, (args, kwargs)):
-            model(*args, **kwargs)
-    except Exception:
-        return found[0] if found else None
-    finally:
-        for handle in handles:
-            handle.remove()
-    return None
+    with suppress(Exception), ExitStack() as hooks, undisturbed(model, (args, kwargs)):
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(look))
+        model(*args, **kwargs)
+        return None
+    return found[0] if found else None
 
 
 def _unfit(layer: Any, x: Tensor) -> str | None:

@@ -21,6 +21,7 @@ from slimbayes.engine.noise import Seed
 from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.tree import fresh
 from slimbayes.posteriors.base import Support
+from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction.sample import device_of, free_seed, members, posteriors_in, sampled
 
 MOST_ROWS = 2**15  # draws x inputs in one forward, by default
@@ -38,7 +39,7 @@ class Draws:
     def __init__(self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed) -> None:
         self.model, self.chunk, self.share, self.fold = model, chunk, share, fold
         self.posteriors, self.members = posteriors_in(model), members(model)
-        self.count = self.members  # of the members that outputs are of
+        self.count, self.weights = self.members, member_weights(model)  # of the members that outputs are of
         held = passes.of(self.posteriors[0].key) if self.posteriors else None
         if held is not None and not held.held:
             raise ValueError("predict was called inside a forward pass of the same model; call it from outside.")
@@ -60,18 +61,20 @@ class Draws:
             yield sampled(self.model, self.posteriors, args, kwargs, self.held.total, self.fold, self.held)
             return
         at_once = min(draws, self._at_once((args, kwargs)))
-        if self.share and draws > 1 and self.members == 1 and all(p.countable for p in self.posteriors):
+        countable = self.share and draws > 1 and self.members == 1 and all(p.countable for p in self.posteriors)
+        # The user's own noise differs between draws that picked alike.
+        if countable and (self.fold is False or not calls.layout_of(self.model, args, kwargs, self.posteriors).random):
             yield from self._distinct(args, kwargs, start, draws, at_once)
             return
         for first in range(start, start + draws, at_once):
-            yield self._some(args, kwargs, first, min(at_once, start + draws - first))
+            yield self._run(args, kwargs, self._numbered(first, min(at_once, start + draws - first)), first)
 
     def _own(self, first: int) -> int | None:
         return None if self.own is None else noise.key(self.own, "call", first)
 
-    def _some(self, args: Any, kwargs: Any, first: int, draws: int) -> Any:
-        new, own = self._numbered(first, draws), self._own(first)
-        return sampled(self.model, self.posteriors, args, kwargs, new.total, self.fold, new, share=self.share, seed=own)
+    def _run(self, args: Any, kwargs: Any, new: Pass, first: int) -> Any:
+        call, own = (self.model, self.posteriors, args, kwargs), self._own(first)
+        return sampled(*call, new.total, self.fold, new, share=self.share, seed=own)
 
     def _numbered(self, first: int, draws: int) -> Pass:
         """The pass of so many draws of each member; the latest is kept for the next batch."""
@@ -92,35 +95,22 @@ class Draws:
 
     def _distinct(self, args: Any, kwargs: Any, start: int, draws: int, at_once: int) -> Iterator[Any]:
         """Outputs of draws that pick from finitely many networks: each network that was picked runs once."""
-        held = self._numbered(start, draws)
-        new, layout, folds = calls.draw_all(
-            self.model, self.posteriors, args, kwargs, draws, self.fold, held, at_once=1
-        )
-        if layout.random:  # the user's own noise differs between draws that picked alike
-            for first in range(start, start + draws, at_once):
-                yield self._some(args, kwargs, first, min(at_once, start + draws - first))
-            return
-        device = self.posteriors[0].device
-        picked = torch.stack([choice.to(device) for choice in passes.run(new, choices_of, self.posteriors)])
+        held, device = self._numbered(start, draws), self.posteriors[0].device
+        picked = torch.stack([choice.to(device) for choice in passes.run(held, choices_of, self.posteriors)])
         unique, which = torch.unique(picked, dim=1, return_inverse=True)
         first_of = torch.empty(unique.shape[1], dtype=torch.long, device=device)
         first_of.scatter_(0, which, torch.arange(draws, device=device))
-        try:
-            copies = min(at_once, len(first_of)) if folds else 1
-            calls.check_size(self.model, (args, kwargs), self.posteriors, layout, copies)
-            if folds and not layout.folds:
-                raise passes.Unproven(layout.why)
-            parts = []
-            for some in map(new.take, first_of.split(at_once)):
-                some.shared = layout.ahead if folds and some.total > 1 else None
-                parts.append(calls.run_draws(self.model, self.posteriors, args, kwargs, some, layout, folds))
-        except passes.Unproven as error:
-            calls.unfold(layout, error, self.fold)
-            yield from self._distinct(args, kwargs, start, draws, at_once)
-            return
-        networks = _joined(parts)
+        networks = _joined([self._run(args, kwargs, held.take(some), start) for some in first_of.split(at_once)])
         for index in which.split(max(at_once, 64)):
             yield tree_map(lambda leaf, index=index: leaf[index] if isinstance(leaf, Tensor) else leaf, networks)
+
+
+def member_weights(model: nn.Module) -> Tensor | None:
+    """Stacking weights of a model's members, (K,), or None where they count alike."""
+    found = [p.weights for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)]
+    if not found or bool((found[0] == found[0][0]).all()):
+        return None
+    return found[0].repeat(members(model) // len(found[0])) * len(found[0]) / members(model)
 
 
 def choices_of(posteriors: Sequence[Any]) -> list[Tensor]:
@@ -134,14 +124,9 @@ MOST_NETWORKS = 4096
 
 
 class Networks(Draws):
-    """All M networks of a model as draws of one pass, each a member with a weight of its own.
+    """All M networks of a model as draws of one pass, each a member with a weight of its own."""
 
-    Args: as of `Draws`; `weights` are those of the model's own members, None where they count alike.
-    """
-
-    def __init__(
-        self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed, weights: Tensor | None
-    ) -> None:
+    def __init__(self, model: nn.Module, chunk: int | None, share: bool, fold: Fold, seed: Seed) -> None:
         super().__init__(model, chunk, share, fold, seed)
         if self.held is not None:
             raise ValueError('predict(draws="exact") inside `frozen`: held draws are all there are; call it outside.')
@@ -155,7 +140,7 @@ class Networks(Draws):
         joint = torch.ones(len(self.combined), dtype=torch.float64)
         for index, values in zip(self.combined.T, probs, strict=True):
             joint *= values[index]
-        own = torch.ones(self.members) if weights is None else weights.cpu()
+        own = torch.ones(self.members) if self.weights is None else self.weights.cpu()
         every = (joint[:, None] * own).flatten()
         self.count = len(every)  # M
         self.weights = None if bool((every == every[0]).all()) else every / every.sum()
@@ -194,9 +179,7 @@ class Networks(Draws):
                 at += support.picks
                 block = support.lines.to(p.device, p.dtype)[picked].transpose(1, 2).flatten(1)
                 new.put(p.key, Noise(block.repeat_interleave(self.members, 0), block.new_empty(0, 0)))
-            parts.append(
-                sampled(self.model, self.posteriors, args, kwargs, new.total, self.fold, new, share=self.share)
-            )
+            parts.append(self._run(args, kwargs, new, 0))
         yield _joined(parts)
 
 

@@ -26,8 +26,9 @@ from slimbayes.engine.passes import Noise, Pass
 from slimbayes.engine.sharing import evaluating
 from slimbayes.errors import cut
 from slimbayes.files import replacing
-from slimbayes.prediction.checks import check_inputs, check_noise_rule, check_scores
-from slimbayes.prediction.predict import member_weights, select
+from slimbayes.prediction.checks import check_draws, check_inputs, check_noise_rule, check_scores
+from slimbayes.prediction.draws import member_weights
+from slimbayes.prediction.predict import select
 from slimbayes.prediction.prediction import Prediction
 from slimbayes.prediction.sample import members as members_of
 from slimbayes.prediction.sample import posteriors_in
@@ -91,8 +92,7 @@ def export(
     path, args = Path(path), example if isinstance(example, tuple) else (example,)
     if path.suffix not in (".onnx", ".pt2"):
         raise ValueError(f"export writes .onnx and .pt2 files, got {str(path)!r}.")
-    if draws < 1:
-        raise ValueError(f"export needs at least one draw, got draws={draws!r}.")
+    check_draws("export", draws)
     if noise not in ("fixed", "input"):
         raise ValueError(f"noise must be 'fixed' or 'input', got {noise!r}.")
     if not args or not all(isinstance(x, Tensor) and x.dim() for x in args) or len(args[0]) < 2:

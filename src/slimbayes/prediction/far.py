@@ -25,6 +25,7 @@ Sizes: N rows, M kept rows, P features, K members, S draws, C classes.
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -70,16 +71,14 @@ def _seen(model: nn.Module, args: Any, kwargs: Any, modules: dict[str, nn.Module
     def note(name: str) -> Any:
         return lambda module, inputs: None if on_trial() else found.append((name, inputs[0].detach().float()))
 
-    handles = [module.register_forward_pre_hook(note(name)) for name, module in modules.items()]
-    try:
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.enter_context(module.register_forward_pre_hook(note(name)))
         if not passes.posteriors_of(model):
             model(*args, **kwargs)
         else:
-            with frozen(model, _DRAWS, seed=0):
-                sample(model, *args, fold=False, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+            stack.enter_context(frozen(model, _DRAWS, seed=0))
+            sample(model, *args, fold=False, **kwargs)
     return found
 
 

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slimbayes.convert.convert import bayesianize, ensemble
+from slimbayes.convert.convert import bayesianize
+from slimbayes.convert.members import ensemble
 from slimbayes.engine.noise import Seed, seed_of
 from slimbayes.posteriors.configs.base import Deterministic
 from slimbayes.prediction.batches import batches_of
-from slimbayes.prediction.predict import member_weights
+from slimbayes.prediction.checks import check_draws
+from slimbayes.prediction.draws import member_weights
 from slimbayes.prediction.sample import frozen, members, posteriors_in, sample, write_out
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -60,8 +62,7 @@ def refresh_norms(
     """
     if per not in ("posterior", "draw"):
         raise ValueError(f"refresh_norms: per must be 'posterior' or 'draw', got {per!r}.")
-    if draws < 1:
-        raise ValueError(f"refresh_norms needs at least one draw, got draws={draws!r}.")
+    check_draws("refresh_norms", draws)
     if not _norms(model):
         raise ValueError("refresh_norms found no batch norm with running statistics: there is nothing to refresh.")
     first = seed_of(seed)

@@ -12,12 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slimbayes.engine import passes
 from slimbayes.engine.calls import Fold
 from slimbayes.engine.layout import arrays_of
 from slimbayes.engine.noise import Seed
 from slimbayes.engine.sharing import evaluating
-from slimbayes.posteriors.ensemble import EnsemblePosterior
 from slimbayes.prediction import checks
 from slimbayes.prediction.accumulate import Accumulator
 from slimbayes.prediction.batches import Progress, batches_of
@@ -100,9 +98,7 @@ def predict(
         >>> pred.probs.shape, pred.samples.shape
         (torch.Size([7, 3]), torch.Size([16, 7, 3]))
     """
-    if draws != "exact" and not (isinstance(draws, Integral) and draws >= 1):
-        raise ValueError(f'predict needs draws >= 1, or "exact", got draws={draws!r}.')
-    checks.check_draws("predict", 1, fold)
+    checks.check_draws("predict", draws, fold, "exact")
     if chunk is not None and (not isinstance(chunk, Integral) or chunk < 1):
         raise ValueError(f"predict needs chunk >= 1, a whole number, got chunk={chunk!r}.")
     scale = scale if isinstance(scale, (int, float)) else torch.as_tensor(scale)  # arrays and lists
@@ -120,23 +116,22 @@ def predict(
         far.check(model)
     if not allow_nonfinite:
         check_finite(model)
-    weights, how = member_weights(model), (chunk, share, fold, seed)
-    source = Networks(model, *how, weights) if draws == "exact" else Draws(model, *how)
-    if isinstance(source, Networks):
-        weights = source.weights
+    source = (Networks if draws == "exact" else Draws)(model, chunk, share, fold, seed)
     number, bar = 1 if draws == "exact" else int(draws), Progress(x, progress)
     parts: list[Prediction] = []
     with evaluating(model):
         for args, kwargs in batches_of(model, x, chunk, inputs, allow_nonfinite):
             keep = keep_samples or far is not None
-            sums = Accumulator(likelihood, source.count, scale, keep, class_dim, weights)
-            with checks.explained(model, args, kwargs):
+            sums = Accumulator(likelihood, source.count, scale, keep, class_dim, source.weights)
+            try:
                 for outputs in source.outputs(args, kwargs, number):
                     found = _checked(select(outputs, output), likelihood)
                     if not parts and not sums.count:
                         checks.check_scores(model, found, likelihood, class_dim)
                     sums.scale = _scale_of(scale, found, likelihood, parts)
                     sums.add(found)
+            except checks.MISFITS as error:
+                checks.explain(error, model, args, kwargs)
             part = Prediction(**sums.fields())
             if far is not None:
                 part = far.widen(part, far(features_of(model, args, kwargs, far.at)))
@@ -166,12 +161,6 @@ def predict_prefixes(
     """Predictions of one batch for several numbers of draws at the price of the largest: each is made of the first so
     many draws, the same that `predict` uses with that seed. Errors count rows on from `before`; `allow_nonfinite` lets
     inputs and outputs pass that are not finite.
-
-    Example:
-        >>> import slimbayes as sb
-        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Rank1(members=2))
-        >>> {n: p.count for n, p in predict_prefixes(net, torch.randn(7, 4), draws=[1, 4]).items()}
-        {1: 2, 4: 8}
     """
     if not draws or min(draws) < 1:
         raise ValueError(f"predict_prefixes needs numbers of draws of at least 1, got {draws!r}.")
@@ -180,23 +169,18 @@ def predict_prefixes(
     if not allow_nonfinite:
         checks.check_inputs(model, ((x,), {}), before)
     out, done, source = {}, 0, Draws(model, None, True, "auto", seed)
-    with evaluating(model), checks.explained(model, (x,), {}):
-        sums = Accumulator(likelihood, source.members, scale, True, None, member_weights(model))
-        for count in sorted(set(draws)):
-            for outputs in source.outputs((x,), {}, count - done, done):
-                sums.add(select(outputs, None))
-            out[count], done = Prediction(**sums.fields()), count
+    sums = Accumulator(likelihood, source.members, scale, True, None, source.weights)
+    with evaluating(model):
+        try:
+            for count in sorted(set(draws)):
+                for outputs in source.outputs((x,), {}, count - done, done):
+                    sums.add(select(outputs, None))
+                out[count], done = Prediction(**sums.fields()), count
+        except checks.MISFITS as error:
+            checks.explain(error, model, (x,), {})
         if not allow_nonfinite and not sums.sound():
             checks.refuse_outputs(sums, map(partial(select, output=None), source.outputs((x,), {}, done)), before)
     return out
-
-
-def member_weights(model: nn.Module) -> Tensor | None:
-    """Stacking weights of a model's members, (K,), or None where they count alike."""
-    found = [p.weights for p in passes.posteriors_of(model) if isinstance(p, EnsemblePosterior)]
-    if not found or bool((found[0] == found[0][0]).all()):
-        return None
-    return found[0].repeat(members(model) // len(found[0])) * len(found[0]) / members(model)
 
 
 def _checked(outputs: Tensor, likelihood: str) -> Tensor:

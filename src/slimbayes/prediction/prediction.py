@@ -9,6 +9,7 @@ Sizes: S draws, K members, N rows, C classes.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch  # noqa: F401  the examples use it
 from torch import Tensor
 
+from slimbayes.errors import SlimbayesWarning
 from slimbayes.prediction import accumulate, figures
-from slimbayes.prediction.checks import tell_of_no_noise
 from slimbayes.prediction.views import Views
-from slimbayes.train.likelihoods import LIKELIHOODS, LikelihoodName
-from slimbayes.train.targets import check_labels, check_values
+from slimbayes.train.likelihoods import LikelihoodName
+from slimbayes.train.targets import check_labels, check_real, floating, readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,16 +50,6 @@ class Prediction(Views):
         >>> torch.equal(p.total, p.aleatoric + p.epistemic)
         True
     """
-
-    likelihood: str
-    count: int
-    by_member: Tensor
-    aleatoric: Tensor
-    epistemic: Tensor
-    by_draw: Tensor | None = None
-    noise: Tensor | None = None
-    weights: Tensor | None = None
-    distance: Tensor | None = None
 
     @classmethod
     def from_outputs(
@@ -251,7 +242,13 @@ class Prediction(Views):
         if noise is not None and bool((noise > 0).any()):
             low, high = (accumulate.mixture_quantile(values, noise, self.weights, end) for end in ends)
         else:
-            tell_of_no_noise(self._classes)
+            if not self._classes:
+                warnings.warn(
+                    "This prediction has no observation noise: its intervals are those of the mean and hold fewer "
+                    "targets than their level. Call predict(..., scale=) with the noise's standard deviation.",
+                    SlimbayesWarning,
+                    stacklevel=2,
+                )
             low, high = (accumulate.quantile(values, self.weights, end) for end in ends)
         return low, high
 
@@ -266,10 +263,6 @@ class Prediction(Views):
         if self.likelihood not in kinds:
             raise AttributeError(f"This has likelihood {self.likelihood!r}; that needs {' or '.join(kinds)}.")
 
-    @property
-    def _classes(self) -> bool:
-        return LIKELIHOODS[self.likelihood].discrete
-
     def _kept(self) -> Tensor:
         if self.by_draw is None:
             raise ValueError("The samples were not kept; call predict(..., keep_samples=True).")
@@ -282,7 +275,8 @@ class Prediction(Views):
         return (values[..., 1] if self.likelihood == "bernoulli" else values).exp()
 
     def _check_target(self, target: Tensor) -> None:
-        check_values(target, real=not self._classes)
+        if floating(target) and not self._classes and readable(target):
+            check_real(target)
         needed = self.by_member.shape[1:-1] if self._classes else self.by_member.shape[1:]
         if target.shape != needed:
             raise ValueError(

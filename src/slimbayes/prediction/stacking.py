@@ -191,12 +191,6 @@ def factored_weights(
         tolerance: stop when no gradient, per row and in log p, is larger.
 
     Shape: log_probs (S, N), choices (S, L); returns L tensors (K_i,) in float64.
-
-    Example:
-        >>> choices = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
-        >>> log_probs = torch.tensor([[0.8], [0.8], [0.1], [0.1]]).log().expand(4, 50)  # the first site alone matters
-        >>> [p.round(decimals=2).tolist() for p in factored_weights(log_probs, choices, [2, 2])]
-        [[0.98, 0.02], [0.5, 0.5]]
     """
     scores = _checked(log_probs)
     shares = _drawn_shares(choices, components, len(scores))

@@ -7,28 +7,35 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from slimbayes.train.likelihoods import LIKELIHOODS
+
 _DIMS = {"aleatoric": 0, "epistemic": 0, "distance": 0, "by_member": 1, "by_draw": 1, "noise": 1}  # where rows lie
 _SHOWN, _COLUMNS = 8, 12  # rows and columns of a table in a notebook
 
 
+@dataclass(repr=False)
 class Views:
-    """What needs nothing but the fields of a Prediction and where their rows lie."""
+    """The fields of a Prediction, whose docstring says what they are, and what needs no more than where rows lie."""
 
     likelihood: str
     count: int
     by_member: Tensor
     aleatoric: Tensor
     epistemic: Tensor
-    by_draw: Tensor | None
-    noise: Tensor | None
-    weights: Tensor | None
-    distance: Tensor | None
+    by_draw: Tensor | None = None
+    noise: Tensor | None = None
+    weights: Tensor | None = None
+    distance: Tensor | None = None
+
+    @property
+    def _classes(self) -> bool:
+        return LIKELIHOODS[self.likelihood].discrete
 
     def __len__(self) -> int:
         """N."""
@@ -54,7 +61,7 @@ class Views:
     def to(self, target: torch.device | str | torch.dtype) -> Self:
         """The same on another device, or in another precision."""
         moved = self._each(lambda t, dim: t.to(target))
-        return moved if moved.weights is None else replace(moved, weights=moved.weights.to(target))  # type: ignore[type-var]
+        return moved if moved.weights is None else replace(moved, weights=moved.weights.to(target))
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
@@ -83,17 +90,18 @@ class Views:
         if not all(same(first.weights, p.weights) for p in parts[1:]):
             raise ValueError("Predictions to join need the same weights of members, or weights for each row, in all.")
         fields = {name: [getattr(p, name) for p in parts] for name in _DIMS}
-        joined = {name: torch.cat(ts, _DIMS[name]) for name, ts in fields.items() if ts[0] is not None}
+        joined: dict[str, Any] = {name: torch.cat(ts, _DIMS[name]) for name, ts in fields.items() if ts[0] is not None}
         if first.weights is not None and first.weights.dim() == 2:
             joined["weights"] = torch.cat([p.weights for p in parts if p.weights is not None], 1)
-        return replace(first, **joined)  # type: ignore[type-var]
+        return replace(first, **joined)
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> Self:
         """Every tensor with rows changed, given where they lie."""
-        changed = {n: change(getattr(self, n), dim) for n, dim in _DIMS.items() if getattr(self, n) is not None}
+        present = {n: dim for n, dim in _DIMS.items() if getattr(self, n) is not None}
+        changed: dict[str, Any] = {n: change(getattr(self, n), dim) for n, dim in present.items()}
         if self.weights is not None and self.weights.dim() == 2:
             changed["weights"] = change(self.weights, 1)
-        return replace(self, **changed)  # type: ignore[type-var]
+        return replace(self, **changed)
 
     def to_numpy(self) -> dict[str, Any]:
         """Every summary as numpy arrays: mean, member_mean, total and its parts; distance and samples if there."""
@@ -116,11 +124,11 @@ class Views:
 
     def _columns(self) -> dict[str, Tensor]:
         """Columns (N,) of a table."""
-        if self.aleatoric.dim() > 2 or (self.aleatoric.dim() == 2 and "gaussian" not in self.likelihood):
+        if self.aleatoric.dim() > 2 or (self.aleatoric.dim() == 2 and self._classes):
             shape = tuple(self.aleatoric.shape)
             raise ValueError(f"A table needs one prediction, or one line of them, for each row; got shape {shape}.")
         me: Any = self
-        if "gaussian" in self.likelihood:
+        if not self._classes:
             found = {"mean": me.mean, "std": me.std, "aleatoric": me.aleatoric, "epistemic": me.epistemic}
             if self.aleatoric.dim() == 2:
                 found = {f"{name}_{t}": c[:, t] for t in range(self.aleatoric.shape[1]) for name, c in found.items()}
@@ -128,23 +136,22 @@ class Views:
             found = {"label": me.label, "confidence": me.confidence, "entropy": me.total}
             found |= {"aleatoric": me.aleatoric, "epistemic": me.epistemic}
         found |= {} if self.distance is None else {"distance": self.distance}
-        if "gaussian" not in self.likelihood:
+        if self._classes:
             found |= {f"p_{c}": p for c, p in enumerate(me.log_probs.exp().unbind(-1))}
         return found
 
     def __repr__(self) -> str:
         """One line: what is predicted, from what, and how uncertain it is on average."""
         members, shape = len(self.by_member), list(self.aleatoric.shape)
-        what = "classes" if "gaussian" not in self.likelihood else "real targets"
-        count = f"{self.by_member.shape[-1]} " if what == "classes" else ""
+        what = f"{self.by_member.shape[-1]} classes" if self._classes else "real targets"
         rows = " x ".join([f"{shape[0]} row{'s' * (shape[0] != 1)}", *map(str, shape[1:])])
-        unit = "entropy" if what == "classes" else "variance"
+        unit = "entropy" if self._classes else "variance"
         total = self.aleatoric + self.epistemic
         means = [f"{float(t.double().mean()):.3g}" for t in (total, self.aleatoric, self.epistemic)]
         told = f"{unit} {means[0]} = {means[1]} aleatoric + {means[2]} epistemic"
         far = "" if self.distance is None else f", distance {float(self.distance.mean()):.2g}"
         draws = f"{self.count} draw{'s' * (self.count > 1)} of {members} member{'s' * (members > 1)}"
-        return f"Prediction({rows}, {count}{what} ({self.likelihood}), {draws}, mean {told}{far})"
+        return f"Prediction({rows}, {what} ({self.likelihood}), {draws}, mean {told}{far})"
 
     def _repr_html_(self) -> str:
         """A short table for notebooks."""

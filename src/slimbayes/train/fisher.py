@@ -59,30 +59,22 @@ def _class_score(logits: Tensor, scale: float) -> Tensor:
     return torch.zeros_like(probs).scatter(-1, drawn, 1.0) - probs
 
 
-def _binary_roots(logits: Tensor, scale: float) -> Iterator[Tensor]:
-    probs = logits.sigmoid()
-    yield from (place * (probs * (1 - probs)).sqrt() for place in _places(logits))
+def _diagonal(root: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, float], Iterator[Tensor]]:
+    """Roots of information that is a diagonal with these square roots."""
+
+    def roots(outputs: Tensor, scale: float) -> Iterator[Tensor]:
+        found = root(outputs, scale)
+        yield from (place * found for place in _places(outputs))
+
+    return roots
 
 
-def _binary_score(logits: Tensor, scale: float) -> Tensor:
-    return torch.bernoulli(logits.sigmoid()) - logits.sigmoid()
-
-
-def _mean_roots(means: Tensor, scale: float) -> Iterator[Tensor]:
-    yield from (place / scale for place in _places(means))
-
-
-def _mean_score(means: Tensor, scale: float) -> Tensor:
-    return torch.randn_like(means) / scale
-
-
-def _mean_and_scale_roots(outputs: Tensor, scale: float) -> Iterator[Tensor]:
+def _noise_root(outputs: Tensor, scale: float) -> Tensor:
     slope, noise = _slope(outputs, scale)
-    root = torch.stack([1 / noise, math.sqrt(2) * slope / noise], -1)
-    yield from (place * root for place in _places(outputs))
+    return torch.stack([1 / noise, math.sqrt(2) * slope / noise], -1)
 
 
-def _mean_and_scale_score(outputs: Tensor, scale: float) -> Tensor:
+def _noise_score(outputs: Tensor, scale: float) -> Tensor:
     slope, noise = _slope(outputs, scale)
     drawn = torch.randn_like(noise)
     return torch.stack([drawn / noise, (drawn.square() - 1) * slope / noise], -1)
@@ -98,6 +90,9 @@ def _slope(outputs: Tensor, spread: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 CLASSES = Fisher(_class_roots, _class_score)
-BINARY = Fisher(_binary_roots, _binary_score)
-MEANS = Fisher(_mean_roots, _mean_score)
-MEANS_AND_SCALES = Fisher(_mean_and_scale_roots, _mean_and_scale_score)
+BINARY = Fisher(
+    _diagonal(lambda logits, scale: (logits.sigmoid() * (1 - logits.sigmoid())).sqrt()),
+    lambda logits, scale: torch.bernoulli(logits.sigmoid()) - logits.sigmoid(),
+)
+MEANS = Fisher(_diagonal(lambda f, scale: torch.ones_like(f) / scale), lambda f, scale: torch.randn_like(f) / scale)
+MEANS_AND_SCALES = Fisher(_diagonal(_noise_root), _noise_score)

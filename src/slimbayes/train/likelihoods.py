@@ -12,6 +12,7 @@ Sizes: S draws, B rows, C classes.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -31,7 +32,6 @@ from slimbayes.train.targets import (
     check_real,
     check_shape,
     check_shares,
-    check_spread,
     check_two_outputs,
     floating,
     readable,
@@ -139,7 +139,7 @@ def heteroscedastic_gaussian(
     check_two_outputs(output)
     spread = scale_for(scale, target, output)
     if readable(target):
-        check_spread(target, spread)
+        _check_spread(target, spread)
     if form == "logits":
         output, form = output.mean(0, keepdim=True), "average"
     mean, noise = output[..., 0], noise_scale(output[..., 1], spread)
@@ -168,6 +168,26 @@ def noise_scale(raw: Tensor, spread: float | Tensor = 1.0) -> Tensor:
     return spread * (LEAST_NOISE**2 + wide.square()).sqrt()
 
 
+def _check_spread(target: Tensor, spread: Tensor) -> None:
+    """Warn where targets are in other units than a heteroscedastic head was told: its noise is bounded by their spread.
+
+    Few targets say little about it.
+    """
+    if len(target) < 32:
+        return
+    deviations = target.double().std(0)  # of each target by itself: several may be in different units
+    each = torch.broadcast_to(spread.to(deviations), target.shape).mean(0)
+    odd = ~((0.1 * each < deviations) & (deviations < 10 * each))
+    if bool(odd.any()):
+        found, told = float(deviations[odd].flatten()[0]), float(each[odd].flatten()[0])
+        warnings.warn(
+            f"Targets have the standard deviation {found:.3g}, but scale={told:.3g} bounds their noise to "
+            f"[{LEAST_NOISE * told:.3g}, {MOST_NOISE * told:.3g}]: standardise them, or give scale= in training and "
+            f"in predict.",
+            stacklevel=3,
+        )
+
+
 def _gaussian(mean: Tensor, target: Tensor, scale: Tensor, form: str) -> Tensor:
     check_shape(mean, target, mean.shape[1:], form)
     if readable(target):
@@ -190,12 +210,7 @@ def _log_mean(logp: Tensor) -> Tensor:
 
 
 def entropy(logs: Tensor) -> Tensor:
-    """Entropy in nats of the probabilities whose logs are the last dimension: (..., C) to (...).
-
-    Example:
-        >>> entropy(torch.tensor([[0.0, -torch.inf], [-0.6931, -0.6931]]))
-        tensor([0.0000, 0.6931])
-    """
+    """Entropy in nats of the probabilities whose logs are the last dimension: (..., C) to (...)."""
     surprise = -logs.clamp_min(torch.finfo(logs.dtype).min)  # finite, as zero times infinity is nan
     return (logs.exp() * surprise).sum(-1)
 
@@ -271,12 +286,7 @@ LIKELIHOODS: dict[str, Likelihood] = {
 
 
 def likelihood_named(name: str) -> Likelihood:
-    """The likelihood of this name.
-
-    Example:
-        >>> likelihood_named("gaussian").discrete
-        False
-    """
+    """The likelihood of this name."""
     if name not in LIKELIHOODS:
         raise ValueError(f"Unknown likelihood {name!r}{did_you_mean(name, LIKELIHOODS)}")
     return LIKELIHOODS[name]

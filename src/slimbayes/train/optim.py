@@ -58,26 +58,23 @@ def _described(model: nn.Module, modules: list[nn.Module]) -> list[Described]:
             own = [(site.parameter, q.regularises_mean, True)]
             own += [(site.bias_parameter, q.regularises_bias, False)] if site.bias else []
             for name, in_kl, weight in own:
-                for p in _behind(layer, name):
-                    weight = weight if q.own_role == "component" else _is_weight(name, p)
-                    in_kl = in_kl or (id(p) in known and known[id(p)].in_kl)  # projections of attention share a bias
-                    known[id(p)] = Described(name, p, False, q.own_role, in_kl, weight)
+                owner, _, last = name.rpartition(".")
+                found = layer.get_submodule(owner)._parameters.get(last)
+                if found is None:
+                    continue  # torch.nn.utils computes it from others, which keep their own decay
+                weight = weight if q.own_role == "component" else _is_weight(name, found)
+                at = id(found)
+                in_kl = in_kl or (at in known and known[at].in_kl)  # projections of attention share a bias
+                known[at] = Described(name, found, False, q.own_role, in_kl, weight)
     every: list[Described] = []
     for name, p in model.named_parameters():
-        found = known.get(id(p)) or Described(name, p, False, "weight", False, _is_weight(name, p))
-        every.append(found if found.name == name else found._replace(name=name))
+        one = known.get(id(p)) or Described(name, p, False, "weight", False, _is_weight(name, p))
+        every.append(one if one.name == name else one._replace(name=name))
     return every
 
 
 def _is_weight(name: str, parameter: Tensor) -> bool:
     return name.endswith("weight") or parameter.dim() > 1
-
-
-def _behind(layer: nn.Module, name: str) -> list[nn.Parameter]:
-    """The parameter of this name; none where torch.nn.utils computes it from others, which keep their own decay."""
-    owner, _, last = name.rpartition(".")
-    found = (layer.get_submodule(owner) if owner else layer)._parameters.get(last)
-    return [] if found is None else [found]
 
 
 def param_groups(
@@ -143,12 +140,6 @@ def apart(model: nn.Module) -> list[list[nn.Parameter]]:
 
     A loss that is summed over networks trains each as it would train alone: `len(apart(model)) * nll`, where the
     likelihoods here give their average.
-
-    Example:
-        >>> import slimbayes as sb
-        >>> net = sb.bayesianize(nn.Linear(4, 3), sb.Ensemble(members=5))
-        >>> len(apart(net)), [len(parameters) for parameters in apart(net)]
-        (5, [2, 2, 2, 2, 2])
     """
     if not isinstance(model, Copied):
         return [list(model.parameters())]

@@ -149,12 +149,7 @@ def scale_for(scale: float | Tensor, target: Tensor, outputs: Tensor) -> Tensor:
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether a tensor of one shape can be expanded to another.
-
-    Example:
-        >>> broadcasts((3,), (6, 3)), broadcasts((6, 1), (6,))
-        (True, False)
-    """
+    """Whether a tensor of one shape can be expanded to another."""
     spare = len(to) - len(shape)
     return spare >= 0 and all(a in (1, b) for a, b in zip(shape, to[spare:], strict=True))
 
@@ -216,31 +211,6 @@ def check_real(target: Tensor) -> None:
     """Refuse targets that are NaN or infinite."""
     if target.is_floating_point():
         _refuse(~target.isfinite(), target, "finite")
-
-
-def check_values(target: Any, real: bool) -> None:
-    """Refuse what is no tensor and, of real targets on a CPU, what is not finite."""
-    if floating(target) and real and readable(target):
-        check_real(target)
-
-
-def check_spread(target: Tensor, spread: Tensor) -> None:
-    """Warn where targets are in other units than a heteroscedastic head was told: its noise is bounded by their spread.
-
-    Few targets say little about it.
-    """
-    if len(target) < 32:
-        return
-    deviations = target.double().std(0)  # of each target by itself: several may be in different units
-    each = torch.broadcast_to(spread.to(deviations), target.shape).mean(0)
-    odd = ~((0.1 * each < deviations) & (deviations < 10 * each))
-    if bool(odd.any()):
-        found, told = float(deviations[odd].flatten()[0]), float(each[odd].flatten()[0])
-        warnings.warn(
-            f"Targets have the standard deviation {found:.3g}, but scale={told:.3g} bounds their noise to "
-            f"[{0.1 * told:.3g}, {10 * told:.3g}]: standardise them, or give scale= in training and in predict.",
-            stacklevel=3,
-        )
 
 
 def _refuse(bad: Tensor, target: Tensor, needed: str) -> None:
