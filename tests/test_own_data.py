@@ -16,7 +16,7 @@ from lab_configs import CPU
 from typer.testing import CliRunner
 
 import slimbayes as sb
-from slimbayes.data.table_files import Frame, frame_of, frames, look
+from slimbayes.data.table_files import frame_of, frames, look
 from slimbayes.lab.command import app
 from slimbayes.lab.config import Data
 from slimbayes.lab.config_files import ConfigError, merged, validate
@@ -153,7 +153,7 @@ def test_what_was_learnt_about_a_table_survives_json(scaling: Any, missing: Any)
     words = np.array(["a", "b", None] if missing == "impute" else ["a", "b", "c"], dtype=object)[
         draw.integers(0, 3, 90)
     ]
-    frame = Frame({"p": x[:, 0], "q": x[:, 1], "w": words, "r": x[:, 2]})
+    frame = {"p": x[:, 0], "q": x[:, 1], "w": words, "r": x[:, 2]}
     table = Table(["w"], missing)
     found = Preparation.learnt(table, scaling, table.fit(frame))
     again = Preparation.from_facts(json.loads(json.dumps(found.facts())))

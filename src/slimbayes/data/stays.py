@@ -21,9 +21,9 @@ from typing import IO
 import torch.nn.functional as F
 from torch import Tensor
 
-from slimbayes.data.csv_rows import LINE
 from slimbayes.data.dataset import Dataset, Found, Split
 from slimbayes.data.events import Buckets, Events, bag
+from slimbayes.data.table_files import LINE
 
 CLASSES = ("survived", "died")
 

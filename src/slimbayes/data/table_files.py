@@ -1,13 +1,13 @@
-"""Tables of one's own, .csv or .parquet: what their columns hold, and their rows block by block.
+"""Tables in files, .csv or .parquet: what their columns hold, and their rows block by block, whatever the file's size.
 
-A column holds numbers, words (categories) or dates. Cells that are empty, NA, N/A, NaN, null or ? are missing. Numbers
-have a decimal point or, if that is said, a comma.
+A column holds numbers, words (categories) or dates (cells.py). Every error names the file and the line.
 
-Sizes: n rows of a block.
+Sizes: n rows of a block, P columns.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from slimbayes.data.csv_rows import (
+from slimbayes.data.cells import (
     MISSING,
+    Allow,
     Decimal,
     Kind,
-    cell_lines,
     check_text,
     decimal_of,
     looks_like_date,
@@ -34,8 +34,12 @@ from slimbayes.untrusted import check_regular
 
 TABLES = (".csv", ".tsv", ".parquet")  # ends of files' names
 MOST_VALUES = 1000  # different ones of a column that are kept
-_ROWS = 1 << 14  # of a block
-Lines = Iterable[tuple[int, Sequence[Any]]]  # numbers of lines (or rows of a parquet file) and their cells
+LINE = 1 << 20  # characters: the longest honest line has a few thousand
+_CELLS = 1 << 14  # of a block
+Lines = Iterator[tuple[int, Sequence[Any]]]  # numbers of lines (or rows of a parquet file) and their cells
+Frame = Mapping[
+    str, np.ndarray
+]  # columns (n,): numbers, days of dates, NaN if missing; words as texts, None if missing
 
 
 @dataclass
@@ -118,24 +122,6 @@ class TableFile:
         return self.columns[self.names.index(name)]
 
 
-@dataclass(frozen=True)
-class Frame:
-    """Columns (n,) by name: numbers, and days of dates, in float64, NaN where missing; words as texts, None where
-    missing."""
-
-    data: Mapping[str, np.ndarray]
-
-    @property
-    def columns(self) -> list[str]:
-        return list(self.data)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.data[name]
-
-    def __len__(self) -> int:
-        return len(next(iter(self.data.values()), ()))
-
-
 def look(file: Path, header: bool | None = None, decimal: Decimal = "point") -> TableFile:
     """Read a table through and say what is in it.
 
@@ -144,31 +130,41 @@ def look(file: Path, header: bool | None = None, decimal: Decimal = "point") -> 
             1, 2, ... By default it has if none of its cells is a number, and has not if all are.
         decimal: what parts a number's whole from its fraction.
     """
-    first, names, named, lines = _opened(file, header, decimal)
+    names, named, lines = _opened(file, header, decimal)
     columns, rows = tuple(map(Column, names)), 0
     for number, cells in lines:
-        _check_width(file, number, cells, first, named)
         rows += 1
         for column, cell in zip(columns, cells, strict=True):
             column.add(text_of(cell), number, file, decimal_of(cell, decimal))
-    if not rows:
-        raise ValueError(f"{file} has no rows{' below its line of column names' if named else ''}.")
     return TableFile(file, named, rows, columns, decimal)
 
 
 def frames(
-    file: Path, kinds: Mapping[str, Kind], header: bool | None = None, decimal: Decimal = "point"
+    file: Path,
+    kinds: Mapping[str, Kind],
+    header: bool | None = None,
+    decimal: Decimal = "point",
+    allow: Allow = "missing",
 ) -> Iterator[Frame]:
     """The named columns of a table, some rows at a time; others are passed over."""
-    first, names, named, lines = _opened(file, header, decimal)
+    names, _, lines = _opened(file, header, decimal)
     places = {name: names.index(name) for name in kinds}
-    stream = iter(lines)
-    while block := list(islice(stream, _ROWS)):
-        for number, cells in block:
-            _check_width(file, number, cells, first, named)
-        yield Frame(
-            {name: read_column(f"{file}, line", name, kinds[name], block, at, decimal) for name, at in places.items()}
-        )
+    while block := list(islice(lines, max(1, _CELLS // len(names)))):
+        numbers, rows = zip(*block)
+        columns = list(zip(*rows))
+        yield {
+            name: read_column(f"{file}, line", name, kinds[name], columns[at], numbers, decimal, allow)
+            for name, at in places.items()
+        }
+
+
+def number_blocks(
+    file: Path, columns: Sequence[str] | None = None, header: bool | None = None, allow: Allow = "finite"
+) -> Iterator[np.ndarray]:
+    """The named columns, or all, of a table of numbers: float32 (n, P), some rows at a time."""
+    chosen = column_names(file, header) if columns is None else columns
+    for frame in frames(file, dict.fromkeys(chosen, "number"), header, allow=allow):
+        yield np.stack(list(frame.values()), 1).astype(np.float32)
 
 
 def frame_of(values: Mapping[str, Sequence[Any]], kinds: Mapping[str, Kind]) -> Frame:
@@ -177,57 +173,90 @@ def frame_of(values: Mapping[str, Sequence[Any]], kinds: Mapping[str, Kind]) -> 
     >>> frame_of({"size": [1, None], "town": ["north", 7]}, {"size": "number", "town": "word"})["size"]
     array([ 1., nan])
     """
-    found = {}
-    for name, kind in kinds.items():
-        found[name] = read_column("row", name, kind, [(i, (value,)) for i, value in enumerate(values[name])], 0)
-    return Frame(found)
+    return {
+        name: read_column("row", name, kind, values[name], range(len(values[name])), "point", "missing")
+        for name, kind in kinds.items()
+    }
 
 
 def column_names(file: Path, header: bool | None = None, decimal: Decimal = "point") -> tuple[str, ...]:
     """The names of a file's columns."""
-    return _opened(file, header, decimal)[1]
+    return _opened(file, header, decimal)[0]
 
 
 # --- lines ---
 
 
-def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[int, tuple[str, ...], bool, Lines]:
-    """A file's number of columns, their names, whether it has them itself, and its rows."""
+def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[tuple[str, ...], bool, Lines]:
+    """The names of a file's columns, whether it has them itself, and its rows."""
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there.")
-    check_regular(file)
     if file.suffix.lower() == ".parquet":
         names, lines = _parquet(file)
-        return len(names), names, True, lines
-    stream = iter(cell_lines(file))
-    number, first = next(stream, (1, []))
+        return names, True, _checked(file, lines, len(names), True)
+    lines = cell_lines(file)
+    number, first = next(lines, (1, []))
     if not first:
-        raise ValueError(f"{file} is empty.")
+        raise ValueError(f"{file} is empty: it has no rows.")
     named = _is_header(file, first, decimal) if header is None else header
     if not named:
-        return len(first), tuple(str(i + 1) for i in range(len(first))), False, chain([(number, first)], stream)
-    first = [name or str(i + 1) for i, name in enumerate(first)]  # one that pandas wrote has an index without a name
-    if odd := next((name for name in first if first.count(name) > 1), None):
+        names = tuple(str(i + 1) for i in range(len(first)))
+        return names, False, _checked(file, chain([(number, first)], lines), len(names), False)
+    names = tuple(name or str(i + 1) for i, name in enumerate(first))  # pandas writes an index without a name
+    if odd := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{file}, line {number}: two columns are called {brief(odd)}.")
-    for name in first:
+    for name in names:
         check_text(f"{file}, line {number}", name, "a column's name")
-    return len(first), tuple(first), True, stream
+    return names, True, _checked(file, lines, len(names), True)
+
+
+def cell_lines(file: Path) -> Lines:
+    """The cells of every line of a csv that is not empty, without blanks around them, and its number.
+
+    Cells are parted by whichever of comma, semicolon and tab the first line that is not empty has most of.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        ...     _ = file.write("a; b\\n1,5; red\\n"), file.flush()
+        ...     list(cell_lines(Path(file.name)))
+        [(1, ['a', 'b']), (2, ['1,5', 'red'])]
+    """
+    check_regular(file)
+    # Bytes that are no UTF-8 get through as what no number has in it, so that their line can be told.
+    with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
+        first = next((line for line in iter(lambda: stream.readline(LINE), "") if line.strip()), "")
+        stream.seek(0)
+        lines = csv.reader(stream, strict=True, delimiter=max(",;\t", key=first.count))
+        try:
+            for line in filter(None, lines):
+                yield lines.line_num, list(map(str.strip, line))
+        except csv.Error as error:
+            raise ValueError(f"{file}, line {lines.line_num}: {error}.") from error
 
 
 def _is_header(file: Path, first: Sequence[str], decimal: Decimal) -> bool:
     numbers = [cell for cell in first if number_in(cell, decimal) is not None]
     if 0 < len(numbers) < len(first):
         raise ValueError(
-            f"{file}, line 1 holds numbers ({brief(numbers[0])}) and other cells: it may be a row, or the names of "
-            f"columns. Say `header: true` or `header: false` in a config, --header or --no-header to `slimbayes init`."
+            f"{file}, line 1 holds numbers ({brief(numbers[0])}) and other cells: it is neither a row nor the names of "
+            f"columns. Fill in its missing cells or give every column a name that is no number; of a table to train "
+            f"on, say `header: true` or `header: false` in a config, --header or --no-header to `slimbayes init`."
         )
     return not numbers
 
 
-def _check_width(file: Path, number: int, cells: Sequence[Any], width: int, named: bool) -> None:
-    if len(cells) != width:
-        wanted = "column names" if named else "in the first row"
-        raise ValueError(f"{file}, line {number}: {len(cells)} cells, but there are {width} {wanted}.")
+def _checked(file: Path, lines: Iterable[tuple[int, Sequence[Any]]], width: int, named: bool) -> Lines:
+    """Lines, of which there must be one, and all as wide as the first."""
+    none = True
+    for number, cells in lines:
+        if len(cells) != width:
+            wanted = "column names" if named else "in the first row"
+            raise ValueError(f"{file}, line {number}: {len(cells)} cells, but there are {width} {wanted}.")
+        yield number, cells
+        none = False
+    if none:
+        raise ValueError(f"{file} has no rows{' below its line of column names' if named else ''}.")
 
 
 def _parquet(file: Path) -> tuple[tuple[str, ...], Lines]:
@@ -236,6 +265,7 @@ def _parquet(file: Path) -> tuple[tuple[str, ...], Lines]:
         from pyarrow import parquet
     except ModuleNotFoundError as error:
         raise ImportError('Parquet files are read by pyarrow: pip install "slimbayes[parquet]"') from error
+    check_regular(file)
     try:
         opened = parquet.ParquetFile(file)
     except (arrow.ArrowException, OSError) as error:
@@ -249,11 +279,6 @@ def _parquet(file: Path) -> tuple[tuple[str, ...], Lines]:
     if len(set(names)) < len(names):
         raise ValueError(f"{file}: two columns have one name.")
 
-    def lines() -> Iterator[tuple[int, Sequence[Any]]]:
-        number = 0
-        for batch in opened.iter_batches(_ROWS):
-            for cells in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                number += 1
-                yield number, cells
-
-    return names, lines()
+    batches = opened.iter_batches(max(1, _CELLS // max(1, len(names))))
+    rows = (row for batch in batches for row in zip(*(column.to_pylist() for column in batch.columns), strict=True))
+    return names, enumerate(rows, 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slimbayes.data.csv_rows import days_of
+from slimbayes.data.cells import days_of
 from slimbayes.data.folders import ImageFolder, decode
 from slimbayes.data.table_files import TABLES, Column, TableFile, look
 from slimbayes.distributions.families import dropout_scale

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split
 from slimbayes.data.catalog import root_folder
-from slimbayes.data.csv_rows import Decimal, Kind, date_columns
+from slimbayes.data.cells import Decimal, Kind, date_columns
 from slimbayes.data.folders import ImageFolder, read_square
 from slimbayes.data.table_files import MOST_VALUES, Column, Frame, TableFile, frames, look
 from slimbayes.errors import brief, did_you_mean
@@ -102,7 +102,7 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
     discrete = target_is_class(found.column(chosen.target), path, chosen.task)
     target: Kind = "word" if discrete else "number"
     blocks = list(frames(path, kinds | {chosen.target: target}, found.header, found.decimal))
-    whole = Frame({name: np.concatenate([block[name] for block in blocks]) for name in blocks[0].columns})
+    whole = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     table = Table([name for name, kind in kinds.items() if kind == "word"], chosen.missing)
     y, classes = _targets(whole[chosen.target], discrete)
     places = _split(Split(torch.arange(len(y)), y), chosen)
@@ -130,7 +130,7 @@ def with_dates(frame: Frame, kinds: Mapping[str, Kind], wanted: Sequence[str] | 
                 raise ValueError(f"column {brief(key)} has the name of a date's number: give it another.")
             if key in wanted if wanted is not None else times or ": day " not in key.removeprefix(name):
                 found[key] = values
-    return Frame(found)
+    return found
 
 
 def told(error: Exception) -> str:

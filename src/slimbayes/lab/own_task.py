@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split
-from slimbayes.data.csv_rows import Decimal, Kind
+from slimbayes.data.cells import Decimal, Kind
 from slimbayes.data.table_files import TABLES, Frame, column_names, frame_of, frames
 from slimbayes.errors import SlimbayesWarning
 from slimbayes.lab.own_data import OwnTable, told, with_dates
@@ -100,13 +100,12 @@ def _prepared_blocks(file: Path, own: OwnColumns, here: Mapping[str, str]) -> It
     first, unseen = 0, Counter[str]()
     for frame in frames(file, {here[name]: kind for name, kind in own.kinds.items()}, own.header, own.decimal):
         try:
-            rows = own.prepared(Frame({name: frame[here[name]] for name in own.kinds}), unseen)
+            rows = own.prepared({name: frame[here[name]] for name in own.kinds}, unseen)
         except ValueError as error:
-            raise ValueError(f"{file}, rows {first} to {first + len(frame) - 1}: {told(error)}") from error
-        first += len(frame)
+            last = first + len(next(iter(frame.values()))) - 1
+            raise ValueError(f"{file}, rows {first} to {last}: {told(error)}") from error
+        first += len(rows)
         yield rows
-    if not first:
-        raise ValueError(f"{file} has no rows.")
     if unseen:
         warnings.warn(f"{file}: {unseen_text(unseen, first)}", SlimbayesWarning, stacklevel=2)
 

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slimbayes.data.csv_rows import first_cells, number_blocks
+from slimbayes.data.cells import Allow, number_in
 from slimbayes.data.folders import decode, read_square
+from slimbayes.data.table_files import cell_lines, number_blocks
 from slimbayes.errors import brief
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -52,7 +53,7 @@ def row_blocks(
     if file.is_dir() or file.suffix.lower() in _IMAGES:
         return _image_blocks(file, decode if size is None else partial(read_square, size=size))
     if file.suffix == ".csv":
-        return _csv_blocks(file, columns, not allow_nonfinite)
+        return _csv_blocks(file, columns, "any" if allow_nonfinite else "finite")
     if file.suffix not in (".npy", ".npz"):
         raise ValueError(f"{file}: rows come as .npy, .npz, .csv, an image or a folder of images.")
     return _array_blocks(file)
@@ -131,34 +132,14 @@ def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor
 # --- tables ---
 
 
-def _csv_blocks(file: Path, columns: Sequence[str], finite: bool) -> Iterator[Tensor]:
+def _csv_blocks(file: Path, columns: Sequence[str], allow: Allow) -> Iterator[Tensor]:
     """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
-    first, rows = first_cells(file), 0
-    named = not _is_row(first, columns, file)
-    order = None
-    if named and first and columns:
+    first = next(cell_lines(file), (1, []))[1]
+    named = columns and (set(first) == set(columns) or any(number_in(cell) is None for cell in first))
+    if named:
         check_names(f"{file}, line 1", first, columns)
-        order = [first.index(column) for column in columns]
-    for block in number_blocks(file, first, named, order, finite):
-        rows += len(block)
+    for block in number_blocks(file, columns if named else None, True if named else None, allow):
         yield torch.from_numpy(block)
-    if not rows:
-        raise ValueError(f"{file} has no rows{' below its line of column names' if first else ''}.")
-
-
-def _is_row(first: Sequence[str], columns: Sequence[str], file: Path) -> bool:
-    """Whether the first line holds numbers. Where no names are known, one of numbers and words is neither."""
-    numbers = []
-    for cell in first:
-        with contextlib.suppress(ValueError):
-            float(cell)
-            numbers.append(cell)
-    if 0 < len(numbers) < len(first) and not columns:
-        raise ValueError(
-            f"{file}, line 1 holds numbers ({numbers[0]!r}) and other cells, so it is neither a row nor column names. "
-            f"Fill in its missing cells, or give every column a name that is no number."
-        )
-    return bool(first) and len(numbers) == len(first) and set(first) != set(columns)
 
 
 def check_names(place: str, names: Sequence[str], needed: Sequence[str], passed: Sequence[str] = ()) -> None:

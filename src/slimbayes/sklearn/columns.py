@@ -8,7 +8,7 @@ say where). Read tables have their numbers first, then codes of categories: 0 st
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, Self
@@ -66,9 +66,9 @@ class Table:
         return () if self.encoder is None else tuple(len(found) + 1 for found in self.encoder.categories_)
 
     def fit(self, X: Any, rows: Any = slice(None)) -> np.ndarray:
-        """Learn a table's columns from some of its rows, by default all, and read these."""
-        frame = is_frame(X)
-        self.names = [str(name) for name in X.columns] if frame else [str(j) for j in range(np.shape(X)[1])]
+        """Learn the columns of a DataFrame, array or mapping from some of its rows, by default all, and read these."""
+        frame = is_frame(X) or isinstance(X, Mapping)
+        self.names = [str(name) for name in getattr(X, "columns", X)] if frame else list(map(str, range(X.shape[1])))
         if len(set(self.names)) < len(self.names):
             raise ValueError("X has two columns of one name: give each a name of its own.")
         self.categories = sorted(set(self._chosen(X, frame)))
@@ -116,7 +116,7 @@ class Table:
     def _codes(self, X: Any, rows: Any, unseen: Counter[str]) -> np.ndarray:
         """Codes of the categories, (N, c); unknown ones are counted by column, or refused."""
         if self.encoder is None:
-            return np.empty((len(np.arange(len(X))[rows]), 0))
+            return np.empty((len(_column(X, 0)[rows]), 0))
         words = self._words(X)[rows]
         codes = self.encoder.transform(_filled(words, [found[0] for found in self.encoder.categories_]))
         new = codes == UNKNOWN
@@ -170,7 +170,7 @@ def unseen_text(unseen: Counter[str], rows: int) -> str:
 
 
 def _column(X: Any, j: int) -> np.ndarray:
-    return np.asarray(X[list(X.columns)[j]] if is_frame(X) else X[:, j])
+    return np.asarray(X[:, j] if isinstance(X, np.ndarray) else X[list(getattr(X, "columns", X))[j]])
 
 
 def _holds_words(X: Any, j: int, name: str) -> bool:
