@@ -186,7 +186,7 @@ def _write_synced(file: Path, data: bytes) -> None:
 def _named(error: OSError, draft: Path, path: Path) -> OSError:
     """The error with the name of what could not be written, not that of its draft; a full disk names nothing itself."""
     about_it = error.filename is None or str(error.filename).startswith(str(draft))
-    return OSError(error.errno, error.strerror or str(error), str(path)) if about_it else error
+    return OSError(error.errno, error.strerror, str(path)) if about_it and error.errno is not None else error
 
 
 # --- drafts, and what is left of them ---

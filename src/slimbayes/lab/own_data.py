@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,34 +16,18 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split
 from slimbayes.data.catalog import root_folder
-from slimbayes.data.cells import Decimal, Kind, date_columns
+from slimbayes.data.cells import Kind
 from slimbayes.data.folders import ImageFolder, read_square
-from slimbayes.data.table_files import MOST_VALUES, Column, Frame, TableFile, frames, look
+from slimbayes.data.table_files import MOST_VALUES, Column, TableFile, frames, look
 from slimbayes.errors import brief, did_you_mean
 from slimbayes.lab import config
 from slimbayes.lab.execution import generator
-from slimbayes.sklearn.columns import Table
+from slimbayes.lab.own_task import OwnColumns, OwnTable, told, with_dates
+from slimbayes.sklearn.columns import Preparation, Table
 from slimbayes.untrusted import check_regular
 
 FEW = 20  # whole numbers that may be classes, or may be counts
 _BYTES = 4 << 30  # of pictures in memory
-
-
-@dataclass(frozen=True)
-class OwnTable(Dataset):
-    """A table of one's own: rows of numbers and codes, float64 (N, d + c), and what its columns are."""
-
-    table: Table | None = None
-    passed: tuple[str, ...] = ()  # columns that a file of rows to predict may have too: the target, and dropped ones
-    kinds: Mapping[str, Kind] = field(default_factory=dict)  # of the columns of a file, as they are read
-    header: bool = True
-    decimal: Decimal = "point"
-
-    @property
-    def named(self) -> tuple[object, ...]:
-        assert self.table is not None
-        words = () if self.table.encoder is None else tuple(map(tuple, self.table.encoder.categories_))
-        return *super().named, words
 
 
 def open_own(chosen: config.Data, root: Path | str | None) -> Dataset:
@@ -116,27 +99,8 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
     splits = {name: Split(read[part.x], part.y) for name, part in places.items()}
     passed = tuple(name for name in found.names if name in left_out)
     columns = tuple(table.names[j] for j in [*table.numbers, *table.categories])
-    return OwnTable(chosen.name, splits, classes, (), columns, table, passed, kinds, found.header, found.decimal)
-
-
-def with_dates(frame: Frame, kinds: Mapping[str, Kind], wanted: Sequence[str] | None = None) -> Frame:
-    """Columns of these kinds, with numbers in place of dates; of those, the wanted ones, or all that vary."""
-    found: dict[str, np.ndarray] = {}
-    for name, kind in kinds.items():
-        made = date_columns(name, frame[name]) if kind == "date" else {name: frame[name]}
-        times = kind == "date" and bool(np.nan_to_num(frame[name] % 1).any())
-        for key, values in made.items():
-            if key in found or (kind == "date" and key in kinds):
-                raise ValueError(f"column {brief(key)} has the name of a date's number: give it another.")
-            if key in wanted if wanted is not None else times or ": day " not in key.removeprefix(name):
-                found[key] = values
-    return found
-
-
-def told(error: Exception) -> str:
-    """What `Table` says, with options called as in a config."""
-    text = str(error).removeprefix("Input X contains NaN: ")
-    return text.replace("missing='impute'", "data.missing: impute").replace("categorical_features", "data.categories")
+    own = OwnColumns(Preparation(table, "none", None), passed, kinds, found.header, found.decimal)
+    return OwnTable(chosen.name, splits, classes, (), columns, own)
 
 
 def feature_kind(found: TableFile, column: Column, categories: Sequence[str] = (), dates: bool = False) -> Kind:

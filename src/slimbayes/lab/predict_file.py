@@ -70,14 +70,14 @@ def _blocks(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
         return row_blocks(
             inputs, predictor.task.columns, data.allow_nonfinite, data.image_size if data.images else None
         )
-    from slimbayes.lab.own_task import table_blocks  # needs scikit-learn, which other runs do without
-
-    return table_blocks(inputs, own)
+    return own.blocks(inputs)
 
 
-def own_columns(facts: Any) -> OwnColumns:
-    """How rows of a table of one's own are read, from what a run wrote down."""
-    from slimbayes.lab.own_task import OwnColumns
+def own_columns(facts: Any) -> OwnColumns | None:
+    """How rows of a table of one's own are read, from what a run wrote down; None where it had no table."""
+    if facts is None:
+        return None
+    from slimbayes.lab.own_task import OwnColumns  # needs scikit-learn, which other runs do without
 
     return OwnColumns.from_facts(facts)
 
@@ -118,7 +118,7 @@ def read_predictor(folder: Path, device: torch.device) -> Predictor:
         names = ("mean", "std", "y_mean", "y_std")
         mean, std, y_mean, y_std = (None if facts[n] is None else _tensor(facts[n]) for n in names)
         columns = tuple(map(str, facts.get("columns", ())))  # runs of before they were kept have none
-        own = None if facts.get("own") is None else own_columns(facts["own"])
+        own = own_columns(facts.get("own"))
         plain = with_noise(experiment, facts["fills"], plain_network(experiment, facts["fills"], facts["name"]))
     except OSError as error:
         raise RunError(

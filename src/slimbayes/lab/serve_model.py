@@ -107,7 +107,7 @@ class ExportedModel:
         try:
             (name,) = about["inputs"]
             self.row, outputs = tuple(map(int, about["inputs"][name][1:])), tuple(about["outputs"])
-            self.own = None if about.get("own") is None else own_columns(about["own"])
+            self.own = own_columns(about.get("own"))
         except (KeyError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
             raise RunError(f"{file} was not written by sb.export, or takes several inputs.") from error
         if outputs != SUMMARIES:
