@@ -36,7 +36,7 @@ def binary100(folder: Path) -> Found | None:
     files = {split: [folder / f"{split}.bin"] for split in _BATCHES}
     names = folder / "fine_label_names.txt"
     classes = tuple(names.read_text().split()) if names.is_file() else _UNNAMED
-    return _joined(files, partial(_read_records, header=2, classes=len(classes)), classes, names)
+    return Found.of_files(partial(_read_records, header=2, classes=len(classes)), files, classes, names)
 
 
 def cifar10(folder: Path, binary: bool) -> Found | None:
@@ -44,7 +44,7 @@ def cifar10(folder: Path, binary: bool) -> Found | None:
     end = ".bin" if binary else ""
     files = {split: [folder / f"{name}{end}" for name in names] for split, names in _BATCHES.items()}
     read = partial(_read_records, header=1) if binary else partial(_read_batch, key="labels")
-    return _joined(files, partial(read, classes=10), CIFAR10_CLASSES)
+    return Found.of_files(partial(_joined, read=partial(read, classes=10)), files, CIFAR10_CLASSES)
 
 
 def python100(folder: Path) -> Found | None:
@@ -55,24 +55,12 @@ def python100(folder: Path) -> Found | None:
         if not isinstance(names, list) or not all(isinstance(name, bytes | str) for name in names):
             raise ValueError(f"{meta} must hold the list 'fine_label_names'.")
         classes = tuple(name.decode("utf8") if isinstance(name, bytes) else name for name in names)
-    return _joined(files, partial(_read_batch, key="fine_labels", classes=len(classes)), classes, meta)
+    return Found.of_files(partial(_read_batch, key="fine_labels", classes=len(classes)), files, classes, meta)
 
 
-def _joined(
-    files: dict[str, list[Path]], read: Callable[[Path], Split], classes: tuple[str, ...], *more: Path
-) -> Found | None:
-    """Splits of several files each; `more` are files of class names."""
-
-    def join(paths: list[Path]) -> Split:
-        if missing := next((path for path in paths if not path.is_file()), None):
-            raise FileNotFoundError(f"{missing} is missing, though other files of the set are there.")
-        splits = [read(path) for path in paths]
-        return Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
-
-    files = {split: paths for split, paths in files.items() if any(path.is_file() for path in paths)}
-    here = [path for path in (*chain(*files.values()), *more) if path.is_file()]
-    splits = {split: partial(join, paths) for split, paths in files.items()}
-    return Found(splits, classes, files=lambda: here) if splits else None
+def _joined(*paths: Path, read: Callable[[Path], Split]) -> Split:
+    splits = [read(path) for path in paths]
+    return Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
 
 
 def _read_records(path: Path, header: int, classes: int) -> Split:
