@@ -46,14 +46,6 @@ def replacing(file: Path) -> Iterator[Path]:
     """Replace a file at once by what the block writes to the path it gets; an error leaves what was there.
 
     An OSError, such as a full disk, comes out with the file's name.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with replacing(Path(folder, "note")) as draft:
-        ...         _ = draft.write_text("done")
-        ...     Path(folder, "note").read_text(), [p.name for p in Path(folder).iterdir()]
-        ('done', ['note'])
     """
     sweep(file.parent)
     draft = _draft(file)

@@ -29,12 +29,7 @@ _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedErro
 
 
 def require(module: str) -> Any:
-    """A package that only some formats need.
-
-    Example:
-        >>> require("math").sqrt(4.0)
-        2.0
-    """
+    """A package that only some formats need."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -96,20 +91,20 @@ def read_npz(path: Path, *names: str, content: IO[bytes] | None = None) -> dict[
         return {name: _array(path, name, read_entry(path, archive, f"{name}.npy")) for name in names or sorted(here)}
 
 
-def _header(place: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
+def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
     """Shape, order and dtype of an .npy file."""
     npy = np.lib.format
-    try:
-        first = npy.read_magic(stream) == (1, 0)
-        return npy.read_array_header_1_0(stream) if first else npy.read_array_header_2_0(stream)
-    except ValueError as error:
-        raise ValueError(f"{place} is not an .npy array: {error}") from error
+    first = npy.read_magic(stream) == (1, 0)
+    return npy.read_array_header_1_0(stream) if first else npy.read_array_header_2_0(stream)
 
 
 def _array(path: Path, name: str, content: bytes) -> Any:
     """An array from the bytes of an .npy file whose length is what its header says."""
     stream, place = io.BytesIO(content), f"{path}: entry {name!r}"
-    shape, fortran, dtype = _header(place, stream)
+    try:
+        shape, fortran, dtype = npy_header(stream)
+    except ValueError as error:
+        raise ValueError(f"{place} is not an .npy array: {error}") from error
     if dtype.hasobject:
         raise ValueError(f"{place} holds pickled Python objects (dtype {dtype}); only plain numbers and text are read.")
     have, need = len(content) - stream.tell(), math.prod(shape) * dtype.itemsize

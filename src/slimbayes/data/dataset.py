@@ -128,12 +128,7 @@ class Found:
 
 
 def labels(values: Any, classes: int, file: Path, first: int = 0) -> Tensor:
-    """Labels (N,) as int64, from numbers that count from `first`; another one is an error that names file and record.
-
-    Example:
-        >>> labels(torch.tensor([0, 9], dtype=torch.uint8), 10, Path("t10k-labels"))
-        tensor([0, 9])
-    """
+    """Labels (N,) as int64, from numbers that count from `first`; any other is an error that names file and record."""
     if values.ndim != 1 or (not isinstance(values, Tensor) and values.dtype.kind not in "ui"):
         got = f"{values.dtype} of shape {tuple(values.shape)}"
         raise ValueError(f"{file}: labels must be whole numbers (n,), got {got}.")

@@ -97,16 +97,7 @@ class Column:
 
 @dataclass(frozen=True)
 class TableFile:
-    """A file's columns as they were found.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        ...     _ = file.write("size,colour\\n1,red\\n2.5,\\n"), file.flush()
-        ...     found = look(Path(file.name))
-        >>> found.rows, [(column.name, column.kind, column.missing) for column in found.columns]
-        (2, [('size', 'number', 0), ('colour', 'word', 1)])
-    """
+    """A file's columns as they were found."""
 
     file: Path
     header: bool
@@ -168,11 +159,7 @@ def number_blocks(
 
 
 def frame_of(values: Mapping[str, Sequence[Any]], kinds: Mapping[str, Kind]) -> Frame:
-    """The named columns of values in memory, read as those of a file.
-
-    >>> frame_of({"size": [1, None], "town": ["north", 7]}, {"size": "number", "town": "word"})["size"]
-    array([ 1., nan])
-    """
+    """The named columns of values in memory, read as those of a file."""
     return {
         name: read_column("row", name, kind, values[name], range(len(values[name])), "point", "missing")
         for name, kind in kinds.items()
@@ -191,38 +178,27 @@ def _opened(file: Path, header: bool | None, decimal: Decimal) -> tuple[tuple[st
     """The names of a file's columns, whether it has them itself, and its rows."""
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there.")
-    if file.suffix.lower() == ".parquet":
-        names, lines = _parquet(file)
-        return names, True, _checked(file, lines, len(names), True)
-    lines = cell_lines(file)
+    check_regular(file)
+    parquet = file.suffix.lower() == ".parquet"
+    lines = _parquet_lines(file) if parquet else cell_lines(file)
     number, first = next(lines, (1, []))
     if not first:
         raise ValueError(f"{file} is empty: it has no rows.")
-    named = _is_header(file, first, decimal) if header is None else header
-    if not named:
-        names = tuple(str(i + 1) for i in range(len(first)))
-        return names, False, _checked(file, chain([(number, first)], lines), len(names), False)
-    names = tuple(name or str(i + 1) for i, name in enumerate(first))  # pandas writes an index without a name
-    if odd := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{file}, line {number}: two columns are called {brief(odd)}.")
+    named = parquet or (_is_header(file, first, decimal) if header is None else header)
+    names = tuple((named and name) or str(i + 1) for i, name in enumerate(first))  # an index that pandas wrote has none
     for name in names:
         check_text(f"{file}, line {number}", name, "a column's name")
-    return names, True, _checked(file, lines, len(names), True)
+    if odd := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{file}, line {number}: two columns are called {brief(odd)}.")
+    rows = lines if named else chain([(number, first)], lines)
+    return names, named, _checked(file, rows, len(names), named)
 
 
 def cell_lines(file: Path) -> Lines:
     """The cells of every line of a csv that is not empty, without blanks around them, and its number.
 
     Cells are parted by whichever of comma, semicolon and tab the first line that is not empty has most of.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        ...     _ = file.write("a; b\\n1,5; red\\n"), file.flush()
-        ...     list(cell_lines(Path(file.name)))
-        [(1, ['a', 'b']), (2, ['1,5', 'red'])]
     """
-    check_regular(file)
     # Bytes that are no UTF-8 get through as what no number has in it, so that their line can be told.
     with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as stream:
         first = next((line for line in iter(lambda: stream.readline(LINE), "") if line.strip()), "")
@@ -259,13 +235,13 @@ def _checked(file: Path, lines: Iterable[tuple[int, Sequence[Any]]], width: int,
         raise ValueError(f"{file} has no rows{' below its line of column names' if named else ''}.")
 
 
-def _parquet(file: Path) -> tuple[tuple[str, ...], Lines]:
+def _parquet_lines(file: Path) -> Lines:
+    """The names of a file's columns as line 0, then its rows."""
     try:
         import pyarrow as arrow
         from pyarrow import parquet
     except ModuleNotFoundError as error:
         raise ImportError('Parquet files are read by pyarrow: pip install "slimbayes[parquet]"') from error
-    check_regular(file)
     try:
         opened = parquet.ParquetFile(file)
     except (arrow.ArrowException, OSError) as error:
@@ -275,10 +251,7 @@ def _parquet(file: Path) -> tuple[tuple[str, ...], Lines]:
             raise ValueError(
                 f"{file}: column {brief(one.name)} holds {one.type}; numbers, texts and dates can be read."
             )
-    names = tuple(opened.schema_arrow.names)
-    if len(set(names)) < len(names):
-        raise ValueError(f"{file}: two columns have one name.")
-
-    batches = opened.iter_batches(max(1, _CELLS // max(1, len(names))))
+    yield 0, (names := opened.schema_arrow.names)
+    batches = opened.iter_batches(max(1, _CELLS // len(names)))
     rows = (row for batch in batches for row in zip(*(column.to_pylist() for column in batch.columns), strict=True))
-    return names, enumerate(rows, 1)
+    yield from enumerate(rows, 1)

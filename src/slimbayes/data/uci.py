@@ -129,11 +129,6 @@ def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
 
     The benchmark shuffles with numpy's old generator, seeded with 1, once for each split in turn, and trains on the
     first 90 %. numpy keeps that stream for good; it is the one source of randomness here that is not torch's.
-
-    Example:
-        >>> train, test = split_rows(308, 0)
-        >>> len(train), len(test)
-        (277, 31)
     """
     if index < 0 or rows < 2:
         raise ValueError(f"A standard split needs an index from 0 on and two rows, got index {index} of {rows} rows.")
@@ -145,12 +140,7 @@ def split_rows(rows: int, index: int) -> tuple[Tensor, Tensor]:
 
 
 def standard_splits(name: str) -> int:
-    """How many standard splits a set has.
-
-    Example:
-        >>> standard_splits("uci/protein-tertiary-structure")
-        5
-    """
+    """How many standard splits a set has."""
     return UCI.get(name.removeprefix("uci/"), (0, 0, 20))[2]
 
 

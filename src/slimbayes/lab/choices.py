@@ -64,13 +64,7 @@ class OneOf:
 
 @cache
 def choice(makes: Callable[..., Any]) -> type[Choice]:
-    """The pydantic model of a class or function.
-
-    Example:
-        >>> def ring(inner: float, outer: float = 2.0): return inner, outer
-        >>> choice(ring).model_validate({"kind": "ring", "inner": 1}).build()
-        (1.0, 2.0)
-    """
+    """The pydantic model of a class or function."""
     hints, parameters = get_type_hints(makes), inspect.signature(makes).parameters
     fields: dict[str, Any] = {"kind": (Literal[makes.__name__], ...)}
     for p in parameters.values():

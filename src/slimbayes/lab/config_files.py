@@ -132,12 +132,7 @@ def _resolve_below(part: Tree, file: Path, whole: bool) -> None:
 
 
 def parse_override(text: str) -> Tree:
-    """The tree of one "path=value".
-
-    Example:
-        >>> parse_override("train.optimizer.lr=1e-3")
-        {'train': {'optimizer': {'lr': 0.001}}}
-    """
+    """The tree of one "path=value"."""
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
         raise ConfigError(f"--set needs path=value, such as train.epochs=5, got {brief(text)}.")
@@ -145,12 +140,15 @@ def parse_override(text: str) -> Tree:
         tree = parse(value)
     except YamlError as error:
         raise ConfigError(f"--set {cut(path)}: {brief(value)} is not a YAML value: {error}.") from error
-    keys = path.strip().split(".")
-    if len(keys) > DEPTH:
+    if path.count(".") >= DEPTH:
         raise ConfigError(f"--set {cut(path)}: no field is that deep.")
-    for key in reversed(keys):
-        tree = {key: tree}
-    return tree
+    return _nested(path.strip(), tree)
+
+
+def _nested(path: str, value: Any) -> Tree:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
 
 
 def _of_its_time(tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -180,18 +178,9 @@ def validate(tree: Mapping[str, Any], source: str = "the config") -> Experiment:
 
 
 def with_values(tree: Tree, values: Mapping[str, Any]) -> Experiment:
-    """The experiment of a tree with values laid over it at some paths.
-
-    Example:
-        >>> from slimbayes.lab.papers import find
-        >>> tree = find("rank1/table2/mfvi")[0].experiment().resolved
-        >>> with_values(tree, {"train.optimizer.lr": 0.5, "seed": 3}).train.optimizer.lr
-        0.5
-    """
+    """The experiment of a tree with values laid over it at some paths, such as "train.optimizer.lr"."""
     for path, value in values.items():
-        for key in reversed(path.split(".")):
-            value = {key: value}
-        tree = merged(tree, value)
+        tree = merged(tree, _nested(path, value))
     return validate(tree, ", ".join(f"{path}={value}" for path, value in values.items()))
 
 

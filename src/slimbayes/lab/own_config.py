@@ -139,12 +139,7 @@ class PythonNet(Options):
 
 
 def _called(place: str, args: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
-    """What the function at "package.module:function" makes of arguments, and of those facts that it has names for.
-
-    Example:
-        >>> _called("torch.nn:Linear", {"in_features": 3, "out_features": 1}, {"inputs": 3})
-        Linear(in_features=3, out_features=1, bias=True)
-    """
+    """What the function at "package.module:function" makes of arguments, and of those facts that it has names for."""
     from torch import nn  # configs are checked without it
 
     function = _found(place)
@@ -197,14 +192,7 @@ def code_is_allowed() -> bool:
 
 @contextmanager
 def code_allowed(allowed: bool = True) -> Iterator[None]:
-    """Let networks be made by code that a config names: for configs that the user has named, or trusts.
-
-    Example:
-        >>> chosen = PythonNet(python="torch.nn:Linear", args={"in_features": 3, "out_features": 1})
-        >>> with code_allowed():
-        ...     chosen.network({}, "mine")
-        Linear(in_features=3, out_features=1, bias=True)
-    """
+    """Let networks be made by code that a config names: for configs that the user has named, or trusts."""
     token = _ALLOWED.set(allowed)
     try:
         yield

@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimbayes.data.archives import npy_header
 from slimbayes.data.cells import Allow, number_in
 from slimbayes.data.folders import decode, read_square
 from slimbayes.data.table_files import cell_lines, number_blocks
 from slimbayes.errors import brief
+from slimbayes.untrusted import check_regular
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _BYTES = 1 << 22  # of a block of an array
@@ -40,13 +42,6 @@ def row_blocks(
         allow_nonfinite: take cells of a csv that are NaN or infinite.
 
     Shape: blocks of (n, ...), at least one.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        ...     _ = file.write("a,b\\n1,2\\n"), file.flush()
-        ...     [block.tolist() for block in row_blocks(Path(file.name))]
-        [[[1.0, 2.0]]]
     """
     if not file.exists():
         raise FileNotFoundError(f"{file} is not there.")
@@ -93,11 +88,7 @@ def _array_blocks(file: Path) -> Iterator[Tensor]:
 
 def blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
     """The array of a .npy stream in blocks of rows."""
-    version = np.lib.format.read_magic(stream)
-    reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-    if reader is None:
-        raise ValueError(f"its format {version} is not known")
-    shape, fortran, dtype = reader(stream)
+    shape, fortran, dtype = npy_header(stream)
     if dtype.hasobject or not shape or min(shape) < 0:
         raise ValueError("an array of rows of numbers is needed")
     rows, row = shape[0], dtype.itemsize * math.prod(shape[1:])
@@ -134,6 +125,7 @@ def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor
 
 def _csv_blocks(file: Path, columns: Sequence[str], allow: Allow) -> Iterator[Tensor]:
     """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
+    check_regular(file)
     first = next(cell_lines(file), (1, []))[1]
     named = columns and (set(first) == set(columns) or any(number_in(cell) is None for cell in first))
     if named:
@@ -143,13 +135,7 @@ def _csv_blocks(file: Path, columns: Sequence[str], allow: Allow) -> Iterator[Te
 
 
 def check_names(place: str, names: Sequence[str], needed: Sequence[str], passed: Sequence[str] = ()) -> None:
-    """Refuse columns unless all that are needed are there, once, and no others but those that may be passed over.
-
-    >>> check_names("a.csv", ["size", "toun"], ["size", "town"])
-    Traceback (most recent call last):
-    ...
-    ValueError: a.csv: columns missing: 'town'; not known to the run: 'toun'. The run was trained on 'size', ...
-    """
+    """Refuse columns unless all that are needed are there, once, and no others but those that may be passed over."""
     faults = {
         "missing": [name for name in needed if name not in names],
         "not known to the run": [name for name in names if name not in needed and name not in passed],

@@ -137,7 +137,8 @@ class Queue:
     async def _answer(self, batch: list[Job]) -> None:
         start, work = time.perf_counter(), sum(len(job.rows) * job.draws for job in batch)
         try:
-            found = await self._run(np.concatenate([job.rows for job in batch]), batch[0])
+            rows, loop = np.concatenate([job.rows for job in batch]), asyncio.get_running_loop()
+            found = await loop.run_in_executor(self.thread, self.model.predict, rows, *batch[0].kind)
         except Exception as error:
             if len(batch) > 1:  # one request's rows are no reason to fail another's
                 for job in batch:
@@ -152,10 +153,6 @@ class Queue:
             if not job.answer.done():
                 job.answer.set_result({name: values[first:last] for name, values in found.items()})
             first = last
-
-    async def _run(self, rows: np.ndarray, like: Job) -> Columns:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.thread, self.model.predict, rows, like.draws, like.level)
 
 
 class Guard:

@@ -40,13 +40,6 @@ class Table:
         missing: "refuse" raises on missing values and unknown categories; "impute" fills numbers with their median,
             beside a column that says where, and gives categories one more value, which unknown ones are too: a
             warning tells how many.
-
-    Example:
-        >>> import pandas as pd
-        >>> frame = pd.DataFrame({"size": [1.0, 2.0], "colour": ["red", "blue"]})
-        >>> table = Table("auto", "refuse")
-        >>> table.fit(frame).tolist(), table.sizes
-        ([[1.0, 2.0], [2.0, 1.0]], (3,))
     """
 
     wanted: Any
@@ -159,11 +152,7 @@ class Table:
 
 
 def unseen_text(unseen: Counter[str], rows: int) -> str:
-    """What to say of unknown categories by column.
-
-    >>> unseen_text(Counter({"town": 2}), 100)
-    "Categories that training did not see count as missing: in column 'town' (2 of 100 rows)."
-    """
+    """What to say of unknown categories by column."""
     told = [f"{brief(name)} ({count:,} of {rows:,} rows)" for name, count in unseen.most_common(5)]
     more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
     return f"Categories that training did not see count as missing: in column {', '.join(told)}{more}."
@@ -218,17 +207,7 @@ def scaler(scaling: Scaling, missing: Missing, rows: int, seed: int) -> Any:
 
 @dataclass
 class Preparation:
-    """What rows of a table become before a network sees them.
-
-    Example:
-        >>> table = Table([1], "refuse")
-        >>> read = table.fit(np.array([[1.0, "red"], [3.0, "blue"]], dtype=object))
-        >>> found = Preparation.learnt(table, "standard", read)
-        >>> found(read).tolist(), found.width, table.sizes
-        ([[-1.0, 2.0], [1.0, 1.0]], 1, (3,))
-        >>> (Preparation.from_facts(found.facts())(read) == found(read)).all()
-        np.True_
-    """
+    """What rows of a table become before a network sees them."""
 
     table: Table
     scaling: Scaling

@@ -39,10 +39,6 @@ class TableNet(nn.Sequential):
         sizes: how many codes each column of categories has.
 
     Shape: (B, d + c) numbers, then codes of categories -> (B, outputs).
-
-    Example:
-        >>> TableNet(2, (3, 5), outputs=4, hidden=(8,))(torch.zeros(6, 4)).shape
-        torch.Size([6, 4])
     """
 
     def __init__(self, numbers: int, sizes: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> None:
@@ -111,10 +107,6 @@ class Targets(nn.Module):
             which is trained; a number is a standard deviation that needs no scale.
 
     Shape: (B, T) or (B, 2 T) -> (B, T, 2), or (B, T) where the noise is a number.
-
-    Example:
-        >>> Targets(nn.Linear(3, 2), 2, noise=0.5)(torch.zeros(4, 3)).shape
-        torch.Size([4, 2])
     """
 
     def __init__(self, network: nn.Module, targets: int, noise: Noise) -> None:
@@ -271,10 +263,6 @@ def log_likelihood(likelihood: LikelihoodName, outputs: Tensor, target: Tensor, 
     """Log-likelihood of every row under every draw, which the likelihoods' own means leave no room to weigh.
 
     Shape: outputs (S, B, C), (S, B, T) or (S, B, T, 2), target (B,) or (B, T); returns (S, B).
-
-    Example:
-        >>> log_likelihood("categorical", torch.zeros(2, 3, 4), torch.tensor([0, 1, 2])).exp()[0]
-        tensor([0.2500, 0.2500, 0.2500])
     """
     first, second = LIKELIHOODS[likelihood].predictive(outputs, scale, None)
     if LIKELIHOODS[likelihood].discrete:
