@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from slimbayes.errors import brief, did_you_mean
-from slimbayes.lab.choices import Named, Options, Size
+from slimbayes.lab.choices import Options
 
 
 def _no_controls(text: str) -> str:
@@ -100,15 +100,6 @@ class OwnFiles(Options):
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is for data of your own: {', '.join(SOURCES)}.")
         return self
-
-
-class TableNet(Named):
-    """Dense layers for tables, with embeddings of categories."""
-
-    home: ClassVar = "slimbayes.sklearn.network"
-    filled: ClassVar = ("numbers", "sizes", "outputs")
-    kind: Literal["table_net"]
-    hidden: Annotated[tuple[Size, ...], Field(max_length=1000)] = (128, 128)
 
 
 class OwnCodeError(RuntimeError):
