@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slimbayes.data import Dataset, Split
 from slimbayes.data.catalog import root_folder
-from slimbayes.data.cells import Kind
+from slimbayes.data.cells import Kind, number_in
 from slimbayes.data.folders import ImageFolder, read_square
 from slimbayes.data.table_files import MOST_VALUES, Column, TableFile, frames, look
 from slimbayes.errors import brief, did_you_mean
@@ -194,10 +194,8 @@ def _real(values: np.ndarray) -> Tensor:
 
 def _by_number(word: str) -> tuple[float, str]:
     """Classes that are numbers in their order, then others by the alphabet."""
-    try:
-        return float(word), word
-    except ValueError:
-        return float("inf"), word
+    number = number_in(word)
+    return float("inf") if number is None else number, word
 
 
 # --- arrays ---

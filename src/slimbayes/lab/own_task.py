@@ -114,8 +114,7 @@ class OwnTable(Dataset):
     @property
     def named(self) -> tuple[object, ...]:
         assert self.own is not None
-        encoder = self.own.preparation.table.encoder
-        return *super().named, () if encoder is None else tuple(map(tuple, encoder.categories_))
+        return *super().named, tuple(map(tuple, self.own.preparation.table.words))
 
 
 def with_dates(frame: Frame, kinds: Mapping[str, Kind], wanted: Sequence[str] | None = None) -> Frame:

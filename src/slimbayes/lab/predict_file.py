@@ -211,6 +211,12 @@ def as_columns(prediction: Prediction, classes: Sequence[str], level: float | No
     return columns | {f"p({name})": probs[:, i].numpy() for i, name in enumerate(class_names(classes, probs.shape[1]))}
 
 
+def as_lists(columns: Columns, classes: Sequence[str]) -> dict[str, list[Any]]:
+    """Columns as lists of plain values, labels by name."""
+    names = class_names(classes, len(columns))
+    return {k: [names[i] for i in v.tolist()] if k == LABEL else v.tolist() for k, v in columns.items()}
+
+
 def class_names(classes: Sequence[str], count: int) -> Sequence[str]:
     """The names of classes, or their numbers where they have none."""
     return classes or tuple(map(str, range(count)))
@@ -222,38 +228,22 @@ def write_columns(file: Path, blocks: Iterable[Columns], classes: Sequence[str])
         if file.suffix == ".npz":
             return _write_npz(draft, blocks, classes)
         with open(draft, "w", encoding="utf8", newline="") as out:
-            return (_write_json if file.suffix == ".json" else _write_csv)(out, _counted(blocks, classes))
+            write, rows = _write_json if file.suffix == ".json" else _write_csv, 0
+            for columns in blocks:
+                lists = as_lists(columns, classes)
+                write(out, list(lists), list(zip(*lists.values(), strict=True)), rows == 0)
+                rows += len(next(iter(lists.values())))
+            out.write("\n]\n" if file.suffix == ".json" else "")
+            return rows
 
 
-def _counted(blocks: Iterable[Columns], classes: Sequence[str]) -> Iterator[tuple[list[str], list[tuple[object, ...]]]]:
-    """Names of the columns and lines of each block."""
-    for columns in blocks:
-        names = class_names(classes, len(columns))
-        cells = [
-            [names[i] for i in values.tolist()] if name == LABEL else values.tolist()
-            for name, values in columns.items()
-        ]
-        yield list(columns), list(zip(*cells, strict=True))
+def _write_csv(out: IO[str], names: list[str], lines: list[tuple[Any, ...]], first: bool) -> None:
+    csv.writer(out, lineterminator="\n").writerows([names, *lines] if first else lines)
 
 
-def _write_csv(out: IO[str], blocks: Iterable[tuple[list[str], list[tuple[object, ...]]]]) -> int:
-    writer, rows = csv.writer(out, lineterminator="\n"), 0
-    for names, lines in blocks:
-        if not rows:
-            writer.writerow(names)
-        writer.writerows(lines)
-        rows += len(lines)
-    return rows
-
-
-def _write_json(out: IO[str], blocks: Iterable[tuple[list[str], list[tuple[object, ...]]]]) -> int:
-    rows = 0
-    for names, lines in blocks:
-        text = json.dumps([dict(zip(names, line, strict=True)) for line in lines], indent=1)
-        out.write(("," if rows else "[") + text[1:-2])  # a list without its brackets
-        rows += len(lines)
-    out.write("\n]\n")
-    return rows
+def _write_json(out: IO[str], names: list[str], lines: list[tuple[Any, ...]], first: bool) -> None:
+    text = json.dumps([dict(zip(names, line, strict=True)) for line in lines], indent=1)
+    out.write(("[" if first else ",") + text[1:-2])  # a list without its brackets
 
 
 def _write_npz(draft: Path, blocks: Iterable[Columns], classes: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from slimbayes.data import Split
 from slimbayes.errors import brief
 from slimbayes.lab.execution import Execution
 from slimbayes.lab.own_config import OwnCodeError, code_is_allowed
-from slimbayes.lab.predict_file import LABEL, as_columns, class_names, fitted, own_columns, read_predictor
+from slimbayes.lab.predict_file import as_columns, as_lists, fitted, own_columns, read_predictor
 from slimbayes.lab.predict_input import check_names
 from slimbayes.lab.run_folder import RunError
 from slimbayes.prediction.export import SUMMARIES
@@ -92,9 +92,7 @@ class RunModel(Served):
         x, classes = torch.as_tensor(rows), self.predictor.task.classes
         batches = [(x, x.new_zeros(len(x)))]
         made, _ = next(self.predictor.predict_batches(batches, "the rows", "predict", [draws]))
-        columns = as_columns(made[draws], classes, level)
-        names = class_names(classes, len(columns))
-        return {k: [names[i] for i in v.tolist()] if k == LABEL else v.tolist() for k, v in columns.items()}
+        return as_lists(as_columns(made[draws], classes, level), classes)
 
 
 class ExportedModel(Served):
