@@ -420,6 +420,9 @@ def test_idx(tmp_path: Path, rng: np.random.Generator, name: str, dot: str, gz: 
     same(data.train, truth["train"][0][:, None], truth["train"][1])
     same(data.test, truth["t10k"][0][:, None], truth["t10k"][1])
     assert len(data.classes) == 10 and available(tmp_path) == {name: ["train", "test"]}
+    (folder / f"t10k-labels{dot}idx1-ubyte{gz}").unlink()
+    with pytest.raises(FileNotFoundError, match="t10k-labels.* is missing, though other files of the set are there"):
+        load(name, tmp_path)
 
 
 @pytest.mark.parametrize("gz", ["", ".gz"])

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -98,6 +99,19 @@ def test_a_blank_line_is_no_row(tmp_path: Path) -> None:
     for text in ("a,b\n1,2\n\n", "\n\na,b\n1,2\n", "\n1,2"):
         (tmp_path / "x.csv").write_text(text)
         assert read_rows(tmp_path / "x.csv").tolist() == [[1.0, 2.0]]
+
+
+def test_cells_that_are_missing_or_infinite_go_where_a_network_knows_them(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a;b\n1;nan\n-inf;\n")
+    (rows,) = row_blocks(tmp_path / "x.csv", ("b", "a"), allow_nonfinite=True)
+    assert np.array_equal(rows, [[np.nan, 1], [np.nan, -np.inf]], equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.npy", "x.npz", "x.png"])
+def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((OSError, ValueError), match="a pipe"):
+        read_rows(tmp_path / name)
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +231,7 @@ def test_a_wrong_last_row_leaves_what_was_there(run: Path, tmp_path: Path) -> No
     (b"1,2,3\n1,nan,3\n", "line 2, column '2': 'nan' is not a finite number"),
     (b"1,2,3\n1,2,-inf\n", "line 2, column '3': '-inf' is infinite"),
     (b"1,2,3\n1,\xff2,3\n", "line 2, column '2': '\\udcff2' is not a number"),
+    (b"1,2,3\n1,1_0,3\n", "line 2, column '2': '1_0' is not a number"),
     (b"1,2,3\n1,2,3,4\n", "line 2: 4 cells, but there are 3"),
     (b"1,2,3\n4,5," + b"6" * 200_000 + b"\n", "line 2: field larger than field limit"),
     (b"1,2,3\n4,5,\"6\n", "line 2"),

@@ -46,8 +46,6 @@ def checked_zip(path: Path, content: IO[bytes] | None = None) -> Iterator[zipfil
             check_regular(path)
         archive = zipfile.ZipFile(content or path)
     except _BROKEN as error:
-        if isinstance(error, FileNotFoundError):
-            raise
         raise ValueError(f"{path} is not a readable zip file: {error}") from error
     with archive:
         _check_entries(path, archive)
@@ -122,8 +120,6 @@ def map_npy(path: Path, shape: tuple[int | None, ...], kinds: str) -> Any:
     try:
         check_regular(path)
         array = np.lib.format.open_memmap(path, mode="c")
-    except FileNotFoundError:
-        raise
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{path} is not a plain .npy array, or it is cut short: {error}") from error
     fits = array.ndim == len(shape) and all(want in (None, got) for got, want in zip(array.shape, shape))
@@ -160,8 +156,6 @@ def read_xz(path: Path) -> bytes:
     unpacker = lzma.LZMADecompressor(memlimit=LIMIT)
     try:
         content = unpacker.decompress(read_file(path, LIMIT), LIMIT + 1)
-    except FileNotFoundError:
-        raise
     except (OSError, lzma.LZMAError) as error:
         raise ValueError(f"{path} is not a readable .xz file: {error}") from error
     if not unpacker.eof:

@@ -144,27 +144,16 @@ def _sheet(piece: Path, name: str, content: bytes) -> Tensor:
 # looked up. numpy's own functions would not do: a state they trust can make it take numbers for addresses.
 
 
-class _Dtype:
-    """Stands for numpy.dtype: the type's code, as "u1"."""
+class _Noted:
+    """Stands for numpy.dtype and numpy.ndarray: what they would be made of."""
 
-    def __init__(self, code: Any = None, *rest: Any) -> None:
-        self.code = code.decode("latin1") if isinstance(code, bytes) else code
-
-    def __setstate__(self, state: Any) -> None:
-        pass  # byte order and alignment mean nothing for single bytes
-
-
-class _Array:
-    """Stands for numpy.ndarray: shape, type, order and content as numpy would be told them."""
+    state: Any = ()
 
     def __init__(self, *arguments: Any) -> None:
-        self.shape: Any = None
-        self.code: Any = None
-        self.fortran, self.content = False, None
+        self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        _, self.shape, dtype, self.fortran, self.content = state
-        self.code = dtype.code if isinstance(dtype, _Dtype) else None
+        self.state = state
 
 
 class _Bytes(bytes):
@@ -181,10 +170,10 @@ class _Bytes(bytes):
 
 
 _STAND_INS: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _Array,
-    ("numpy._core.multiarray", "_reconstruct"): _Array,
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _Noted,
+    ("numpy._core.multiarray", "_reconstruct"): _Noted,
+    ("numpy", "ndarray"): _Noted,
+    ("numpy", "dtype"): _Noted,
     ("_codecs", "encode"): _Bytes,
 }
 
@@ -210,16 +199,20 @@ def read_cifar_pickle(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a dictionary, got {type(content).__name__}.")
     named = {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}
-    return {k: _tensor(f"{path}: {k!r}", v) if isinstance(v, _Array) else v for k, v in named.items()}
+    return {k: _tensor(f"{path}: {k!r}", v) if isinstance(v, _Noted) else v for k, v in named.items()}
 
 
-def _tensor(place: str, array: _Array) -> Tensor:
-    raw, shape = array.content, array.shape
+def _tensor(place: str, array: _Noted) -> Tensor:
+    try:
+        _, shape, dtype, fortran, raw = array.state
+        code, *_ = dtype.arguments
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{place} is not an array of bytes.") from error
     if not isinstance(raw, bytes) or not isinstance(shape, tuple):
         raise ValueError(f"{place} is not an array of bytes.")
-    if array.code not in ("u1", "|u1") or not all(type(n) is int and n > 0 for n in shape):
-        raise ValueError(f"{place} must be an array of unsigned bytes, got {array.code!r} of shape {shape}.")
+    if code not in ("u1", "|u1", b"u1", b"|u1") or not all(type(n) is int and n > 0 for n in shape):
+        raise ValueError(f"{place} must be an array of unsigned bytes, got {code!r} of shape {shape}.")
     if math.prod(shape) != len(raw):
         raise ValueError(f"{place} has {len(raw):,} bytes where its shape {shape} needs {math.prod(shape):,}.")
     flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    return flat.reshape(shape[::-1]).permute(*reversed(range(len(shape)))) if array.fortran else flat.reshape(shape)
+    return flat.reshape(shape[::-1]).permute(*reversed(range(len(shape)))) if fortran else flat.reshape(shape)

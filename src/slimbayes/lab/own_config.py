@@ -97,7 +97,7 @@ class OwnFiles(Options):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is for tables: csv or parquet.")
         for name in () if given else ("task", "test"):
-            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
+            if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is for data of your own: {', '.join(SOURCES)}.")
         return self
 

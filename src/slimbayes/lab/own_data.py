@@ -248,11 +248,6 @@ def _pictures(path: Path, chosen: config.Data) -> Dataset:
         raise ValueError(
             f"{path}: pictures of {size} x {size} pixels take {needed / 2**30:.0f} GiB; set data.image_size to less."
         )
-    found = [Split(torch.stack([_square(p, size) for p in one.paths]), one.y) for one in folders]
+    found = [Split(torch.stack([read_square(path, size) for path in one.paths]), one.y) for one in folders]
     splits = dict(zip(("train", "test"), found, strict=True)) if cut else _split(found[0], chosen)
     return Dataset(chosen.name, splits, train.classes)
-
-
-def _square(path: Path, size: int) -> Tensor:
-    check_regular(path)
-    return read_square(path, size)

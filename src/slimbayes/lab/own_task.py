@@ -28,21 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OwnColumns:
-    """How rows of a table become the network's.
+    """How rows of a table become the network's."""
 
-    Attributes:
-        preparation: codes and scales.
-        passed: columns that such a table may have, and that are not looked at.
-        kinds: what the columns that are read hold.
-        header: whether a file's first line has names.
-        decimal: what parts a number's whole from its fraction in a file.
-    """
-
-    preparation: Preparation
-    passed: tuple[str, ...]
-    kinds: Mapping[str, Kind]
-    header: bool
-    decimal: Decimal
+    preparation: Preparation  # codes and scales
+    passed: tuple[str, ...]  # columns that such a table may have, and that are not looked at
+    kinds: Mapping[str, Kind]  # of the columns that are read
+    header: bool  # whether a file's first line has names
+    decimal: Decimal  # what parts a number's whole from its fraction in a file
 
     def fills(self) -> dict[str, Any]:
         """Arguments of networks that a table decides. Codes of categories are no inputs of a plain network."""

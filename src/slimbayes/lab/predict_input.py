@@ -47,6 +47,7 @@ def row_blocks(
         raise FileNotFoundError(f"{file} is not there.")
     if file.is_dir() or file.suffix.lower() in _IMAGES:
         return _image_blocks(file, decode if size is None else partial(read_square, size=size))
+    check_regular(file)
     if file.suffix == ".csv":
         return _csv_blocks(file, columns, "any" if allow_nonfinite else "finite")
     if file.suffix not in (".npy", ".npz"):
@@ -56,16 +57,12 @@ def row_blocks(
 
 def regrouped(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
     """The same rows, `size` at a time."""
-    kept: list[Tensor] = []
+    kept: Tensor | None = None
     for block in blocks:
-        kept.append(block)
-        if sum(map(len, kept)) >= size:
-            *whole, rest = torch.cat(kept).split(size)
-            whole, rest = ([*whole, rest], rest[:0]) if len(rest) == size else (whole, rest)
-            yield from whole
-            kept = [rest] if len(rest) else []
-    if kept:
-        yield torch.cat(kept)
+        *whole, kept = (block if kept is None else torch.cat([kept, block])).split(size)
+        yield from whole
+    if kept is not None:
+        yield kept
 
 
 # --- arrays ---
@@ -108,7 +105,7 @@ def blocks_of(stream: IO[bytes]) -> Iterator[Tensor]:
 
 
 def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor]:
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES)
+    files = sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path} holds no image that ends in {', '.join(_IMAGES)}.")
     first = read(files[0]).shape
@@ -125,7 +122,6 @@ def _image_blocks(path: Path, read: Callable[[Path], Tensor]) -> Iterator[Tensor
 
 def _csv_blocks(file: Path, columns: Sequence[str], allow: Allow) -> Iterator[Tensor]:
     """Rows of a csv in the order of `columns`. A first line of numbers is a row, unless they are the columns' names."""
-    check_regular(file)
     first = next(cell_lines(file), (1, []))[1]
     named = columns and (set(first) == set(columns) or any(number_in(cell) is None for cell in first))
     if named:

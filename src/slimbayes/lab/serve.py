@@ -78,12 +78,7 @@ class Job:
 
 
 class Queue:
-    """A model's waiting line.
-
-    Args:
-        most_rows: of one batch.
-        patience: seconds that an accepted request should wait at most.
-    """
+    """A model's waiting line: batches have `most_rows`, an accepted request should wait `patience` seconds at most."""
 
     def __init__(self, model: Served, most_rows: int = 1024, patience: float = 0.25) -> None:
         self.model, self.most_rows, self.patience = model, most_rows, patience
@@ -156,12 +151,8 @@ class Queue:
 
 
 class Guard:
-    """An ASGI application around another.
-
-    Args:
-        key: what X-API-Key must be; None lets everyone in. /healthz is always open.
-        wait: seconds in which requests should be answered.
-    """
+    """An ASGI application around another. `key` is what X-API-Key must be, None lets everyone in; `wait` the seconds in
+    which requests should be answered. /healthz is always open."""
 
     def __init__(self, app: ASGIApp, key: str | None, wait: float) -> None:
         self.app, self.key, self.wait = app, key, wait

@@ -32,19 +32,12 @@ Named = dict[str, list[Any]]  # rows' values by column's name
 
 
 class Served:
-    """A model behind a server.
+    """A model behind a server."""
 
-    Attributes:
-        row: shape of one row.
-        draws: of each member by default, where a request may choose them.
-        names: of the columns of rows of numbers, where they have some.
-        own: how rows of a table of one's own are read.
-    """
-
-    row: tuple[int, ...]
-    draws: int | None = None
-    names: tuple[str, ...] = ()
-    own: OwnColumns | None = None
+    row: tuple[int, ...]  # shape of one
+    draws: int | None = None  # of each member by default, where a request may choose them
+    names: tuple[str, ...] = ()  # of the columns of rows of numbers, where they have some
+    own: OwnColumns | None = None  # how rows of a table of one's own are read
 
     @property
     def columns(self) -> dict[str, str]:
@@ -96,13 +89,8 @@ class RunModel(Served):
 
 
 class ExportedModel(Served):
-    """What `sb.export` wrote, with the draws in it.
-
-    Args:
-        about: what the file says of itself.
-        kind: type of its input.
-        run: the graph, rows (N, ...) to mean, aleatoric and epistemic uncertainty.
-    """
+    """What `sb.export` wrote, with the draws in it: `about` is what the file says of itself, `kind` the type of its
+    input, and `run` the graph, rows (N, ...) to mean, aleatoric and epistemic uncertainty."""
 
     def __init__(self, file: Path, about: Any, kind: np.dtype[Any], run: Callable[[np.ndarray], Sequence[Any]]) -> None:
         self.kind, self.run = kind, run

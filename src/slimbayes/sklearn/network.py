@@ -32,11 +32,8 @@ _GAIN = 10.0
 
 
 class TableNet(nn.Sequential):
-    """Dense layers `dense1`, `dense2`, ... with ReLU and the last one, `head`; `table` embeds categories.
-
-    Args:
-        numbers: columns of numbers.
-        sizes: how many codes each column of categories has.
+    """Dense layers `dense1`, `dense2`, ... with ReLU and the last one, `head`; `table` embeds categories, of which
+    `sizes` says how many codes each column has.
 
     Shape: (B, d + c) numbers, then codes of categories -> (B, outputs).
     """
