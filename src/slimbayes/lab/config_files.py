@@ -99,6 +99,8 @@ def _parsed(file: Path) -> Tree:
         raise ConfigError(f"{file} is not valid YAML: byte {error.start:,} is no UTF-8.") from None
     except YamlError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}.") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 @lru_cache(maxsize=256)
@@ -106,29 +108,25 @@ def _tree(file: Path, text: str) -> Tree:
     """What a file with this text holds; rows of a table extend the same files many times over. Nobody changes it."""
     tree = parse(text)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file} must hold a mapping of fields, got {type(tree).__name__}.")
+        raise ConfigError(f"it must hold a mapping of fields, got {type(tree).__name__}.")
     for key in (*_SIDE, *SEVERAL):
         if not isinstance(tree.get(key, {}), dict):
-            raise ConfigError(f"{file}: {key} must be a mapping of fields, got {brief(tree[key])}.")
-    try:
-        parts = parts_of(tree)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
-    for part in parts:
-        _resolve_below(part, file, whole=part is tree)
+            raise ConfigError(f"{key} must be a mapping of fields, got {brief(tree[key])}.")
+    for part in parts_of(tree):
+        _resolve_below(part, file.parent, whole=part is tree)
     return tree
 
 
-def _resolve_below(part: Tree, file: Path, whole: bool) -> None:
+def _resolve_below(part: Tree, folder: Path, whole: bool) -> None:
     """Make what a part of a file extends a list of whole paths and of "#row"s."""
     given = part.pop("extends", [])
     below = [given] if isinstance(given, str) else given
     if not isinstance(below, list) or not all(isinstance(name, str) and name for name in below):
-        raise ConfigError(f"{file}: extends must be a file, or a list of files, got {brief(given)}.")
+        raise ConfigError(f"extends must be a file, or a list of files, got {brief(given)}.")
     if whole and any(name[0] == "#" for name in below):
-        raise ConfigError(f"{file} cannot extend a row of its own, got {brief(given)}.")
+        raise ConfigError(f"it cannot extend a row of its own, got {brief(given)}.")
     if below:
-        part["extends"] = [name if name[0] == "#" else str(file.parent / name) for name in below]
+        part["extends"] = [name if name[0] == "#" else str(folder / name) for name in below]
 
 
 def parse_override(text: str) -> Tree:

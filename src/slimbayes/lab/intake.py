@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slimbayes.data import Dataset, Split, load, load_bags
-from slimbayes.data.catalog import find, root_folder, source_of
+from slimbayes.data.catalog import find
 from slimbayes.data.folders import ImageFolder
 from slimbayes.lab import config
 from slimbayes.lab.execution import generator
@@ -57,7 +57,7 @@ def _opened(chosen: config.Data, root: Path | str | None) -> Dataset:
 
         return open_own(chosen, root)
     if chosen.bags is not None:
-        files = find(source_of(chosen.name), root_folder(root)).files()
+        files = find(chosen.name, root).files()
         stamps = tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
         return _bags(chosen.name, root, stamps, **chosen.bags.model_dump())
     return digits() if chosen.name == "digits" else load(chosen.name, root)

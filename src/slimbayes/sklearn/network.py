@@ -108,11 +108,8 @@ class Targets(nn.Module):
 
     def __init__(self, network: nn.Module, targets: int, noise: Noise) -> None:
         super().__init__()
-        self.network, self.targets = network, targets
-        self.raw: nn.Parameter | None = None
-        self.noise, self.gain = noise, _GAIN
-        if noise == "learned":
-            self.raw = nn.Parameter(torch.zeros(targets))
+        self.network, self.targets, self.noise = network, targets, noise
+        self.raw = nn.Parameter(torch.zeros(targets)) if noise == "learned" else None
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.network(x)
@@ -125,10 +122,9 @@ class Targets(nn.Module):
             )
         if self.noise == "heteroscedastic":
             return out.unflatten(-1, (self.targets, 2))
-        out = out.unflatten(-1, (self.targets,))
         if self.raw is None:
             return out
-        return torch.stack([out, (self.gain * self.raw).to(out.dtype).expand_as(out)], -1)
+        return torch.stack([out, (_GAIN * self.raw).to(out.dtype).expand_as(out)], -1)
 
 
 def build(module: Module, numbers: int, sizes: Sequence[int], outputs: int) -> nn.Module:
