@@ -37,9 +37,8 @@ MOST_VALUES = 1000  # different ones of a column that are kept
 LINE = 1 << 20  # characters: the longest honest line has a few thousand
 _CELLS = 1 << 14  # of a block
 Lines = Iterator[tuple[int, Sequence[Any]]]  # numbers of lines (or rows of a parquet file) and their cells
-Frame = Mapping[
-    str, np.ndarray
-]  # columns (n,): numbers, days of dates, NaN if missing; words as texts, None if missing
+# Columns (n,) by name: numbers, and days of dates, NaN where missing; words as texts, None where missing.
+Frame = Mapping[str, np.ndarray]
 
 
 @dataclass

@@ -51,8 +51,11 @@ def find_own(text: str, root: Path | str | None) -> Path:
     return found
 
 
-def _split(rows: Split, chosen: config.Data) -> dict[str, Split]:
-    """Rows to train and to test on, in their order."""
+def _splits(found: list[Split], chosen: config.Data) -> dict[str, Split]:
+    """Rows to train and to test on, as they are or, of one split, in their order."""
+    if len(found) == 2:
+        return {"train": found[0], "test": found[1]}
+    (rows,) = found
     held = round(len(rows) * chosen.test)
     if held in (0, len(rows)):
         raise ValueError(
@@ -88,7 +91,7 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
     whole = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     table = Table([name for name, kind in kinds.items() if kind == "word"], chosen.missing)
     y, classes = _targets(whole[chosen.target], discrete)
-    places = _split(Split(torch.arange(len(y)), y), chosen)
+    places = _splits([Split(torch.arange(len(y)), y)], chosen)
     try:
         every, kept = with_dates(whole, kinds), places["train"].x.numpy()
         table.fit(every)  # refuses gaps of all rows
@@ -214,8 +217,7 @@ def _arrays(path: Path, chosen: config.Data) -> Dataset:
         raise ValueError(f"{path} needs the arrays x and y, or x_train, y_train, x_test and y_test; it has {has}.")
     names = [("x_train", "y_train"), ("x_test", "y_test")] if cut else [("x", "y")]
     found = [_array_split(arrays[x], arrays[y], f"{path}, {x}", chosen) for x, y in names]
-    splits = dict(zip(("train", "test"), found, strict=True)) if cut else _split(found[0], chosen)
-    return Dataset(chosen.name, splits)
+    return Dataset(chosen.name, _splits(found, chosen))
 
 
 def _array_split(x: np.ndarray, y: np.ndarray, place: str, chosen: config.Data) -> Split:
@@ -249,5 +251,4 @@ def _pictures(path: Path, chosen: config.Data) -> Dataset:
             f"{path}: pictures of {size} x {size} pixels take {needed / 2**30:.0f} GiB; set data.image_size to less."
         )
     found = [Split(torch.stack([read_square(path, size) for path in one.paths]), one.y) for one in folders]
-    splits = dict(zip(("train", "test"), found, strict=True)) if cut else _split(found[0], chosen)
-    return Dataset(chosen.name, splits, train.classes)
+    return Dataset(chosen.name, _splits(found, chosen), train.classes)

@@ -55,22 +55,23 @@ def predict_file(
     if output.suffix not in (".csv", ".json", ".npz"):
         raise ValueError(f"Predictions go to .csv, .json or .npz, got {output}.")
     predictor = read_predictor(run, Execution(accelerator=accelerator).device)
-    task, allowed = predictor.task, predictor.experiment.data.allow_nonfinite
-    rows = _fitted_blocks(_blocks(inputs, predictor), task, str(inputs), allowed)
-    batches = ((x, x.new_zeros(len(x))) for x in regrouped(rows, predictor.experiment.evaluate.batch))
+    classes, size = predictor.task.classes, predictor.experiment.evaluate.batch
+    batches = ((x, x.new_zeros(len(x))) for x in regrouped(_rows(inputs, predictor), size))
     found = predictor.predict_batches(batches, f"the rows of {inputs}", "predict", [draws])
-    blocks = (as_columns(predictions[draws], task.classes, level) for predictions, _ in found)
-    return write_columns(output, blocks, task.classes)
+    return write_columns(output, (as_columns(made[draws], classes, level) for made, _ in found), classes)
 
 
-def _blocks(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
-    """Rows of a file as the run's own data were read."""
-    data, own = predictor.experiment.data, predictor.task.own
-    if own is None:
-        return row_blocks(
-            inputs, predictor.task.columns, data.allow_nonfinite, data.image_size if data.images else None
-        )
-    return own.blocks(inputs)
+def _rows(inputs: Path, predictor: Predictor) -> Iterator[Tensor]:
+    """Rows of a file as the network takes them, read as the run's own data were."""
+    data, task, first = predictor.experiment.data, predictor.task, 0
+    blocks = (
+        row_blocks(inputs, task.columns, data.allow_nonfinite, data.image_size if data.images else None)
+        if task.own is None
+        else task.own.blocks(inputs)
+    )
+    for block in blocks:
+        yield fitted(block, task, str(inputs), first, data.allow_nonfinite)
+        first += len(block)
 
 
 def own_columns(facts: Any) -> OwnColumns | None:
@@ -80,13 +81,6 @@ def own_columns(facts: Any) -> OwnColumns | None:
     from slimbayes.lab.own_task import OwnColumns  # needs scikit-learn, which other runs do without
 
     return OwnColumns.from_facts(facts)
-
-
-def _fitted_blocks(blocks: Iterator[Tensor], task: Task, source: str, allow_nonfinite: bool) -> Iterator[Tensor]:
-    first = 0
-    for block in blocks:
-        yield fitted(block, task, source, first, allow_nonfinite)
-        first += len(block)
 
 
 # --- what a network takes ---

@@ -107,7 +107,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     # --- training ---
 
-    def _fit(self, X: Any, y: Any, sample_weight: Any) -> Self:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train on a table (N, d) and labels (N,) of any type, or real targets (N,) or (N, T)."""
         known = self._begin(X, y, sample_weight)
         self.seen_ = known.weight.sum()  # of all rows so far, for `partial_fit`
         kept, held = self._split(known)
