@@ -101,15 +101,8 @@ class TableFile:
     file: Path
     header: bool
     rows: int
-    columns: tuple[Column, ...]
+    columns: Mapping[str, Column]
     decimal: Decimal = "point"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(column.name for column in self.columns)
-
-    def column(self, name: str) -> Column:
-        return self.columns[self.names.index(name)]
 
 
 def look(file: Path, header: bool | None = None, decimal: Decimal = "point") -> TableFile:
@@ -121,10 +114,10 @@ def look(file: Path, header: bool | None = None, decimal: Decimal = "point") -> 
         decimal: what parts a number's whole from its fraction.
     """
     names, named, lines = _opened(file, header, decimal)
-    columns, rows = tuple(map(Column, names)), 0
+    columns, rows = {name: Column(name) for name in names}, 0
     for number, cells in lines:
         rows += 1
-        for column, cell in zip(columns, cells, strict=True):
+        for column, cell in zip(columns.values(), cells, strict=True):
             column.add(text_of(cell), number, file, decimal_of(cell, decimal))
     return TableFile(file, named, rows, columns, decimal)
 

@@ -75,17 +75,18 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
     names = {"target": [chosen.target], "categories": chosen.categories, "drop": chosen.drop}
     for option, wanted in names.items():
         for name in wanted:
-            if name not in found.names:
+            if name not in found.columns:
                 raise ValueError(
-                    f"data.{option}: {path} has no column {brief(name)}{did_you_mean(str(name), found.names)}"
+                    f"data.{option}: {path} has no column {brief(name)}{did_you_mean(str(name), found.columns)}"
                 )
     assert chosen.target is not None
     left_out = {chosen.target, *chosen.drop}
     encode = chosen.dates == "encode"
-    kinds = {c.name: feature_kind(found, c, chosen.categories, encode) for c in found.columns if c.name not in left_out}
+    used = [column for name, column in found.columns.items() if name not in left_out]
+    kinds = {column.name: feature_kind(found, column, chosen.categories, encode) for column in used}
     if not kinds:
         raise ValueError(f"{path} has no column beside the target and those that are dropped.")
-    discrete = target_is_class(found.column(chosen.target), path, chosen.task)
+    discrete = target_is_class(found.columns[chosen.target], path, chosen.task)
     target: Kind = "word" if discrete else "number"
     blocks = list(frames(path, kinds | {chosen.target: target}, found.header, found.decimal))
     whole = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
@@ -100,7 +101,7 @@ def _table(path: Path, chosen: config.Data) -> OwnTable:
     except ValueError as error:
         raise ValueError(f"{path}: {told(error)}") from error
     splits = {name: Split(read[part.x], part.y) for name, part in places.items()}
-    passed = tuple(name for name in found.names if name in left_out)
+    passed = tuple(name for name in found.columns if name in left_out)
     columns = tuple(table.names[j] for j in [*table.numbers, *table.categories])
     own = OwnColumns(Preparation(table, "none", None), passed, kinds, found.header, found.decimal)
     return OwnTable(chosen.name, splits, classes, (), columns, own)
